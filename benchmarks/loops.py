@@ -21,9 +21,10 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 from portable.loop import Cadence, Events, train
+from portable.model.groups import groups_of
 from portable.model.initialize import Blueprint
 from portable.model.tensors import to_torch
-from portable.optim.optimizers import groups_of, parameter_groups
+from portable.optim.optimizers import parameter_groups
 from portable.output.output_dir import LocalOutput
 from portable.run.batches import train_loader
 from portable.run.restore import restore

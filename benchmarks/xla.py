@@ -31,7 +31,8 @@ from torch.nn import functional
 from benchmarks.machine import command_line, describe_machine
 from portable.config import load_config
 from portable.loop import train_step
-from portable.optim.optimizers import groups_of, parameter_groups
+from portable.model.groups import groups_of
+from portable.optim.optimizers import parameter_groups
 from portable.registry import create_backend
 from portable.run.batches import train_loader
 from portable.run.prepare import Prepared, prepare

@@ -7,6 +7,7 @@ import contextlib
 import re
 import signal
 import sys
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, NoReturn
 
@@ -33,6 +34,9 @@ _UNITS = {
     "GIB": 2**30,
 }
 
+# Commands of their own; a folder of that name is given as ./inspect.
+_LOOKING = ("inspect", "diff")
+
 # Seconds after SIGTERM within which clean-up must finish.
 _CLEANUP_SECONDS = 20
 
@@ -57,6 +61,8 @@ examples:
   portable-convert lora/ out/ --merge-into base/           the base model with the adapter merged into it
   portable-convert ckpt/ out/ --dry-run                    show what would be written
   portable-convert ckpt/ out/ --verify                     read OUT back and compare it with SRC
+  portable-convert inspect ckpt/ --stats                   what it holds, tensor by tensor; --json
+  portable-convert diff ckpt/ out/                         which tensors differ, and by how much
 
 then:
   AutoModelForCausalLM.from_pretrained("out/")
@@ -149,7 +155,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `portable-convert`; returns an exit code of `converters.commands.EXIT_CODES`."""
     previous = None
     try:
-        options = _parser().parse_args(argv)
+        given = sys.argv[1:] if argv is None else list(argv)
+        if given[:1] and given[0] in _LOOKING:
+            return _look(given)
+        options = _parser().parse_args(given)
         with contextlib.suppress(ValueError):  # not the main thread: signals cannot be handled here
             previous = signal.signal(signal.SIGTERM, _terminated)
         return _convert(options)
@@ -157,12 +166,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         complain(f"error: {printable(error)}")
         return REFUSED
     except RecursionError:
-        complain(f"error: {printable(options.src)}: nested too deeply")
+        complain(f"error: {printable(given[-1] if given else '')}: nested too deeply")
         return REFUSED
     finally:
         if previous is not None:
             signal.alarm(0)
             signal.signal(signal.SIGTERM, previous)
+
+
+def _look(given: list[str]) -> int:
+    """`inspect` and `diff`, which write nothing."""
+    from converters import looking
+
+    command: Callable[..., int] = getattr(looking, given[0])
+    return command(partial(_Parser, allow_abbrev=False), given[1:])
 
 
 def _terminated(signum: int, frame: object) -> NoReturn:

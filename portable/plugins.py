@@ -116,10 +116,9 @@ def load(key: str, text: str, known: Mapping[str, str] | None = None) -> Any:
     told = f"{key}: {text}"
     if named.module is None:
         if named.name not in (known or {}):
-            near = _near(named.name, known or {})
             raise UserError(
-                f"{told}: there is no such name here{near}; the names are "
-                f"{', '.join(known or {}) or 'none'}, and package.module:name is one of your own"
+                f"{told}: there is no such name here; there are {', '.join(known or {}) or 'none'}, and "
+                f"package.module:name is one of your own{_near(named.name, known or {})}"
             )
         place = parse((known or {})[named.name])
         named = Name(place.module, place.name, named.arguments)

@@ -228,3 +228,54 @@ def test_weights_that_nothing_would_hold_are_refused(base: Path, corpus: Path, t
         leg(tmp_path / "run", corpus, {"model__name_or_path": str(other)}, 1)
     settings = {"model__name_or_path": str(other), "adapter__modules_to_save": ["model.norm"]}
     assert leg(tmp_path / "again", corpus, settings, 1) == 0
+
+
+def test_goes_on_from_a_checkpoint_of_the_trainer_with_peft(base: Path, corpus: Path, tmp_path: Path) -> None:
+    """Weights and moments arrive as they are in its files, each at its own parameter."""
+    import peft
+    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+    from portable.registry import create_backend
+    from portable.run.prepare import prepare
+    from portable.run.restore import restore
+    from portable.run.settle import settle
+
+    settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "up_proj"], use_dora=True)
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), settings)
+    rows = [{"input_ids": list(range(i, i + 16)), "labels": list(range(i, i + 16))} for i in range(8)]
+    arguments = TrainingArguments(
+        str(tmp_path / "theirs"),
+        max_steps=2,
+        save_steps=2,
+        per_device_train_batch_size=2,
+        report_to=[],
+        use_cpu=True,
+        learning_rate=1e-3,
+    )
+    Trainer(model, arguments, train_dataset=rows).train()
+    source = tmp_path / "theirs" / "checkpoint-2"
+    given = {
+        "model__config": None,
+        "model__name_or_path": str(base),
+        "adapter__config": str(source / "adapter_config.json"),
+        "checkpoint__resume": str(source),
+        "train__betas": [0.9, 0.999],
+        "train__weight_decay": 0.0,
+        "train__learning_rate": 1e-3,
+    }
+    config = configured(tmp_path / "ours", corpus, **given)
+    run = prepare(settle(config, "cpu"), create_backend("cpu"))
+    restored = restore(run, source)
+    assert restored.progress.step == 2
+    engine: Any = restored.engine
+    ours = {name: p for name, p in engine.model.named_parameters() if p.requires_grad}
+    theirs = {
+        name.removeprefix("base_model.model."): p for name, p in model.named_parameters() if p.requires_grad
+    }
+    assert ours.keys() == theirs.keys()
+    stored = torch.load(source / "optimizer.pt")["state"]
+    order = {name: stored[index] for index, name in enumerate(theirs)}
+    for name, parameter in ours.items():
+        assert torch.equal(parameter.detach(), theirs[name].detach()), name
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(engine._optimizer.state[parameter][key], order[name][key]), (name, key)

@@ -13,9 +13,10 @@ import torch
 
 from converters import CheckpointError
 from converters import Tensor as StoredTensor
+from portable.model.groups import groups_of
 from portable.optim import adafactor
 from portable.optim.muon import orthogonalized, rate_factor
-from portable.optim.optimizers import groups_of, muon, parameter_groups
+from portable.optim.optimizers import muon, parameter_groups
 from tpu.layout import FSDP, constrain
 
 if TYPE_CHECKING:

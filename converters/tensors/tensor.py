@@ -83,10 +83,14 @@ class Tensor:
     __slots__ = ("_reach", "_starts", "boxes", "dtype", "name", "shape")
 
     def __init__(self, name: str, dtype: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
+        shape = possible_shape(name, dtype, shape)
+        check_boxes_tile(name, shape, [(box.offsets, box.sizes) for box in boxes])
+        self._place(name, dtype, shape, boxes)
+
+    def _place(self, name: str, dtype: str, shape: Shape, boxes: Sequence[Box]) -> None:
         self.name = name
         self.dtype = dtype
-        self.shape: Shape = possible_shape(name, dtype, shape)
-        check_boxes_tile(name, self.shape, [(box.offsets, box.sizes) for box in boxes])
+        self.shape = shape
         self.boxes = sorted((box for box in boxes if prod(box.sizes)), key=lambda box: box.offsets)
         # For finding the boxes that meet a region along dim 0: the start of each, and the largest end so far.
         self._starts = [box.offsets[0] for box in self.boxes] if self.shape else []
@@ -100,7 +104,9 @@ class Tensor:
         """A tensor stored whole and row-major in `source`, from byte `offset`."""
         shape = possible_shape(name, dtype, shape)
         strides = row_major(shape, numpy_dtype(dtype).itemsize)
-        return cls(name, dtype, shape, [Box((0,) * len(shape), shape, View(source, offset, strides))])
+        made = cls.__new__(cls)  # one box tiles its own shape: a checkpoint may have 100,000 of them
+        made._place(name, dtype, shape, [Box((0,) * len(shape), shape, View(source, offset, strides))])
+        return made
 
     @classmethod
     def from_flat(

@@ -23,13 +23,14 @@ from gpu.fsdp.sharding import shard
 from portable.checkpoint.match_to_model import stored_state
 from portable.errors import unsupported
 from portable.model.chunked_loss import chunked_head
+from portable.model.groups import groups_of
 from portable.model.loss import Objective, added, shares
 from portable.model.parameters import embeddings, state_tensors, stored_tensors
 from portable.model.tensors import fill
 from portable.model.transformers_patches import no_value_checks
 from portable.optim.muon import Muon
 from portable.optim.non_finite import NEW_COUNTERS, Health, allowed_streak, count_update
-from portable.optim.optimizers import build_optimizer, groups_of, set_rates
+from portable.optim.optimizers import build_optimizer, set_rates
 from portable.optim.sharded import local
 
 if TYPE_CHECKING:

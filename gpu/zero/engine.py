@@ -30,12 +30,13 @@ from portable.checkpoint.match_to_model import stored_state
 from portable.errors import require, unsupported
 from portable.model.activation_checkpointing import checkpoint_activations
 from portable.model.freezing import frozen_names
+from portable.model.groups import groups_of
 from portable.model.loss import Objective, added, shares
 from portable.model.parameters import adapted, materialize, replace_tensors, state_tensors
 from portable.model.tensors import fill
 from portable.optim.muon import Muon
 from portable.optim.non_finite import NEW_COUNTERS, Health, allowed_streak, count_update
-from portable.optim.optimizers import groups_of, set_rates
+from portable.optim.optimizers import set_rates
 from portable.planner.memory_model import Cluster
 from portable.planner.meta_model import inspect
 from portable.terminal import native_stdout_closed

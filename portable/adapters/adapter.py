@@ -15,7 +15,14 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from converters import CheckpointError, find_adapter, fingerprint, open_checkpoint
+from converters import (
+    Checkpoint,
+    CheckpointError,
+    OptimizerState,
+    find_adapter,
+    fingerprint,
+    open_checkpoint,
+)
 from converters.adapters.names import part_of, replaced
 from portable.adapters.initial import NAME, initial_values
 from portable.adapters.settings import CONFIG_FILE, as_json, folder_of, peft_config
@@ -35,7 +42,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from converters import Checkpoint
     from portable.config import RunConfig
     from portable.model.tensors import ReadableTensor
 
@@ -150,6 +156,57 @@ class Adapter:
                 f"{list(self._shapes[name])}; use an adapter of this model",
             )
         return {name: tensors[key] for name, key in self._files.items()}
+
+    @property
+    def files(self) -> list[str]:
+        """The names of the trained tensors in peft's files, in the model's order."""
+        return list(self._files.values())
+
+    def of_others(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Another program's checkpoint of this adapter under the names of the model.
+
+        Raises:
+            UserError: if it holds no adapter, or one with other settings.
+        """
+        try:
+            found = find_adapter(checkpoint)
+        except CheckpointError as error:
+            raise UserError(f"checkpoint.resume: {error}") from error
+        if found is None:
+            raise UserError(
+                f"checkpoint.resume: {checkpoint.root} holds no adapter; give a checkpoint of one, or remove "
+                "adapter.type"
+            )
+        ours = {"alpha": "lora_alpha", "rslora": "use_rslora", "dora": "use_dora"}
+        for theirs, name in ours.items() if self._run.adapter.type == "lora" else ():
+            one, other = getattr(found.config, theirs), getattr(self.config, name)
+            require(
+                one == other,
+                f"checkpoint.resume: {checkpoint.root} was trained with {name} {one}, not {other}; set "
+                "adapter.config to its adapter_config.json",
+            )
+        live = {saved: name for name, saved in self._files.items()}
+        adapter = found.checkpoint
+
+        def optimizer(_: Any) -> OptimizerState | None:
+            state = adapter.optimizer
+            if state is None:
+                return None
+            groups = [
+                {**group, "params": [live.get(name, name) for name in group["params"]]}
+                for group in state.param_groups
+            ]
+            return OptimizerState({live.get(name, name): v for name, v in state.state.items()}, groups)
+
+        return Checkpoint(
+            format=adapter.format,
+            root=adapter.root,
+            tensors={live.get(saved, saved): tensor for saved, tensor in adapter.tensors.items()},
+            optimizer=optimizer,
+            metadata=adapter.metadata,
+            companions=adapter.companions,
+            counters=lambda: checkpoint.counters,
+        )
 
     @cached_property
     def identity(self) -> dict[str, Any]:

@@ -25,7 +25,10 @@ from portable.paths import exists, storage_errors
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from torch import nn
+
     from converters import Checkpoint, OptimizerState
+    from portable.adapters.adapter import Adapter
     from portable.paths import Place
 
 # The names of this program's checkpoints, including unfinished and damaged ones.
@@ -209,6 +212,24 @@ def open_external(path: Place, order: Sequence[str] = ()) -> ExternalCheckpoint 
     if _PART.fullmatch(folder.name) and not (folder / STATE_FILE).exists():
         folder = folder.parent
     return ExternalCheckpoint(checkpoint, folder, _trainer_state(folder))
+
+
+def open_for_model(path: Place, model: nn.Module, adapter: Adapter | None) -> ExternalCheckpoint | None:
+    """Open the checkpoint of another program for ``model``; see :func:`open_external`.
+
+    Args:
+        path: as given by the user.
+        model: of the run.
+        adapter: in ``model``, if there is one; the checkpoint must then hold it.
+
+    Raises:
+        UserError: if it holds another adapter, or none.
+    """
+    names = [name for name, _ in model.named_parameters()] if adapter is None else adapter.files
+    external = open_external(path, names)
+    if external is None or adapter is None:
+        return external
+    return replace(external, checkpoint=adapter.of_others(external.checkpoint))
 
 
 def is_own_checkpoint(folder: Place) -> bool:

@@ -18,8 +18,9 @@ from converters.errors import OptimizerStateError
 from portable.checkpoint.external import HALF_TYPES, ExternalCheckpoint
 from portable.config.problems import shown
 from portable.errors import DamagedError, UserError
-from portable.model.parameters import embeddings, state_tensors, tied_names
-from portable.optim.optimizers import build_optimizer, groups_of
+from portable.model.groups import groups_of
+from portable.model.parameters import embeddings, stored_tensors, tied_names
+from portable.optim.optimizers import build_optimizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -127,7 +128,7 @@ def _match_weights(
     Raises:
         UserError: for a missing tensor, another shape or an unexpected tensor.
     """
-    wanted = state_tensors(model)
+    wanted = stored_tensors(model)
     held = dict(external.checkpoint.tensors)
     aliases = external.checkpoint.aliases
     for name, others in tied_names(model).items():

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from converters.console import say
 from portable.adapters.adapter import adapt
 from portable.batch_plan import total_steps
-from portable.checkpoint.external import open_external
+from portable.checkpoint.external import open_for_model
 from portable.checkpoint.resume_external import adopt_checkpoint
 from portable.checkpoint.resume_source import checkpoints_of, resume_source
 from portable.config import dump_yaml
@@ -37,6 +37,7 @@ from portable.terminal import columns
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from portable.adapters.adapter import Adapter
     from portable.backend import Backend
     from portable.batch_plan import BatchPlan
     from portable.config import RunConfig
@@ -67,9 +68,9 @@ def dry_run(settled: Settled) -> int:
         models.check_vocabulary(model, data.vocab_size)
     plan = first_plan(config, settled.world)
     base = copy.deepcopy(model)
-    adapt(model, model_config, config)
+    adapter = adapt(model, model_config, config)
     planner = planner_here(config, model, backend, settled.world.ranks)
-    rows = _plan_rows(settled, model, data, plan)
+    rows = _plan_rows(settled, model, adapter, data, plan)
     rows.append(("a checkpoint", human_bytes(planner.model.checkpoint_bytes(config.train))))
     rows += memory_rows(planner)
     for line in _notes(settled, backend, base, special_tokens, data, plan):
@@ -113,7 +114,7 @@ def _notes(
 
 
 def _plan_rows(
-    settled: Settled, model: PreTrainedModel, data: DataSizes, plan: BatchPlan
+    settled: Settled, model: PreTrainedModel, adapter: Adapter | None, data: DataSizes, plan: BatchPlan
 ) -> list[tuple[str, str]]:
     config, world = settled.config, settled.world
     devices = ranks_in_words(world.ranks, world.devices_per_rank)
@@ -121,7 +122,7 @@ def _plan_rows(
     if config.train.epochs is not None:
         steps = None if data.train_samples is None else total_steps(config, data.train_samples)
     source = resume_source(config, checkpoints_of(settled.place))
-    begun = [] if source is None else _foreign_rows(config, model, source, steps)
+    begun = [] if source is None else _foreign_rows(config, model, adapter, source, steps)
     return [
         (
             "model",
@@ -148,10 +149,10 @@ def _plan_rows(
 
 
 def _foreign_rows(
-    config: RunConfig, model: PreTrainedModel, source: Place, steps: int | None
+    config: RunConfig, model: PreTrainedModel, adapter: Adapter | None, source: Place, steps: int | None
 ) -> list[tuple[str, str]]:
     """What the run would take from ``source`` if another program wrote it; refused as it would be then."""
-    foreign = open_external(source, [name for name, _ in model.named_parameters()])
+    foreign = open_for_model(source, model, adapter)
     if foreign is None:
         return []
     taken = adopt_checkpoint(foreign, config, model, build_schedule(config.train, steps or 1))

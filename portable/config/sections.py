@@ -435,6 +435,11 @@ class DataConfig(Section):
     )
 
     @property
+    def sequences(self) -> int:
+        """Sequences of a sample: a preference has two."""
+        return 2 if self.format == "preference" else 1
+
+    @property
     def longest(self) -> int:
         """Tokens of the longest sequence, including targets."""
         return max(self.seq_len, self.target_seq_len or 0)
@@ -660,8 +665,8 @@ class TrainConfig(Section):
         description="What an evaluation computes besides the loss: perplexity and accuracy (of tokens) of "
         "language models; accuracy, f1 and confusion of a classifier; mse, mae and r2 of a regression; "
         "exact_match and rouge_l of generated texts (seq2seq-lm; up to a forward pass for each token); or "
-        "package.module:name, a function or class of your own. Null: all of the task that generate nothing; "
-        "[]: the loss alone.",
+        "package.module:name, a function or class of your own. Null: all of the task that generate nothing, "
+        "or none with train.loss; []: the loss alone.",
     )
     callbacks: Annotated[tuple[PlugIn, ...], OneOrMany, Field(strict=False)] = Field(
         default=(),

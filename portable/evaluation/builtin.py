@@ -262,7 +262,9 @@ def measures_of(names: Sequence[str] | None, setting: Setting) -> Measures:
     }
     generated = TEXT_METRICS if setting.task == "seq2seq-lm" else {}
     metrics, texts = {}, []
-    for name in known if names is None else names:
+    # Predictions need all logits, which a loss of the user's may do without.
+    default = () if setting.own_loss else known
+    for name in default if names is None else names:
         if ":" in name:
             metrics[name] = own_metric(name)
         elif name in known:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
-from portable.errors import require
 from portable.optim.adafactor import RULES, Adafactor
 from portable.optim.adamw_8bit import AdamW8bit
 from portable.optim.muon import Muon
 from portable.optim.sharded import local
-from portable.patterns import matching
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -39,47 +36,6 @@ class Optimizer(Protocol):
     def zero_grad(self, set_to_none: bool = True) -> None: ...
 
 
-_SPARED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
-
-
-def decaying(model: nn.Module) -> set[str]:
-    """The names of the parameters with weight decay: all except norms and biases.
-
-    As in the Trainer's ``get_decay_parameter_names``, the parameter's name or its module's class decides. The
-    number of dims does not: a bias may be a table and a weight may be a vector.
-    """
-    names: set[str] = set()
-    norms: list[str] = []
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, nn.LayerNorm):
-            norms.append(f"{prefix}.")
-        dotted = f"{prefix}." if prefix else ""
-        if not dotted.startswith(tuple(norms)):
-            names.update(dotted + name for name in module._parameters if not _spared(dotted + name))
-    return names
-
-
-def layer_matrices(model: nn.Module) -> set[str]:
-    """The names of the matrices of the layers, which are in module lists, and of their experts' stacks.
-
-    Not of embeddings, convolutions, norms and biases, nor of vectors that are stored as matrices.
-    """
-    decays = decaying(model)
-    lists = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
-    found = set()
-    for prefix, module in model.named_modules():
-        if not prefix.startswith(lists) or isinstance(module, nn.Embedding | nn.modules.conv._ConvNd):
-            continue
-        for name, parameter in module.named_parameters(prefix, recurse=False):
-            if 2 <= parameter.dim() <= 3 and min(parameter.shape[-2:]) > 1 and name in decays:
-                found.add(name)
-    return found
-
-
-def _spared(name: str) -> bool:
-    return _SPARED.search(name.lower()) is not None
-
-
 class Group(NamedTuple):
     """A parameter group; groups are sorted by their fields.
 
@@ -98,46 +54,6 @@ class Group(NamedTuple):
     matrices: bool = False
 
 
-def groups_of(model: nn.Module, settings: TrainConfig) -> dict[str, Group]:
-    """The group of each trained parameter of ``model``, by its first name.
-
-    Raises:
-        UserError: if a pattern is not a regular expression or decides nothing.
-    """
-    decays = decaying(model)
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    every = {first: [first, *others] for first, *others in names.values()}
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    number: dict[str, int] = {}
-    key = "train.parameter_groups"
-    for place, group in enumerate(settings.parameter_groups, start=1):
-        found = matching(key, group.pattern, every)
-        new = (found & trained) - number.keys()
-        why = "an earlier pattern matches" if found & trained else "are frozen"
-        require(
-            bool(new), f"{key}: {group.pattern!r} matches only parameters that {why}; correct or remove it"
-        )
-        number.update(dict.fromkeys(new, place))
-    matrices = layer_matrices(model) if settings.optimizer == "muon" else set()
-    require(
-        settings.optimizer != "muon" or bool(matrices & trained),
-        "train.optimizer: muon is for the matrices of transformer layers, and none is trained; use adamw",
-    )
-    made = {}
-    for name in every:
-        if name in trained:
-            place, spared = number.get(name, 0), name not in decays
-            rate, decay = settings.learning_rate, settings.weight_decay
-            if place:
-                given = settings.parameter_groups[place - 1]
-                rate = rate if given.learning_rate is None else given.learning_rate
-                decay = decay if given.weight_decay is None else given.weight_decay
-            made[name] = Group(place, spared, rate, 0.0 if spared else decay, name in matrices)
-    return made
-
-
 def parameter_groups(
     parameters: Mapping[str, nn.Parameter], groups: Mapping[str, Group], learning_rate: float
 ) -> list[dict[str, Any]]:
@@ -145,7 +61,7 @@ def parameter_groups(
 
     Args:
         parameters: by name; those outside ``groups`` are left out.
-        groups: see :func:`groups_of`.
+        groups: see :func:`portable.model.groups.groups_of`.
         learning_rate: the run's. A group with another one has it as ``initial_lr``, torch's name for the
             value that a schedule scales.
     """
@@ -178,7 +94,7 @@ def build_optimizer(
     Args:
         settings: the train section.
         parameters: by name.
-        groups: by the same names; see :func:`groups_of`.
+        groups: by the same names; see :func:`portable.model.groups.groups_of`.
         embeddings: the parameters that keep 32-bit moments in an 8-bit optimizer.
         compute: the run's compute type; Muon's products are in fp32 or bf16.
     """

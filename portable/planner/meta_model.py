@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from portable.errors import UserError, one_line
 from portable.model.flops import parameter_count
+from portable.model.groups import groups_of
 from portable.model.layers import transformer_layers
 from portable.model.parameters import embeddings, stored_tensors
-from portable.optim.optimizers import groups_of
 from portable.planner.activations import activations
 from portable.planner.inventory import Inventory, Weight
 from portable.planner.passes import Activations, Peak

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from converters import CheckpointError, open_checkpoint
-from portable.checkpoint.external import open_external, own_state
+from portable.checkpoint.external import open_for_model
 from portable.checkpoint.resume_external import AdoptedCheckpoint, adopt_checkpoint, refuse_resume_step
 from portable.checkpoint.trainer_state import TrainerState
 from portable.config import difference
@@ -140,12 +141,7 @@ def _external(prepared: Prepared, source: Place) -> AdoptedCheckpoint | None:
     taken, error = None, None
     given = place_of("checkpoint.resume", config.checkpoint.resume)
     try:
-        if prepared.adapter is not None and own_state(source) is None:
-            raise UserError(
-                f"checkpoint.resume: {source} is another program's checkpoint, from which an adapter cannot "
-                "go on; set adapter.name_or_path to its adapter, which starts with its weights"
-            )
-        foreign = open_external(source, [name for name, _ in prepared.model.named_parameters()])
+        foreign = open_for_model(source, prepared.model, prepared.adapter)
         if foreign is not None:
             taken = adopt_checkpoint(foreign, config, prepared.model, prepared.schedule)
         elif source == given:  # otherwise the run has come further by itself
@@ -172,6 +168,9 @@ def load(engine: Engine, source: Place, external: AdoptedCheckpoint | None, prep
     try:
         with storage_errors("checkpoint.resume"):  # a store out of reach is no damage
             if external is not None:
+                if prepared.adapter is not None:
+                    blueprint = _blueprint(prepared)
+                    _initialize(engine, blueprint, _pretrained(prepared, blueprint), prepared)
                 engine.load(external.checkpoint)
                 return Progress(external.step, external.samples)
             checkpoint = open_checkpoint(source)
@@ -196,7 +195,7 @@ def load(engine: Engine, source: Place, external: AdoptedCheckpoint | None, prep
             engine.load(checkpoint)
             if prepared.data.streams:
                 try:
-                    prepared.data.train.adopt(state.metadata.get("streams", {}))
+                    prepared.data.train.adopt(json.loads(state.metadata.get("streams", "{}")))
                 except (TypeError, ValueError, AttributeError) as error:
                     raise DamagedError(f"{source}: its manifest is damaged ({one_line(error)})") from error
     except CheckpointError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -48,7 +49,7 @@ def save(prepared: Prepared, checkpoints: Checkpoints[Any], engine: Engine, prog
             "code": digests(config),
             "standing": progress.standing.stored(),
             "evaluation_data": dict(prepared.data.eval_fingerprints),
-            **({"streams": train.state()} if prepared.data.streams else {}),
+            **({"streams": json.dumps(train.state())} if prepared.data.streams else {}),
             **({} if prepared.adapter is None else {ADAPTER: prepared.adapter.identity}),
         },
     )

@@ -14,7 +14,8 @@ from converters import open_checkpoint
 from portable.config import load_config
 from portable.errors import UserError
 from portable.model.build import AUTO_CLASSES
-from portable.optim.optimizers import decaying, groups_of, parameter_groups
+from portable.model.groups import decaying, groups_of
+from portable.optim.optimizers import parameter_groups
 from portable.run.rank import run_rank
 from tests.gpu.test_fsdp import losses
 from tests.gpu.test_parity import assert_close, our_losses
@@ -172,7 +173,7 @@ def test_a_checkpoint_with_other_groups_goes_on(
         return {name for name, p in module.named_parameters() if p.dim() >= 2}
 
     with monkeypatch.context() as patch:
-        patch.setattr("portable.optim.optimizers.decaying", by_dims)
+        patch.setattr("portable.model.groups.decaying", by_dims)
         assert run_rank("cpu", configured(run, corpus, **settings, train__stop_after=2)) == 0
     first = [set(g["params"]) for g in optimizer_groups(run)]
     assert run_rank("cpu", configured(run, corpus, **settings)) == 0

@@ -125,9 +125,18 @@ ENGINES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "zero3": ("zero3", 3, {"strategy": "zero3"}),
     "xla": ("xla", 2, {"backend": "xla"}),
 }
+IMPLY = ("chunks", "zero2", "xla")
+"""The engines on which every loss is tried; where one is right on the others, so are all."""
 
 
-@pytest.fixture(scope="module", params=LOSSES)
+CASES = [
+    pytest.param(kind, name, marks=[] if kind == "focal" or name in IMPLY else pytest.mark.exhaustive)
+    for kind in LOSSES
+    for name in ENGINES
+]
+
+
+@pytest.fixture(scope="module")
 def kind(request: pytest.FixtureRequest, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The settings of a loss, and what a plain loop with it comes to."""
     settings, criterion = LOSSES[request.param]
@@ -154,7 +163,7 @@ def seen(config: RunConfig) -> tuple[list[Any], dict[str, float], dict[str, floa
         return found, objective.named(backend.read([numbers])), evaluated
 
 
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize(("kind", "name"), CASES, indirect=["kind"])
 def test_equals_a_plain_loop(
     name: str, kind: Any, engines: Engines, corpus: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

@@ -367,5 +367,16 @@ def test_preferences_need_a_loss_of_pairs(data: Path, tmp_path: Path, corpus: Pa
         run_rank("cpu", configured(tmp_path / "run", data, **{**PAIRS, "train__loss": None}))
     with pytest.raises(UserError, match=r"train\.loss: dpo: fails \(ValueError: it needs pairs"):
         run_rank("cpu", configured(tmp_path / "run", corpus, train__loss="dpo"))
-    with pytest.raises(UserError, match=r"there is no such name here; did you mean simpo\?"):
+    with pytest.raises(UserError, match=r"there is no such name here; .* did you mean simpo\?"):
         run_rank("cpu", configured(tmp_path / "run", data, **{**PAIRS, "train__loss": "simpro"}))
+
+
+def test_the_plan_knows_that_a_sample_is_two_sequences(data: Path, tmp_path: Path) -> None:
+    from portable.planner.passes import Request
+
+    config = configured(tmp_path, data, **PAIRS, data__format="preference", memory__loss_chunk_tokens=64)
+    request = Request.of(config, micro_batch=3, compute="autocast", on_gpu=False)
+    assert request.micro_batch == 6 and request.loss_chunk_tokens == 64
+    own = {"train__loss": "tests.portable.test_own_loss:squared", "memory__loss_chunk_tokens": 64}
+    request = Request.of(configured(tmp_path, data, **own), micro_batch=3, compute="autocast", on_gpu=False)
+    assert request.micro_batch == 3 and request.loss_chunk_tokens == 0  # it needs the logits

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 import shutil
 import time
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,8 @@ from tests.runs import configured, write_corpus
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from tests.object_store import ObjectStore
 
 FILES, RECORDS, LENGTH = 9, 30, 16
 
@@ -353,3 +356,74 @@ def test_bad_records_are_skipped_and_told(
     with pytest.raises(UserError, match=r"not a line of JSON .* or set data.on_bad_record to skip"):
         build_data(DataConfig(**(given | {"on_bad_record": "error"}), vocab_size=300, seq_len=8,
                               cache_dir=str(tmp_path / "cache")))  # fmt: skip
+
+
+@pytest.mark.exhaustive
+def test_a_hundred_thousand_samples_of_a_mixture_with_a_stream(files: Path, tmp_path: Path) -> None:
+    """The very samples, on 1, 2, 3 and 7 ranks, with 0 and 4 workers, and after moves at random moments.
+
+    Every move is to a machine with an empty cache, which has the manifest of the rank that stopped.
+    """
+    sources = [
+        {"name": "web", "source": str(files / "*.jsonl"), "stream": True, "weight": 5},
+        {"name": "texts", "source": str(write_corpus(tmp_path)), "weight": 3},
+        {"name": "one", "source": str(files / "part-0.jsonl"), "weight": 2},
+    ]
+    batch, steps = 42, 2381
+    whole: list[Any] = []
+    chance = random.Random(5)
+    tokenizer: str | None = None
+
+    def machine(number: int) -> Any:
+        given = settings(
+            files, source=None, stream=False, sources=tuple(sources), shuffle_window=2, tokenizer=tokenizer,
+            cache_dir=str(tmp_path / f"cache-{number}"),
+        )  # fmt: skip
+        return build_data(given, seed=3)
+
+    tokenizer = _saved(machine(0), files)
+    for number, (world_size, workers) in enumerate([(1, 0), (2, 0), (3, 0), (7, 0), (1, 4)], start=1):
+        stops = sorted(chance.sample(range(1, steps), 4)) if number > 1 else []
+        found: list[list[bytes]] = [[] for _ in range(steps)]
+        state: dict[str, Any] = {}
+        left: dict[str, Any] = {}
+        for leg, (first, last) in enumerate(zip([0, *stops], [*stops, steps], strict=True)):
+            for rank in range(world_size):
+                train = machine(100 * number + leg).train
+                train.adopt(json.loads(json.dumps(state)))
+                loader = TrainLoader(
+                    train, seed=3, position=first * batch, global_batch_size=batch, rank=rank,
+                    micro_batch_size=batch // world_size, world_size=world_size, num_workers=workers,
+                )  # fmt: skip
+                batches = iter(loader)
+                for step in range(first, last):
+                    found[step] += [row.tobytes() for row in next(batches)["input_ids"].numpy()]
+                batches.close()
+                left = train.state() if rank == 0 else left
+            state = left
+        whole = whole or found
+        assert found == whole
+    assert sum(map(len, whole)) >= 100_000
+
+
+def test_a_stream_from_a_store(files: Path, tmp_path: Path, s3: ObjectStore) -> None:
+    """The samples of local files; read ahead in another process; no copy of a file stays."""
+    s3.put_tree(files, "data")
+    local = opened(files)
+    found = build_data(
+        settings(files, source=s3.url("data/*.jsonl"), tokenizer=None, cache_dir=str(tmp_path / "remote"))
+    ).train
+    assert isinstance(found, Stream)
+    for place in ids(local, 0, 900)[::7]:
+        assert found.batch([place])["input_ids"].tolist() == local.batch([place])["input_ids"].tolist()
+    assert ids(found, 0, 900) == ids(local, 0, 900)
+    deadline = time.monotonic() + 30
+    while (left := _copies(tmp_path / "remote")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert left == []
+    assert found._ahead is not None
+    found._ahead.close()
+
+
+def _copies(cache: Path) -> list[Path]:
+    return [path for path in (cache / "streams" / "downloads").rglob("*") if path.suffix == ".jsonl"]

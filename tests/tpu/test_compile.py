@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from portable.config import load_config
 from portable.errors import UserError
 from portable.formatting import human_bytes
 from portable.planner.cli import main
@@ -389,6 +390,7 @@ RUN = ["--train.global_batch_size", "4", "--train.micro_batch_size", "1", "--dat
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["--only-memory"], "--only-memory: has an effect only with --compile; add it"),
         (["--topology", "4x4"], "--topology: has an effect only with --compile; add it, or "),
         (
             ["--compile", "--device", "h100"],
@@ -425,7 +427,8 @@ def test_a_library_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 # -- the compiler itself -----------------------------------------------------------------------------------
 
 
-def test_known_modules(library: compiler.Library, tmp_path: Path) -> None:
+@pytest.mark.parametrize("only_memory", [False, True])
+def test_known_modules(only_memory: bool, library: compiler.Library, tmp_path: Path) -> None:
     """Bytes, FLOPs and traffic that are known beforehand, on four chips."""
     kept, trips, width = 1 << 20, 7, 512
     graphs = written(
@@ -434,8 +437,11 @@ def test_known_modules(library: compiler.Library, tmp_path: Path) -> None:
         copied=hlo.added(1024, 1024, devices=4),
         loop=hlo.loop(trips, width, 4),
     )
-    found = compile_graphs(graphs, Slice("v5e", "2x2"), library, NEVER)
+    found = compile_graphs(graphs, Slice("v5e", "2x2"), library, NEVER, only_memory=only_memory)
     assert found.fits
+    assert 1 << 27 < found.host_bytes < 1 << 33
+    assert [graph.name for graph in found.graphs] == list(graphs)
+    assert (found.code_bytes == 0) is only_memory
     sizes = {g.name: (g.argument_bytes, g.output_bytes, g.alias_bytes) for g in found.graphs}
     assert sizes["donated"] == (kept, kept, kept)
     assert sizes["copied"] == (kept, kept, 0)
@@ -525,7 +531,8 @@ def test_the_step_compiles_for_each_generation(
     multiplied = 256 * 64 + 64 * 64 * 2 + 2 * 64 * 32 + 3 * 64 * 128
     state = 12 * (256 * 64 + multiplied) // 4
     for device in ALL:
-        assert main([*RUN, *settings, "--device", device]) == 0
+        quick = ["--only-memory"] * (device != "v5e")
+        assert main([*RUN, *settings, "--device", device, *quick]) == 0
         found = json.loads(capsys.readouterr().out)["compiled"]
         (step,) = found["graphs"]
         assert step["name"] == "step"
@@ -540,3 +547,33 @@ def test_the_step_compiles_for_each_generation(
         assert kinds["reduce-scatter"]["count"] > 0
         gathered = 2 * multiplied * 3 // 4  # bytes that a chip sends for every matrix in bf16
         assert gathered <= kinds["all-gather"]["bytes"] <= 2.5 * gathered
+
+
+@needs_torch_xla
+@pytest.mark.slow
+def test_no_matrix_is_reduced_whole(library: compiler.Library, tmp_path: Path) -> None:
+    """Gradients go to shards: also that of a tied head, and that of a matrix with a long second dim."""
+    sizes = {"hidden_size": 512, "intermediate_size": 1408, "vocab_size": 8192}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    settings = {
+        "backend": "xla",
+        "output_dir": str(tmp_path),
+        "model.config": {**TINY, **sizes, **heads, "tie_word_embeddings": True},
+        "precision": "bf16",
+        "memory.activation_checkpointing": "full",
+        "data.eval_fraction": 0,
+        "log.sample_tokens": 0,
+        "train.micro_batch_size": 2,
+        "train.global_batch_size": 8,
+    }
+    (step,) = trace.trace_graphs(load_config(None, settings), 4, tmp_path / "traced")
+    found = compile_graphs({"step": step.path}, Slice("v5e", "2x2"), library, NEVER, only_memory=True)
+    sent = {kind: one.bytes for kind, one in found.graphs[0].collectives.items()}
+    matrices = 512 * (8192 + 512 + 2 * 256 + 512 + 3 * 1408)
+    assert sent["all-reduce"] < 512 * 64  # sums and norms
+    assert 0.9 * matrices * 2 * 3 / 4 < sent["reduce-scatter"] < 1.2 * matrices * 2 * 3 / 4
+    # Each matrix is gathered once forwards and once backwards, the head's once; those of attention once more.
+    attention = 512 * (512 + 2 * 256 + 512)
+    assert sent["all-gather"] < 1.03 * (2 * matrices - 512 * 8192 + attention) * 2 * 3 / 4
+    # Of activations, what is looked up in the table and its gradient.
+    assert sent["all-to-all"] == 2 * 2 * 256 * 512 * 2 * 3 / 4

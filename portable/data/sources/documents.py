@@ -164,6 +164,10 @@ class Source(ABC):
         """
         yield from self.documents()
 
+    def release(self) -> None:
+        """Remove local copies, which are made again when they are needed."""
+        return
+
     def check(self) -> None:
         """Read the first document without writing anything. Raises ``UserError`` if reading fails."""
         if next(self.documents(), None) is None:

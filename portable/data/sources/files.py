@@ -116,7 +116,7 @@ class LocalFiles(Source):
         if self._key is None:
             digest = hashlib.blake2b(repr(self._settings()).encode(), digest_size=16)
             for path in self._files:
-                found = self._known[path] = _file_digest(path, self._digests, self._remember)
+                found = self._known[path] = file_digest(path, self._digests, self._remember)
                 digest.update(path.suffix.lower().encode() + b"\0" + found)
             self._key = digest.hexdigest()
         return self._key
@@ -173,7 +173,7 @@ class LocalFiles(Source):
                 left = yield from self._documents_of(path, str(path), left, hashed)
             except UserError as error:  # may be an incomplete line of a file that is being written
                 refusal = error
-            read = opened[0].digest_to_the_end() if opened else _file_digest(path, None, remember=False)
+            read = opened[0].digest_to_the_end() if opened else file_digest(path, None, remember=False)
             if read != self._known[path]:
                 if self._digests is not None and self._remember:
                     _forget(path, self._digests)
@@ -266,7 +266,7 @@ def _forget(path: Path, memo: Path) -> None:
         _memo_file(path, memo).unlink()
 
 
-def _file_digest(path: Path, memo: Path | None, remember: bool) -> bytes:
+def file_digest(path: Path, memo: Path | None, remember: bool) -> bytes:
     """The digest of a file's contents. That of a large file is cached in the folder ``memo``."""
     try:
         stat = path.stat()

@@ -16,6 +16,7 @@ from portable.data.sources.library import HubDataset
 from portable.data.sources.own_records import OwnRecords
 from portable.data.sources.remote_files import RemoteFiles, remote_files
 from portable.data.sources.standard_library import StandardLibrary
+from portable.data.sources.token_files import TokenFiles, names_tokens, token_files
 from portable.errors import UserError
 from portable.paths import default_cache_dir
 
@@ -61,6 +62,11 @@ def open_source(
         if len(names) > 1 or config_name is not None:
             raise UserError(f"data.source: {names[0]}: code of your own stands alone; name nothing else")
         return OwnRecords(names[0], fields, max_samples)
+    if any(map(names_tokens, names)):
+        if not all(map(names_tokens, names)) or max_samples is not None:
+            raise UserError(f"data.source: {names[0]}: files of tokens stand alone, without data.max_samples")
+        tokens = [path for name in names for path in token_files(name)]
+        return TokenFiles(", ".join(names), tokens, fields, digests, remember)
     if any(map(is_url, names)):
         downloads = downloads or default_cache_dir() / "downloads"
         return _remote_files(names, fields, config_name, max_samples, downloads)

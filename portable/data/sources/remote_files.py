@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 from typing import TYPE_CHECKING
 
 from converters.storage.object_store import RemotePath
@@ -91,6 +92,11 @@ class RemoteFiles(LocalFiles):
 
     def check(self) -> None:
         """A no-op: the files exist, and reading them would download them."""
+
+    def release(self) -> None:
+        for copy in self._checked:
+            shutil.rmtree(copy.parent, ignore_errors=True)
+        self._checked.clear()
 
     def _local(self, path: RemotePath) -> Path:  # type: ignore[override]
         """Return the copy of a file. Downloads it if needed; other processes of this machine wait."""

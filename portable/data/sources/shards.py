@@ -11,6 +11,7 @@ from converters.storage.object_store import is_url
 from portable.data.sources.documents import Document, Source, changed_meanwhile, read_rows
 from portable.data.sources.files import LocalFiles, json_row, local_files
 from portable.data.sources.remote_files import RemoteFiles, remote_files
+from portable.data.sources.token_files import TokenFiles, names_tokens, token_files
 from portable.errors import UserError, one_line
 from portable.formatting import human_bytes, human_count
 
@@ -112,6 +113,11 @@ def open_stream(
             for path, found in remote_files(name).items():
                 own = partial(RemoteFiles, str(path), {path: found}, fields, None, downloads)
                 shards.append(Shard(own, f"{path} {found.size} {found.version}", found.size))
+            continue
+        if names_tokens(name):
+            for file in token_files(name):
+                tokens = partial(TokenFiles, str(file), [file], fields)
+                shards.append(Shard(tokens, f"{file.name} {file.stat().st_size}", file.stat().st_size))
             continue
         files = local_files(name)
         if files is None:

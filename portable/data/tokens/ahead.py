@@ -36,10 +36,13 @@ class Tokenizing:
     chat: ChatTemplate | None
 
     def open(self, source: Source) -> TokenCache:
-        """The tokens of a shard, from the cache if possible."""
-        return tokenize(
-            source, self.tokenizer, self.vocabulary, self.fields, self.framed, self.cache, chat=self.chat
-        )
+        """The tokens of a shard, from the cache if possible. No copy of its file stays."""
+        try:
+            return tokenize(
+                source, self.tokenizer, self.vocabulary, self.fields, self.framed, self.cache, chat=self.chat
+            )
+        finally:
+            source.release()
 
     def __call__(self, shard: Shard) -> bool:
         os.nice(0 if os.nice(0) >= 5 else 5)  # the step comes first

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from portable.data.locked_folder import locked_folder
 from portable.data.sources.documents import PIECE_CHARS, Document, Fields, Source
+from portable.data.sources.token_files import TokenFiles
 from portable.data.tokens.cache import FORMAT, CacheDamagedError, TokenCache, TokenWriter
 from portable.data.tokens.parallel import cores, ordered_map
 from portable.data.tokens.tokenizer import Vocabulary, parallel_tokenizers, tokenizer_digest
@@ -134,7 +135,9 @@ def tokenize(
             )
             facts: dict[str, Any] = {}
             with bar:
-                if chat is not None:
+                if isinstance(source, TokenFiles):
+                    written = _copy_tokens(source, vocabulary, writer, bar)
+                elif chat is not None:
                     written, facts = _write_conversations(source, chat, writer, bar)
                 else:
                     for batch in _batches(source.documents_of_key()):
@@ -150,6 +153,16 @@ def tokenize(
         return TokenCache.open(folder)
     except CacheDamagedError as error:
         raise RunError(f"data.cache_dir: {error}, just written; choose a folder on another disk") from error
+
+
+def _copy_tokens(source: TokenFiles, vocabulary: Vocabulary, writer: TokenWriter, bar: Any) -> int:
+    """Copy tokens with their documents; return the number of documents."""
+    written = 0
+    for tokens, lengths in source.tokens(vocabulary.size, vocabulary.end):
+        writer.extend("text", tokens, lengths)
+        written += len(lengths)
+        bar.update(len(tokens))
+    return written
 
 
 def _write_conversations(

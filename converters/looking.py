@@ -1,0 +1,332 @@
+"""`portable-convert inspect SRC` and `diff A B`: what a checkpoint holds, and how two of them differ."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from math import inf, sqrt
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from converters.adapters.adapter import find_adapter
+from converters.console import say
+from converters.errors import CheckpointError, printable
+from converters.opening import open_checkpoint
+from converters.tensors.casting import BLOCK_BYTES
+from converters.tensors.dtypes import itemsize
+from converters.tensors.tensor import Tensor
+from converters.writers.parallel import in_parallel
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from converters.checkpoint import Checkpoint
+    from converters.storage.bytes import Touched
+    from converters.tensors.tensor import Array
+    from converters.writers.parallel import Job, Progress
+
+    Parser = Callable[..., argparse.ArgumentParser]
+
+SAME, DIFFERENT = 0, 1
+_BLOCK = BLOCK_BYTES // 4
+_LONG = 500
+
+
+@dataclass
+class Statistics:
+    """Of the elements of one tensor; NaN and infinities are counted and left out of the others."""
+
+    count: int = 0
+    least: float = inf
+    largest: float = -inf
+    mean: float = 0.0
+    rms: float = 0.0
+    zeros: int = 0
+    not_finite: int = 0
+    _sums: list[float] = field(default_factory=lambda: [0.0, 0.0])
+
+    def add(self, block: Array) -> None:
+        values = _floats(block)
+        values = np.abs(values) if values.dtype.kind == "c" else values
+        finite = values[np.isfinite(values)]
+        self.count += values.size
+        self.not_finite += values.size - finite.size
+        self.zeros += int(finite.size - np.count_nonzero(finite))
+        if finite.size:
+            self.least = min(self.least, float(finite.min()))
+            self.largest = max(self.largest, float(finite.max()))
+            self._sums[0] += float(finite.sum())
+            self._sums[1] += float(np.square(finite).sum())
+            left = self.count - self.not_finite
+            self.mean, self.rms = self._sums[0] / left, sqrt(self._sums[1] / left)
+
+    def document(self) -> dict[str, Any]:
+        """As JSON values: None where there is no finite element."""
+        found = {key: value for key, value in asdict(self).items() if key != "_sums"}
+        return {key: None if value in (inf, -inf) else value for key, value in found.items()}
+
+
+@dataclass
+class Difference:
+    """How two tensors of one shape differ.
+
+    Attributes:
+        elements: how many differ; NaN equals NaN.
+        not_finite: of these, how many are NaN or infinite on one side at least.
+        largest: the largest distance of two finite elements.
+        relative: the root mean square of the distances, divided by that of the first tensor.
+    """
+
+    elements: int = 0
+    not_finite: int = 0
+    largest: float = 0.0
+    _sums: list[float] = field(default_factory=lambda: [0.0, 0.0])
+
+    def add(self, left: Array, right: Array) -> None:
+        one = _floats(left)
+        with np.errstate(all="ignore"):
+            self._sums[1] += float(np.square(np.abs(one[np.isfinite(one)])).sum())
+            if left.dtype == right.dtype and left.tobytes() == right.tobytes():
+                return
+            two = _floats(right)
+            # Integers of 64 bits do not fit a float.
+            unequal = one != two if left.dtype != right.dtype or left.dtype.kind == "c" else left != right
+            unequal &= ~(np.isnan(one) & np.isnan(two))
+            distance = np.abs(one - two)[unequal]
+            finite = distance[np.isfinite(distance)]
+            self.elements += distance.size
+            self.not_finite += distance.size - finite.size
+            self.largest = max(self.largest, float(finite.max(initial=0.0)))
+            self._sums[0] += float(np.square(finite).sum())
+
+    def document(self) -> dict[str, Any]:
+        """As JSON values."""
+        found = {key: value for key, value in asdict(self).items() if key != "_sums"}
+        return {**found, "relative": sqrt(self._sums[0] / self._sums[1]) if self._sums[1] else None}
+
+
+def _floats(block: Array) -> Array:
+    """The elements as float64, or as complex128."""
+    return block.astype(np.complex128 if block.dtype.kind == "c" else np.float64)
+
+
+def tensors_of(checkpoint: Checkpoint, *, optimizer: bool) -> dict[str, Tensor]:
+    """The model's tensors; with `optimizer` those of its state too, as `<parameter>.<state>`."""
+    found = dict(checkpoint.tensors)
+    state = checkpoint.optimizer if optimizer else None
+    for name, values in state.state.items() if state is not None else ():
+        found |= {f"{name}.{what}": value for what, value in values.items() if isinstance(value, Tensor)}
+    return found
+
+
+def inspect(parser: Parser, argv: Sequence[str]) -> int:
+    """Run `portable-convert inspect`; returns the exit code."""
+    arguments = parser(
+        prog="portable-convert inspect",
+        description="Show what a checkpoint holds. Only headers are read, unless --stats is given.",
+    )
+    arguments.add_argument(
+        "src", metavar="SRC", help="run folder, step folder, folder of shards, file or URL"
+    )
+    arguments.add_argument("--tag", help="step of SRC: a folder name (step-000100) or a number (100)")
+    arguments.add_argument("--optimizer", action="store_true", help="also the optimizer's state")
+    arguments.add_argument(
+        "--stats", action="store_true", help="also read the tensors: least, largest, mean, rms, zeros, NaN"
+    )
+    arguments.add_argument("--json", action="store_true", help="print JSON")
+    options = arguments.parse_args(argv)
+    checkpoint = open_checkpoint(options.src, options.tag)
+    tensors = tensors_of(checkpoint, optimizer=options.optimizer)
+    found = statistics(tensors) if options.stats else {}
+    document = describe(checkpoint, tensors, found)
+    say(json.dumps(document, indent=1, default=str) if options.json else as_text(document))
+    return SAME
+
+
+def describe(
+    checkpoint: Checkpoint, tensors: Mapping[str, Tensor], found: Mapping[str, Statistics]
+) -> dict[str, Any]:
+    """What a checkpoint holds, as JSON values."""
+    listed = {
+        name: {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "bytes": tensor.nbytes,
+            "pieces": len(tensor.boxes),
+            **({"statistics": found[name].document()} if name in found else {}),
+        }
+        for name, tensor in tensors.items()
+    }
+    by_dtype: dict[str, int] = {}
+    for tensor in tensors.values():
+        by_dtype[tensor.dtype] = by_dtype.get(tensor.dtype, 0) + tensor.numel
+    about = {key: checkpoint.metadata[key] for key in ("step", "world_size") if key in checkpoint.metadata}
+    adapter = _adapter(checkpoint)
+    return {
+        "path": str(checkpoint.root),
+        "format": checkpoint.format,
+        **about,
+        **({"adapter": adapter} if adapter else {}),
+        "elements": by_dtype,
+        "bytes": sum(tensor.nbytes for tensor in tensors.values()),
+        "tied": dict(checkpoint.aliases),
+        "companions": sorted(checkpoint.companions),
+        "tensors": listed,
+    }
+
+
+def _adapter(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    try:
+        adapter = find_adapter(checkpoint)
+    except CheckpointError as error:
+        return {"error": str(error)}
+    if adapter is None:
+        return None
+    config = adapter.config
+    return {"type": config.type, "r": config.r, "alpha": config.alpha, "base": config.base}
+
+
+def as_text(document: Mapping[str, Any]) -> str:
+    """The same for a terminal."""
+    about = [f"{key} {document[key]}" for key in ("step", "world_size") if key in document]
+    lines = [", ".join([f"{document['path']} ({document['format']})", *about])]
+    if "adapter" in document:
+        lines.append(
+            "  adapter: " + ", ".join(f"{key} {value}" for key, value in document["adapter"].items())
+        )
+    lines += [f"  tied: {alias} is {owner}" for alias, owner in document["tied"].items()]
+    counts = ", ".join(f"{count:,} {dtype}" for dtype, count in document["elements"].items())
+    rows = [
+        (
+            name if name.isprintable() and len(name) < _LONG else printable(name),
+            known["dtype"],
+            "x".join(map(str, known["shape"])) or "-",
+            f"{known['bytes']:,}",
+            f"  {known['pieces']} pieces" if known["pieces"] > 1 else "",
+            f"  {_numbers(known['statistics'])}" if "statistics" in known else "",
+        )
+        for name, known in document["tensors"].items()
+    ]
+    names, dtypes, shapes, sizes = (max((len(row[i]) for row in rows), default=0) for i in range(4))
+    for name, dtype, shape, size, pieces, numbers in rows:
+        known = f"{name:<{names}}  {dtype:<{dtypes}}  {shape:<{shapes}}  {size:>{sizes}}{pieces}{numbers}"
+        lines.append("  " + known)
+    lines.append(f"{len(rows):,} tensors, {counts or 'no'} elements, {document['bytes']:,} bytes")
+    return "\n".join(lines)
+
+
+def _numbers(known: Mapping[str, Any]) -> str:
+    shown = ("least", "largest", "mean", "rms")
+    numbers = [f"{key} {'-' if known[key] is None else format(known[key], '.4g')}" for key in shown]
+    counts = [f"{known[key]:,} {key.replace('_', ' ')}" for key in ("zeros", "not_finite") if known[key]]
+    return ", ".join([*numbers, *counts])
+
+
+def statistics(tensors: Mapping[str, Tensor]) -> dict[str, Statistics]:
+    """Of every tensor; each is read once, in blocks, by a few threads."""
+    found = {name: Statistics() for name in tensors}
+
+    def one(name: str, progress: Progress) -> None:
+        touched: Touched = set()
+        for block in tensors[name].blocks(BLOCK_BYTES, touched):
+            found[name].add(block)
+            progress(block.nbytes)
+        for span in touched:
+            span.verify()
+        tensors[name].release()
+
+    in_parallel((partial(one, name) for name in tensors), lambda _: None)
+    return found
+
+
+def diff(parser: Parser, argv: Sequence[str]) -> int:
+    """Run `portable-convert diff`; returns 0 where the checkpoints hold the same, else 1."""
+    arguments = parser(
+        prog="portable-convert diff",
+        description="Compare the tensors of two checkpoints of any formats, value by value.",
+        epilog="exit codes: 0 the same, 1 different, 2 refused",
+    )
+    arguments.add_argument("left", metavar="A", help="run folder, step folder, folder of shards, file or URL")
+    arguments.add_argument("right", metavar="B", help="the same")
+    arguments.add_argument("--tolerance", type=float, default=0.0, help="distance of two elements to allow")
+    arguments.add_argument("--optimizer", action="store_true", help="also compare the optimizers' state")
+    arguments.add_argument("--json", action="store_true", help="print JSON")
+    options = arguments.parse_args(argv)
+    sides = [
+        tensors_of(open_checkpoint(path), optimizer=options.optimizer)
+        for path in (options.left, options.right)
+    ]
+    document = compare(*sides, tolerance=options.tolerance)
+    say(json.dumps(document, indent=1) if options.json else _differences(document))
+    return SAME if document["same"] else DIFFERENT
+
+
+def compare(
+    left: Mapping[str, Tensor], right: Mapping[str, Tensor], *, tolerance: float = 0.0
+) -> dict[str, Any]:
+    """How two sets of tensors differ, as JSON values; a dtype alone is no difference of values."""
+    both = [name for name in left if name in right]
+    fit = [name for name in both if left[name].shape == right[name].shape]
+    found = {name: Difference() for name in fit}
+
+    def one(name: str, progress: Progress) -> None:
+        touched: Touched = set()
+        a, b = left[name], right[name]
+        blocks = zip(
+            a.blocks(_BLOCK * itemsize(a.dtype), touched),
+            b.blocks(_BLOCK * itemsize(b.dtype), touched),
+            strict=True,
+        )
+        for ours, theirs in blocks:
+            found[name].add(ours, theirs)
+            progress(ours.nbytes)
+        for span in touched:
+            span.verify()
+        a.release()
+        b.release()
+
+    def jobs() -> Iterator[Job]:
+        for name in fit:
+            yield partial(one, name)
+
+    in_parallel(jobs(), lambda _: None)
+    apart = {
+        name: known.document()
+        for name, known in found.items()
+        if known.elements and (known.not_finite or known.largest > tolerance or not tolerance)
+    }
+    shapes = {name: [list(left[name].shape), list(right[name].shape)] for name in both if name not in found}
+    dtypes = {
+        name: [left[name].dtype, right[name].dtype] for name in both if left[name].dtype != right[name].dtype
+    }
+    only = [[name for name in one if name not in two] for one, two in ((left, right), (right, left))]
+    return {
+        "same": not (apart or shapes or only[0] or only[1]),
+        "compared": len(fit),
+        "only_in_a": only[0],
+        "only_in_b": only[1],
+        "shapes": shapes,
+        "dtypes": dtypes,
+        "values": apart,
+    }
+
+
+def _differences(document: Mapping[str, Any]) -> str:
+    lines = [f"only in A: {printable(name)}" for name in document["only_in_a"]]
+    lines += [f"only in B: {printable(name)}" for name in document["only_in_b"]]
+    lines += [f"{printable(name)}: shape {a} in A, {b} in B" for name, (a, b) in document["shapes"].items()]
+    for name, known in sorted(document["values"].items(), key=lambda item: -item[1]["largest"]):
+        more = "" if known["relative"] is None else f", {known['relative']:.3g} of its rms"
+        more += f", {known['not_finite']:,} of them NaN or infinite" if known["not_finite"] else ""
+        count = f"{known['elements']:,} elements differ"
+        lines.append(f"{printable(name)}: {count}, by {known['largest']:.3g} at most{more}")
+    dtypes: dict[tuple[str, str], int] = {}
+    for one, two in document["dtypes"].values():
+        dtypes[one, two] = dtypes.get((one, two), 0) + 1
+    lines += [f"{count} tensors are {one} in A and {two} in B" for (one, two), count in dtypes.items()]
+    equal = document["compared"] - len(document["values"])
+    lines.append(f"{equal} of {document['compared']} tensors have the same values")
+    return "\n".join(lines)

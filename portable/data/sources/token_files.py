@@ -1,0 +1,197 @@
+"""Files of tokens that other programs wrote: nanoGPT, llm.c, and Megatron-LM's .bin with .idx.
+
+They are copied into the token cache once, with their documents, so that every token that a run reads has a
+checksum. A .bin file without an index has no boundaries: a document ends after each end token.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from portable.data.sources.documents import Document, Fields, Source, changed_meanwhile, text_only
+from portable.data.sources.files import file_digest
+from portable.errors import UserError, one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import numpy.typing as npt
+
+_CHUNK = 1 << 22  # tokens that are copied at a time
+_LLM_C: dict[tuple[int, int], np.dtype[Any]] = {
+    (20240520, 1): np.dtype("<u2"),
+    (20240801, 7): np.dtype("<u4"),
+}
+"""Magic number and version of llm.c's files, and the type of their tokens."""
+_LLM_C_HEADER = 256 * 4
+_MEGATRON = b"MMIDIDX\x00\x00"
+_MEGATRON_TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
+
+
+def names_tokens(name: str) -> bool:
+    """Whether ``name`` is that of a file of tokens, or a pattern of such."""
+    return name.endswith(".bin") and "://" not in name
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where the tokens of a file are: from byte ``start`` on; and the lengths of documents, if known."""
+
+    dtype: np.dtype[Any]
+    start: int
+    count: int
+    lengths: npt.NDArray[np.int64] | None = None
+
+
+class TokenFiles(Source):
+    """Files of tokens, in order.
+
+    Args:
+        name: as given by the user.
+        digests: folder that caches digests of large files.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        files: Sequence[Path],
+        fields: Fields,
+        digests: Path | None = None,
+        remember: bool = True,
+    ) -> None:
+        self.name = name
+        self._files = tuple(files)
+        self._digests = digests
+        self._remember = remember
+        text_only(fields, "files of tokens")
+
+    @property
+    def key(self) -> str:
+        digest = hashlib.blake2b(b"tokens", digest_size=16)
+        for path in self._files:
+            digest.update(file_digest(path, self._digests, self._remember))
+            if _index(path).is_file():
+                digest.update(file_digest(_index(path), self._digests, self._remember))
+        return digest.hexdigest()
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(_layout(path).count for path in self._files)
+
+    def documents(self) -> Iterator[Document]:
+        raise UserError(
+            f"data.tokenizer: {self.name} has tokens and no text; set it to the tokenizer that made them"
+        )
+
+    def check(self) -> None:
+        for path in self._files:
+            _layout(path)
+
+    def tokens(self, vocab_size: int, end: int | None) -> Iterator[tuple[npt.NDArray[Any], list[int]]]:
+        """Yield tokens, and how many of them there are up to each end of a document from the end before.
+
+        The tokens beyond the last end belong to a document that goes on in the next part.
+
+        Args:
+            vocab_size: of the tokenizer, which all tokens must be below.
+            end: the token after which a document ends, where the file does not tell.
+        """
+        before = self.key
+        for path in self._files:
+            yield from _tokens_of(path, vocab_size, end)
+        if self.key != before:
+            raise changed_meanwhile(self.name)
+
+
+def token_files(name: str) -> list[Path]:
+    """The files that ``name`` matches.
+
+    Raises:
+        UserError: if there is none.
+    """
+    found = [Path(name)] if Path(name).is_file() else sorted(map(Path, glob.glob(name, recursive=True)))  # noqa: PTH207
+    if not found:
+        raise UserError(f"data.source: {name}: no such file; check the path and the pattern")
+    return found
+
+
+def _index(path: Path) -> Path:
+    return path.with_suffix(".idx")
+
+
+def _layout(path: Path) -> _Layout:
+    try:
+        size = path.stat().st_size
+        if _index(path).is_file():
+            return _megatron(path, size)
+        with path.open("rb") as file:
+            head = np.frombuffer(file.read(12).ljust(12, b"\0"), dtype="<i4")
+    except OSError as error:
+        raise UserError(f"data.source: {path}: cannot read it: {one_line(error)}") from error
+    dtype = _LLM_C.get((int(head[0]), int(head[1])))
+    if dtype is not None:
+        layout = _Layout(dtype, _LLM_C_HEADER, int(head[2]))
+    else:
+        layout = _Layout(np.dtype("<u2"), 0, size // 2)
+    if layout.start + layout.count * layout.dtype.itemsize != size:
+        raise UserError(
+            f"data.source: {path}: has {size} bytes, not those of {layout.count} tokens of "
+            f"{layout.dtype.itemsize} bytes; copy the file again"
+        )
+    return layout
+
+
+def _megatron(path: Path, size: int) -> _Layout:
+    index = _index(path)
+    data = index.read_bytes()
+    if not data.startswith(_MEGATRON) or len(data) < 34 or data[17] not in _MEGATRON_TYPES:
+        raise UserError(f"data.source: {index}: is no index of Megatron's; remove it, or copy it again")
+    dtype = np.dtype(_MEGATRON_TYPES[data[17]])
+    sequences, documents = np.frombuffer(data, "<u8", 2, offset=18).astype(np.int64).tolist()
+    if len(data) < 34 + 12 * sequences + 8 * documents:
+        raise UserError(f"data.source: {index}: is cut off; copy it again")
+    lengths = np.frombuffer(data, "<i4", sequences, offset=34).astype(np.int64)
+    starts = np.frombuffer(data, "<i8", sequences, offset=34 + 4 * sequences)
+    ends = np.frombuffer(data, "<i8", documents, offset=34 + 12 * sequences)
+    after = np.concatenate([[0], np.cumsum(lengths)])
+    if (
+        after[-1] * dtype.itemsize != size
+        or (starts != after[:-1] * dtype.itemsize).any()
+        or not documents
+        or ends[0] != 0
+        or ends[-1] != sequences
+        or (np.diff(ends) < 0).any()
+    ):
+        raise UserError(f"data.source: {index}: does not fit {path.name}; copy both again")
+    return _Layout(dtype, 0, int(after[-1]), np.diff(after[ends]))
+
+
+def _tokens_of(path: Path, vocab_size: int, end: int | None) -> Iterator[tuple[npt.NDArray[Any], list[int]]]:
+    layout = _layout(path)
+    if not layout.count:
+        return
+    stored = np.memmap(path, dtype=layout.dtype, mode="r", offset=layout.start, shape=(layout.count,))
+    ends = None if layout.lengths is None else np.cumsum(layout.lengths)
+    for start in range(0, layout.count, _CHUNK):
+        piece = np.asarray(stored[start : start + _CHUNK])
+        if int(piece.max()) >= vocab_size or int(piece.min()) < 0:
+            raise UserError(
+                f"data.tokenizer: {path} has the token {int(piece.max())}, beyond the {vocab_size} of the "
+                "tokenizer; set data.tokenizer to the one that made the file"
+            )
+        stop = start + len(piece)
+        last = stop == layout.count
+        if ends is not None:
+            first = np.searchsorted(ends, start, "right") if start else 0
+            inside = ends[first : np.searchsorted(ends, stop, "right")] - start
+        else:
+            inside = np.zeros(0, dtype=np.int64) if end is None else np.flatnonzero(piece == end) + 1
+            if last and (not len(inside) or inside[-1] < len(piece)):
+                inside = np.append(inside, len(piece))
+        yield piece, np.diff(inside, prepend=0).tolist()

@@ -1,0 +1,98 @@
+"""Which parameters of a model form a group of its optimizer."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from portable.errors import require
+from portable.model.layers import transformer_layers
+from portable.optim.optimizers import Group
+from portable.patterns import matching
+
+if TYPE_CHECKING:
+    from portable.config import TrainConfig
+
+_SPARED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+
+
+def decaying(model: nn.Module) -> set[str]:
+    """The names of the parameters with weight decay: all except norms and biases.
+
+    As in the Trainer's ``get_decay_parameter_names``, the parameter's name or its module's class decides. The
+    number of dims does not: a bias may be a table and a weight may be a vector.
+    """
+    names: set[str] = set()
+    norms: list[str] = []
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, nn.LayerNorm):
+            norms.append(f"{prefix}.")
+        dotted = f"{prefix}." if prefix else ""
+        if not dotted.startswith(tuple(norms)):
+            names.update(dotted + name for name in module._parameters if not _spared(dotted + name))
+    return names
+
+
+def layer_matrices(model: nn.Module) -> set[str]:
+    """The names of the matrices of the transformer layers, stacks of matrices (experts) included.
+
+    Not of embeddings, the head, convolutions, norms and biases, nor of vectors that are stored as matrices.
+    """
+    decays = decaying(model)
+    found = set()
+    for prefix, layer in transformer_layers(model):
+        for inner, module in layer.named_modules():
+            if isinstance(module, nn.Embedding | nn.modules.conv._ConvNd):
+                continue
+            dotted = f"{prefix}.{inner}." if inner else f"{prefix}."
+            for name, parameter in module.named_parameters(recurse=False):
+                shape = parameter.shape[-2:]
+                if 2 <= parameter.dim() <= 3 and min(shape) > 1 and dotted + name in decays:
+                    found.add(dotted + name)
+    return found
+
+
+def _spared(name: str) -> bool:
+    return _SPARED.search(name.lower()) is not None
+
+
+def groups_of(model: nn.Module, settings: TrainConfig) -> dict[str, Group]:
+    """The group of each trained parameter of ``model``, by its first name.
+
+    Raises:
+        UserError: if a pattern is not a regular expression or decides nothing.
+    """
+    decays = decaying(model)
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    every = {first: [first, *others] for first, *others in names.values()}
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    number: dict[str, int] = {}
+    key = "train.parameter_groups"
+    for place, group in enumerate(settings.parameter_groups, start=1):
+        found = matching(key, group.pattern, every)
+        new = (found & trained) - number.keys()
+        why = "an earlier pattern matches" if found & trained else "are frozen"
+        require(
+            bool(new), f"{key}: {group.pattern!r} matches only parameters that {why}; correct or remove it"
+        )
+        number.update(dict.fromkeys(new, place))
+    matrices = layer_matrices(model) if settings.optimizer == "muon" else set()
+    require(
+        settings.optimizer != "muon" or bool(matrices & trained),
+        "train.optimizer: muon is for the matrices of transformer layers, and none is trained; use adamw",
+    )
+    made = {}
+    for name in every:
+        if name in trained:
+            place, spared = number.get(name, 0), name not in decays
+            rate, decay = settings.learning_rate, settings.weight_decay
+            if place:
+                given = settings.parameter_groups[place - 1]
+                rate = rate if given.learning_rate is None else given.learning_rate
+                decay = decay if given.weight_decay is None else given.weight_decay
+            made[name] = Group(place, spared, rate, 0.0 if spared else decay, name in matrices)
+    return made

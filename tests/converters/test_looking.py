@@ -1,0 +1,141 @@
+"""`portable-convert inspect` and `diff`."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from converters.cli import main
+from tests.converters.samples import all_samples
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, Any]:
+    """(exit code, the JSON document) of a command."""
+    capsys.readouterr()
+    code = main([*map(str, argv), "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def saved(path: Path, **tensors: Any) -> Path:
+    path.mkdir()
+    save_file(tensors, path / "model.safetensors")
+    return path
+
+
+@pytest.mark.parametrize("name", ["dcp", "deepspeed-zero3-fp32-2", "universal-zero2-bf16-3", "xla-flat3"])
+def test_every_format_is_shown_and_equals_its_conversion(
+    name: str, request: pytest.FixtureRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sample = next(sample for sample in all_samples() if sample.name == name)
+    assert sample.fixture is not None
+    source = request.getfixturevalue(sample.fixture) / sample.folder
+    code, document = run(capsys, "inspect", source, "--optimizer", "--stats")
+    assert code == 0
+    assert document["format"] == sample.format
+    assert main([str(source), str(tmp_path / "out"), "--optimizer", "--quiet"]) == 0
+    code, found = run(capsys, "diff", source, tmp_path / "out", "--optimizer")
+    assert code == 0
+    assert found["same"]
+    assert found["compared"] == len(document["tensors"])
+    known = document["tensors"].values()
+    assert sum(tensor["bytes"] for tensor in known) == document["bytes"]
+    assert all(tensor["statistics"]["not_finite"] == 0 for tensor in known)
+
+
+def test_statistics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values = np.array([[0, -3, 1], [np.nan, np.inf, 2]], np.float32).astype(ml_dtypes.bfloat16)
+    source = saved(tmp_path / "a", weight=values, none=np.zeros((0, 3)), count=np.array([1 << 40]))
+    code, document = run(capsys, "inspect", source, "--stats")
+    assert code == 0
+    assert document["tensors"]["weight"]["statistics"] == {
+        "count": 6,
+        "least": -3.0,
+        "largest": 2.0,
+        "mean": 0.0,
+        "rms": pytest.approx(np.sqrt(14 / 4)),
+        "zeros": 1,
+        "not_finite": 2,
+    }
+    assert document["tensors"]["none"]["statistics"]["least"] is None
+    assert main(["inspect", str(source), "--stats"]) == 0
+    out = capsys.readouterr().out
+    (row,) = [line.split() for line in out.splitlines() if line.startswith("  weight ")]
+    assert " ".join(row) == "weight BF16 2x3 12 least -3, largest 2, mean 0, rms 1.871, 1 zeros, 2 not finite"
+    assert out.splitlines()[-1].startswith("3 tensors, ")
+
+
+def test_differences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rng = np.random.default_rng(0)
+    weight = rng.standard_normal((300, 400)).astype(np.float32)
+    other = weight.copy()
+    other[17, 5] += 0.5
+    bad = weight.copy()
+    bad[0, 0] = np.nan
+    big = np.array([(1 << 60) + 1])
+    left = saved(
+        tmp_path / "a",
+        same=weight,
+        cast=np.ones(3, np.float32),
+        moved=weight,
+        bad=weight,
+        big=big,
+        a=weight[:2],
+    )
+    right = saved(
+        tmp_path / "b",
+        same=weight,
+        cast=np.ones(3, np.float16),
+        moved=other,
+        bad=bad,
+        big=big - 1,
+        b=weight[:2],
+    )
+    code, found = run(capsys, "diff", left, right)
+    assert code == 1
+    assert not found["same"]
+    assert (found["only_in_a"], found["only_in_b"]) == (["a"], ["b"])
+    assert found["dtypes"] == {"cast": ["F32", "F16"]}
+    assert found["values"].keys() == {"moved", "bad", "big"}
+    assert found["values"]["moved"]["elements"] == 1
+    assert found["values"]["moved"]["largest"] == pytest.approx(0.5, rel=1e-5)
+    assert found["values"]["bad"]["not_finite"] == 1
+    assert found["values"]["big"]["elements"] == 1
+    norm = float(np.sqrt(np.square(weight.astype(np.float64)).sum()))
+    assert found["values"]["moved"]["relative"] == pytest.approx(0.5 / norm, rel=1e-5)
+    _, found = run(capsys, "diff", left, right, "--tolerance", 1)
+    assert found["values"].keys() == {"bad"}
+    assert main(["diff", str(left), str(right)]) == 1
+    out = capsys.readouterr().out
+    assert "moved: 1 elements differ, by 0.5 at most" in out
+    assert out.endswith("2 of 5 tensors have the same values\n")
+
+
+def test_refusals_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in (
+        ["inspect", tmp_path / "none"],
+        ["diff", tmp_path, tmp_path],
+        ["inspect"],
+        ["diff", "a", "--x"],
+    ):
+        assert main([*map(str, argv)]) == 2
+        err = capsys.readouterr().err
+        assert err.startswith("error: ")
+        assert err.count("\n") == 1
+
+
+def test_a_hundred_thousand_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = saved(tmp_path / "a", **{f"layers.{i}.weight": np.zeros(1, np.float32) for i in range(100_000)})
+    start = time.process_time()
+    assert main(["inspect", str(source)]) == 0
+    spent = time.process_time() - start
+    assert "100,000 tensors" in capsys.readouterr().out
+    assert spent < 8, spent  # 3.4 on a machine with twenty other processes

@@ -1,0 +1,128 @@
+"""Files of tokens of other programs: the tokens and documents that they wrote, or a refusal."""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from portable.config import DataConfig
+from portable.data import build_data
+from portable.data.sources import token_files
+from portable.data.sources.opening import open_source
+from portable.data.tokens.tokenizer import Vocabulary, train_tokenizer
+from portable.errors import UserError
+from tests.portable.data_support import corpus
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, int]:
+    """A tokenizer's folder and its end token."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    made = train_tokenizer(open_source(str(corpus(folder))), 300, folder)
+    made.save_pretrained(folder / "saved")
+    end = Vocabulary.of(made).end
+    assert end is not None
+    return str(folder / "saved"), end
+
+
+def documents(end: int, count: int = 40) -> list[list[int]]:
+    return [[(n * 7 + at) % 250 + 10 for at in range(n * 5 % 23 + 1)] + [end] for n in range(count)]
+
+
+def nanogpt(path: Path, texts: Sequence[Sequence[int]]) -> None:
+    """As data/*/prepare.py of nanoGPT does."""
+    np.array([token for text in texts for token in text], dtype=np.uint16).tofile(path)
+
+
+def llm_c(path: Path, texts: Sequence[Sequence[int]]) -> None:
+    """As write_datafile of llm.c's data_common.py does."""
+    tokens = np.array([token for text in texts for token in text], dtype=np.uint16)
+    header = np.zeros(256, dtype=np.int32)
+    header[:3] = 20240520, 1, len(tokens)
+    with path.open("wb") as file:
+        file.write(header.tobytes())
+        file.write(tokens.tobytes())
+
+
+def megatron(path: Path, texts: Sequence[Sequence[int]]) -> None:
+    """As IndexedDatasetBuilder of Megatron-LM does: each document is two sequences here."""
+    parts = [part for text in texts for part in (text[: len(text) // 2], text[len(text) // 2 :])]
+    np.array([token for text in texts for token in text], dtype=np.int32).tofile(path)
+    sizes = np.array([len(part) for part in parts], dtype=np.int32)
+    pointers = np.concatenate([[0], np.cumsum(sizes[:-1], dtype=np.int64) * 4]).astype(np.int64)
+    with path.with_suffix(".idx").open("wb") as file:
+        file.write(b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, 4, len(parts), len(texts) + 1))
+        file.write(
+            sizes.tobytes() + pointers.tobytes() + np.arange(0, len(parts) + 1, 2, dtype=np.int64).tobytes()
+        )
+
+
+def built(path: Path | str, tokenizer: str, folder: Path, **more: Any) -> Any:
+    given: dict[str, Any] = {"source": str(path), "tokenizer": tokenizer, "seq_len": 16, "eval_fraction": 0.0}
+    return build_data(DataConfig(**(given | more), cache_dir=str(folder / "cache")))
+
+
+@pytest.mark.parametrize("write", [nanogpt, llm_c, megatron])
+@pytest.mark.parametrize("chunk", [7, 1 << 22])
+def test_tokens_and_documents_are_those_of_the_file(
+    write: Any, chunk: int, tokenizer: tuple[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_files, "_CHUNK", chunk)
+    folder, end = tokenizer
+    texts = documents(end)
+    write(tmp_path / "some.bin", texts)
+    data = built(tmp_path / "some.bin", folder, tmp_path)
+    found = [data.tokens.document("text", n).tolist() for n in range(data.tokens.documents)]
+    assert found == texts
+    flat = [token for text in texts for token in text]
+    assert data.train[2]["input_ids"].tolist() == flat[32:48]
+
+
+def test_several_files_and_a_stream_of_them(tokenizer: tuple[str, int], tmp_path: Path) -> None:
+    folder, end = tokenizer
+    texts = documents(end, 90)
+    for number in range(3):
+        (nanogpt, llm_c, megatron)[number](tmp_path / f"{number}.bin", texts[30 * number : 30 * number + 30])
+    whole = built(tmp_path / "*.bin", folder, tmp_path)
+    assert [whole.tokens.document("text", n).tolist() for n in range(whole.tokens.documents)] == texts
+    stream = built(tmp_path / "*.bin", folder, tmp_path, stream=True).train
+    stream._reads_ahead = False
+    apart = [built(tmp_path / f"{n}.bin", folder, tmp_path).train for n in range(3)]
+    places = [stream.locate(at, 0) for at in range(sum(map(len, apart)))]
+    rows = {tuple(row) for row in stream.batch(places)["input_ids"].tolist()}
+    assert rows == {tuple(one[at]["input_ids"].tolist()) for one in apart for at in range(len(one))}
+
+
+def test_wrong_files_are_refused_in_one_line(tokenizer: tuple[str, int], tmp_path: Path) -> None:
+    folder, end = tokenizer
+    path = tmp_path / "some.bin"
+
+    def refused(said: str) -> None:
+        with pytest.raises(UserError, match=said) as error:
+            built(path, folder, tmp_path)
+        assert "\n" not in str(error.value)
+
+    refused("no such file")
+    nanogpt(path, [[5, 60_000, end]])
+    refused("has the token 60000, beyond the 300 of the tokenizer")
+    llm_c(path, documents(end))
+    path.write_bytes(path.read_bytes()[:-2])
+    refused("not those of .* tokens of 2 bytes; copy the file again")
+    path.unlink()
+    megatron(path, documents(end))
+    path.write_bytes(path.read_bytes()[:-4])
+    refused("some.idx: does not fit some.bin")
+    whole = path.with_suffix(".idx").read_bytes()
+    path.with_suffix(".idx").write_bytes(whole[:60])
+    refused("some.idx: is cut off")
+    path.with_suffix(".idx").write_bytes(b"x" * 100)
+    refused("is no index of Megatron's")
+    with pytest.raises(UserError, match=r"data.tokenizer: .* has tokens and no text"):
+        build_data(DataConfig(source=str(path), cache_dir=str(tmp_path / "cache")))
