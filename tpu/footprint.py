@@ -6,6 +6,8 @@ compiler has said of some steps. XLA's compiler for CPUs writes more of them: pl
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from portable.errors import unsupported
@@ -17,7 +19,6 @@ from portable.planner.memory_model import (
     Setting,
     Traffic,
     moment_bytes,
-    orthogonalizing,
 )
 from portable.planner.passes import Compiler
 from tpu.checks import GATHERED_ONCE, recomputed, unsupported_settings
@@ -140,9 +141,7 @@ def footprint(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprin
     if whole_step:
         in_layers += gradients * compute // MASTER
     share, copies = (group - 1) / group, cluster.devices // group
-    orthogonal, exchanged = orthogonalizing(model, compute, 1, replicated=False)[0], 0.0
-    if config.strategy != "no_shard":  # each device gathers every matrix and keeps its part of the result
-        exchanged = compute * share * sum(w.elements for w in model.trained if w.matrices)
+    orthogonal, exchanged = _orthogonalizing(model, compute, group)
     per_pass = ((1 if once else 2) * cut + learning) * compute * share
     apart = sum(w.elements for w in model.trained) - learning
     summed = 2 * compute * apart * (cluster.devices - 1) / cluster.devices
@@ -164,3 +163,21 @@ def footprint(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprin
         links=Traffic(per_pass=per_pass + summed, per_step=exchanged),
         network=Traffic(per_pass=between),
     )
+
+
+def _orthogonalizing(model: Inventory, compute: int, group: int) -> tuple[int, float]:
+    """Bytes that Muon's update takes beside its state, and that a device sends in it; 0 for others.
+
+    Matrices of one shape are spread over the devices, each of which has its share of them whole: operands and
+    results of the products.
+    """
+    alike: Counter[tuple[int, ...]] = Counter()
+    for weight in model.trained:
+        if weight.matrices:
+            alike[weight.shape[-2:]] += math.prod(weight.shape[:-2])
+    most = max(
+        (-(-count // group) * (5 * math.prod(shape) + 2 * min(shape) ** 2) for shape, count in alike.items()),
+        default=0,
+    )
+    moved = sum(count * math.prod(shape) for shape, count in alike.items())
+    return compute * most, 2 * compute * moved * (group - 1) / group**2

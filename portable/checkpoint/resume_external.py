@@ -37,6 +37,7 @@ _RULES: dict[str, dict[str, bool]] = {
     "adamw_8bit": {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True},
     "sgd": {"nesterov": False, "maximize": False},
     "adafactor": {"maximize": False},
+    "muon": {"nesterov": True, "amsgrad": False, "maximize": False},
 }
 
 
@@ -343,8 +344,10 @@ class _Matching:
         if any(decay["vectors"]):
             value = max(decay["vectors"])
             self.notes.append(f"weight decay of biases and norms: {value:g} there, none here")
-        if kind == "sgd":
-            momenta = {float(group["momentum"]) for group in groups if "momentum" in group}
+        momenta = {float(group["momentum"]) for group in groups if "momentum" in group}
+        if kind == "muon" and len(momenta) == 1:
+            yield "train.muon_momentum", next(iter(momenta))
+        elif kind == "sgd":
             if len(momenta) == 1:
                 yield "train.betas", (next(iter(momenta)), self.config.train.betas[1])
         elif kind.startswith("adamw"):
