@@ -28,6 +28,7 @@ NO_PLACES = {
     "data.text_field",
     "data.text_pair_field",
     "log.sample_prompt",
+    "hub.repo",
 }
 
 

@@ -91,7 +91,7 @@ TRL = {
     "gradient_checkpointing": "memory.activation_checkpointing",
     "gradient_checkpointing_kwargs": "memory.activation_checkpointing",
     "hub_model_id": "hub.repo",
-    "hub_strategy": "hub.repo",
+    "hub_strategy": "hub.push",
     "learning_rate": "train.learning_rate",
     "load_in_4bit": "quantised base models",
     "log_level": "leave it out",
