@@ -125,9 +125,11 @@ def test_checkpoints_are_uploaded_behind_the_training(tmp_path: Path, corpus: Pa
     )
     commits = hub.repositories["lab/tiny"].commits
     messages = [message for message, _ in commits]
-    assert messages[0] == "Step 1" and messages[-1] == "Final model, step 6" and len(messages) <= 3
+    # The upload of step 6 may have begun before the end; then nothing is left to commit.
+    assert messages[0] == "Step 1" and messages[-1] in ("Step 6", "Final model, step 6")
+    assert len(messages) <= 3
     weights = [files["model.safetensors"] for _, files in commits]
-    assert len(set(weights)) == len(weights)
+    assert weights[0] != weights[-1] == (tmp_path / "run" / "final" / "model.safetensors").read_bytes()
     card = commits[0][1][CARD].decode()
     assert "| 1 |" in card and "| 2 |" not in card  # what was known at that step
     assert not any("optim" in name or "trainer_state" in name for _, files in commits for name in files)
