@@ -120,7 +120,8 @@ def serve(listener: socket.socket) -> None:
 
     def fork(self: LaunchConfig) -> None:
         complete(self)  # type: ignore[no-untyped-call]
-        self.start_method = "fork"
+        if "ipykernel.kernelapp" not in sys.modules:  # threads and sockets of a kernel do not survive a fork
+            self.start_method = "fork"
 
     complete = LaunchConfig.__post_init__
     LaunchConfig.__post_init__ = fork  # type: ignore[method-assign]
