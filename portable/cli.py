@@ -11,7 +11,7 @@ from converters.commands import FAILED, REFUSED, command
 from portable.commands.init import INIT, init
 from portable.errors import ReportedElsewhereError, RunError, StoppedError, UserError, report
 from portable.ranks.parent_death import die_with_parent
-from portable.terminal import loading
+from portable.terminal import be_quiet, loading, tell
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -61,10 +61,11 @@ def run(invocation: Invocation) -> int:
         from portable.run.settle import settle
 
     config = invocation.config
+    be_quiet(config.log.quiet)
     joined = launch.joined()
     if os.environ.get("RANK", "0") == "0":
         for note in invocation.notes:
-            print(f"note: {note}", file=sys.stderr)
+            tell(f"note: {note}")
     if invocation.gpu_ids is not None and not joined:
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", invocation.gpu_ids)
     _check_switches(invocation)

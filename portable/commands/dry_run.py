@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,7 +31,7 @@ from portable.run.evaluation import judge_of
 from portable.run.finish import ranks_in_words
 from portable.run.prepare import notes_on, tokenizer_hints
 from portable.run.settle import first_plan, on_device
-from portable.terminal import columns
+from portable.terminal import columns, tell
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -74,7 +73,7 @@ def dry_run(settled: Settled) -> int:
     rows.append(("a checkpoint", human_bytes(planner.model.checkpoint_bytes(config.train))))
     rows += memory_rows(planner)
     for line in _notes(settled, backend, base, special_tokens, data, plan):
-        print(line, file=sys.stderr)
+        tell(line)
     say("# What this run will do")
     say(table(rows, columns()))
     if config.came_from:

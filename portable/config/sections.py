@@ -954,6 +954,10 @@ class CheckpointConfig(Section):
 class LogConfig(Section):
     """Reports during the run."""
 
+    quiet: Flag = Field(
+        default=False,
+        description="Print warnings and errors only (--quiet); log.txt in the run's folder has the rest.",
+    )
     every_steps: int = Field(
         default=10,
         ge=1,

@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 from typing import TYPE_CHECKING, Any
 
 from converters import (
@@ -35,6 +34,7 @@ from portable.checkpoint.store import unused_name
 from portable.durable import sync_folder, write_durably
 from portable.errors import UserError, one_line
 from portable.paths import storage_errors
+from portable.terminal import tell
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -140,7 +140,7 @@ def _move_other_objects(folder: RemotePath) -> None:
         (folder / name).move_to(kept / name)
     more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
     reason = printable(f"{folder}: {next(iter(others.values()))}{more}")
-    print(f"warning: {reason}; moved to {kept}", file=sys.stderr)
+    tell(f"warning: {reason}; moved to {kept}")
 
 
 def _retire(old: Path, folder: Path) -> None:
@@ -154,7 +154,7 @@ def _retire(old: Path, folder: Path) -> None:
     kept = unused_name(folder.with_name(f"{folder.name}.kept"))
     old.rename(kept)
     sync_folder(folder.parent)
-    print(f"warning: {printable(f'{folder}: {reason}')}; the old folder is now {kept}", file=sys.stderr)
+    tell(f"warning: {printable(f'{folder}: {reason}')}; the old folder is now {kept}")
 
 
 def _not_exported(folder: Path) -> str | None:

@@ -7,7 +7,6 @@ import importlib.util
 import json
 import math
 import os
-import sys
 import time
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,6 +15,7 @@ from portable.durable import write_durably
 from portable.errors import UserError
 from portable.formatting import human_count
 from portable.reporting.json_lines import json_lines
+from portable.terminal import tell
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -49,7 +49,7 @@ class MetricsFile:
             rows, unreadable = read_rows(folder / METRICS_FILE)
             if unreadable:
                 lost = human_count(unreadable, "row")
-                print(f"warning: {path}: {lost} cannot be read and will not be shown", file=sys.stderr)
+                tell(f"warning: {path}: {lost} cannot be read and will not be shown")
             kept = [row for row in rows if row["step"] <= from_step]
             if len(kept) < len(rows) or not path.read_bytes().endswith(b"\n"):
                 write_durably(path, "".join(json.dumps(row) + "\n" for row in kept))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from portable.reporting.metrics import (
     open_trackers,
     read_metrics,
 )
-from portable.terminal import columns
+from portable.terminal import LOG, at_a_terminal, columns, tell
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -95,7 +95,7 @@ class Reporter(Events):
                 unit="step",
                 desc="training",
                 dynamic_ncols=True,
-                disable=not sys.stderr.isatty(),
+                disable=not at_a_terminal(),
             )
         self._total_steps = total_steps
         self._throughput = Throughput()
@@ -155,10 +155,10 @@ class Reporter(Events):
         assert self._bar is not None
         # A bar of a hundred columns has no room for more.
         self._bar.set_postfix({name: value for name, value in shown.items() if name != "mem"})
-        if self._bar.disable:
-            left = (self._total_steps - progress.step) * self._throughput.seconds_per_step()
-            pairs = "  ".join(f"{name} {value}" for name, value in shown.items())
-            self.say(f"step {progress.step}/{self._total_steps}  {pairs}  left {human_time(left)}")
+        left = (self._total_steps - progress.step) * self._throughput.seconds_per_step()
+        pairs = "  ".join(f"{name} {value}" for name, value in shown.items())
+        line = f"step {progress.step}/{self._total_steps}  {pairs}  left {human_time(left)}"
+        LOG.log(logging.INFO if self._bar.disable else logging.DEBUG, "%s", line)
 
     def on_save(self, progress: Progress) -> None:
         for tracker in self._trackers:
@@ -221,7 +221,7 @@ class Reporter(Events):
     def say(self, line: str) -> None:
         """Print a line above the progress bar."""
         if self._main:
-            tqdm.write(line, file=sys.stderr)
+            tell(line)
 
     def summary(self, places: Sequence[tuple[str, str]]) -> str:
         """The closing table of a launch."""
