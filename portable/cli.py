@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from portable.config import Invocation
 
+COMPLETION = "completion"
+
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,6 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         words = sys.argv[1:] if argv is None else argv
         if words[:1] == [INIT]:
             return init(words[1:])
+        if words[:1] == [COMPLETION]:
+            from portable.commands.completion import completion
+
+            return completion(words[1:])
         os.environ.update(rank_variables(os.environ))
         return run(parse_args(_without_local_rank(words)))
     except UserError as error:

@@ -141,10 +141,19 @@ def _plan_rows(
             ),
         ),
         ("tokens a step", f"{plan.global_batch_size * config.data.seq_len:,}"),
-        ("steps", "known once the data is tokenised" if steps is None else f"{steps:,}"),
+        ("steps", _unknown_steps(config, data) if steps is None else f"{steps:,}"),
         ("start", f"resume from {source}" if source is not None else "step 0"),
         *begun,
     ]
+
+
+def _unknown_steps(config: RunConfig, data: DataSizes) -> str:
+    """What is known of the steps before the data is tokenized: no token is shorter than a byte."""
+    late = "known once the data is tokenized"
+    if data.size_bytes is None or not data.packing:
+        return f"{late}; {config.train.epochs:g} x the samples to train / {config.train.global_batch_size}"
+    most = total_steps(config, max(1, data.size_bytes // config.data.seq_len))
+    return f"at most {most:,}, a token for each byte; English text takes a quarter of that; {late}"
 
 
 def _foreign_rows(

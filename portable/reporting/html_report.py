@@ -349,9 +349,8 @@ def write_report(folders: Sequence[Place], out: Path) -> list[str]:
     return [f"{run.folder}: unreadable: {run.unreadable}" for run in runs if run.unreadable]
 
 
-@command
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``portable-report``; the exit code is as :data:`converters.commands.EXIT_CODES` has it."""
+def parser_of() -> argparse.ArgumentParser:
+    """The parser of ``portable-report``."""
     parser = argparse.ArgumentParser(
         prog="portable-report",
         description="Write one self-contained HTML page about a run, or several side by side: loss, "
@@ -367,7 +366,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         help=f"the page (default: {REPORT_FILE} in the run's folder; for several runs, or one in an object "
         "store, in the current folder)",
     )
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``portable-report``; the exit code is as :data:`converters.commands.EXIT_CODES` has it."""
+    arguments = parser_of().parse_args(argv)
     try:
         folders = [place_of("RUN", run) for run in arguments.runs]
         beside = folders[0] if len(folders) == 1 and isinstance(folders[0], Path) else Path()
