@@ -143,6 +143,50 @@ def test_final_is_an_adapter_that_peft_loads(base: Path, trained: Path, corpus: 
     assert str(base) in card and "| `adapter.use_dora` | True |" in card and "| step | eval_loss |" in card
 
 
+PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "what is left out is peft's": ({}, {"lora_alpha": None, "r": None, "target_modules": None}),
+    "lists for many models": (
+        {"target_modules": ["q_proj", "down_proj", "c_attn"], "modules_to_save": ["lm_head", "score"]},
+        {"rank_pattern": None},
+    ),
+    "its own copy of the head": ({"target_modules": ["lm_head", "embed_tokens"], "lora_alpha": 3}, {}),
+}
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_goes_on_from_adapters_as_others_publish_them(
+    kind: str, base: Path, corpus: Path, tmp_path: Path
+) -> None:
+    import peft
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForCausalLM
+
+    from portable.errors import UserError
+
+    settings, changed = PUBLISHED[kind]
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), peft.LoraConfig(**settings))
+    for number, (_, parameter) in enumerate(model.named_parameters()):
+        torch.manual_seed(number)
+        parameter.data += 0.05 * torch.randn_like(parameter) if parameter.requires_grad else 0
+    folder = tmp_path / "adapter"
+    model.save_pretrained(folder)
+    path, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
+    document = {name: value for name, value in json.loads(path.read_text()).items() if name not in changed}
+    path.write_text(json.dumps({**document, "loftq_config": {}, "revision": None}))
+    given = logits_in_training(base, corpus, folder)
+    assert torch.equal(given, logits_with_peft(base, folder))
+
+    tensors = load_file(weights)
+    for name in [name for name in tensors if "base_layer" in name][:1]:
+        changed_head = {**tensors, name: tensors[name] * 1.5}
+        save_file(changed_head, weights)
+        with pytest.raises(UserError, match=r"^adapter.name_or_path: .* which differs from .*--merge-into"):
+            logits_in_training(base, corpus, folder)
+    save_file({**tensors, next(iter(tensors)): next(iter(tensors.values())) * float("nan")}, weights)
+    with pytest.raises(UserError, match=r"^adapter.name_or_path: .* holds NaN or infinity"):
+        logits_in_training(base, corpus, folder)
+
+
 def test_the_merged_model_is_the_same(base: Path, trained: Path, corpus: Path, tmp_path: Path) -> None:
     """A checkpoint of the adapter becomes a whole model, in a run that has nothing left to train."""
     from transformers import AutoModelForCausalLM

@@ -46,6 +46,11 @@ class Part:
     saved: str
     adapter: str | None = None
 
+    @property
+    def name(self) -> str:
+        """The name in the live model of the tensor that this one replaces."""
+        return f"{self.module}.{self.leaf}" if self.module else self.leaf
+
 
 def part_of(name: str) -> Part | None:
     """The adapter's tensor that a live or saved name means; None for a name that only a model has."""
