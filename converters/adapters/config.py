@@ -103,7 +103,7 @@ class AdapterConfig:
         The parts above it differ between versions of transformers.
         """
         names = self.values.get("target_modules")
-        if not isinstance(names, list) or not names or self.target_parameters:
+        if not isinstance(names, list) or not names or self.target_parameters or self.tie:
             return True
         return module.rpartition(".")[2] in {str(name).rpartition(".")[2] for name in names}
 

@@ -395,7 +395,7 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, torch.Tensor]], dict[str, torch.Tens
         "'model.layers.1.self_attn.q_proj.weight' has shape [32, 32]",
     ),
     "another model": (
-        lambda t: {k.replace("q_proj", "q_prj"): v for k, v in t.items()},
+        lambda t: {k.replace("self_attn", "attention"): v for k, v in t.items()},
         "the nearest is 'model.layers.0.self_attn.q_proj.weight'",
     ),
     "another head": (
