@@ -95,6 +95,12 @@ class Adapter:
         """The folder or file that was opened."""
         return self.checkpoint.root
 
+    @property
+    def has_base(self) -> bool:
+        """Whether the same checkpoint holds the base's layers, and not only what a tied name kept in it."""
+        held = {name.rpartition(".")[0] for name in self.base}
+        return bool(held) and all(module.path in held for module in self.modules)
+
     def own_base(self) -> Checkpoint:
         """The base model that the same checkpoint holds.
 
