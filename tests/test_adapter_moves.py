@@ -242,6 +242,34 @@ def test_a_checkpoint_holds_megabytes(trained: Path) -> None:
     assert not (last / "config.json").exists()
 
 
+def test_tokens_that_are_added(base: Path, corpus: Path, tmp_path: Path) -> None:
+    """The base has no rows for them, so that the adapter has to hold the whole tables."""
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    from converters.cli import main
+    from portable.errors import UserError
+
+    settings: dict[str, Any] = {"model__name_or_path": str(base), "data__added_tokens": ["<one>", "<two>"]}
+    with pytest.raises(UserError, match=r"^data\.added_tokens: .*_save: \[embed_tokens, lm_head\]"):
+        leg(tmp_path / "run", corpus, settings, 1)
+    settings |= {"adapter__modules_to_save": ["embed_tokens", "lm_head"], "train__steps": 2}
+    for until in (1, 2):  # also after a resume
+        assert leg(tmp_path / "run", corpus, settings, until) == 0
+    final, merged, rows = tmp_path / "run" / "final", tmp_path / "merged", TINY_MODEL["vocab_size"] + 2
+    assert main([str(final), str(merged), "--merge-into", str(base), "--quiet"]) == 0
+    by_card: dict[str, Any] = {}
+    code = (final / CARD).read_text("utf-8").partition("```python\n")[2].partition("```")[0]
+    exec(code.replace("path/of/this/folder", str(final)), by_card)
+    found = by_card["model"], peft.AutoPeftModelForCausalLM.from_pretrained(final)
+    with torch.no_grad():
+        wanted = AutoModelForCausalLM.from_pretrained(merged)(torch.arange(rows - 30, rows)[None]).logits
+        for model in found:
+            logits = model(torch.arange(rows - 30, rows)[None]).logits
+            torch.testing.assert_close(logits, wanted, rtol=1e-5, atol=1e-5)
+    assert wanted.shape[-1] == rows
+
+
 def test_a_classifier(base: Path, tmp_path: Path) -> None:
     """A base model has no head for it: the head is trained in full and saved."""
     settings: dict[str, Any] = {

@@ -56,6 +56,7 @@ class Adapter:
     Attributes:
         config: peft's.
         blueprint: the base model as it was before, on the meta device.
+        rows: of the embedding, if tokens were added to the base's; otherwise None.
     """
 
     def __init__(
@@ -68,6 +69,8 @@ class Adapter:
     ) -> None:
         self.config = config
         self.blueprint = blueprint
+        grown = blueprint.model.__dict__.get("grown_from") is not None
+        self.rows = int(model.config.get_text_config().vocab_size) if grown else None
         self._run = run
         self._names = names
         self._quantized: dict[str, QuantizedLinear] = {}
@@ -301,6 +304,7 @@ def adapt(model: PreTrainedModel, model_config: PretrainedConfig, config: RunCon
     settings = peft_config(config, getattr(model_config, "_commit_hash", None), heads)
     _check_targets(model, settings, config)
     _check_ties(model, settings)
+    _check_grown(model, settings)
     blueprint = Blueprint.of(model)
     before = {id(tensor): name for name, tensor in state_tensors(model).items()}
     try:
@@ -467,6 +471,24 @@ def _check_ties(model: PreTrainedModel, settings: Any) -> None:
                 f"adapter.target_modules: {name} shares its weights with the embedding (tied); leave it out, "
                 "or use a model with tie_word_embeddings: false"
             )
+
+
+def _check_grown(model: PreTrainedModel, settings: Any) -> None:
+    """Raise UserError if rows were added for ``data.added_tokens`` which the adapter would not hold."""
+    if model.__dict__.get("grown_from") is None:
+        return
+    tables = [model.get_input_embeddings(), model.get_output_embeddings()]
+    names = [name for name, module in model.named_modules() if any(module is table for table in tables)]
+    saved = settings.modules_to_save or ()
+    lost = [name for name in names if not any(f".{name}".endswith(f".{one}") for one in saved)]
+    tied = any(tied_names(model).get(f"{name}.weight") for name in names)
+    tails = ", ".join(name.rpartition(".")[2] for name in names)
+    remedy = "all weights, without adapter.type" if tied else f"them: adapter.modules_to_save: [{tails}]"
+    require(
+        not lost,
+        f"data.added_tokens: adds rows to {' and '.join(names)}, which the adapter would not hold; train "
+        f"{remedy}",
+    )
 
 
 # -- names ---------------------------------------------------------------------------------------------------
