@@ -270,6 +270,77 @@ def test_tokens_that_are_added(base: Path, corpus: Path, tmp_path: Path) -> None
     assert wanted.shape[-1] == rows
 
 
+class Contrast:
+    """A loss of the user's, with a pass of the base model."""
+
+    needs = ("log_probs",)
+
+    def before(self, forward: Any, batch: Any) -> Any:
+        return {"base": forward(adapter=False).log_probs}
+
+    def __call__(self, outputs: Any, batch: Any) -> Any:
+        ours, valid = outputs.log_probs, batch["labels"] != -100
+        moved = torch.where(valid, (ours - batch["base"]).square(), 0.0).sum()
+        return 0.1 * moved - ours.sum(), valid.sum(), {"moved": moved}
+
+
+class Writes:
+    """A callback that generates."""
+
+    def on_evaluation(self, run: Any, values: Any) -> None:
+        assert values["eval_loss/part0"] > 0
+        assert len(run.generate("a line of", max_new_tokens=2)) >= 1
+        names = [name for name, p in run.model.named_parameters() if p.requires_grad]
+        assert all("lora_" in name or "modules_to_save" in name for name in names)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("full_shard", 2),
+        pytest.param("zero2", 2, marks=pytest.mark.exhaustive),
+        pytest.param("zero3", 3, marks=pytest.mark.exhaustive),
+        pytest.param("xla", 2, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_beside_everything_else(
+    name: str, size: int, base: Path, engines: Engines, corpus: Path, tmp_path: Path
+) -> None:
+    """A mixture, a loss and a callback of the user's, Muon, rates by group and evaluations, with a stop."""
+    lines = corpus.read_text("utf-8").splitlines(keepends=True)
+    for number in range(2):
+        (tmp_path / f"part{number}.jsonl").write_text("".join(lines[number::2]))
+    mixed = [
+        {"name": f"part{n}", "source": str(tmp_path / f"part{n}.jsonl"), "weight": n + 1} for n in (0, 1)
+    ]
+    settings: dict[str, Any] = {
+        "model__name_or_path": str(base),
+        **KINDS["dora"],
+        "data__source": None,
+        "data__sources": mixed,
+        "data__packing": "documents",
+        "data__eval_fraction": 0.1,
+        "train__steps": 4,
+        "train__eval_every": 2,
+        "train__loss": f"{__name__}:Contrast",
+        "train__callbacks": [f"{__name__}:Writes"],
+        "train__optimizer": "muon",
+        "train__parameter_groups": [{"pattern": "lora_B", "learning_rate": 3e-2}],
+        "train__metrics": ["accuracy"],
+    }
+    assert engines.run("no_shard", 1, leg, tmp_path / "truth", corpus, settings, 4) == 0
+    for until in (2, 4):
+        chosen = {**settings, **ENGINES[name].settings}
+        assert engines.run(name, size, leg, tmp_path / "run", corpus, chosen, until) == 0
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "truth"), rel=1e-5)
+    evaluated = [
+        [row["eval_loss/part1"] for row in read_metrics(folder) if "eval_loss/part1" in row]
+        for folder in (tmp_path / "run", tmp_path / "truth")
+    ]
+    assert evaluated[0] == pytest.approx(evaluated[1], rel=1e-5) and len(evaluated[0]) >= 2
+    assert (tmp_path / "run" / "final" / "adapter_model.safetensors").exists()
+
+
 def test_a_classifier(base: Path, tmp_path: Path) -> None:
     """A base model has no head for it: the head is trained in full and saved."""
     settings: dict[str, Any] = {
