@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import json
 import re
 import signal
@@ -158,6 +159,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     previous = None
     try:
         given = sys.argv[1:] if argv is None else list(argv)
+        if argv is None:  # a checkpoint may have 100,000 tensors, which each collection would visit
+            gc.set_threshold(1_000_000)
         if given[:1] and given[0] in _LOOKING:
             return _look(given)
         options = parser_of().parse_args(given)
@@ -275,10 +278,10 @@ def _adapter(
         return checkpoint, None
     if options.merge_into is None:
         if adapter.base and not options.quiet:
-            _note(
-                f"{len(adapter.base)} tensors of the base model are left out; --merge-into {options.src} "
-                "writes it merged, if that is all of them"
-            )
+            count = len(adapter.base)
+            what = "1 tensor" if count == 1 else f"{count:,} tensors"
+            more = f"; --merge-into {options.src} writes it merged" if adapter.has_base else ""
+            _note(f"{what} of the base model left out{more}")
         return adapter.checkpoint, lambda: plan_adapter(
             adapter, dtype=options.dtype, optimizer=options.optimizer
         )

@@ -36,7 +36,7 @@ def is_number(text: str) -> bool:
 
 def plain_name(name: str) -> str:
     """`name` without the parts inserted by wrappers (torch.compile, checkpointing, FSDP, XLA)."""
-    if "_" not in name:
+    if "._" not in name and not name.startswith("_"):
         return name
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 

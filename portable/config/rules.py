@@ -163,6 +163,11 @@ def _adapter(config: RunConfig) -> Iterator[ConflictError]:
                     (f"adapter.{name}", "adapter.type"),
                     f"adapter.{name} is for lora, not for adapter.type ia3; remove it",
                 )
+    if not adapter.target_modules and not adapter.target_parameters:
+        yield ConflictError(
+            ("adapter.target_modules", "adapter.target_parameters"),
+            "adapter.target_modules is empty, which goes beside adapter.target_parameters only; name modules",
+        )
     if config.train.freezes:
         yield ConflictError(
             ("train.trainable", "adapter.type"),

@@ -136,12 +136,12 @@ class AdapterConfig(Section):
         json_schema_extra=IDENTITY,
     )
     target_modules: Annotated[
-        str | Annotated[tuple[str, ...], Field(strict=False, min_length=1)], NamesOrPattern
+        Annotated[str, Field(min_length=1)] | Annotated[tuple[str, ...], Field(strict=False)], NamesOrPattern
     ] = Field(
         default="all-linear",
-        min_length=1,
         description="Modules that get an adapter: all-linear (all linear layers except the head), a list of "
-        "names such as [q_proj, v_proj], or a regular expression that matches whole module names.",
+        "names such as [q_proj, v_proj] (empty beside target_parameters), or a regular expression that "
+        "matches whole module names.",
         json_schema_extra=IDENTITY,
     )
     target_parameters: Names | None = Field(

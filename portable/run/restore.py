@@ -106,7 +106,7 @@ def _begin(
     """Give ``engine`` all the weights that the run starts from."""
     _initialize(engine, blueprint, pretrained, prepared)
     if prepared.adapter is not None:
-        engine.load_weights(prepared.adapter.initial())
+        engine.load_weights(prepared.adapter.initial({} if pretrained is None else pretrained.found))
 
 
 def _engine(prepared: Prepared, tensors: Mapping[str, Any]) -> Engine:
