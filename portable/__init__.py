@@ -16,11 +16,13 @@ if TYPE_CHECKING:
     from portable.errors import RunError, UserError
     from portable.evaluation.metrics import Metric
     from portable.model.loss import Loss, Outputs
+    from portable.optim.own import MakesOptimizer
     from portable.run.callbacks import Callback, Run
 
 __all__ = [
     "Callback",
     "Loss",
+    "MakesOptimizer",
     "Metric",
     "Outputs",
     "Result",
@@ -36,6 +38,7 @@ __all__ = [
 _HOMES = {
     "Callback": "portable.run.callbacks",
     "Loss": "portable.model.loss",
+    "MakesOptimizer": "portable.optim.own",
     "Metric": "portable.evaluation.metrics",
     "Outputs": "portable.model.loss",
     "Run": "portable.run.callbacks",
