@@ -337,7 +337,7 @@ class XlaEngine:
     def exchange_average(self) -> None:
         state = self._optimizer.tensors()
         exchange((self._parameters[name], values) for name, values in state.items())
-        self._layout.execute()
+        self._layout.execute(wait=True)
 
     def load_weights(self, weights: Mapping[str, ReadableTensor]) -> None:
         for name, tensor in self._held.state().items():

@@ -78,7 +78,7 @@ class OwnOnXla:
             placed = {key: self._placed(name, value) for key, value in values.items()}
             state[self._parameters[name]] = placed
             self._host[name] = {key: _copied(v) for key, v in placed.items() if not _on_device(v)}
-        self._layout.execute()
+        self._layout.execute(wait=True)
 
     def _placed(self, name: str, value: Any) -> Any:
         if not _on_device(value):

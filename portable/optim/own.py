@@ -10,20 +10,23 @@ from __future__ import annotations
 import copy
 import inspect
 from collections import defaultdict
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from portable import plugins
 from portable.errors import UserError, require
 from portable.optim.sharded import local, shard_group
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -91,7 +94,7 @@ class OwnOptimizer:
             group["param_names"] = [names[p] for p in group["params"]]
             if "weight_decay" not in takes:
                 del group["weight_decay"]
-        given = {"lr": settings.learning_rate, **more}
+        given = {"lr": settings.learning_rate, "weight_decay": settings.weight_decay, **more}
         with plugins.told_as(self.key):
             self.inner: Any = make(groups, **{name: value for name, value in given.items() if name in takes})
         require(
@@ -103,6 +106,24 @@ class OwnOptimizer:
         self._masks = supports or hasattr(type(self.inner), "found_inf")
         self._names = names
         self._constructs_state = bool(self.inner.state)
+        sharded = next((p for p in parameters.values() if isinstance(p, DTensor)), None)
+        self._mode: Any = nullcontext() if sharded is None else _Completed()
+        if sharded is not None and not isinstance(settings, _Settings):
+            self._check_shards(_settings(settings), sharded)
+
+    def _check_shards(self, settings: _Settings, parameter: DTensor) -> None:
+        """Raise UserError if small shards are updated otherwise than whole tensors. A collective."""
+
+        def sharded(value: Tensor) -> Tensor:
+            return distribute_tensor(value, parameter.device_mesh, parameter.placements)
+
+        on_shards = [one.full_tensor().cpu() for one in _tried(settings, _small(), sharded)]
+        pairs = zip(on_shards, _tried(settings, _small()), strict=True)
+        require(
+            all(torch.allclose(one, other, rtol=1e-4, atol=1e-6) for one, other in pairs),
+            f"{self.key}: computes otherwise on shards (DTensors) than on whole tensors; use "
+            "strategy no_shard",
+        )
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -123,7 +144,8 @@ class OwnOptimizer:
                 self.inner.found_inf = self.found_inf
             elif self.found_inf is not None and bool(self.found_inf):
                 return
-            self.inner.step()
+            with self._mode:
+                self.inner.step()
 
     def initial_state(self, parameter: Tensor) -> dict[str, Any]:
         """The state of ``parameter`` before the first step: tensors, on shards DTensors, and numbers."""
@@ -154,7 +176,7 @@ class OwnOptimizer:
             inner.state, inner.found_inf = states, None
             if kept.get(parameter):  # made by the constructor
                 states[parameter] = {key: _copied(value) for key, value in kept[parameter].items()}
-            with plugins.told_as(self.key):
+            with plugins.told_as(self.key), self._mode:
                 inner.step()
         finally:
             inner.state = kept
@@ -183,10 +205,7 @@ class OwnOptimizer:
                     f"{self.key}: the state {name!r} of {self._names[parameter]} is a "
                     f"{type(value).__name__}, which no checkpoint holds; make it a tensor or a number"
                 )
-            if isinstance(value, DTensor) and any(place.is_partial() for place in value.placements):
-                places = [Replicate() if p.is_partial() else p for p in value.placements]
-                value = value.redistribute(placements=places)
-            found[name] = value
+            found[name] = _completed(value) if isinstance(value, DTensor) else value
         return found
 
     def stored(self) -> dict[str, dict[str, Any]]:
@@ -351,6 +370,28 @@ class _Settings(NamedTuple):
     weight_decay: float
 
 
+class _Completed(TorchFunctionMode):
+    """Completes what is reduced over a sharded dim at once.
+
+    DTensor puts that off, and then takes one rank's part for the whole in ``item()`` and operations in place.
+    The mean of shards of different sizes it takes for the mean of all.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in (torch.mean, torch.Tensor.mean) and args and isinstance(args[0], DTensor):
+            total = torch.sum(*args, **(kwargs or {}))
+            return _completed(total) * (total.numel() / args[0].numel())  # type: ignore[arg-type]
+        return tree_map_only(DTensor, _completed, func(*args, **(kwargs or {})))
+
+
+def _completed(value: DTensor) -> DTensor:
+    if not any(place.is_partial() for place in value.placements):
+        return value
+    return value.redistribute(placements=[Replicate() if p.is_partial() else p for p in value.placements])
+
+
 def _settings(train: TrainConfig) -> _Settings:
     return _Settings(train.optimizer, train.learning_rate, train.weight_decay)
 
@@ -387,9 +428,15 @@ def _small() -> list[Tensor]:
     return [torch.randn(shape, generator=draws) for shape in ((4, 6), (5,))]
 
 
-def _tried(settings: _Settings, values: Sequence[Tensor], *, begun: bool = False) -> list[Tensor]:
+def _tried(
+    settings: _Settings,
+    values: Sequence[Tensor],
+    placed: Callable[[Tensor], Any] = torch.clone,
+    *,
+    begun: bool = False,
+) -> list[Any]:
     """The ``values`` after a few steps; ``begun``: from the initial state instead of none."""
-    parameters = {f"{place}": nn.Parameter(value.clone()) for place, value in enumerate(values)}
+    parameters = {f"{place}": nn.Parameter(placed(value)) for place, value in enumerate(values)}
     group: dict[str, Any] = {"params": list(parameters.values()), "weight_decay": settings.weight_decay}
     optimizer = OwnOptimizer(settings, parameters, [group])
     if begun:
@@ -400,7 +447,7 @@ def _tried(settings: _Settings, values: Sequence[Tensor], *, begun: bool = False
         drawn = torch.randn(sum(value.numel() for value in values), generator=draws)
         gradients = drawn.split([value.numel() for value in values])
         for parameter, gradient in zip(parameters.values(), gradients, strict=True):
-            parameter.grad = gradient.view(parameter.shape).clone()
+            parameter.grad = placed(gradient.view(parameter.shape))
         optimizer.step()
     optimizer.stored()
     return [p.detach() for p in parameters.values()]

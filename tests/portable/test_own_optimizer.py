@@ -137,7 +137,7 @@ KINDS = {
     "radam": Kind(torch.optim.RAdam, 3e-2, "torch.optim:RAdam"),
     "sgd": Kind(functools.partial(sgd, weight_decay=0.1), 1e-1, f"{HERE}:sgd"),
     "adafactor": Kind(torch.optim.Adafactor, 3e-1, "torch.optim:Adafactor", without=(*ZERO, "xla")),
-    "odd": Kind(Odd, 3e-3, without=(*ZERO, "xla")),
+    "odd": Kind(Odd, 1e-1, without=(*ZERO, "xla")),
     "on device": Kind(OnDevice, 1e-2, without=ZERO),
 }
 
