@@ -192,6 +192,7 @@ class ShardedPartitions:
         for index in range(len(self._fragments)):
             private_api.update_compute_copies(self._zero, index)
         private_api.drop_secondary_shards(self._zero)
+        private_api.gather_persistent(self._zero)
 
     def refresh(self) -> None:
         """A no-op: every rank has updated its own compute copies."""

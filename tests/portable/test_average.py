@@ -23,7 +23,13 @@ if TYPE_CHECKING:
 
     from tests.engines import Engines
 
-BATCH: dict[str, Any] = {"train__global_batch_size": 12, "train__micro_batch_size": 1}
+# Not Adam, which blows up the rounding of gradients near zero.
+BATCH: dict[str, Any] = {
+    "train__global_batch_size": 12,
+    "train__micro_batch_size": 1,
+    "train__optimizer": "sgd",
+    "train__learning_rate": 3e-2,
+}
 DECAY = 0.8
 IMPLY = ("full_shard", "zero2", "zero3, offload", "xla")
 
@@ -62,7 +68,7 @@ def plain_average(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
         return [{"params": decays, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
 
     def made(groups: Any) -> Any:
-        optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95))
+        optimizer = torch.optim.SGD(groups, lr=0.0, momentum=0.9)
 
         def after(*_: Any) -> None:
             for name, p in model.named_parameters():
@@ -92,7 +98,7 @@ def test_the_average_is_that_of_a_plain_loop(
         values = torch.from_numpy(state.state[key]["ema"].read())  # type: ignore[union-attr]
         torch.testing.assert_close(values, expected, rtol=1e-6, atol=1e-6)
     assert found["weights"] == found["weights again"]
-    assert abs(found["average"] - found["weights"]) > 1e-3
+    assert abs(found["average"] - found["weights"]) > 1e-4
 
 
 def test_the_average_moves_and_is_exported(corpus: Path, tmp_path: Path, engines: Engines) -> None:
