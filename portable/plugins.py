@@ -142,10 +142,11 @@ def maker(key: str, text: str) -> Callable[..., Any]:
         found = _found(told, named)
     if not callable(found):
         raise UserError(f"{told}: is a {type(found).__name__}; give a class or a function")
-    if isinstance(found, functools.partial) or not named.arguments:
-        return found
-    _check_arguments(told, found, named.arguments, all_of_them=False)
-    return functools.partial(found, **named.arguments)
+    made: Callable[..., Any] = found
+    if isinstance(made, functools.partial) or not named.arguments:
+        return made
+    _check_arguments(told, made, named.arguments, all_of_them=False)
+    return functools.partial(made, **named.arguments)
 
 
 def _found(told: str, named: Name) -> Any:

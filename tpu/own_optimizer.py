@@ -70,9 +70,9 @@ class OwnOnXla:
         """Make the initial state, on the devices."""
         state, found = self._optimizer.state, {}
         for name, parameter in self._parameters.items():
-            values, parameter.data = parameter.data, parameter.data.clone()
+            kept, parameter.data = parameter.data, parameter.data.clone()
             found[name] = self._optimizer.trial(parameter)
-            parameter.data = values
+            parameter.data = kept
         state.clear()
         for name, values in found.items():
             placed = {key: self._placed(name, value) for key, value in values.items()}

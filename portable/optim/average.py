@@ -39,15 +39,14 @@ def keep_average(optimizer: Any, decay: float) -> None:
 
     @torch.no_grad()
     def after(of: Any, *_: Any) -> None:
-        fresh: Tensor | float = 1 - decay
-        if (masked := getattr(of, "found_inf", None)) is not None:
-            fresh = (1 - masked) * fresh
+        masked: Tensor | None = getattr(of, "found_inf", None)
         for parameter in _trained(of):
             state = of.state[parameter]
             if parameter in begun:  # only now: optimizers begin their state where there is none
                 state[AVERAGE] = begun.pop(parameter)
             average = local(state[AVERAGE])
-            average.lerp_(local(parameter), fresh.to(average.device) if masked is not None else fresh)
+            fresh = 1 - decay if masked is None else (1 - masked.to(average.device)) * (1 - decay)
+            average.lerp_(local(parameter), fresh)
 
     of_torch = getattr(optimizer, "inner", optimizer)
     of_torch.register_step_pre_hook(before)

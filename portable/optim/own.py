@@ -103,6 +103,8 @@ class OwnOptimizer:
             "returns one",
         )
         supports = getattr(self.inner, "_step_supports_amp_scaling", False)
+        self.param_groups: list[dict[str, Any]] = self.inner.param_groups
+        self.state: Any = self.inner.state
         self._masks = supports or hasattr(type(self.inner), "found_inf")
         self._names = names
         self._constructs_state = bool(self.inner.state)
@@ -124,15 +126,6 @@ class OwnOptimizer:
             f"{self.key}: computes otherwise on shards (DTensors) than on whole tensors; use "
             "strategy no_shard",
         )
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self.inner.param_groups
-        return found
-
-    @property
-    def state(self) -> Any:
-        return self.inner.state
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.inner.zero_grad(set_to_none=set_to_none)
@@ -226,9 +219,9 @@ class OwnOptimizer:
     def _check_alike(self, state: Mapping[Tensor, Mapping[str, Any]]) -> None:
         """Raise UserError for state of sharded parameters that is no shard, and differs between ranks."""
         names, groups, numbers = [], set(), []
-        for parameter, values in state.items():
+        for parameter, entries in state.items():
             group = shard_group(parameter)
-            for key, value in values.items():
+            for key, value in entries.items():
                 if group is not None and not isinstance(value, DTensor):
                     groups.add(group)
                     names.append(f"{key!r} of {self._names[parameter]}")
@@ -334,7 +327,7 @@ class _First(dict[Any, Any]):
         for name, value in dict(*given, **named).items():
             self[name] = value
 
-    def __ior__(self, values: Any) -> Any:
+    def __ior__(self, values: Any) -> Any:  # type: ignore[misc]
         self.update(values)
         return self
 

@@ -393,5 +393,8 @@ def test_an_optimizer_of_a_script(corpus: Path, tmp_path: Path) -> None:
     config = configured(tmp_path, corpus)
     named = api.with_objects(config, optimizer=functools.partial(Lion, betas=(0.9, 0.95)))
     assert named.train.optimizer == f"{HERE}:Lion(betas=(0.9, 0.95))"
-    assert api.with_objects(config, optimizer=torch.optim.RAdam).train.optimizer == "torch.optim.radam:RAdam"
+    assert (
+        str(api.with_objects(config, optimizer=torch.optim.RAdam).train.optimizer)
+        == "torch.optim.radam:RAdam"
+    )
     own.check(named)

@@ -250,7 +250,7 @@ def test_the_losses_without_reference_are_those_of_trl(
         found = [trial.backend.read([r.loss, r.numbers]) for r in results if r.numbers is not None]
         ours = [{"loss": loss, **trial.engine.objective.named(more)} for loss, *more in found]
 
-    class OfTokens(Trainer):  # type: ignore[misc, valid-type]
+    class OfTokens(Trainer):
         def tokenize_row(self, feature: Any, model: Any = None) -> Any:
             row = rows[int(feature["prompt"])]
             return {**row, "prompt_input_ids": row["chosen_input_ids"][:1], "prompt_attention_mask": [1]}
