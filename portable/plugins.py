@@ -169,7 +169,7 @@ def _module(told: str, name: str) -> types.ModuleType:
         sys.path.append(here)
     try:
         return importlib.import_module(name)
-    except Exception as error:  # whatever importing it raises
+    except (Exception, SystemExit) as error:  # whatever importing it raises
         near = ""
         if isinstance(error, ModuleNotFoundError) and error.name == name.partition(".")[0]:
             near = _near(name, [path.stem for path in Path.cwd().glob("*.py")])
@@ -193,7 +193,7 @@ def _made(told: str, found: Any, arguments: Mapping[str, Any]) -> Any:
         return found(**arguments)
     except (UserError, RunError):
         raise
-    except Exception as error:  # foreign code
+    except (Exception, SystemExit) as error:  # foreign code
         raise UserError(f"{told}: cannot be made ({_said(error)})") from error
 
 
@@ -221,13 +221,13 @@ def told_as(what: str) -> Iterator[None]:
         yield
     except (UserError, RunError):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if "out of memory" in str(error).lower():  # the run says what to do about it
             raise
         raise UserError(f"{what}: fails ({_said(error)}); correct it") from error
 
 
-def _said(error: Exception) -> str:
+def _said(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     where = f"; {Path(frames[-1].filename).name}, line {frames[-1].lineno}" if frames else ""
     return f"{type(error).__name__}: {one_line(error)}{where}"

@@ -63,7 +63,10 @@ class Ratios:
     function: Callable[[Outputs, Batch], Mapping[str, tuple[Tensor, Tensor]]]
 
     def sums(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
-        pairs = self.function(outputs, batch)
+        pairs: Any = self.function(outputs, batch)
+        right = isinstance(pairs, Mapping) and all(isinstance(p, tuple) and len(p) == 2 for p in pairs.values())
+        if not right:
+            raise TypeError(f"returns {pairs!r:.60}, and not pairs of a sum and its count, by name")
         named = {f"sum of {name}": pair[0] for name, pair in pairs.items()}
         return named | {f"count of {name}": pair[1] for name, pair in pairs.items()}
 

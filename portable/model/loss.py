@@ -11,6 +11,7 @@ number of micro-batches or ranks.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -112,12 +113,15 @@ class TrainingLoss:
         self.key = key
         self.in_evaluation = in_evaluation
         self._loss = loss
-        needs = getattr(loss, "needs", LOGITS)
-        self.needs: frozenset[str] = frozenset((needs,) if isinstance(needs, str) else needs)
-        unknown = self.needs - {LOGITS, *STATISTICS}
-        if unknown or not callable(loss):
-            what = f"needs is {needs!r}" if callable(loss) else "is no function"
-            raise UserError(f"{key}: {what}; it is 'logits', or a tuple of {', '.join(STATISTICS)}")
+        needs: Any = getattr(loss, "needs", LOGITS)
+        self.needs: frozenset[str] = frozenset((needs,) if isinstance(needs, str | int) else needs)
+        if not callable(loss):
+            raise UserError(
+                f"{key}: is a {type(loss).__name__}, which cannot be called; give a function of outputs and "
+                "batch, or a class of such objects"
+            )
+        if self.needs - {LOGITS, *STATISTICS}:
+            raise UserError(f"{key}: needs is {needs!r}; it is 'logits', or some of {', '.join(STATISTICS)}")
         self._weight: Callable[[Batch], float] | None = getattr(loss, "weight", None)
         self.before: Callable[..., Mapping[str, Tensor]] | None = getattr(loss, "before", None)
         self.once: Callable[..., Mapping[str, Tensor]] | None = getattr(loss, "once", None)
@@ -133,13 +137,20 @@ class TrainingLoss:
         if self._weight is None:
             return count_valid(batch["labels"])
         with plugins.told_as(self.key):
-            return float(self._weight(batch))
+            weight = float(self._weight(batch))
+        if not (math.isfinite(weight) and weight >= 0):
+            raise UserError(f"{self.key}: weight() gives {weight:g}; return a finite number from 0")
+        return weight
 
     def __call__(self, outputs: Outputs, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """The summed loss, and the numbers beside it, as scalars."""
-        device = batch["labels"].device
+        labels = batch["labels"]
+        before = [(name, one, one._version) for name, one in batch.items()]
         with plugins.told_as(self.key):
             value: Any = self._loss(outputs, batch)
+            for name, one, version in before:
+                if one._version != version:
+                    raise UserError(f"{self.key}: changes batch[{name!r}] in place; change a copy of it")
             if not isinstance(value, tuple) or len(value) not in (2, 3):
                 what = "a tensor" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
                 raise UserError(
@@ -147,6 +158,8 @@ class TrainingLoss:
                     "return losses.sum(), counted.sum()"
                 )
             total, weight, more = value if len(value) == 3 else (*value, {})
+            if not isinstance(more, Mapping) or not all(isinstance(name, str) for name in more):
+                raise UserError(f"{self.key}: the third value is no mapping of names to sums: {more!r:.60}")
             numbers = {WEIGHT: weight, **more}
             for name, one in {"the sum": total, **numbers}.items():
                 if (shape := tuple(getattr(one, "shape", ()))) != ():
@@ -154,16 +167,25 @@ class TrainingLoss:
                         f"{self.key}: {name} has shape {list(shape)}, but is one number a micro-batch; "
                         "add it up with .sum()"
                     )
+                if not isinstance(one, torch.Tensor | float | int):
+                    raise UserError(f"{self.key}: {name} is a {type(one).__name__}, not a number")
             if not isinstance(total, torch.Tensor):
                 raise UserError(f"{self.key}: the sum is a {type(total).__name__}, not a tensor")
+            if total.device != labels.device:
+                raise UserError(f"{self.key}: the sum is on {total.device}, and the batch on {labels.device}")
+            if torch.is_grad_enabled() and not total.requires_grad:
+                raise UserError(
+                    f"{self.key}: the sum has no gradient; compute it from outputs, without detach(), "
+                    "no_grad() or integers"
+                )
             if self._names is not None and tuple(numbers) != self._names:
                 raise UserError(f"{self.key}: logs {list(numbers)[1:]}, and before {list(self._names)[1:]}")
             self._names = tuple(numbers)
             found = {
-                name: (one.detach() if isinstance(one, torch.Tensor) else torch.full((), one, device=device))
+                name: (one.detach() if isinstance(one, torch.Tensor) else torch.full((), one, device=labels.device))
                 for name, one in numbers.items()
             }
-            return total.float(), {name: one.float() for name, one in found.items()}
+            return total.float(), {name: one.to(labels.device).float() for name, one in found.items()}
 
     def named(self, numbers: dict[str, float]) -> dict[str, float]:
         """The means of a step, as the loss wants them logged."""

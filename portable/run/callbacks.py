@@ -77,6 +77,12 @@ class Run:
 
         Tensors (scalars) are read from the device only then.
         """
+        for name, value in values.items():
+            number = isinstance(value, int | float) or (
+                isinstance(value, torch.Tensor) and value.dim() == 0
+            )
+            if not isinstance(name, str) or not number:
+                raise TypeError(f"log({{{name!r}: {value!r:.60}}}): give numbers or scalar tensors, by name")
         self.pending.update(values)
 
     def stop(self) -> None:
@@ -162,9 +168,20 @@ class Callbacks(Events):
         """
         for name, callback in self._callbacks:
             method = getattr(callback, hook, None)
-            if method is not None:
-                with plugins.told_as(f"{name}: {hook}"):
-                    method(self._run, *values)
+            if method is None:
+                continue
+            before = self._versions()
+            with plugins.told_as(f"{name}: {hook}"):
+                method(self._run, *values)
+            if before != self._versions():
+                raise UserError(
+                    f"{name}: {hook}: changes parameters of the model, which ranks and the optimizer do not "
+                    "know of; use model.function, train.loss or train.optimizer"
+                )
+
+    def _versions(self) -> int:
+        """Rises with each change of a parameter in place. Host numbers: no sync."""
+        return sum(parameter._version for parameter in self._run.model.parameters())
 
     def on_step(self, progress: Progress) -> None:
         self._reporter.on_step(progress)
