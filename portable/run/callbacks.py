@@ -78,9 +78,7 @@ class Run:
         Tensors (scalars) are read from the device only then.
         """
         for name, value in values.items():
-            number = isinstance(value, int | float) or (
-                isinstance(value, torch.Tensor) and value.dim() == 0
-            )
+            number = isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.dim() == 0)
             if not isinstance(name, str) or not number:
                 raise TypeError(f"log({{{name!r}: {value!r:.60}}}): give numbers or scalar tensors, by name")
         self.pending.update(values)

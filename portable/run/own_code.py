@@ -23,7 +23,7 @@ def prepare_code(config: RunConfig) -> None:
     if config.model.function is not None:
         plugins.load("model.function", config.model.function)
     if config.train.loss is not None:
-        from portable.model.loss import training_loss
+        from portable.model.training_loss import training_loss
 
         training_loss(config)
     if plugins.names_code(config.train.optimizer):

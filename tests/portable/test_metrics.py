@@ -15,7 +15,8 @@ from portable.errors import UserError
 from portable.evaluation.builtin import KNOWN, Setting, measures_of
 from portable.evaluation.evaluate import evaluate
 from portable.evaluation.generation import rouge_l
-from portable.model.loss import IGNORED, Outputs, added
+from portable.model.loss import added
+from portable.model.training_loss import IGNORED, Outputs
 from portable.run.batches import eval_batches
 from tests.parity import opened
 from tests.runs import configured, write_labelled

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from portable.backend import Batch
     from portable.config import RunConfig
-    from portable.model.loss import Outputs
+    from portable.model.training_loss import Outputs
     from tests.engines import Engines
 
 HERE = __name__

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from portable import RunError, UserError
 from portable.evaluation.evaluate import evaluate
-from portable.model.loss import IGNORED, Outputs
+from portable.model.training_loss import IGNORED, Outputs
 from portable.run.batches import eval_batches
 from portable.run.rank import run_rank
 from tests.gpu.test_parity import STEPS, plain_losses

@@ -13,7 +13,7 @@ from torch.nn import functional
 from portable import UserError
 from portable.data.sources.conversations import read_preference, recognise
 from portable.losses import DPO, IPO, ORPO, SimPO
-from portable.model.loss import IGNORED, Outputs
+from portable.model.training_loss import IGNORED, Outputs
 from portable.reporting.metrics import read_metrics
 from portable.run.batches import train_loader
 from portable.run.rank import run_rank
