@@ -104,6 +104,40 @@ def test_one_that_fails_ends_the_run_with_its_name(
         train(config)
 
 
+class Odd:
+    """Does in a step what a callback may not do."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def on_step(self, run: Run) -> None:
+        if self.kind == "weights":
+            with torch.no_grad():
+                next(run.model.parameters()).add_(1.0)
+        elif self.kind == "exit":
+            sys.exit(3)
+        else:
+            odd: dict[str, Any] = {"text": {"x": "y"}, "vector": {"x": torch.ones(2)}, "number": {3: 1.0}}
+            run.log(odd[self.kind])
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("weights", "on_step: changes parameters of the model, which ranks and the optimizer do not know of"),
+        ("exit", r"on_step: fails \(SystemExit: 3; test_callbacks\.py, line"),
+        ("text", r"on_step: fails \(TypeError: log\({'x': 'y'}\): give numbers or scalar tensors, by name"),
+        ("vector", "give numbers or scalar tensors, by name"),
+        ("number", "give numbers or scalar tensors, by name"),
+    ],
+)
+def test_what_a_callback_may_not_do(kind: str, told: str, tmp_path: Path, corpus: Path) -> None:
+    config = configured(tmp_path / "run", corpus, train__callbacks=f"{HERE}:Odd(kind={kind!r})")
+    with pytest.raises(UserError, match=told) as caught:
+        train(config)
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.slow
 def test_one_that_fails_on_one_rank_alone(tmp_path: Path, corpus: Path) -> None:
     """Two ranks that are really started: the error of the one ends both, in a line."""
