@@ -102,7 +102,19 @@ class Objective:
 
     def weight(self, batch: Batch) -> float:
         """What a micro-batch weighs in the mean, counted on the host: its labels, or as the loss says."""
+        if self._loss is not None and not self._checked and (self._compiles or len(batch["labels"]) < 2):
+            config: Any = self._model.config
+            labels = batch["labels"].dim() == 1
+            self._loss.check_on_host(
+                batch, config.num_labels if labels else config.get_text_config().vocab_size
+            )
+            self._checked = True
         return count_valid(batch["labels"]) if self._loss is None else self._loss.weight(batch)
+
+    @property
+    def _compiles(self) -> bool:
+        """Whether a look at the device's values would compile another graph."""
+        return any(parameter.device.type == "xla" for parameter in self._model.parameters())
 
     @property
     def numbers(self) -> tuple[str, ...]:
@@ -141,7 +153,7 @@ class Objective:
         batch = self._with_passes_before(self._loss, batch)
         outputs = self._outputs(model, batch, self._loss.needs, self._terms)
         total, numbers = self._loss(outputs, batch)
-        if not self._checked and total.device.type != "xla":  # where it would compile another graph
+        if not self._checked and total.device.type != "xla":
             self._loss.check(outputs, batch, total)
         self._checked = True
         loss = self._terms.added(total / divisor, outputs.model, share=share)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
 
 IGNORED = -100
+_MOST_LOGITS = 2**26
 Statistic = Literal["log_probs", "log_z", "mean_logits"]
 STATISTICS: tuple[Statistic, ...] = ("log_probs", "log_z", "mean_logits")
 LOGITS = "logits"
@@ -192,12 +193,49 @@ class TrainingLoss:
                 self(_rows(outputs, part, rows), {name: value[part] for name, value in batch.items()})[0]
                 for part in (slice(0, rows // 2), slice(rows // 2, rows))
             ]
-        whole, parts = float(total.detach()), float(sum(halves))
+        self._compare(float(total.detach()), float(sum(halves)))
+
+    def check_on_host(self, batch: Batch, classes: int) -> None:
+        """The same with made-up outputs, where a look at the device's would compile another graph.
+
+        Called once, with the first micro-batch on the host. A loss that takes what the model or a pass
+        before returns, or too many logits, is not looked at.
+        """
+        labels = batch["labels"]
+        many = LOGITS in self.needs and labels.numel() * classes > _MOST_LOGITS
+        if self.before is not None or labels.is_floating_point() or many:
+            return
+        draws = torch.Generator().manual_seed(0)
+        valid = labels != IGNORED
+        made = {name: -torch.rand(labels.shape, generator=draws) * valid for name in STATISTICS}
+        if LOGITS in self.needs:
+            made[LOGITS] = torch.randn((*labels.shape, classes), generator=draws)
+        outputs = Outputs(**{name: value for name, value in made.items() if name in self.needs})
+        try:
+            with torch.no_grad():
+                once, twice = (
+                    float(self._loss(_repeated(outputs, times), _repeated_batch(batch, times))[0])
+                    for times in (1, 2)
+                )
+        except Exception:  # it gets what it takes in the first step, and is looked at there
+            return
+        self._compare(twice, 2 * once)
+
+    def _compare(self, whole: float, parts: float) -> None:
         if abs(whole - parts) > 1e-2 * max(abs(whole), abs(parts), 1e-6):
             raise UserError(
                 f"{self.key}: is {whole:.6g} for a micro-batch and {parts:.6g} for its halves together: "
                 "it is no sum over the rows; return the sum, not a mean"
             )
+
+
+def _repeated(outputs: Outputs, times: int) -> Outputs:
+    tensors = {name: value for name, value in vars(outputs).items() if value is not None}
+    return Outputs(**{name: torch.cat([value] * times) for name, value in tensors.items()})
+
+
+def _repeated_batch(batch: Batch, times: int) -> Batch:
+    return {name: torch.cat([value] * times) for name, value in batch.items()}
 
 
 def _scalar(value: Tensor | float, device: torch.device) -> Tensor:

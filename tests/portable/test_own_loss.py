@@ -301,6 +301,17 @@ def test_what_is_no_loss_is_refused_in_a_line(name: str, told: str, corpus: Path
     assert str(caught.value).startswith("train.loss") and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(("name", "micro"), [("no_shard", 1), ("xla", 2)])
+def test_a_mean_is_found_where_halves_cannot_be_compared(
+    name: str, micro: int, engines: Engines, corpus: Path, tmp_path: Path
+) -> None:
+    """A micro-batch of one row has none, and on XLA a look at them would compile another graph."""
+    given = {**PADDED, **ENGINES[name][2], "train__micro_batch_size": micro}
+    config = configured(tmp_path, corpus, **given, train__loss=f"{HERE}:mean")
+    with pytest.raises(AssertionError, match=r"mean: is \S+ for a micro-batch .* return the sum, not a mean"):
+        engines.run(name, ENGINES[name][1], seen, config)
+
+
 def not_finite(outputs: Outputs, batch: Batch) -> Any:
     assert outputs.logits is not None
     valid = batch["labels"] != IGNORED
