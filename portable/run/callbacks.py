@@ -171,15 +171,18 @@ class Callbacks(Events):
             before = self._versions()
             with plugins.told_as(f"{name}: {hook}"):
                 method(self._run, *values)
-            if before != self._versions():
+            if any(before.get(one, version) != version for one, version in self._versions().items()):
                 raise UserError(
                     f"{name}: {hook}: changes parameters of the model, which ranks and the optimizer do not "
                     "know of; use model.function, train.loss or train.optimizer"
                 )
 
-    def _versions(self) -> int:
-        """Rises with each change of a parameter in place. Host numbers: no sync."""
-        return sum(parameter._version for parameter in self._run.model.parameters())
+    def _versions(self) -> dict[int, int]:
+        """Of each parameter, what rises with each change in place. Host numbers: no sync.
+
+        A pass through the model may leave others in their place, such as gathered ones.
+        """
+        return {id(parameter): parameter._version for parameter in self._run.model.parameters()}
 
     def on_step(self, progress: Progress) -> None:
         self._reporter.on_step(progress)

@@ -15,6 +15,7 @@ from portable import UserError, plugins, train
 from portable.api import with_objects
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
+from tests.engines import ENGINES
 from tests.runs import configured
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from portable.config import RunConfig
     from portable.run.callbacks import Run
+    from tests.engines import Engines
     from tests.ranks import RankPool
 
 HERE = __name__
@@ -136,6 +138,24 @@ def test_what_a_callback_may_not_do(kind: str, told: str, tmp_path: Path, corpus
     with pytest.raises(UserError, match=told) as caught:
         train(config)
     assert "\n" not in str(caught.value)
+
+
+class Generating:
+    def on_step(self, run: Run) -> None:
+        run.generate("the loss", max_new_tokens=2)
+
+
+def generating(config: RunConfig) -> int:
+    return run_rank(config.backend, config)
+
+
+@pytest.mark.parametrize("name", ["shard_grad_op", "zero3", "xla"])
+def test_one_that_generates_changes_nothing(
+    name: str, tmp_path: Path, corpus: Path, engines: Engines
+) -> None:
+    given = {"train__steps": 3, "train__callbacks": f"{HERE}:Generating", "log__sample_tokens": 0}
+    config = configured(tmp_path / "run", corpus, **given, **ENGINES[name].settings)
+    assert engines.run(name, 2, generating, config) == 0
 
 
 @pytest.mark.slow
