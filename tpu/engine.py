@@ -13,13 +13,16 @@ from portable.errors import require
 from portable.model.layers import transformer_layers
 from portable.model.loss import Objective, added, no_totals, shares
 from portable.model.transformers_patches import no_value_checks
+from portable.optim.average import exchange
 from portable.optim.non_finite import NEW_COUNTERS, Health, allowed_streak, count_update
+from portable.plugins import names_code
 from tpu.activation_checkpointing import recompute
 from tpu.attention import attend_by_rows
 from tpu.checks import GATHERED_ONCE, recomputed
 from tpu.head import shard_gradient
 from tpu.layout import constrain
 from tpu.optim import Optimizer
+from tpu.own_optimizer import OwnOnXla
 from tpu.parameters import Parameters
 from tpu.runtime import xla
 from tpu.saving import Saver, Staged
@@ -93,7 +96,11 @@ class XlaEngine:
         )
         ends: Any = model
         self._head = self._gathered_head(ends.get_output_embeddings())
-        self._optimizer = Optimizer(config.train, model, layout, self._held, self._compute)
+        self._optimizer: Any = (
+            OwnOnXla(config.train, model, layout, self._held)
+            if names_code(config.train.optimizer)
+            else Optimizer(config.train, model, layout, self._held, self._compute)
+        )
         self._rate = config.train.learning_rate
         self._accumulated: dict[str, Tensor] | None = None
         self._saver = Saver()
@@ -327,21 +334,27 @@ class XlaEngine:
 
     # -- weights and checkpoints -------------------------------------------------------------------------
 
+    def exchange_average(self) -> None:
+        state = self._optimizer.tensors()
+        exchange((self._parameters[name], values) for name, values in state.items())
+        self._layout.execute(wait=True)
+
     def load_weights(self, weights: Mapping[str, ReadableTensor]) -> None:
         for name, tensor in self._held.state().items():
             self._held.fill(name, tensor, self._spec(name, tensor), weights)
+        self._optimizer.begin()
 
     def load(self, checkpoint: Checkpoint) -> None:
         stored = stored_state(checkpoint, self.model)
         self.load_weights(stored.weights)
-        self._optimizer.load(stored.optimizer)
+        self._optimizer.load(stored.optimizer, checkpoint.optimizer)
 
     def save(self, folder: Path, *, background: bool) -> SaveHandle:
-        steps = self._optimizer.steps()
+        scalars = self._optimizer.scalars()
         moments: dict[str, dict[str, Any]] = {}
         for name, tensors in self._optimizer.tensors().items():
             for one in self._held.names(name):
-                moments[one] = {"step": steps[one]} if one in steps else {}
+                moments[one] = dict(scalars.get(one, {}))
             for key, staged in self._staged(tensors).items():
                 for one, part in self._apart(name, staged).items():
                     moments[one][key] = part

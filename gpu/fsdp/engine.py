@@ -28,9 +28,11 @@ from portable.model.loss import Objective, added, shares
 from portable.model.parameters import embeddings, state_tensors, stored_tensors
 from portable.model.tensors import fill
 from portable.model.transformers_patches import no_value_checks
+from portable.optim.average import AVERAGE, exchange
 from portable.optim.muon import Muon
 from portable.optim.non_finite import NEW_COUNTERS, Health, allowed_streak, count_update
 from portable.optim.optimizers import build_optimizer, set_rates
+from portable.optim.own import OwnOptimizer, plain_group
 from portable.optim.sharded import local
 
 if TYPE_CHECKING:
@@ -220,6 +222,12 @@ class TorchEngine:
             if isinstance(module, FSDPModule):
                 module.reshard()
 
+    def exchange_average(self) -> None:
+        self._reshard()
+        exchange(self._optimizer.state.items())
+        if self._host is not None:
+            self._host.copy_back()
+
     def load_weights(self, weights: Mapping[str, ReadableTensor]) -> None:
         self._reshard()
         for name, tensor in state_tensors(self.model).items():
@@ -231,12 +239,18 @@ class TorchEngine:
     def load(self, checkpoint: Checkpoint) -> None:
         stored = stored_state(checkpoint, self.model)
         self.load_weights(stored.weights)
-        self._optimizer.state.clear()  # a damaged checkpoint may have been loaded in part
+        own = self._optimizer if isinstance(self._optimizer, OwnOptimizer) else None
+        if own is None:
+            self._optimizer.state.clear()  # a damaged checkpoint may have been loaded in part
+        else:
+            own.begin_again(checkpoint.optimizer)
         for name, values in stored.optimizer.items():
-            state = self._optimizer.initial_state(self._trained[name])
+            parameter = self._trained[name]
+            state = self._optimizer.initial_state(parameter) if own is None else own.room(parameter, values)
             for key, tensor in state.items():
-                _fill_state(tensor, values.get(key), f"{key} of {name}")
-            self._optimizer.state[self._trained[name]] = state
+                if key != AVERAGE or key in values:  # it begins at the weights
+                    state[key] = _filled(tensor, values.get(key), f"{key} of {name}")
+            self._optimizer.state[parameter] = state
         self._scaling.load(checkpoint.root)
 
     def save(self, folder: Path, *, background: bool) -> SaveHandle:
@@ -252,22 +266,27 @@ class TorchEngine:
         groups = [
             {**group, "params": [names[p] for p in group["params"]]} for group in self._optimizer.param_groups
         ]
+        if isinstance(self._optimizer, OwnOptimizer):
+            return {"state": self._optimizer.stored(), "param_groups": [plain_group(g) for g in groups]}
         state = {names[p]: dict(values) for p, values in self._optimizer.state.items()}
         return {"state": state, "param_groups": groups}
 
 
-def _fill_state(target: Tensor, value: StoredTensor | float | bool | None, name: str) -> None:
-    """Fill one tensor of a parameter's optimizer state.
+def _filled(target: Any, value: StoredTensor | float | bool | None, name: str) -> Any:
+    """One entry of a parameter's optimizer state: ``target``, filled, or a number in its place.
 
     Raises:
         CheckpointError: if ``value`` is missing or has another shape.
     """
-    if isinstance(value, StoredTensor) and value.shape == tuple(target.shape):
+    shape = tuple(getattr(target, "shape", ()))
+    if isinstance(value, StoredTensor) and shape and value.shape == shape:
         _fill(target, value)
-    elif value is not None and target.dim() == 0:
-        target.fill_(float(value.read().item() if isinstance(value, StoredTensor) else value))
+    elif value is not None and not shape:
+        number = value.read().item() if isinstance(value, StoredTensor) else value
+        return target.fill_(number) if isinstance(target, torch.Tensor) else type(target)(number)
     else:
-        raise CheckpointError(f"{name} is missing, or not of shape {list(target.shape)}")
+        raise CheckpointError(f"{name} is missing, or not of shape {list(shape)}")
+    return target
 
 
 def _fill(target: Tensor, source: ReadableTensor) -> None:

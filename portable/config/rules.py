@@ -92,6 +92,7 @@ def check(config: RunConfig) -> None:
         _data,
         _train,
         _loss,
+        _average,
         _machine,
         _memory,
         _deepspeed,
@@ -392,6 +393,14 @@ def _train(config: RunConfig) -> Iterator[ConflictError]:
             f"train.optimizer adafactor needs parameters with their shapes, but strategy {config.strategy} "
             "flattens them; use adamw, or strategy full_shard",
         )
+
+
+def _average(config: RunConfig) -> Iterator[ConflictError]:
+    for key in ("train.eval_ema", "checkpoint.export_ema"):
+        if config.get(key) and config.train.ema is None:
+            yield ConflictError(
+                (key, "train.ema"), f"{key} needs an average of the weights; set train.ema, such as 0.999"
+            )
 
 
 def _loss(config: RunConfig) -> Iterator[ConflictError]:

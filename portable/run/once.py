@@ -17,7 +17,8 @@ from portable.data import EvalLoader
 from portable.data.samples.computed import ComputedSamples, Table, write_table
 from portable.data.tokens.cache import CacheDamagedError
 from portable.errors import UserError
-from portable.model.loss import OncePass, training_loss
+from portable.model.loss import OncePass
+from portable.model.training_loss import training_loss
 from portable.paths import default_cache_dir
 from portable.terminal import at_a_terminal
 

@@ -75,7 +75,7 @@ class TracedLayout(Layout):
     def fill(self, tensor: Tensor, spec: Spec, source: Any) -> None:
         tensor.data = self.zeros(tensor.shape, tensor.dtype, spec)
 
-    def execute(self) -> None:
+    def execute(self, *, wait: bool = False) -> None:
         forget_values()
 
     def place_batch(self, tensor: Tensor) -> Tensor:
