@@ -58,32 +58,27 @@ class Work:
     def __init__(self) -> None:
         self.opened = 0
 
-    def open(self, source: Any) -> Tokens:
+    def open(self, shard: Shard) -> Tokens:
         self.opened += 1
-        return Tokens(source)
+        return Tokens(int(shard.identity))
 
 
 def simulated(shards: int, tokens: float) -> tuple[Stream, Work]:
     """A stream of ``shards`` shards with about ``tokens`` tokens."""
     mean = int(tokens / shards / SEQ_LEN)
 
-    def source(number: int) -> Source:
-        return number  # type: ignore[return-value]
+    def source(fields: Fields) -> Source:
+        raise NotImplementedError
 
-    class Numbered(Shard):
-        @property
-        def source(self) -> Source:
-            return source(int(self.identity))
-
-    listed = [Numbered(lambda: source(0), str(n), mean * SEQ_LEN * 4) for n in range(shards)]
+    listed = [Shard(source, str(n), mean * SEQ_LEN * 4) for n in range(shards)]
     files = StreamedFiles.__new__(StreamedFiles)
-    files.name, files.shards, files._fields = "simulation", tuple(listed), Fields()
+    files.name, files.shards, files.fields = "simulation", tuple(listed), Fields()
     work = Work()
 
     def samples(found: Any) -> Samples:
         return Lengths(mean * 3 // 4 + found.number * 2654435761 % (mean // 2 + 1))
 
-    return Stream("simulation", files, work, samples, seed=0, reads_ahead=False), work  # type: ignore[arg-type]
+    return Stream("simulation", files, work, samples, seed=0, processes=0), work  # type: ignore[arg-type]
 
 
 def memory() -> float:

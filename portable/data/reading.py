@@ -113,7 +113,7 @@ class Reading:
         work = Tokenizing(
             self.tokenizer,
             self.vocabulary,
-            fields_of(settings, self.task),
+            source.fields,
             framed,
             cache,
             self.chat(settings),
@@ -135,7 +135,7 @@ class Reading:
             seed=seed,
             window=settings.shuffle_window,
             limit=room,
-            reads_ahead=local_rank == "0",  # one process of a machine
+            processes=max(1, settings.num_workers) if local_rank == "0" else 0,  # one reader for a machine
         )
         first = found.first_tokens()
         made = token_cache_folder(source, self.tokenizer, framed, cache, work.chat).name  # by what, as well
