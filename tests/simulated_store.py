@@ -48,11 +48,12 @@ class SimulatedStore(AbstractFileSystem):  # type: ignore[misc]
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
         self._ask()
-        start, end = start or 0, self.info(path)["size"] if end is None else end
+        begin = start or 0
+        stop = int(self.info(path)["size"]) if end is None else end
         number = int(path[-12:].removesuffix(".jsonl"))
-        lines = (_line(number, at) for at in range(start // LINE, -(-end // LINE)))
-        SimulatedStore.bytes_out += end - start
-        return b"".join(lines)[start % LINE :][: end - start]
+        lines = (_line(number, at) for at in range(begin // LINE, -(-stop // LINE)))
+        SimulatedStore.bytes_out += stop - begin
+        return b"".join(lines)[begin % LINE :][: stop - begin]
 
 
 def _line(number: int, at: int) -> bytes:

@@ -14,10 +14,11 @@ import hashlib
 import os
 import shutil
 import threading
+import weakref
 from bisect import bisect_right
 from collections import OrderedDict, deque
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -26,14 +27,16 @@ from portable.data.samples.mixture import seed_of
 from portable.data.samples.order import permutation
 from portable.data.sources.documents import NoTextError
 from portable.data.tokens.ahead import Ahead, Tokenizing
+from portable.data.tokens.tokenize import TOKENS
 from portable.errors import RunError, UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     import numpy.typing as npt
 
+    from portable.data.sources.shard import Shard
     from portable.data.sources.shards import StreamedFiles
     from portable.data.tokens.cache import TokenCache
 
@@ -43,6 +46,18 @@ _WINDOWS_AHEAD = 2
 _PRINT = 16  # characters of a fingerprint in the manifest
 
 
+class MakesSamples(Protocol):
+    """Makes samples of the tokens of a shard."""
+
+    def __call__(self, tokens: TokenCache, /) -> Samples | None:
+        """None for a shard that is too short for one."""
+        ...
+
+    def count(self, shard: Shard) -> int | None:
+        """The number of samples, if it is known without the tokens."""
+        ...
+
+
 class Stream(Samples):
     """The samples of a stream; the index of sample *s* of shard *k* is ``k << 32 | s``.
 
@@ -50,7 +65,7 @@ class Stream(Samples):
         name: for messages.
         source: the files.
         work: makes tokens of a shard.
-        samples: makes samples of its tokens; None for a shard that is too short for one.
+        samples: makes samples of its tokens.
         seed: of the order.
         window: shards whose samples are mixed.
         limit: bytes of tokens on disk; those in use may exceed it.
@@ -63,7 +78,7 @@ class Stream(Samples):
         name: str,
         source: StreamedFiles,
         work: Tokenizing,
-        samples: Callable[[TokenCache], Samples | None],
+        samples: MakesSamples,
         *,
         seed: int,
         window: int = 1,
@@ -80,7 +95,10 @@ class Stream(Samples):
         self._processes = processes
         self.num_samples = len(self._shards) << _SHIFT
         self._manifest: dict[int, tuple[int, str]] = {}
-        """Samples and fingerprint of each shard that was read."""
+        """Samples and fingerprint of each shard that was read, or is known."""
+        for number, shard in enumerate(source.shards):
+            if (count := samples.count(shard)) is not None:
+                self._manifest[number] = (count, shard.fingerprint[:_PRINT])
         self._open: OrderedDict[int, Samples | None] = OrderedDict()
         self._folders: dict[int, Path] = {}
         """The tokens of what is open."""
@@ -206,17 +224,14 @@ class Stream(Samples):
             return
         self._told = window
         if self._ahead is None:
-            self._ahead = Ahead(self._work, self._arrived, self._processes)
+            own = weakref.ref(self)
+            self._ahead = Ahead(self._work, lambda folder: _arrived(own(), folder), self._processes)
+            weakref.finalize(self, self._ahead.close)
         first = (window + 1) * self._window
         numbers = range(first, first + min(_WINDOWS_AHEAD * self._window, self._room()))
         count = len(self._order)
         coming = [self._at(epoch + number // count, number % count) for number in numbers]
         self._ahead.want([self._shards[shard] for shard in coming])
-
-    def _arrived(self, folder: Path) -> None:
-        """Called in another thread for each shard that was made ahead."""
-        self._coming.append(folder)
-        self._make_room()
 
     def _room(self) -> int:
         """How many shards the limit allows besides those of two windows, as long as those that are open."""
@@ -259,8 +274,9 @@ class Stream(Samples):
                 raise
             self._make_room(0)  # the disk is full: keep only what is in use
             tokens = self._work.open(self._shards[shard])
-        with suppress(OSError):
-            os.utime(tokens.folder)  # used last
+        if tokens.folder.parent == self._work.cache / TOKENS:  # not where the user's tokens are
+            with suppress(OSError):
+                os.utime(tokens.folder)  # used last
         return tokens
 
     def _make_room(self, limit: int | None = None) -> None:
@@ -273,7 +289,7 @@ class Stream(Samples):
         used = {*dict(self._folders).values(), *tuple(self._coming)}
         folders = []
         with suppress(OSError):
-            for folder in (self._work.cache / "tokens").iterdir():
+            for folder in (self._work.cache / TOKENS).iterdir():
                 with suppress(OSError):
                     if folder.is_dir() and folder.suffix != ".draft":
                         folders.append((folder.stat().st_mtime_ns, _size(folder), folder))
@@ -357,6 +373,13 @@ class Stream(Samples):
                 before += known[shard][0]
             known = seen
         return hashlib.blake2b(repr(sorted(known.items())).encode(), digest_size=16).hexdigest()
+
+
+def _arrived(stream: Stream | None, folder: Path) -> None:
+    """Called in another thread for each shard that was made ahead; it does not keep the stream alive."""
+    if stream is not None:
+        stream._coming.append(folder)
+        stream._make_room()
 
 
 def _size(folder: Path) -> int:

@@ -24,7 +24,7 @@ from portable.data.samples.loader import TrainLoader
 from tests.portable.data_support import write_jsonl
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
 
     import numpy.typing as npt
 
@@ -104,7 +104,7 @@ def numbers(batch: Any) -> npt.NDArray[np.int64]:
 
 def steps(
     data: Data, world_size: int, workers: int, position: int = 0, *, seed: int = 5
-) -> Iterator[npt.NDArray[np.int64]]:
+) -> Generator[npt.NDArray[np.int64]]:
     """The samples of each step, as ``world_size`` ranks get them."""
     loaders = [
         TrainLoader(

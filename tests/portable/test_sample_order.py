@@ -6,11 +6,17 @@ state of the cache; no sample comes twice in an epoch of its source, and none is
 
 from __future__ import annotations
 
+import os
+import random
 import shutil
+import signal
+import subprocess
+import sys
 from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pytest
 
 from portable.data import build_data
 from tests.portable.order_support import BATCH, SOURCES, settings, steps, write_sources
@@ -77,3 +83,68 @@ def test_the_order_is_that_of_any_number_of_ranks(tmp_path: Path) -> None:
     taken = steps(resumed, 3, 0, 13 * BATCH)
     assert (np.stack(list(islice(taken, 7))) == whole[13:]).all()
     taken.close()
+
+
+# -- the whole of it ----------------------------------------------------------------------------------------
+
+STEPS = 1200
+"""More than 10^5 samples."""
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, npt.NDArray[np.int64]]:
+    """The sources, and their order on one rank without workers."""
+    folder = tmp_path_factory.mktemp("large") / "data"
+    write_sources(folder)
+    whole = order(folder, STEPS)
+    assert whole.size > 100_000
+    web, code, books = check_epochs(whole, samples_of(folder))
+    assert web >= 3 and code >= 10 and books > 3000
+    return folder, whole
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("workers", [0, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
+def test_a_hundred_thousand_samples(
+    world_size: int, workers: int, large: tuple[Path, npt.NDArray[np.int64]]
+) -> None:
+    """On ranks in turn; those with workers from an empty cache on."""
+    folder, whole = large
+    if workers:
+        shutil.rmtree(folder / "cache", ignore_errors=True)  # an earlier stream may still be ending
+    assert (order(folder, STEPS, world_size, workers) == whole).all()
+
+
+@pytest.mark.exhaustive
+def test_killed_at_random_and_moved(large: tuple[Path, npt.NDArray[np.int64]]) -> None:
+    """Every batch that any launch took, on other ranks and workers each time, some with an emptied cache."""
+    folder, whole = large
+    chance = random.Random(7)
+    launches = 0
+    while launches < 40:
+        world_size, workers = chance.choice([1, 2, 3, 4, 7]), chance.choice([0, 0, 1, 2])
+        if chance.random() < 0.4:
+            shutil.rmtree(folder / "cache", ignore_errors=True)
+        process = launch(folder, world_size, workers, STEPS)
+        launches += 1
+        try:
+            process.wait(chance.uniform(4, 20))
+            assert process.returncode == 0
+            break
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    else:
+        launch(folder, 1, 0, STEPS).wait(timeout=300)
+    rows = np.fromfile(folder / "taken", dtype="<i8").reshape(-1, 1 + BATCH)
+    assert launches > 3 and set(rows[:, 0]) == set(range(STEPS))
+    assert (rows[:, 1:] == whole[rows[:, 0]]).all()
+
+
+def launch(folder: Path, world_size: int, workers: int, steps: int) -> subprocess.Popen[bytes]:
+    """A process of its own group that takes batches until it is killed."""
+    given = [str(folder), str(world_size), str(workers), str(steps)]
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.portable.order_support", *given], start_new_session=True
+    )

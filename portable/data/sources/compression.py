@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from converters.storage.path_or_url import Place
@@ -36,7 +36,8 @@ def decompressed(file: io.BufferedReader, name: str) -> io.BufferedReader:
     if name.lower().endswith(".gz"):
         from isal import igzip
 
-        return io.BufferedReader(cast("io.RawIOBase", igzip.IGzipFile(fileobj=file)), _BUFFER)
+        opened: Any = igzip.IGzipFile
+        return io.BufferedReader(opened(fileobj=file), _BUFFER)
     if name.lower().endswith(".zst"):
         import pyarrow  # which brings the codec
 

@@ -13,7 +13,9 @@ from portable.data.sources.documents import Document, Source
 from portable.data.sources.file_parts import LinesBetween, RowGroupsBetween
 from portable.data.sources.files import LocalFiles, local_files
 from portable.data.sources.hub_files import hub_files
+from portable.data.sources.prepared import prepared_place, prepared_shards, prepared_tokenizer
 from portable.data.sources.remote_files import RemoteFiles, remote_files
+from portable.data.sources.shard import Shard
 from portable.data.sources.token_files import TokenFiles, names_tokens, token_files
 from portable.errors import UserError
 from portable.formatting import human_bytes, human_count
@@ -33,33 +35,26 @@ _PARTS = 1 << 17
 _IN_PARTS = {".jsonl": LinesBetween, ".parquet": RowGroupsBetween}
 
 
-@dataclass(frozen=True)
-class Shard:
-    """A file or a part of one.
-
-    Attributes:
-        open: its documents, as they are now, so that a change is seen.
-        identity: what tells, without reading it, that it is the same on another machine.
-        bytes: its length.
-    """
-
-    open: Callable[[Fields], Source]
-    identity: str
-    bytes: int
-
-
 class StreamedFiles(Source):
     """Files that are read one at a time, and of which only the list is known beforehand."""
 
-    def __init__(self, name: str, shards: Sequence[Shard], fields: Fields) -> None:
+    def __init__(
+        self,
+        name: str,
+        shards: Sequence[Shard],
+        fields: Fields,
+        tokenizer: Callable[[Path], Path] | None = None,
+    ) -> None:
         self.name = name
+        self.tokenizer = tokenizer
+        """The folder of the tokenizer that made the tokens, if they are made; a copy in a cache."""
         self.shards = tuple(shards)
         self.downloads = self.shards[0].open(fields).downloads
         self.fields = fields
         self.bad = fields.bad
 
     @cached_property
-    def key(self) -> str:  # type: ignore[override]  # computed once, of a long list
+    def key(self) -> str:
         """A digest of the names, lengths and versions of the files: nothing is read."""
         content = repr(
             (
@@ -85,7 +80,7 @@ class StreamedFiles(Source):
 
     def reading(self, fields: Fields) -> StreamedFiles:
         """The same files with other fields."""
-        return StreamedFiles(self.name, self.shards, fields)
+        return StreamedFiles(self.name, self.shards, fields, self.tokenizer)
 
     def documents(self) -> Iterator[Document]:
         for shard in self.shards:
@@ -115,9 +110,14 @@ def open_stream(
         UserError: if there are none, or it names no files.
     """
     names = [source] if isinstance(source, str) else list(source or ())
+    shards: list[Shard] = []
+    tokenizer = None
     files: list[tuple[Path | RemotePath, Object | None, int]] = []
     for name in names:
-        if is_url(name):
+        if (prepared := prepared_place(name)) is not None:
+            shards += prepared_shards(prepared)
+            tokenizer = partial(prepared_tokenizer, prepared)
+        elif is_url(name):
             files += [(path, found, found.size) for path, found in remote_files(name).items()]
         elif names_tokens(name):
             files += [(path, None, path.stat().st_size) for path in token_files(name)]
@@ -126,12 +126,15 @@ def open_stream(
         else:
             hub = hub_files(name, config_name, split or "train")
             files += [(path, found, found.size) for path, found in hub.items()]
-    if not files:
+    if shards and files:
+        raise UserError(f"data.source: {names[0]}: prepared tokens stand alone; name no other files")
+    if not shards and not files:
         raise UserError("data.stream: data.source names no files; set it to files, a pattern or a URL")
     part = min(max(PART_BYTES, sum(size for _, _, size in files) // _PARTS), 4 * PART_BYTES)
     whole = _Whole(downloads, digests, remember)
-    shards = [shard for path, found, size in files for shard in _of_file(path, found, size, part, whole)]
-    return StreamedFiles(", ".join(names), shards, fields)
+    for path, found, size in files:
+        shards += _of_file(path, found, size, part, whole)
+    return StreamedFiles(", ".join(names), shards, fields, tokenizer)
 
 
 @dataclass(frozen=True)

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import os
 import threading
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from portable.data.sources.prepared import PreparedShard
+from portable.data.tokens.cache import CacheDamagedError, TokenCache
 from portable.data.tokens.parallel import Worker
-from portable.data.tokens.tokenize import tokenize
-from portable.errors import RunError, UserError
+from portable.data.tokens.tokenize import TOKENS, digest_of_making, tokenize
+from portable.errors import RunError, UserError, one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from portable.data.sources.documents import Fields
-    from portable.data.sources.shards import Shard
-    from portable.data.tokens.cache import TokenCache
+    from portable.data.sources.shard import Shard
     from portable.data.tokens.chat_template import ChatTemplate
     from portable.data.tokens.tokenize import Frame
     from portable.data.tokens.tokenizer import Vocabulary
@@ -35,15 +37,40 @@ class Tokenizing:
     cache: Path
     chat: ChatTemplate | None
 
+    @cached_property
+    def made(self) -> str:
+        """A digest of what decides the tokens of a text."""
+        return digest_of_making(self.tokenizer, self.framed, self.chat)
+
     def open(self, shard: Shard) -> TokenCache:
         """The tokens of a shard, from the cache if possible. No copy of its file stays."""
         source = shard.open(self.fields)
+        if isinstance(source, PreparedShard):
+            return self._prepared(source)
         try:
             return tokenize(
-                source, self.tokenizer, self.vocabulary, self.fields, self.framed, self.cache, chat=self.chat
+                source,
+                self.tokenizer,
+                self.vocabulary,
+                self.fields,
+                self.framed,
+                self.cache,
+                chat=self.chat,
+                made=self.made,
             )
         finally:
             source.release()
+
+    def _prepared(self, source: PreparedShard) -> TokenCache:
+        if source.made != self.made:
+            raise UserError(
+                f"data.tokenizer: {source.name} was made with another tokenizer, chat template or "
+                "data.train_on; set those with which portable-data was run"
+            )
+        try:
+            return TokenCache.open(source.local(self.cache / TOKENS))
+        except CacheDamagedError as error:
+            raise UserError(f"data.source: {one_line(error)}; run portable-data again") from error
 
     def __call__(self, shard: Shard) -> Path:
         """The folder of the tokens of a shard."""
@@ -71,6 +98,7 @@ class Ahead:
         self._changed = threading.Condition()
         self._closed = False
         self._threads: list[threading.Thread] = []
+        self._workers: set[Worker] = set()
 
     def want(self, shards: Sequence[Shard]) -> None:
         """Tokenize these next, in order, and none of those wanted before."""
@@ -84,19 +112,33 @@ class Ahead:
             self._changed.notify_all()
 
     def close(self) -> None:
+        """End the processes, also in the middle of a shard."""
         with self._changed:
             self._closed = True
+            for worker in self._workers:
+                worker.kill()
             self._changed.notify_all()
 
     def _run(self) -> None:
         while (shard := self._next()) is not None:
             # A process that died is replaced when there is more to do.
-            with suppress(OSError), Worker(self._work) as worker:
+            with suppress(OSError), Worker(self._work) as worker, self._known(worker):
                 while shard is not None and not worker.ended:
                     with suppress(UserError, RunError):
                         worker.send(shard)
                         self._done(worker.receive())
                     shard = None if worker.ended else self._next()
+
+    @contextmanager
+    def _known(self, worker: Worker) -> Iterator[None]:
+        """Within this context, :meth:`close` ends ``worker``."""
+        with self._changed:
+            self._workers.add(worker)
+            if self._closed:
+                worker.kill()
+        yield
+        with self._changed:
+            self._workers.discard(worker)
 
     def _next(self) -> Shard | None:
         """Wait for a shard to tokenize; None after :meth:`close`."""

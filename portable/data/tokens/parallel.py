@@ -95,6 +95,9 @@ class Worker:
         """Whether the process has ended."""
         return self._process.poll() is not None
 
+    def kill(self) -> None:
+        self._process.kill()
+
     def send(self, item: Any) -> None:
         try:
             self._connection.send(item)

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     from portable.data.tokens.chat_template import ChatTemplate
 
+TOKENS = "tokens"
+"""The folder of a cache with the token caches."""
 _BATCH_CHARS = 2 << 20  # enough for the tokenizer's threads, and little memory
 _BATCH_DOCUMENTS = 4096
 _CHAT_CHARS = 1 << 18  # small enough to keep all processes busy
@@ -71,14 +73,30 @@ def frame(task: str, vocabulary: Vocabulary, target: Vocabulary | None = None) -
     return Frame(vocabulary.prefix, (vocabulary.end,))
 
 
-def token_cache_folder(
-    source: Source, tokenizer: Any, framed: Frame, cache: Path, chat: ChatTemplate | None = None
-) -> Path:
-    """The folder of the token cache of ``source``, whether or not it exists."""
-    content = f"{FORMAT} {source.key} {tokenizer_digest(tokenizer)} {framed} {PIECE_CHARS}"
+def digest_of_making(tokenizer: Any, framed: Frame, chat: ChatTemplate | None = None) -> str:
+    """A digest of what decides the tokens of a text. It takes long for a large tokenizer."""
+    content = f"{FORMAT} {tokenizer_digest(tokenizer)} {framed} {PIECE_CHARS}"
     content += "" if framed.target is None else f" {framed.target}"
     content += "" if chat is None else f" {chat.key}"
-    return cache / "tokens" / hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+
+
+def token_cache_folder(
+    source: Source,
+    tokenizer: Any,
+    framed: Frame,
+    cache: Path,
+    chat: ChatTemplate | None = None,
+    *,
+    made: str = "",
+) -> Path:
+    """The folder of the token cache of ``source``, whether or not it exists.
+
+    Args:
+        made: the :func:`digest_of_making`, if it is known.
+    """
+    content = f"{source.key} {made or digest_of_making(tokenizer, framed, chat)}"
+    return cache / TOKENS / hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
 
 def tokenize(
@@ -91,6 +109,7 @@ def tokenize(
     *,
     chat: ChatTemplate | None = None,
     progress: bool = False,
+    made: str = "",
 ) -> TokenCache:
     """Return the tokens of ``source``, from the cache if possible.
 
@@ -102,7 +121,7 @@ def tokenize(
     Raises:
         UserError: if the source cannot be read or has no text, or the cache is not writable.
     """
-    folder = token_cache_folder(source, tokenizer, framed, cache, chat)
+    folder = token_cache_folder(source, tokenizer, framed, cache, chat, made=made)
     try:
         return TokenCache.open(folder)
     except CacheDamagedError:
