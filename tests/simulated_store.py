@@ -41,10 +41,10 @@ class SimulatedStore(AbstractFileSystem):  # type: ignore[misc]
 
     def info(self, path: str, **_: Any) -> dict[str, Any]:
         self._ask()
-        folder, _, name = path.partition("/")
-        if not name:
+        folder, *names = path.split("/", 1)
+        if not names:
             return {"name": folder, "size": 0, "type": "directory"}
-        return self._entry(folder, int(name.removesuffix(".jsonl")))
+        return self._entry(folder, int(names[0].removesuffix(".jsonl")))
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
         self._ask()
