@@ -16,6 +16,7 @@ from portable.data.sources.hub_files import hub_files
 from portable.data.sources.prepared import prepared_place, prepared_shards, prepared_tokenizer
 from portable.data.sources.remote_files import RemoteFiles, remote_files
 from portable.data.sources.shard import Shard
+from portable.data.sources.sharded_tokens import ShardedTokens, pieces_of, sharded_tokens
 from portable.data.sources.token_files import TokenFiles, names_tokens, token_files
 from portable.errors import UserError
 from portable.formatting import human_bytes, human_count
@@ -117,6 +118,10 @@ def open_stream(
         if (prepared := prepared_place(name)) is not None:
             shards += prepared_shards(prepared)
             tokenizer = partial(prepared_tokenizer, prepared)
+        elif (sharded := sharded_tokens(name)) is not None:
+            for piece in pieces_of(sharded[1], name):
+                opened = partial(ShardedTokens, sharded[0], [piece])
+                shards.append(Shard(opened, repr(piece), int(piece["bytes"] or 0)))
         elif is_url(name):
             files += [(path, found, found.size) for path, found in remote_files(name).items()]
         elif names_tokens(name):
@@ -127,7 +132,7 @@ def open_stream(
             hub = hub_files(name, config_name, split or "train")
             files += [(path, found, found.size) for path, found in hub.items()]
     if shards and files:
-        raise UserError(f"data.source: {names[0]}: prepared tokens stand alone; name no other files")
+        raise UserError(f"data.source: {names[0]}: shards of tokens stand alone; name no other files")
     if not shards and not files:
         raise UserError("data.stream: data.source names no files; set it to files, a pattern or a URL")
     part = min(max(PART_BYTES, sum(size for _, _, size in files) // _PARTS), 4 * PART_BYTES)

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from portable.data.locked_folder import locked_folder
 from portable.data.sources.documents import PIECE_CHARS, Document, Fields, Source
-from portable.data.sources.token_files import TokenFiles
+from portable.data.sources.token_files import TokenSource
 from portable.data.tokens.cache import FORMAT, CacheDamagedError, TokenCache, TokenWriter
 from portable.data.tokens.parallel import cores, ordered_map
 from portable.data.tokens.tokenizer import Vocabulary, parallel_tokenizers, tokenizer_digest
@@ -154,7 +154,7 @@ def tokenize(
             )
             facts: dict[str, Any] = {}
             with bar:
-                if isinstance(source, TokenFiles):
+                if isinstance(source, TokenSource):
                     written = _copy_tokens(source, vocabulary, writer, bar)
                 elif chat is not None:
                     written, facts = _write_conversations(source, chat, writer, bar)
@@ -174,7 +174,7 @@ def tokenize(
         raise RunError(f"data.cache_dir: {error}, just written; choose a folder on another disk") from error
 
 
-def _copy_tokens(source: TokenFiles, vocabulary: Vocabulary, writer: TokenWriter, bar: Any) -> int:
+def _copy_tokens(source: TokenSource, vocabulary: Vocabulary, writer: TokenWriter, bar: Any) -> int:
     """Copy tokens with their documents; return the number of documents."""
     written = 0
     for tokens, lengths in source.tokens(vocabulary.size, vocabulary.end):
