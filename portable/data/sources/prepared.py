@@ -55,7 +55,7 @@ class Index:
 
 def prepared_place(name: str) -> Place | None:
     """The place that ``name`` means, if ``portable-data`` has written it."""
-    if any(sign in name for sign in "*?[,"):
+    if any(sign in name for sign in "*?["):
         return None
     try:
         place = place_of("data.source", name)

@@ -37,7 +37,7 @@ _BATCH = 1000  # documents of a saved dataset at a time
 
 def sharded_tokens(name: str) -> tuple[Place, dict[str, Any]] | None:
     """The place that ``name`` means and its index, if Mosaic Streaming or litdata has written it."""
-    if any(sign in name for sign in "*?[,"):
+    if any(sign in name for sign in "*?["):
         return None
     try:
         place = place_of("data.source", name)
