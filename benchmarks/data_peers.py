@@ -3,9 +3,9 @@
     python -m benchmarks.data_peers --packages FOLDER [--samples 1050000]
 
 ``FOLDER`` has the peers' packages (``pip install --target FOLDER --no-deps torchdata mosaicml-streaming
-litdata lightning-utilities zstandard ...``). Each gets the same samples of 32 tokens in its own files, made by
-its own writer, and each measurement is a new process. Times begin after the imports. The peers have two worker
-processes, ours the thread that it has by default, and two processes that make tokens ahead.
+litdata lightning-utilities zstandard ...``). Each gets the same samples of 32 tokens in its own files, made
+by its own writer, and each measurement is a new process. Times begin after the imports. The peers have two
+worker processes; ours has the thread that it has by default, and two processes that make tokens ahead.
 """
 
 from __future__ import annotations
@@ -238,6 +238,8 @@ def measure(asked: dict[str, Any]) -> dict[str, Any]:
         if found["taken"] >= asked["count"]:
             break
     found["rate"] = (found["taken"] - BATCH) / max(time.perf_counter() - since, 1e-9)
+    if asked["system"].startswith("ours") and (whole := reader._data.train._whole()) is not None:
+        found["epoch"] = whole
     if asked.get("save"):
         Path(asked["save"]).write_bytes(pickle.dumps(reader.state()))
         found["state"] = Path(asked["save"]).stat().st_size
@@ -342,7 +344,7 @@ def changes(folder: Path, packages: str, samples: int, systems: list[str]) -> No
         for before, after in (((1, 2), (1, 2)), ((1, 2), (1, 3)), ((2, 2), (1, 2))):
             state = str(folder / f"changed-{system}")
             first = run(
-                system, folder, packages, world=before[0], workers=before[1], count=BATCH * 300 // before[0],
+                system, folder, packages, world=before[0], workers=before[1], count=BATCH * 100 // before[0],
                 save=state,
             )  # fmt: skip
             then = run(
@@ -351,14 +353,15 @@ def changes(folder: Path, packages: str, samples: int, systems: list[str]) -> No
             errors = [one["error"] for one in (*first, *then) if "error" in one]
             seen = [number for one in first for number in one["ids"]]
             left = [number for one in then for number in one["ids"]]
-            if system.startswith("ours"):  # it goes on without end
-                left = left[: max(0, samples - len(seen) - SHARDS)]
+            whole = samples
+            if "epoch" in then[0]:  # ours goes on without end, and leaves out the end of each file
+                left, whole = left[: then[0]["epoch"] - len(seen)], then[0]["epoch"]
             told = {
                 "system": system,
                 "ranks, workers": [before, after],
                 "taken": len(seen),
                 "repeated": len(seen) + len(left) - len({*seen, *left}),
-                "lost": samples - len({*seen, *left}),
+                "lost": whole - len({*seen, *left}),
                 "errors": errors[:1],
             }
             print(json.dumps(told), flush=True)
@@ -369,7 +372,7 @@ def main() -> None:
     parser.add_argument("--packages", default="")
     parser.add_argument("--samples", type=int, default=1_050_000)
     parser.add_argument(
-        "--few", type=int, default=64 * 1000, help="samples for the changes of ranks and workers"
+        "--few", type=int, default=64 * 300, help="samples for the changes of ranks and workers"
     )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--systems", default=";".join(SYSTEMS))

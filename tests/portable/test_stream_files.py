@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import random
+import subprocess
+import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +20,7 @@ from portable.data.sources.documents import BadRecords, Fields
 from portable.data.sources.opening import open_source
 from portable.data.stream import Stream
 from portable.errors import UserError
+from tests import hub_datasets
 from tests.portable.order_support import write_tokenizer
 from tests.simulated_store import SimulatedStore
 
@@ -180,3 +184,33 @@ def test_a_run_on_a_large_store_begins_at_once(tmp_path: Path, monkeypatch: pyte
     assert time.perf_counter() - begun < 60
     assert SimulatedStore.requests - asked < 5 + 15  # pages of the list, and ranges
     assert SimulatedStore.bytes_out - out < 6 << 20
+
+
+@pytest.mark.exhaustive
+def test_a_hub_dataset_is_read_by_ranges(tmp_path: Path) -> None:
+    """Parquet and JSONL shards of a split, at one revision, by the real client in a process of its own."""
+    (tmp_path / "data").mkdir()
+    half = len(TEXTS) // 2
+    for number, texts in enumerate((TEXTS[:half], TEXTS[half:])):
+        name = tmp_path / "data" / f"train-0000{number}-of-00002.parquet"
+        parquet(name, {"text": texts}, row_group_size=100)
+    contents = {f"data/{path.name}": path.read_bytes() for path in (tmp_path / "data").iterdir()}
+    contents = {"README.md": b"# a dataset\n", **dict(sorted(contents.items()))}
+    contents["data/test-00000-of-00001.parquet"] = contents["data/train-00000-of-00002.parquet"]
+    requests: list[tuple[str, str]] = []
+    with hub_datasets.serving("lab/some", contents, requests) as url:
+
+        def read(split: str) -> dict[str, Any]:
+            environment = {**os.environ, "HF_ENDPOINT": url, "HF_HOME": str(tmp_path / "home")}
+            environment |= {"HF_HUB_OFFLINE": "0", "HF_DATASETS_OFFLINE": "0"}
+            command = [sys.executable, "-m", "tests.hub_datasets", url, "lab/some", str(tmp_path), split]
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+            assert done.returncode == 0, done.stderr
+            found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+            return found
+
+        found = read("train")["texts"]
+        assert len(found) > 2 and [text for part in found for text in part] == TEXTS
+        whole = [path for path, span in requests if path.startswith("GET") and "parquet" in path and not span]
+        assert whole == []
+        assert "has no split 'other' of files; it has train, test" in read("other")["error"]
