@@ -150,16 +150,17 @@ def build_data(
     eval_sources = _eval_sources(settings, task, sources)
     finished = _settings_of_finished(sources)
     name = settings.tokenizer or model_tokenizer
-    if name is not None:
-        tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code, **languages_of(settings, task))
-    elif finished is not None:
+    if name is None and finished is not None:
         raise UserError("data.tokenizer: finished samples do not say which it was; set it")
-    else:
-        size = settings.vocab_size or model_vocab_size
-        chat = any(converses(own) for own, _ in sources.values())
-        kind = {"mask": task == MASKED, "ends": ends_texts, "chat": chat}
-        tokenizer = train_tokenizer(training, size, cache_dir(settings), **kind)
-    add_tokens(tokenizer, settings.added_tokens)
+    tokenizer = _tokenizer(
+        settings,
+        sources,
+        name,
+        model_vocab_size,
+        task=task,
+        ends_texts=ends_texts,
+        trust_remote_code=trust_remote_code,
+    )
     if finished is not None:
         return _finished(finished, training, eval_sources, tokenizer, name or "", model_vocab_size or 0)
     reading = Reading(
@@ -240,6 +241,62 @@ def build_data(
         streams=tuple(streams),
         eval_fingerprints={key: one.tokens.fingerprint for key, one in evals.items()},
     )
+
+
+def _tokenizer(
+    settings: DataConfig,
+    sources: Mapping[str, tuple[DataConfig, Source]],
+    name: str | None,
+    model_vocab_size: int | None,
+    *,
+    task: str,
+    ends_texts: bool,
+    trust_remote_code: bool,
+) -> Any:
+    """The tokenizer ``name``; without one, that of tokens made ahead, or one trained on the sources."""
+    if name is None:
+        for _, source in sources.values():
+            if isinstance(source, StreamedFiles) and source.tokenizer is not None:
+                name = str(source.tokenizer(cache_dir(settings)))
+    if name is not None:
+        tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code, **languages_of(settings, task))
+    else:
+        size = settings.vocab_size or model_vocab_size
+        chat = any(converses(own) for own, _ in sources.values())
+        kind = {"mask": task == MASKED, "ends": ends_texts, "chat": chat}
+        tokenizer = train_tokenizer(_as_one(sources), size, cache_dir(settings), **kind)
+    add_tokens(tokenizer, settings.added_tokens)
+    return tokenizer
+
+
+def open_for_making(
+    settings: DataConfig,
+    *,
+    task: str,
+    model_tokenizer: str | None,
+    model_vocab_size: int | None,
+    trust_remote_code: bool = False,
+) -> tuple[Reading, dict[str, tuple[DataConfig, StreamedFiles]]]:
+    """The training sources as lists of shards, by name, and what turns them into tokens.
+
+    Raises:
+        UserError: if a source has no files.
+    """
+    listed = tuple({**one, "stream": True} for one in settings.sources)
+    settings = settings.model_copy(update={"sources": listed, "stream": not listed})
+    sources = _training_sources(settings, task)
+    name = settings.tokenizer or model_tokenizer
+    tokenizer = _tokenizer(
+        settings,
+        sources,
+        name,
+        model_vocab_size,
+        task=task,
+        ends_texts=False,
+        trust_remote_code=trust_remote_code,
+    )
+    found = {key: (own, cast("StreamedFiles", source)) for key, (own, source) in sources.items()}
+    return Reading(task, tokenizer, vocabulary_of(tokenizer, task)), found
 
 
 def _training_sources(

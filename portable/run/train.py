@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from portable.checkpoint.resume_source import resume_source
 from portable.config import dump_yaml
 from portable.data.preview import SHOWN, preview
+from portable.data.samples.loader import worker_died
 from portable.durable import write_durably
 from portable.errors import UserError
 from portable.loop import Cadence, train
@@ -186,6 +187,8 @@ def _train(prepared: Prepared, opened: Open, hub: Hub | None) -> int:
                     events=events,
                 )
         except Exception as error:
+            if (died := worker_died(error)) is not None:
+                raise died from error
             if backend.ran_out_of_memory(error):
                 raise DeviceMemoryError(progress.step + 1) from error
             raise
