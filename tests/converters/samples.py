@@ -49,7 +49,13 @@ class Sample:
     untouched: tuple[str, ...] = ("config.json", "trainer_state.json", "generation_config.json")
 
 
+_EXTRA = tuple(f"extra_state_world_size_{n}_rank_{rank}.pt" for n in (3, 4) for rank in range(n))
+
 _WRITTEN = [
+    *(
+        Sample(f"ranks-{run}", "fsdp-ranks", fixture="written_ranks", folder=run, untouched=_EXTRA)
+        for run in ("fsdp2-3", "fsdp1-plain-3", "tensor-parallel-4")
+    ),
     Sample("dcp", "dcp", fixture="written", folder="fsdp3-ours"),
     Sample("dcp-accelerate", "dcp", fixture="written", folder="fsdp2-accelerate"),
     *(
