@@ -8,7 +8,6 @@ import re
 import signal
 import sys
 from functools import partial
-from importlib import import_module
 from typing import TYPE_CHECKING, NoReturn
 
 from converters.commands import BY_SIGNAL, DONE, REFUSED, ShowVersion, command, exit_codes
@@ -197,6 +196,7 @@ def _convert(options: argparse.Namespace) -> int:
     from converters.storage.path_or_url import place
     from converters.writers.conversion import carry_out, check_expansion
     from converters.writers.draft import check_output
+    from converters.writers.targets import target
 
     source, out = place(options.src), place(options.out)
 
@@ -214,8 +214,7 @@ def _convert(options: argparse.Namespace) -> int:
         "max_shard_size": options.max_shard_size,
         "optimizer": options.optimizer,
     }
-    writer = import_module(WRITERS[options.to])
-    make_plan: Callable[..., Plan] = getattr(writer, f"plan_{options.to}")
+    make_plan = target(options.to).plan
 
     def plan_all() -> Plan:
         return plan_adapter() if plan_adapter is not None else make_plan(checkpoint, **chosen)

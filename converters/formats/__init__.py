@@ -25,6 +25,7 @@ _MODULES = (
     "converters.formats.xla_fsdp.reader",
     "converters.formats.fsdp_ranks.reader",
     "converters.formats.torch_save.reader",
+    "converters.formats.dcp_safetensors",
     "converters.formats.safetensors",
 )
 

@@ -120,8 +120,8 @@ class _Ranks:
                 worlds.setdefault(int(found["world"]), name)
                 self.files.setdefault(found["kind"], {})[int(found["rank"])] = name
         if len(worlds) > 1:
-            first, second = sorted(worlds.values())[:2]
-            raise CheckpointError(f"{self.where}: holds files of two runs, {first} and {second}")
+            one, other = sorted(worlds.values())[:2]
+            raise CheckpointError(f"{self.where}: holds files of two runs, {one} and {other}")
         (self.world,) = worlds
         for kind, ranks in self.files.items():
             missing = self.world - sum(rank < self.world for rank in ranks)
@@ -216,8 +216,9 @@ def _fold(held: dict[Any, Any], content: dict[Any, Any], rank: int, where: str, 
             _fold(known, value, rank, where, f"{name}.")
         elif isinstance(value, (Sharded, StoredTensor)):
             if known is None:
-                whole = isinstance(value, StoredTensor)
-                known = held[key] = Copies(f"{where}: {name}") if whole else Parts(value, f"{where}: {name}")
+                about = f"{where}: {name}"
+                known = Parts(value, about) if isinstance(value, Sharded) else Copies(about)
+                held[key] = known
             if not isinstance(known, (Parts, Copies)):
                 raise CheckpointError(f"{where}: {name} is a tensor on some ranks only")
             known.add(value, rank)

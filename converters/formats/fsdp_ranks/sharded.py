@@ -21,6 +21,7 @@ from converters.tensors.tensor import MAX_DIMS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from typing import TypeGuard
 
     from converters.containers.pickle_reader import Standin
     from converters.storage.bytes import SourceFile
@@ -88,7 +89,7 @@ def load(file: SourceFile) -> tuple[str, Any]:
     return archive.archive, archive.load(STANDINS, PREFIXES)
 
 
-def is_size(value: Any) -> bool:
+def is_size(value: Any) -> TypeGuard[Sequence[int]]:
     """Whether a pickled value is the shape or the offsets of a tensor."""
     return (
         type(value) in (tuple, list)
