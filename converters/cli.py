@@ -89,9 +89,9 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype",
         choices=list(DTYPES),
         default="keep",
-        metavar="{keep,float32,bfloat16,float16}",
+        metavar="{keep,float32,bfloat16,float16,q8_0}",
         help="dtype of floating-point tensors (also bf16, fp16, fp32), recorded in config.json; keep "
-        "(default) is the highest precision in SRC. Integers and 0-d tensors are never cast",
+        "(default) is the highest precision in SRC. Integers and 0-d tensors are never cast; q8_0: gguf",
     )
     parser.add_argument(
         "--config-from",

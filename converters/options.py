@@ -11,6 +11,7 @@ DTYPES: dict[str, str | None] = {
     "fp32": "F32",
     "bf16": "BF16",
     "fp16": "F16",
+    "q8_0": "Q8_0",  # --to gguf only
 }
 # A conversion writes at most this many times the bytes of SRC's files, unless --expand is given. A cast to a
 # wider dtype writes up to four times as many.
@@ -22,6 +23,7 @@ WRITERS = {
     "dcp-safetensors": "converters.writers.dcp_safetensors_writer",
     "torch": "converters.writers.torch_writer",
     "deepspeed-universal": "converters.writers.universal_writer",
+    "gguf": "converters.writers.gguf_writer",
 }
 # The settings of a peft adapter.
 ADAPTER_CONFIG = "adapter_config.json"
