@@ -10,7 +10,6 @@ import re
 import signal
 import sys
 from functools import partial
-from importlib import import_module
 from typing import TYPE_CHECKING, NoReturn
 
 from converters.commands import BY_SIGNAL, DONE, REFUSED, ShowVersion, command, exit_codes
@@ -93,9 +92,9 @@ def parser_of() -> argparse.ArgumentParser:
         "--dtype",
         choices=list(DTYPES),
         default="keep",
-        metavar="{keep,float32,bfloat16,float16}",
+        metavar="{keep,float32,bfloat16,float16,q8_0}",
         help="dtype of floating-point tensors (also bf16, fp16, fp32), recorded in config.json; keep "
-        "(default) is the highest precision in SRC. Integers and 0-d tensors are never cast",
+        "(default) is the highest precision in SRC. Integers and 0-d tensors are never cast; q8_0: gguf",
     )
     parser.add_argument(
         "--config-from",
@@ -202,6 +201,7 @@ def _convert(options: argparse.Namespace) -> int:
     from converters.storage.path_or_url import place
     from converters.writers.conversion import carry_out, check_expansion
     from converters.writers.draft import check_output
+    from converters.writers.targets import target
 
     source, out = place(options.src), place(options.out)
 
@@ -219,8 +219,7 @@ def _convert(options: argparse.Namespace) -> int:
         "max_shard_size": options.max_shard_size,
         "optimizer": options.optimizer,
     }
-    writer = import_module(WRITERS[options.to])
-    make_plan: Callable[..., Plan] = getattr(writer, f"plan_{options.to}")
+    make_plan = target(options.to).plan
 
     def plan_all() -> Plan:
         return plan_adapter() if plan_adapter is not None else make_plan(checkpoint, **chosen)

@@ -23,7 +23,9 @@ _MODULES = (
     "converters.formats.deepspeed.universal",
     "converters.formats.deepspeed.reader",
     "converters.formats.xla_fsdp.reader",
+    "converters.formats.fsdp_ranks.reader",
     "converters.formats.torch_save.reader",
+    "converters.formats.dcp_safetensors",
     "converters.formats.safetensors",
 )
 

@@ -29,10 +29,14 @@ _SHAPED = (
 _MAX_GROUP_TENSOR = 16
 
 Shape = tuple[int, ...]
+Leaf = StoredTensor | Tensor
+"""A tensor as one file has it, or put together from the files of several ranks."""
 
 
-def as_tensor(stored: StoredTensor, name: str) -> Tensor:
+def as_tensor(stored: Leaf, name: str) -> Tensor:
     """A pickled tensor; its bytes are located at their first read."""
+    if isinstance(stored, Tensor):
+        return stored
     origin = (0,) * len(stored.shape)
     return Tensor(name, stored.dtype, stored.shape, [Box(origin, stored.shape, stored.view)])
 
@@ -78,7 +82,7 @@ def read_optimizer(
             name = names[key]
             _check_shapes(name, state[key], tensors, where)
             named[name] = {
-                what: as_tensor(value, f"{name}.{what}") if isinstance(value, StoredTensor) else value
+                what: as_tensor(value, f"{name}.{what}") if isinstance(value, Leaf) else value
                 for what, value in state[key].items()
             }
 
@@ -94,7 +98,7 @@ def read_optimizer(
 def _names(
     groups: list[dict[Any, Any]],
     keys: list[list[Any]],
-    state: Mapping[Any, Mapping[str, StoredTensor | Scalar]],
+    state: Mapping[Any, Mapping[str, Leaf | Scalar]],
     tensors: Mapping[str, Tensor],
     order: Sequence[str] | None,
     where: str,
@@ -137,12 +141,12 @@ def _known(name: str, tensors: Mapping[str, Tensor], where: str) -> str:
     return name
 
 
-def _state(values: Any, key: str, where: str) -> dict[str, StoredTensor | Scalar]:
+def _state(values: Any, key: str, where: str) -> dict[str, Leaf | Scalar]:
     if not isinstance(values, dict):
         raise CheckpointError(f"{where}: damaged, the state of {key!r} is not a table")
-    found: dict[str, StoredTensor | Scalar] = {}
+    found: dict[str, Leaf | Scalar] = {}
     for what, value in values.items():
-        if isinstance(value, (StoredTensor, int, float)):
+        if isinstance(value, (StoredTensor, Tensor, int, float)):
             found[str(what)] = value
         elif value is not None:
             raise CheckpointError(
@@ -151,17 +155,17 @@ def _state(values: Any, key: str, where: str) -> dict[str, StoredTensor | Scalar
     return found
 
 
-def _shape(values: Mapping[str, StoredTensor | Scalar]) -> Shape | None:
-    shapes = [value.shape for what in _SHAPED if isinstance(value := values.get(what), StoredTensor)]
+def _shape(values: Mapping[str, Leaf | Scalar]) -> Shape | None:
+    shapes = [value.shape for what in _SHAPED if isinstance(value := values.get(what), Leaf)]
     return shapes[0] if shapes else None
 
 
 def _check_shapes(
-    name: str, values: Mapping[str, StoredTensor | Scalar], tensors: Mapping[str, Tensor], where: str
+    name: str, values: Mapping[str, Leaf | Scalar], tensors: Mapping[str, Tensor], where: str
 ) -> None:
     for what in _SHAPED:
         value = values.get(what)
-        if isinstance(value, StoredTensor) and value.shape != tensors[name].shape:
+        if isinstance(value, Leaf) and value.shape != tensors[name].shape:
             raise CheckpointError(
                 f"{where}: {what} of {name!r} has the shape {list(value.shape)}, the parameter "
                 f"{list(tensors[name].shape)}"
@@ -180,7 +184,7 @@ def _group(group: Mapping[Any, Any]) -> dict[str, Any]:
     for key, value in group.items():
         if key in ("params", "param_names"):
             continue
-        if isinstance(value, StoredTensor):
+        if isinstance(value, Leaf):
             tensor = as_tensor(value, str(key))
             value = tensor.read().tolist() if tensor.numel <= _MAX_GROUP_TENSOR else None
         made[str(key)] = plain(value)
