@@ -1,8 +1,8 @@
 """The product that makes the logits, and its gradient without the logits of other devices.
 
 The head's matrix is gathered, since a shard of it would need the activations of all tokens. Its gradient is a
-sum over the tokens of all devices, of which a device keeps its rows. The compiler finds that form, which sends
-and adds up pieces while it multiplies, only where nothing stands between the product and its sharding.
+sum over the tokens of all devices, of which a device keeps its rows. The compiler adds up pieces while it
+multiplies only where nothing stands between the product and its sharding.
 """
 
 from __future__ import annotations
