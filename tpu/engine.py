@@ -158,6 +158,8 @@ class XlaEngine:
         for module in (*layers, whole.get_input_embeddings(), whole.get_output_embeddings()):
             if module is not None:
                 module.register_forward_hook(self._constrain_output)
+        if (head := whole.get_output_embeddings()) is not None:
+            head.register_forward_hook(_keep_apart)
 
     def _constrain_input(self, _: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         return (self._along_batch(arguments[0]), *arguments[1:]) if arguments else arguments
@@ -411,6 +413,13 @@ class _Caller(nn.Module):
 
     def forward(self, function: Callable[[], Tensor]) -> Tensor:
         return function()
+
+
+def _keep_apart(_: nn.Module, __: Any, logits: Any) -> None:
+    """Keep the compiler from fusing the product that makes the logits with the loss. Logits that come out of
+    such a fusion are not overwritten by their gradients: both would exist."""
+    if torch.is_grad_enabled() and isinstance(logits, torch.Tensor):
+        xla._xla_optimization_barrier_([logits])
 
 
 def _barrier(_: nn.Module, gradients: Any, __: Any) -> None:
