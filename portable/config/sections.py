@@ -996,6 +996,18 @@ class LogConfig(Section):
         description="Trackers for the metrics, besides metrics.jsonl; [] for none. All except tensorboard "
         "need their own package.",
     )
+    project: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Project of the run at wandb, trackio or swanlab. Null: WANDB_PROJECT (or the other's "
+        "variable), else the name of the folder that output_dir lies in.",
+    )
+    name: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Name of the run there. Null: the last part of output_dir. All launches of a run are one "
+        "run there.",
+    )
     sample_prompt: str | None = Field(
         default=None,
         min_length=1,

@@ -17,12 +17,11 @@ from portable.reporting.events import History
 from portable.reporting.metrics import (
     MetricsFile,
     Throughput,
-    Tracker,
     evaluation_in_words,
     is_evaluation,
-    open_trackers,
     read_metrics,
 )
+from portable.reporting.trackers import Tracker, open_trackers
 from portable.terminal import LOG, at_a_terminal, columns, tell
 
 if TYPE_CHECKING:
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
 
     from portable.backend import Backend
     from portable.checkpoint.store import Checkpoints
+    from portable.config.sections import LogConfig
     from portable.output.output_dir import Output
     from portable.reporting.events import Kind
     from portable.reporting.profiling import Profiler
@@ -49,7 +49,7 @@ class Reporter(Events):
         flops_per_token: float,
         precision: str,
         rates: Mapping[str, float],
-        trackers: Sequence[str],
+        log: LogConfig,
         config: dict[str, Any],
         checkpoints: Checkpoints[Any],
         save: Callable[[Progress], None],
@@ -87,7 +87,7 @@ class Reporter(Events):
             self._history.record(
                 "resume" if facts.get("source") else "start", progress.step, samples=progress.samples, **facts
             )
-            self._trackers = open_trackers(trackers, folder, config, from_step=progress.step)
+            self._trackers = open_trackers(log, folder, config, from_step=progress.step)
             # A bar on a terminal; in a log file, a line for each logged step.
             self._bar = tqdm(
                 total=total_steps,
