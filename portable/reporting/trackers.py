@@ -46,7 +46,7 @@ class _TensorBoard:
 
 
 class _WandbLike:
-    """wandb, and libraries with the same functions (trackio, swanlab). All launches of a run are one of theirs."""
+    """wandb, and libraries with the same functions (trackio, swanlab): one run for all launches."""
 
     def __init__(self, library: str, folder: Path, log: LogConfig, config: dict[str, Any]) -> None:
         self._module: Any = importlib.import_module(library)

@@ -1,4 +1,4 @@
-"""wandb and its like get one run for all launches of a run. They are stand-ins here: the real ones need accounts."""
+"""wandb and its like get one run for all launches. They are stand-ins here: the real ones need accounts."""
 
 from __future__ import annotations
 
