@@ -169,7 +169,7 @@ def test_goes_on_from_adapters_as_others_publish_them(
         torch.manual_seed(number)
         parameter.data += 0.05 * torch.randn_like(parameter) if parameter.requires_grad else 0
     folder = tmp_path / "adapter"
-    model.save_pretrained(folder)
+    model.save_pretrained(str(folder))
     path, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
     document = {name: value for name, value in json.loads(path.read_text()).items() if name not in changed}
     path.write_text(json.dumps({**document, "loftq_config": {}, "revision": None}))
