@@ -195,7 +195,8 @@ def as_text(document: Mapping[str, Any]) -> str:
     lines = [", ".join([f"{document['path']} ({document['format']})", *about])]
     if "adapter" in document:
         lines.append(
-            "  adapter: " + ", ".join(f"{key} {value}" for key, value in document["adapter"].items())
+            "  adapter: "
+            + ", ".join(f"{key} {printable(value)}" for key, value in document["adapter"].items())
         )
     lines += [f"  tied: {alias} is {owner}" for alias, owner in document["tied"].items()]
     counts = ", ".join(f"{count:,} {dtype}" for dtype, count in document["elements"].items())

@@ -169,7 +169,7 @@ def test_goes_on_from_adapters_as_others_publish_them(
         torch.manual_seed(number)
         parameter.data += 0.05 * torch.randn_like(parameter) if parameter.requires_grad else 0
     folder = tmp_path / "adapter"
-    model.save_pretrained(folder)
+    model.save_pretrained(str(folder))
     path, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
     document = {name: value for name, value in json.loads(path.read_text()).items() if name not in changed}
     path.write_text(json.dumps({**document, "loftq_config": {}, "revision": None}))
@@ -182,8 +182,17 @@ def test_goes_on_from_adapters_as_others_publish_them(
         save_file(changed_head, weights)
         with pytest.raises(UserError, match=r"^adapter.name_or_path: .* which differs from .*--merge-into"):
             logits_in_training(base, corpus, folder)
-    save_file({**tensors, next(iter(tensors)): next(iter(tensors.values())) * float("nan")}, weights)
-    with pytest.raises(UserError, match=r"^adapter.name_or_path: .* holds NaN or infinity"):
+    first = next(name for name in tensors if "lora_" in name)
+    for value, message in (
+        (tensors[first] * float("nan"), "holds NaN or infinity"),
+        (tensors[first].to(torch.float8_e4m3fn), "has shape .* and dtype F8_E4M3, the model"),
+        (torch.ones(5, 5), "its factors have shapes"),
+    ):
+        save_file({**tensors, first: value}, weights)
+        with pytest.raises(UserError, match=f"^adapter.name_or_path: .* {message}"):
+            logits_in_training(base, corpus, folder)
+    save_file({**tensors, "base_model.model.a\nb.lora_A.weight": torch.ones(2, 2)}, weights)
+    with pytest.raises(UserError, match=r"^adapter.name_or_path: [^\n]*lora_B is missing$"):
         logits_in_training(base, corpus, folder)
 
 

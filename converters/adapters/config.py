@@ -54,7 +54,7 @@ KNOWN = frozenset((*_READ, *_HARMLESS))
 # Initialisations that subtract from the base's weights, which the adapter then needs instead of the base.
 CHANGES_BASE = re.compile(r"(pissa|olora|corda|loftq|lora_ga).*", re.IGNORECASE)
 # A pattern comes from a file: its worst case must be bounded.
-_MAX_PATTERN, _MAX_PATTERNS, _MAX_REPEATS = 512, 10_000, 3
+MAX_PATTERN, _MAX_PATTERNS, MAX_REPEATS = 512, 10_000, 3
 _NESTED = re.compile(r"\)[*+{]|\\[1-9]")
 _REPEAT = re.compile(r"(?<!\\)(?:\\\\)*[*+{]")
 _MAX_RANK = 1 << 20
@@ -123,6 +123,12 @@ class AdapterConfig:
         if isinstance(self.feedforward, str):
             return re.fullmatch(self.feedforward, module) is not None
         return any(module == name or module.endswith("." + name) for name in self.feedforward)
+
+
+def is_bounded(pattern: str, length: int = MAX_PATTERN, repeats: int = MAX_REPEATS) -> bool:
+    """Whether the work of a regular expression is bounded: a few repeats, none of them nested."""
+    found = len(_REPEAT.findall(pattern))
+    return len(pattern) <= length and found <= repeats and not (found and _NESTED.search(pattern))
 
 
 def _matching(patterns: Mapping[str, Any], name: str) -> str:
@@ -230,8 +236,7 @@ class _Reader:
 
     def pattern(self, key: str, text: str) -> str:
         """`text`, a regular expression whose work is bounded."""
-        repeats = len(_REPEAT.findall(text))
-        if len(text) > _MAX_PATTERN or repeats > _MAX_REPEATS or (repeats and _NESTED.search(text)):
+        if not is_bounded(text):
             raise self.wrong(key, text, "a simple pattern (at most 3 repeats, not nested)")
         try:
             re.compile(text)

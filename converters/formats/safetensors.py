@@ -157,7 +157,7 @@ def read_file(file: SourceFile) -> tuple[dict[str, Tensor], dict[str, str]]:
         made.append((name, dtype, shape, file.span(start + low, high - low, what=repr(name))))
         spans.append((low, high, name))
     with blame(file.path):
-        tensors = {name: Tensor.contiguous(name, *about) for name, *about in made}
+        tensors = {about[0]: Tensor.contiguous(*about) for about in made}
     spans.sort()
     bounds = [(0, 0, ""), *spans, (file.nbytes - start, file.nbytes - start, "")]
     for (_, stop, left), (low, _, right) in pairwise(bounds):

@@ -24,6 +24,7 @@ from converters import (
     open_checkpoint,
 )
 from converters.adapters.names import part_of, replaced
+from converters.errors import printable
 from portable.adapters.initial import NAME, initial_values
 from portable.adapters.settings import CONFIG_FILE, WEIGHTS_FILES, as_json, folder_of, peft_config
 from portable.durable import write_durably
@@ -43,11 +44,14 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PretrainedConfig, PreTrainedModel
 
+    from converters import Tensor as StoredTensor
+    from converters.adapters.adapter import Adapter as StoredAdapter
     from portable.config import RunConfig
     from portable.model.tensors import ReadableTensor
 
 _COPY, _ORIGINAL = f".modules_to_save.{NAME}.", ".original_module."
 _SHOWN, _ROWS = 8, 1024
+_FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 class Adapter:
@@ -139,30 +143,25 @@ class Adapter:
         Raises:
             UserError: if that adapter cannot be read or does not fit.
         """
-        name_or_path = self._run.adapter.name_or_path
-        return self._initial if name_or_path is None else self._stored(name_or_path, base)
+        return self._initial if self._run.adapter.name_or_path is None else self._stored(base)
 
-    def _stored(self, name_or_path: str, base: Mapping[str, ReadableTensor]) -> dict[str, ReadableTensor]:
-        folder = folder_of(name_or_path)
+    @cached_property
+    def _given(self) -> tuple[Path, StoredAdapter, list[str]]:
+        """The adapter ``adapter.name_or_path``, checked by its headers, and what it holds of the base."""
+        folder = folder_of(str(self._run.adapter.name_or_path))
         file = next((folder / name for name in WEIGHTS_FILES if (folder / name).is_file()), folder)
         try:
             found = find_adapter(open_checkpoint(file))
-            if found is not None:
-                found.digest  # noqa: B018  (refuses NaN and infinity, and what is damaged)
         except CheckpointError as error:
-            raise UserError(f"adapter.name_or_path: {error}") from error
-        tensors = {} if found is None else found.checkpoint.tensors
+            raise UserError(f"adapter.name_or_path: {one_line(error)}") from error
+        require(found is not None, f"adapter.name_or_path: {folder} holds no adapter; give another folder")
+        assert found is not None
+        tensors = found.checkpoint.tensors
         lacking = sorted(self._files.values() - tensors.keys())
         unknown = sorted(tensors.keys() - self._files.values())
-        for key in [key for key in unknown if replaced(key).name in self._names.values()]:
-            # peft also saves an adapted embedding or head itself, since its rows may have been resized.
-            require(
-                _same(base.get(replaced(key).name), tensors[key]),
-                f"adapter.name_or_path: {folder} has a {replaced(key).name} of its own, which differs from "
-                f"that of {self._run.model.name_or_path}; merge it (portable-convert {folder} OUT "
-                f"--merge-into {self._run.model.name_or_path}), and train OUT",
-            )
-            unknown.remove(key)
+        # peft also saves an adapted embedding or head itself, since its rows may have been resized.
+        of_base = [key for key in unknown if replaced(key).name in self._names.values()]
+        unknown = [printable(key) for key in unknown if key not in of_base]
         for names, what in ((lacking, "has no"), (unknown, "has the unknown tensor")):
             require(
                 not names,
@@ -170,9 +169,34 @@ class Adapter:
             )
         for name, key in self._files.items():
             require(
-                tuple(tensors[key].shape) == self._shapes[name],
-                f"adapter.name_or_path: {folder}: {key} has shape {list(tensors[key].shape)}, the model "
-                f"{list(self._shapes[name])}; use an adapter of this model",
+                tuple(tensors[key].shape) == self._shapes[name] and tensors[key].dtype in _FLOATS,
+                f"adapter.name_or_path: {folder}: {key} has shape {list(tensors[key].shape)} and dtype "
+                f"{tensors[key].dtype}, the model {list(self._shapes[name])}; use an adapter of this model",
+            )
+        return folder, found, of_base
+
+    def check_given(self) -> None:
+        """Check ``adapter.name_or_path``, if there is one, before memory is taken; reads headers.
+
+        Raises:
+            UserError: if it cannot be read or does not fit.
+        """
+        if self._run.adapter.name_or_path is not None:
+            assert self._given
+
+    def _stored(self, base: Mapping[str, ReadableTensor]) -> dict[str, ReadableTensor]:
+        folder, found, of_base = self._given
+        try:
+            found.digest  # noqa: B018  (refuses NaN and infinity, and what is damaged)
+        except CheckpointError as error:
+            raise UserError(f"adapter.name_or_path: {one_line(error)}") from error
+        tensors = found.checkpoint.tensors
+        for key in of_base:
+            name, model = replaced(key).name, self._run.model.name_or_path
+            require(
+                _same(base.get(name), tensors[key]),
+                f"adapter.name_or_path: {folder} has a {name} of its own, which differs from that of "
+                f"{model}; merge it (portable-convert {folder} OUT --merge-into {model}), and train OUT",
             )
         return {name: tensors[key] for name, key in self._files.items()}
 
@@ -308,7 +332,8 @@ def adapt(model: PreTrainedModel, model_config: PretrainedConfig, config: RunCon
     blueprint = Blueprint.of(model)
     before = {id(tensor): name for name, tensor in state_tensors(model).items()}
     try:
-        with _quiet():
+        # On the meta device from the start: peft only moves its tensors there, whatever their size.
+        with _quiet(), torch.device("meta"):
             peft.inject_adapter_in_model(settings, model, adapter_name=NAME, low_cpu_mem_usage=True)
     except (ValueError, TypeError, NotImplementedError, AttributeError) as error:
         reason = one_line(error)
@@ -326,9 +351,9 @@ def adapt(model: PreTrainedModel, model_config: PretrainedConfig, config: RunCon
     return adapter
 
 
-def _same(left: ReadableTensor | None, right: ReadableTensor) -> bool:
+def _same(left: ReadableTensor | None, right: StoredTensor) -> bool:
     """Whether two tensors have the same values; a few of their rows are in memory at a time."""
-    if left is None or tuple(left.shape) != tuple(right.shape):
+    if left is None or tuple(left.shape) != tuple(right.shape) or right.dtype not in _FLOATS:
         return False
     rest = tuple(slice(0, size) for size in left.shape[1:])
     parts = [(slice(at, min(at + _ROWS, left.shape[0])), *rest) for at in range(0, left.shape[0], _ROWS)]

@@ -65,6 +65,8 @@ def restore(
         UserError: if ``source`` does not belong to this run, or every checkpoint is damaged.
     """
     backend = prepared.backend
+    if source is None and prepared.adapter is not None:
+        prepared.adapter.check_given()
     uncomputed = missing(prepared)
     blueprint, pretrained = None, None
     if source is None or uncomputed:

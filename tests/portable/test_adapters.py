@@ -174,6 +174,8 @@ def test_a_file_of_peft_decides(tmp_path: Path) -> None:
         ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' is not supported"),
         ({"layer_replication": [[0, 2]]}, "layer_replication .* is not supported"),
         ({"peft_type": "VERA"}, "type VERA are not supported, only LORA and IA3"),
+        ({"rank_pattern": {"(.*)*(.*)*x": 2}}, r"rank_pattern has '\(\.\*\)\*.* too complex"),
+        ({"target_modules": "(a+)+$"}, "target_modules has .* too complex"),
     ):
         path.write_text(json.dumps({**document, **changed}))
         with pytest.raises(UserError, match=f"adapter.config: .*{message}"):
@@ -200,6 +202,11 @@ def test_a_file_of_peft_decides(tmp_path: Path) -> None:
         adapted(tmp_path, adapter__config=str(path))
     with pytest.raises(UserError, match="no such file"):
         adapted(tmp_path, adapter__config=str(tmp_path / "none.json"))
+
+
+def test_a_huge_rank_takes_no_memory_before_it_is_refused(tmp_path: Path) -> None:
+    model, _ = adapted(tmp_path, adapter__r=10**9)
+    assert all(tensor.is_meta for tensor in stored_tensors(model).values())
 
 
 def test_the_heads_of_classifiers_are_trained(tmp_path: Path) -> None:
