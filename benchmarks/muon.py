@@ -2,8 +2,7 @@
 
 ``python -m benchmarks.muon`` takes a few steps of one model on local CPU ranks with each optimizer. Times are
 those of a rank's processor in ``Engine.update``, where other work on the machine does not count. Bytes are
-what a rank hands to collectives within it, and sends to others. On XLA a step is one graph, so its time is
-that of the whole step, on one device.
+what a rank sends to others in the collectives within it.
 """
 
 from __future__ import annotations
@@ -114,7 +113,9 @@ def steps_of(config: RunConfig, steps: int) -> dict[str, float]:
     run = prepare(settled, backend)
     engine: Any = restore(run, None).engine
     batches = iter(train_loader(run, 0))
-    update, updates, whole = engine.update, [], []
+    update = engine.update
+    updates: list[float] = []
+    whole: list[float] = []
 
     def timed(*given: Any, **named: Any) -> Any:
         sent.counting, began = True, time.process_time()
@@ -172,9 +173,7 @@ def on_ranks(config: RunConfig, ranks: int, steps: int, folder: Path) -> dict[st
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     out = folder / "found.json"
-    multiprocessing.start_processes(
-        _rank, args=(ranks, port, config, steps, out), nprocs=ranks, start_method="spawn"
-    )
+    multiprocessing.spawn(_rank, args=(ranks, port, config, steps, out), nprocs=ranks)  # type: ignore[no-untyped-call, attr-defined]
     found: dict[str, float] = json.loads(out.read_text())
     return found
 

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from converters import CheckpointError
-from converters import Tensor as StoredTensor
 from gpu.common import torch_private
 from gpu.common.compiling import CapturedMemory
 from gpu.common.generation import continue_text
 from gpu.common.loss_scale import LossScale
 from gpu.common.machine import COMPUTE_DTYPES
+from gpu.fsdp import optimizer_state
 from gpu.fsdp.device_loss_scale import DeviceScaler
 from gpu.fsdp.offload import HostCopies
 from gpu.fsdp.saving import Saver
@@ -26,13 +25,11 @@ from portable.model.chunked_loss import chunked_head
 from portable.model.groups import groups_of
 from portable.model.loss import Objective, added, shares
 from portable.model.parameters import embeddings, state_tensors, stored_tensors
-from portable.model.tensors import fill
 from portable.model.transformers_patches import no_value_checks
-from portable.optim.average import AVERAGE, exchange
+from portable.optim.average import exchange
 from portable.optim.muon import Muon
 from portable.optim.non_finite import NEW_COUNTERS, Health, allowed_streak, count_update
 from portable.optim.optimizers import build_optimizer, set_rates
-from portable.optim.own import OwnOptimizer, plain_group
 from portable.optim.sharded import local
 
 if TYPE_CHECKING:
@@ -232,66 +229,20 @@ class TorchEngine:
         self._reshard()
         for name, tensor in state_tensors(self.model).items():
             if name in weights:
-                _fill(tensor, weights[name])
+                optimizer_state.fill_shard(tensor, weights[name])
         if self._host is not None:
             self._host.refresh(weights)
 
     def load(self, checkpoint: Checkpoint) -> None:
         stored = stored_state(checkpoint, self.model)
         self.load_weights(stored.weights)
-        own = self._optimizer if isinstance(self._optimizer, OwnOptimizer) else None
-        if own is None:
-            self._optimizer.state.clear()  # a damaged checkpoint may have been loaded in part
-        else:
-            own.begin_again(checkpoint.optimizer)
-        for name, values in stored.optimizer.items():
-            parameter = self._trained[name]
-            state = self._optimizer.initial_state(parameter) if own is None else own.room(parameter, values)
-            for key, tensor in state.items():
-                if key != AVERAGE or key in values:  # it begins at the weights
-                    state[key] = _filled(tensor, values.get(key), f"{key} of {name}")
-            self._optimizer.state[parameter] = state
+        optimizer_state.restore(self._optimizer, self._trained, stored, checkpoint.optimizer)
         self._scaling.load(checkpoint.root)
 
     def save(self, folder: Path, *, background: bool) -> SaveHandle:
         self._reshard()
-        state = {"model": stored_tensors(self.model), "optim": self._optimizer_state()}
+        optimizer = optimizer_state.to_store(self._optimizer, self._trained)
+        state = {"model": stored_tensors(self.model), "optim": optimizer}
         if not dist.is_initialized() or dist.get_rank() == 0:
             self._scaling.save(folder)
         return self._saver.save(state, folder, background=background)
-
-    def _optimizer_state(self) -> dict[str, Any]:
-        """The optimizer's state by parameter name, in the layout of torch's ``get_optimizer_state_dict``."""
-        names: dict[Tensor, str] = {parameter: name for name, parameter in self._trained.items()}
-        groups = [
-            {**group, "params": [names[p] for p in group["params"]]} for group in self._optimizer.param_groups
-        ]
-        if isinstance(self._optimizer, OwnOptimizer):
-            return {"state": self._optimizer.stored(), "param_groups": [plain_group(g) for g in groups]}
-        state = {names[p]: dict(values) for p, values in self._optimizer.state.items()}
-        return {"state": state, "param_groups": groups}
-
-
-def _filled(target: Any, value: StoredTensor | float | bool | None, name: str) -> Any:
-    """One entry of a parameter's optimizer state: ``target``, filled, or a number in its place.
-
-    Raises:
-        CheckpointError: if ``value`` is missing or has another shape.
-    """
-    shape = tuple(getattr(target, "shape", ()))
-    if isinstance(value, StoredTensor) and shape and value.shape == shape:
-        _fill(target, value)
-    elif value is not None and not shape:
-        number = value.read().item() if isinstance(value, StoredTensor) else value
-        return target.fill_(number) if isinstance(target, torch.Tensor) else type(target)(number)
-    else:
-        raise CheckpointError(f"{name} is missing, or not of shape {list(shape)}")
-    return target
-
-
-def _fill(target: Tensor, source: ReadableTensor) -> None:
-    """Copy ``source`` into ``target``: all of it, or a DTensor's local shard."""
-    if not isinstance(target, DTensor):
-        fill(target, source)
-    elif (shard := target.to_local()).numel():
-        fill(shard, source, torch_private.local_slices(target))

@@ -207,7 +207,9 @@ class TrainingLoss:
             return
         draws = torch.Generator().manual_seed(0)
         valid = labels != IGNORED
-        made = {name: -torch.rand(labels.shape, generator=draws) * valid for name in STATISTICS}
+        made: dict[str, Tensor] = {
+            name: -torch.rand(labels.shape, generator=draws) * valid for name in STATISTICS
+        }
         if LOGITS in self.needs:
             made[LOGITS] = torch.randn((*labels.shape, classes), generator=draws)
         outputs = Outputs(**{name: value for name, value in made.items() if name in self.needs})
