@@ -11,6 +11,7 @@ import pytest
 
 import converters.cli
 import portable.cli
+import portable.commands.data
 import portable.planner.cli
 import portable.reporting.html_report
 from converters.commands import EXIT_CODES, command
@@ -23,6 +24,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "portable.cli": portable.cli.main,
     "portable.reporting.html_report": portable.reporting.html_report.main,
     "portable.planner.cli": portable.planner.cli.main,
+    "portable.commands.data": portable.commands.data.main,
 }
 
 
