@@ -346,7 +346,8 @@ def changes(folder: Path, packages: str, samples: int, systems: list[str]) -> No
         for before, after in (((1, 2), (1, 2)), ((1, 2), (1, 3)), ((2, 2), (1, 2))):
             state = str(folder / f"changed-{system}")
             first = run(
-                system, folder, packages, world=before[0], workers=before[1], count=samples // 3 // BATCH * BATCH // before[0],
+                system, folder, packages, world=before[0], workers=before[1],
+                count=samples // 3 // BATCH * BATCH // before[0],
                 save=state,
             )  # fmt: skip
             then = run(
