@@ -95,6 +95,7 @@ def test_ctrl_c_is_told_alike(capsys: pytest.CaptureFixture[str], monkeypatch: p
 
     monkeypatch.setattr("portable.config.parse_args", interrupted)
     monkeypatch.setattr("portable.planner.cli.read_command", interrupted)
+    monkeypatch.setattr("portable.commands.data.read_command", interrupted)
     monkeypatch.setattr("portable.reporting.html_report.place_of", interrupted)
     monkeypatch.setattr("converters.cli._convert", interrupted)
     for module, main in COMMANDS.items():

@@ -238,8 +238,8 @@ class DataConfig(Section):
     stream: Flag = Field(
         default=False,
         description="Train while the files are read: parts of them are tokenized ahead of the run, and at "
-        "most data.cache_limit of their tokens is on disk. For data larger than the disk, to begin at once, and "
-        "for the tokens of portable-data (causal-lm). Nothing is held out of it: set data.eval.",
+        "most data.cache_limit of their tokens is on disk. For data larger than the disk, to begin at once, "
+        "and for the tokens of portable-data (causal-lm). Nothing is held out of it: set data.eval.",
         json_schema_extra=OF_SOURCE,
     )
     shuffle_window: int = Field(
