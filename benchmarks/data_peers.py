@@ -143,7 +143,7 @@ class Reader:
 
         files = folder / ("ours, prepared" if "prepared" in system else "mosaic")
         settings = _settings(files, folder) | {"cache_dir": str(folder / f"cache {system}")}
-        self._data = build_data(DataConfig(**settings), seed=1)
+        self._data: Any = build_data(DataConfig(**settings), seed=1)
         position, manifest = state or (0, {})
         self._data.train.adopt(manifest)
         self._taken = position // BATCH
@@ -343,7 +343,7 @@ def _medians(rows: dict[str, Any]) -> dict[str, Any]:
 def changes(folder: Path, packages: str, samples: int, systems: list[str]) -> None:
     """What is repeated and lost in an epoch when workers or ranks change at a resume."""
     for system in systems:
-        for before, after in (((1, 2), (1, 2)), ((1, 2), (1, 3)), ((2, 2), (1, 2))):
+        for before, after in (((1, 2), (1, 3)), ((2, 2), (1, 2))):
             state = str(folder / f"changed-{system}")
             first = run(
                 system, folder, packages, world=before[0], workers=before[1],
