@@ -164,14 +164,8 @@ def main() -> None:
             rates.setdefault("the quickstart trains on", []).append(quickstart(scratch))
     medians = {name: statistics.median(found) for name, found in rates.items()}
     print(f"{cores()} cores, {args.megabytes:.0f} MB of text, medians of {args.repeats}")
-    print(
-        table(
-            [
-                (name, f"{rate:,.0f} tokens/s", f"{rate / cores():,.0f} a core")
-                for name, rate in medians.items()
-            ]
-        )
-    )
+    rows = [(name, f"{rate:,.0f} tokens/s, {rate / cores():,.0f} a core") for name, rate in medians.items()]
+    print(table(rows))
 
 
 if __name__ == "__main__":
