@@ -143,7 +143,7 @@ class Reader:
 
         files = folder / ("ours, prepared" if "prepared" in system else "mosaic")
         settings = _settings(files, folder) | {"cache_dir": str(folder / f"cache {system}")}
-        self._data = build_data(DataConfig(**settings), seed=1)
+        self._data: Any = build_data(DataConfig(**settings), seed=1)
         position, manifest = state or (0, {})
         self._data.train.adopt(manifest)
         self._taken = position // BATCH
@@ -302,7 +302,9 @@ def _path(system: str, packages: str) -> str:
     return os.pathsep.join([str(Path.cwd()), *([] if system.startswith("ours") else [packages])])
 
 
-def compare(folder: Path, packages: str, samples: int, repeats: int, systems: list[str]) -> None:
+def compare(
+    folder: Path, packages: str, samples: int, repeats: int, systems: list[str], counts: list[int]
+) -> None:
     everything: dict[str, dict[str, Any]] = {system: {} for system in systems}
     for _ in range(repeats):  # interleaved
         for system in systems:
@@ -313,7 +315,7 @@ def compare(folder: Path, packages: str, samples: int, repeats: int, systems: li
                     everything[system].setdefault(key, []).append(first[key])
     for system in systems:
         rows = everything[system]
-        for count in (10_000, 1_000_000):
+        for count in counts:
             if count + 10_000 > samples:
                 continue
             state = str(folder / f"state-{system}-{count}")
@@ -341,10 +343,11 @@ def _medians(rows: dict[str, Any]) -> dict[str, Any]:
 def changes(folder: Path, packages: str, samples: int, systems: list[str]) -> None:
     """What is repeated and lost in an epoch when workers or ranks change at a resume."""
     for system in systems:
-        for before, after in (((1, 2), (1, 2)), ((1, 2), (1, 3)), ((2, 2), (1, 2))):
+        for before, after in (((1, 2), (1, 3)), ((2, 2), (1, 2))):
             state = str(folder / f"changed-{system}")
             first = run(
-                system, folder, packages, world=before[0], workers=before[1], count=BATCH * 100 // before[0],
+                system, folder, packages, world=before[0], workers=before[1],
+                count=samples // 3 // BATCH * BATCH // before[0],
                 save=state,
             )  # fmt: skip
             then = run(
@@ -374,6 +377,7 @@ def main() -> None:
     parser.add_argument(
         "--few", type=int, default=64 * 300, help="samples for the changes of ranks and workers"
     )
+    parser.add_argument("--resume", type=int, nargs="+", default=[10_000, 1_000_000])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--systems", default=";".join(SYSTEMS))
     parser.add_argument("--only", choices=["speed", "changes"])
@@ -401,7 +405,7 @@ def main() -> None:
                 environment = {**os.environ, "PYTHONPATH": _path(system, args.packages), "HOME": scratch}
                 subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
             if part == "speed":
-                compare(folder, args.packages, count, args.repeats, systems)
+                compare(folder, args.packages, count, args.repeats, systems, args.resume)
             else:
                 changes(folder, args.packages, count, systems)
 

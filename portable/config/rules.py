@@ -284,6 +284,12 @@ def _data(config: RunConfig) -> Iterator[ConflictError]:
         streams = [name for name, one in training_sources(data).items() if one.settings.stream]
         if streams:
             yield from _streams(config, training_key(streams[0]))
+        for key, one in ((training_key(name), training_sources(data)[name].settings) for name in streams):
+            if one.max_samples is not None:
+                yield ConflictError(
+                    (f"{key}.max_samples", f"{key}.stream"),
+                    f"{key}.max_samples does not work with {key}.stream; name fewer files, or stop earlier",
+                )
         weight_schedule(data)
     except SourceError as error:
         yield ConflictError((error.key, "data.sources"), str(error))

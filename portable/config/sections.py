@@ -237,15 +237,15 @@ class DataConfig(Section):
     )
     stream: Flag = Field(
         default=False,
-        description="Train while the files are read: they are tokenized one by one, ahead of the run, and at "
-        "most data.cache_limit of their tokens is on disk. For data that is larger than the disk, and "
-        "to begin at once (causal-lm). Nothing is held out of it: set data.eval.",
+        description="Train while the files are read: parts of them are tokenized ahead of the run, and at "
+        "most data.cache_limit of their tokens is on disk. For data larger than the disk, to begin at once, "
+        "and for the tokens of portable-data (causal-lm). Nothing is held out of it: set data.eval.",
         json_schema_extra=OF_SOURCE,
     )
     shuffle_window: int = Field(
         default=1,
         ge=1,
-        description="Files of a stream whose samples are mixed: windows of so many, in a shuffled order. "
+        description="Parts of a stream whose samples are mixed: windows of so many, in a shuffled order. "
         "More is shuffled better, and the run begins once as many are tokenized.",
         json_schema_extra=IDENTITY,
     )
@@ -426,7 +426,7 @@ class DataConfig(Section):
         default=0,
         ge=0,
         description="Processes that prepare batches for each rank. 0: prepare them in the rank itself. Raise "
-        "it if the accelerator waits for data.",
+        "it if the accelerator waits for data. As many, at least one, tokenize a stream on each machine.",
     )
     cache_dir: PathText | None = Field(
         default=None,

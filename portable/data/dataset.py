@@ -152,6 +152,7 @@ def build_data(
     name = settings.tokenizer or model_tokenizer
     if name is None and finished is not None:
         raise UserError("data.tokenizer: finished samples do not say which it was; set it")
+    name = name or _tokenizer_of_tokens(settings, sources)
     tokenizer = _tokenizer(
         settings,
         sources,
@@ -243,6 +244,16 @@ def build_data(
     )
 
 
+def _tokenizer_of_tokens(
+    settings: DataConfig, sources: Mapping[str, tuple[DataConfig, Source]]
+) -> str | None:
+    """The folder of the tokenizer of tokens that were made ahead of time, if a source has such."""
+    for _, source in sources.values():
+        if isinstance(source, StreamedFiles) and source.tokenizer is not None:
+            return str(source.tokenizer(cache_dir(settings)))
+    return None
+
+
 def _tokenizer(
     settings: DataConfig,
     sources: Mapping[str, tuple[DataConfig, Source]],
@@ -253,11 +264,7 @@ def _tokenizer(
     ends_texts: bool,
     trust_remote_code: bool,
 ) -> Any:
-    """The tokenizer ``name``; without one, that of tokens made ahead, or one trained on the sources."""
-    if name is None:
-        for _, source in sources.values():
-            if isinstance(source, StreamedFiles) and source.tokenizer is not None:
-                name = str(source.tokenizer(cache_dir(settings)))
+    """The tokenizer ``name``; without one, one that is trained on the sources."""
     if name is not None:
         tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code, **languages_of(settings, task))
     else:
@@ -466,6 +473,8 @@ def inspect_data(
     training = _as_one(sources)
     evals = _eval_sources(settings, task, sources, remember=False)
     name = settings.tokenizer or model_tokenizer
+    if name is None and not training.downloads:
+        name = _tokenizer_of_tokens(settings, sources)
     size: int | None = None
     folder: str | None = name
     opened: dict[str, Any] = {}

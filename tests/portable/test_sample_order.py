@@ -211,11 +211,9 @@ def leg(folder: Path, sources: Path, settings: dict[str, Any], stop_after: int) 
         "checkpoint__every_steps": STEPS_OF_LEG,
     }  # fmt: skip
     config = configured(folder, sources / "code.jsonl", **{**given, **settings})
-    loader, batches.TrainLoader = batches.TrainLoader, Recorded  # type: ignore[misc]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(batches, "TrainLoader", Recorded)
         return run_rank(config.backend, config)
-    finally:
-        batches.TrainLoader = loader  # type: ignore[misc]
 
 
 @pytest.mark.exhaustive

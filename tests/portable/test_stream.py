@@ -271,6 +271,7 @@ def test_a_file_without_text_has_no_samples(files: Path) -> None:
         ({"data.stream": True, "data.source": "x.jsonl", "model.task": "masked-lm"}, "causal-lm alone"),
         ({"data.stream": True, "data.source": "x.jsonl", "data.eval_fraction": 0.1}, "holds nothing out"),
         ({"data.sources": [{"name": "a", "source": "x", "stream": True}]}, "give it a weight"),
+        ({"data.stream": True, "data.source": "x.jsonl", "data.max_samples": 5}, "max_samples does not work"),
     ],
 )
 def test_what_a_stream_cannot_do_is_refused(given: dict[str, Any], said: str) -> None:

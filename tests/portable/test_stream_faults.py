@@ -38,7 +38,7 @@ def stream(files: Path, **more: Any) -> Stream:
 
 
 def rows(found: Stream, count: int = COUNT) -> list[list[int]]:
-    return found.batch(ids(found, 0, count))["input_ids"].tolist()  # type: ignore[no-any-return]
+    return found.batch(ids(found, 0, count))["input_ids"].tolist()
 
 
 @pytest.fixture

@@ -136,9 +136,11 @@ class Ahead:
             self._workers.add(worker)
             if self._closed:
                 worker.kill()
-        yield
-        with self._changed:
-            self._workers.discard(worker)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._workers.discard(worker)
 
     def _next(self) -> Shard | None:
         """Wait for a shard to tokenize; None after :meth:`close`."""
