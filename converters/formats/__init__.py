@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from converters.storage.path_or_url import Place
 
 _MODULES = (
+    "converters.formats.megatron.core",
+    "converters.formats.megatron.reader",
     "converters.formats.dcp.reader",
     "converters.formats.deepspeed.universal",
     "converters.formats.deepspeed.reader",

@@ -1,0 +1,223 @@
+"""Megatron-LM's rank files against Megatron-Core's own logits, through transformers.
+
+The files are written by `make_megatron.py`, by Megatron-Core's parallel modules on the CPU, and skipped where
+`megatron-core` is not installed. The damage is done to files of the same layout that this module writes
+itself: an independent splitter, whose inverse is checked bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import transformers
+
+from converters import CheckpointError, open_checkpoint, write_checkpoint
+from tests.converters.compare import assert_model
+from tests.converters.making import written_by
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+COMMON = {
+    "vocab_size": 120,
+    "max_position_embeddings": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+LLAMA = {**COMMON, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "rms_norm_eps": 1e-5}
+CONFIGS: dict[str, transformers.PretrainedConfig] = {
+    "llama-2x2": transformers.LlamaConfig(**LLAMA, head_dim=8, tie_word_embeddings=False),
+    "llama-tied-2x1": transformers.Qwen2Config(**LLAMA, head_dim=12, tie_word_embeddings=True),
+    "gpt-2x2": transformers.GPT2Config(
+        vocab_size=120,
+        n_embd=32,
+        n_layer=4,
+        n_head=4,
+        n_inner=48,
+        n_positions=64,
+        bos_token_id=0,
+        eos_token_id=0,
+    ),
+}
+
+
+@pytest.fixture(scope="session")
+def written_megatron(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("megatron.core")
+    return written_by("make_megatron", tmp_path_factory)
+
+
+@pytest.mark.parametrize("run", [*CONFIGS, *(f"core-{run}" for run in CONFIGS)])
+def test_transformers_computes_what_megatron_computed(
+    written_megatron: Path, tmp_path: Path, run: str
+) -> None:
+    """Two tensor ranks, and two stages but for one; padded vocabulary, grouped queries, tied and not."""
+    shutil.copytree(written_megatron / run, tmp_path / "run")
+    (tmp_path / "run" / "config.json").write_text(json.dumps(CONFIGS[run.removeprefix("core-")].to_dict()))
+    checkpoint = open_checkpoint(tmp_path / "run")
+    assert checkpoint.format == ("megatron-core" if run.startswith("core-") else "megatron")
+    assert checkpoint.metadata["step"] == 7
+    write_checkpoint(checkpoint, tmp_path / "out", verify=True)
+    model, loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
+    assert not any(loaded.values())
+    with torch.no_grad():
+        found = model(torch.arange(3, 23)[None]).logits[0]
+    theirs = torch.load(written_megatron / f"{run.removeprefix('core-')}.logits.pt")
+    torch.testing.assert_close(found, theirs, rtol=1e-5, atol=2e-5)
+
+
+# -- an independent splitter ---------------------------------------------------------------------------------
+
+
+def llama() -> dict[str, torch.Tensor]:
+    """A Llama's weights: 2 layers, 4 heads in 2 groups, heads of 6, 10 tokens."""
+    torch.manual_seed(0)
+    made = {"model.embed_tokens.weight": (10, 8), "model.norm.weight": (8,), "lm_head.weight": (10, 8)}
+    for i in range(2):
+        sizes = {
+            "self_attn.q_proj": (24, 8),
+            "self_attn.k_proj": (12, 8),
+            "self_attn.v_proj": (12, 8),
+            "self_attn.o_proj": (8, 24),
+            "mlp.gate_proj": (6, 8),
+            "mlp.up_proj": (6, 8),
+            "mlp.down_proj": (8, 6),
+            "input_layernorm": (8,),
+            "post_attention_layernorm": (8,),
+        }
+        made |= {f"model.layers.{i}.{name}.weight": size for name, size in sizes.items()}
+    return {name: torch.randn(size).bfloat16() for name, size in made.items()}
+
+
+def split(folder: Path, old: bool = False, chunks: bool = False, **more: Any) -> None:
+    """Two tensor ranks of `llama()`; with the old names, or in chunks of an interleaved schedule."""
+    weights = llama()
+    pad = torch.zeros(2, 8, dtype=torch.bfloat16)
+    args = argparse.Namespace(
+        **{
+            "num_layers": 2,
+            "hidden_size": 8,
+            "num_attention_heads": 4,
+            "group_query_attention": True,
+            "num_query_groups": 2,
+            "kv_channels": 6,
+            "swiglu": True,
+            "normalization": "RMSNorm",
+            "position_embedding_type": "rope",
+            "tensor_model_parallel_size": 2,
+            "pipeline_model_parallel_size": 1,
+            "vocab_size": 10,
+            **more,
+        }
+    )
+    for tp in range(2):
+        half = slice(tp * 6, tp * 6 + 6)
+        layers: list[dict[str, torch.Tensor]] = []
+        for i in range(2):
+            at = {name.split(f"layers.{i}.")[1]: w for name, w in weights.items() if f"layers.{i}." in name}
+            q, k, v = (at[f"self_attn.{what}_proj.weight"] for what in "qkv")
+            up = slice(tp * 3, tp * 3 + 3)
+            gated = [at[f"mlp.{what}_proj.weight"][up] for what in ("gate", "up")]
+            layers.append(
+                {
+                    "input_layernorm.weight": at["input_layernorm.weight"],
+                    "self_attention.linear_qkv.weight": torch.cat(
+                        [q[tp * 12 : tp * 12 + 12], k[half], v[half]]
+                    ),
+                    "self_attention.linear_proj.weight": at["self_attn.o_proj.weight"][
+                        :, tp * 12 : tp * 12 + 12
+                    ],
+                    "pre_mlp_layernorm.weight": at["post_attention_layernorm.weight"],
+                    "mlp.linear_fc1.weight": torch.cat(gated),
+                    "mlp.linear_fc2.weight": at["mlp.down_proj.weight"][:, up],
+                }
+            )
+        words = torch.cat([weights["model.embed_tokens.weight"], pad])[half]
+        head = torch.cat([weights["lm_head.weight"], pad])[half]
+        first = {"embedding.word_embeddings.weight": words}
+        last = {"decoder.final_layernorm.weight": weights["model.norm.weight"], "output_layer.weight": head}
+        every = [{f"decoder.layers.{i}.{k}": v for k, v in layer.items()} for i, layer in enumerate(layers)]
+        state: dict[str, Any] = {"args": args, "checkpoint_version": 3.0, "iteration": 5, "optimizer": {}}
+        if chunks:
+            state |= {"model0": {**first, **every[0]}}
+            second = {f"decoder.layers.0.{k}": v for k, v in layers[1].items()}
+            state |= {"model1": {**second, **last}}
+        elif old:
+            names = {
+                "self_attention.linear_qkv": "self_attention.query_key_value",
+                "self_attention.linear_proj": "self_attention.dense",
+                "mlp.linear_fc1": "mlp.dense_h_to_4h",
+                "mlp.linear_fc2": "mlp.dense_4h_to_h",
+                "pre_mlp_layernorm": "post_attention_norm",
+                "input_layernorm": "input_norm",
+            }
+            encoder = {f"layers.{i}.{k}": v for i, layer in enumerate(layers) for k, v in layer.items()}
+            for new, before in names.items():
+                encoder = {key.replace(new, before): value for key, value in encoder.items()}
+            encoder["final_norm.weight"] = weights["model.norm.weight"]
+            language = {
+                "embedding": {"word_embeddings": {"weight": words}},
+                "encoder": encoder,
+                "output_layer": {"weight": head},
+            }
+            state["model"] = {"language_model": language}
+        else:
+            state["model"] = {**first, **every[0], **every[1], **last}
+        place = folder / f"mp_rank_{tp:02d}"
+        place.mkdir(parents=True)
+        torch.save(state, place / "model_optim_rng.pt")
+
+
+@pytest.mark.parametrize("kind", [{}, {"old": True}, {"chunks": True}])
+def test_every_layout_bit_for_bit(tmp_path: Path, kind: dict[str, bool]) -> None:
+    split(tmp_path / "iter_0000005", **kind)
+    for path in (tmp_path, tmp_path / "iter_0000005" / "mp_rank_01"):
+        checkpoint = open_checkpoint(path)
+        assert checkpoint.metadata == {"world_size": 2, "step": 5}
+        assert_model(checkpoint, llama())
+        with pytest.raises(CheckpointError, match="optimizer state holds no names"):
+            _ = checkpoint.optimizer
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({"num_experts": 8}, "num_experts=8 is not supported"),
+        ({"rotary_interleaved": True}, "rotary_interleaved=True"),
+        ({"apply_layernorm_1p": True}, "apply_layernorm_1p=True"),
+        ({"position_embedding_type": "none"}, "neither Llama- nor GPT-2-shaped"),
+        ({"num_layers": 3}, "layer 2 are missing"),
+        ({"num_layers": 1}, "holds layer 1, its args say 1"),
+        ({"num_query_groups": 1}, "not of 4 heads of 6 rows in 1 groups"),
+        ({"tensor_model_parallel_size": 4}, "tensor rank 2, pipeline rank 0 is missing"),
+        ({"pipeline_model_parallel_size": 2}, "tensor rank 0, pipeline rank 1 is missing"),
+        ({"vocab_size": 13}, "has 12 rows for 13 tokens"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, more: dict[str, Any], told: str) -> None:
+    split(tmp_path, **more)
+    with pytest.raises(CheckpointError, match=told):
+        open_checkpoint(tmp_path)
+
+
+def test_a_rank_of_another_step_or_value_is_refused(tmp_path: Path) -> None:
+    split(tmp_path)
+    path = tmp_path / "mp_rank_01" / "model_optim_rng.pt"
+    good = torch.load(path, weights_only=False)
+    for change, told in (
+        ("iteration", "its iteration differs"),
+        ("norm", "differs between the tensor ranks"),
+    ):
+        bad = {**good, "iteration": 6} if change == "iteration" else {**good, "model": dict(good["model"])}
+        if change == "norm":
+            bad["model"]["decoder.final_layernorm.weight"] = torch.zeros(8, dtype=torch.bfloat16)
+        torch.save(bad, path)
+        with pytest.raises(CheckpointError, match=told):
+            open_checkpoint(tmp_path)
