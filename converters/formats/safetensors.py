@@ -192,4 +192,11 @@ def _counts(value: Any) -> list[int] | None:
     return None
 
 
-FORMAT = Format("safetensors", _detect, _open, _incomplete)
+FORMAT = Format(
+    "safetensors",
+    _detect,
+    _open,
+    _incomplete,
+    written_by="transformers, the Trainer's plain `checkpoint-N`, this project",
+    recognised_by="`model.safetensors` or its index, the only `.safetensors` file",
+)

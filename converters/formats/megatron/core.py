@@ -95,4 +95,11 @@ def _layer(tensor: Tensor, number: int) -> Tensor:
     return Tensor.contiguous(tensor.name, tensor.dtype, tensor.shape[1:], source_of(tensor), number * step)
 
 
-FORMAT = Format("megatron-core", _detect, _open)
+FORMAT = Format(
+    "megatron-core",
+    _detect,
+    _open,
+    written_by="Megatron-Core's `torch_dist`, of the same models",
+    recognised_by="`common.pt` beside DCP's `.metadata`",
+    optimizer=False,
+)

@@ -291,4 +291,11 @@ def _by_core_names(model: Any, where: str) -> dict[str, StoredTensor]:
     return found
 
 
-FORMAT = Format("megatron", _detect, _open)
+FORMAT = Format(
+    "megatron",
+    _detect,
+    _open,
+    written_by="Megatron-LM, Llama- and GPT-2-shaped models, tensor and pipeline parallel",
+    recognised_by="`mp_rank_<tp>[_<pp>]/model_optim_rng.pt`",
+    optimizer=False,
+)
