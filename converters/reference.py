@@ -1,7 +1,7 @@
 """The tables of formats in docs/formats.md, generated from the registries.
 
-`python -m converters.reference` writes them, in the repository. With `--check`, nothing is written, and the exit
-code says whether the page is up to date.
+`python -m converters.reference` writes them, in the repository. With `--check`, nothing is written, and the
+exit code says whether the page is up to date.
 """
 
 from __future__ import annotations

@@ -36,7 +36,9 @@ def llama() -> dict[str, torch.Tensor]:
     return {name: torch.randn(size).bfloat16() for name, size in made.items()}
 
 
-def split(folder: Path, old: bool = False, chunks: bool = False, **more: Any) -> None:
+def split(
+    folder: Path, old: bool = False, chunks: bool = False, optimizer: bool = False, **more: Any
+) -> None:
     """Two tensor ranks of `llama()`; with the old names, or in chunks of an interleaved schedule."""
     weights = llama()
     pad = torch.zeros(2, 8, dtype=torch.bfloat16)
@@ -84,7 +86,9 @@ def split(folder: Path, old: bool = False, chunks: bool = False, **more: Any) ->
         first = {"embedding.word_embeddings.weight": words}
         last = {"decoder.final_layernorm.weight": weights["model.norm.weight"], "output_layer.weight": head}
         every = [{f"decoder.layers.{i}.{k}": v for k, v in layer.items()} for i, layer in enumerate(layers)]
-        state: dict[str, Any] = {"args": args, "checkpoint_version": 3.0, "iteration": 5, "optimizer": {}}
+        state: dict[str, Any] = {"args": args, "checkpoint_version": 3.0, "iteration": 5}
+        if optimizer:
+            state["optimizer"] = {}
         if chunks:
             state |= {"model0": {**first, **every[0]}}
             second = {f"decoder.layers.0.{k}": v for k, v in layers[1].items()}

@@ -78,12 +78,12 @@ def test_transformers_computes_what_megatron_computed(
 
 @pytest.mark.parametrize("kind", [{}, {"old": True}, {"chunks": True}])
 def test_every_layout_bit_for_bit(tmp_path: Path, kind: dict[str, bool]) -> None:
-    split(tmp_path / "iter_0000005", **kind)
+    split(tmp_path / "iter_0000005", optimizer=True, **kind)
     for path in (tmp_path, tmp_path / "iter_0000005" / "mp_rank_01"):
         checkpoint = open_checkpoint(path)
         assert checkpoint.metadata == {"world_size": 2, "step": 5}
         assert_model(checkpoint, llama())
-        with pytest.raises(CheckpointError, match="optimizer state holds no names"):
+        with pytest.raises(CheckpointError, match="holds no names of parameters"):
             _ = checkpoint.optimizer
 
 
@@ -93,6 +93,9 @@ def test_all_layers_in_one_tensor_bit_for_bit(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint.format == "megatron-core" and checkpoint.metadata == {"step": 5}
     assert_model(checkpoint, llama())
+    (tmp_path / "iter_0000005" / "common.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"common\.pt: No such file"):
+        open_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize(

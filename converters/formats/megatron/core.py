@@ -24,6 +24,7 @@ from converters.formats.dcp.reader import read_tensors
 from converters.formats.megatron.names import as_transformers, plain_key, shape_of
 from converters.formats.megatron.reader import PREFIXES, STANDINS
 from converters.storage.folder import Folder
+from converters.storage.guarded import read_small
 from converters.tensors.dtypes import itemsize
 from converters.tensors.rearranged import source_of
 from converters.tensors.tensor import Tensor, row_major
@@ -39,7 +40,16 @@ _OTHER = re.compile(r"optimizer\..*|rng_state.*|rerun_state.*|.*\._extra_state.*
 
 def _folder(path: Place) -> Place | None:
     folder = path.parent if path.is_file() and path.name == _COMMON else path
-    return folder if metadata_files(folder) and (folder / _COMMON).is_file() else None
+    if not metadata_files(folder):
+        return None
+    return folder if (folder / _COMMON).is_file() or _says_torch_dist(folder) else None
+
+
+def _says_torch_dist(folder: Place) -> bool:
+    try:
+        return b'"torch_dist"' in read_small(folder / "metadata.json", limit=4096, head=True)
+    except (OSError, CheckpointError):
+        return False
 
 
 def _detect(source: Source) -> bool:

@@ -257,6 +257,6 @@ FORMAT = Format(
     _incomplete,
     written_by="`torch.save`: full state dicts, with or without an optimizer; FSDP `FULL_STATE_DICT` as "
     "Accelerate and the Trainer save it",
-    recognised_by="`pytorch_model.bin` or its index, `pytorch_model_fsdp.bin`, the only `.pt`, `.pth`, `.bin` "
-    "or `.ckpt` file",
+    recognised_by="`pytorch_model.bin` or its index, `pytorch_model_fsdp.bin`, the only `.pt`, `.pth`, "
+    "`.bin` or `.ckpt` file",
 )
