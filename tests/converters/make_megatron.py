@@ -138,9 +138,9 @@ def save(rank: int, world: int, out: Path, *, kind: str, tp: int, pp: int) -> No
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
     from megatron.core.tensor_parallel import random
 
-    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
-    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[assignment,method-assign]
-    torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[return-value,assignment]
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
+    torch.cuda.synchronize = lambda *_: None
     random.CudaRNGStatesTracker.fork = lambda self, name="": nullcontext()
     parallel_state.initialize_model_parallel(tp, pp)
     args = settings(kind, tp, pp)

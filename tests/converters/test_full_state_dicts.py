@@ -364,7 +364,7 @@ def test_a_model_inside_another_module(tmp_path: Path, kind: str) -> None:
     holder.model.model = nn.Linear(3, 2)
     holder.model.lm_head = nn.Linear(2, 5)
     optimizer = torch.optim.AdamW(holder.parameters())
-    sum(value.square().sum() for value in holder.parameters()).backward()
+    torch.stack([value.square().sum() for value in holder.parameters()]).sum().backward()
     optimizer.step()
     state = optimizer.state_dict()
     names = [name for name, _ in holder.named_parameters()]
