@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from converters.storage.path_or_url import Place
 
 _MODULES = (
+    "converters.formats.megatron.core",
+    "converters.formats.megatron.reader",
     "converters.formats.dcp.reader",
     "converters.formats.deepspeed.universal",
     "converters.formats.deepspeed.reader",
@@ -58,6 +60,8 @@ class Format:
         open: the logical checkpoint; CheckpointError for anything damaged.
         incomplete: why a path that looks like this format cannot be opened, for the error message; else None.
         tags: whether `open` handles `Source.tag` itself.
+        written_by, recognised_by: for the documentation, in its own markup.
+        optimizer: whether the optimizer's state is converted too.
     """
 
     name: str
@@ -65,6 +69,9 @@ class Format:
     open: Callable[[Source], Checkpoint]
     incomplete: Callable[[Source], str | None] = lambda source: None
     tags: bool = False
+    written_by: str = ""
+    recognised_by: str = ""
+    optimizer: bool = True
 
 
 @cache

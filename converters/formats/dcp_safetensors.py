@@ -149,4 +149,10 @@ def _check_consolidated(path: Place, stored: dict[str, Tensor]) -> None:
             )
 
 
-FORMAT = Format("dcp-safetensors", _detect, _open)
+FORMAT = Format(
+    "dcp-safetensors",
+    _detect,
+    _open,
+    written_by="torch's `HuggingFaceStorageWriter(save_distributed=True)`: torchtitan, Automodel",
+    recognised_by="`shard-<r>-model-<k>-of-<n>.safetensors`, there or in `sharded/`",
+)

@@ -188,4 +188,11 @@ def _counts(value: Any) -> list[int] | None:
     return value if not value or (min(value) >= 0 and max(value) < 1 << 63) else None
 
 
-FORMAT = Format("safetensors", _detect, _open, _incomplete)
+FORMAT = Format(
+    "safetensors",
+    _detect,
+    _open,
+    _incomplete,
+    written_by="transformers, the Trainer's plain `checkpoint-N`, this project",
+    recognised_by="`model.safetensors` or its index, the only `.safetensors` file",
+)

@@ -338,7 +338,10 @@ def _tokenizer(checkpoint: Checkpoint, config: Mapping[str, Any]) -> dict[str, A
     """The tokenizer's tables; `no_vocab`, with a warning, where llama.cpp would not split in the same way."""
     path = checkpoint.companions.get("tokenizer.json")
     known = None if path is None else json.loads(read_small_text(path))
-    tables = _byte_level_bpe(known, config) if isinstance(known, dict) else None
+    try:
+        tables = _byte_level_bpe(known, config) if isinstance(known, dict) else None
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError):  # not a tokenizer.json
+        tables = None
     if tables is None:
         why = (
             "has no tokenizer.json"
@@ -408,7 +411,7 @@ def _splitting(steps: Any) -> str | None:
     pattern = first.get("pattern", {}).get("Regex") if first.get("type") == "Split" else None
     plain = second.get("type") == "ByteLevel" and second.get("use_regex") is False
     isolated = first.get("behavior") == "Isolated" and not first.get("invert")
-    return _SPLITS.get(pattern) if plain and isolated and not second.get("add_prefix_space") else None
+    return _SPLITS.get(str(pattern)) if plain and isolated and not second.get("add_prefix_space") else None
 
 
 def _adds_bos(step: Any, vocab: Mapping[int, str], config: Mapping[str, Any]) -> bool | None:

@@ -36,11 +36,13 @@ class Target:
         plan: the files to write.
         opened_by: the programs that open them, for the documentation.
         optimizer: whether the format holds an optimizer's state.
+        needs_optimizer: whether it cannot be without.
     """
 
     plan: MakePlan
     opened_by: str
     optimizer: bool = True
+    needs_optimizer: bool = False
 
 
 def target(name: str) -> Target:

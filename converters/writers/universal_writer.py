@@ -183,4 +183,8 @@ def _reopen(folder: Place) -> dict[str, Tensor]:
     return {**tensors, **({} if isinstance(common, (int, float)) else {COMMON: as_tensor(common, COMMON)})}
 
 
-TARGET = Target(plan_universal, "DeepSpeed ZeRO 1 to 3, at any world size (`load_universal`)")
+TARGET = Target(
+    plan_universal,
+    "DeepSpeed ZeRO 1 to 3, at any world size (`load_universal`)",
+    needs_optimizer=True,
+)

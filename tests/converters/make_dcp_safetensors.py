@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def three_ranks(rank: int, world: int, out: Path) -> None:
     model, optimizer = trained(world, "fsdp")
     ref = reference(model, optimizer)
-    state = get_model_state_dict(model)
+    state: dict[str, Any] = get_model_state_dict(model)
     state = {name: value for name, value in state.items() if name != "lm_head.weight"}
     moments = {
         f"optim.state.{name}.exp_avg": optimizer.state[value]["exp_avg"]

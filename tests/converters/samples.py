@@ -97,6 +97,7 @@ _WRITTEN = [
 
 def all_samples() -> list[Sample]:
     """Every sample whose packages are installed."""
-    from tests.converters.make_full import SAMPLES
+    from tests.converters import make_full, megatron_layout
 
-    return [sample for sample in [*_WRITTEN, *SAMPLES] if all(find_spec(package) for package in sample.needs)]
+    every = [*_WRITTEN, *make_full.SAMPLES, *megatron_layout.SAMPLES]
+    return [sample for sample in every if all(find_spec(package) for package in sample.needs)]

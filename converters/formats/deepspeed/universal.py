@@ -411,4 +411,12 @@ def _ordered(value: Any) -> Any:
     return [_ordered(item) for item in value] if isinstance(value, list) else value
 
 
-FORMAT = Format("deepspeed-universal", _detect, _open, _incomplete, tags=True)
+FORMAT = Format(
+    "deepspeed-universal",
+    _detect,
+    _open,
+    _incomplete,
+    tags=True,
+    written_by="DeepSpeed's `ds_to_universal`",
+    recognised_by="`zero/<parameter>/fp32.pt`, `latest_universal`",
+)

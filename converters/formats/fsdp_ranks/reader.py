@@ -250,4 +250,11 @@ def _step(path: Place) -> dict[str, int]:
     return {}
 
 
-FORMAT = Format("fsdp-ranks", _detect, _open)
+FORMAT = Format(
+    "fsdp-ranks",
+    _detect,
+    _open,
+    written_by="verl and its descendants: one `torch.save` file a rank of FSDP1 or FSDP2, also with tensor "
+    "parallelism or replicas",
+    recognised_by="`model_world_size_<n>_rank_<r>.pt`, with `optim_world_size_...` beside",
+)

@@ -14,7 +14,7 @@ from converters.checkpoint import OptimizerState, ParamGroups, Scalar
 from converters.containers.pickle_reader import is_index, plain
 from converters.containers.torchzip import StoredTensor
 from converters.errors import CheckpointError, OptimizerStateError
-from converters.names.canonical import plain_name
+from converters.names.canonical import known_name
 from converters.names.index_keys import candidates_of, fit_in_order
 from converters.tensors.tensor import Box, Tensor
 
@@ -106,7 +106,7 @@ def _names(
     """Key -> parameter name."""
     flat = [key for group in keys for key in group]
     if all(type(key) is str for key in flat):
-        return {key: _known(plain_name(key), tensors, where) for key in flat}
+        return {key: _known(key, tensors, where) for key in flat}
     if not all(type(key) is int for key in flat):
         raise CheckpointError(f"{where}: damaged, its groups mix names and numbers")
     listed = [group.get("param_names") for group in groups]  # AdamW(model.named_parameters())
@@ -115,7 +115,7 @@ def _names(
         for names, group in zip(listed, keys, strict=True)
     ):
         return {
-            key: _known(plain_name(str(name)), tensors, where)
+            key: _known(str(name), tensors, where)
             for group, names in zip(keys, listed, strict=True)
             for key, name in zip(group, names or [], strict=True)
         }
@@ -135,7 +135,8 @@ def _names(
     return {keys[group][at]: name for name, (group, at) in places.items()}
 
 
-def _known(name: str, tensors: Mapping[str, Tensor], where: str) -> str:
+def _known(named: str, tensors: Mapping[str, Tensor], where: str) -> str:
+    name = known_name(named, tensors)
     if name not in tensors:
         raise CheckpointError(f"{where}: holds state for {name!r}, which is not in the model")
     return name

@@ -250,4 +250,13 @@ def aliases_of(views: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor])
     return aliases
 
 
-FORMAT = Format("torch", _detect, _open, _incomplete)
+FORMAT = Format(
+    "torch",
+    _detect,
+    _open,
+    _incomplete,
+    written_by="`torch.save`: full state dicts, with or without an optimizer; Lightning's and Composer's "
+    "single file; FSDP `FULL_STATE_DICT` as Accelerate and the Trainer save it",
+    recognised_by="`pytorch_model.bin` or its index, `pytorch_model_fsdp.bin`, the only `.pt`, `.pth`, "
+    "`.bin` or `.ckpt` file",
+)
