@@ -17,7 +17,7 @@ from portable.config import load_config
 from portable.errors import UserError
 from portable.formatting import human_bytes
 from portable.planner.cli import main
-from portable.planner.compiled import Collective, Compiled, CompiledGraph, advised, compare
+from portable.planner.compiled import Collective, Compiled, CompiledGraph, LargeValue, advised, compare
 from portable.planner.memory_model import Setting
 from portable.planner.plan import DeviceBytes, Option
 from tests.tpu import hlo_modules as hlo
@@ -372,13 +372,15 @@ def test_peak_and_comparison() -> None:
         (130, 153, pytest.approx(17.69, abs=0.01)),
         (400, 500, 25),
     ]
-    one = Compiled("v5e:2x2", "libtpu", 90, (graph(argument_bytes=60, temporary_bytes=70),))
+    value = LargeValue("f32[8,4]", 128, "aten__mm", "llama.py:12")
+    step = graph(argument_bytes=60, temporary_bytes=70, large_values=(LargeValue("s8[9]", 9, "", ""), value))
+    one = Compiled("v5e:2x2", "libtpu", 90, (step,))
     resident, working, *_ = compare(one, option, 1)
     assert (resident.planned, working.planned) == (60, 70)  # the gradients come and go within the step
     (problem,) = advised(one, "less").problems
     assert problem == (
         "the run does not fit: 60 B of arguments, 70 B of temporary values and results and 0 B of code are "
-        "more than 90 B; try less"
+        "more than 90 B, the largest value is f32[8,4] (128 B) of aten__mm at llama.py:12; remedy: less"
     )
 
 
