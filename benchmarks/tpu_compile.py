@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.machine import command_line
 from benchmarks.pages import put_into
+from portable.adapters.adapter import training_model
+from portable.adapters.settings import settled
 from portable.config import load_config
 from portable.errors import UserError
 from portable.model import build as models
@@ -308,7 +310,8 @@ CASES = (
 def plan(case: Case, folder: str) -> tuple[Option, int]:
     """What the planner says of a case, and the size of its vocabulary."""
     config = case.config(folder)
-    model = models.build_model(models.model_config(config.model), config.model)
+    config = settled(config)
+    model = training_model(models.model_config(config.model), config)
     device = named(case.device)
     target = Target("xla", Cluster(case.devices, device.per_node), device, None)
     planner = Planner(config, MetaModel(model, config), target)

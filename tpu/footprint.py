@@ -54,7 +54,7 @@ def units(model: nn.Module, config: RunConfig) -> list[nn.Module]:
 
 
 SCATTERED_WHILE_MULTIPLYING = range(8, 33)
-"""Sizes of groups for which the compiler splits the product that is a gradient and sends it in pieces."""
+"""Groups for which the compiler splits the product that is a gradient, and sends piece after piece."""
 # Products are written, with what elementwise operations make of them.
 _PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "convolution", "_grouped_mm"}
 # Reductions whose results are as large as their operand: that is read again, with the small sums of its rows.

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from tpu.layout import marked
+from tpu.runtime import xla
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,4 +62,7 @@ class _Head(torch.autograd.Function):
         of_hidden = gradient @ gathered
         tokens, columns = (marked(t.flatten(0, 1), ctx.apart) for t in (hidden, gradient))
         # Transposed: the compiler scatters along a major dim, but not along every minor one.
-        return of_hidden, marked(tokens.t() @ columns, ctx.cut).t(), None, None, None
+        of_weight = marked(tokens.t() @ columns, ctx.cut)
+        # The layers wait for it. The compiler might put it off, and keep the gradients of all logits for it.
+        xla._xla_optimization_barrier_([of_hidden, of_weight])
+        return of_hidden, of_weight.t(), None, None, None
