@@ -26,6 +26,7 @@ import yaml
 
 import converters
 import portable
+from converters.commands import BY_SIGNAL, EXIT_CODES
 from portable import losses
 from portable.config import load_config, parse_args
 from portable.errors import UserError
@@ -261,9 +262,10 @@ def test_modules_that_are_named_exist() -> None:
 
 
 def test_every_page_is_in_the_table_of_contents() -> None:
-    (tree,) = of("{toctree}", pages=[ROOT / "docs" / "index.md"])
-    listed = {line for line in tree.text.splitlines() if line and not line.startswith(":")}
-    assert listed == {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"}
+    trees = of("{toctree}", pages=[ROOT / "docs" / "index.md"])
+    listed = [line for tree in trees for line in tree.text.splitlines() if line and not line.startswith(":")]
+    assert len(listed) == len(set(listed))
+    assert set(listed) == {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"}
 
 
 @pytest.mark.slow
@@ -288,6 +290,12 @@ CHOICES: dict[str, dict[str, Any]] = {
     "activation checkpointing": {"memory.activation_checkpointing": "selective"},
     "onto a disk": {"memory.offload_optimizer": "nvme", "memory.nvme_path": str(ROOT)},
 }
+
+
+def test_the_exit_codes_are_those_of_the_commands() -> None:
+    page = (ROOT / "docs" / "faq.md").read_text("utf-8")
+    told = dict(re.findall(r"^\| (\d+\+?) \| (.*) \|$", page, re.MULTILINE))
+    assert told == {f"{code}+" if code == BY_SIGNAL else str(code): text for code, text in EXIT_CODES.items()}
 
 
 def test_the_table_of_choices_is_what_the_backends_say() -> None:
