@@ -14,9 +14,9 @@ from portable.errors import UserError
 WIDTH, HEIGHT = 1100, 1180
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chromium-headless-shell")
 SETTINGS = (
-    "--train.steps 400 --train.warmup_steps 40 --train.eval_every 50 --checkpoint.every_steps 100 --log.every_steps 5 "
-    "--data.seq_len 64 --data.max_samples 60 --model.config.num_hidden_layers 2 --model.config.hidden_size 64 "
-    "--model.config.intermediate_size 128 --log.sample_tokens 0 --quiet"
+    "--train.steps 400 --train.warmup_steps 40 --train.eval_every 50 --checkpoint.every_steps 100 "
+    "--log.every_steps 5 --log.sample_tokens 0 --quiet --data.seq_len 64 --data.max_samples 60 "
+    "--model.config.num_hidden_layers 2 --model.config.hidden_size 64 --model.config.intermediate_size 128"
 )
 LAUNCHES = (
     "--output_dir runs/moved --train.learning_rate 3e-3 --train.stop_after 150",
