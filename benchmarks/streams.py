@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 from portable.data.samples.base import Arrays, Samples
 from portable.data.samples.mixture import Mixture, Share
 from portable.data.sources.documents import Fields, Source
-from portable.data.sources.shards import Shard, StreamedFiles
+from portable.data.sources.shard import Shard
+from portable.data.sources.shards import StreamedFiles
 from portable.data.stream import Stream
 from portable.formatting import table
 
@@ -50,6 +51,19 @@ class Tokens:
         self.folder = Path("none")
 
 
+class MakesLengths:
+    """Makes samples of shards whose mean length is ``mean``."""
+
+    def __init__(self, mean: int) -> None:
+        self._mean = mean
+
+    def __call__(self, found: Any) -> Samples:
+        return Lengths(self._mean * 3 // 4 + found.number * 2654435761 % (self._mean // 2 + 1))
+
+    def count(self, shard: Shard) -> None:
+        return None
+
+
 class Work:
     """Stands for the tokenizing, and counts the shards that were asked for."""
 
@@ -58,32 +72,24 @@ class Work:
     def __init__(self) -> None:
         self.opened = 0
 
-    def open(self, source: Any) -> Tokens:
+    def open(self, shard: Shard) -> Tokens:
         self.opened += 1
-        return Tokens(source)
+        return Tokens(int(shard.identity))
 
 
 def simulated(shards: int, tokens: float) -> tuple[Stream, Work]:
     """A stream of ``shards`` shards with about ``tokens`` tokens."""
     mean = int(tokens / shards / SEQ_LEN)
 
-    def source(number: int) -> Source:
-        return number  # type: ignore[return-value]
+    def source(fields: Fields) -> Source:
+        raise NotImplementedError
 
-    class Numbered(Shard):
-        @property
-        def source(self) -> Source:
-            return source(int(self.identity))
-
-    listed = [Numbered(lambda: source(0), str(n), mean * SEQ_LEN * 4) for n in range(shards)]
+    listed = [Shard(source, str(n), mean * SEQ_LEN * 4) for n in range(shards)]
     files = StreamedFiles.__new__(StreamedFiles)
-    files.name, files.shards, files._fields = "simulation", tuple(listed), Fields()
+    files.name, files.shards, files.fields = "simulation", tuple(listed), Fields()
     work = Work()
 
-    def samples(found: Any) -> Samples:
-        return Lengths(mean * 3 // 4 + found.number * 2654435761 % (mean // 2 + 1))
-
-    return Stream("simulation", files, work, samples, seed=0, reads_ahead=False), work  # type: ignore[arg-type]
+    return Stream("simulation", files, work, MakesLengths(mean), seed=0, processes=0), work  # type: ignore[arg-type]
 
 
 def memory() -> float:

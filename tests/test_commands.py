@@ -11,6 +11,7 @@ import pytest
 
 import converters.cli
 import portable.cli
+import portable.commands.data
 import portable.planner.cli
 import portable.reporting.html_report
 from converters.commands import EXIT_CODES, command
@@ -23,6 +24,7 @@ COMMANDS: dict[str, Callable[..., int]] = {
     "portable.cli": portable.cli.main,
     "portable.reporting.html_report": portable.reporting.html_report.main,
     "portable.planner.cli": portable.planner.cli.main,
+    "portable.commands.data": portable.commands.data.main,
 }
 
 
@@ -93,6 +95,7 @@ def test_ctrl_c_is_told_alike(capsys: pytest.CaptureFixture[str], monkeypatch: p
 
     monkeypatch.setattr("portable.config.parse_args", interrupted)
     monkeypatch.setattr("portable.planner.cli.read_command", interrupted)
+    monkeypatch.setattr("portable.commands.data.read_command", interrupted)
     monkeypatch.setattr("portable.reporting.html_report.place_of", interrupted)
     monkeypatch.setattr("converters.cli._convert", interrupted)
     for module, main in COMMANDS.items():

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from converters.storage.bytes import FileSpan, SourceFile
     from converters.storage.path_or_url import Place
 
-SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER = "adapter_model.safetensors"
 OPTIMIZER, GROUPS = "optimizer.safetensors", "optimizer.json"
 # The reference implementation's limit on the header.
@@ -39,7 +39,7 @@ def _names(path: Place) -> list[str]:
     if path.is_file():
         named = path.name.endswith((".safetensors", ".safetensors.index.json"))
         return [path.name] if named else []
-    for name in (_INDEX, SINGLE):
+    for name in (INDEX, SINGLE):
         if (path / name).is_file():
             return [name]
     try:
@@ -63,7 +63,7 @@ def _incomplete(source: Source) -> str | None:
     if source.path.is_dir():
         found = sorted(entry.name for entry in source.path.iterdir() if entry.suffix == ".safetensors")
         if len(found) > 1:
-            return f"{source.path}: several .safetensors files and no {_INDEX}; give one of them, or add it"
+            return f"{source.path}: several .safetensors files and no {INDEX}; give one of them, or add it"
     return None
 
 
@@ -86,7 +86,7 @@ def _open(source: Source) -> Checkpoint:
     companions = find_companions(source.path)
 
     def optimizer(aliases: Aliases) -> OptimizerState | None:
-        if name not in (SINGLE, _INDEX, ADAPTER):
+        if name not in (SINGLE, INDEX, ADAPTER):
             return None
         if (folder.path / OPTIMIZER).is_file():
             return _optimizer(folder, plain)
@@ -188,4 +188,11 @@ def _counts(value: Any) -> list[int] | None:
     return value if not value or (min(value) >= 0 and max(value) < 1 << 63) else None
 
 
-FORMAT = Format("safetensors", _detect, _open, _incomplete)
+FORMAT = Format(
+    "safetensors",
+    _detect,
+    _open,
+    _incomplete,
+    written_by="transformers, the Trainer's plain `checkpoint-N`, this project",
+    recognised_by="`model.safetensors` or its index, the only `.safetensors` file",
+)

@@ -12,6 +12,7 @@ More for reading:
     path.read_range(start, stop)             the bytes [start, stop) of an object, and nothing else
     path.download(local)                     the object into a local file, in pieces
     path.objects(), path.glob()              the objects below, or that match a pattern: sizes and versions
+    path.object()                            the object itself, as it is now
     path.refresh()                           drop cached listings. They are cached as long as the paths that
                                              come from one `RemotePath.of` live; writes through these paths
                                              update the cache, writes by others do not
@@ -327,6 +328,14 @@ class RemotePath:
         if not objects and self.is_file():
             objects[""] = _object(with_retries(str(self), "look up", lambda: self._store.fs.info(self._key)))
         return objects
+
+    def object(self) -> Object:
+        """The object as it is now. Never cached.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+        return _object(with_retries(str(self), "look up", lambda: self._store.fs.info(self._key)))
 
     def glob(self) -> dict[RemotePath, Object]:
         """The objects that match this path as a pattern: `*` and `[...]` within a name, `**` for any folders.

@@ -92,6 +92,7 @@ def check(config: RunConfig) -> None:
         _data,
         _train,
         _loss,
+        _average,
         _machine,
         _memory,
         _deepspeed,
@@ -283,6 +284,12 @@ def _data(config: RunConfig) -> Iterator[ConflictError]:
         streams = [name for name, one in training_sources(data).items() if one.settings.stream]
         if streams:
             yield from _streams(config, training_key(streams[0]))
+        for key, one in ((training_key(name), training_sources(data)[name].settings) for name in streams):
+            if one.max_samples is not None:
+                yield ConflictError(
+                    (f"{key}.max_samples", f"{key}.stream"),
+                    f"{key}.max_samples does not work with {key}.stream; name fewer files, or stop earlier",
+                )
         weight_schedule(data)
     except SourceError as error:
         yield ConflictError((error.key, "data.sources"), str(error))
@@ -392,6 +399,14 @@ def _train(config: RunConfig) -> Iterator[ConflictError]:
             f"train.optimizer adafactor needs parameters with their shapes, but strategy {config.strategy} "
             "flattens them; use adamw, or strategy full_shard",
         )
+
+
+def _average(config: RunConfig) -> Iterator[ConflictError]:
+    for key in ("train.eval_ema", "checkpoint.export_ema"):
+        if config.get(key) and config.train.ema is None:
+            yield ConflictError(
+                (key, "train.ema"), f"{key} needs an average of the weights; set train.ema, such as 0.999"
+            )
 
 
 def _loss(config: RunConfig) -> Iterator[ConflictError]:

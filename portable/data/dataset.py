@@ -150,18 +150,20 @@ def build_data(
     eval_sources = _eval_sources(settings, task, sources)
     finished = _settings_of_finished(sources)
     name = settings.tokenizer or model_tokenizer
-    if name is not None:
-        tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code, **languages_of(settings, task))
-    elif finished is not None:
+    if name is None and finished is not None:
         raise UserError("data.tokenizer: finished samples do not say which it was; set it")
-    else:
-        size = settings.vocab_size or model_vocab_size
-        chat = any(converses(own) for own, _ in sources.values())
-        kind = {"mask": task == MASKED, "ends": ends_texts, "chat": chat}
-        tokenizer = train_tokenizer(training, size, cache_dir(settings), **kind)
-    add_tokens(tokenizer, settings.added_tokens)
+    name = name or _tokenizer_of_tokens(settings, sources)
+    tokenizer = _tokenizer(
+        settings,
+        sources,
+        name,
+        model_vocab_size,
+        task=task,
+        ends_texts=ends_texts,
+        trust_remote_code=trust_remote_code,
+    )
     if finished is not None:
-        return _finished(finished, training, eval_sources, tokenizer, name or "")
+        return _finished(finished, training, eval_sources, tokenizer, name or "", model_vocab_size or 0)
     reading = Reading(
         task,
         tokenizer,
@@ -242,6 +244,68 @@ def build_data(
     )
 
 
+def _tokenizer_of_tokens(
+    settings: DataConfig, sources: Mapping[str, tuple[DataConfig, Source]]
+) -> str | None:
+    """The folder of the tokenizer of tokens that were made ahead of time, if a source has such."""
+    for _, source in sources.values():
+        if isinstance(source, StreamedFiles) and source.tokenizer is not None:
+            return str(source.tokenizer(cache_dir(settings)))
+    return None
+
+
+def _tokenizer(
+    settings: DataConfig,
+    sources: Mapping[str, tuple[DataConfig, Source]],
+    name: str | None,
+    model_vocab_size: int | None,
+    *,
+    task: str,
+    ends_texts: bool,
+    trust_remote_code: bool,
+) -> Any:
+    """The tokenizer ``name``; without one, one that is trained on the sources."""
+    if name is not None:
+        tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code, **languages_of(settings, task))
+    else:
+        size = settings.vocab_size or model_vocab_size
+        chat = any(converses(own) for own, _ in sources.values())
+        kind = {"mask": task == MASKED, "ends": ends_texts, "chat": chat}
+        tokenizer = train_tokenizer(_as_one(sources), size, cache_dir(settings), **kind)
+    add_tokens(tokenizer, settings.added_tokens)
+    return tokenizer
+
+
+def open_for_making(
+    settings: DataConfig,
+    *,
+    task: str,
+    model_tokenizer: str | None,
+    model_vocab_size: int | None,
+    trust_remote_code: bool = False,
+) -> tuple[Reading, dict[str, tuple[DataConfig, StreamedFiles]]]:
+    """The training sources as lists of shards, by name, and what turns them into tokens.
+
+    Raises:
+        UserError: if a source has no files.
+    """
+    listed = tuple({**one, "stream": True} for one in settings.sources)
+    settings = settings.model_copy(update={"sources": listed, "stream": not listed})
+    sources = _training_sources(settings, task)
+    name = settings.tokenizer or model_tokenizer
+    tokenizer = _tokenizer(
+        settings,
+        sources,
+        name,
+        model_vocab_size,
+        task=task,
+        ends_texts=False,
+        trust_remote_code=trust_remote_code,
+    )
+    found = {key: (own, cast("StreamedFiles", source)) for key, (own, source) in sources.items()}
+    return Reading(task, tokenizer, vocabulary_of(tokenizer, task)), found
+
+
 def _training_sources(
     settings: DataConfig, task: str, *, remember: bool = True
 ) -> dict[str, tuple[DataConfig, Source]]:
@@ -303,6 +367,7 @@ def _finished(
     evals: Mapping[str, tuple[DataConfig, Source]],
     tokenizer: Any,
     name: str,
+    model_vocab_size: int,
 ) -> Data:
     """The data of code of the user's that gives finished samples."""
 
@@ -312,13 +377,15 @@ def _finished(
             raise UserError(f"{told}: has no len() and no sample by number; give it both")
         if not isinstance(getattr(records, "fingerprint", None), str):
             raise UserError(f"{told}: has no fingerprint; give it a text that tells its content")
-        found = FinishedSamples(one.name, records, part or Part(0, len(records)))
+        known = max(vocabulary.size, model_vocab_size)
+        found = FinishedSamples(one.name, records, part or Part(0, len(records)), known)
         if found.tokens != own.seq_len:
             raise UserError(
                 f"data.seq_len: {own.seq_len}, but a sample has {found.tokens} tokens; set it to that"
             )
         return found
 
+    vocabulary = vocabulary_of(tokenizer, CAUSAL)
     everything = samples(settings, source)
     train, held_out = split_documents(len(everything), settings.eval_fraction)
     own = {}
@@ -328,7 +395,6 @@ def _finished(
     shown: dict[str, Samples] = dict(own)
     if held_out.num_samples:
         shown[held_out_name(settings)] = samples(settings, source, held_out)
-    vocabulary = vocabulary_of(tokenizer, CAUSAL)
     return Data(
         tokenizer=tokenizer,
         train=samples(settings, source, train),
@@ -407,6 +473,8 @@ def inspect_data(
     training = _as_one(sources)
     evals = _eval_sources(settings, task, sources, remember=False)
     name = settings.tokenizer or model_tokenizer
+    if name is None and not training.downloads:
+        name = _tokenizer_of_tokens(settings, sources)
     size: int | None = None
     folder: str | None = name
     opened: dict[str, Any] = {}

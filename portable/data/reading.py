@@ -47,10 +47,12 @@ from portable.errors import UserError, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from portable.config.sections import DataConfig
     from portable.data.samples.classes import Classes
     from portable.data.sources.opening import Source
+    from portable.data.sources.shard import Shard
     from portable.data.sources.shards import StreamedFiles
 
 
@@ -104,20 +106,18 @@ class Reading:
         )
         return Opened(settings, source, framed, tokens, _truncated(settings, self.task, tokens))
 
+    def tokenizing(self, settings: DataConfig, source: StreamedFiles, cache: Path) -> Tokenizing:
+        """How the shards of ``source`` become tokens in ``cache``."""
+        chat = self.chat(settings)
+        return Tokenizing(self.tokenizer, self.vocabulary, source.fields, self.framed(settings), cache, chat)
+
     def stream(
         self, settings: DataConfig, source: StreamedFiles, name: str, *, progress: bool = False
     ) -> tuple[Stream, Opened]:
         """The samples of a stream, and its first shard as tokens."""
         cache = cache_dir(settings) / STREAMS
         framed = self.framed(settings)
-        work = Tokenizing(
-            self.tokenizer,
-            self.vocabulary,
-            fields_of(settings, self.task),
-            framed,
-            cache,
-            self.chat(settings),
-        )
+        work = self.tokenizing(settings, source, cache)
         shard = _ShardSamples(replace(self, label_shift=None, decoder_start_token_id=None), settings, source)
         limit = settings.cache_limit
         try:
@@ -135,11 +135,10 @@ class Reading:
             seed=seed,
             window=settings.shuffle_window,
             limit=room,
-            reads_ahead=local_rank == "0",  # one process of a machine
+            processes=max(1, settings.num_workers) if local_rank == "0" else 0,  # one reader for a machine
         )
         first = found.first_tokens()
-        made = token_cache_folder(source, self.tokenizer, framed, cache, work.chat).name  # by what, as well
-        content = f"{made} {settings.seq_len} {settings.shuffle_window}"
+        content = f"{source.key} {work.made} {settings.seq_len} {settings.shuffle_window}"
         found.fingerprint = hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
         return found, Opened(settings, source, framed, first, _truncated(settings, self.task, first))
 
@@ -263,6 +262,12 @@ class _ShardSamples:
     reading: Reading
     settings: DataConfig
     source: Source
+
+    def count(self, shard: Shard) -> int | None:
+        settings = self.settings
+        if shard.tokens is None or settings.packing is not True or converses(settings):
+            return None
+        return max(0, (shard.tokens - 1) // settings.seq_len)
 
     def __call__(self, tokens: TokenCache) -> Samples | None:
         settings, task = self.settings, self.reading.task

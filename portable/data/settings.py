@@ -12,7 +12,7 @@ from portable.config.sections import DataConfig
 from portable.config.training_sources import training_sources
 from portable.data.sources.documents import BadRecords
 from portable.data.sources.opening import Fields, Source, open_source
-from portable.data.sources.shards import open_stream
+from portable.data.sources.shards import StreamedFiles, open_stream
 from portable.errors import UserError
 from portable.paths import default_cache_dir
 
@@ -78,6 +78,8 @@ def recognised(
     if kind == settings.format:
         return settings, source
     settings = settings.model_copy(update={"format": kind})
+    if isinstance(source, StreamedFiles):
+        return settings, source.reading(fields_of(settings, task))
     return settings, source_of(settings, task, cache_dir(settings), remember=remember)
 
 
@@ -93,6 +95,8 @@ def source_of(settings: DataConfig, task: str, cache: Path, *, remember: bool = 
         return open_stream(
             settings.source,
             fields_of(settings, task),
+            config_name=settings.config_name,
+            split=settings.split,
             downloads=cache / "downloads",
             digests=cache / "digests",
             remember=remember,

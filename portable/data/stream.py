@@ -14,10 +14,11 @@ import hashlib
 import os
 import shutil
 import threading
+import weakref
 from bisect import bisect_right
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -26,14 +27,16 @@ from portable.data.samples.mixture import seed_of
 from portable.data.samples.order import permutation
 from portable.data.sources.documents import NoTextError
 from portable.data.tokens.ahead import Ahead, Tokenizing
+from portable.data.tokens.tokenize import TOKENS
 from portable.errors import RunError, UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     import numpy.typing as npt
 
+    from portable.data.sources.shard import Shard
     from portable.data.sources.shards import StreamedFiles
     from portable.data.tokens.cache import TokenCache
 
@@ -43,6 +46,18 @@ _WINDOWS_AHEAD = 2
 _PRINT = 16  # characters of a fingerprint in the manifest
 
 
+class MakesSamples(Protocol):
+    """Makes samples of the tokens of a shard."""
+
+    def __call__(self, tokens: TokenCache, /) -> Samples | None:
+        """None for a shard that is too short for one."""
+        ...
+
+    def count(self, shard: Shard) -> int | None:
+        """The number of samples, if it is known without the tokens."""
+        ...
+
+
 class Stream(Samples):
     """The samples of a stream; the index of sample *s* of shard *k* is ``k << 32 | s``.
 
@@ -50,11 +65,12 @@ class Stream(Samples):
         name: for messages.
         source: the files.
         work: makes tokens of a shard.
-        samples: makes samples of its tokens; None for a shard that is too short for one.
+        samples: makes samples of its tokens.
         seed: of the order.
         window: shards whose samples are mixed.
         limit: bytes of tokens on disk; those in use may exceed it.
-        reads_ahead: whether this process tokenizes shards before they are needed.
+        processes: that tokenize shards before they are needed. 0: another process of this machine sees to
+            that, and to the limit.
     """
 
     def __init__(
@@ -62,12 +78,12 @@ class Stream(Samples):
         name: str,
         source: StreamedFiles,
         work: Tokenizing,
-        samples: Callable[[TokenCache], Samples | None],
+        samples: MakesSamples,
         *,
         seed: int,
         window: int = 1,
         limit: int | None = None,
-        reads_ahead: bool = True,
+        processes: int = 1,
     ) -> None:
         self._name = name
         self._shards = source.shards
@@ -76,12 +92,18 @@ class Stream(Samples):
         self._seed = seed
         self._window = window
         self._limit = limit
-        self._reads_ahead = reads_ahead
+        self._processes = processes
         self.num_samples = len(self._shards) << _SHIFT
         self._manifest: dict[int, tuple[int, str]] = {}
-        """Samples and fingerprint of each shard that was read."""
+        """Samples and fingerprint of each shard that was read, or is known."""
+        for number, shard in enumerate(source.shards):
+            if (count := samples.count(shard)) is not None:
+                self._manifest[number] = (count, shard.fingerprint[:_PRINT])
         self._open: OrderedDict[int, Samples | None] = OrderedDict()
         self._folders: dict[int, Path] = {}
+        """The tokens of what is open."""
+        self._coming: deque[Path] = deque(maxlen=_WINDOWS_AHEAD * window)
+        """Those that were made ahead last."""
         self._epoch = -1
         self._order: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         self._ends: list[int] = []
@@ -103,7 +125,14 @@ class Stream(Samples):
 
     def __getstate__(self) -> dict[str, Any]:
         """For a process that prepares batches: what is open there, it opens itself."""
-        return {**self.__dict__, "_open": OrderedDict(), "_folders": {}, "_ahead": None, "_lock": None}
+        return {
+            **self.__dict__,
+            "_open": OrderedDict(),
+            "_folders": {},
+            "_ahead": None,
+            "_processes": 0,
+            "_lock": None,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -115,9 +144,9 @@ class Stream(Samples):
         Raises:
             UserError: if none has.
         """
-        ahead, self._reads_ahead = self._reads_ahead, False  # a resumed run begins elsewhere
+        processes, self._processes = self._processes, 0  # a resumed run begins elsewhere
         shard = self.locate(0, self._seed)[1] >> _SHIFT
-        self._reads_ahead = ahead
+        self._processes = processes
         return self._tokens(shard)
 
     # -- the order --------------------------------------------------------------------------------------
@@ -191,16 +220,25 @@ class Stream(Samples):
     # -- the shards -------------------------------------------------------------------------------------
 
     def _read_ahead(self, epoch: int, window: int) -> None:
-        if not self._reads_ahead or window == self._told:
+        if not self._processes or window == self._told:
             return
         self._told = window
         if self._ahead is None:
-            self._ahead = Ahead(self._work, self._make_room)
+            own = weakref.ref(self)
+            self._ahead = Ahead(self._work, lambda folder: _arrived(own(), folder), self._processes)
+            weakref.finalize(self, self._ahead.close)
         first = (window + 1) * self._window
-        numbers = range(first, first + _WINDOWS_AHEAD * self._window)
+        numbers = range(first, first + min(_WINDOWS_AHEAD * self._window, self._room()))
         count = len(self._order)
         coming = [self._at(epoch + number // count, number % count) for number in numbers]
         self._ahead.want([self._shards[shard] for shard in coming])
+
+    def _room(self) -> int:
+        """How many shards the limit allows besides those of two windows, as long as those that are open."""
+        sizes = [_size(folder) for folder in self._folders.values()]
+        if self._limit is None or not sum(sizes):
+            return _WINDOWS_AHEAD * self._window
+        return max(1, self._limit * len(sizes) // sum(sizes) - 2 * self._window)
 
     def _shard_samples(self, shard: int) -> Samples | None:
         """The samples of a shard, tokenized if they are not in the cache."""
@@ -218,10 +256,7 @@ class Stream(Samples):
             print_ = tokens.fingerprint[:_PRINT]
             known = self._manifest.setdefault(shard, (length, print_))
             if known != (length, print_):
-                raise RunError(
-                    f"{self._name}: {self._shards[shard].source.name} has changed since the run read it; "
-                    "restore the file, or begin another run"
-                )
+                raise self._changed(shard, "the run read it")
             self._open[shard] = found
             self._folders[shard] = tokens.folder
             while len(self._open) > 2 * self._window:
@@ -231,34 +266,35 @@ class Stream(Samples):
             return found
 
     def _tokens(self, shard: int) -> TokenCache:
-        source = self._shards[shard].source
         try:
-            tokens = self._work.open(source)
+            tokens = self._work.open(self._shards[shard])
         except UserError as error:
             cause = error.__cause__
-            if not isinstance(cause, OSError) or cause.errno != errno.ENOSPC:
+            if not isinstance(cause, OSError) or cause.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             self._make_room(0)  # the disk is full: keep only what is in use
-            tokens = self._work.open(source)
-        with suppress(OSError):
-            os.utime(tokens.folder)  # used last
+            tokens = self._work.open(self._shards[shard])
+        if tokens.folder.parent == self._work.cache / TOKENS:  # not where the user's tokens are
+            with suppress(OSError):
+                os.utime(tokens.folder)  # used last
         return tokens
 
     def _make_room(self, limit: int | None = None) -> None:
         """Remove the tokens that were not used for the longest time, until the rest is within the limit."""
+        if limit is None and not self._processes:
+            return
         limit = self._limit if limit is None else limit
         if limit is None:
             return
-        used = set(dict(self._folders).values())
+        used = {*dict(self._folders).values(), *tuple(self._coming)}
         folders = []
         with suppress(OSError):
-            for folder in (self._work.cache / "tokens").iterdir():
+            for folder in (self._work.cache / TOKENS).iterdir():
                 with suppress(OSError):
                     if folder.is_dir() and folder.suffix != ".draft":
-                        size = sum(file.stat().st_size for file in folder.iterdir())
-                        folders.append((folder.stat().st_mtime_ns, size, folder))
+                        folders.append((folder.stat().st_mtime_ns, _size(folder), folder))
         total = sum(size for _, size, _ in folders)
-        for _, size, folder in sorted(folders)[: -self._window - 1]:  # the newest may be ahead
+        for _, size, folder in sorted(folders)[: -self._window - 1]:  # another process may use the newest
             if total <= limit:
                 return
             if folder not in used:
@@ -291,7 +327,16 @@ class Stream(Samples):
         return samples.documents(index & ((1 << _SHIFT) - 1))
 
     def source_name(self, index: int) -> str:
-        return self._shards[index >> _SHIFT].source.name
+        return self._name_of(index >> _SHIFT)
+
+    def _name_of(self, shard: int) -> str:
+        return self._shards[shard].open(self._work.fields).name
+
+    def _changed(self, shard: int, since: str) -> RunError:
+        return RunError(
+            f"{self._name}: {self._name_of(shard)} has changed since {since}; restore the file, or begin "
+            "another run"
+        )
 
     # -- the manifest -----------------------------------------------------------------------------------
 
@@ -311,10 +356,7 @@ class Stream(Samples):
                 raise ValueError(f"{self._name}: shard {shard} of {len(self._shards)}")
             known = self._manifest.setdefault(shard, (length, print_))
             if known != (length, print_):
-                raise RunError(
-                    f"{self._name}: {self._shards[shard].source.name} has changed since the checkpoint; "
-                    "restore the file, or begin another run"
-                )
+                raise self._changed(shard, "the checkpoint")
 
     def consumed(self, position: int) -> str:
         """A digest of the manifest up to ``position``, which is the same on all ranks."""
@@ -331,3 +373,16 @@ class Stream(Samples):
                 before += known[shard][0]
             known = seen
         return hashlib.blake2b(repr(sorted(known.items())).encode(), digest_size=16).hexdigest()
+
+
+def _arrived(stream: Stream | None, folder: Path) -> None:
+    """Called in another thread for each shard that was made ahead; it does not keep the stream alive."""
+    if stream is not None:
+        stream._coming.append(folder)
+        stream._make_room()
+
+
+def _size(folder: Path) -> int:
+    with suppress(OSError):
+        return sum(file.stat().st_size for file in folder.iterdir())
+    return 0

@@ -15,7 +15,7 @@ from portable.data import build_data
 from portable.data.samples.loader import TrainLoader
 from portable.data.sources import shards
 from portable.data.sources.documents import Fields
-from portable.data.sources.opening import LocalFiles
+from portable.data.sources.file_parts import FilePart
 from portable.data.stream import Stream
 from portable.errors import RunError, UserError
 from portable.reporting.metrics import read_metrics
@@ -57,7 +57,7 @@ def settings(files: Path, **more: Any) -> DataConfig:
 def opened(files: Path, **more: Any) -> Stream:
     found = build_data(settings(files, **more)).train
     assert isinstance(found, Stream)
-    found._reads_ahead = False  # tests of it alone set it
+    found._processes = 0  # tests of it alone set it
     return found
 
 
@@ -107,13 +107,13 @@ def test_a_resume_reads_nothing_that_was_consumed(files: Path, monkeypatch: pyte
     position = 500
     expected = ids(stream, position, 40)
     read: list[str] = []
-    documents = LocalFiles.documents_of_key
+    documents = FilePart.documents_of_key
 
-    def counted(self: LocalFiles) -> Any:
+    def counted(self: FilePart) -> Any:
         read.append(self.name)
         return documents(self)
 
-    monkeypatch.setattr(LocalFiles, "documents_of_key", counted)
+    monkeypatch.setattr(FilePart, "documents_of_key", counted)
     other = opened(files, cache_dir=str(files.parent / "other"))
     first = len(read)  # the shard that tells the columns
     other.adopt(stream.state())
@@ -174,11 +174,13 @@ def test_parts_of_a_file_have_each_line_once(
 # -- the disk -----------------------------------------------------------------------------------------------
 
 
-def test_no_more_is_on_disk_than_the_limit(files: Path) -> None:
+def test_no_more_is_on_disk_than_the_limit(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two epochs within the room of about three shards, with the same samples as without a limit."""
     free = opened(files, cache_dir=str(files.parent / "free"))
     largest = max(_sizes(files.parent / "free"))
     limited = opened(files, cache_limit=3 * largest / 1e9)
+    limited._processes = 1
+    monkeypatch.setattr(Stream, "_read_ahead", lambda *_: None)
     most = 0
     for position in range(0, 2600, 13):
         place = limited.locate(position, 0)
@@ -196,7 +198,7 @@ def _sizes(cache: Path) -> list[int]:
 
 def test_shards_are_tokenized_ahead(files: Path) -> None:
     stream = opened(files)
-    stream._reads_ahead = True
+    stream._processes = 2
     stream.locate(0, 0)
     deadline = time.monotonic() + 60
     while len(_sizes(files.parent / "cache")) < 3 and time.monotonic() < deadline:
@@ -241,7 +243,7 @@ def test_a_process_that_dies_is_replaced_where_its_work_is_needed(
 ) -> None:
     expected = ids(opened(files, cache_dir=str(files.parent / "other")), 0, 900)
     stream = opened(files)
-    stream._reads_ahead = True
+    stream._processes = 2
     monkeypatch.setattr("portable.data.tokens.ahead.Tokenizing.__call__", _die)
     assert ids(stream, 0, 900) == expected
     assert stream._ahead is not None
@@ -269,6 +271,7 @@ def test_a_file_without_text_has_no_samples(files: Path) -> None:
         ({"data.stream": True, "data.source": "x.jsonl", "model.task": "masked-lm"}, "causal-lm alone"),
         ({"data.stream": True, "data.source": "x.jsonl", "data.eval_fraction": 0.1}, "holds nothing out"),
         ({"data.sources": [{"name": "a", "source": "x", "stream": True}]}, "give it a weight"),
+        ({"data.stream": True, "data.source": "x.jsonl", "data.max_samples": 5}, "max_samples does not work"),
     ],
 )
 def test_what_a_stream_cannot_do_is_refused(given: dict[str, Any], said: str) -> None:

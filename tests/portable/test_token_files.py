@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import struct
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +21,8 @@ from tests.portable.data_support import corpus
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
+
+    from tests.object_store import ObjectStore
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +97,7 @@ def test_several_files_and_a_stream_of_them(tokenizer: tuple[str, int], tmp_path
     whole = built(tmp_path / "*.bin", folder, tmp_path)
     assert [whole.tokens.document("text", n).tolist() for n in range(whole.tokens.documents)] == texts
     stream = built(tmp_path / "*.bin", folder, tmp_path, stream=True).train
-    stream._reads_ahead = False
+    stream._processes = 0
     apart = [built(tmp_path / f"{n}.bin", folder, tmp_path).train for n in range(3)]
     places = [stream.locate(at, 0) for at in range(sum(map(len, apart)))]
     rows = {tuple(row) for row in stream.batch(places)["input_ids"].tolist()}
@@ -126,3 +130,85 @@ def test_wrong_files_are_refused_in_one_line(tokenizer: tuple[str, int], tmp_pat
     refused("is no index of Megatron's")
     with pytest.raises(UserError, match=r"data.tokenizer: .* has tokens and no text"):
         build_data(DataConfig(source=str(path), cache_dir=str(tmp_path / "cache")))
+
+
+# -- shards of other programs -------------------------------------------------------------------------------
+
+WRITTEN = Path(__file__).parent.parent / "published" / "tokens"
+TEXTS = [[at + n for at in range(n % 7 + 3)] for n in range(50)]
+"""The documents that the programs were given."""
+SHARDED = {"mds": TEXTS, "mds_bytes_zstd": TEXTS, "mds_fixed": [[*range(8)]] * 50, "litdata": TEXTS}
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_shards_of_other_programs(name: str, tokenizer: tuple[str, int], tmp_path: Path) -> None:
+    """Files that Mosaic Streaming and litdata wrote; as a stream, each shard is read when it is needed."""
+    data = built(WRITTEN / name, tokenizer[0], tmp_path, seq_len=4)
+    found = [data.tokens.document("text", n).tolist() for n in range(data.tokens.documents)]
+    if name == "litdata":  # whose chunks come in the order in which its workers wrote them
+        found = sorted(found, key=lambda text: text[0])
+    assert found == SHARDED[name]
+    stream = built(WRITTEN / name, tokenizer[0], tmp_path, seq_len=4, stream=True).train
+    stream._processes = 0
+    flat = [token for text in SHARDED[name] for token in text]
+    while stream._whole() is None:
+        stream.locate(stream._ends[-1] if stream._ends else 0, 0)
+    rows = stream.batch([stream.locate(at, 0) for at in range(stream._whole())])["input_ids"].tolist()
+    blocks = {tuple(flat[at : at + 4]) for at in range(len(flat))}
+    assert len(rows) >= len(flat) // 4 - 2 * len(stream._shards) and set(map(tuple, rows)) <= blocks
+
+
+def test_shards_in_an_object_store(tokenizer: tuple[str, int], tmp_path: Path, s3: ObjectStore) -> None:
+    s3.put_tree(WRITTEN / "mds_bytes_zstd", "mds")
+    local = built(WRITTEN / "mds_bytes_zstd", tokenizer[0], tmp_path / "a", seq_len=4, stream=True).train
+    remote = built(s3.url("mds"), tokenizer[0], tmp_path / "b", seq_len=4, stream=True).train
+    for stream in (local, remote):
+        stream._processes = 0
+    places = [local.locate(at, 0) for at in range(80)]
+    assert [remote.locate(at, 0) for at in range(80)] == places
+    assert remote.batch(places)["input_ids"].tolist() == local.batch(places)["input_ids"].tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "said"),
+    [
+        ("mds", "shard.00001.mds", "shard.00001.mds: cannot read it"),
+        ("mds_bytes_zstd", "shard.00001.mds.zstd", "cannot read it"),
+        ("litdata", "chunk-0-1.bin", "cannot read it"),
+        ("mds", "index.json", "index.json: cannot read it"),
+    ],
+)
+def test_damaged_shards_are_refused(
+    name: str, file: str, said: str, tokenizer: tuple[str, int], tmp_path: Path
+) -> None:
+    folder = tmp_path / name
+    shutil.copytree(WRITTEN / name, folder)
+    content = (folder / file).read_bytes()
+    if file == "index.json":
+        (folder / file).write_text(json.dumps({"shards": [{"format": "mds"}]}))
+    else:
+        (folder / file).write_bytes(content[: len(content) // 2])
+    with pytest.raises(UserError, match=said) as error:
+        built(folder, tokenizer[0], tmp_path)
+    assert "\n" not in str(error.value)
+    if name == "mds_bytes_zstd":  # its checksum tells
+        index = (WRITTEN / name / "index.json").read_text()
+        (folder / file).write_bytes(content)
+        first = json.loads(index)["shards"][0]["raw_data"]["hashes"]["sha1"]
+        (folder / "index.json").write_text(index.replace(first, "0" * 40))
+        with pytest.raises(UserError, match=r"another sha1 than in index.json"):
+            built(folder, tokenizer[0], tmp_path)
+
+
+def test_a_dataset_saved_to_disk(tokenizer: tuple[str, int], tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    saved = datasets.Dataset.from_dict({"input_ids": TEXTS, "more": list(range(50))})
+    saved.save_to_disk(tmp_path / "plain", num_shards=3)
+    saved.shuffle(seed=1).save_to_disk(tmp_path / "shuffled")
+    for name in ("plain", "shuffled"):
+        data = built(tmp_path / name, tokenizer[0], tmp_path)
+        found = [data.tokens.document("text", n).tolist() for n in range(data.tokens.documents)]
+        assert (found if name == "plain" else sorted(found, key=lambda text: text[0])) == TEXTS
+    saved.remove_columns("input_ids").save_to_disk(tmp_path / "other")
+    with pytest.raises(UserError, match=r"has the columns more, not input_ids or tokens"):
+        built(tmp_path / "other", tokenizer[0], tmp_path)

@@ -188,8 +188,7 @@ def _worker_batches(
         before: list[str] = getattr(_forkserver, "_preload_modules", ["__main__"])
         others = [name for name in before if name != _PRELOAD]
         context.set_forkserver_preload([_PRELOAD, *others])
-    return map(
-        _raised,
+    return _raised(
         DataLoader(
             _Feed(dataset),
             sampler=_Listed(places),
@@ -198,15 +197,33 @@ def _worker_batches(
             pin_memory=pin_memory and torch.accelerator.is_available(),
             generator=torch.Generator(),  # the global one is reserved for dropout
             multiprocessing_context=context,
-        ),
+        )
     )
 
 
-def _raised(batch: Batch | RunError | UserError) -> Batch:
-    """Return a worker's batch, or raise its error."""
-    if isinstance(batch, RunError | UserError):
-        raise batch
-    return batch
+def _raised(loader: DataLoader[Batch | RunError | UserError]) -> Iterator[Batch]:
+    """The batches of workers; what went wrong in one is raised here."""
+    batches = iter(loader)
+    while True:
+        try:
+            batch = next(batches, None)
+        except RuntimeError as error:
+            raise worker_died(error) or error from error
+        if batch is None:
+            return
+        if isinstance(batch, RunError | UserError):
+            raise batch
+        yield batch
+
+
+def worker_died(error: BaseException) -> RunError | None:
+    """The error for a worker that has died, if that is what torch raised, in whatever the process did."""
+    if not isinstance(error, RuntimeError) or not str(error).startswith("DataLoader worker"):
+        return None
+    return RunError(
+        "data.num_workers: a process that prepares batches was killed, most likely for lack of memory; free "
+        "some or lower data.num_workers, and run the same command again"
+    )
 
 
 class _Listed(Sampler[list[tuple[int, int]]]):

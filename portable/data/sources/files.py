@@ -1,4 +1,4 @@
-"""Local files: .txt, .jsonl and .json are read here, other formats with the ``datasets`` library."""
+"""Local files: .txt, .jsonl and .json, also compressed; others with the ``datasets`` library."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import json
 import os
 import re
 import time
+import zlib
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from portable.data.sources.compression import decompressed, format_of, is_compressed
 from portable.data.sources.documents import (
     PIECE_CHARS,
     BadRecords,
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Mapping, Sequence
 
     from typing_extensions import Buffer
+
+    from converters.storage.path_or_url import Place
 
 FORMATS = (".txt", ".jsonl", ".json", *LIBRARY_FORMATS)
 _DIGEST_MEMO_FROM = 16 << 20  # bytes; smaller files are hashed at every start
@@ -60,7 +64,7 @@ def _local_files(name: str) -> list[Path] | None:
         found = sorted(
             file
             for file in path.rglob("*")
-            if file.suffix.lower() in FORMATS
+            if format_of(file) in FORMATS
             and file.is_file()
             and not any(part.startswith(".") for part in file.relative_to(path).parts)
         )
@@ -74,12 +78,12 @@ def _local_files(name: str) -> list[Path] | None:
         found = sorted(file for file in map(Path, matches) if file.is_file())
         if not found:
             raise UserError(f"data.source: no file matches {name}; check the path and the pattern")
-    elif name.startswith((".", "/", "~")) or path.suffix.lower() in FORMATS or name.count("/") > 1:
+    elif name.startswith((".", "/", "~")) or format_of(path) in FORMATS or name.count("/") > 1:
         raise UserError(f"data.source: {name}: no such file or folder; check the path")
     else:
         return None
     for file in found:
-        if file.suffix.lower() not in FORMATS:
+        if format_of(file) not in FORMATS:
             raise UserError(f"data.source: {file}: cannot read this kind of file; use {listed(FORMATS)}")
     return found
 
@@ -108,7 +112,7 @@ class LocalFiles(Source):
         self._known: dict[Path, bytes] = {}
         """The digests in the key."""
         for path in self._files:
-            if path.suffix.lower() == ".txt":
+            if format_of(path) == ".txt":
                 text_only(fields, f"{path} and other .txt files")
 
     @property
@@ -117,7 +121,8 @@ class LocalFiles(Source):
             digest = hashlib.blake2b(repr(self._settings()).encode(), digest_size=16)
             for path in self._files:
                 found = self._known[path] = file_digest(path, self._digests, self._remember)
-                digest.update(path.suffix.lower().encode() + b"\0" + found)
+                kind = format_of(path) + (path.suffix.lower() if is_compressed(path) else "")
+                digest.update(kind.encode() + b"\0" + found)
             self._key = digest.hexdigest()
         return self._key
 
@@ -143,7 +148,7 @@ class LocalFiles(Source):
 
     @property
     def size_bytes(self) -> int | None:
-        if self._max_samples is not None or any(path.suffix.lower() == ".parquet" for path in self._files):
+        if self._max_samples is not None or any(map(unknown_length, self._files)):
             return None
         with _reading(self.name):
             return sum(path.stat().st_size for path in self._files)
@@ -183,7 +188,7 @@ class LocalFiles(Source):
 
     def rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         for path in self._files:
-            if path.suffix.lower() == ".txt":
+            if format_of(path) == ".txt":
                 return
             yield from _rows(self._local(path), str(path), _open, self._fields)
 
@@ -195,11 +200,10 @@ class LocalFiles(Source):
         Args:
             name: of the file, for error messages.
         """
-        suffix = path.suffix.lower()
-        if suffix == ".txt":
+        if format_of(path) == ".txt":
             split = self._fields.text_split
             with _reading(name):
-                file = opening(path)
+                file = decompressed(opening(path), path.name)
             texts = _text_file(file, name) if split == "file" else _pieces_of_text(file, name, split)
             for text in texts:
                 yield text
@@ -299,7 +303,7 @@ def _remember(path: Path, digest: bytes) -> None:
 
 
 def _unreadable(name: str, error: OSError) -> UserError:
-    return UserError(f"data.source: {name}: cannot read it: {one_line(error.strerror)}")
+    return UserError(f"data.source: {name}: cannot read it: {one_line(error.strerror or error)}")
 
 
 @contextmanager
@@ -309,8 +313,15 @@ def _reading(name: str) -> Iterator[None]:
         yield
     except UnicodeDecodeError as error:
         raise UserError(f"data.source: {name}: it is not UTF-8 text; convert it (iconv -t utf-8)") from error
+    except (EOFError, zlib.error) as error:
+        raise UserError(f"data.source: {name}: {one_line(error)}; copy the file again") from error
     except OSError as error:
         raise _unreadable(name, error) from error
+
+
+def unknown_length(path: Place) -> bool:
+    """Whether the length of a file does not tell that of its text."""
+    return format_of(path) == ".parquet" or is_compressed(path)
 
 
 def _text_file(opened: io.BufferedReader, name: str) -> Iterator[Document]:
@@ -354,7 +365,7 @@ def _pieces_of_text(opened: io.BufferedReader, name: str, split: str) -> Iterato
 def _rows(
     path: Path, name: str, opening: _Opening, fields: Fields
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    suffix = path.suffix.lower()
+    suffix = format_of(path)
     if suffix == ".jsonl":
         return _jsonl_rows(path, name, opening, fields.bad)
     if suffix == ".json":
@@ -365,7 +376,7 @@ def _rows(
 def _jsonl_rows(
     path: Path, name: str, opening: _Opening, bad: BadRecords | None
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    with _reading(name), opening(path) as file:
+    with _reading(name), decompressed(opening(path), path.name) as file:
         for number, line in enumerate(file, start=1):
             where = f"{name}:{number}"
             if (row := json_row(line, where, bad)) is not None:
@@ -409,7 +420,10 @@ _UNFINISHED = 16  # characters before the end of a text in which an error may be
 def _json_rows(path: Path, name: str, opening: _Opening) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield the objects of a list, or of a file with one after the other, without reading it whole."""
     decode = json.JSONDecoder().raw_decode
-    with _reading(name), io.TextIOWrapper(opening(path), encoding="utf-8-sig") as file:
+    with (
+        _reading(name),
+        io.TextIOWrapper(decompressed(opening(path), path.name), encoding="utf-8-sig") as file,
+    ):
         text, at, number, ended, listed_rows = "", 0, 0, False, False
         while True:
             found = _BETWEEN.match(text, at)

@@ -15,13 +15,13 @@ from portable.errors import UserError, one_line
 from portable.temporary_folder import scratch_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
 LIBRARY_FORMATS = {".csv": "csv", ".parquet": "parquet"}
 
 
-def _datasets(need: str) -> Any:
+def datasets_library(need: str) -> Any:
     try:
         import datasets
     except ImportError as error:
@@ -41,7 +41,7 @@ def library_rows(
         name: of the file, for messages.
         text_only: the cells of a .csv file are texts, also those that look like numbers or missing values.
     """
-    datasets = _datasets(f"reading {name}")
+    datasets = datasets_library(f"reading {name}")
     reader = LIBRARY_FORMATS[path.suffix.lower()]
     options: dict[str, Any] = {}
     datasets.logging.set_verbosity(logging.CRITICAL)  # what it logs as an error, it raises as well
@@ -60,7 +60,7 @@ def library_rows(
                 **options,
             )
             for number, row in enumerate(rows, start=1):
-                yield f"{name}: row {number}", _without_nulls(row)
+                yield f"{name}: row {number}", without_nulls(row)
         except UserError:
             raise
         except Exception as error:
@@ -69,7 +69,7 @@ def library_rows(
             ) from error
 
 
-def _without_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
+def without_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
     """A row without the nulls inside its values.
 
     Arrow gives each record the keys of all others, as null. A tool's argument would have those of all tools.
@@ -107,15 +107,11 @@ class HubDataset(Source):
     def _rows(self) -> Any:
         asked = (self.name, self._config_name, self._split)
         if asked not in self._loaded:
-            datasets = _datasets(f"the hub data set {self.name!r}")
+            datasets = datasets_library(f"the hub data set {self.name!r}")
             try:
                 self._loaded[asked] = datasets.load_dataset(self.name, self._config_name, split=self._split)
             except Exception as error:
-                parts = ", ".join(str(part) for part in asked if part)
-                raise UserError(
-                    f"data.source: cannot load {parts} as a local file or from the hub ({_reason(error)}); "
-                    "check the name, data.config_name, data.split and the network, or give local files"
-                ) from error
+                raise cannot_load(asked, error) from error
         return self._loaded[asked]
 
     @property
@@ -151,10 +147,19 @@ class HubDataset(Source):
 
     def rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         for number, row in enumerate(self._rows(), start=1):
-            yield f"{self.name}: row {number}", _without_nulls(row)
+            yield f"{self.name}: row {number}", without_nulls(row)
 
     def check(self) -> None:
         """A no-op: a check would download the data."""
+
+
+def cannot_load(asked: Iterable[str | None], error: BaseException) -> UserError:
+    """The error for a hub data set that cannot be loaded: its name, configuration and split."""
+    parts = ", ".join(str(part) for part in asked if part)
+    return UserError(
+        f"data.source: cannot load {parts} as a local file or from the hub ({_reason(error)}); "
+        "check the name, data.config_name, data.split and the network, or give local files"
+    )
 
 
 def _reason(error: BaseException) -> str:

@@ -15,6 +15,13 @@ from portable.data.sources.files import LocalFiles, local_files
 from portable.data.sources.library import HubDataset
 from portable.data.sources.own_records import OwnRecords
 from portable.data.sources.remote_files import RemoteFiles, remote_files
+from portable.data.sources.sharded_tokens import (
+    SavedTokens,
+    ShardedTokens,
+    is_saved,
+    pieces_of,
+    sharded_tokens,
+)
 from portable.data.sources.standard_library import StandardLibrary
 from portable.data.sources.token_files import TokenFiles, names_tokens, token_files
 from portable.errors import UserError
@@ -62,6 +69,11 @@ def open_source(
         if len(names) > 1 or config_name is not None:
             raise UserError(f"data.source: {names[0]}: code of your own stands alone; name nothing else")
         return OwnRecords(names[0], fields, max_samples)
+    if len(names) == 1 and max_samples is None:
+        if (sharded := sharded_tokens(names[0])) is not None:
+            return ShardedTokens(sharded[0], pieces_of(sharded[1], names[0]), fields)
+        if is_saved(names[0]):
+            return SavedTokens(names[0], fields)
     if any(map(names_tokens, names)):
         if not all(map(names_tokens, names)) or max_samples is not None:
             raise UserError(f"data.source: {names[0]}: files of tokens stand alone, without data.max_samples")

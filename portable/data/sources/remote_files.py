@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from converters.storage.object_store import RemotePath
 from portable.data.locked_folder import locked_folder
+from portable.data.sources.compression import format_of
 from portable.data.sources.documents import Document, Fields, changed_meanwhile, listed
-from portable.data.sources.files import FORMATS, LocalFiles
+from portable.data.sources.files import FORMATS, LocalFiles, unknown_length
 from portable.errors import UserError
 from portable.paths import storage_errors
 
@@ -36,15 +37,14 @@ def remote_files(url: str) -> dict[RemotePath, Object]:
             found = {
                 path / name: found
                 for name, found in path.objects().items()
-                if (path / name).suffix.lower() in FORMATS
-                and not any(part.startswith(".") for part in name.split("/"))
+                if format_of(name) in FORMATS and not any(part.startswith(".") for part in name.split("/"))
             }
     if not found:
         raise UserError(
             f"data.source: there is no {listed(FORMATS)} file at {url}; check the URL and the pattern"
         )
     for file in found:
-        if file.suffix.lower() not in FORMATS:
+        if format_of(file) not in FORMATS:
             raise UserError(f"data.source: {file}: cannot read this kind of file; use {listed(FORMATS)}")
     return dict(sorted(found.items(), key=lambda item: str(item[0])))
 
@@ -82,7 +82,7 @@ class RemoteFiles(LocalFiles):
 
     @property
     def size_bytes(self) -> int | None:
-        if self._max_samples is not None or any(path.suffix.lower() == ".parquet" for path in self._files):
+        if self._max_samples is not None or any(map(unknown_length, self._files)):
             return None
         return sum(found.size for found in self._objects.values())
 

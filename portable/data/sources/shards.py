@@ -4,66 +4,64 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from converters.storage.object_store import is_url
-from portable.data.sources.documents import Document, Source, changed_meanwhile, read_rows
-from portable.data.sources.files import LocalFiles, json_row, local_files
+from converters.storage.object_store import RemotePath, is_url
+from portable.data.sources.compression import format_of, is_compressed
+from portable.data.sources.documents import Document, Source
+from portable.data.sources.file_parts import LinesBetween, RowGroupsBetween
+from portable.data.sources.files import LocalFiles, local_files
+from portable.data.sources.hub_files import hub_files
+from portable.data.sources.prepared import prepared_place, prepared_shards, prepared_tokenizer
 from portable.data.sources.remote_files import RemoteFiles, remote_files
+from portable.data.sources.shard import Shard
+from portable.data.sources.sharded_tokens import ShardedTokens, pieces_of, sharded_tokens
 from portable.data.sources.token_files import TokenFiles, names_tokens, token_files
-from portable.errors import UserError, one_line
+from portable.errors import UserError
 from portable.formatting import human_bytes, human_count
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
+    from converters.storage.object_store import Object
     from portable.data.sources.conversations import Format
     from portable.data.sources.documents import Fields
 
-PART_BYTES = 64 << 20
-"""Longer .jsonl files are read in parts of this length, so that the first is soon there."""
-
-
-@dataclass(frozen=True)
-class Shard:
-    """A file or a part of one.
-
-    Attributes:
-        make: opens it anew, so that a change is seen.
-        identity: what tells, without reading it, that it is the same on another machine.
-        bytes: its length.
-    """
-
-    make: Callable[[], Source]
-    identity: str
-    bytes: int
-
-    @property
-    def source(self) -> Source:
-        """Its documents, as they are now."""
-        return self.make()
+PART_BYTES = 16 << 20
+"""Longer .jsonl and .parquet files are read in parts of this length, so that the first is soon there."""
+_PARTS = 1 << 17
+"""Parts of so large a stream are longer, up to four times, so that there are not many more than this."""
+_IN_PARTS = {".jsonl": LinesBetween, ".parquet": RowGroupsBetween}
 
 
 class StreamedFiles(Source):
     """Files that are read one at a time, and of which only the list is known beforehand."""
 
-    def __init__(self, name: str, shards: Sequence[Shard], fields: Fields) -> None:
+    def __init__(
+        self,
+        name: str,
+        shards: Sequence[Shard],
+        fields: Fields,
+        tokenizer: Callable[[Path], Path] | None = None,
+    ) -> None:
         self.name = name
+        self.tokenizer = tokenizer
+        """The folder of the tokenizer that made the tokens, if they are made; a copy in a cache."""
         self.shards = tuple(shards)
-        self.downloads = self.shards[0].source.downloads
-        self._fields = fields
+        self.downloads = self.shards[0].open(fields).downloads
+        self.fields = fields
         self.bad = fields.bad
 
-    @property
+    @cached_property
     def key(self) -> str:
         """A digest of the names, lengths and versions of the files: nothing is read."""
         content = repr(
             (
-                self._fields,
-                self._fields.format,
-                self._fields.bad is None,
+                self.fields,
+                self.fields.format,
+                self.fields.bad is None,
                 [shard.identity for shard in self.shards],
             )
         )
@@ -79,24 +77,30 @@ class StreamedFiles(Source):
         return sum(shard.bytes for shard in self.shards)
 
     def recognised(self, fields: Fields) -> Format:
-        return self.shards[0].source.recognised(fields)
+        return self.shards[0].open(self.fields).recognised(fields)
+
+    def reading(self, fields: Fields) -> StreamedFiles:
+        """The same files with other fields."""
+        return StreamedFiles(self.name, self.shards, fields, self.tokenizer)
 
     def documents(self) -> Iterator[Document]:
         for shard in self.shards:
-            yield from shard.source.documents()
+            yield from shard.open(self.fields).documents()
 
     def rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         for shard in self.shards:
-            yield from shard.source.rows()
+            yield from shard.open(self.fields).rows()
 
     def check(self) -> None:
-        self.shards[0].source.check()
+        self.shards[0].open(self.fields).check()
 
 
 def open_stream(
     source: str | Sequence[str] | None,
     fields: Fields,
     *,
+    config_name: str | None = None,
+    split: str | None = None,
     downloads: Path,
     digests: Path | None,
     remember: bool,
@@ -108,104 +112,63 @@ def open_stream(
     """
     names = [source] if isinstance(source, str) else list(source or ())
     shards: list[Shard] = []
+    tokenizer = None
+    files: list[tuple[Path | RemotePath, Object | None, int]] = []
     for name in names:
-        if is_url(name):
-            for path, found in remote_files(name).items():
-                own = partial(RemoteFiles, str(path), {path: found}, fields, None, downloads)
-                shards.append(Shard(own, f"{path} {found.size} {found.version}", found.size))
-            continue
-        if names_tokens(name):
-            for file in token_files(name):
-                tokens = partial(TokenFiles, str(file), [file], fields)
-                shards.append(Shard(tokens, f"{file.name} {file.stat().st_size}", file.stat().st_size))
-            continue
-        files = local_files(name)
-        if files is None:
-            raise UserError(
-                f"data.stream: {name} is no file, pattern or URL; streaming reads files, such as the Parquet "
-                "files of a hub dataset"
-            )
-        for file in files:
-            shards.extend(_of_file(file, fields, digests, remember))
-    if not shards:
+        if (prepared := prepared_place(name)) is not None:
+            shards += prepared_shards(prepared)
+            tokenizer = partial(prepared_tokenizer, prepared)
+        elif (sharded := sharded_tokens(name)) is not None:
+            for piece in pieces_of(sharded[1], name):
+                opened = partial(ShardedTokens, sharded[0], [piece])
+                shards.append(Shard(opened, repr(piece), int(piece["bytes"] or 0)))
+        elif is_url(name):
+            files += [(path, found, found.size) for path, found in remote_files(name).items()]
+        elif names_tokens(name):
+            files += [(path, None, path.stat().st_size) for path in token_files(name)]
+        elif (local := local_files(name)) is not None:
+            files += [(path, None, path.stat().st_size) for path in local]
+        else:
+            hub = hub_files(name, config_name, split or "train")
+            files += [(path, found, found.size) for path, found in hub.items()]
+    if shards and files:
+        raise UserError(f"data.source: {names[0]}: shards of tokens stand alone; name no other files")
+    if not shards and not files:
         raise UserError("data.stream: data.source names no files; set it to files, a pattern or a URL")
-    return StreamedFiles(", ".join(names), shards, fields)
+    part = min(max(PART_BYTES, sum(size for _, _, size in files) // _PARTS), 4 * PART_BYTES)
+    whole = _Whole(downloads, digests, remember)
+    for path, found, size in files:
+        shards += _of_file(path, found, size, part, whole)
+    return StreamedFiles(", ".join(names), shards, fields, tokenizer)
 
 
-def _of_file(file: Path, fields: Fields, digests: Path | None, remember: bool) -> Iterator[Shard]:
-    size = file.stat().st_size
-    if file.suffix.lower() != ".jsonl" or size <= PART_BYTES:
-        whole = partial(LocalFiles, str(file), [file], fields, None, digests, remember)
-        yield Shard(whole, f"{file.name} {size}", size)
+@dataclass(frozen=True)
+class _Whole:
+    """How files are opened that cannot be read from the middle."""
+
+    downloads: Path
+    digests: Path | None
+    remember: bool
+
+    def open(self, path: Path | RemotePath, found: Object | None, fields: Fields) -> Source:
+        if found is not None:
+            return RemoteFiles(str(path), {path: found}, fields, None, self.downloads)  # type: ignore[dict-item]
+        assert not isinstance(path, RemotePath)
+        if names_tokens(str(path)):
+            return TokenFiles(str(path), [path], fields)
+        return LocalFiles(str(path), [path], fields, None, self.digests, self.remember)
+
+
+def _of_file(
+    path: Path | RemotePath, found: Object | None, size: int, part: int, whole: _Whole
+) -> Iterator[Shard]:
+    """The parts of a file, of ``part`` bytes; or the file."""
+    kind = None if is_compressed(path) else _IN_PARTS.get(format_of(path))
+    if kind is None:
+        yield Shard(partial(whole.open, path, found), f"{path.name} {size}", size)
         return
-    parts = -(-size // PART_BYTES)
+    parts = max(1, -(-size // part))
     for number in range(parts):
         start, stop = size * number // parts, size * (number + 1) // parts
-        part = partial(LinesBetween, file, start, stop, fields)
-        yield Shard(part, f"{file.name} {size} {start}", stop - start)
-
-
-def _settings(fields: Fields) -> tuple[Any, ...]:
-    """What changes the documents of a file."""
-    return fields, fields.format, fields.columns, fields.bad is None
-
-
-class LinesBetween(Source):
-    """The lines of a .jsonl file that begin within ``[start, stop)``."""
-
-    def __init__(self, path: Path, start: int, stop: int, fields: Fields) -> None:
-        self.name = f"{path} from byte {start}"
-        self._path = path
-        self._start = start
-        self._stop = stop
-        self._fields = fields
-        self.bad = fields.bad
-        self._key: str | None = None
-
-    @property
-    def size_bytes(self) -> int:
-        return self._stop - self._start
-
-    @property
-    def key(self) -> str:
-        if self._key is None:
-            self._key = self._digest(line for _, line in self._lines())
-        return self._key
-
-    def _digest(self, lines: Iterator[bytes]) -> str:
-        digest = hashlib.blake2b(
-            repr((self._fields, self._fields.format, self._fields.bad is None)).encode(), digest_size=16
-        )
-        for line in lines:
-            digest.update(line)
-        return digest.hexdigest()
-
-    def _lines(self) -> Iterator[tuple[int, bytes]]:
-        try:
-            with self._path.open("rb") as file:
-                if self._start:
-                    file.seek(self._start - 1)
-                    file.readline()  # began in the part before, or is the end of its last line
-                at = file.tell()
-                while at < self._stop and (line := file.readline()):
-                    yield at, line
-                    at += len(line)
-        except OSError as error:
-            raise UserError(f"data.source: {self._path}: cannot read it: {one_line(error)}") from error
-
-    def rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        for at, line in self._lines():
-            where = f"{self._path}, byte {at}"
-            if (row := json_row(line, where, self._fields.bad)) is not None:
-                yield where, row
-
-    def documents(self) -> Iterator[Document]:
-        for where, row in self.rows():
-            yield from read_rows(row, self._fields, where)
-
-    def documents_of_key(self) -> Iterator[Document]:
-        before = self.key
-        yield from self.documents()
-        self._key = None
-        if self.key != before:
-            raise changed_meanwhile(self._path)
+        opened = partial(kind, path, start, stop, found=found)
+        yield Shard(opened, f"{path.name} {size} {start}", stop - start)

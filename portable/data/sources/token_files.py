@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import glob
 import hashlib
+from abc import abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,7 +50,27 @@ class _Layout:
     lengths: npt.NDArray[np.int64] | None = None
 
 
-class TokenFiles(Source):
+class TokenSource(Source):
+    """Tokens that another program made."""
+
+    def documents(self) -> Iterator[Document]:
+        raise UserError(
+            f"data.tokenizer: {self.name} has tokens and no text; set it to the tokenizer that made them"
+        )
+
+    @abstractmethod
+    def tokens(self, vocab_size: int, end: int | None) -> Iterator[tuple[npt.NDArray[Any], list[int]]]:
+        """Yield tokens, and how many of them there are up to each end of a document from the end before.
+
+        The tokens beyond the last end belong to a document that goes on in the next part.
+
+        Args:
+            vocab_size: of the tokenizer, which all tokens must be below.
+            end: the token after which a document ends, where the files do not tell.
+        """
+
+
+class TokenFiles(TokenSource):
     """Files of tokens, in order.
 
     Args:
@@ -84,29 +105,25 @@ class TokenFiles(Source):
     def size_bytes(self) -> int:
         return sum(_layout(path).count for path in self._files)
 
-    def documents(self) -> Iterator[Document]:
-        raise UserError(
-            f"data.tokenizer: {self.name} has tokens and no text; set it to the tokenizer that made them"
-        )
-
     def check(self) -> None:
         for path in self._files:
             _layout(path)
 
     def tokens(self, vocab_size: int, end: int | None) -> Iterator[tuple[npt.NDArray[Any], list[int]]]:
-        """Yield tokens, and how many of them there are up to each end of a document from the end before.
-
-        The tokens beyond the last end belong to a document that goes on in the next part.
-
-        Args:
-            vocab_size: of the tokenizer, which all tokens must be below.
-            end: the token after which a document ends, where the file does not tell.
-        """
         before = self.key
         for path in self._files:
             yield from _tokens_of(path, vocab_size, end)
         if self.key != before:
             raise changed_meanwhile(self.name)
+
+
+def beyond_vocabulary(tokens: npt.NDArray[Any], vocab_size: int, path: object) -> None:
+    """Raise UserError if the tokenizer has not all of ``tokens``."""
+    if int(tokens.max()) >= vocab_size or int(tokens.min()) < 0:
+        raise UserError(
+            f"data.tokenizer: {path} has the token {int(tokens.max())}, beyond the {vocab_size} of the "
+            "tokenizer; set data.tokenizer to the one that made the file"
+        )
 
 
 def token_files(name: str) -> list[Path]:
@@ -180,11 +197,7 @@ def _tokens_of(path: Path, vocab_size: int, end: int | None) -> Iterator[tuple[n
     ends = None if layout.lengths is None else np.cumsum(layout.lengths)
     for start in range(0, layout.count, _CHUNK):
         piece = np.asarray(stored[start : start + _CHUNK])
-        if int(piece.max()) >= vocab_size or int(piece.min()) < 0:
-            raise UserError(
-                f"data.tokenizer: {path} has the token {int(piece.max())}, beyond the {vocab_size} of the "
-                "tokenizer; set data.tokenizer to the one that made the file"
-            )
+        beyond_vocabulary(piece, vocab_size, path)
         stop = start + len(piece)
         last = stop == layout.count
         if ends is not None:

@@ -90,6 +90,14 @@ class Worker:
         self._process.kill()
         self._process.wait()
 
+    @property
+    def ended(self) -> bool:
+        """Whether the process has ended."""
+        return self._process.poll() is not None
+
+    def kill(self) -> None:
+        self._process.kill()
+
     def send(self, item: Any) -> None:
         try:
             self._connection.send(item)

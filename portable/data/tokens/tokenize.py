@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections import Counter, deque
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -14,11 +13,12 @@ from tqdm import tqdm
 
 from portable.data.locked_folder import locked_folder
 from portable.data.sources.documents import PIECE_CHARS, Document, Fields, Source
-from portable.data.sources.token_files import TokenFiles
+from portable.data.sources.token_files import TokenSource
 from portable.data.tokens.cache import FORMAT, CacheDamagedError, TokenCache, TokenWriter
 from portable.data.tokens.parallel import cores, ordered_map
 from portable.data.tokens.tokenizer import Vocabulary, parallel_tokenizers, tokenizer_digest
 from portable.errors import RunError, UserError
+from portable.terminal import tell
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     from portable.data.tokens.chat_template import ChatTemplate
 
+TOKENS = "tokens"
+"""The folder of a cache with the token caches."""
 _BATCH_CHARS = 2 << 20  # enough for the tokenizer's threads, and little memory
 _BATCH_DOCUMENTS = 4096
 _CHAT_CHARS = 1 << 18  # small enough to keep all processes busy
@@ -71,14 +73,30 @@ def frame(task: str, vocabulary: Vocabulary, target: Vocabulary | None = None) -
     return Frame(vocabulary.prefix, (vocabulary.end,))
 
 
-def token_cache_folder(
-    source: Source, tokenizer: Any, framed: Frame, cache: Path, chat: ChatTemplate | None = None
-) -> Path:
-    """The folder of the token cache of ``source``, whether or not it exists."""
-    content = f"{FORMAT} {source.key} {tokenizer_digest(tokenizer)} {framed} {PIECE_CHARS}"
+def digest_of_making(tokenizer: Any, framed: Frame, chat: ChatTemplate | None = None) -> str:
+    """A digest of what decides the tokens of a text. It takes long for a large tokenizer."""
+    content = f"{FORMAT} {tokenizer_digest(tokenizer)} {framed} {PIECE_CHARS}"
     content += "" if framed.target is None else f" {framed.target}"
     content += "" if chat is None else f" {chat.key}"
-    return cache / "tokens" / hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+
+
+def token_cache_folder(
+    source: Source,
+    tokenizer: Any,
+    framed: Frame,
+    cache: Path,
+    chat: ChatTemplate | None = None,
+    *,
+    made: str = "",
+) -> Path:
+    """The folder of the token cache of ``source``, whether or not it exists.
+
+    Args:
+        made: the :func:`digest_of_making`, if it is known.
+    """
+    content = f"{source.key} {made or digest_of_making(tokenizer, framed, chat)}"
+    return cache / TOKENS / hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
 
 def tokenize(
@@ -91,6 +109,7 @@ def tokenize(
     *,
     chat: ChatTemplate | None = None,
     progress: bool = False,
+    made: str = "",
 ) -> TokenCache:
     """Return the tokens of ``source``, from the cache if possible.
 
@@ -102,7 +121,7 @@ def tokenize(
     Raises:
         UserError: if the source cannot be read or has no text, or the cache is not writable.
     """
-    folder = token_cache_folder(source, tokenizer, framed, cache, chat)
+    folder = token_cache_folder(source, tokenizer, framed, cache, chat, made=made)
     try:
         return TokenCache.open(folder)
     except CacheDamagedError:
@@ -112,7 +131,7 @@ def tokenize(
             return TokenCache.open(folder)
         except CacheDamagedError as error:
             if folder.exists():
-                print(f"warning: data.cache_dir: {error}; tokenizing again", file=sys.stderr)
+                tell(f"warning: data.cache_dir: {error}; tokenizing again")
         names = ["text"]
         names += ["target"] * (fields.target is not None) + ["pair"] * (fields.pair is not None)
         writer = TokenWriter(
@@ -135,7 +154,7 @@ def tokenize(
             )
             facts: dict[str, Any] = {}
             with bar:
-                if isinstance(source, TokenFiles):
+                if isinstance(source, TokenSource):
                     written = _copy_tokens(source, vocabulary, writer, bar)
                 elif chat is not None:
                     written, facts = _write_conversations(source, chat, writer, bar)
@@ -155,7 +174,7 @@ def tokenize(
         raise RunError(f"data.cache_dir: {error}, just written; choose a folder on another disk") from error
 
 
-def _copy_tokens(source: TokenFiles, vocabulary: Vocabulary, writer: TokenWriter, bar: Any) -> int:
+def _copy_tokens(source: TokenSource, vocabulary: Vocabulary, writer: TokenWriter, bar: Any) -> int:
     """Copy tokens with their documents; return the number of documents."""
     written = 0
     for tokens, lengths in source.tokens(vocabulary.size, vocabulary.end):

@@ -1,0 +1,99 @@
+"""``portable-data``: write the tokens of a run's sources ahead of time."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import TYPE_CHECKING
+
+from converters.commands import DONE, FAILED, REFUSED, command, exit_codes
+from converters.console import say
+from portable.config.arguments import CONFIG_OPTIONS, read_command
+from portable.config.flags import Option
+from portable.errors import RunError, UserError, report
+from portable.formatting import human_count
+from portable.paths import place_of
+from portable.terminal import loading
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+USAGE = f"""\
+usage: portable-data --config FILE.yaml --out PLACE [--processes N] [--part I/N] [--KEY VALUE ...]
+
+Tokenize the sources of a config, for a run that begins at once and tokenizes nothing. PLACE is a folder or a
+URL (s3://, gs://). A run reads it as data.source, with data.stream true; of a mixture, each source is a
+folder in it. The same command again goes on where it was stopped. Needs no accelerator.
+
+examples:
+  portable-data --config run.yaml --out tokens/
+  portable-data --config run.yaml --out s3://bucket/tokens --processes 32
+  portable-data --config run.yaml --out s3://bucket/tokens --part 2/8    the second of eight machines
+
+{exit_codes(DONE, FAILED, REFUSED)}
+"""
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``portable-data`` and return its exit code, as :data:`converters.commands.EXIT_CODES` has it."""
+    try:
+        return run(sys.argv[1:] if argv is None else argv)
+    except UserError as error:
+        report(error)
+        return REFUSED
+    except RunError as error:
+        report(error)
+        return FAILED
+
+
+def run(argv: Sequence[str]) -> int:
+    """Write the tokens and say what was written."""
+    options = (
+        CONFIG_OPTIONS[0],
+        Option("out", "text", "Where the tokens go: a folder, or a URL of an object store.", "PLACE"),
+        Option("processes", "count", "Processes that tokenize at a time; default one for each core.", "N"),
+        Option(
+            "part", "text", "The part of the shards that this machine makes, such as 2/8; default all.", "I/N"
+        ),
+        CONFIG_OPTIONS[1],
+    )
+    config, given = read_command(argv, options, USAGE)
+    if "out" not in given:
+        raise UserError("--out: is missing; name a folder or a URL for the tokens")
+    number, count = _part(given.get("part", "1/1"))
+    out = place_of("--out", given["out"])
+    with loading():
+        from portable.data.dataset import open_for_making
+        from portable.data.making import make
+        from portable.data.tokens.parallel import cores
+        from portable.model import build as models
+        from portable.run.prepare import tokenizer_hints
+    hints = tokenizer_hints(config, models.model_config(config.model))
+    hints.pop("ends_texts")
+    reading, sources = open_for_making(config.data, task=config.model.task, **hints)
+    for name, (settings, source) in sources.items():
+        place = out / name if name else out
+        made = make(
+            reading,
+            settings,
+            source,
+            place,
+            processes=given.get("processes", cores()),
+            part=(number - 1, count),
+            progress=sys.stderr.isatty(),
+        )
+        left = f"; {human_count(made.left, 'shard')} left to other machines" if made.left else ""
+        say(f"{place}: {human_count(made.shards, 'shard')}, {made.tokens:,} tokens{left}")
+    return DONE
+
+
+def _part(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    if found is None or not 1 <= int(found[1]) <= int(found[2]):
+        raise UserError(f"--part: {text!r} is not such as 2/8; give the number of this machine of how many")
+    return int(found[1]), int(found[2])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

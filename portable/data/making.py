@@ -1,0 +1,218 @@
+"""Write the tokens of the sources of a run ahead of time: shard by shard, in parallel, and resumable.
+
+Each shard appears whole, and ``tokens.json`` last. What a killed process left is made again.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from portable.data.sources.documents import NoTextError
+from portable.data.sources.prepared import BEGUN, INDEX, LAST, TOKENIZER, Index, shard_folder
+from portable.data.tokens.cache import CacheDamagedError, TokenCache
+from portable.data.tokens.parallel import ordered_map
+from portable.durable import write_durably
+from portable.errors import UserError, one_line
+from portable.paths import storage_errors
+from portable.temporary_folder import scratch_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from converters.storage.path_or_url import Place
+    from portable.config.sections import DataConfig
+    from portable.data.reading import Reading
+    from portable.data.sources.shard import Shard
+    from portable.data.sources.shards import StreamedFiles
+    from portable.data.tokens.ahead import Tokenizing
+
+Record = tuple[int, int, str]
+"""Documents, tokens and fingerprint of a shard."""
+_EMPTY: Record = (0, 0, "")
+
+
+@dataclass(frozen=True)
+class Made:
+    """What was written for a source.
+
+    Attributes:
+        shards, tokens: of the source, as far as it is written.
+        left: shards that other machines have to write.
+    """
+
+    shards: int
+    tokens: int
+    left: int
+
+
+def make(
+    reading: Reading,
+    settings: DataConfig,
+    source: StreamedFiles,
+    out: Place,
+    *,
+    processes: int,
+    part: tuple[int, int] = (0, 1),
+    progress: bool = False,
+) -> Made:
+    """Write the tokens of ``source`` to ``out``.
+
+    Args:
+        processes: that tokenize at a time.
+        part: number of this machine and how many there are; each makes every so many-th shard.
+
+    Raises:
+        UserError: if the source or ``out`` cannot be used, or ``out`` has the tokens of something else.
+    """
+    if isinstance(out, Path):
+        return _make(reading, settings, source, out, out / ".making", processes, part, progress)
+    with scratch_folder("portable-data") as scratch:
+        return _make(reading, settings, source, out, scratch, processes, part, progress)
+
+
+def _make(
+    reading: Reading,
+    settings: DataConfig,
+    source: StreamedFiles,
+    out: Place,
+    scratch: Path,
+    processes: int,
+    part: tuple[int, int],
+    progress: bool,
+) -> Made:
+    work = reading.tokenizing(settings, source, scratch)
+    try:
+        with storage_errors("--out"):
+            if _begin(out, {"files": source.key, "made": work.made}, source.name):
+                _save_tokenizer(reading.tokenizer, out / TOKENIZER, scratch)
+            records = _known(out, len(source.shards))
+            mine = [n for n in range(part[0], len(source.shards), part[1]) if records[n] is None]
+            write = _Writing(work, out)
+            total = sum(shard.bytes for shard in source.shards)
+            with tqdm(total=total, unit="B", unit_scale=True, desc=source.name, disable=not progress) as bar:
+                done = (source.shards[n].bytes for n, record in enumerate(records) if record is not None)
+                bar.update(sum(done))
+                items = ((n, source.shards[n]) for n in mine)
+                found = ordered_map(write, items, processes=min(processes, len(mine)))
+                for number, record in zip(mine, found, strict=True):
+                    records[number] = record
+                    bar.update(source.shards[number].bytes)
+            if part[1] > 1:
+                records = _known(out, len(source.shards))  # the others may have ended meanwhile
+            known = [record for record in records if record is not None]
+            tokens = sum(count for _, count, _ in known)
+            if len(known) == len(records):
+                if not tokens:
+                    raise source.no_text()
+                _write_text(out / INDEX, Index(work.made, settings.format, tuple(known)).text())  # type: ignore[arg-type]
+                if isinstance(out, Path):
+                    shutil.rmtree(scratch, ignore_errors=True)
+            return Made(len(known), tokens, len(records) - len(known))
+    except OSError as error:
+        raise UserError(f"--out: cannot write in {out} ({one_line(error)}); choose another place") from error
+
+
+def _begin(out: Place, what: dict[str, str], name: str) -> bool:
+    """Note what ``out`` is made of, or compare it with that; return whether it has to be begun."""
+    if isinstance(out, Path):
+        out.mkdir(parents=True, exist_ok=True)
+    begun = (out / BEGUN).is_file()
+    if begun:
+        with suppress(ValueError):
+            if json.loads((out / BEGUN).read_text()) == what and (out / TOKENIZER).is_dir():
+                return False
+        if any(path.name.endswith(LAST) for path in _below(out / "shards")):
+            raise UserError(
+                f"--out: {out} was begun with other files, another tokenizer or template than those of "
+                f"{name}; choose another place, or remove it"
+            )
+    elif isinstance(out, Path) and any(path.name != ".making" for path in out.iterdir()):
+        raise UserError(f"--out: {out} is not empty; choose an empty or new folder")
+    _write_text(out / BEGUN, json.dumps(what) + "\n")
+    return True
+
+
+def _below(place: Place) -> Iterator[Place]:
+    """All files below ``place``."""
+    if isinstance(place, Path):
+        yield from place.rglob("*")
+    else:
+        yield from map(place.__truediv__, place.objects())
+
+
+def _known(out: Place, count: int) -> list[Record | None]:
+    """The records of the shards that are whole."""
+    if isinstance(out, Path):
+        return [_record(shard_folder(out, number)) for number in range(count)]
+    names = (out / "shards").objects()
+    whole = {int(name.partition("/")[0]) for name in names if name.endswith(f"/{LAST}")}
+    return [_record(shard_folder(out, number)) if number in whole else None for number in range(count)]
+
+
+def _record(folder: Place) -> Record | None:
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        meta = json.loads((folder / LAST).read_text())
+        if not meta["documents"]:
+            return _EMPTY
+        if isinstance(folder, Path):
+            with suppress(CacheDamagedError):
+                return _record_of(TokenCache.open(folder))
+            return None
+        return int(meta["documents"]), sum(meta["tokens"].values()), str(meta["fingerprint"])
+    return None
+
+
+def _record_of(tokens: TokenCache) -> Record:
+    return tokens.documents, tokens.total_tokens, tokens.fingerprint
+
+
+@dataclass(frozen=True)
+class _Writing:
+    """Writes one shard; in other processes, too."""
+
+    work: Tokenizing
+    out: Place
+
+    def __call__(self, item: tuple[int, Shard]) -> Record:
+        number, shard = item
+        folder = shard_folder(self.out, number)
+        try:
+            tokens = self.work.open(shard)
+        except NoTextError:
+            _write_text(folder / LAST, json.dumps({"documents": 0}) + "\n")
+            return _EMPTY
+        record = _record_of(tokens)
+        if isinstance(folder, Path):
+            folder.parent.mkdir(exist_ok=True)
+            shutil.rmtree(folder, ignore_errors=True)  # damaged
+            tokens.folder.rename(folder)
+        else:
+            with storage_errors("--out"):
+                for path in sorted(tokens.folder.iterdir(), key=lambda path: path.name == LAST):
+                    (folder / path.name).upload_file(path)
+            shutil.rmtree(tokens.folder, ignore_errors=True)
+        return record
+
+
+def _write_text(place: Place, text: str) -> None:
+    if isinstance(place, Path):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        write_durably(place, text)
+    else:
+        place.write_bytes(text.encode())
+
+
+def _save_tokenizer(tokenizer: Any, folder: Place, scratch: Path) -> None:
+    if isinstance(folder, Path):
+        tokenizer.save_pretrained(folder)
+        return
+    tokenizer.save_pretrained(scratch / TOKENIZER)
+    for path in sorted((scratch / TOKENIZER).iterdir()):
+        (folder / path.name).upload_file(path)

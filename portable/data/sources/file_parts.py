@@ -1,0 +1,271 @@
+"""A part of a file as a source: the lines of a .jsonl file, or the row groups of a .parquet file.
+
+Where a part begins and ends follows from the file's length alone, so files are listed without reading them. A
+part of an object is read by ranges, so that no copy of the object is made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from abc import abstractmethod
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from portable.data.sources.documents import Document, Fields, Source, changed_meanwhile, read_rows
+from portable.data.sources.files import json_row
+from portable.data.sources.library import without_nulls
+from portable.errors import RunError, UserError, one_line
+from portable.paths import storage_errors
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from typing_extensions import Buffer
+
+    from converters.storage.object_store import Object, RemotePath
+
+_BUFFER = 4 << 20  # bytes of a request for lines
+_ROWS = 1024
+
+
+class FilePart(Source):
+    """The records that begin within the bytes ``[start, stop)`` of a file.
+
+    Args:
+        path: of the file, or its URL.
+        found: the object as it was listed; None for a local file.
+    """
+
+    def __init__(
+        self, path: Path | RemotePath, start: int, stop: int, fields: Fields, *, found: Object | None
+    ) -> None:
+        self.name = str(path) if not start else f"{path} from byte {start}"
+        self.downloads = found is not None
+        self.bad = fields.bad
+        self._path = path
+        self._start = start
+        self._stop = stop
+        self._fields = fields
+        self._found = found
+        self._key: str | None = None
+
+    @property
+    def size_bytes(self) -> int | None:
+        return self._stop - self._start
+
+    @property
+    def key(self) -> str:
+        """A digest of the bytes; of an object, of its URL and version."""
+        if self._key is None:
+            fields = self._fields
+            settings = (fields, fields.format, fields.columns, fields.bad is None)
+            digest = hashlib.blake2b(repr(settings).encode(), digest_size=16)
+            if self._found is None:
+                with self._reading():
+                    for piece in self._pieces():
+                        digest.update(piece)
+            else:
+                digest.update(f"{self._path} {self._found} {self._start} {self._stop}".encode())
+            self._key = digest.hexdigest()
+        return self._key
+
+    @abstractmethod
+    def _pieces(self) -> Iterator[bytes]:
+        """All bytes that decide what the records are."""
+
+    @abstractmethod
+    def _rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]: ...
+
+    def rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        with self._reading():
+            yield from self._rows()
+
+    def documents(self) -> Iterator[Document]:
+        for where, row in self.rows():
+            yield from read_rows(row, self._fields, where)
+
+    def documents_of_key(self) -> Iterator[Document]:
+        refusal = None
+        before = self.key
+        try:
+            yield from self.documents()
+        except (UserError, RunError) as error:  # may come from a file that is being written
+            refusal = error
+        if self._changed(before):
+            raise changed_meanwhile(self._path) from refusal
+        if refusal is not None:
+            raise refusal
+
+    def _changed(self, before: str) -> bool:
+        if isinstance(self._path, Path):
+            self._key = None
+            try:
+                return self.key != before
+            except UserError:
+                return False
+        with self._reading():
+            return self._path.object() != self._found
+
+    def check(self) -> None:
+        if self._found is None:
+            super().check()
+
+    def _open(self) -> io.RawIOBase:
+        if isinstance(self._path, Path):
+            return self._path.open("rb", buffering=0)
+        assert self._found is not None
+        return _Ranges(self._path, self._found.size)
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Convert errors of reading to UserError."""
+        with storage_errors("data.source"):
+            try:
+                yield
+            except OSError as error:
+                reason = one_line(error.strerror or error)
+                raise UserError(f"data.source: {self._path}: cannot read it: {reason}") from error
+
+
+class LinesBetween(FilePart):
+    """The lines of a .jsonl file that begin within some bytes."""
+
+    def _pieces(self) -> Iterator[bytes]:
+        return (line for _, line in self._lines())
+
+    def _lines(self) -> Iterator[tuple[int, bytes]]:
+        with self._open() as raw, io.BufferedReader(raw, _BUFFER if self.downloads else 1 << 20) as file:
+            if self._start:
+                file.seek(self._start - 1)
+                file.readline()  # began in the part before, or is the end of its last line
+            at = file.tell()
+            while at < self._stop and (line := file.readline()):
+                yield at, line
+                at += len(line)
+
+    def _rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        for number, (at, line) in enumerate(self._lines(), start=1):
+            where = f"{self._path}, byte {at}" if self._start else f"{self._path}:{number}"
+            if (row := json_row(line, where, self._fields.bad)) is not None:
+                yield where, row
+
+
+class RowGroupsBetween(FilePart):
+    """The rows of a .parquet file whose row groups begin within some bytes."""
+
+    @contextmanager
+    def _parquet(self) -> Iterator[tuple[Any, list[int]]]:
+        import pyarrow
+
+        try:
+            with self._open() as raw, self._checked(raw) as file:
+                begins = (_begin(file.metadata, number) for number in range(file.metadata.num_row_groups))
+                yield file, [number for number, at in enumerate(begins) if self._start <= at < self._stop]
+        except pyarrow.ArrowException as error:  # its errors of reading are OSErrors
+            raise UserError(
+                f"data.source: {self._path}: not a readable .parquet file ({one_line(error)}); copy it again"
+            ) from error
+
+    def _checked(self, raw: io.RawIOBase) -> Any:
+        from pyarrow import parquet
+
+        return parquet.ParquetFile(raw, pre_buffer=self.downloads, page_checksum_verification=True)
+
+    def _pieces(self) -> Iterator[bytes]:
+        with self._parquet() as (file, groups), self._open() as raw:
+            yield str(file.schema_arrow).encode()
+            for number in groups:
+                group = file.metadata.row_group(number)
+                for column in map(group.column, range(group.num_columns)):
+                    raw.seek(_begin_of(column))
+                    left = column.total_compressed_size
+                    while left and (piece := raw.read(min(left, _BUFFER))):
+                        yield piece
+                        left -= len(piece)
+
+    def _rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        with self._parquet() as (file, groups):
+            columns = self._columns(file.schema_arrow.names)
+            for number in groups:
+                row = sum(file.metadata.row_group(before).num_rows for before in range(number))
+                for batch in file.iter_batches(_ROWS, row_groups=[number], columns=columns):
+                    for found in self._dictionaries(batch, row):
+                        row += 1
+                        if found is not None:
+                            yield f"{self._path}: row {row}", without_nulls(found)
+
+    def _dictionaries(self, batch: Any, before: int) -> Iterator[dict[str, Any] | None]:
+        """The rows of a batch; None for one that is not UTF-8 and left out."""
+        try:
+            found = batch.to_pylist()
+        except UnicodeDecodeError:
+            found = None
+        if found is not None:
+            yield from found
+        else:
+            for number in range(batch.num_rows):
+                try:
+                    yield batch.slice(number, 1).to_pylist()[0]
+                except UnicodeDecodeError as error:
+                    refusal = UserError(
+                        f"data.source: {self._path}: row {before + number + 1}: not UTF-8; correct or remove "
+                        "it, or set data.on_bad_record to skip"
+                    )
+                    if self.bad is None:
+                        raise refusal from error
+                    self.bad.skip(refusal)
+                    yield None
+
+    def _columns(self, names: list[str]) -> list[str] | None:
+        """The columns to read; None for all."""
+        fields = self._fields
+        if fields.format != "text":
+            return None
+        wanted = [fields.text, *fields.columns]
+        return wanted if set(wanted) <= set(names) else None
+
+
+def _begin(metadata: Any, number: int) -> int:
+    """The first byte of a row group."""
+    return _begin_of(metadata.row_group(number).column(0))
+
+
+def _begin_of(column: Any) -> int:
+    at = column.data_page_offset
+    if column.has_dictionary_page and column.dictionary_page_offset is not None:
+        at = min(at, column.dictionary_page_offset)
+    return int(at)
+
+
+class _Ranges(io.RawIOBase):
+    """An object as a file; each read is one request."""
+
+    def __init__(self, path: RemotePath, size: int) -> None:
+        self._path = path
+        self._size = size
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        self._at = offset + (0, self._at, self._size)[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Buffer, /) -> int:
+        view = memoryview(buffer).cast("B")
+        stop = min(self._at + len(view), self._size)
+        if stop <= self._at:
+            return 0
+        found = self._path.read_range(self._at, stop)
+        view[: len(found)] = found
+        self._at += len(found)
+        return len(found)

@@ -1,0 +1,271 @@
+"""Tokens in the shards of Mosaic Streaming (MDS) and litdata, and in datasets saved with ``save_to_disk``.
+
+The shards of the first two begin alike: the number of samples, the offset of each, and that of the end. An
+``index.json`` beside them says what a sample is. Each sample is a document.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from portable.data.sources.documents import Fields, changed_meanwhile, listed, text_only
+from portable.data.sources.files import file_digest
+from portable.data.sources.library import datasets_library
+from portable.data.sources.token_files import TokenSource, beyond_vocabulary
+from portable.errors import UserError, one_line
+from portable.paths import place_of, storage_errors
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import numpy.typing as npt
+
+    from converters.storage.path_or_url import Place
+
+_COLUMNS = ("tokens", "input_ids")
+_LITDATA = {11: "u1", 12: "i1", 13: "<i2", 14: "<i2", 15: "<i4", 16: "<i4", 17: "<i8", 18: "<i8", 20: "<u2"}
+"""litdata's numbers of the types of torch."""
+_BATCH = 1000  # documents of a saved dataset at a time
+
+
+def sharded_tokens(name: str) -> tuple[Place, dict[str, Any]] | None:
+    """The place that ``name`` means and its index, if Mosaic Streaming or litdata has written it."""
+    if any(sign in name for sign in "*?["):
+        return None
+    try:
+        place = place_of("data.source", name)
+        with storage_errors("data.source"):
+            if not (place / "index.json").is_file():
+                return None
+            index = json.loads((place / "index.json").read_text())
+    except (OSError, ValueError):
+        return None
+    if not isinstance(index, dict) or not ("shards" in index or "chunks" in index):
+        return None
+    return place, index
+
+
+def pieces_of(index: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    """The shards that ``index.json`` lists, each with what is needed to read it.
+
+    Raises:
+        UserError: if they have no tokens.
+    """
+    try:
+        if "shards" in index:
+            return [_of_mosaic(shard, name) for shard in index["shards"]]
+        config = index["config"]
+        kind = str(config["data_format"][0])
+        if len(config["data_format"]) != 1 or not kind.startswith("no_header_tensor:"):
+            raise UserError(
+                f"data.source: {name} has samples of {listed(map(str, config['data_format']))}, not of "
+                "tokens alone; write them with litdata's TokensLoader"
+            )
+        if config.get("compression") or config.get("encryption"):
+            raise UserError(f"data.source: {name} is compressed or encrypted; write it without")
+        dtype = _LITDATA[int(kind.partition(":")[2])]
+        return [
+            {"file": one["filename"], "dtype": dtype, "heads": 0, "before": 0, "bytes": None}
+            for one in index["chunks"]
+        ]
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise UserError(
+            f"data.source: {name}/index.json: cannot read it ({one_line(error)}); copy it again"
+        ) from error
+
+
+def _of_mosaic(shard: dict[str, Any], name: str) -> dict[str, Any]:
+    names: list[str] = shard["column_names"]
+    column = next((one for one in _COLUMNS if one in names), None)
+    if shard["format"] != "mds" or column is None:
+        raise UserError(
+            f"data.source: {name} has the columns {listed(names)} in {shard['format']}, not {_COLUMNS[0]} or "
+            f"{_COLUMNS[1]} in mds; write its text as .jsonl or .parquet"
+        )
+    at = names.index(column)
+    encoding, _, rest = str(shard["column_encodings"][at]).partition(":")
+    dtype, _, shape = rest.partition(":")
+    if encoding == "bytes":
+        dtype, shape = "int64", "any"  # as LLM Foundry writes them
+    elif encoding != "ndarray" or not dtype:
+        raise UserError(f"data.source: {name}: {column} is {encoding}:{rest}, not an array of integers")
+    packed, raw = shard.get("zip_data"), shard["raw_data"]
+    if packed is not None and shard["compression"].partition(":")[0] not in ("zstd", "gz"):
+        raise UserError(f"data.source: {name} is compressed with {shard['compression']}; use zstd or gz")
+    return {
+        "file": (packed or raw)["basename"],
+        "compression": shard["compression"] if packed else None,
+        "dtype": np.dtype(dtype).newbyteorder("<").str,
+        "shaped": bool(shape),
+        "sizes": shard["column_sizes"],
+        "column": at,
+        "bytes": raw["bytes"],
+        "hashes": raw.get("hashes") or {},
+    }
+
+
+class ShardedTokens(TokenSource):
+    """Shards of Mosaic Streaming or litdata, in order.
+
+    Args:
+        pieces: as :func:`pieces_of` returns them.
+    """
+
+    def __init__(self, place: Place, pieces: Sequence[dict[str, Any]], fields: Fields) -> None:
+        self.name = str(place) if len(pieces) > 1 else str(place / pieces[0]["file"])
+        self.downloads = not isinstance(place, Path)
+        self._place = place
+        self._pieces = tuple(pieces)
+        text_only(fields, "files of tokens")
+
+    @property
+    def key(self) -> str:
+        digest = hashlib.blake2b(repr(self._pieces).encode(), digest_size=16)
+        for piece in self._pieces:
+            path = self._place / piece["file"]
+            if isinstance(path, Path):
+                digest.update(file_digest(path, None, remember=False))
+            else:
+                with self._reading(piece), storage_errors("data.source"):
+                    digest.update(repr(path.object()).encode())
+        return digest.hexdigest()
+
+    @property
+    def size_bytes(self) -> None:
+        return None
+
+    def check(self) -> None:
+        if not self.downloads:
+            self._contents(self._pieces[0])
+
+    def tokens(self, vocab_size: int, end: int | None) -> Iterator[tuple[npt.NDArray[Any], list[int]]]:
+        before = self.key
+        for piece in self._pieces:
+            with self._reading(piece):
+                documents = _documents(self._contents(piece), piece)
+            lengths = [len(document) for document in documents]
+            if documents:
+                found = np.concatenate(documents)
+                beyond_vocabulary(found, vocab_size, self._place / piece["file"])
+                yield found, lengths
+        if self.key != before:
+            raise changed_meanwhile(self.name)
+
+    def _contents(self, piece: dict[str, Any]) -> bytes:
+        """A shard as it was before it was compressed."""
+        with self._reading(piece), storage_errors("data.source"):
+            data: bytes = (self._place / piece["file"]).read_bytes()
+            if (compression := piece.get("compression")) is not None:
+                import pyarrow
+
+                kind = {"zstd": "zstd", "gz": "gzip"}[compression.partition(":")[0]]
+                data = pyarrow.CompressedInputStream(pyarrow.BufferReader(data), kind).read()
+            if piece["bytes"] is not None and len(data) != piece["bytes"]:
+                raise ValueError(f"{len(data)} bytes, not {piece['bytes']}")
+            for kind, digest in piece.get("hashes", {}).items():
+                if kind in hashlib.algorithms_available and hashlib.new(kind, data).hexdigest() != digest:
+                    raise ValueError(f"another {kind} than in index.json")
+            return data
+
+    @contextmanager
+    def _reading(self, piece: dict[str, Any]) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError, IndexError) as error:
+            path = self._place / piece["file"]
+            raise UserError(
+                f"data.source: {path}: cannot read it ({one_line(error)}); copy it again"
+            ) from error
+
+
+def _documents(data: bytes, piece: dict[str, Any]) -> list[npt.NDArray[Any]]:
+    """The tokens of each sample of a shard."""
+    count = int(np.frombuffer(data, "<u4", 1)[0])
+    offsets = np.frombuffer(data, "<u4", count + 1, offset=4).astype(np.int64)
+    if (np.diff(offsets) < 0).any() or offsets[-1] > len(data):
+        raise ValueError("its offsets are wrong")
+    sizes = piece.get("sizes")
+    if sizes is None:
+        return [np.frombuffer(data[start:stop], piece["dtype"]) for start, stop in pairwise(offsets)]
+    heads = sum(size is None for size in sizes)
+    found = []
+    for start, stop in pairwise(offsets.tolist()):
+        told = iter(np.frombuffer(data, "<u4", heads, offset=start).tolist())
+        lengths = [next(told) if size is None else size for size in sizes]
+        at = start + 4 * heads + sum(lengths[: piece["column"]])
+        value = data[at : at + lengths[piece["column"]]]
+        if start + 4 * heads + sum(lengths) != stop:
+            raise ValueError("a sample has another length than its columns")
+        if not piece["shaped"]:  # the number of dimensions and the type of their sizes, then the sizes
+            value = value[1 + (value[0] >> 2) * (1 << (value[0] & 3)) :]
+        found.append(np.frombuffer(value, piece["dtype"]))
+    return found
+
+
+def is_saved(name: str) -> bool:
+    """Whether ``name`` is a folder that ``Dataset.save_to_disk`` wrote."""
+    try:
+        return (Path(name) / "state.json").is_file() and (Path(name) / "dataset_info.json").is_file()
+    except (OSError, ValueError):
+        return False
+
+
+class SavedTokens(TokenSource):
+    """A dataset with a column of tokens, saved with ``save_to_disk``; each row is a document."""
+
+    def __init__(self, name: str, fields: Fields) -> None:
+        self.name = name
+        text_only(fields, "files of tokens")
+
+    @property
+    def key(self) -> str:
+        digest = hashlib.blake2b(b"saved", digest_size=16)
+        for path in sorted(Path(self.name).rglob("*")):
+            if path.is_file():
+                digest.update(path.name.encode() + file_digest(path, None, remember=False))
+        return digest.hexdigest()
+
+    @property
+    def size_bytes(self) -> None:
+        return None
+
+    def check(self) -> None:
+        self._opened()
+
+    def _opened(self) -> tuple[Any, str]:
+        datasets = datasets_library(f"reading {self.name}")
+        try:
+            found = datasets.load_from_disk(self.name)
+        except Exception as error:
+            raise UserError(
+                f"data.source: {self.name}: not a saved dataset ({one_line(error)[:200]}); save it again"
+            ) from error
+        column = next((one for one in reversed(_COLUMNS) if one in found.column_names), None)
+        if column is None:
+            raise UserError(
+                f"data.source: {self.name} has the columns {listed(found.column_names)}, not "
+                f"{_COLUMNS[1]} or {_COLUMNS[0]}; write its text with to_parquet or to_json"
+            )
+        return found.select_columns([column]).with_format("arrow"), column
+
+    def tokens(self, vocab_size: int, end: int | None) -> Iterator[tuple[npt.NDArray[Any], list[int]]]:
+        before = self.key
+        rows, column = self._opened()
+        for table in rows.iter(_BATCH):
+            values = table[column].combine_chunks()
+            lengths = values.value_lengths().to_numpy(zero_copy_only=False).tolist()
+            found = values.flatten().to_numpy(zero_copy_only=False)
+            if not np.issubdtype(found.dtype, np.integer):
+                raise UserError(f"data.source: {self.name}: {column} has no whole numbers; save tokens")
+            if len(found):
+                beyond_vocabulary(found, vocab_size, self.name)
+                yield found, lengths
+        if self.key != before:
+            raise changed_meanwhile(self.name)

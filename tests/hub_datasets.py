@@ -1,0 +1,131 @@
+"""A small server that answers as the Hugging Face hub does to readers of a dataset, ranges of files included.
+
+python -m tests.hub_datasets URL NAME CACHE    prints what a stream of NAME reads from the server at URL
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import threading
+import urllib.parse
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+COMMIT = "c0ffee" * 6 + "c0de"
+
+
+@contextmanager
+def serving(name: str, files: Mapping[str, bytes], requests: list[tuple[str, str]]) -> Iterator[str]:
+    """Serve the dataset ``name``; yield the URL. ``requests`` gets paths and ranges."""
+    oids = {path: hashlib.sha1(content).hexdigest() for path, content in files.items()}
+
+    def entry(path: str) -> dict[str, Any]:
+        return {"type": "file", "path": path, "size": len(files[path]), "oid": oids[path]}
+
+    def listed(folder: str) -> list[dict[str, Any]]:
+        begin = f"{folder}/" if folder else ""
+        found: dict[str, dict[str, Any]] = {}
+        for path in files:
+            if path.startswith(begin):
+                inner, deeper, _ = path[len(begin) :].partition("/")
+                below = begin + inner
+                found[below] = (
+                    {"type": "directory", "path": below, "size": 0, "oid": "0"} if deeper else entry(path)
+                )
+        return list(found.values())
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+        def _send(self, status: int, content: bytes, headers: Mapping[str, str]) -> None:
+            self.send_response(status)
+            for key, value in headers.items():
+                self.send_header(key, value)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(content)
+
+        def _json(self, answer: Any) -> None:
+            self._send(200, json.dumps(answer).encode(), {"Content-Type": "application/json"})
+
+        def _answer(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            path = urllib.parse.unquote(self.path.partition("?")[0])
+            requests.append((f"{self.command} {path}", self.headers.get("Range") or ""))
+            api, files_at = f"/api/datasets/{name}", f"/datasets/{name}/resolve/{COMMIT}/"
+            if path in (api, f"{api}/revision/{COMMIT}", f"{api}/revision/main"):
+                siblings = [{"rfilename": one} for one in files]
+                self._json(
+                    {
+                        "id": name,
+                        "sha": COMMIT,
+                        "private": False,
+                        "gated": False,
+                        "siblings": siblings,
+                        "tags": [],
+                    }
+                )
+            elif path.startswith(f"{api}/tree/{COMMIT}"):
+                self._json(listed(path.removeprefix(f"{api}/tree/{COMMIT}").strip("/")))
+            elif path == f"{api}/paths-info/{COMMIT}":
+                asked = urllib.parse.parse_qs(body.decode()).get("paths") or json.loads(body)["paths"]
+                folders = [{"type": "directory", "path": one, "oid": "0"} for one in asked if any(
+                    other.startswith(f"{one}/") for other in files)]  # fmt: skip
+                self._json([entry(one) for one in asked if one in files] + folders)
+            elif (
+                path.startswith(files_at) and (content := files.get(path.removeprefix(files_at))) is not None
+            ):
+                headers = {"ETag": f'"{oids[path.removeprefix(files_at)]}"', "X-Repo-Commit": COMMIT,
+                           "Accept-Ranges": "bytes"}  # fmt: skip
+                if (span := self.headers.get("Range")) is not None:
+                    first, _, last = span.removeprefix("bytes=").partition("-")
+                    stop = min(int(last) + 1 if last else len(content), len(content))
+                    headers["Content-Range"] = f"bytes {first}-{stop - 1}/{len(content)}"
+                    self._send(206, content[int(first) : stop], headers)
+                else:
+                    self._send(200, content, headers)
+            else:
+                self._send(404, b"{}", {"X-Error-Code": "EntryNotFound"})
+
+        do_GET = do_HEAD = do_POST = _answer  # noqa: N815
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def main(name: str, cache: Path) -> None:
+    from portable.data.sources import shards
+    from portable.data.sources.documents import Fields
+    from portable.errors import UserError
+
+    shards.PART_BYTES = 9_000
+    try:
+        files = shards.open_stream(
+            name, Fields(), split=sys.argv[4], downloads=cache, digests=None, remember=False
+        )
+    except UserError as error:
+        print(json.dumps({"error": str(error)}))
+        return
+    texts = [[found.text for found in shard.open(files.fields).documents_of_key()] for shard in files.shards]
+    print(json.dumps({"texts": texts}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[2], Path(sys.argv[3]))

@@ -1,0 +1,216 @@
+"""The files of a stream: parts of .jsonl and .parquet, compressed files, object stores and hub data sets."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from portable.config import DataConfig
+from portable.data import build_data
+from portable.data.sources import file_parts, shards
+from portable.data.sources.documents import BadRecords, Fields
+from portable.data.sources.opening import open_source
+from portable.data.stream import Stream
+from portable.errors import UserError
+from tests import hub_datasets
+from tests.portable.order_support import write_tokenizer
+from tests.simulated_store import SimulatedStore
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from portable.data.sources.shards import StreamedFiles
+    from tests.object_store import ObjectStore
+
+TEXTS = [f"text {number} " + "word " * (number % 37) for number in range(2000)]
+
+
+def parquet(path: Path, columns: dict[str, Any], **options: Any) -> Path:
+    import pyarrow
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.table(columns), path, **options)
+    return path
+
+
+def lines(texts: Sequence[str]) -> bytes:
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+
+
+def written(folder: Path, name: str) -> Path:
+    """A file of ``TEXTS`` of the kind that its name says."""
+    import pyarrow
+
+    path = folder / name
+    if name.endswith(".parquet"):
+        others = [{"place": number} for number in range(len(TEXTS))]
+        return parquet(path, {"text": TEXTS, "more": others}, row_group_size=150)
+    content = json.dumps([{"text": text} for text in TEXTS]).encode() if ".json." in name else lines(TEXTS)
+    if name.endswith(".gz"):
+        content = gzip.compress(content[: len(content) // 2]) + gzip.compress(content[len(content) // 2 :])
+    if name.endswith(".zst"):
+        with pyarrow.CompressedOutputStream(str(path), "zstd") as file:
+            file.write(content)
+    else:
+        path.write_bytes(content)
+    return path
+
+
+def stream(name: str, folder: Path, **fields: Any) -> StreamedFiles:
+    given = Fields(**fields)
+    return shards.open_stream(name, given, downloads=folder / "copies", digests=None, remember=False)
+
+
+def texts_of(files: StreamedFiles) -> list[str]:
+    return [found.text for shard in files.shards for found in shard.open(files.fields).documents_of_key()]
+
+
+KINDS = ["a.parquet", "b.jsonl", "c.jsonl.gz", "d.jsonl.zst", "e.json.gz"]
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("part_bytes", [1 << 24, 700, 9001])
+def test_parts_have_each_record_once(
+    name: str, part_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards, "PART_BYTES", part_bytes)
+    path = written(tmp_path, name)
+    files = stream(str(path), tmp_path)
+    whole = 1 if name.endswith(("z", "zst")) else -(-path.stat().st_size // part_bytes)
+    assert len(files.shards) == whole
+    assert texts_of(files) == TEXTS
+    assert [found.text for found in open_source(str(path)).documents()] == TEXTS
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_objects_are_read_by_ranges(
+    name: str, tmp_path: Path, s3: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards, "PART_BYTES", 9001)
+    path = written(tmp_path, name)
+    s3.put_tree(path.parent, "data")
+    files = stream(s3.url(f"data/{name}"), tmp_path)
+    assert texts_of(files) == TEXTS
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "b.jsonl"])
+def test_a_part_of_an_object_costs_its_own_bytes(
+    name: str, tmp_path: Path, s3: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards, "PART_BYTES", 100_000)
+    monkeypatch.setattr(file_parts, "_BUFFER", 10_000)
+    texts = [random.Random(number).randbytes(150).hex() for number in range(3000)]
+    path = tmp_path / name
+    if name == "a.parquet":
+        parquet(path, {"text": texts, "unused": texts}, row_group_size=100, compression="none")
+    else:
+        path.write_bytes(lines(texts))
+    s3.put_tree(tmp_path, "data")
+    files = stream(s3.url(f"data/{name}"), tmp_path)
+    part = files.shards[5].open(files.fields)
+    found = [document.text for document in part.documents_of_key()]
+    assert found and texts[texts.index(found[0]) :][: len(found)] == found
+    # Twice the end of a .parquet file, which is its table of contents.
+    assert s3.bytes_out(name) <= 120_000 + 2 * 65_536 * (name == "a.parquet")
+
+
+def test_damaged_files_end_in_one_line(tmp_path: Path) -> None:
+    for name, said in (
+        ("c.jsonl.gz", r"c.jsonl.gz: Compressed file ended before .*; copy the file again"),
+        ("d.jsonl.zst", r"d.jsonl.zst: cannot read it: Truncated compressed stream"),
+        ("a.parquet", r"a.parquet: not a readable .parquet file \(.*\); copy it again"),
+    ):
+        path = written(tmp_path, name)
+        path.write_bytes(path.read_bytes()[:-20])
+        with pytest.raises(UserError, match=said) as refused:
+            texts_of(stream(str(path), tmp_path))
+        assert "\n" not in str(refused.value)
+    whole = parquet(tmp_path / "f.parquet", {"text": TEXTS}, write_page_checksum=True)
+    damaged = bytearray(whole.read_bytes())
+    damaged[3000] ^= 255
+    (tmp_path / "f.parquet").write_bytes(damaged)
+    with pytest.raises(UserError, match=r"f.parquet: .*(CRC|checksum)"):
+        texts_of(stream(str(tmp_path / "f.parquet"), tmp_path))
+
+
+def test_a_parquet_row_that_is_not_utf_8_is_a_bad_record(tmp_path: Path) -> None:
+    import pyarrow
+
+    raw = [b"good", b"\xff\xfe", b"better"]
+    column = pyarrow.Array.from_buffers(
+        pyarrow.string(), 3, pyarrow.array(raw, type=pyarrow.binary()).buffers()
+    )
+    path = parquet(tmp_path / "a.parquet", {"text": column})
+    with pytest.raises(UserError, match=r"a.parquet: row 2: not UTF-8; correct or remove it, or set"):
+        texts_of(stream(str(path), tmp_path))
+    bad = BadRecords()
+    assert texts_of(stream(str(path), tmp_path, bad=bad)) == ["good", "better"] and bad.count == 1
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path, "b.jsonl")
+    documents = stream(str(path), tmp_path).shards[0].open(Fields()).documents_of_key()
+    next(documents)
+    path.write_bytes(lines(["other", *TEXTS[1:]]))
+    with pytest.raises(UserError, match="changed while it was read"):
+        list(documents)
+
+
+def test_a_run_on_a_large_store_begins_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """5000 objects of 200 MB, in small: a listing, and of one object the part that comes first."""
+    monkeypatch.setattr(shards, "PART_BYTES", 1 << 20)
+    given = DataConfig(
+        source="simulated://5000x1.2e7/*.jsonl",
+        stream=True,
+        tokenizer=str(write_tokenizer(tmp_path / "tokenizer")),
+        seq_len=16,
+        eval_fraction=0.0,
+        cache_dir=str(tmp_path),
+    )
+    asked, out, begun = SimulatedStore.requests, SimulatedStore.bytes_out, time.perf_counter()
+    data = build_data(given)
+    assert isinstance(data.train, Stream)
+    data.train._processes = 0
+    data.train.batch([data.train.locate(0, 0)])
+    assert time.perf_counter() - begun < 60
+    assert SimulatedStore.requests - asked < 5 + 15  # pages of the list, and ranges
+    assert SimulatedStore.bytes_out - out < 6 << 20
+
+
+@pytest.mark.exhaustive
+def test_a_hub_dataset_is_read_by_ranges(tmp_path: Path) -> None:
+    """Parquet and JSONL shards of a split, at one revision, by the real client in a process of its own."""
+    (tmp_path / "data").mkdir()
+    half = len(TEXTS) // 2
+    for number, texts in enumerate((TEXTS[:half], TEXTS[half:])):
+        name = tmp_path / "data" / f"train-0000{number}-of-00002.parquet"
+        parquet(name, {"text": texts}, row_group_size=100)
+    contents = {f"data/{path.name}": path.read_bytes() for path in (tmp_path / "data").iterdir()}
+    contents = {"README.md": b"# a dataset\n", **dict(sorted(contents.items()))}
+    contents["data/test-00000-of-00001.parquet"] = contents["data/train-00000-of-00002.parquet"]
+    requests: list[tuple[str, str]] = []
+    with hub_datasets.serving("lab/some", contents, requests) as url:
+
+        def read(split: str) -> dict[str, Any]:
+            environment = {**os.environ, "HF_ENDPOINT": url, "HF_HOME": str(tmp_path / "home")}
+            environment |= {"HF_HUB_OFFLINE": "0", "HF_DATASETS_OFFLINE": "0"}
+            command = [sys.executable, "-m", "tests.hub_datasets", url, "lab/some", str(tmp_path), split]
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+            assert done.returncode == 0, done.stderr
+            found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+            return found
+
+        found = read("train")["texts"]
+        assert len(found) > 2 and [text for part in found for text in part] == TEXTS
+        whole = [path for path, span in requests if path.startswith("GET") and "parquet" in path and not span]
+        assert whole == []
+        assert "has no split 'other' of files; it has train, test" in read("other")["error"]
