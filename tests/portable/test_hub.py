@@ -90,6 +90,14 @@ def test_two_ranks_upload_the_final_model_once(
     assert not any(json.loads(line)["text"] in card for line in corpus.read_text().splitlines())
 
 
+def test_an_adapter_is_uploaded_as_one(tmp_path: Path, corpus: Path, hub: FakeHub) -> None:
+    run(tmp_path / "lora", corpus, adapter__type="lora", adapter__r=2, train__steps=1)
+    there = hub.repositories["me/lora"].files
+    assert "adapter_config.json" in there and "model.safetensors" not in there
+    assert all(".lora_" in name for name in load(there["adapter_model.safetensors"]))
+    assert yaml.safe_load(there[CARD].decode().split("---\n")[1])["library_name"] == "peft"
+
+
 def test_the_command_of_a_card_is_that_run(tmp_path: Path, corpus: Path) -> None:
     """Its file is read back as the settings of the run, but for what is the machine's."""
     run(tmp_path / "run", corpus, hub__push=None, train__steps=1)
