@@ -26,6 +26,7 @@ from portable.model.initialize import Blueprint
 from portable.model.tensors import to_torch
 from portable.optim.optimizers import parameter_groups
 from portable.output.output_dir import LocalOutput
+from portable.reporting.run_log import RunLog
 from portable.run.batches import train_loader
 from portable.run.restore import restore
 from portable.run.train import Open, new_reporter
@@ -249,7 +250,7 @@ class PortableLoop:
         with _quiet():
             output = LocalOutput(folder, prepared.backend.rank)
             checkpoints = output.checkpoints(keep=None)
-            opened = Open(output, checkpoints, restored, None)
+            opened = Open(output, checkpoints, restored, None, RunLog(prepared.backend.rank))
             self._reporter = new_reporter(prepared, opened, lambda _: None)
         self._events = _Timed(self._reporter, self._clock)
 

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.machine import command_line
 from benchmarks.pages import put_into
+from portable.adapters.adapter import training_model
+from portable.adapters.settings import settled
 from portable.config import load_config
 from portable.errors import UserError
 from portable.model import build as models
@@ -33,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from portable.config import RunConfig
-    from portable.planner.plan import Option
+    from portable.planner.plan import DeviceBytes, Option
 
 MARKS = "<!-- benchmarks.tpu_compile: begin -->", "<!-- benchmarks.tpu_compile: end -->"
 GIB = 1 << 30
@@ -77,6 +79,17 @@ MODELS: dict[str, dict[str, Any]] = {
         "intermediate_size": 28672,
         "num_hidden_layers": 80,
         "num_attention_heads": 64,
+    },
+    "mixtral-8x7b": {
+        **_LLAMA,
+        "model_type": "mixtral",
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
     },
 }
 # Two layers of real width: what each architecture and setting compiles to, in seconds.
@@ -155,6 +168,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
     },
 }
+OTHER_GRAPHS = ("evaluation", "generation")
 OTHER_TASKS: dict[str, dict[str, Any]] = {
     "bert": {"model.task": "masked-lm", "data.packing": False},
     "t5": {"model.task": "seq2seq-lm", "data.target_field": "text", "data.source": "texts.jsonl"},
@@ -177,6 +191,9 @@ class Case:
     micro_batches: int = 1
     scan_layers: bool = False
     attention_rows: int | None = None
+    adapter: str | None = None
+    others: bool = False
+    """Evaluation and generation as well."""
 
     @property
     def name(self) -> str:
@@ -187,6 +204,7 @@ class Case:
         parts += [f"{self.micro_batches}-micro-batches"] * (self.micro_batches > 1)
         parts += ["scan"] * self.scan_layers
         parts += [f"rows-{self.attention_rows}"] * (self.attention_rows is not None)
+        parts += [str(self.adapter)] * (self.adapter is not None) + ["all-graphs"] * self.others
         return "/".join([*parts, f"{self.micro_batch}x{self.seq_len}"])
 
     def config(self, folder: str) -> RunConfig:
@@ -201,8 +219,9 @@ class Case:
                 "strategy": self.strategy,
                 "precision": self.precision,
                 "data.seq_len": self.seq_len,
-                "data.eval_fraction": 0,
-                "log.sample_tokens": 0,
+                "data.eval_fraction": 0.01 if self.others else 0,
+                "log.sample_tokens": 32 if self.others else 0,
+                "adapter.type": self.adapter,
                 "train.optimizer": self.optimizer,
                 "train.micro_batch_size": self.micro_batch,
                 "train.global_batch_size": self.micro_batch * self.devices * self.micro_batches,
@@ -215,49 +234,84 @@ class Case:
         )
 
 
+def _large(model: str, device: str, devices: int, batch: int, seq_len: int, **given: Any) -> Case:
+    """A step as one would run it: recomputed, in a loop, attention by rows."""
+    usual = {"strategy": "full_shard", "scan_layers": True, "attention_rows": 512 if seq_len > 1024 else None}
+    return Case(model, device, devices, micro_batch=batch, seq_len=seq_len, **{**usual, **given})
+
+
+def _small(model: str, strategy: str = "full_shard", recompute: str = "full", **given: Any) -> Case:
+    batch, seq_len = (4, 2048) if model.startswith("wide") else (2, 256 if model == "mixtral" else 1024)
+    return Case(model, "v5e", 4, strategy, batch, seq_len, recompute, **given)
+
+
+FAMILIES = [model for model in SMALL if not model.startswith("wide")]
+DIFFERENT = ["llama", "gpt2", "t5", "mixtral"]
+SETTINGS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "`full_shard`": ({}, FAMILIES),
+    "no recomputation": ({"recompute": "none"}, FAMILIES),
+    "loop": ({"scan_layers": True}, FAMILIES),
+    "fp32": ({"precision": "fp32"}, DIFFERENT),
+    "`shard_grad_op`": ({"strategy": "shard_grad_op"}, DIFFERENT),
+    "`hybrid_shard`": ({"strategy": "hybrid_shard"}, DIFFERENT),
+    "`no_shard`": ({"strategy": "no_shard"}, DIFFERENT),
+    "LoRA": ({"adapter": "lora"}, DIFFERENT),
+}
+"""The columns of the second table, and the architectures that are compiled for each."""
 CASES = (
-    Case("qwen2-0.5b", "v5e", 4, "full_shard", 1, 2048),
-    Case("qwen2-0.5b", "v4", 4, "no_shard", 2, 2048),
-    Case("llama-1b", "v5e", 8, "full_shard", 1, 4096, attention_rows=512),
-    Case("llama-1b", "v5e", 8, "shard_grad_op", 1, 4096, attention_rows=512),
-    Case("llama-1b", "v6e", 8, "full_shard", 2, 4096, attention_rows=512),
-    Case("llama-8b", "v5e", 16, "full_shard", 1, 4096, attention_rows=512),
-    Case("llama-8b", "v5e", 16, "full_shard", 1, 4096, scan_layers=True, attention_rows=512),
-    Case("llama-8b", "v4", 16, "full_shard", 1, 4096, scan_layers=True, attention_rows=512),
-    Case("llama-8b", "v5p", 16, "full_shard", 1, 8192, scan_layers=True, attention_rows=512),
-    Case("llama-8b", "v6e", 16, "full_shard", 1, 8192, scan_layers=True, attention_rows=512),
-    Case("llama-8b", "v6e", 16, "hybrid_shard", 1, 8192, scan_layers=True, attention_rows=512),
-    Case("llama-70b", "v5p", 64, "full_shard", 1, 8192, attention_rows=512),
-    Case("llama-70b", "v5p", 64, "full_shard", 1, 8192, scan_layers=True, attention_rows=512),
-    Case("llama-70b", "v6e", 64, "full_shard", 1, 4096, scan_layers=True, attention_rows=512),
-    *(Case("wide-llama-2", "v5e", 4, "full_shard", 4, 2048, recompute) for recompute in ("full", "none")),
+    _large("qwen2-0.5b", "v5e", 4, 1, 2048),
+    _large("qwen2-0.5b", "v4", 4, 2, 2048, strategy="no_shard"),
+    _large("qwen2-0.5b", "v6e", 4, 2, 2048, strategy="shard_grad_op"),
+    _large("llama-1b", "v5e", 8, 1, 4096),
+    _large("llama-1b", "v5e", 8, 1, 4096, strategy="shard_grad_op"),
+    _large("llama-1b", "v5e", 8, 1, 4096, scan_layers=False),
+    _large("llama-1b", "v4", 8, 2, 4096),
+    _large("llama-1b", "v6e", 8, 2, 4096),
+    _large("llama-8b", "v5e", 16, 1, 4096),
+    _large("llama-8b", "v5e", 16, 1, 4096, micro_batches=4),
+    _large("llama-8b", "v5e", 16, 1, 4096, others=True),
+    _large("llama-8b", "v5e", 16, 1, 4096, optimizer="adafactor"),
+    _large("llama-8b", "v5e", 16, 1, 4096, optimizer="muon"),
+    _large("llama-8b", "v5e", 4, 1, 4096, adapter="lora"),
+    _large("llama-8b", "v5e", 64, 1, 4096),
+    _large("llama-8b", "v4", 16, 1, 4096),
+    _large("llama-8b", "v5p", 16, 1, 8192),
+    _large("llama-8b", "v5p", 16, 1, 4096, recompute="none"),
+    _large("llama-8b", "v6e", 16, 1, 8192),
+    _large("llama-8b", "v6e", 16, 1, 8192, strategy="hybrid_shard"),
+    _large("llama-8b", "v6e", 16, 1, 4096, strategy="shard_grad_op"),
+    _large("mixtral-8x7b", "v5p", 64, 1, 2048),
+    _large("llama-70b", "v5p", 64, 1, 8192),
+    _large("llama-70b", "v4", 64, 1, 4096),
+    _large("llama-70b", "v6e", 64, 1, 4096),
+    _large("llama-70b", "v5e", 64, 1, 4096),
+    _large("llama-70b", "v5e", 64, 1, 4096, adapter="lora"),
+    *(_small("wide-llama-2", recompute=recompute) for recompute in ("full", "none")),
     *(
-        Case("wide-llama", "v5e", 4, "full_shard", 4, 2048, recompute, scan_layers=loop, attention_rows=512)
+        _small("wide-llama", recompute=recompute, scan_layers=loop, attention_rows=512)
         for recompute in ("full", "none")
         for loop in (False, True)
     ),
+    *(_small(model, **given) for given, models in SETTINGS.values() for model in models),
     *(
-        Case(model, "v5e", 4, "full_shard", 2, 256 if model == "mixtral" else 1024)
-        for model in SMALL
-        if not model.startswith("wide")
+        _small("llama", strategy, "none")
+        for strategy in ("shard_grad_op", "hybrid_shard", "hybrid_shard_zero2", "no_shard")
     ),
-    *(
-        Case("llama", "v5e", 4, strategy, 2, 1024, recompute)
-        for strategy in ("no_shard", "shard_grad_op", "full_shard", "hybrid_shard")
-        for recompute in ("none", "full")
-        if (strategy, recompute) != ("full_shard", "full")
-    ),
-    Case("llama", "v5e", 4, "full_shard", 2, 1024, precision="fp32"),
-    Case("llama", "v5e", 4, "full_shard", 2, 1024, optimizer="adafactor"),
-    Case("llama", "v5e", 4, "full_shard", 2, 1024, optimizer="sgd"),
-    Case("llama", "v5e", 4, "full_shard", 2, 1024, micro_batches=4),
+    _small("llama", "hybrid_shard_zero2"),
+    *(_small(model, optimizer=o) for model in ("llama", "mixtral") for o in ("adafactor", "sgd", "muon")),
+    _small("llama", micro_batches=4),
+    _small("llama", others=True),
+    # Minutes each: layers one by one.
+    _large("llama-8b", "v5e", 16, 1, 4096, scan_layers=False),
+    _large("llama-70b", "v5p", 64, 1, 8192, scan_layers=False),
 )
 
 
 def plan(case: Case, folder: str) -> tuple[Option, int]:
     """What the planner says of a case, and the size of its vocabulary."""
     config = case.config(folder)
-    model = models.build_model(models.model_config(config.model), config.model)
+    config = settled(config)
+    model = training_model(models.model_config(config.model), config)
     device = named(case.device)
     target = Target("xla", Cluster(case.devices, device.per_node), device, None)
     planner = Planner(config, MetaModel(model, config), target)
@@ -278,7 +332,7 @@ def measure(case: Case, *, only_memory: bool) -> dict[str, Any]:
             case.micro_batch * case.seq_len * vocabulary,
             only_memory=only_memory,
         )
-    times = {"micro-batch": case.micro_batches}
+    times = {"micro-batch": case.micro_batches, **dict.fromkeys(OTHER_GRAPHS, 0)}
     collectives: dict[str, Collective] = {}
     for graph in compiled.graphs:
         for kind, found in graph.collectives.items():
@@ -320,28 +374,59 @@ def table(found: Sequence[dict[str, Any]]) -> str:
     ]
     for row in found:
         case = case_of(row)
-        with tempfile.TemporaryDirectory() as folder:
-            planned = plan(case, folder)[0].device_bytes
-        taken = row["state_bytes"] + row["working_bytes"]
-        if row["problems"]:
-            taken = row["peak_bytes"]
+        planned, percent = _planned(row)
+        words = [case.model, f"`{case.strategy}`", case.recompute, *_unusual(case)]
+        measured = [f"{row['state_bytes'] / GIB:.2f}", f"{row['working_bytes'] / GIB:.2f}"]
+        sums = [f"{row['flops'] / 1e12:.3g}", f"{row['sent_bytes'] / GIB:.2f}"]
+        if row["problems"]:  # the compiler gives its need, and no module
+            measured, sums = [f"{row['peak_bytes'] / GIB:.2f} in all", ""], ["", ""]
         cells = [
-            f"{', '.join([case.model, f'`{case.strategy}`', case.recompute, *_unusual(case)])}, "
-            f"{case.micro_batch} x {case.seq_len}",
+            f"{', '.join(words)}, {case.micro_batch} x {case.seq_len}",
             f"{case.device}-{case.devices}",
             "yes" if row["fits"] else "no",
-            f"{row['state_bytes'] / GIB:.2f}",
-            f"{row['working_bytes'] / GIB:.2f}",
+            *measured,
             f"{planned.resident / GIB:.2f}",
             f"{(planned.total - planned.resident) / GIB:.2f}",
-            f"{(taken / planned.total - 1) * 100:+.1f} %",
-            f"{row['flops'] / 1e12:.3g}",
-            f"{row['sent_bytes'] / GIB:.2f}",
+            f"{percent:+.1f} %",
+            *sums,
             f"{row['trace_seconds']:.0f}",
             f"{row['compile_seconds']:.0f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def matrix(found: Sequence[dict[str, Any]]) -> str:
+    """A Markdown table of every architecture in every setting: memory, and what it is to today's plan."""
+    rows = {case_of(row): row for row in found}
+    lines = [f"| two layers | {' | '.join(SETTINGS)} |", f"| --- |{' --- |' * len(SETTINGS)}"]
+    for model in FAMILIES:
+        cells = []
+        for given, _ in SETTINGS.values():
+            row = rows.get(_small(model, **given))
+            cells.append("" if row is None else f"{_taken(row) / GIB:.2f} ({_planned(row)[1]:+.0f} %)")
+        lines.append(f"| {model} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def tables(found: Sequence[dict[str, Any]]) -> str:
+    """Both: what is in no column of the second is a line of the first."""
+    listed = {_small(model, **given) for given, models in SETTINGS.values() for model in models}
+    apart = [row for row in found if case_of(row) not in listed]
+    return f"{table(apart)}\n\n{matrix(found)}"
+
+
+def _taken(row: dict[str, Any]) -> int:
+    """Bytes of a chip without code."""
+    taken: int = row["peak_bytes"] if row["problems"] else row["state_bytes"] + row["working_bytes"]
+    return taken
+
+
+def _planned(row: dict[str, Any]) -> tuple[DeviceBytes, float]:
+    """What the planner says, and by how many percent the compiler says more."""
+    with tempfile.TemporaryDirectory() as folder:
+        planned = plan(case_of(row), folder)[0].device_bytes
+    return planned, (_taken(row) / planned.total - 1) * 100
 
 
 def case_of(row: dict[str, Any]) -> Case:
@@ -353,7 +438,8 @@ def _unusual(case: Case) -> list[str]:
     usual = {"precision": "bf16", "optimizer": "adamw"}
     found = [str(getattr(case, key)) for key, value in usual.items() if getattr(case, key) != value]
     found += [f"{case.micro_batches} micro-batches"] * (case.micro_batches > 1) + ["loop"] * case.scan_layers
-    return found + [f"{case.attention_rows} rows"] * (case.attention_rows is not None)
+    found += [f"{case.attention_rows} rows"] * (case.attention_rows is not None)
+    return found + [str(case.adapter)] * (case.adapter is not None) + ["all graphs"] * case.others
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -388,9 +474,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             given.json.write_text(json.dumps(known, indent=1) + "\n", "utf-8")
     rows = [known[case.name] for case in CASES if case.name in known]
     command = command_line("benchmarks.tpu_compile", argv)
-    print(f"$ {command}\n\n{table(rows)}")
+    print(f"$ {command}\n\n{tables(rows)}")
     if given.docs is not None:
-        put_into(given.docs, f"\n{table(rows)}\n\n`{command}`\n", *MARKS)
+        put_into(given.docs, f"\n{tables(rows)}\n\n`{command}`\n", *MARKS)
     return 0
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from converters.tensors.tensor import Tensor
     from converters.writers.dcp_writer import write_dcp
     from converters.writers.safetensors_writer import write_adapter, write_merged, write_safetensors
+    from converters.writers.targets import write_checkpoint
 
 __all__ = [
     "Adapter",
@@ -38,6 +39,7 @@ __all__ = [
     "open_checkpoint",
     "read_pickled",
     "write_adapter",
+    "write_checkpoint",
     "write_dcp",
     "write_merged",
     "write_safetensors",
@@ -61,6 +63,7 @@ _MODULES = {
     "open_checkpoint": "converters.opening",
     "read_pickled": "converters.opening",
     "write_adapter": "converters.writers.safetensors_writer",
+    "write_checkpoint": "converters.writers.targets",
     "write_dcp": "converters.writers.dcp_writer",
     "write_merged": "converters.writers.safetensors_writer",
     "write_safetensors": "converters.writers.safetensors_writer",

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from converters.errors import blame
+from converters.errors import CheckpointError, blame
 from converters.names.tied_weights import resolve_ties
+from converters.tensors.tensor import Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from converters.storage.path_or_url import Place
-    from converters.tensors.tensor import Tensor
 
 Scalar = int | float | bool
 ParamGroups = list[dict[str, Any]]
@@ -134,6 +134,35 @@ class Checkpoint:
             optimizer=self._optimizer,
             metadata=self.metadata,
             companions={**self.companions, **files},
+            counters=self._counters,
+            config=self.config,
+            documents=self.documents,
+            ties=self._ties,
+        )
+
+    def with_state_as_weights(self, what: str) -> Checkpoint:
+        """The same model with a state of the optimizer, such as an average of the weights, in their place.
+
+        Parameters that have none, such as frozen ones, keep their own values.
+
+        Raises:
+            CheckpointError: no parameter has it.
+        """
+        state = {} if self.optimizer is None else self.optimizer.state
+        found = {
+            name: values[what] for name, values in state.items() if name in self.tensors and what in values
+        }
+        weights = {name: value for name, value in found.items() if isinstance(value, Tensor)}
+        if not weights:
+            raise CheckpointError(f"{self.root}: the optimizer has no {what}")
+        return Checkpoint(
+            format=self.format,
+            root=self.root,
+            tensors={**self.tensors, **weights},
+            aliases=self.aliases,
+            optimizer=self._optimizer,
+            metadata=self.metadata,
+            companions=self.companions,
             counters=self._counters,
             config=self.config,
             documents=self.documents,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
+import json
 import re
 import signal
 import sys
 from functools import partial
-from importlib import import_module
 from typing import TYPE_CHECKING, NoReturn
 
 from converters.commands import BY_SIGNAL, DONE, REFUSED, ShowVersion, command, exit_codes
@@ -75,7 +76,8 @@ class _Parser(argparse.ArgumentParser):
         raise CheckpointError(f"{message} (see portable-convert --help)")
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser_of() -> argparse.ArgumentParser:
+    """The parser of `portable-convert`."""
     parser = _Parser(
         prog="portable-convert",
         description=_DESCRIPTION,
@@ -90,9 +92,9 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype",
         choices=list(DTYPES),
         default="keep",
-        metavar="{keep,float32,bfloat16,float16}",
+        metavar="{keep,float32,bfloat16,float16,q8_0}",
         help="dtype of floating-point tensors (also bf16, fp16, fp32), recorded in config.json; keep "
-        "(default) is the highest precision in SRC. Integers and 0-d tensors are never cast",
+        "(default) is the highest precision in SRC. Integers and 0-d tensors are never cast; q8_0: gguf",
     )
     parser.add_argument(
         "--config-from",
@@ -156,9 +158,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     previous = None
     try:
         given = sys.argv[1:] if argv is None else list(argv)
+        if argv is None:  # a checkpoint may have 100,000 tensors, which each collection would visit
+            gc.set_threshold(1_000_000)
         if given[:1] and given[0] in _LOOKING:
             return _look(given)
-        options = _parser().parse_args(given)
+        options = parser_of().parse_args(given)
         with contextlib.suppress(ValueError):  # not the main thread: signals cannot be handled here
             previous = signal.signal(signal.SIGTERM, _terminated)
         return _convert(options)
@@ -197,6 +201,7 @@ def _convert(options: argparse.Namespace) -> int:
     from converters.storage.path_or_url import place
     from converters.writers.conversion import carry_out, check_expansion
     from converters.writers.draft import check_output
+    from converters.writers.targets import target
 
     source, out = place(options.src), place(options.out)
 
@@ -214,8 +219,7 @@ def _convert(options: argparse.Namespace) -> int:
         "max_shard_size": options.max_shard_size,
         "optimizer": options.optimizer,
     }
-    writer = import_module(WRITERS[options.to])
-    make_plan: Callable[..., Plan] = getattr(writer, f"plan_{options.to}")
+    make_plan = target(options.to).plan
 
     def plan_all() -> Plan:
         return plan_adapter() if plan_adapter is not None else make_plan(checkpoint, **chosen)
@@ -236,9 +240,9 @@ def _convert(options: argparse.Namespace) -> int:
         expand=options.expand,
     )
     if not options.quiet:
-        count = sum(len(file.entries) for file in plan.files)
-        checked = ", compared with the source" if options.verify else ""
-        say(printable(f"{out}: {count} tensors, {_bytes(plan.nbytes)} in {len(plan.files)} file(s){checked}"))
+        say(_done(checkpoint, plan, out, verified=options.verify))
+        if (loader := _loader(plan, out, options)) is not None:
+            say(f"  load it with {printable(loader)}")
     _note_config(plan, source, options)
     return 0
 
@@ -273,10 +277,10 @@ def _adapter(
         return checkpoint, None
     if options.merge_into is None:
         if adapter.base and not options.quiet:
-            _note(
-                f"{len(adapter.base)} tensors of the base model are left out; --merge-into {options.src} "
-                "writes it merged, if that is all of them"
-            )
+            count = len(adapter.base)
+            what = "1 tensor" if count == 1 else f"{count:,} tensors"
+            more = f"; --merge-into {options.src} writes it merged" if adapter.has_base else ""
+            _note(f"{what} of the base model left out{more}")
         return adapter.checkpoint, lambda: plan_adapter(
             adapter, dtype=options.dtype, optimizer=options.optimizer
         )
@@ -308,6 +312,42 @@ def _note_config(plan: Plan, source: Place, options: argparse.Namespace) -> None
             f"{source} holds no config.json, so from_pretrained cannot load {options.out}; "
             "take it from the base model with --config-from FOLDER_OR_ID"
         )
+
+
+def _done(checkpoint: Checkpoint, plan: Plan, out: Place, *, verified: bool) -> str:
+    """What was read and written: `deepspeed, 4 ranks, step 3 → out: 26 tensors, 63.10 kB, float32`."""
+    from converters.tensors.dtypes import TO_TORCH
+
+    about = checkpoint.metadata
+    source = [checkpoint.format]
+    if isinstance(ranks := about.get("world_size"), int):
+        source.append("1 rank" if ranks == 1 else f"{ranks} ranks")
+    source += [f"step {about['step']}"] if "step" in about else []
+    entries = [entry for file in plan.files for entry in file.entries]
+    dtypes = sorted({TO_TORCH[entry.dtype] for entry in entries})
+    written = [
+        "1 tensor" if len(entries) == 1 else f"{len(entries)} tensors",
+        _bytes(plan.nbytes) + (f" in {len(plan.files)} files" if len(plan.files) > 1 else ""),
+        " and ".join(dtypes),
+    ]
+    checked = "; compared with the source" if verified else ""
+    return printable(f"{', '.join(source)} → {out}: {', '.join(filter(None, written))}{checked}")
+
+
+def _loader(plan: Plan, out: Place, options: argparse.Namespace) -> str | None:
+    """The Python expression that loads what was written, if a library's own does."""
+    if options.to != "safetensors":
+        return None
+    if ADAPTER_CONFIG in plan.names:
+        return f'PeftModel.from_pretrained(base, "{options.out}")'
+    if "config.json" not in plan.names:
+        return None
+    try:
+        found = json.loads((out / "config.json").read_bytes())["architectures"][0]
+    except (ValueError, LookupError, TypeError, RecursionError):
+        found = None
+    name = found if isinstance(found, str) and found.isidentifier() else "AutoModel"
+    return f'transformers.{name}.from_pretrained("{options.out}")'
 
 
 def _describe(checkpoint: Checkpoint, plan: Plan, out: Place) -> str:

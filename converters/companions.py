@@ -31,7 +31,7 @@ _NAMES = re.compile(
 )
 _HUB_ID = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
 _HUB_FILES = ("*.json", "*.model", "merges.txt", "vocab.*", "chat_template.*")
-_SUBFOLDERS = ("model", "hf", "tokenizer")
+_SUBFOLDERS = ("model", "hf", "huggingface", "tokenizer")
 _RUN_CHECKPOINTS = "checkpoints"
 # No tokenizer file is larger; a larger `.model` is something else.
 _MAX_BYTES = 1 << 30
@@ -40,9 +40,9 @@ _MAX_BYTES = 1 << 30
 def find_companions(root: Place) -> dict[str, Place]:
     """Files to copy beside converted weights: name -> path.
 
-    Searches `root` (or the folder of a file), its `model/`, `hf/` and `tokenizer/`, then its parent, and the
-    run folder where `root` lies in `<run>/checkpoints/`. The nearest file of a name wins. A link that leaves
-    the folder it was found in is skipped with a warning.
+    Searches `root` (or the folder of a file), its `model/`, `hf/`, `huggingface/` and `tokenizer/`, then its
+    parent, and the run folder where `root` lies in `<run>/checkpoints/`. The nearest file of a name wins. A
+    link that leaves the folder it was found in is skipped with a warning.
     """
     folder, *above = _upwards(root)
     # From a checkpoint of this project, copy only what was saved with it.

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+_COLOURS = {"error:": "1;31", "warning:": "1;33"}
+
 
 class OutputError(Exception):
     """Standard output cannot be written, for example to a full disk; `converters.commands` reports it."""
@@ -37,7 +39,17 @@ def flush() -> None:
 def complain(line: str) -> None:
     """Print `line` on standard error; ignored if that is closed."""
     with suppress(OSError):
-        print(line, file=sys.stderr)
+        print(coloured(line), file=sys.stderr)
+
+
+def coloured(line: str) -> str:
+    """`line` with the first word of an error or warning in colour on a terminal, unless NO_COLOR is set (https://no-color.org)."""
+    first = line.split(" ", 1)[0]
+    if first not in _COLOURS or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return line
+    if sys.stderr is None or not sys.stderr.isatty():
+        return line
+    return f"\x1b[{_COLOURS[first]}m{first}\x1b[0m{line[len(first) :]}"
 
 
 @contextmanager

@@ -150,7 +150,7 @@ def describe(
     checkpoint: Checkpoint, tensors: Mapping[str, Tensor], found: Mapping[str, Statistics]
 ) -> dict[str, Any]:
     """What a checkpoint holds, as JSON values."""
-    listed = {
+    listed: dict[str, dict[str, Any]] = {
         name: {
             "dtype": tensor.dtype,
             "shape": list(tensor.shape),
@@ -171,7 +171,7 @@ def describe(
         **about,
         **({"adapter": adapter} if adapter else {}),
         "elements": by_dtype,
-        "bytes": sum(tensor.nbytes for tensor in tensors.values()),
+        "bytes": sum(known["bytes"] for known in listed.values()),
         "tied": dict(checkpoint.aliases),
         "companions": sorted(checkpoint.companions),
         "tensors": listed,
@@ -195,7 +195,8 @@ def as_text(document: Mapping[str, Any]) -> str:
     lines = [", ".join([f"{document['path']} ({document['format']})", *about])]
     if "adapter" in document:
         lines.append(
-            "  adapter: " + ", ".join(f"{key} {value}" for key, value in document["adapter"].items())
+            "  adapter: "
+            + ", ".join(f"{key} {printable(value)}" for key, value in document["adapter"].items())
         )
     lines += [f"  tied: {alias} is {owner}" for alias, owner in document["tied"].items()]
     counts = ", ".join(f"{count:,} {dtype}" for dtype, count in document["elements"].items())

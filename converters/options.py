@@ -11,11 +11,19 @@ DTYPES: dict[str, str | None] = {
     "fp32": "F32",
     "bf16": "BF16",
     "fp16": "F16",
+    "q8_0": "Q8_0",  # --to gguf only
 }
 # A conversion writes at most this many times the bytes of SRC's files, unless --expand is given. A cast to a
 # wider dtype writes up to four times as many.
 EXPANSION = 8
-# --to -> a module with `plan_<name>` and `write_<name>`.
-WRITERS = {"safetensors": "converters.writers.safetensors_writer", "dcp": "converters.writers.dcp_writer"}
+# --to -> a module with a `TARGET` (converters.writers.targets).
+WRITERS = {
+    "safetensors": "converters.writers.safetensors_writer",
+    "dcp": "converters.writers.dcp_writer",
+    "dcp-safetensors": "converters.writers.dcp_safetensors_writer",
+    "torch": "converters.writers.torch_writer",
+    "deepspeed-universal": "converters.writers.universal_writer",
+    "gguf": "converters.writers.gguf_writer",
+}
 # The settings of a peft adapter.
 ADAPTER_CONFIG = "adapter_config.json"

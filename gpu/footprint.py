@@ -8,16 +8,23 @@ from gpu.fsdp import footprint as fsdp
 from gpu.zero import footprint as zero
 from portable.config.rules import ZERO
 from portable.planner.memory_model import Cluster, Footprint, Setting
+from portable.plugins import names_code
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import nn
 
-    from portable.config import RunConfig
+    from portable.config import RunConfig, TrainConfig
     from portable.planner.inventory import Inventory
 
-_ZERO_OPTIMIZERS = ("adamw", "sgd")
+
+def _elementwise(train: TrainConfig) -> bool:
+    if not names_code(train.optimizer):
+        return False
+    from portable.optim import own  # only here: it needs torch
+
+    return own.elementwise(train) and not own.constructs_state(train)
 
 
 def adopt(config: RunConfig, cluster: Cluster) -> RunConfig:
@@ -32,14 +39,17 @@ def adopt(config: RunConfig, cluster: Cluster) -> RunConfig:
 def settings(config: RunConfig, cluster: Cluster) -> Iterator[Setting]:
     """See :class:`portable.planner.memory_model.FootprintModule`."""
     yield Setting("no_shard")
-    if config.train.optimizer in _ZERO_OPTIMIZERS:
+    train = config.train
+    swaps = train.optimizer in ("adamw", "sgd") and train.ema is None
+    if swaps or train.optimizer in ("adamw", "sgd", "muon") or _elementwise(train):
         for strategy in ZERO:
             yield Setting(strategy)
             yield Setting(strategy, "cpu")
         yield Setting("zero3", "none", "cpu")
         yield Setting("zero3", "cpu", "cpu")
-        yield Setting("zero3", "nvme")
-        yield Setting("zero3", "nvme", "nvme")
+        if swaps:
+            yield Setting("zero3", "nvme")
+            yield Setting("zero3", "nvme", "nvme")
     yield Setting("shard_grad_op")
     yield Setting("full_shard")
     yield Setting("full_shard", "cpu")

@@ -15,12 +15,14 @@ if TYPE_CHECKING:
     from portable.config import RunConfig, load_config
     from portable.errors import RunError, UserError
     from portable.evaluation.metrics import Metric
-    from portable.model.loss import Loss, Outputs
+    from portable.model.training_loss import Loss, Outputs
+    from portable.optim.own import MakesOptimizer
     from portable.run.callbacks import Callback, Run
 
 __all__ = [
     "Callback",
     "Loss",
+    "MakesOptimizer",
     "Metric",
     "Outputs",
     "Result",
@@ -35,9 +37,10 @@ __all__ = [
 # Imported at the first use (PEP 562): every module of the package passes here, and few need all of it.
 _HOMES = {
     "Callback": "portable.run.callbacks",
-    "Loss": "portable.model.loss",
+    "Loss": "portable.model.training_loss",
+    "MakesOptimizer": "portable.optim.own",
     "Metric": "portable.evaluation.metrics",
-    "Outputs": "portable.model.loss",
+    "Outputs": "portable.model.training_loss",
     "Run": "portable.run.callbacks",
     "Result": "portable.api",
     "RunConfig": "portable.config",

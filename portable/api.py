@@ -63,6 +63,7 @@ def with_objects(
     data: Any = None,
     model: Any = None,
     schedule: Any = None,
+    optimizer: Any = None,
 ) -> RunConfig:
     """``config`` with names in place of objects, and the source text that ranks need to make them.
 
@@ -76,13 +77,14 @@ def with_objects(
         ("data", "data.source", data),
         ("model", "model.function", model),
         ("schedule", "train.schedule", schedule),
+        ("optimizer", "train.optimizer", optimizer),
     ):
         if name == "data" and isinstance(one, Sequence) and not isinstance(one, str):
             folder = config.data.cache_dir
             cache = default_cache_dir() if folder is None else Path(folder)
             values[key] = str(written_records(one, cache / "records"))
         elif one is not None:
-            values[key] = plugins.name_of(name, one, sources)
+            values[key] = plugins.name_of(name, one, sources, make=name != "optimizer")
     for key, given in (("metrics", metrics), ("callbacks", callbacks)):
         if given:
             names = tuple(plugins.name_of(key, one, sources) for one in given)
@@ -102,6 +104,7 @@ def train(
     data: Any = None,
     model: Any = None,
     schedule: Any = None,
+    optimizer: Any = None,
 ) -> Result:
     """Train ``config``, or resume its run, as ``portable-train`` does.
 
@@ -119,6 +122,8 @@ def train(
         data: in place of ``data.source``: a function or class that gives records, or a list of records.
         model: in place of ``model.function``.
         schedule: in place of ``train.schedule``: what to multiply the rate by, of step and total steps.
+        optimizer: in place of ``train.optimizer``: a class of optimizers, a partial of one, or a function
+            that makes one.
 
     Raises:
         UserError: for refused input; nothing was done.
@@ -134,6 +139,7 @@ def train(
         data=data,
         model=model,
         schedule=schedule,
+        optimizer=optimizer,
     )
     from portable.config import Invocation
     from portable.run.train import EXIT_DONE, EXIT_STOPPED

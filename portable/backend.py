@@ -129,6 +129,9 @@ class Engine(Protocol):
             those of all ranks.
         """
 
+    def exchange_average(self) -> None:
+        """Exchange weights and their average (``train.ema``); again: back. No host sync."""
+
     def generate(self, prompt: Tensor, *, max_new_tokens: int, seed: int) -> Tensor:
         """Continue ``prompt``, int64 ``[1, length]``; all ranks call it."""
 

@@ -11,12 +11,14 @@ from converters.commands import FAILED, REFUSED, command
 from portable.commands.init import INIT, init
 from portable.errors import ReportedElsewhereError, RunError, StoppedError, UserError, report
 from portable.ranks.parent_death import die_with_parent
-from portable.terminal import loading
+from portable.terminal import be_quiet, loading, tell
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from portable.config import Invocation
+
+COMPLETION = "completion"
 
 
 @command
@@ -29,6 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         words = sys.argv[1:] if argv is None else argv
         if words[:1] == [INIT]:
             return init(words[1:])
+        if words[:1] == [COMPLETION]:
+            from portable.commands.completion import completion
+
+            return completion(words[1:])
         os.environ.update(rank_variables(os.environ))
         return run(parse_args(_without_local_rank(words)))
     except UserError as error:
@@ -61,10 +67,11 @@ def run(invocation: Invocation) -> int:
         from portable.run.settle import settle
 
     config = invocation.config
+    be_quiet(config.log.quiet)
     joined = launch.joined()
     if os.environ.get("RANK", "0") == "0":
         for note in invocation.notes:
-            print(f"note: {note}", file=sys.stderr)
+            tell(f"note: {note}")
     if invocation.gpu_ids is not None and not joined:
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", invocation.gpu_ids)
     _check_switches(invocation)

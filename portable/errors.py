@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
+
+from converters.console import complain
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -61,7 +62,7 @@ class StoppedError(RunError):
 def report(error: Exception) -> None:
     """Print ``error`` to stderr as one ``error: ...`` line, or one for each mistake."""
     for line in error.lines if isinstance(error, MistakesError) else [error]:
-        print(f"error: {one_line(line)}", file=sys.stderr)
+        complain(f"error: {one_line(line)}")
 
 
 def require(condition: bool, message: str) -> None:

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 from portable.errors import RunError, UserError, one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
 NOTEBOOK = "notebook_"
 """Begins the name of a module made from a notebook or script; a digest of its text follows."""
@@ -126,6 +126,29 @@ def load(key: str, text: str, known: Mapping[str, str] | None = None) -> Any:
     return _made(told, found, named.arguments)
 
 
+def maker(key: str, text: str) -> Callable[..., Any]:
+    """The function or class that a setting names, with its arguments, to be called with more.
+
+    Raises:
+        UserError: if there is none, or it does not take the arguments.
+    """
+    try:
+        named = parse(text)
+    except ValueError as error:
+        raise UserError(f"{key}: {one_line(error)}") from error
+    told = f"{key}: {text}"
+    found = _objects.get(str(named))
+    if found is None:
+        found = _found(told, named)
+    if not callable(found):
+        raise UserError(f"{told}: is a {type(found).__name__}; give a class or a function")
+    made: Callable[..., Any] = found
+    if isinstance(made, functools.partial) or not named.arguments:
+        return made
+    _check_arguments(told, made, named.arguments, all_of_them=False)
+    return functools.partial(made, **named.arguments)
+
+
 def _found(told: str, named: Name) -> Any:
     assert named.module is not None
     found = _module(told, named.module)
@@ -146,7 +169,7 @@ def _module(told: str, name: str) -> types.ModuleType:
         sys.path.append(here)
     try:
         return importlib.import_module(name)
-    except Exception as error:  # whatever importing it raises
+    except (Exception, SystemExit) as error:  # whatever importing it raises
         near = ""
         if isinstance(error, ModuleNotFoundError) and error.name == name.partition(".")[0]:
             near = _near(name, [path.stem for path in Path.cwd().glob("*.py")])
@@ -163,23 +186,27 @@ def _made(told: str, found: Any, arguments: Mapping[str, Any]) -> Any:
         return found
     if not inspect.isclass(found) and not arguments:
         return found
-    try:
-        signature = inspect.signature(found)
-        signature.bind(**arguments) if inspect.isclass(found) else signature.bind_partial(**arguments)
-    except TypeError as error:
-        takes = list(inspect.signature(found).parameters)
-        wrong = next((name for name in arguments if name not in takes), "")
-        raise UserError(f"{told}: {one_line(error)}{_near(wrong, takes)}") from error
-    except ValueError:  # a signature that Python cannot tell
-        pass
+    _check_arguments(told, found, arguments, all_of_them=inspect.isclass(found))
     if not inspect.isclass(found):
         return functools.update_wrapper(functools.partial(found, **arguments), found)
     try:
         return found(**arguments)
     except (UserError, RunError):
         raise
-    except Exception as error:  # foreign code
+    except (Exception, SystemExit) as error:  # foreign code
         raise UserError(f"{told}: cannot be made ({_said(error)})") from error
+
+
+def _check_arguments(told: str, found: Any, arguments: Mapping[str, Any], *, all_of_them: bool) -> None:
+    try:
+        signature = inspect.signature(found)
+        signature.bind(**arguments) if all_of_them else signature.bind_partial(**arguments)
+    except TypeError as error:
+        takes = list(inspect.signature(found).parameters)
+        wrong = next((name for name in arguments if name not in takes), "")
+        raise UserError(f"{told}: {one_line(error)}{_near(wrong, takes)}") from error
+    except ValueError:  # a signature that Python cannot tell
+        pass
 
 
 def _near(word: str, names: Iterable[str]) -> str:
@@ -194,13 +221,13 @@ def told_as(what: str) -> Iterator[None]:
         yield
     except (UserError, RunError):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if "out of memory" in str(error).lower():  # the run says what to do about it
             raise
         raise UserError(f"{what}: fails ({_said(error)}); correct it") from error
 
 
-def _said(error: Exception) -> str:
+def _said(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     where = f"; {Path(frames[-1].filename).name}, line {frames[-1].lineno}" if frames else ""
     return f"{type(error).__name__}: {one_line(error)}{where}"
@@ -240,13 +267,14 @@ def _code_digest(source: str) -> str:
 # -- objects -----------------------------------------------------------------------------------------------
 
 
-def name_of(key: str, given: Any, sources: dict[str, str]) -> str:
+def name_of(key: str, given: Any, sources: dict[str, str], *, make: bool = True) -> str:
     """The name of an object, under which ranks find it.
 
     Args:
         key: the argument that it was given as, for messages.
         given: a function or class, a ``functools.partial`` of one, or an object of a dataclass.
         sources: modules by name, to which the text of what a notebook or script defines is added.
+        make: whether a class stands for an object of it; see :func:`load` and :func:`maker`.
 
     Raises:
         UserError: if ranks could not make the same object.
@@ -286,7 +314,7 @@ def name_of(key: str, given: Any, sources: dict[str, str]) -> str:
     elif _object_at(module, name) is not target:
         raise UserError(f"{key}: {module}:{name} is another object there; define it at the top of a module")
     found = str(Name(module, name, arguments))
-    _objects[found] = given if not inspect.isclass(given) else given(**arguments)
+    _objects[found] = given if not (make and inspect.isclass(given)) else given(**arguments)
     return found
 
 

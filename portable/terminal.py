@@ -1,17 +1,56 @@
-"""Terminal output: progress of imports, and noise of libraries to suppress."""
+"""The terminal: what the program tells through the logger ``portable``, and the noise of libraries."""
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import sys
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from converters.console import coloured
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+LOG = logging.getLogger("portable")
+"""What :func:`tell` tells. The run's log gets it, too."""
+_WARNING = "warning: "
+
+
+def tell(line: str) -> None:
+    """Print ``line`` to stderr, above the progress bar; a warning begins with ``warning: ``."""
+    LOG.log(logging.WARNING if line.startswith(_WARNING) else logging.INFO, "%s", line)
+
+
+class Terminal(logging.Handler):
+    """Prints to stderr, above the progress bar if there is one."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = coloured(record.getMessage())
+        with suppress(OSError, AttributeError):  # stderr is closed
+            if "tqdm" in sys.modules:
+                sys.modules["tqdm"].tqdm.write(line, file=sys.stderr)
+            else:
+                print(line, file=sys.stderr, flush=True)
+
+
+TERMINAL = Terminal(logging.INFO)
+LOG.addHandler(TERMINAL)
+LOG.setLevel(logging.DEBUG)
+LOG.propagate = False
+
+
+def be_quiet(quiet: bool) -> None:
+    """Print only warnings and errors from now on, and no progress bars; or everything again."""
+    TERMINAL.setLevel(logging.WARNING if quiet else logging.INFO)
+
+
+def is_quiet() -> bool:
+    return TERMINAL.level > logging.INFO
 
 
 def quiet_checkpoint_warnings() -> None:
@@ -24,8 +63,8 @@ def quiet_checkpoint_warnings() -> None:
 
 
 def at_a_terminal() -> bool:
-    """Whether this process is rank 0 and stderr is a terminal."""
-    return sys.stderr.isatty() and os.environ.get("RANK", "0") == "0"
+    """Whether bars are shown: this process is rank 0, stderr is a terminal, and nobody wants quiet."""
+    return not is_quiet() and sys.stderr.isatty() and os.environ.get("RANK", "0") == "0"
 
 
 def columns() -> int | None:

@@ -103,10 +103,9 @@ MUTANTS: dict[str, Mutant] = {
         ("tests/converters/test_mutations.py",),
     ),
     "the second moment is not restored": Mutant(
-        "gpu/fsdp/engine.py",
-        '                _fill_state(tensor, values.get(key), f"{key} of {name}")',
-        '                if key != "exp_avg_sq":\n'
-        '                    _fill_state(tensor, values.get(key), f"{key} of {name}")',
+        "gpu/fsdp/optimizer_state.py",
+        "            if key != AVERAGE or key in values:",
+        '            if key != "exp_avg_sq":',
         ("tests/portable/test_moves.py::test_goes_on_from_the_reference",),
     ),
     "a rank makes an update that is not finite": Mutant(
@@ -114,6 +113,24 @@ MUTANTS: dict[str, Mutant] = {
         "self._optimizer.found_inf = (left_out | ~finite).float().to(place)",
         "self._optimizer.found_inf = ((left_out | ~finite) & (dist.get_rank() == 0)).float().to(place)",
         ("tests/test_engines.py::test_leaves_out_an_update_that_is_not_finite",),
+    ),
+    "what is reduced over shards is left in parts": Mutant(
+        "portable/optim/own.py",
+        "        return tree_map_only(DTensor, _completed, func(*args, **(kwargs or {})))",
+        "        return func(*args, **(kwargs or {}))",
+        ("tests/portable/test_own_optimizer.py::test_every_engine[adafactor-full_shard]",),
+    ),
+    "a restored optimizer of the user's keeps its first state": Mutant(
+        "gpu/fsdp/optimizer_state.py",
+        "        fill_shard(target, value)",
+        '        fill_shard(target, value) if not name.startswith("momentum of") else None',
+        ("tests/portable/test_own_optimizer.py::test_moves[lion]",),
+    ),
+    "the average begins at zero": Mutant(
+        "portable/optim/average.py",
+        "begun[parameter] = parameter.detach().clone()",
+        "begun[parameter] = torch.zeros_like(parameter)",
+        ("tests/portable/test_average.py::test_the_average_is_that_of_a_plain_loop[full_shard]",),
     ),
     "SIGTERM is not handled": Mutant(
         "portable/ranks/stop_signals.py",

@@ -143,6 +143,59 @@ def test_final_is_an_adapter_that_peft_loads(base: Path, trained: Path, corpus: 
     assert str(base) in card and "| `adapter.use_dora` | True |" in card and "| step | eval_loss |" in card
 
 
+PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "what is left out is peft's": ({}, {"lora_alpha": None, "r": None, "target_modules": None}),
+    "lists for many models": (
+        {"target_modules": ["q_proj", "down_proj", "c_attn"], "modules_to_save": ["lm_head", "score"]},
+        {"rank_pattern": None},
+    ),
+    "its own copy of the head": ({"target_modules": ["lm_head", "embed_tokens"], "lora_alpha": 3}, {}),
+}
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_goes_on_from_adapters_as_others_publish_them(
+    kind: str, base: Path, corpus: Path, tmp_path: Path
+) -> None:
+    import peft
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForCausalLM
+
+    from portable.errors import UserError
+
+    settings, changed = PUBLISHED[kind]
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), peft.LoraConfig(**settings))
+    for number, (_, parameter) in enumerate(model.named_parameters()):
+        torch.manual_seed(number)
+        parameter.data += 0.05 * torch.randn_like(parameter) if parameter.requires_grad else 0
+    folder = tmp_path / "adapter"
+    model.save_pretrained(str(folder))
+    path, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
+    document = {name: value for name, value in json.loads(path.read_text()).items() if name not in changed}
+    path.write_text(json.dumps({**document, "loftq_config": {}, "revision": None}))
+    given = logits_in_training(base, corpus, folder)
+    assert torch.equal(given, logits_with_peft(base, folder))
+
+    tensors = load_file(weights)
+    for name in [name for name in tensors if "base_layer" in name][:1]:
+        changed_head = {**tensors, name: tensors[name] * 1.5}
+        save_file(changed_head, weights)
+        with pytest.raises(UserError, match=r"^adapter.name_or_path: .* which differs from .*--merge-into"):
+            logits_in_training(base, corpus, folder)
+    first = next(name for name in tensors if "lora_" in name)
+    for value, message in (
+        (tensors[first] * float("nan"), "holds NaN or infinity"),
+        (tensors[first].to(torch.float8_e4m3fn), "has shape .* and dtype F8_E4M3, the model"),
+        (torch.ones(5, 5), "its factors have shapes"),
+    ):
+        save_file({**tensors, first: value}, weights)
+        with pytest.raises(UserError, match=f"^adapter.name_or_path: .* {message}"):
+            logits_in_training(base, corpus, folder)
+    save_file({**tensors, "base_model.model.a\nb.lora_A.weight": torch.ones(2, 2)}, weights)
+    with pytest.raises(UserError, match=r"^adapter.name_or_path: [^\n]*lora_B is missing$"):
+        logits_in_training(base, corpus, folder)
+
+
 def test_the_merged_model_is_the_same(base: Path, trained: Path, corpus: Path, tmp_path: Path) -> None:
     """A checkpoint of the adapter becomes a whole model, in a run that has nothing left to train."""
     from transformers import AutoModelForCausalLM
@@ -196,6 +249,105 @@ def test_a_checkpoint_holds_megabytes(trained: Path) -> None:
     assert 12 * elements < shards < 12 * elements + names_and_headers
     assert json.loads((last / "adapter_config.json").read_text())["use_dora"] is True
     assert not (last / "config.json").exists()
+
+
+def test_tokens_that_are_added(base: Path, corpus: Path, tmp_path: Path) -> None:
+    """The base has no rows for them, so that the adapter has to hold the whole tables."""
+    import peft
+    from transformers import AutoModelForCausalLM
+
+    from converters.cli import main
+    from portable.errors import UserError
+
+    settings: dict[str, Any] = {"model__name_or_path": str(base), "data__added_tokens": ["<one>", "<two>"]}
+    with pytest.raises(UserError, match=r"^data\.added_tokens: .*_save: \[embed_tokens, lm_head\]"):
+        leg(tmp_path / "run", corpus, settings, 1)
+    settings |= {"adapter__modules_to_save": ["embed_tokens", "lm_head"], "train__steps": 2}
+    for until in (1, 2):  # also after a resume
+        assert leg(tmp_path / "run", corpus, settings, until) == 0
+    final, merged, rows = tmp_path / "run" / "final", tmp_path / "merged", TINY_MODEL["vocab_size"] + 2
+    assert main([str(final), str(merged), "--merge-into", str(base), "--quiet"]) == 0
+    by_card: dict[str, Any] = {}
+    code = (final / CARD).read_text("utf-8").partition("```python\n")[2].partition("```")[0]
+    exec(code.replace("path/of/this/folder", str(final)), by_card)
+    found = by_card["model"], peft.AutoPeftModelForCausalLM.from_pretrained(final)
+    with torch.no_grad():
+        wanted = AutoModelForCausalLM.from_pretrained(merged)(torch.arange(rows - 30, rows)[None]).logits
+        for model in found:
+            logits = model(torch.arange(rows - 30, rows)[None]).logits
+            torch.testing.assert_close(logits, wanted, rtol=1e-5, atol=1e-5)
+    assert wanted.shape[-1] == rows
+
+
+class Contrast:
+    """A loss of the user's, with a pass of the base model."""
+
+    needs = ("log_probs",)
+
+    def before(self, forward: Any, batch: Any) -> Any:
+        return {"base": forward(adapter=False).log_probs}
+
+    def __call__(self, outputs: Any, batch: Any) -> Any:
+        ours, valid = outputs.log_probs, batch["labels"] != -100
+        moved = torch.where(valid, (ours - batch["base"]).square(), 0.0).sum()
+        return 0.1 * moved - ours.sum(), valid.sum(), {"moved": moved}
+
+
+class Writes:
+    """A callback that generates."""
+
+    def on_evaluation(self, run: Any, values: Any) -> None:
+        assert values["eval_loss/part0"] > 0
+        assert len(run.generate("a line of", max_new_tokens=2)) >= 1
+        names = [name for name, p in run.model.named_parameters() if p.requires_grad]
+        assert all("lora_" in name or "modules_to_save" in name for name in names)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        ("full_shard", 2),
+        pytest.param("zero2", 2, marks=pytest.mark.exhaustive),
+        pytest.param("zero3", 3, marks=pytest.mark.exhaustive),
+        pytest.param("xla", 2, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_beside_everything_else(
+    name: str, size: int, base: Path, engines: Engines, corpus: Path, tmp_path: Path
+) -> None:
+    """A mixture, a loss and a callback of the user's, Muon, rates by group and evaluations, with a stop."""
+    lines = corpus.read_text("utf-8").splitlines(keepends=True)
+    for number in range(2):
+        (tmp_path / f"part{number}.jsonl").write_text("".join(lines[number::2]))
+    mixed = [
+        {"name": f"part{n}", "source": str(tmp_path / f"part{n}.jsonl"), "weight": n + 1} for n in (0, 1)
+    ]
+    settings: dict[str, Any] = {
+        "model__name_or_path": str(base),
+        **KINDS["dora"],
+        "data__source": None,
+        "data__sources": mixed,
+        "data__packing": "documents",
+        "data__eval_fraction": 0.1,
+        "train__steps": 4,
+        "train__eval_every": 2,
+        "train__loss": f"{__name__}:Contrast",
+        "train__callbacks": [f"{__name__}:Writes"],
+        "train__optimizer": "muon",
+        "train__parameter_groups": [{"pattern": "lora_B", "learning_rate": 3e-2}],
+        "train__metrics": ["accuracy"],
+    }
+    assert engines.run("no_shard", 1, leg, tmp_path / "truth", corpus, settings, 4) == 0
+    for until in (2, 4):
+        chosen = {**settings, **ENGINES[name].settings}
+        assert engines.run(name, size, leg, tmp_path / "run", corpus, chosen, until) == 0
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "truth"), rel=1e-5)
+    evaluated = [
+        [row["eval_loss/part1"] for row in read_metrics(folder) if "eval_loss/part1" in row]
+        for folder in (tmp_path / "run", tmp_path / "truth")
+    ]
+    assert evaluated[0] == pytest.approx(evaluated[1], rel=1e-5) and len(evaluated[0]) >= 2
+    assert (tmp_path / "run" / "final" / "adapter_model.safetensors").exists()
 
 
 def test_a_classifier(base: Path, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +15,7 @@ from portable.errors import require
 from portable.paths import default_cache_dir
 from portable.ranks.collectives import any_rank, gather_text
 from portable.ranks.process_memory import host_memory
+from portable.terminal import tell
 from tpu import device_specs as devices
 from tpu import graphs, runtime
 from tpu.dropout import draw_by_position
@@ -68,10 +68,9 @@ class XlaBackend:
 
             dist.init_process_group("gloo", init_method="xla://", timeout=HOST_TIMEOUT)
         if self.rank == 0 and not runtime.on_tpu():
-            print(
+            tell(
                 f"xla: no TPU found; running on {self.devices_per_rank} virtual CPU devices, for tests only "
-                "(CPU_NUM_DEVICES sets their number)",
-                file=sys.stderr,
+                "(CPU_NUM_DEVICES sets their number)"
             )
 
     def stop(self) -> None:
@@ -95,7 +94,7 @@ class XlaBackend:
 
     def _warn(self, line: str) -> None:
         if self.rank == 0:
-            print(f"warning: {line}", file=sys.stderr)
+            tell(f"warning: {line}")
 
     def fits(
         self, build: Callable[[], nn.Module], config: RunConfig, steps: Callable[[Engine], None]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from portable.optim import own
 from portable.optim.schedule import build_schedule
+from portable.plugins import names_code
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,6 +26,18 @@ def recomputed(config: RunConfig) -> bool:
 
 def unsupported_settings(config: RunConfig) -> Iterator[tuple[bool, str]]:
     """For each setting: whether the config uses an unsupported value, and the error message."""
+    is_own = names_code(config.train.optimizer)
+    named = f"train.optimizer: {config.train.optimizer}"
+    if is_own:
+        yield (
+            not own.begins_alike(config.train),
+            f"{named}: its first step makes state of the gradient, before which xla compiles; make it zeros",
+        )
+        yield (
+            config.xla.scan_layers and not own.elementwise(config.train),
+            f"{named}: updates a part of a parameter otherwise than the whole, and xla.scan_layers puts "
+            "parameters of layers together; set it to false",
+        )
     yield (
         config.strategy not in STRATEGIES,
         f"strategy: {config.strategy} does not run on xla; use one of {', '.join(STRATEGIES)}",
@@ -33,7 +47,7 @@ def unsupported_settings(config: RunConfig) -> Iterator[tuple[bool, str]]:
         f"precision: {config.precision} does not run on xla; use bf16 or fp32",
     )
     yield (
-        config.train.optimizer not in OPTIMIZERS,
+        config.train.optimizer not in OPTIMIZERS and not is_own,
         f"train.optimizer: {config.train.optimizer} needs CUDA or CPU kernels; use one of "
         f"{', '.join(OPTIMIZERS)}",
     )

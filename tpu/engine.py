@@ -13,13 +13,17 @@ from portable.errors import require
 from portable.model.layers import transformer_layers
 from portable.model.loss import Objective, added, no_totals, shares
 from portable.model.transformers_patches import no_value_checks
+from portable.optim.average import exchange
 from portable.optim.non_finite import NEW_COUNTERS, Health, allowed_streak, count_update
+from portable.plugins import names_code
 from tpu.activation_checkpointing import recompute
 from tpu.attention import attend_by_rows
 from tpu.checks import GATHERED_ONCE, recomputed
+from tpu.gather import gathered
 from tpu.head import shard_gradient
 from tpu.layout import constrain
 from tpu.optim import Optimizer
+from tpu.own_optimizer import OwnOnXla
 from tpu.parameters import Parameters
 from tpu.runtime import xla
 from tpu.saving import Saver, Staged
@@ -75,7 +79,8 @@ class XlaEngine:
         in_loops = {name for segment in segments for name in segment.names}
         for name, layer in transformer_layers(model):
             if name in in_loops:
-                continue  # a loop recomputes its layers itself, and does not interleave them
+                continue  # a loop gathers and recomputes its layers itself, and does not interleave them
+            self._gather(name, layer)
             if recomputed(config):
                 recompute(layer)
             if config.xla.optimization_barrier_in_backward:
@@ -93,7 +98,11 @@ class XlaEngine:
         )
         ends: Any = model
         self._head = self._gathered_head(ends.get_output_embeddings())
-        self._optimizer = Optimizer(config.train, model, layout, self._held, self._compute)
+        self._optimizer: Any = (
+            OwnOnXla(config.train, model, layout, self._held)
+            if names_code(config.train.optimizer)
+            else Optimizer(config.train, model, layout, self._held, self._compute)
+        )
         self._rate = config.train.learning_rate
         self._accumulated: dict[str, Tensor] | None = None
         self._saver = Saver()
@@ -116,11 +125,29 @@ class XlaEngine:
         layout, stacks = self._layout, []
         for names in segment.parameters(model):
             stack = self._parameters[names[0]]
+            # Gathered as a whole. Where each product gathers its operand, the compiler may do so in several
+            # shapes, and so again and again.
             cut = layout.sharding(self._spec_of(names[0], stack)[1:])
             whole = layout.sharding(layout.replicated(stack.dim() - 1))
             computed = partial(self._caller.stack, names[0])
-            stacks.append((computed, (whole if self._gather_once else cut, cut)))
+            stacks.append((computed, (whole, cut)))
         LoopedLayers(model, segment, stacks, self._along_batch, recompute=recompute)
+
+    def _gather(self, prefix: str, layer: nn.Module) -> None:
+        """Gather each sharded matrix of ``layer`` as a whole, once a pass; see :meth:`_loop`."""
+        layout = self._layout
+        if self._gather_once:
+            return
+        places: dict[str, tuple[Any, Any]] = {}
+        for path, module in layer.named_modules():
+            for own, parameter in module.named_parameters(path, recurse=False):
+                spec = self._spec_of(f"{prefix}.{own}", parameter)
+                # Lookup tables are read where they lie.
+                if any(spec) and not isinstance(module, nn.Embedding):
+                    whole = layout.sharding(layout.replicated(parameter.dim()))
+                    places[own] = whole, layout.sharding(spec)
+        if places:
+            gathered(layer, places)
 
     def _constrain_activations(self, model: nn.Module, segments: Iterable[Segment]) -> None:
         """Keep activations and logits sharded along the batch. Propagation from the parameters would choose
@@ -138,6 +165,8 @@ class XlaEngine:
         for module in (*layers, whole.get_input_embeddings(), whole.get_output_embeddings()):
             if module is not None:
                 module.register_forward_hook(self._constrain_output)
+        if (head := whole.get_output_embeddings()) is not None:
+            head.register_forward_hook(_keep_apart)
 
     def _constrain_input(self, _: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         return (self._along_batch(arguments[0]), *arguments[1:]) if arguments else arguments
@@ -327,21 +356,27 @@ class XlaEngine:
 
     # -- weights and checkpoints -------------------------------------------------------------------------
 
+    def exchange_average(self) -> None:
+        state = self._optimizer.tensors()
+        exchange((self._parameters[name], values) for name, values in state.items())
+        self._layout.execute(wait=True)
+
     def load_weights(self, weights: Mapping[str, ReadableTensor]) -> None:
         for name, tensor in self._held.state().items():
             self._held.fill(name, tensor, self._spec(name, tensor), weights)
+        self._optimizer.begin()
 
     def load(self, checkpoint: Checkpoint) -> None:
         stored = stored_state(checkpoint, self.model)
         self.load_weights(stored.weights)
-        self._optimizer.load(stored.optimizer)
+        self._optimizer.load(stored.optimizer, checkpoint.optimizer)
 
     def save(self, folder: Path, *, background: bool) -> SaveHandle:
-        steps = self._optimizer.steps()
+        scalars = self._optimizer.scalars()
         moments: dict[str, dict[str, Any]] = {}
         for name, tensors in self._optimizer.tensors().items():
             for one in self._held.names(name):
-                moments[one] = {"step": steps[one]} if one in steps else {}
+                moments[one] = dict(scalars.get(one, {}))
             for key, staged in self._staged(tensors).items():
                 for one, part in self._apart(name, staged).items():
                     moments[one][key] = part
@@ -391,6 +426,13 @@ class _Caller(nn.Module):
 
     def forward(self, function: Callable[[], Tensor]) -> Tensor:
         return function()
+
+
+def _keep_apart(_: nn.Module, __: Any, logits: Any) -> None:
+    """Keep the compiler from fusing the product that makes the logits with the loss. Logits that come out of
+    such a fusion are not overwritten by their gradients: both would exist."""
+    if torch.is_grad_enabled() and isinstance(logits, torch.Tensor):
+        xla._xla_optimization_barrier_([logits])
 
 
 def _barrier(_: nn.Module, gradients: Any, __: Any) -> None:

@@ -53,6 +53,8 @@ def units(model: nn.Module, config: RunConfig) -> list[nn.Module]:
     return []
 
 
+SCATTERED_WHILE_MULTIPLYING = range(8, 33)
+"""Groups for which the compiler splits the product that is a gradient, and sends piece after piece."""
 # Products are written, with what elementwise operations make of them.
 _PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "convolution", "_grouped_mm"}
 # Reductions whose results are as large as their operand: that is read again, with the small sums of its rows.
@@ -106,13 +108,20 @@ def footprint(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprin
         group = config.fsdp.shard_group_size or min(cluster.per_node, cluster.devices)
     rules = ShardingRules(config, group)
     compute = COMPUTE_BYTES.get(config.precision, MASTER)
-    parameters = gradients = moments = cut = learning = copied = 0
+    once = config.strategy in GATHERED_ONCE
+    # The compiler keeps gathered parameters for the backward pass. With recomputation, barriers prevent
+    # that, and so do loops: only the running layer's are there. Lookup tables are never gathered, except the
+    # head's; of these, rows are sent.
+    kept = once or not (recomputed(config) or config.xla.scan_layers)
+    parameters = gradients = moments = learning = gathers = scattered = copied = 0
     for weight in model.weights:
         shape = list(weight.shape)
         dim = rules.dim(weight.name, shape)
         if dim is not None:
-            cut += weight.elements
             learning += weight.elements * weight.trained
+            if weight.head or not weight.table:
+                gathers += weight.elements * (1 if kept or weight.layer is None else 2)
+                scattered += weight.elements * weight.trained
             shape[dim] //= group
         size = weight.elements // group if dim is not None else weight.elements
         parameters += weight.itemsize * size
@@ -128,13 +137,12 @@ def footprint(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprin
     whole = model.elements
     outside = whole - sum(layers)
     largest = max(layers, default=0)
-    once = config.strategy in GATHERED_ONCE
-    # The compiler keeps gathered parameters for the backward pass. With recomputation, barriers prevent
-    # that, and so do loops: only the running layer's are there. Lookup tables are never gathered, except the
-    # head's.
     outside -= sum(w.elements for w in model.weights if w.table and not w.head)
-    kept = once or not (recomputed(config) or config.xla.scan_layers)
     gathered = compute * (outside + (sum(layers) if kept else 0))
+    if group in SCATTERED_WHILE_MULTIPLYING:
+        # The pass has the whole gradient of the head; here, there are the pieces of two neighbours.
+        head = sum(w.elements for w in model.trained if w.head and rules.dim(w.name, w.shape) is not None)
+        gathered -= compute * head * (group - 2) // group
     in_layers = compute * (sum(layers) if kept else largest)
     # In the graph of a whole step, gradients are kept as they are reduced: in the compute type.
     whole_step = config.train.global_batch_size == config.train.micro_batch_size * cluster.devices
@@ -142,7 +150,7 @@ def footprint(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprin
         in_layers += gradients * compute // MASTER
     share, copies = (group - 1) / group, cluster.devices // group
     orthogonal, exchanged = _orthogonalizing(model, compute, group)
-    per_pass = ((1 if once else 2) * cut + learning) * compute * share
+    per_pass = (gathers + scattered) * compute * share
     apart = sum(w.elements for w in model.trained) - learning
     summed = 2 * compute * apart * (cluster.devices - 1) / cluster.devices
     between = 2 * gradients * (copies - 1) / copies if config.strategy in HYBRID else 0.0

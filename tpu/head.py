@@ -1,9 +1,8 @@
 """The product that makes the logits, and its gradient without the logits of other devices.
 
 The head's matrix is gathered, since a shard of it would need the activations of all tokens. Its gradient is a
-sum over the tokens of all devices. The compiler would add up whole matrices on every device and cut them
-afterwards, or gather the gradients of all logits. Here each device has a product of its own, and the sum of
-these is what is sharded: one reduce-scatter.
+sum over the tokens of all devices, of which a device keeps its rows. The compiler adds up pieces while it
+multiplies only where nothing stands between the product and its sharding.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 from tpu.layout import marked
+from tpu.runtime import xla
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,14 +32,14 @@ def shard_gradient(head: nn.Module | None, layout: Layout, spec: Spec) -> bool:
     if type(head) is not nn.Linear or layout.devices == 1 or set(spec) == {None}:
         return False
     whole, cut = layout.sharding(layout.replicated(2)), layout.sharding(spec[::-1])
-    apart = layout.sharding(layout.batch(3))
+    apart = layout.sharding(layout.batch(2))
 
     def forward(hidden: Tensor) -> Tensor:
         weight, bias = head.weight, head.bias
         if hidden.dim() != 3 or hidden.shape[0] % layout.devices:
             return nn.functional.linear(hidden, marked(weight, whole), bias)
         function: Any = _Head
-        logits: Tensor = function.apply(hidden, weight, layout.devices, whole, cut, apart)
+        logits: Tensor = function.apply(hidden, weight, whole, cut, apart)
         return logits if bias is None else logits + bias
 
     module: Any = head
@@ -49,12 +49,10 @@ def shard_gradient(head: nn.Module | None, layout: Layout, spec: Spec) -> bool:
 
 class _Head(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, devices: int, whole: Any, cut: Any, apart: Any
-    ) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, whole: Any, cut: Any, apart: Any) -> Tensor:
         gathered = marked(weight, whole)
         ctx.save_for_backward(hidden, gathered)
-        ctx.devices, ctx.cut, ctx.apart = devices, cut, apart
+        ctx.cut, ctx.apart = cut, apart
         return hidden @ gathered.t()
 
     @staticmethod
@@ -62,8 +60,9 @@ class _Head(torch.autograd.Function):
         (gradient,) = gradients
         hidden, gathered = ctx.saved_tensors
         of_hidden = gradient @ gathered
-        rows = hidden.reshape(ctx.devices, -1, hidden.shape[-1])
-        columns = gradient.reshape(ctx.devices, -1, gradient.shape[-1])
-        each = marked(torch.bmm(rows.transpose(1, 2), columns), ctx.apart)
+        tokens, columns = (marked(t.flatten(0, 1), ctx.apart) for t in (hidden, gradient))
         # Transposed: the compiler scatters along a major dim, but not along every minor one.
-        return of_hidden, marked(each.sum(dim=0), ctx.cut).t(), None, None, None, None
+        of_weight = marked(tokens.t() @ columns, ctx.cut)
+        # The layers wait for it. The compiler might put it off, and keep the gradients of all logits for it.
+        xla._xla_optimization_barrier_([of_hidden, of_weight])
+        return of_hidden, of_weight.t(), None, None, None

@@ -166,9 +166,11 @@ class Layout:
         copies: list[Tensor] = xla._xla_get_cpu_tensors(list(tensors))
         return copies
 
-    def execute(self) -> None:
-        """Compute what all tensors still need."""
+    def execute(self, *, wait: bool = False) -> None:
+        """Compute what all tensors still need; ``wait`` until it is there, to be copied or filled."""
         torch_xla.sync()
+        if wait:
+            _wait()
 
     def own_copy(self, tensor: Tensor) -> Tensor:
         """A CPU copy of a replicated tensor, from one of this host's devices."""

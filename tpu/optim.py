@@ -15,6 +15,7 @@ from converters import CheckpointError
 from converters import Tensor as StoredTensor
 from portable.model.groups import groups_of
 from portable.optim import adafactor
+from portable.optim.average import AVERAGE
 from portable.optim.muon import orthogonalized, rate_factor
 from portable.optim.optimizers import muon, parameter_groups
 from tpu.layout import FSDP, constrain
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from converters.checkpoint import OptimizerState
     from portable.config import TrainConfig
     from portable.optim.optimizers import Group
     from tpu.layout import Layout, Spec
@@ -287,7 +289,7 @@ class Optimizer:
         self._groups = _torch_groups(settings, apart, of)
         rule, self._muon = build_rule(settings), Muon(settings, layout, compute)
         self._rules: dict[str, Rule] = {name: self._muon if of[name].matrices else rule for name in trained}
-        self._highest = settings.learning_rate
+        self._highest, self._decay = settings.learning_rate, settings.ema
         self._factors = {name: self._factor(name, of) for name in trained}
         self._steps = layout.whole(torch.zeros(len(trained)))
         self._state: dict[str, State] = {}
@@ -295,6 +297,8 @@ class Optimizer:
         for name, parameter in trained.items():
             spec = held.spec(name, parameter.shape)
             places = self._rules[name].initial(parameter, spec, stacked=name in held.stacks)
+            if settings.ema is not None:
+                places[AVERAGE] = (tuple(parameter.shape), spec)
             self._places[name] = places
             self._state[name] = {
                 key: layout.zeros(shape, torch.float32, place) for key, (shape, place) in places.items()
@@ -338,6 +342,8 @@ class Optimizer:
                     decay,
                     stacked=name in self._held.stacks,
                 )
+                if self._decay is not None:
+                    new = {**new, AVERAGE: state[AVERAGE].lerp(moved, 1 - self._decay)}
                 parameter.copy_(torch.where(allowed, moved, parameter))
                 for key, value in new.items():
                     state[key].copy_(torch.where(allowed, value, state[key]))
@@ -347,13 +353,19 @@ class Optimizer:
         """The state of every parameter, by name, without the step counts."""
         return self._state
 
-    def steps(self) -> dict[str, Tensor]:
+    def begin(self) -> None:
+        """Begin averages at the weights."""
+        for name, state in self._state.items():
+            if AVERAGE in state:
+                state[AVERAGE].copy_(self._parameters[name].detach())
+
+    def scalars(self) -> dict[str, dict[str, Tensor]]:
         """The step counts, fp32 scalars on the CPU by parameter name; only of rules that count."""
         if not any(rule.counts_steps for rule in self._rules.values()):
             return {}
         counts = self._layout.own_copy(self._steps)
         return {
-            one: counts[index].clone()
+            one: {"step": counts[index].clone()}
             for index, name in enumerate(self._names)
             if self._rules[name].counts_steps
             for one in self._held.names(name)
@@ -364,7 +376,11 @@ class Optimizer:
         highest = self._highest
         return [{**g, "lr": rate * (g.get("initial_lr", highest) / highest)} for g in self._groups]
 
-    def load(self, stored: Mapping[str, Mapping[str, StoredTensor | float | bool]]) -> None:
+    def load(
+        self,
+        stored: Mapping[str, Mapping[str, StoredTensor | float | bool]],
+        groups: OptimizerState | None = None,
+    ) -> None:
         """Restore the state of a checkpoint; parameters that it lacks keep zeros."""
         steps = torch.zeros(len(self._names))
         for index, name in enumerate(self._names):
@@ -377,6 +393,8 @@ class Optimizer:
                     continue
                 for key, tensor in self._state[name].items():
                     value = values.get(key)
+                    if value is None and key == AVERAGE:
+                        continue  # it begins here
                     shape = tuple(tensor.shape)[name in self._held.stacks :]
                     if not isinstance(value, StoredTensor) or value.shape != shape:
                         raise CheckpointError(f"{key} of {one} is missing, or not of shape {list(shape)}")

@@ -95,6 +95,12 @@ class Adapter:
         """The folder or file that was opened."""
         return self.checkpoint.root
 
+    @property
+    def has_base(self) -> bool:
+        """Whether the same checkpoint holds the base's layers, and not only what a tied name kept in it."""
+        held = {name.rpartition(".")[0] for name in self.base}
+        return bool(held) and all(module.path in held for module in self.modules)
+
     def own_base(self) -> Checkpoint:
         """The base model that the same checkpoint holds.
 
@@ -107,7 +113,7 @@ class Adapter:
         companions = {} if config is None else {"config.json": config}
         # Trained biases are the base's own parameters; a module that is trained whole is a copy.
         trained = {
-            f"{part.module}.{part.leaf}": self.checkpoint.tensors[name]
+            part.name: self.checkpoint.tensors[name]
             for name, part in self.parts.items()
             if not part.kind and part.adapter is None
         }
@@ -181,8 +187,8 @@ class Adapter:
     def _check(self) -> None:
         """Refuse factors without each other, of another rank than the settings, or without a magnitude."""
         config = self.config
-        if config.type != "LORA":
-            return
+        if config.type != "LORA" or config.unsupported is not None:
+            return  # its tensors may have any shapes; it is not merged
         for module in self.modules:
             try:
                 pair = module.pair()
@@ -193,6 +199,11 @@ class Adapter:
                     kind = next(iter(module.tensors))[0]
                     raise CheckpointError(f"{self.root}: {module.path}: {kind} without lora_A and lora_B")
                 continue
+            if not config.targets(module.path):
+                raise CheckpointError(
+                    f"{self.root}: {module.path}: has an adapter, but target_modules in {config.path} do not "
+                    "name it; use the settings of this adapter"
+                )
             left, right, _ = pair
             if len(left.shape) < 2 or len(right.shape) < 2 or left.shape[0] != right.shape[1]:
                 raise CheckpointError(

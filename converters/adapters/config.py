@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 TYPES = ("LORA", "IA3", "TRAINABLE_TOKENS")
 _BIASES = ("none", "all", "lora_only")
 # Settings that are read here, and those that do not change what is added to a weight. An adapter with others
-# set is not merged: aLoRA, Arrow, KaSA, QALoRA, BD-LoRA, MonteCLoRA, replicated layers, and what is to come.
+# set is not merged: aLoRA, Arrow, KaSA, QALoRA, VeLoRA, BD-LoRA, MonteCLoRA, replicated layers, and those of
+# later versions.
 _READ = (
     *(
         "peft_type",
@@ -34,9 +35,10 @@ _READ = (
     ),
     *("use_dora", "bias", "fan_in_fan_out", "target_parameters", "trainable_token_indices", "token_indices"),
     *("feedforward_modules", "ensure_weight_tying", "modules_to_save", "init_lora_weights", "lora_bias"),
+    "target_modules",
 )
 _HARMLESS = (
-    *("task_type", "auto_mapping", "peft_version", "revision", "inference_mode", "target_modules"),
+    *("task_type", "auto_mapping", "peft_version", "revision", "inference_mode"),
     *(
         "exclude_modules",
         "lora_dropout",
@@ -45,14 +47,14 @@ _HARMLESS = (
         "loftq_config",
         "eva_config",
     ),
-    *("corda_config", "lora_ga_config", "velora_config", "qalora_group_size", "runtime_config"),
+    *("corda_config", "lora_ga_config", "qalora_group_size", "runtime_config"),
     *("init_ia3_weights", "init_weights", "megatron_core"),
 )
 KNOWN = frozenset((*_READ, *_HARMLESS))
 # Initialisations that subtract from the base's weights, which the adapter then needs instead of the base.
 CHANGES_BASE = re.compile(r"(pissa|olora|corda|loftq|lora_ga).*", re.IGNORECASE)
 # A pattern comes from a file: its worst case must be bounded.
-_MAX_PATTERN, _MAX_PATTERNS, _MAX_REPEATS = 512, 10_000, 3
+MAX_PATTERN, _MAX_PATTERNS, MAX_REPEATS = 512, 10_000, 3
 _NESTED = re.compile(r"\)[*+{]|\\[1-9]")
 _REPEAT = re.compile(r"(?<!\\)(?:\\\\)*[*+{]")
 _MAX_RANK = 1 << 20
@@ -80,7 +82,7 @@ class AdapterConfig:
     fan_in_fan_out: bool = False
     target_parameters: tuple[str, ...] = ()
     tokens: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    feedforward: tuple[str, ...] | str = ()
+    feedforward: tuple[str, ...] | str | None = None
     tie: bool = False
     values: Mapping[str, Any] = field(default_factory=dict)
 
@@ -89,6 +91,21 @@ class AdapterConfig:
         """The name or path of the base model, where the file records it."""
         name = self.values.get("base_model_name_or_path")
         return name if isinstance(name, str) and name else None
+
+    @property
+    def unsupported(self) -> str | None:
+        """A setting that may change what is added to a weight in a way that is not known here."""
+        return next((key for key, value in self.values.items() if value and key not in KNOWN), None)
+
+    def targets(self, module: str) -> bool:
+        """Whether `target_modules` may mean this module; lists are compared by the last part of a name.
+
+        The parts above it differ between versions of transformers.
+        """
+        names = self.values.get("target_modules")
+        if not isinstance(names, list) or not names or self.target_parameters or self.tie:
+            return True
+        return module.rpartition(".")[2] in {str(name).rpartition(".")[2] for name in names}
 
     def rank(self, name: str) -> int:
         """The rank of the module or parameter `name`."""
@@ -99,11 +116,19 @@ class AdapterConfig:
         alpha, rank = self.alpha_pattern.get(_matching(self.alpha_pattern, name), self.alpha), self.rank(name)
         return float(alpha / rank**0.5 if self.rslora else alpha / rank)
 
-    def is_feedforward(self, module: str) -> bool:
-        """Whether (IA)^3 scales the inputs of this module, not its outputs."""
+    def is_feedforward(self, module: str) -> bool | None:
+        """Whether (IA)^3 scales the inputs of this module, not its outputs; None if the file does not say."""
+        if self.feedforward is None:
+            return None
         if isinstance(self.feedforward, str):
             return re.fullmatch(self.feedforward, module) is not None
         return any(module == name or module.endswith("." + name) for name in self.feedforward)
+
+
+def is_bounded(pattern: str, length: int = MAX_PATTERN, repeats: int = MAX_REPEATS) -> bool:
+    """Whether the work of a regular expression is bounded: a few repeats, none of them nested."""
+    found = len(_REPEAT.findall(pattern))
+    return len(pattern) <= length and found <= repeats and not (found and _NESTED.search(pattern))
 
 
 def _matching(patterns: Mapping[str, Any], name: str) -> str:
@@ -203,14 +228,15 @@ class _Reader:
             raise self.wrong(key, value, "a list of names")
         return tuple(value)
 
-    def names_or_pattern(self, key: str) -> tuple[str, ...] | str:
+    def names_or_pattern(self, key: str) -> tuple[str, ...] | str | None:
         value = self.values.get(key)
+        if value is None:
+            return None
         return self.pattern(key, value) if isinstance(value, str) else self.names(key)
 
     def pattern(self, key: str, text: str) -> str:
         """`text`, a regular expression whose work is bounded."""
-        repeats = len(_REPEAT.findall(text))
-        if len(text) > _MAX_PATTERN or repeats > _MAX_REPEATS or (repeats and _NESTED.search(text)):
+        if not is_bounded(text):
             raise self.wrong(key, text, "a simple pattern (at most 3 repeats, not nested)")
         try:
             re.compile(text)

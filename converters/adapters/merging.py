@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from converters.adapters.base_names import BaseNames, Found
-from converters.adapters.config import CHANGES_BASE, KNOWN
+from converters.adapters.config import CHANGES_BASE
 from converters.adapters.edits import Add, ColumnMagnitude, LowRank, ReplaceRows, Scale
 from converters.adapters.names import MAGNITUDE, PREFIX, TOKENS, part_of
 from converters.checkpoint import Checkpoint
@@ -99,9 +99,8 @@ def merge(adapter: Adapter, base: Checkpoint, *, dtype: str = "keep") -> Checkpo
 def check_mergeable(adapter: Adapter) -> None:
     """Refuse an adapter whose settings change what is added to a weight in ways not supported here."""
     config = adapter.config
-    for key, value in config.values.items():
-        if value and key not in KNOWN:
-            raise CheckpointError(f"{config.path}: {printable(key)[:60]} is set, which cannot be merged here")
+    if (key := config.unsupported) is not None:
+        raise CheckpointError(f"{config.path}: {printable(key)[:60]} is set, which cannot be merged here")
     initial = config.values.get("init_lora_weights")
     if isinstance(initial, str) and CHANGES_BASE.fullmatch(initial):
         raise CheckpointError(
@@ -419,8 +418,10 @@ class _Merge:
             )
         live = f"{module.path}.weight"
         found = self._find(live)
-        inputs = self.config.is_feedforward(module.path)
         length = values.numel
+        inputs = self.config.is_feedforward(module.path)
+        if inputs is None:  # peft then knows them by the type of the model; their vectors are rows
+            inputs = values.shape[0] == 1
         if len(found.shape) != 2 or values.shape != ((1, length) if inputs else (length, 1)):
             raise self._misfit(live, found.shape, values)
         # Rows are outputs, unless only the columns fit.

@@ -8,6 +8,7 @@ Source: peft/utils/save_and_load.py (`get_peft_model_state_dict`), peft/tuners/l
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ MAGNITUDE, TOKENS = "lora_magnitude_vector", "trainable_tokens_delta"
 KINDS = frozenset({"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", MAGNITUDE, "ia3_l", TOKENS})
 _MODULES_TO_SAVE, _ORIGINAL, _TOKEN_ADAPTER = "modules_to_save", "original_module", "token_adapter"
 _LEAVES = ("weight", "bias")
+_MARKED = re.compile("|".join([*sorted(KINDS), _MODULES_TO_SAVE]))
 # What peft saves whole where the adapter targets it, since its rows may have been resized.
 _SAVED_WHOLE = ("embed_tokens", "lm_head")
 
@@ -46,9 +48,16 @@ class Part:
     saved: str
     adapter: str | None = None
 
+    @property
+    def name(self) -> str:
+        """The name in the live model of the tensor that this one replaces."""
+        return f"{self.module}.{self.leaf}" if self.module else self.leaf
+
 
 def part_of(name: str) -> Part | None:
     """The adapter's tensor that a live or saved name means; None for a name that only a model has."""
+    if _MARKED.search(name) is None:  # most names of a model: it may have 100,000
+        return None
     path = name.removeprefix(PREFIX).split(".")
     for at, kind in enumerate(path):
         if kind == _ORIGINAL:

@@ -19,11 +19,15 @@ if TYPE_CHECKING:
     from converters.storage.path_or_url import Place
 
 _MODULES = (
+    "converters.formats.megatron.core",
+    "converters.formats.megatron.reader",
     "converters.formats.dcp.reader",
     "converters.formats.deepspeed.universal",
     "converters.formats.deepspeed.reader",
     "converters.formats.xla_fsdp.reader",
+    "converters.formats.fsdp_ranks.reader",
     "converters.formats.torch_save.reader",
+    "converters.formats.dcp_safetensors",
     "converters.formats.safetensors",
 )
 
@@ -56,6 +60,8 @@ class Format:
         open: the logical checkpoint; CheckpointError for anything damaged.
         incomplete: why a path that looks like this format cannot be opened, for the error message; else None.
         tags: whether `open` handles `Source.tag` itself.
+        written_by, recognised_by: for the documentation, in its own markup.
+        optimizer: whether the optimizer's state is converted too.
     """
 
     name: str
@@ -63,6 +69,9 @@ class Format:
     open: Callable[[Source], Checkpoint]
     incomplete: Callable[[Source], str | None] = lambda source: None
     tags: bool = False
+    written_by: str = ""
+    recognised_by: str = ""
+    optimizer: bool = True
 
 
 @cache

@@ -24,10 +24,10 @@ from converters.tensors.dtypes import NUMPY, itemsize
 from converters.tensors.tensor import Tensor
 
 if TYPE_CHECKING:
-    from converters.storage.bytes import SourceFile
+    from converters.storage.bytes import FileSpan, SourceFile
     from converters.storage.path_or_url import Place
 
-SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER = "adapter_model.safetensors"
 OPTIMIZER, GROUPS = "optimizer.safetensors", "optimizer.json"
 # The reference implementation's limit on the header.
@@ -39,7 +39,7 @@ def _names(path: Place) -> list[str]:
     if path.is_file():
         named = path.name.endswith((".safetensors", ".safetensors.index.json"))
         return [path.name] if named else []
-    for name in (_INDEX, SINGLE):
+    for name in (INDEX, SINGLE):
         if (path / name).is_file():
             return [name]
     try:
@@ -63,7 +63,7 @@ def _incomplete(source: Source) -> str | None:
     if source.path.is_dir():
         found = sorted(entry.name for entry in source.path.iterdir() if entry.suffix == ".safetensors")
         if len(found) > 1:
-            return f"{source.path}: several .safetensors files and no {_INDEX}; give one of them, or add it"
+            return f"{source.path}: several .safetensors files and no {INDEX}; give one of them, or add it"
     return None
 
 
@@ -86,7 +86,7 @@ def _open(source: Source) -> Checkpoint:
     companions = find_companions(source.path)
 
     def optimizer(aliases: Aliases) -> OptimizerState | None:
-        if name not in (SINGLE, _INDEX, ADAPTER):
+        if name not in (SINGLE, INDEX, ADAPTER):
             return None
         if (folder.path / OPTIMIZER).is_file():
             return _optimizer(folder, plain)
@@ -149,15 +149,15 @@ def read_file(file: SourceFile) -> tuple[dict[str, Tensor], dict[str, str]]:
     extra = header.pop("__metadata__", {})
     start = 8 + length
     spans: list[tuple[int, int, str]] = []
-    tensors: dict[str, Tensor] = {}
+    made: list[tuple[str, str, list[int], FileSpan]] = []
     for name, entry in header.items():
         dtype, shape, low, high = _entry(file, name, entry)
         if high - low != prod(shape) * itemsize(dtype):
             raise CheckpointError(f"{file.path}: {name!r} has {high - low} bytes for {dtype} {shape}")
-        span = file.span(start + low, high - low, what=repr(name))
-        with blame(file.path):
-            tensors[name] = Tensor.contiguous(name, dtype, shape, span)
+        made.append((name, dtype, shape, file.span(start + low, high - low, what=repr(name))))
         spans.append((low, high, name))
+    with blame(file.path):
+        tensors = {about[0]: Tensor.contiguous(*about) for about in made}
     spans.sort()
     bounds = [(0, 0, ""), *spans, (file.nbytes - start, file.nbytes - start, "")]
     for (_, stop, left), (low, _, right) in pairwise(bounds):
@@ -183,13 +183,16 @@ def _entry(file: SourceFile, name: str, entry: Any) -> tuple[str, list[int], int
 
 def _counts(value: Any) -> list[int] | None:
     """`value` if it is a short list of sizes, else None."""
-    if (
-        isinstance(value, list)
-        and len(value) <= 64
-        and all(type(n) is int and 0 <= n < 1 << 63 for n in value)
-    ):
-        return value
-    return None
+    if not isinstance(value, list) or len(value) > 64 or not set(map(type, value)) <= {int}:
+        return None
+    return value if not value or (min(value) >= 0 and max(value) < 1 << 63) else None
 
 
-FORMAT = Format("safetensors", _detect, _open, _incomplete)
+FORMAT = Format(
+    "safetensors",
+    _detect,
+    _open,
+    _incomplete,
+    written_by="transformers, the Trainer's plain `checkpoint-N`, this project",
+    recognised_by="`model.safetensors` or its index, the only `.safetensors` file",
+)

@@ -22,6 +22,7 @@ _WRAPPERS = frozenset(
 _MODEL_KEYS = ("model", "module", "state_dict", "model_state_dict", "model_state")
 _OPTIMIZER_KEYS = frozenset({"optim", "optimizer", "optimizers", "optimizer_state_dict", "optim_state"})
 _MOMENTS = frozenset({"step", "exp_avg", "exp_avg_sq", "momentum_buffer", "max_exp_avg_sq"})
+_HOLDER, _HELD = "model.", ("model.model.", "model.lm_head.", "model.transformer.")
 # No module nests this deep; work on a name is quadratic in its length.
 MAX_TENSOR_NAME = 4096
 # Optimizers in one run.
@@ -36,13 +37,16 @@ def is_number(text: str) -> bool:
 
 def plain_name(name: str) -> str:
     """`name` without the parts inserted by wrappers (torch.compile, checkpointing, FSDP, XLA)."""
-    if "_" not in name:
+    if "._" not in name and not name.startswith("_"):
         return name
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def plain_names(named: Mapping[str, V], *, where: str) -> dict[str, V]:
-    """The same values under plain names; a `module.` prefix on every name (DDP) is removed too.
+    """The same values under plain names; a prefix on every name is removed too.
+
+    That is `module.` (DDP), and `model.` where a transformers model is the attribute `model` of another one
+    (Lightning, Composer).
 
     Raises:
         CheckpointError: two names become equal, or one is not a string or too long.
@@ -52,14 +56,23 @@ def plain_names(named: Mapping[str, V], *, where: str) -> dict[str, V]:
             raise CheckpointError(f"{where}: the tensor name {shown(name)} is not a string")
         if len(name) > MAX_TENSOR_NAME:
             raise CheckpointError(f"{where}: a tensor name has {len(name):,} characters: {shown(name)}")
-    strip = bool(named) and all(name.startswith("module.") for name in named)
+    prefix = "module." if named and all(name.startswith("module.") for name in named) else ""
+    if any(name.startswith(_HELD) for name in named) and all(name.startswith(_HOLDER) for name in named):
+        prefix = _HOLDER
     plain: dict[str, V] = {}
     for name, value in named.items():
-        short = plain_name(name.removeprefix("module.") if strip else name)
+        short = plain_name(name.removeprefix(prefix))
         if short in plain:
             raise CheckpointError(f"{where}: two tensors are called {short!r} without their wrapper prefixes")
         plain[short] = value
     return plain
+
+
+def known_name(name: str, names: Container[str]) -> str:
+    """The plain name of a parameter that an optimizer names, without a prefix that `plain_names` removed."""
+    plain = plain_name(name)
+    inner = plain.removeprefix(_HOLDER)
+    return inner if plain not in names and inner in names else plain
 
 
 @dataclass

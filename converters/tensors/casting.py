@@ -24,6 +24,8 @@ def parse_dtype(name: str) -> str | None:
     """The target dtype of `--dtype`, None for keep; CheckpointError for an unknown name."""
     if name not in DTYPES:
         raise CheckpointError(f"dtype {name!r} is not one of {', '.join(DTYPES)}")
+    if DTYPES[name] == "Q8_0":
+        raise CheckpointError("--dtype q8_0: only --to gguf writes it")
     return DTYPES[name]
 
 

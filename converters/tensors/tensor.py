@@ -104,8 +104,12 @@ class Tensor:
         """A tensor stored whole and row-major in `source`, from byte `offset`."""
         shape = possible_shape(name, dtype, shape)
         strides = row_major(shape, numpy_dtype(dtype).itemsize)
-        made = cls.__new__(cls)  # one box tiles its own shape: a checkpoint may have 100,000 of them
-        made._place(name, dtype, shape, [Box((0,) * len(shape), shape, View(source, offset, strides))])
+        # One box tiles its own shape. This is quick: a checkpoint may have 100,000 of them.
+        made = cls.__new__(cls)
+        made.name, made.dtype, made.shape = name, dtype, shape
+        whole = [Box((0,) * len(shape), shape, View(source, offset, strides))]
+        made.boxes = whole if 0 not in shape else []
+        made._starts, made._reach = ([0], [shape[0]]) if made.boxes and shape else ([], [])
         return made
 
     @classmethod
@@ -289,7 +293,7 @@ def possible_shape(name: str, dtype: str, shape: Sequence[int]) -> Shape:
     shape = tuple(shape)
     if len(shape) > MAX_DIMS:
         raise CheckpointError(f"{name}: impossible shape, of {len(shape)} dimensions")
-    if any(not 0 <= size <= _MAX_BYTES for size in shape):
+    if shape and not 0 <= min(shape) <= max(shape) <= _MAX_BYTES:
         raise CheckpointError(f"{name}: impossible shape, a size is negative or beyond 2**63")
     if prod(shape) * numpy_dtype(dtype).itemsize > _MAX_BYTES:
         raise CheckpointError(f"{name}: impossible shape {list(shape)}")

@@ -64,7 +64,15 @@ class Trailer:
     make: Callable[[int], bytes]
 
 
-Part = bytes | Entry | Trailer
+@dataclass(frozen=True)
+class Closing:
+    """`nbytes` bytes at the end of a file, made once everything before them is written."""
+
+    nbytes: int
+    make: Callable[[], bytes]
+
+
+Part = bytes | Entry | Trailer | Closing
 
 
 @dataclass(frozen=True)
@@ -205,7 +213,9 @@ def carry_out(
     with bar, output as draft:
         workers = draft.threads or (_REMOTE_THREADS if isinstance(checkpoint.root, RemotePath) else None)
         touched: Touched = set()
-        in_parallel(_write_jobs(draft, plan, touched), bar.update, workers)
+        late: list[Job] = []
+        in_parallel(_write_jobs(draft, plan, touched, late), bar.update, workers)
+        in_parallel(iter(late), bar.update, workers)
         for span in touched:
             span.verify()
         draft.commit()
@@ -259,13 +269,20 @@ def _scalar(name: str, value: Scalar) -> Tensor:
     return Tensor.contiguous(name, "F64", (), Memory(struct.pack("<d", value)))
 
 
-def _write_jobs(draft: Draft, plan: Plan, touched: Touched) -> Iterator[Job]:
-    """The plan as jobs, in order; each file is created when its first job is drawn."""
+def _write_jobs(draft: Draft, plan: Plan, touched: Touched, late: list[Job]) -> Iterator[Job]:
+    """The plan as jobs, in order; each file is created when its first job is drawn.
+
+    `late` receives those that may begin when all others have ended.
+    """
     for file in plan.files:
         runs = list(_runs(file.parts, draft.run_bytes(file.nbytes)))
         out = draft.file(file.name, [nbytes for nbytes, _ in runs])
         for number, (_, run) in enumerate(runs):
-            yield partial(_write_run, out.piece(number), run, touched)
+            job = partial(_write_run, out.piece(number), run, touched)
+            if run and isinstance(run[-1], Closing):
+                late.append(job)
+            else:
+                yield job
 
 
 def _runs(parts: Iterable[Part], least: int) -> Iterator[tuple[int, list[Part]]]:
@@ -273,7 +290,7 @@ def _runs(parts: Iterable[Part], least: int) -> Iterator[tuple[int, list[Part]]]
     run: list[Part] = []
     size = 0
     for part in parts:
-        if size >= least and not isinstance(part, Trailer):
+        if size >= least and not isinstance(part, (Trailer, Closing)):
             yield size, run
             run, size = [], 0
         run.append(part)
@@ -288,7 +305,10 @@ def _write_run(piece: OutPiece, run: list[Part], touched: Touched, progress: Pro
             summed = i + 1 < len(run) and isinstance(run[i + 1], Trailer)
             crc = _write_entry(piece, part, touched, progress, summed=summed)
         else:
-            data = part if isinstance(part, bytes) else part.make(crc)
+            if isinstance(part, bytes):
+                data = part
+            else:
+                data = part.make(crc) if isinstance(part, Trailer) else part.make()
             piece.write(data)
             progress(len(data))
     piece.finish()

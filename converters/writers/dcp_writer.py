@@ -27,6 +27,7 @@ from converters.writers.conversion import (
     required_optimizer,
     shards,
 )
+from converters.writers.targets import Target
 from converters.writers.torchzip_writer import Call, Made, Name, pickle, tensor_parts, value_bytes
 
 if TYPE_CHECKING:
@@ -182,3 +183,6 @@ def _tensor(entry: Entry) -> Made:
 
 def _size(shape: tuple[int, ...]) -> Call:
     return Call(Name("torch", "Size"), (shape,))
+
+
+TARGET = Target(plan_dcp, "`torch.distributed.checkpoint.load`, at any world size")

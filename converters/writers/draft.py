@@ -147,21 +147,34 @@ class _LocalDraft:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._folders = {folder}
 
     def run_bytes(self, nbytes: int) -> int:
         return FLUSH_BYTES
 
     def file(self, name: str, lengths: Sequence[int]) -> OutFile:
-        return _LocalFile(self.folder / name, lengths)
+        return _LocalFile(self._path(name), lengths)
+
+    def _path(self, name: str) -> Path:
+        path = self.folder / name
+        if path.parent not in self._folders:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._folders |= {above for above in path.parents if above.is_relative_to(self.folder)}
+        return path
 
     def commit(self) -> None:
         pass
 
+    def sync(self) -> None:
+        """Make the entries of the folders below durable."""
+        for folder in self._folders - {self.folder}:
+            sync_folder(folder)
+
     def write(self, name: str, data: bytes) -> None:
-        write_file(self.folder / name, data)
+        write_file(self._path(name), data)
 
     def copy(self, path: Place, name: str) -> None:
-        copy_file(path, self.folder / name)
+        copy_file(path, self._path(name))
 
 
 class _LocalFile:
@@ -176,7 +189,9 @@ class _LocalFile:
 @contextmanager
 def _new_local(target: Path, *, needed: int, overwrite: bool) -> Iterator[Draft]:
     with new_folder(target, needed=needed, overwrite=overwrite) as folder:
-        yield _LocalDraft(folder)
+        draft = _LocalDraft(folder)
+        yield draft
+        draft.sync()
 
 
 @contextmanager

@@ -28,9 +28,10 @@ from converters.writers.conversion import (
     shards,
 )
 from converters.writers.draft import check_output
+from converters.writers.targets import Target
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from converters.adapters.adapter import Adapter
     from converters.checkpoint import Checkpoint
@@ -46,15 +47,33 @@ def plan_safetensors(
     optimizer: bool = False,
 ) -> Plan:
     """The plan of `write_safetensors`, with the same arguments and errors."""
+    return plan_model(checkpoint, dtype=dtype, max_shard_size=max_shard_size, optimizer=optimizer)
+
+
+def plan_model(
+    checkpoint: Checkpoint,
+    *,
+    dtype: str,
+    max_shard_size: int,
+    optimizer: bool,
+    numbered: bool = False,
+    about: Callable[[Sequence[Entry]], Mapping[str, str]] | None = None,
+) -> Plan:
+    """The plan of a folder of safetensors.
+
+    Args:
+        numbered: number the files, and write an index, also for a single one.
+        about: the tensors of a file -> more for its `__metadata__`.
+    """
     entries = model_entries(checkpoint, dtype)
     runs = shards(entries, max_shard_size)
     changed, companions = with_dtype(checkpoint.companions, entries, checkpoint.config)
     documents = {**changed, **checkpoint.documents}
-    if len(runs) == 1:
+    if len(runs) == 1 and not numbered:
         files = [_file(SINGLE, runs[0])]
     else:
         names = [f"model-{i:05d}-of-{len(runs):05d}.safetensors" for i in range(1, len(runs) + 1)]
-        files = [_file(name, run) for name, run in zip(names, runs, strict=True)]
+        files = [_file(name, run, about and about(run)) for name, run in zip(names, runs, strict=True)]
         shard_of = {entry.name: name for name, run in zip(names, runs, strict=True) for entry in run}
         total = sum(entry.nbytes for entry in entries)
         index = {"metadata": {"total_size": total}, "weight_map": shard_of}
@@ -232,3 +251,6 @@ def _document(value: Any) -> bytes:
         return text.encode()
     except UnicodeEncodeError:
         raise CheckpointError("the optimizer's groups hold a string that is not valid Unicode") from None
+
+
+TARGET = Target(plan_safetensors, "`from_pretrained`, and whatever reads safetensors")

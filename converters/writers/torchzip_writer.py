@@ -12,7 +12,7 @@ from typing import Any
 
 from converters.tensors.dtypes import TO_STORAGE, TO_TORCH, itemsize
 from converters.tensors.tensor import row_major
-from converters.writers.conversion import Entry, Part, Trailer
+from converters.writers.conversion import Closing, Entry, Part, Trailer
 
 _LOCAL = struct.Struct("<4s5H3L2H")
 _CENTRAL = struct.Struct("<4s6H3L5H2L")
@@ -23,7 +23,7 @@ _END = struct.Struct("<4s4H2LH")
 # Sizes and CRC follow the data (bit 3), names are UTF-8 (bit 11), as written by torch.
 _FLAGS = 0x0808
 _ARCHIVE = "archive"
-_MEMBERS = 3
+_ALIGNED = 64
 
 
 @dataclass(frozen=True)
@@ -108,67 +108,134 @@ def _emit(value: Any, out: bytearray) -> None:
 
 def tensor_parts(entry: Entry) -> list[Part]:
     """A complete torch.save file with one tensor, as parts of a planned file."""
+    return saved(entry)
+
+
+def value_bytes(value: Any) -> bytes:
+    """A complete torch.save file with one plain value."""
+    (data,) = saved(value)
+    assert isinstance(data, bytes)
+    return data
+
+
+def saved(value: Any) -> list[Part]:
+    """A complete torch.save file, as parts of a planned file.
+
+    Args:
+        value: plain containers, the objects above, and an `Entry` for each tensor. One that occurs twice is
+            written once, as two tensors that share their storage.
+
+    With several tensors the directory at the end is a `Closing`, and each tensor begins at a multiple of 64
+    bytes, as torch writes them; with one it is a `Trailer`, so that the parts may lie within a larger file.
+    """
+    entries: dict[int, tuple[int, Entry]] = {}
+    pickled = pickle(_with_calls(value, entries))
+    members = [("data.pkl", pickled), ("byteorder", b"little"), ("version", b"3\n")]
+    out, directory, at = bytearray(), bytearray(), 0
+    for name, data in members:
+        crc = zlib.crc32(data)
+        directory += _central(name, crc, len(data), at)
+        out += _local(name) + data + _descriptor(crc, len(data))
+        at = len(out)
+    if not entries:
+        return [bytes(out + directory + _end(len(members), len(directory), at))]
+    parts: list[Part] = [bytes(out)]
+    many = len(entries) > 1
+    listed: list[tuple[str, int, int]] = []
+    crcs = [0] * len(entries)
+    for number, entry in entries.values():
+        name, nbytes = f"data/{number}", entry.nbytes
+        header = _local(name, at if many else None)
+        listed.append((name, nbytes, at))
+        at += len(header) + nbytes + _DESCRIPTOR.size
+        parts += [header, entry]
+        if many:
+            parts.append(Trailer(_DESCRIPTOR.size, _Remember(crcs, number, nbytes)))
+
+    def close() -> bytes:
+        every = bytes(directory) + b"".join(
+            _central(name, crc, nbytes, start)
+            for (name, nbytes, start), crc in zip(listed, crcs, strict=True)
+        )
+        return every + _end(len(members) + len(listed), len(every), at)
+
+    if many:
+        return [*parts, Closing(len(close()), close)]
+    remember = _Remember(crcs, 0, listed[0][1])
+    return [*parts, Trailer(_DESCRIPTOR.size + len(close()), lambda crc: remember(crc) + close())]
+
+
+class _Remember:
+    """The descriptor behind a tensor; keeps its CRC32 for the directory."""
+
+    def __init__(self, crcs: list[int], number: int, nbytes: int) -> None:
+        self.crcs = crcs
+        self.number = number
+        self.nbytes = nbytes
+
+    def __call__(self, crc: int) -> bytes:
+        self.crcs[self.number] = crc
+        return _descriptor(crc, self.nbytes)
+
+
+def _with_calls(value: Any, entries: dict[int, tuple[int, Entry]]) -> Any:
+    """`value` with the call that rebuilds it for each tensor.
+
+    `entries` receives each tensor once, by `id`: its number and itself.
+    """
+    if isinstance(value, Entry):
+        number, _ = entries.setdefault(id(value), (len(entries), value))
+        return _rebuilt(value, number)
+    if isinstance(value, dict):
+        return {key: _with_calls(item, entries) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_with_calls(item, entries) for item in value)
+    return value
+
+
+def _rebuilt(entry: Entry, number: int) -> Call:
     width = itemsize(entry.dtype)
     storage = TO_STORAGE.get(entry.dtype)
     kind = Name("torch", storage) if storage else Name("torch.storage", "UntypedStorage")
     count = entry.tensor.numel if storage else entry.nbytes
     strides = tuple(step // width for step in row_major(entry.tensor.shape, width))
-    place = (Persistent(("storage", kind, "0", "cpu", count)), 0, entry.tensor.shape, strides, False)
+    located = Persistent(("storage", kind, str(number), "cpu", count))
+    place = (located, 0, entry.tensor.shape, strides, False)
     hooks = Call(Name("collections", "OrderedDict"), ())
     if storage:
-        value = Call(Name("torch._utils", "_rebuild_tensor_v2"), (*place, hooks))
-    else:
-        dtype = Name("torch", TO_TORCH[entry.dtype])
-        value = Call(Name("torch._utils", "_rebuild_tensor_v3"), (*place, hooks, dtype))
-    return _with_data(pickle(value), entry)
+        return Call(Name("torch._utils", "_rebuild_tensor_v2"), (*place, hooks))
+    dtype = Name("torch", TO_TORCH[entry.dtype])
+    return Call(Name("torch._utils", "_rebuild_tensor_v3"), (*place, hooks, dtype))
 
 
-def value_bytes(value: Any) -> bytes:
-    """A complete torch.save file with one plain value."""
-    out, directory = _members(pickle(value))
-    return bytes(out + directory + _end(_MEMBERS, len(directory), len(out)))
+def _descriptor(crc: int, nbytes: int) -> bytes:
+    return _DESCRIPTOR.pack(b"PK\7\x08", crc, nbytes, nbytes)
 
 
-def _members(pickled: bytes) -> tuple[bytearray, bytearray]:
-    """The small members of every file, and their directory entries."""
-    out, directory = bytearray(), bytearray()
-    for name, data in (("data.pkl", pickled), ("byteorder", b"little"), ("version", b"3\n")):
-        crc = zlib.crc32(data)
-        directory += _central(name, crc, len(data), len(out))
-        out += _local(name) + data + _DESCRIPTOR.pack(b"PK\7\x08", crc, len(data), len(data))
-    return out, directory
-
-
-def _with_data(pickled: bytes, entry: Entry) -> list[Part]:
-    out, directory = _members(pickled)
-    header, nbytes = len(out), entry.nbytes
-    out += _local("data/0")
-
-    def trailer(crc: int) -> bytes:
-        end = _DESCRIPTOR.pack(b"PK\7\x08", crc, nbytes, nbytes)
-        listed = bytes(directory) + _central("data/0", crc, nbytes, header)
-        return end + listed + _end(_MEMBERS + 1, len(listed), len(out) + nbytes + len(end))
-
-    return [bytes(out), entry, Trailer(len(trailer(0)), trailer)]
-
-
-def _local(name: str) -> bytes:
+def _local(name: str, at: int | None = None) -> bytes:
+    """The header of a member; padded, for one at byte `at` of the file, to where its data is aligned."""
     path = f"{_ARCHIVE}/{name}".encode()
     # The zip64 field makes the sizes in the data descriptor 64 bits wide.
     extra = struct.pack("<2H2Q", 1, 16, 0, 0)
+    if at is not None:
+        bare = at + _LOCAL.size + len(path) + len(extra) + 4
+        padding = -bare % _ALIGNED
+        extra += struct.pack("<2s1H", b"FB", padding) + b"Z" * padding
     wide = 0xFFFFFFFF
     return _LOCAL.pack(b"PK\3\4", 45, _FLAGS, 0, 0, 0, 0, wide, wide, len(path), len(extra)) + path + extra
 
 
 def _central(name: str, crc: int, nbytes: int, header: int) -> bytes:
     path = f"{_ARCHIVE}/{name}".encode()
-    narrow = nbytes if nbytes < 0xFFFFFFFF else 0xFFFFFFFF
-    extra = struct.pack("<2H2Q", 1, 16, nbytes, nbytes) if narrow != nbytes else b""
-    sizes = (narrow, narrow, len(path), len(extra), 0, 0, 0, 0, header)
+    wide = [value for value in (nbytes, nbytes, header) if value >= 0xFFFFFFFF]
+    extra = struct.pack(f"<2H{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
+    narrow, start = min(nbytes, 0xFFFFFFFF), min(header, 0xFFFFFFFF)
+    sizes = (narrow, narrow, len(path), len(extra), 0, 0, 0, 0, start)
     return _CENTRAL.pack(b"PK\1\2", 45, 45, _FLAGS, 0, 0, 0, crc, *sizes) + path + extra
 
 
 def _end(count: int, size: int, start: int) -> bytes:
     wide = _END64.pack(b"PK\6\6", 44, 45, 45, 0, 0, count, count, size, start)
     locator = _LOCATOR64.pack(b"PK\6\7", 0, start + size, 1)
-    return wide + locator + _END.pack(b"PK\5\6", 0, 0, count, count, size, min(start, 0xFFFFFFFF), 0)
+    few, narrow = min(count, 0xFFFF), (min(size, 0xFFFFFFFF), min(start, 0xFFFFFFFF))
+    return wide + locator + _END.pack(b"PK\5\6", 0, 0, few, few, *narrow, 0)

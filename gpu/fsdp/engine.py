@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from converters import CheckpointError
-from converters import Tensor as StoredTensor
 from gpu.common import torch_private
 from gpu.common.compiling import CapturedMemory
 from gpu.common.generation import continue_text
 from gpu.common.loss_scale import LossScale
 from gpu.common.machine import COMPUTE_DTYPES
+from gpu.fsdp import optimizer_state
 from gpu.fsdp.device_loss_scale import DeviceScaler
 from gpu.fsdp.offload import HostCopies
 from gpu.fsdp.saving import Saver
@@ -26,8 +25,8 @@ from portable.model.chunked_loss import chunked_head
 from portable.model.groups import groups_of
 from portable.model.loss import Objective, added, shares
 from portable.model.parameters import embeddings, state_tensors, stored_tensors
-from portable.model.tensors import fill
 from portable.model.transformers_patches import no_value_checks
+from portable.optim.average import exchange
 from portable.optim.muon import Muon
 from portable.optim.non_finite import NEW_COUNTERS, Health, allowed_streak, count_update
 from portable.optim.optimizers import build_optimizer, set_rates
@@ -220,59 +219,30 @@ class TorchEngine:
             if isinstance(module, FSDPModule):
                 module.reshard()
 
+    def exchange_average(self) -> None:
+        self._reshard()
+        exchange(self._optimizer.state.items())
+        if self._host is not None:
+            self._host.copy_back()
+
     def load_weights(self, weights: Mapping[str, ReadableTensor]) -> None:
         self._reshard()
         for name, tensor in state_tensors(self.model).items():
             if name in weights:
-                _fill(tensor, weights[name])
+                optimizer_state.fill_shard(tensor, weights[name])
         if self._host is not None:
             self._host.refresh(weights)
 
     def load(self, checkpoint: Checkpoint) -> None:
         stored = stored_state(checkpoint, self.model)
         self.load_weights(stored.weights)
-        self._optimizer.state.clear()  # a damaged checkpoint may have been loaded in part
-        for name, values in stored.optimizer.items():
-            state = self._optimizer.initial_state(self._trained[name])
-            for key, tensor in state.items():
-                _fill_state(tensor, values.get(key), f"{key} of {name}")
-            self._optimizer.state[self._trained[name]] = state
+        optimizer_state.restore(self._optimizer, self._trained, stored, checkpoint.optimizer)
         self._scaling.load(checkpoint.root)
 
     def save(self, folder: Path, *, background: bool) -> SaveHandle:
         self._reshard()
-        state = {"model": stored_tensors(self.model), "optim": self._optimizer_state()}
+        optimizer = optimizer_state.to_store(self._optimizer, self._trained)
+        state = {"model": stored_tensors(self.model), "optim": optimizer}
         if not dist.is_initialized() or dist.get_rank() == 0:
             self._scaling.save(folder)
         return self._saver.save(state, folder, background=background)
-
-    def _optimizer_state(self) -> dict[str, Any]:
-        """The optimizer's state by parameter name, in the layout of torch's ``get_optimizer_state_dict``."""
-        names: dict[Tensor, str] = {parameter: name for name, parameter in self._trained.items()}
-        groups = [
-            {**group, "params": [names[p] for p in group["params"]]} for group in self._optimizer.param_groups
-        ]
-        state = {names[p]: dict(values) for p, values in self._optimizer.state.items()}
-        return {"state": state, "param_groups": groups}
-
-
-def _fill_state(target: Tensor, value: StoredTensor | float | bool | None, name: str) -> None:
-    """Fill one tensor of a parameter's optimizer state.
-
-    Raises:
-        CheckpointError: if ``value`` is missing or has another shape.
-    """
-    if isinstance(value, StoredTensor) and value.shape == tuple(target.shape):
-        _fill(target, value)
-    elif value is not None and target.dim() == 0:
-        target.fill_(float(value.read().item() if isinstance(value, StoredTensor) else value))
-    else:
-        raise CheckpointError(f"{name} is missing, or not of shape {list(target.shape)}")
-
-
-def _fill(target: Tensor, source: ReadableTensor) -> None:
-    """Copy ``source`` into ``target``: all of it, or a DTensor's local shard."""
-    if not isinstance(target, DTensor):
-        fill(target, source)
-    elif (shard := target.to_local()).numel():
-        fill(shard, source, torch_private.local_slices(target))

@@ -64,8 +64,12 @@ def check(config: RunConfig, device_type: str) -> None:
     unsupported(
         [
             (
-                config.train.optimizer not in ("adamw", "sgd", "muon"),
+                config.train.optimizer not in ("adamw", "sgd", "muon") and not zero_optimizer.is_own(config),
                 f"train.optimizer: ZeRO does not support {config.train.optimizer}; use adamw, sgd or muon",
+            ),
+            (
+                config.train.ema is not None and nvme.in_use(config),
+                "train.ema: does not work with memory.offload_optimizer or offload_params nvme; use cpu",
             ),
             (
                 config.train.optimizer == "muon" and nvme.in_use(config),
@@ -313,6 +317,10 @@ class ZeroEngine:
 
     # -- weights and checkpoints -------------------------------------------------------------------------
 
+    def exchange_average(self) -> None:
+        self._partitions.exchange_average()
+        self._partitions.refresh()
+
     @torch.no_grad()
     def load_weights(self, weights: Mapping[str, ReadableTensor]) -> None:
         self._partitions.load_weights(weights)
@@ -332,10 +340,12 @@ class ZeroEngine:
     def load(self, checkpoint: Checkpoint) -> None:
         stored = stored_state(checkpoint, self.model)
         self.load_weights(stored.weights)
-        self._partitions.load_optimizer(stored.optimizer)
+        base = private_api.basic_optimizer(self._engine)
+        samples = zero_optimizer.begin_again(base, self._settings, checkpoint.optimizer)
+        self._partitions.load_optimizer(stored.optimizer, samples)
         self._scaling.load(checkpoint.root)
         steps = _steps_done(checkpoint)
-        zero_optimizer.catch_up(private_api.basic_optimizer(self._engine), steps)
+        zero_optimizer.catch_up(base, steps)
         private_api.set_steps(self._engine, steps)
 
     def save(self, folder: Path, *, background: bool) -> SaveHandle:

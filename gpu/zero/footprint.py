@@ -20,7 +20,9 @@ from portable.planner.memory_model import (
     Footprint,
     Traffic,
     orthogonalizing,
+    own_moment_bytes,
 )
+from portable.plugins import names_code
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -129,6 +131,12 @@ class _Zero:
     @property
     def _moments_per_element(self) -> int | Fraction:
         """Moments per element; with Muon on average."""
+        return self._of_optimizer + (self._config.train.ema is not None)
+
+    @property
+    def _of_optimizer(self) -> int | Fraction:
+        if names_code(self._config.train.optimizer):
+            return Fraction(own_moment_bytes(self._config.train, (1,), 1)[0], MASTER)
         if self._config.train.optimizer == "muon":
             moments = sum((1 if group[0].matrices else 2) * self._share_of(group) for group in self._groups)
             return Fraction(moments, self._shard)
@@ -147,6 +155,8 @@ class _Zero:
         if self._config.train.optimizer == "sgd":
             return 0
         groups = self._groups if self._stage < 3 else self._sub_groups
+        if names_code(self._config.train.optimizer):
+            return own_moment_bytes(self._config.train, (1,), 1)[1] * len(groups)
         return MASTER * sum(not group[0].matrices for group in groups)
 
     @cached_property

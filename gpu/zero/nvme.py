@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ import torch
 from gpu.zero import private_api
 from portable.errors import UserError, one_line, require
 from portable.formatting import human_bytes
+from portable.terminal import tell
 
 if TYPE_CHECKING:
     from portable.config import RunConfig
@@ -71,10 +71,9 @@ def check_async_io(deepspeed: Any) -> None:
         "system's libaio (Debian: apt install libaio-dev) and a C++ compiler, or offload to cpu",
     )
     if os.environ.get("RANK", "0") == "0" and (lock := _lock_of_a_build()):
-        print(
+        tell(
             "note: waiting for another process to build DeepSpeed's async_io; if that process was killed, "
-            f"remove {lock}",
-            file=sys.stderr,
+            f"remove {lock}"
         )
 
 

@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gpu.common.machine import COMPUTE_DTYPES
-from gpu.zero import private_api
-from portable.errors import UserError, one_line, require
+from gpu.zero import nvme, private_api
+from portable.errors import UserError, one_line, require, unsupported
+from portable.optim import own
+from portable.optim.average import keep_average
 from portable.optim.optimizers import build_optimizer, parameter_groups
+from portable.plugins import names_code
 from portable.terminal import native_stdout_closed
 
 if TYPE_CHECKING:
@@ -17,8 +20,9 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from converters.checkpoint import OptimizerState
     from gpu.zero.config import Document
-    from portable.config import RunConfig
+    from portable.config import RunConfig, TrainConfig
     from portable.optim.optimizers import Group
 
 _KEY = "zero_force_ds_cpu_optimizer"
@@ -30,6 +34,8 @@ def check(config: RunConfig, document: Document | None) -> None:
     Raises:
         UserError: if it cannot be built, or DeepSpeed has none of this kind.
     """
+    if is_own(config):
+        _check_own(config)
     if document is None:
         return
     tested = document.get("zero_allow_untested_optimizer") is not False or config.train.optimizer == "adamw"
@@ -57,17 +63,59 @@ def check(config: RunConfig, document: Document | None) -> None:
         ) from error
 
 
+def is_own(config: RunConfig) -> bool:
+    """Whether the optimizer is the user's."""
+    return names_code(config.train.optimizer)
+
+
+def _check_own(config: RunConfig) -> None:
+    name = f"train.optimizer: {config.train.optimizer}"
+    unsupported(
+        [
+            (
+                nvme.in_use(config),
+                f"{name}: does not work with memory.offload_optimizer or offload_params nvme, since only "
+                "DeepSpeed knows what it swaps; use cpu",
+            ),
+            (
+                not own.elementwise(config.train),
+                f"{name}: updates a part of a parameter otherwise than the whole, and ZeRO has parts; use "
+                "strategy full_shard",
+            ),
+            (
+                own.constructs_state(config.train),
+                f"{name}: its constructor makes state, of parameters that ZeRO replaces; use strategy "
+                "full_shard",
+            ),
+        ]
+    )
+
+
 def build(config: RunConfig, document: Document | None, model: nn.Module, groups: Mapping[str, Group]) -> Any:
     """The optimizer of ``model``, whose parameters may be partitioned already."""
     parameters = dict(model.named_parameters())
     if not _forced(config, document):
         compute = COMPUTE_DTYPES[config.precision]
-        return build_optimizer(config.train, parameters, groups, compute=compute)
+        built = build_optimizer(config.train, parameters, groups, compute=compute)
+        return built.inner if isinstance(built, own.OwnOptimizer) else built
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     train = config.train
     made = parameter_groups(parameters, groups, train.learning_rate)
-    return DeepSpeedCPUAdam(made, lr=train.learning_rate, betas=train.betas, eps=train.eps)
+    forced = DeepSpeedCPUAdam(made, lr=train.learning_rate, betas=train.betas, eps=train.eps)
+    if train.ema is not None:
+        keep_average(forced, train.ema)
+    return forced
+
+
+def begin_again(optimizer: Any, train: TrainConfig, stored: OptimizerState | None) -> dict[str, Any]:
+    """Restore what groups have of a user's optimizer; returns the types of its state, if they matter."""
+    if not names_code(train.optimizer):
+        return {}
+    own.restore_groups(optimizer.param_groups, stored)
+    on_device = {"fused", "capturable"} & {name for name, value in optimizer.defaults.items() if value}
+    found = own.samples(train)
+    return {k: v for k, v in found.items() if not (on_device and getattr(v, "shape", None) == ())}
 
 
 def catch_up(optimizer: Any, steps: int) -> None:

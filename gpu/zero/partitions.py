@@ -19,6 +19,7 @@ from converters import CheckpointError
 from converters import Tensor as StoredTensor
 from gpu.zero import private_api
 from portable.model.tensors import fill, to_torch
+from portable.optim.average import exchange
 from portable.optim.muon import Matrix, spread
 
 if TYPE_CHECKING:
@@ -113,10 +114,15 @@ class FlatPartitions:
             _fill_weights(flat, fragments, weights)
         self._stale = True
 
-    def load_optimizer(self, state: Mapping[str, Any]) -> None:
-        """Fill the optimizer state, by parameter name."""
+    def load_optimizer(self, state: Mapping[str, Any], samples: Mapping[str, Any]) -> None:
+        """Fill the optimizer state, by parameter name; see :func:`_optimizer_state`."""
         for flat, fragments in zip(self._flats, self._fragments, strict=True):
-            self._base.state[flat] = _optimizer_state(flat, fragments, state, self._base.state[flat])
+            self._base.state[flat] = _optimizer_state(flat, fragments, state, self._base.state[flat], samples)
+
+    def exchange_average(self) -> None:
+        """Exchange master weights and their average; :meth:`refresh` then updates the compute copies."""
+        exchange(self._base.state.items())
+        self._stale = True
 
     def refresh(self) -> None:
         """Update all ranks' compute copies after loading. A collective the first time, then a no-op."""
@@ -171,14 +177,22 @@ class ShardedPartitions:
                     private_api.update_compute_copies(self._zero, index)
         private_api.drop_secondary_shards(self._zero)
 
-    def load_optimizer(self, state: Mapping[str, Any]) -> None:
-        """Fill the optimizer state, by parameter name."""
+    def load_optimizer(self, state: Mapping[str, Any], samples: Mapping[str, Any]) -> None:
+        """Fill the optimizer state, by parameter name; see :func:`_optimizer_state`."""
         for index, fragments in enumerate(self._fragments):
             with _SwappedIn(self._zero, index) as flat:
                 states = self._zero.optimizer.state
                 # Swapped-in state is in the swapper's buffers, which must not be reused here.
                 before = {} if private_api.is_swapped(self._zero, index) else states[flat]
-                states[flat] = _optimizer_state(flat, fragments, state, before)
+                states[flat] = _optimizer_state(flat, fragments, state, before, samples)
+
+    def exchange_average(self) -> None:
+        """Exchange master weights and their average, and update the compute copies."""
+        exchange(self._zero.optimizer.state.items())
+        for index in range(len(self._fragments)):
+            private_api.update_compute_copies(self._zero, index)
+        private_api.drop_secondary_shards(self._zero)
+        private_api.gather_persistent(self._zero)
 
     def refresh(self) -> None:
         """A no-op: every rank has updated its own compute copies."""
@@ -254,12 +268,18 @@ def _fill_weights(flat: Tensor, fragments: list[Fragment], weights: Mapping[str,
 
 @torch.no_grad()
 def _optimizer_state(
-    flat: Tensor, fragments: list[Fragment], state: Mapping[str, Any], before: Mapping[str, Any]
+    flat: Tensor,
+    fragments: list[Fragment],
+    state: Mapping[str, Any],
+    before: Mapping[str, Any],
+    samples: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The state of one flat partition, assembled from the state of its parameters.
 
     Args:
         before: its present state, whose memory is reused.
+        samples: entries of such a state of some small parameter, with their types, where these are not fp32
+            tensors on the partition's device.
 
     Raises:
         CheckpointError: for a step count that differs between parameters.
@@ -274,7 +294,7 @@ def _optimizer_state(
             if key not in made:
                 memory = before.get(key)
                 if not isinstance(memory, torch.Tensor) or memory.shape != flat.shape:
-                    memory = torch.empty_like(flat)
+                    memory = torch.empty_like(flat, dtype=getattr(samples.get(key), "dtype", flat.dtype))
                 made[key] = memory.zero_()
             if fragment.stop > fragment.start:
                 fill_slice(fragment.of(made[key]), value, fragment.start, fragment.stop)
@@ -284,5 +304,11 @@ def _optimizer_state(
                 f"optimizer state {key!r} differs between parameters, but ZeRO has one value for all of "
                 "them; resume with strategy full_shard or no_shard"
             )
-        made[key] = torch.tensor(values.pop(), dtype=torch.float32, device=flat.device)
+        number, sample = values.pop(), samples.get(key)
+        if sample is None:
+            made[key] = torch.tensor(number, dtype=torch.float32, device=flat.device)
+        else:
+            made[key] = (
+                sample.clone().fill_(number) if isinstance(sample, torch.Tensor) else type(sample)(number)
+            )
     return made

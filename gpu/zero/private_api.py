@@ -43,6 +43,8 @@ RELIED_ON: Mapping[str, Mapping[str, tuple[str, ...] | None]] = {
         "fp32_partitioned_groups_flat": None,
         "clip_grad": None,
         "loss_scaler": None,
+        "persistent_parameters": None,
+        "_partition_all_parameters": (),
         "empty_partition_cache": (),
         "invalidate_secondary_tensor": (),
         "_swappable_optimizer_subgroup": ("sub_group_id",),
@@ -238,6 +240,13 @@ def master_weights(zero_optimizer: Any, sub_group: int) -> Tensor:
 def update_compute_copies(zero_optimizer: Any, sub_group: int) -> None:
     """Cast a sub-group's master weights into its compute copies, in memory or on NVMe."""
     zero_optimizer._reassign_or_swap_out_partitioned_parameters(sub_group)
+
+
+def gather_persistent(zero_optimizer: Any) -> None:
+    """Gather the small parameters anew, which stay gathered between steps. A collective."""
+    zero_optimizer._partition_all_parameters()
+    if zero_optimizer.persistent_parameters:
+        zero_optimizer.persistent_parameters[0].all_gather(zero_optimizer.persistent_parameters)
 
 
 def release_swap_buffers(zero_optimizer: Any, parameters: Sequence[Any]) -> None:

@@ -24,8 +24,9 @@ from converters import (
     open_checkpoint,
 )
 from converters.adapters.names import part_of, replaced
+from converters.errors import printable
 from portable.adapters.initial import NAME, initial_values
-from portable.adapters.settings import CONFIG_FILE, as_json, folder_of, peft_config
+from portable.adapters.settings import CONFIG_FILE, WEIGHTS_FILES, as_json, folder_of, peft_config
 from portable.durable import write_durably
 from portable.errors import UserError, one_line, require
 from portable.model import build as models
@@ -34,6 +35,7 @@ from portable.model.initialize import Blueprint
 from portable.model.parameters import state_tensors, tied_names
 from portable.model.pretrained import snapshot
 from portable.model.quantized import KINDS, QuantizedLinear, QuantizedTensor, bitsandbytes, quantize
+from portable.model.tensors import to_torch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -42,11 +44,14 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PretrainedConfig, PreTrainedModel
 
+    from converters import Tensor as StoredTensor
+    from converters.adapters.adapter import Adapter as StoredAdapter
     from portable.config import RunConfig
     from portable.model.tensors import ReadableTensor
 
 _COPY, _ORIGINAL = f".modules_to_save.{NAME}.", ".original_module."
-_SHOWN = 8
+_SHOWN, _ROWS = 8, 1024
+_FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 class Adapter:
@@ -55,6 +60,7 @@ class Adapter:
     Attributes:
         config: peft's.
         blueprint: the base model as it was before, on the meta device.
+        rows: of the embedding, if tokens were added to the base's; otherwise None.
     """
 
     def __init__(
@@ -67,6 +73,8 @@ class Adapter:
     ) -> None:
         self.config = config
         self.blueprint = blueprint
+        grown = blueprint.model.__dict__.get("grown_from") is not None
+        self.rows = int(model.config.get_text_config().vocab_size) if grown else None
         self._run = run
         self._names = names
         self._quantized: dict[str, QuantizedLinear] = {}
@@ -123,27 +131,37 @@ class Adapter:
                 f"saved with the adapter; add {module} to adapter.modules_to_save, or take another base"
             )
 
-    def initial(self) -> Mapping[str, ReadableTensor]:
+    def initial(self, base: Mapping[str, ReadableTensor]) -> Mapping[str, ReadableTensor]:
         """The adapter's own values at the start, by parameter name.
 
         They depend on the seed and the name only, and are those that peft gives the layer after
         ``torch.manual_seed``; or they are those of ``adapter.name_or_path``.
 
+        Args:
+            base: the weights in the files of the base model, by its names.
+
         Raises:
             UserError: if that adapter cannot be read or does not fit.
         """
-        name_or_path = self._run.adapter.name_or_path
-        return self._initial if name_or_path is None else self._stored(name_or_path)
+        return self._initial if self._run.adapter.name_or_path is None else self._stored(base)
 
-    def _stored(self, name_or_path: str) -> dict[str, ReadableTensor]:
-        folder = folder_of(name_or_path)
+    @cached_property
+    def _given(self) -> tuple[Path, StoredAdapter, list[str]]:
+        """The adapter ``adapter.name_or_path``, checked by its headers, and what it holds of the base."""
+        folder = folder_of(str(self._run.adapter.name_or_path))
+        file = next((folder / name for name in WEIGHTS_FILES if (folder / name).is_file()), folder)
         try:
-            found = find_adapter(open_checkpoint(folder))
+            found = find_adapter(open_checkpoint(file))
         except CheckpointError as error:
-            raise UserError(f"adapter.name_or_path: {error}") from error
-        tensors = {} if found is None else found.checkpoint.tensors
+            raise UserError(f"adapter.name_or_path: {one_line(error)}") from error
+        require(found is not None, f"adapter.name_or_path: {folder} holds no adapter; give another folder")
+        assert found is not None
+        tensors = found.checkpoint.tensors
         lacking = sorted(self._files.values() - tensors.keys())
         unknown = sorted(tensors.keys() - self._files.values())
+        # peft also saves an adapted embedding or head itself, since its rows may have been resized.
+        of_base = [key for key in unknown if replaced(key).name in self._names.values()]
+        unknown = [printable(key) for key in unknown if key not in of_base]
         for names, what in ((lacking, "has no"), (unknown, "has the unknown tensor")):
             require(
                 not names,
@@ -151,9 +169,34 @@ class Adapter:
             )
         for name, key in self._files.items():
             require(
-                tuple(tensors[key].shape) == self._shapes[name],
-                f"adapter.name_or_path: {folder}: {key} has shape {list(tensors[key].shape)}, the model "
-                f"{list(self._shapes[name])}; use an adapter of this model",
+                tuple(tensors[key].shape) == self._shapes[name] and tensors[key].dtype in _FLOATS,
+                f"adapter.name_or_path: {folder}: {key} has shape {list(tensors[key].shape)} and dtype "
+                f"{tensors[key].dtype}, the model {list(self._shapes[name])}; use an adapter of this model",
+            )
+        return folder, found, of_base
+
+    def check_given(self) -> None:
+        """Check ``adapter.name_or_path``, if there is one, before memory is taken; reads headers.
+
+        Raises:
+            UserError: if it cannot be read or does not fit.
+        """
+        if self._run.adapter.name_or_path is not None:
+            assert self._given
+
+    def _stored(self, base: Mapping[str, ReadableTensor]) -> dict[str, ReadableTensor]:
+        folder, found, of_base = self._given
+        try:
+            found.digest  # noqa: B018  (refuses NaN and infinity, and what is damaged)
+        except CheckpointError as error:
+            raise UserError(f"adapter.name_or_path: {one_line(error)}") from error
+        tensors = found.checkpoint.tensors
+        for key in of_base:
+            name, model = replaced(key).name, self._run.model.name_or_path
+            require(
+                _same(base.get(name), tensors[key]),
+                f"adapter.name_or_path: {folder} has a {name} of its own, which differs from that of "
+                f"{model}; merge it (portable-convert {folder} OUT --merge-into {model}), and train OUT",
             )
         return {name: tensors[key] for name, key in self._files.items()}
 
@@ -178,6 +221,7 @@ class Adapter:
                 "adapter.type"
             )
         ours = {"alpha": "lora_alpha", "rslora": "use_rslora", "dora": "use_dora"}
+        ours |= {name: name for name in ("rank_pattern", "alpha_pattern")}
         for theirs, name in ours.items() if self._run.adapter.type == "lora" else ():
             one, other = getattr(found.config, theirs), getattr(self.config, name)
             require(
@@ -282,12 +326,14 @@ def adapt(model: PreTrainedModel, model_config: PretrainedConfig, config: RunCon
 
     heads = _heads(model) if config.model.task == "sequence-classification" else []
     settings = peft_config(config, getattr(model_config, "_commit_hash", None), heads)
-    _check_targets(model, settings, config.adapter.layers)
+    _check_targets(model, settings, config)
     _check_ties(model, settings)
+    _check_grown(model, settings)
     blueprint = Blueprint.of(model)
     before = {id(tensor): name for name, tensor in state_tensors(model).items()}
     try:
-        with _quiet():
+        # On the meta device from the start: peft only moves its tensors there, whatever their size.
+        with _quiet(), torch.device("meta"):
             peft.inject_adapter_in_model(settings, model, adapter_name=NAME, low_cpu_mem_usage=True)
     except (ValueError, TypeError, NotImplementedError, AttributeError) as error:
         reason = one_line(error)
@@ -303,6 +349,15 @@ def adapt(model: PreTrainedModel, model_config: PretrainedConfig, config: RunCon
     for name, (lengths, _) in adapter._lengths.items():
         lengths.dtype = model.get_submodule(name.partition(".lora_magnitude_vector.")[0]).weight.dtype
     return adapter
+
+
+def _same(left: ReadableTensor | None, right: StoredTensor) -> bool:
+    """Whether two tensors have the same values; a few of their rows are in memory at a time."""
+    if left is None or tuple(left.shape) != tuple(right.shape) or right.dtype not in _FLOATS:
+        return False
+    rest = tuple(slice(0, size) for size in left.shape[1:])
+    parts = [(slice(at, min(at + _ROWS, left.shape[0])), *rest) for at in range(0, left.shape[0], _ROWS)]
+    return all(torch.equal(to_torch(left.read(p)).float(), to_torch(right.read(p)).float()) for p in parts)
 
 
 def _product(**given: Any) -> Tensor:
@@ -335,12 +390,15 @@ def _heads(model: PreTrainedModel) -> list[str]:
     return found if model.base_model_prefix in dict(model.named_children()) else []
 
 
-def _check_targets(model: PreTrainedModel, settings: Any, layers: tuple[int, ...] | None) -> None:
+def _check_targets(model: PreTrainedModel, settings: Any, config: RunConfig) -> None:
     """Check the names in ``settings``, and write out what peft would take another way or not at all.
 
     Raises:
-        UserError: for a name that matches nothing, with the nearest that the model has.
+        UserError: for a name that matches nothing, with the nearest that the model has. Those in a file of
+            peft's may, as lists in it are often for several models; but not all of a list of targets.
     """
+    layers = config.adapter.layers
+    filed = config.adapter.name_or_path is not None or config.adapter.config is not None
     modules = [name for name, _ in model.named_modules() if name]
     linear = [name for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)]
     targets = settings.target_modules
@@ -365,11 +423,12 @@ def _check_targets(model: PreTrainedModel, settings: Any, layers: tuple[int, ...
             f"{_listed(linear)}; give names in a list, such as [{_last(linear)[0] if linear else 'q_proj'}]",
         )
     else:
-        _check_names("target_modules", targets or (), modules, linear)
-    _check_names("modules_to_save", settings.modules_to_save or (), modules, modules)
+        _check_names("target_modules", targets or (), modules, linear, one_is_enough=filed)
+    if not filed:
+        _check_names("modules_to_save", settings.modules_to_save or (), modules, modules)
     parameters = [name for name, p in model.named_parameters() if p.dim() in (2, 3)]
     chosen = getattr(settings, "target_parameters", None) or ()
-    _check_names("target_parameters", chosen, parameters, parameters)
+    _check_names("target_parameters", chosen, parameters, parameters, one_is_enough=filed)
     for setting, used in (
         ("layers", layers is not None),
         ("init: orthogonal", getattr(settings, "init_lora_weights", None) == "orthogonal"),
@@ -385,9 +444,14 @@ def _layer_of(name: str) -> int | None:
     return None if match is None else int(match[1])
 
 
-def _check_names(key: str, names: Any, known: list[str], suggested: list[str]) -> None:
-    for name in sorted(names):
-        if not any(one == name or one.endswith(f".{name}") for one in known):
+def _check_names(
+    key: str, names: Any, known: list[str], suggested: list[str], *, one_is_enough: bool = False
+) -> None:
+    lacking = [
+        name for name in sorted(names) if not any(one == name or one.endswith(f".{name}") for one in known)
+    ]
+    if not one_is_enough or len(lacking) == len(names):
+        for name in lacking:
             tails = {".".join(one.split(".")[-depth:]) for one in suggested for depth in (1, 2)}
             tails = {tail for tail in tails if not tail.isdigit()}
             near = difflib.get_close_matches(name, sorted(tails), n=3, cutoff=0.5)
@@ -432,6 +496,24 @@ def _check_ties(model: PreTrainedModel, settings: Any) -> None:
                 f"adapter.target_modules: {name} shares its weights with the embedding (tied); leave it out, "
                 "or use a model with tie_word_embeddings: false"
             )
+
+
+def _check_grown(model: PreTrainedModel, settings: Any) -> None:
+    """Raise UserError if rows were added for ``data.added_tokens`` which the adapter would not hold."""
+    if model.__dict__.get("grown_from") is None:
+        return
+    tables = [model.get_input_embeddings(), model.get_output_embeddings()]
+    names = [name for name, module in model.named_modules() if any(module is table for table in tables)]
+    saved = settings.modules_to_save or ()
+    lost = [name for name in names if not any(f".{name}".endswith(f".{one}") for one in saved)]
+    tied = any(tied_names(model).get(f"{name}.weight") for name in names)
+    tails = ", ".join(name.rpartition(".")[2] for name in names)
+    remedy = "all weights, without adapter.type" if tied else f"them: adapter.modules_to_save: [{tails}]"
+    require(
+        not lost,
+        f"data.added_tokens: adds rows to {' and '.join(names)}, which the adapter would not hold; train "
+        f"{remedy}",
+    )
 
 
 # -- names ---------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from converters.adapters.config import MAX_PATTERN, MAX_REPEATS, is_bounded
 from portable.config.keys import plain
 from portable.config.problems import shown
 from portable.errors import UserError, one_line, require
@@ -16,7 +17,9 @@ if TYPE_CHECKING:
 
     from portable.config import RunConfig
 
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILES = ("adapter_model.safetensors", "adapter_model.bin")
+"""As peft names them; the first is preferred."""
 _DOCUMENT = "adapter"
 """The key of the parsed file among the documents of a config."""
 _MOST_BYTES = 1 << 24
@@ -62,8 +65,29 @@ _INFORMATION = (
     "inference_mode",
     "runtime_config",
     "megatron_core",
+    # Of kinds of initial values and quantization that are refused where they are used.
+    "loftq_config",
+    "eva_config",
+    "corda_config",
+    "lora_ga_config",
+    "qalora_group_size",
 )
 """Keys that change nothing in training."""
+
+_BY_MODEL: dict[str, dict[str, str]] = {
+    "lora": {"target_modules": "TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING"},
+    "ia3": {
+        "target_modules": "TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING",
+        "feedforward_modules": "TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING",
+    },
+}
+"""The settings that peft finds by the type of the model where they are null, and its tables for them."""
+
+_PATTERNS = {
+    **dict.fromkeys(("target_modules", "exclude_modules"), (4096, 6)),
+    **dict.fromkeys(("rank_pattern", "alpha_pattern"), (MAX_PATTERN, MAX_REPEATS)),
+}
+"""The most characters, and repeats, of the regular expressions in a file."""
 
 _INITS = (True, False, "gaussian", "orthogonal")
 _TASKS = {
@@ -87,6 +111,7 @@ def settled(config: RunConfig) -> RunConfig:
     path = Path(str(adapter.config)) if adapter.name_or_path is None else folder_of(adapter.name_or_path)
     path = path if path.is_file() else path / CONFIG_FILE
     document = _read(path, key)
+    _check_patterns(document, path, key)
     kind = str(document.get("peft_type", "")).lower()
     require(
         kind in KINDS,
@@ -96,33 +121,76 @@ def settled(config: RunConfig) -> RunConfig:
     if (init := document.get("init_lora_weights", True)) not in _INITS:
         # Its adapters belong to a base whose weights were changed, or need data; eva has such a start only.
         require(
-            init == "eva" and adapter.name_or_path is not None,
+            init is None or (init == "eva" and adapter.name_or_path is not None),
             f"{key}: {path}: init_lora_weights {shown(init)} is not supported; use true, gaussian or "
             "orthogonal, or an adapter that peft has converted to plain LoRA",
         )
-        document = {**document, "init_lora_weights": True}
-    found: dict[str, Any] = {"type": kind}
-    for name, theirs in KINDS[kind].items():
-        if document.get(theirs) is not None:
-            found[name] = _ours(name, document[theirs])
+        document = {**document, "init_lora_weights": init == "eva"}
+    document = _with_targets(config, document, kind, path, key)
+    defaults = _defaults(kind)
     values: dict[str, Any] = {}
-    for name, value in found.items():
+    for name, theirs in {"type": "peft_type", **KINDS[kind]}.items():
+        value = document.get(theirs)
+        value = kind if name == "type" else _ours(name, defaults[theirs] if value is None else value)
         mine = plain(getattr(adapter, name))
-        if config.is_set(f"adapter.{name}") and mine is not None and name != "dropout":
+        if name == "dropout" and config.is_set("adapter.dropout"):
+            continue
+        if name == "target_modules" and value is None:  # beside target_parameters
+            value = []
+        if config.is_set(f"adapter.{name}") and mine is not None:
             require(
                 _ours(name, mine) == value,
                 f"adapter.{name}: {shown(mine)}, but {path} has {shown(value)}; remove adapter.{name}",
             )
-        elif name != "dropout" or not config.is_set("adapter.dropout"):
+        else:
             values[f"adapter.{name}"] = value
     _refuse_unknown(document, kind, path, key)
     return config.with_document(_DOCUMENT, document).replaced(values)
 
 
+def _check_patterns(document: Mapping[str, Any], path: Path, key: str) -> None:
+    """Raise UserError for patterns of a stranger that could be matched for hours."""
+    for name, most in _PATTERNS.items():
+        found = document.get(name)
+        for pattern in [found] if isinstance(found, str) else found if isinstance(found, dict) else ():
+            require(
+                is_bounded(pattern, *most),
+                f"{key}: {path}: {name} has {shown(pattern)}, which is too complex to match; give names, or "
+                "a pattern with few repeats, not nested",
+            )
+
+
+def _with_targets(
+    config: RunConfig, document: dict[str, Any], kind: str, path: Path, key: str
+) -> dict[str, Any]:
+    """``document`` with the modules that peft adapts where it names none, which depend on the model's type.
+
+    Raises:
+        UserError: if peft has no such modules for the model.
+    """
+    lacking = [name for name in _BY_MODEL[kind] if document.get(name) is None]
+    if not lacking:
+        return document
+    from peft.utils import constants
+
+    from portable.model.build import model_config
+
+    model_type = model_config(config.model).model_type
+    found = dict(document)
+    for name in lacking:
+        modules = getattr(constants, _BY_MODEL[kind][name]).get(model_type)
+        require(
+            modules is not None or (name == "target_modules" and bool(document.get("target_parameters"))),
+            f"{key}: {path}: has no {name}, and peft has none for models of type {model_type}; add them",
+        )
+        found[name] = modules
+    return found
+
+
 def _ours(name: str, value: Any) -> Any:
     """A value of peft's file in the form of the section."""
-    if name == "layers" and isinstance(value, int):
-        return [value]
+    if name == "layers":
+        return [value] if isinstance(value, int) else value or None
     return sorted(value) if name in ("target_modules", "target_parameters") and _is_list(value) else value
 
 
@@ -146,13 +214,18 @@ def _read(path: Path, key: str) -> dict[str, Any]:
 def _refuse_unknown(document: Mapping[str, Any], kind: str, path: Path, key: str) -> None:
     """Raise UserError for a key of peft's file that would change the training and is not supported."""
     known = {*KINDS[kind].values(), *_DETAILS[kind], *_INFORMATION}
-    defaults = {}
-    for field in fields(_class_of(kind)):
-        made = field.default_factory() if field.default_factory is not MISSING else field.default
-        defaults[field.name] = made
+    defaults = _defaults(kind)
     for name, value in document.items():
         if name not in known and value not in (defaults.get(name, False), None, {}, []):
             raise UserError(f"{key}: {path}: {name} {shown(value)} is not supported; use another adapter")
+
+
+def _defaults(kind: str) -> dict[str, Any]:
+    """What peft takes for the settings that a file lacks."""
+    return {
+        field.name: field.default_factory() if field.default_factory is not MISSING else field.default
+        for field in fields(_class_of(kind))
+    }
 
 
 def _class_of(kind: str) -> Any:
@@ -175,7 +248,7 @@ def folder_of(name_or_path: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name_or_path, allow_patterns=[CONFIG_FILE, WEIGHTS_FILE]))
+        return Path(snapshot_download(name_or_path, allow_patterns=[CONFIG_FILE, *WEIGHTS_FILES]))
     except (OSError, ValueError, HfHubHTTPError, LocalEntryNotFoundError) as error:
         raise UserError(f"adapter.name_or_path: {one_line(error)}") from error
 

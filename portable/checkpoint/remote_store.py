@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from portable.checkpoint.store import NO_CHECKPOINT, Checkpoints, unused_name
 from portable.checkpoint.trainer_state import STATE_FILE, step_of
 from portable.errors import RunError, one_line
 from portable.ranks.collectives import background_group
+from portable.terminal import tell
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -92,7 +92,7 @@ class RemoteCheckpoints(Checkpoints[RemotePath]):
             if is_unfinished(entry) and not (entry / DAMAGED_FILE).is_file():
                 remove_tree(entry)
             elif entry not in complete_ones and not is_unfinished(entry):
-                print(f"warning: {entry}: {NO_CHECKPOINT}", file=sys.stderr)
+                tell(f"warning: {entry}: {NO_CHECKPOINT}")
 
     def _open(self, final: RemotePath) -> Path:
         if self._staging is None:
@@ -157,10 +157,7 @@ class RemoteCheckpoints(Checkpoints[RemotePath]):
             aside = unused_name(final.with_name(f"{final.name}.kept"))
             for name in final.files():
                 (final / name).move_to(aside / name)
-            print(
-                f"warning: {final}: had no {STATE_FILE}, so it was not a checkpoint; moved to {aside}",
-                file=sys.stderr,
-            )
+            tell(f"warning: {final}: had no {STATE_FILE}, so it was not a checkpoint; moved to {aside}")
         self._remove(final)
 
     def _remove(self, folder: RemotePath) -> None:

@@ -242,7 +242,7 @@ class _Matching:
         optimizer, kind = self.optimizer, self.config.train.optimizer
         tables = set(embeddings(self.model))
         ours = build_optimizer(
-            self.config.train,
+            self.config.train.model_copy(update={"ema": None}),  # it begins here
             self.trained,
             groups_of(self.model, self.config.train),
             embeddings={parameter for parameter in self.trained.values() if parameter in tables},
@@ -297,7 +297,7 @@ class _Matching:
         """Raise UserError if the checkpoint's optimizer has the same state but another update rule."""
         kind = self.config.train.optimizer
         for group in self.optimizer.param_groups:
-            for name, ours in _RULES[kind].items():
+            for name, ours in _RULES.get(kind, {}).items():
                 theirs = group.get(name, ours)
                 without_effect = name == "decoupled_weight_decay" and not group.get("weight_decay")
                 if isinstance(theirs, bool | int) and bool(theirs) != ours and not without_effect:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from abc import ABC, abstractmethod
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from portable.checkpoint.background import in_background
 from portable.checkpoint.trainer_state import STATE_FILE, TrainerState, step_of
 from portable.durable import sync_folder, sync_tree
 from portable.errors import RunError, one_line
+from portable.terminal import tell
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -229,7 +229,7 @@ class CheckpointFolder(Checkpoints[Path]):
             if entry.name.startswith(".") and entry.name.endswith(_PARTIAL_SUFFIX):
                 shutil.rmtree(entry, ignore_errors=True)
             elif step_of(entry.name) is not None and not (entry / STATE_FILE).is_file():
-                print(f"warning: {entry}: {NO_CHECKPOINT}", file=sys.stderr)
+                tell(f"warning: {entry}: {NO_CHECKPOINT}")
 
     def _open(self, final: Path) -> Path:
         partial = self.path / f".{final.name}{_PARTIAL_SUFFIX}"
@@ -261,10 +261,7 @@ class CheckpointFolder(Checkpoints[Path]):
         if os.path.lexists(final) and not (final / STATE_FILE).is_file():
             aside = unused_name(final.with_name(f"{final.name}.kept"))
             final.rename(aside)
-            print(
-                f"warning: {final}: had no {STATE_FILE}, so it was not a checkpoint; moved to {aside}",
-                file=sys.stderr,
-            )
+            tell(f"warning: {final}: had no {STATE_FILE}, so it was not a checkpoint; moved to {aside}")
         if os.path.lexists(final) and exchange(written, final):
             shutil.rmtree(written, ignore_errors=True)
             return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,7 +31,7 @@ from portable.run.evaluation import judge_of
 from portable.run.finish import ranks_in_words
 from portable.run.prepare import notes_on, tokenizer_hints
 from portable.run.settle import first_plan, on_device
-from portable.terminal import columns
+from portable.terminal import columns, tell
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -74,7 +73,7 @@ def dry_run(settled: Settled) -> int:
     rows.append(("a checkpoint", human_bytes(planner.model.checkpoint_bytes(config.train))))
     rows += memory_rows(planner)
     for line in _notes(settled, backend, base, special_tokens, data, plan):
-        print(line, file=sys.stderr)
+        tell(line)
     say("# What this run will do")
     say(table(rows, columns()))
     if config.came_from:
@@ -142,10 +141,19 @@ def _plan_rows(
             ),
         ),
         ("tokens a step", f"{plan.global_batch_size * config.data.seq_len:,}"),
-        ("steps", "known once the data is tokenised" if steps is None else f"{steps:,}"),
+        ("steps", _unknown_steps(config, data) if steps is None else f"{steps:,}"),
         ("start", f"resume from {source}" if source is not None else "step 0"),
         *begun,
     ]
+
+
+def _unknown_steps(config: RunConfig, data: DataSizes) -> str:
+    """What is known of the steps before the data is tokenized: no token is shorter than a byte."""
+    late = "known once the data is tokenized"
+    if data.size_bytes is None or not data.packing:
+        return f"{late}; {config.train.epochs:g} x the samples to train / {config.train.global_batch_size}"
+    most = total_steps(config, max(1, data.size_bytes // config.data.seq_len))
+    return f"at most {most:,}, a token for each byte; English text takes a quarter of that; {late}"
 
 
 def _foreign_rows(

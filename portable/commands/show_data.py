@@ -12,6 +12,7 @@ from portable.errors import UserError
 from portable.model import build as models
 from portable.model.special_tokens import SpecialTokens
 from portable.run.prepare import open_data
+from portable.terminal import tell
 
 if TYPE_CHECKING:
     from portable.run.settle import Settled
@@ -27,7 +28,7 @@ def show_data(settled: Settled, count: int) -> int:
     if not data.opened:
         raise UserError("--show-data: shows what texts become; finished samples come from code of your own")
     for warning in data.sizes.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
+        tell(f"warning: {warning}")
     colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     say(in_words(preview(data, count, config.seed), colour=colour))
     return 0

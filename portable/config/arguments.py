@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 USAGE = """\
 usage: portable-train [--config FILE.yaml] [--KEY VALUE ...]
        portable-train init [FILE.yaml] [--task TASK]
+       portable-train completion bash|zsh
 
 Train a Hugging Face model on a CPU, GPUs or TPUs from one YAML file,
 and resume on any of them.
@@ -87,6 +88,7 @@ TRAIN_OPTIONS = (
     Option(
         "profile", "switch", "Write a trace of a few steps, for Perfetto. It goes into output_dir/profile."
     ),
+    Option("quiet", "switch", "Print warnings and errors only (log.quiet)."),
     CONFIG_OPTIONS[1],
 )
 
@@ -143,6 +145,8 @@ def read_command(
     if parsed.options.pop("version", False):
         say(version_line())
         raise SystemExit(0)
+    if parsed.options.pop("quiet", False):
+        parsed.overrides.append(flags.Override(("log", "quiet"), True, "--quiet"))
     accelerate = [] if (launched := read_environment(os.environ)) is None else [launched]
     if (path := parsed.options.pop("accelerate_config", None)) is not None:
         accelerate.append(file := read_accelerate_config(Path(path)))

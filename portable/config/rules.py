@@ -92,6 +92,7 @@ def check(config: RunConfig) -> None:
         _data,
         _train,
         _loss,
+        _average,
         _machine,
         _memory,
         _deepspeed,
@@ -163,6 +164,11 @@ def _adapter(config: RunConfig) -> Iterator[ConflictError]:
                     (f"adapter.{name}", "adapter.type"),
                     f"adapter.{name} is for lora, not for adapter.type ia3; remove it",
                 )
+    if not adapter.target_modules and not adapter.target_parameters:
+        yield ConflictError(
+            ("adapter.target_modules", "adapter.target_parameters"),
+            "adapter.target_modules is empty, which goes beside adapter.target_parameters only; name modules",
+        )
     if config.train.freezes:
         yield ConflictError(
             ("train.trainable", "adapter.type"),
@@ -393,6 +399,14 @@ def _train(config: RunConfig) -> Iterator[ConflictError]:
             f"train.optimizer adafactor needs parameters with their shapes, but strategy {config.strategy} "
             "flattens them; use adamw, or strategy full_shard",
         )
+
+
+def _average(config: RunConfig) -> Iterator[ConflictError]:
+    for key in ("train.eval_ema", "checkpoint.export_ema"):
+        if config.get(key) and config.train.ema is None:
+            yield ConflictError(
+                (key, "train.ema"), f"{key} needs an average of the weights; set train.ema, such as 0.999"
+            )
 
 
 def _loss(config: RunConfig) -> Iterator[ConflictError]:

@@ -136,12 +136,12 @@ class AdapterConfig(Section):
         json_schema_extra=IDENTITY,
     )
     target_modules: Annotated[
-        str | Annotated[tuple[str, ...], Field(strict=False, min_length=1)], NamesOrPattern
+        Annotated[str, Field(min_length=1)] | Annotated[tuple[str, ...], Field(strict=False)], NamesOrPattern
     ] = Field(
         default="all-linear",
-        min_length=1,
         description="Modules that get an adapter: all-linear (all linear layers except the head), a list of "
-        "names such as [q_proj, v_proj], or a regular expression that matches whole module names.",
+        "names such as [q_proj, v_proj] (empty beside target_parameters), or a regular expression that "
+        "matches whole module names.",
         json_schema_extra=IDENTITY,
     )
     target_parameters: Names | None = Field(
@@ -517,12 +517,13 @@ class TrainConfig(Section):
         "fine-tuning on conversations.",
         json_schema_extra=IDENTITY,
     )
-    optimizer: Literal["adamw", "adafactor", "adamw_8bit", "sgd", "muon"] = Field(
+    optimizer: Annotated[Literal["adamw", "adafactor", "adamw_8bit", "sgd", "muon"], OrPlugIn] = Field(
         default="adamw",
         description="adamw (fused; two fp32 moments per parameter), adafactor (factored moments, little "
         "memory), adamw_8bit (8-bit moments, a quarter of the memory; 32 bits for embeddings, vectors and "
-        "small matrices), sgd (momentum is the first of train.betas), or muon (orthogonalized momentum for "
-        "the matrices of the layers, adamw for embeddings, head and vectors).",
+        "small matrices), sgd (momentum is the first of train.betas), muon (orthogonalized momentum for the "
+        "matrices of the layers, adamw for embeddings, head and vectors), or package.module:name, any "
+        "torch.optim.Optimizer such as torch.optim:NAdam(momentum_decay=0.004).",
         json_schema_extra=IDENTITY,
     )
     muon_momentum: float = Field(
@@ -557,6 +558,12 @@ class TrainConfig(Section):
         default=1e-8,
         gt=0,
         description="Added to the root of the second moment to avoid division by zero.",
+        json_schema_extra=IDENTITY,
+    )
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = Field(
+        default=None,
+        description="Average the weights over the steps, in fp32: the share of the average that stays in "
+        "each, such as 0.999. It is in checkpoints; checkpoint.export_ema exports it. Null: no average.",
         json_schema_extra=IDENTITY,
     )
     trainable: Names | None = Field(
@@ -659,6 +666,10 @@ class TrainConfig(Section):
         default=None,
         ge=1,
         description="Evaluate on at most this many global batches. Null: on all held-out records.",
+    )
+    eval_ema: Flag = Field(
+        default=False,
+        description="Evaluate the average of the weights (train.ema) in their place.",
     )
     metrics: Annotated[tuple[str, ...], OneOrMany, Field(strict=False)] | None = Field(
         default=None,
@@ -909,6 +920,11 @@ class CheckpointConfig(Section):
         default=False,
         description="Write <output_dir>/final from the best checkpoint, not the last.",
     )
+    export_ema: Flag = Field(
+        default=False,
+        description="Write <output_dir>/final from the average of the weights (train.ema), not the last "
+        "weights.",
+    )
     async_: Flag = Field(
         default=True,
         alias="async",
@@ -954,6 +970,10 @@ class CheckpointConfig(Section):
 class LogConfig(Section):
     """Reports during the run."""
 
+    quiet: Flag = Field(
+        default=False,
+        description="Print warnings and errors only (--quiet); log.txt in the run's folder has the rest.",
+    )
     every_steps: int = Field(
         default=10,
         ge=1,
@@ -975,6 +995,18 @@ class LogConfig(Section):
         default=("tensorboard",),
         description="Trackers for the metrics, besides metrics.jsonl; [] for none. All except tensorboard "
         "need their own package.",
+    )
+    project: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Project of the run at wandb, trackio or swanlab. Null: WANDB_PROJECT (or the other's "
+        "variable), else the name of the folder that output_dir lies in.",
+    )
+    name: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Name of the run there. Null: the last part of output_dir. All launches of a run are one "
+        "run there.",
     )
     sample_prompt: str | None = Field(
         default=None,

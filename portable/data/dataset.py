@@ -163,7 +163,7 @@ def build_data(
         trust_remote_code=trust_remote_code,
     )
     if finished is not None:
-        return _finished(finished, training, eval_sources, tokenizer, name or "")
+        return _finished(finished, training, eval_sources, tokenizer, name or "", model_vocab_size or 0)
     reading = Reading(
         task,
         tokenizer,
@@ -367,6 +367,7 @@ def _finished(
     evals: Mapping[str, tuple[DataConfig, Source]],
     tokenizer: Any,
     name: str,
+    model_vocab_size: int,
 ) -> Data:
     """The data of code of the user's that gives finished samples."""
 
@@ -376,13 +377,15 @@ def _finished(
             raise UserError(f"{told}: has no len() and no sample by number; give it both")
         if not isinstance(getattr(records, "fingerprint", None), str):
             raise UserError(f"{told}: has no fingerprint; give it a text that tells its content")
-        found = FinishedSamples(one.name, records, part or Part(0, len(records)))
+        known = max(vocabulary.size, model_vocab_size)
+        found = FinishedSamples(one.name, records, part or Part(0, len(records)), known)
         if found.tokens != own.seq_len:
             raise UserError(
                 f"data.seq_len: {own.seq_len}, but a sample has {found.tokens} tokens; set it to that"
             )
         return found
 
+    vocabulary = vocabulary_of(tokenizer, CAUSAL)
     everything = samples(settings, source)
     train, held_out = split_documents(len(everything), settings.eval_fraction)
     own = {}
@@ -392,7 +395,6 @@ def _finished(
     shown: dict[str, Samples] = dict(own)
     if held_out.num_samples:
         shown[held_out_name(settings)] = samples(settings, source, held_out)
-    vocabulary = vocabulary_of(tokenizer, CAUSAL)
     return Data(
         tokenizer=tokenizer,
         train=samples(settings, source, train),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from portable.data.tokens.cache import TokenCache
     from portable.data.tokens.tokenize import Frame
 
+_COMPRESSED = r"\.(parquet|arrow|gz|zst)\b"
 MAX_CUT = 0.05  # a larger share of truncated tokens causes a warning
 
 
@@ -50,6 +52,8 @@ class DataSizes:
     """The share of a conversation's tokens that is trained."""
     prompt_left: str = ""
     """What a generation prompt of the template has that no answer in the data begins with."""
+    size_bytes: int | None = None
+    """Of files of plain text or JSON."""
     cached: Path | None = None
     """The token cache, if it exists."""
     of_sources: Mapping[str, int] = field(default_factory=dict)
@@ -147,6 +151,7 @@ def sizes_of(
         vocab_size=vocab_size,
         seq_len=settings.seq_len,
         packing=packing,
+        size_bytes=None if re.search(_COMPRESSED, source.described) else source.size_bytes,
         **known,
     )
 
@@ -183,9 +188,18 @@ def combined(sizes: Mapping[str, DataSizes]) -> DataSizes:
     parts = list(sizes.values())
     first = parts[0]
     source = ", ".join(f"{name} ({one.source})" for name, one in sizes.items())
+    held = [one.size_bytes for one in parts]
+    size_bytes = None if None in held else sum(size or 0 for size in held)
     if any(one.cached is None for one in parts):
         return replace(
-            first, source=source, cached=None, documents=None, tokens=None, truncated=None, waste=None
+            first,
+            source=source,
+            size_bytes=size_bytes,
+            cached=None,
+            documents=None,
+            tokens=None,
+            truncated=None,
+            waste=None,
         )
     tokens = [one.tokens or 0 for one in parts]
     samples = [one.train_samples or 0 for one in parts]
@@ -200,6 +214,7 @@ def combined(sizes: Mapping[str, DataSizes]) -> DataSizes:
     return replace(
         first,
         source=source,
+        size_bytes=size_bytes,
         documents=sum(one.documents or 0 for one in parts),
         tokens=sum(tokens),
         train_samples=sum(samples),

@@ -12,7 +12,7 @@ from portable.errors import UserError
 from portable.evaluation.generation import TEXT_METRICS, TextMetrics
 from portable.evaluation.metrics import LABELS, LOSS, Measures, divided, finite_exp, own_metric
 from portable.evaluation.standing import MOST_CLASSES
-from portable.model.loss import IGNORED
+from portable.model.training_loss import IGNORED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from portable.backend import Batch
     from portable.evaluation.metrics import Metric, Totals
-    from portable.model.loss import Outputs
+    from portable.model.training_loss import Outputs
 
 
 @dataclass(frozen=True)

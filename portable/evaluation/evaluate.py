@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from portable.evaluation.metrics import LABELS, NOTHING, WEIGHTS
-from portable.model.loss import count_valid
+from portable.model.training_loss import count_valid
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

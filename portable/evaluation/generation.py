@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from portable.model.loss import IGNORED
+from portable.model.training_loss import IGNORED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from portable.backend import Backend, Batch, Engine
-    from portable.model.loss import Outputs
+    from portable.model.training_loss import Outputs
 
 _WORD = re.compile(r"[^\W_]+")
 

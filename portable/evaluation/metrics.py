@@ -16,14 +16,15 @@ import torch
 
 from portable import plugins
 from portable.errors import UserError
-from portable.model.loss import OF_LOSS, WEIGHT
+from portable.model.loss import OF_LOSS
+from portable.model.training_loss import WEIGHT
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from portable.backend import Batch
     from portable.evaluation.generation import TextMetrics
-    from portable.model.loss import Outputs
+    from portable.model.training_loss import Outputs
 
 Totals = Mapping[str, "Tensor"]
 """Sums over the evaluation set, on the host: float64 with the shape that the sums of a micro-batch have."""
@@ -63,7 +64,12 @@ class Ratios:
     function: Callable[[Outputs, Batch], Mapping[str, tuple[Tensor, Tensor]]]
 
     def sums(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
-        pairs = self.function(outputs, batch)
+        pairs: Any = self.function(outputs, batch)
+        right = isinstance(pairs, Mapping) and all(
+            isinstance(p, tuple) and len(p) == 2 for p in pairs.values()
+        )
+        if not right:
+            raise TypeError(f"returns {pairs!r:.60}, and not pairs of a sum and its count, by name")
         named = {f"sum of {name}": pair[0] for name, pair in pairs.items()}
         return named | {f"count of {name}": pair[1] for name, pair in pairs.items()}
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from portable.backend import Batch
-    from portable.model.loss import LossValue, Outputs, Statistic
+    from portable.model.training_loss import LossValue, Outputs, Statistic
 
 IGNORED = -100
 REFERENCE = "reference_log_probs"

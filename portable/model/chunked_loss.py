@@ -18,8 +18,9 @@ from torch.nn import functional
 
 from portable.errors import require
 from portable.model.layers import trial_forward
-from portable.model.loss import IGNORED, ModelTerms
+from portable.model.model_terms import ModelTerms
 from portable.model.parameters import adapted
+from portable.model.training_loss import IGNORED
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

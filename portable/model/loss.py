@@ -13,18 +13,25 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from portable import plugins
-from portable.config.training_sources import training_names
 from portable.errors import UserError
 from portable.model.document_attention import DocumentAttention
-from portable.model.loss_by_source import LossBySource
+from portable.model.model_terms import ModelTerms
+from portable.model.training_loss import (
+    IGNORED,
+    LOGITS,
+    STATISTICS,
+    WEIGHT,
+    Outputs,
+    TrainingLoss,
+    count_valid,
+    training_loss,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
@@ -34,230 +41,6 @@ if TYPE_CHECKING:
     from portable.backend import Batch
     from portable.config import RunConfig
     from portable.model.chunked_loss import ChunkedHead
-
-IGNORED = -100
-
-
-Statistic = Literal["log_probs", "log_z", "mean_logits"]
-STATISTICS: tuple[Statistic, ...] = ("log_probs", "log_z", "mean_logits")
-LOGITS = "logits"
-WEIGHT = "weight"
-"""The first number beside a loss of the user's: the weights that it returned, over those that it declares."""
-
-
-@dataclass(frozen=True)
-class Outputs:
-    """What a model gives for a micro-batch, on the device.
-
-    Attributes:
-        predictions: the most likely class of each position, with the labels' shape; None if not asked for, or
-            if the labels are numbers. In evaluations only.
-        logits: as the model returns them; None if not asked for and never held at once.
-        log_probs: the log-probability of each label, fp32 with the labels' shape; 0 where there is no label.
-            None if not asked for, like those that follow.
-        log_z: the logarithm of the sum of the exponentials of each position's logits, likewise.
-        mean_logits: the mean of each position's logits, likewise.
-        model: all that the model returns, such as the output of a further head.
-    """
-
-    predictions: Tensor | None = None
-    logits: Tensor | None = None
-    log_probs: Tensor | None = None
-    log_z: Tensor | None = None
-    mean_logits: Tensor | None = None
-    model: Any = None
-
-
-LossValue = tuple["Tensor", "Tensor | float"] | tuple["Tensor", "Tensor | float", Mapping[str, "Tensor"]]
-
-
-class Loss(Protocol):
-    """A loss, such as ``my_package.my_module:focal`` in ``train.loss``: a function, or a class.
-
-    May also have these:
-
-    - ``needs``: ``"logits"`` (the default), or a tuple of some of ``log_probs``, ``log_z`` and
-      ``mean_logits``, which are computed a chunk of tokens at a time where ``memory.loss_chunk_tokens``
-      applies. A loss with logits makes a language model keep all of a micro-batch's.
-    - ``weight(batch)``: what a micro-batch weighs in the mean, a number computed on the host from its CPU
-      tensors. By default its number of labels.
-    - ``before(forward, batch)``: called without gradients or dropout ahead of the forward pass. ``forward()``
-      runs the model in training on the batch, ``forward(adapter=False)`` without its adapter, and
-      ``forward(other)`` another model; they return :class:`Outputs`. The
-      tensors that it returns, by name, are added to the batch that the loss gets.
-    - ``once(forward, batch)``: the same, but called once for every sample, with the weights that the run
-      starts from. What it returns, ``[batch, ...]``, is cached with the data, and in every batch.
-    """
-
-    def __call__(self, outputs: Outputs, batch: Batch) -> LossValue:
-        """The summed loss of a micro-batch, what it is divided by, and more sums to log, by name.
-
-        Runs on the device, under autocast where the precision is 16 bits, and must not read from the device.
-        The sums are scalars, additive over the rows of the batch, with one gradient path through ``outputs``.
-        ``labels`` are aligned with the logits; -100 (NaN if they are floats) marks what must not count. The
-        batch has the further columns of ``data.columns``.
-        """
-
-
-class TrainingLoss:
-    """A loss of the user's or a built-in variant, checked and with its defaults filled in.
-
-    Args:
-        key: what to call it in messages.
-        loss: the function or object.
-        in_evaluation: whether ``eval_loss`` is its mean, too, or remains the plain one.
-    """
-
-    def __init__(self, key: str, loss: Any, *, in_evaluation: bool = True) -> None:
-        self.key = key
-        self.in_evaluation = in_evaluation
-        self._loss = loss
-        needs = getattr(loss, "needs", LOGITS)
-        self.needs: frozenset[str] = frozenset((needs,) if isinstance(needs, str) else needs)
-        unknown = self.needs - {LOGITS, *STATISTICS}
-        if unknown or not callable(loss):
-            what = f"needs is {needs!r}" if callable(loss) else "is no function"
-            raise UserError(f"{key}: {what}; it is 'logits', or a tuple of {', '.join(STATISTICS)}")
-        self._weight: Callable[[Batch], float] | None = getattr(loss, "weight", None)
-        self.before: Callable[..., Mapping[str, Tensor]] | None = getattr(loss, "before", None)
-        self.once: Callable[..., Mapping[str, Tensor]] | None = getattr(loss, "once", None)
-        self._names: tuple[str, ...] | None = None
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Of the numbers beside the loss: ``weight`` first. Known after the first call."""
-        return self._names or ()
-
-    def weight(self, batch: Batch) -> float:
-        """What a micro-batch weighs, on the host."""
-        if self._weight is None:
-            return count_valid(batch["labels"])
-        with plugins.told_as(self.key):
-            return float(self._weight(batch))
-
-    def __call__(self, outputs: Outputs, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The summed loss, and the numbers beside it, as scalars."""
-        device = batch["labels"].device
-        with plugins.told_as(self.key):
-            value: Any = self._loss(outputs, batch)
-            if not isinstance(value, tuple) or len(value) not in (2, 3):
-                what = "a tensor" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
-                raise UserError(
-                    f"{self.key}: returns {what}; return the sum and the weight, as in "
-                    "return losses.sum(), counted.sum()"
-                )
-            total, weight, more = value if len(value) == 3 else (*value, {})
-            numbers = {WEIGHT: weight, **more}
-            for name, one in {"the sum": total, **numbers}.items():
-                if (shape := tuple(getattr(one, "shape", ()))) != ():
-                    raise UserError(
-                        f"{self.key}: {name} has shape {list(shape)}, but is one number a micro-batch; "
-                        "add it up with .sum()"
-                    )
-            if not isinstance(total, torch.Tensor):
-                raise UserError(f"{self.key}: the sum is a {type(total).__name__}, not a tensor")
-            if self._names is not None and tuple(numbers) != self._names:
-                raise UserError(f"{self.key}: logs {list(numbers)[1:]}, and before {list(self._names)[1:]}")
-            self._names = tuple(numbers)
-            found = {
-                name: (one.detach() if isinstance(one, torch.Tensor) else torch.full((), one, device=device))
-                for name, one in numbers.items()
-            }
-            return total.float(), {name: one.float() for name, one in found.items()}
-
-    def named(self, numbers: dict[str, float]) -> dict[str, float]:
-        """The means of a step, as the loss wants them logged."""
-        named = getattr(self._loss, "named", None)
-        return numbers if named is None else named(numbers)
-
-    def unequal(self, share: float) -> str:
-        """What to say if the weights that it returned are ``share`` times those that it declared."""
-        said = "the number of labels that are not -100" if self._weight is None else "what its weight() says"
-        remedy = (
-            "give it weight(batch), computed from the batch alone" if self._weight is None else "correct it"
-        )
-        return f"{self.key}: the weights that it returns are {share:.6g} times {said}; {remedy}"
-
-    def check(self, outputs: Outputs, batch: Batch, total: Tensor) -> None:
-        """Raise UserError if the loss of a micro-batch is not the sum of that of its halves.
-
-        A host sync: called once, for the first micro-batch of a launch.
-        """
-        rows = batch["labels"].shape[0]
-        if rows < 2 or total.device.type == "meta":
-            return
-        with torch.no_grad():
-            halves = [
-                self(_rows(outputs, part, rows), {name: value[part] for name, value in batch.items()})[0]
-                for part in (slice(0, rows // 2), slice(rows // 2, rows))
-            ]
-        whole, parts = float(total.detach()), float(sum(halves))
-        if abs(whole - parts) > 1e-2 * max(abs(whole), abs(parts), 1e-6):
-            raise UserError(
-                f"{self.key}: is {whole:.6g} for a micro-batch and {parts:.6g} for its halves together: "
-                "it is no sum over the rows; return the sum, not a mean"
-            )
-
-
-def _rows(outputs: Outputs, part: slice, rows: int) -> Outputs:
-    def cut(value: Any) -> Any:
-        return value[part] if isinstance(value, torch.Tensor) and value.shape[:1] == (rows,) else value
-
-    own = outputs.model
-    if isinstance(own, dict):  # a ModelOutput
-        own = type(own)(**{name: cut(value) for name, value in own.items()})
-    tensors = {name: cut(value) for name, value in vars(outputs).items() if name != "model"}
-    return Outputs(**tensors, model=own)
-
-
-class CrossEntropy:
-    """Cross-entropy with label smoothing and a z-loss, for the settings of these names.
-
-    Args:
-        label_smoothing: the share of each target that is spread evenly over all classes.
-        z_loss: weighs the squared log-normalizer of the logits, which keeps them from drifting.
-    """
-
-    def __init__(self, label_smoothing: float, z_loss: float) -> None:
-        self._smoothing = label_smoothing
-        self._z_loss = z_loss
-        self.needs: tuple[Statistic, ...] = STATISTICS if label_smoothing else ("log_probs", "log_z")
-
-    def __call__(self, outputs: Outputs, batch: Batch) -> LossValue:
-        valid = batch["labels"] != IGNORED
-        assert outputs.log_probs is not None and outputs.log_z is not None
-        plain = losses = -outputs.log_probs
-        if self._smoothing:
-            assert outputs.mean_logits is not None
-            even = outputs.log_z - outputs.mean_logits
-            losses = (1 - self._smoothing) * plain + self._smoothing * even
-        if self._z_loss:
-            losses = losses + self._z_loss * outputs.log_z.square()
-        total = torch.where(valid, losses, 0.0).sum()
-        return total, valid.sum(), {"cross_entropy": torch.where(valid, plain.detach(), 0.0).sum()}
-
-
-BUILT_IN = {name: f"portable.losses:{kind}" for name, kind in (
-    ("dpo", "DPO"), ("ipo", "IPO"), ("simpo", "SimPO"), ("orpo", "ORPO")
-)}  # fmt: skip
-"""The losses that ``train.loss`` knows by name, and where they are."""
-
-
-def training_loss(config: RunConfig) -> TrainingLoss | None:
-    """The loss that the settings of a run ask for; None for the task's own.
-
-    Raises:
-        UserError: if ``train.loss`` names none.
-    """
-    train, key, loss = config.train, "data.sources", None
-    if train.loss is not None:
-        key, loss = f"train.loss: {train.loss}", plugins.load("train.loss", train.loss, BUILT_IN)
-    elif train.label_smoothing or train.z_loss:
-        key, loss = "train.label_smoothing", CrossEntropy(train.label_smoothing, train.z_loss)
-    names = training_names(config.data)
-    if names and config.model.task != "sequence-classification":  # whose labels need not be classes
-        loss = LossBySource(names, loss)
-    return None if loss is None else TrainingLoss(key, loss, in_evaluation=train.loss is not None)
 
 
 class Measure(Protocol):
@@ -319,7 +102,19 @@ class Objective:
 
     def weight(self, batch: Batch) -> float:
         """What a micro-batch weighs in the mean, counted on the host: its labels, or as the loss says."""
+        if self._loss is not None and not self._checked and (self._compiles or len(batch["labels"]) < 2):
+            config: Any = self._model.config
+            labels = batch["labels"].dim() == 1
+            self._loss.check_on_host(
+                batch, config.num_labels if labels else config.get_text_config().vocab_size
+            )
+            self._checked = True
         return count_valid(batch["labels"]) if self._loss is None else self._loss.weight(batch)
+
+    @property
+    def _compiles(self) -> bool:
+        """Whether a look at the device's values would compile another graph."""
+        return any(parameter.device.type == "xla" for parameter in self._model.parameters())
 
     @property
     def numbers(self) -> tuple[str, ...]:
@@ -358,7 +153,7 @@ class Objective:
         batch = self._with_passes_before(self._loss, batch)
         outputs = self._outputs(model, batch, self._loss.needs, self._terms)
         total, numbers = self._loss(outputs, batch)
-        if not self._checked and total.device.type != "xla":  # where it would compile another graph
+        if not self._checked and total.device.type != "xla":
             self._loss.check(outputs, batch, total)
         self._checked = True
         loss = self._terms.added(total / divisor, outputs.model, share=share)
@@ -424,62 +219,6 @@ class Objective:
         self, model: nn.Module, batch: Batch, needs: Collection[str], terms: ModelTerms | None = None
     ) -> Outputs:
         return _outputs(model, batch, self._head, self._attention, needs, self._takes, terms)
-
-
-class ModelTerms:
-    """The terms that a model's own ``forward(labels=...)`` adds to its cross-entropy.
-
-    The model gets its labels, and its cross-entropy is replaced by 0. The loss that it returns is then the
-    sum of its other terms.
-
-    Args:
-        model: a transformers model, not wrapped.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        config: Any = model.config
-        forward = inspect.signature(model.forward).parameters
-        names = inspect.unwrap(type(model).forward).__code__.co_names
-        # Nearly all models with other terms call `self.loss_function`; a few compute cross-entropy inline.
-        self._replaceable = "loss_function" in names
-        self.of_routers = bool(getattr(config.get_text_config(), "output_router_logits", False))
-        """Whether the model's config asks for the router loss."""
-        self._nothing: Tensor | None = None
-        self._more: dict[str, Any] = {}
-        if self.of_routers and "output_router_logits" in forward:
-            self._more = {"output_router_logits": True}  # some models ignore their config here
-        self._given = (self._replaceable or bool(self._more)) and "labels" in forward
-
-    @contextmanager
-    def requested(self, labels: Tensor) -> Iterator[dict[str, Any]]:
-        """Yield the extra inputs that make the model's ``loss`` the sum of its other terms."""
-        if not self._given:
-            yield {}
-            return
-        nothing = self._nothing = torch.zeros((), device=labels.device)
-        if not self._replaceable:
-            with _CrossEntropyIs(nothing):
-                yield {"labels": labels, **self._more}
-            return
-        attributes = self._model.__dict__  # `loss_function` is a property over this attribute
-        own = attributes.get("_loss_function")
-        attributes["_loss_function"] = lambda *_, **__: nothing
-        try:
-            yield {"labels": labels, **self._more}
-        finally:
-            attributes.pop("_loss_function")
-            if own is not None:
-                attributes["_loss_function"] = own
-
-    def added(self, loss: Tensor, output: Any, *, share: float) -> Tensor:
-        """Add ``share`` of the model's terms in ``output`` to ``loss``."""
-        own: Tensor | None = output.loss if self._given else None
-        nothing, self._nothing = self._nothing, None
-        # Most models add nothing, not even in place: skip the addition.
-        if own is None or (own is nothing and own._version == 0):
-            return loss
-        return loss + own.float() * share
 
 
 def token_loss(model: nn.Module, batch: Batch, head: ChunkedHead | None = None) -> Tensor:
@@ -678,24 +417,6 @@ _CRITERIA: dict[str | None, Criterion] = {
 }
 
 
-_LOSSES = (functional.cross_entropy, functional.mse_loss, functional.binary_cross_entropy_with_logits)
-
-
-class _CrossEntropyIs(TorchFunctionMode):
-    """Replaces cross-entropy and other losses of labels by ``value`` within this context."""
-
-    def __init__(self, value: Tensor) -> None:
-        super().__init__()
-        self._value = value
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in _LOSSES:
-            return self._value
-        return func(*args, **(kwargs or {}))
-
-
 OF_LOSS = "loss/"
 """Begins the names of sums that a loss of the user's gives in an evaluation."""
 
@@ -713,10 +434,3 @@ def added(totals: Mapping[str, Tensor], sums: Mapping[str, Tensor]) -> dict[str,
 
 def _wide(value: Tensor) -> torch.dtype:
     return torch.float64 if value.is_floating_point() else torch.int64
-
-
-def count_valid(labels: Tensor) -> int:
-    """Count the valid labels, on the host. Numeric labels are valid unless they are NaN."""
-    if labels.is_floating_point():
-        return int(torch.count_nonzero(~labels.isnan()))
-    return int(torch.count_nonzero(labels != IGNORED))

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from portable.backend import Batch
-    from portable.model.loss import LossValue, Outputs
+    from portable.model.training_loss import LossValue, Outputs
 
 _IGNORED = -100
 LOSS, SHARE = "loss/", "share/"

@@ -9,8 +9,11 @@ from torch import nn
 
 from portable.optim.adafactor import RULES, Adafactor
 from portable.optim.adamw_8bit import AdamW8bit
+from portable.optim.average import keep_average
 from portable.optim.muon import Muon
+from portable.optim.own import OwnOptimizer
 from portable.optim.sharded import local
+from portable.plugins import names_code
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -85,8 +88,8 @@ def build_optimizer(
     groups: Mapping[str, Group],
     embeddings: Collection[nn.Parameter] = (),
     compute: torch.dtype = torch.float32,
-) -> FusedAdamW | FusedSGD | Adafactor | AdamW8bit | Muon:
-    """Build ``train.optimizer``.
+) -> FusedAdamW | FusedSGD | Adafactor | AdamW8bit | Muon | OwnOptimizer:
+    """Build ``train.optimizer``, which also averages the weights if ``train.ema`` is set.
 
     A step is a no-op if the flag ``found_inf`` on the device is set. The fused optimizers take a step in one
     kernel launch.
@@ -99,7 +102,22 @@ def build_optimizer(
         compute: the run's compute type; Muon's products are in fp32 or bf16.
     """
     made = parameter_groups(parameters, groups, settings.learning_rate)
+    optimizer = _built(settings, parameters, made, embeddings, compute)
+    if settings.ema is not None:
+        keep_average(optimizer, settings.ema)
+    return optimizer
+
+
+def _built(
+    settings: TrainConfig,
+    parameters: Mapping[str, nn.Parameter],
+    made: list[dict[str, Any]],
+    embeddings: Collection[nn.Parameter],
+    compute: torch.dtype,
+) -> FusedAdamW | FusedSGD | Adafactor | AdamW8bit | Muon | OwnOptimizer:
     beta1, beta2 = settings.betas
+    if names_code(settings.optimizer):
+        return OwnOptimizer(settings, parameters, made)
     if settings.optimizer == "adamw":
         return FusedAdamW(made, lr=settings.learning_rate, betas=(beta1, beta2), eps=settings.eps)
     if settings.optimizer == "adamw_8bit":

@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sys
 from typing import TYPE_CHECKING, Any
 
 from converters import (
@@ -34,7 +33,9 @@ from converters.writers.replace_folder import recover, swap
 from portable.checkpoint.store import unused_name
 from portable.durable import sync_folder, write_durably
 from portable.errors import UserError, one_line
+from portable.optim.average import AVERAGE
 from portable.paths import storage_errors
+from portable.terminal import tell
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -54,6 +55,7 @@ def export(
     *,
     base: Checkpoint | None = None,
     beside: Mapping[str, Path] | None = None,
+    average: bool = False,
 ) -> None:
     """Write ``checkpoint`` as safetensors with config and tokenizer into ``folder``.
 
@@ -64,6 +66,7 @@ def export(
         folder: what to write.
         base: the model to merge an adapter into; None: write the adapter.
         beside: further files to write, by name.
+        average: write the average of the weights.
     """
     try:
         with storage_errors("checkpoint.export"):
@@ -71,11 +74,11 @@ def export(
             if isinstance(folder, RemotePath):
                 _move_other_objects(folder)
                 facts = {EXPORTED: checkpoint.name}
-                _write(checkpoint, folder, base, beside or {}, overwrite=True, facts=facts)
+                _write(checkpoint, folder, base, beside or {}, average, overwrite=True, facts=facts)
                 return
             recover_export(folder)
             new = _new(folder)
-            _write(checkpoint, new, base, beside or {})
+            _write(checkpoint, new, base, beside or {}, average)
             marker = {"checkpoint": checkpoint.name, "files": _files(new)}
             write_durably(new / MARKER, json.dumps(marker, indent=1) + "\n")
             _put(new, folder)
@@ -86,9 +89,16 @@ def export(
 
 
 def _write(
-    checkpoint: Place, out: Place, base: Checkpoint | None, beside: Mapping[str, Path], **options: Any
+    checkpoint: Place,
+    out: Place,
+    base: Checkpoint | None,
+    beside: Mapping[str, Path],
+    average: bool,
+    **options: Any,
 ) -> None:
     opened = open_checkpoint(checkpoint).with_companions(beside)
+    if average:
+        opened = opened.with_state_as_weights(AVERAGE)
     adapter = find_adapter(opened)
     if adapter is None:
         write_safetensors(opened, out, **options)
@@ -140,7 +150,7 @@ def _move_other_objects(folder: RemotePath) -> None:
         (folder / name).move_to(kept / name)
     more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
     reason = printable(f"{folder}: {next(iter(others.values()))}{more}")
-    print(f"warning: {reason}; moved to {kept}", file=sys.stderr)
+    tell(f"warning: {reason}; moved to {kept}")
 
 
 def _retire(old: Path, folder: Path) -> None:
@@ -154,7 +164,7 @@ def _retire(old: Path, folder: Path) -> None:
     kept = unused_name(folder.with_name(f"{folder.name}.kept"))
     old.rename(kept)
     sync_folder(folder.parent)
-    print(f"warning: {printable(f'{folder}: {reason}')}; the old folder is now {kept}", file=sys.stderr)
+    tell(f"warning: {printable(f'{folder}: {reason}')}; the old folder is now {kept}")
 
 
 def _not_exported(folder: Path) -> str | None:

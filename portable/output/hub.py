@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from portable.errors import RunError, UserError, one_line
 from portable.output.export import MARKER
 from portable.paths import place_of
+from portable.terminal import tell
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -69,10 +69,9 @@ class Hub:
         except Exception as error:
             if (refused := self._refusal(error)) is not None:
                 raise refused from error
-            print(
+            tell(
                 f"warning: hub.push: the hub does not answer ({_reason(error)}); the run goes on, and tries "
-                "again when it uploads",
-                file=sys.stderr,
+                "again when it uploads"
             )
 
     def create(self) -> None:

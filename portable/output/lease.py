@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import sys
 import threading
 import time
 import uuid
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from portable.errors import RunError, UserError
+from portable.terminal import tell
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -97,10 +97,9 @@ class Lease:
         holder = self._read()
         if not holder or _is_gone(holder):
             return
-        print(
+        tell(
             f"output_dir: {self._place} was in use by {_shown(holder)}; checking for {STALE:.0f} s whether "
-            "it still is",
-            file=sys.stderr,
+            "it still is"
         )
         deadline = time.monotonic() + STALE
         while time.monotonic() < deadline:
@@ -110,10 +109,9 @@ class Lease:
                 return
             if now != holder:
                 raise self._in_use(now)
-        print(
+        tell(
             f"warning: output_dir: {_shown(holder)} no longer renews its lease of {self._place}; taking over "
-            "the lease",
-            file=sys.stderr,
+            "the lease"
         )
 
     def _read(self) -> dict[str, Any]:

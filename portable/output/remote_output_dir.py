@@ -6,7 +6,6 @@ import hashlib
 import os
 import shutil
 import stat
-import sys
 import threading
 import time
 import uuid
@@ -22,6 +21,7 @@ from portable.output.lease import Lease
 from portable.output.output_dir import Output
 from portable.paths import storage_errors
 from portable.temporary_folder import lasting_folder
+from portable.terminal import tell
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -109,7 +109,7 @@ class RemoteOutput(Output):
         """Download the log files, to which every launch of the run appends."""
         with storage_errors("output_dir"):
             for entry in self.place.iterdir():
-                if entry.suffix == ".jsonl" and entry.is_file():
+                if entry.suffix in (".jsonl", ".txt") and entry.is_file():
                     entry.download(self.work / entry.name)
 
     def checkpoints(self, *, keep: int | None) -> RemoteCheckpoints:
@@ -154,7 +154,7 @@ class RemoteOutput(Output):
         try:
             self.publish()
         except RunError as error:
-            print(f"warning: {error}; trying again later", file=sys.stderr)
+            tell(f"warning: {error}; trying again later")
 
     def close(self) -> None:
         if self._opened:

@@ -44,6 +44,35 @@ examples:
 {exit_codes(DONE, REFUSED)}
 """
 
+PLAN_OPTIONS = (
+    CONFIG_OPTIONS[0],
+    Option("device", "text", "Accelerator to plan for: h100, h200, a100-80, l4, v5e, v5p, v6e ...", "NAME"),
+    Option(
+        "device-memory",
+        "text",
+        "Memory of a device, instead of its name or to override it: 80GB.",
+        "SIZE",
+    ),
+    Option("devices", "count", "Number of devices; default 1.", "N"),
+    Option("host-memory", "text", "Host memory of a node, a limit for offloading: 512GB.", "SIZE"),
+    Option(
+        "compile",
+        "switch",
+        "Also compile the run's graphs for the device, a TPU (v4, v5e, v5p, v6e), with its own compiler, "
+        "and compare the plan with it. Takes minutes, and no TPU.",
+    ),
+    Option(
+        "only-memory",
+        "switch",
+        "With --compile: end once memory is assigned and collectives are scheduled, before the compiler "
+        "makes code: seconds in place of minutes.",
+    ),
+    Option("topology", "text", "With --compile: the chips along each axis of the slice, 4x4.", "AxB"),
+    Option("wide", "switch", "Show what the device memory of each option consists of."),
+    Option("json", "switch", "Print the plan as JSON."),
+    CONFIG_OPTIONS[1],
+)
+
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,37 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(argv: Sequence[str]) -> int:
     """Plan and print."""
-    options = (
-        CONFIG_OPTIONS[0],
-        Option(
-            "device", "text", "Accelerator to plan for: h100, h200, a100-80, l4, v5e, v5p, v6e ...", "NAME"
-        ),
-        Option(
-            "device-memory",
-            "text",
-            "Memory of a device, instead of its name or to override it: 80GB.",
-            "SIZE",
-        ),
-        Option("devices", "count", "Number of devices; default 1.", "N"),
-        Option("host-memory", "text", "Host memory of a node, a limit for offloading: 512GB.", "SIZE"),
-        Option(
-            "compile",
-            "switch",
-            "Also compile the run's graphs for the device, a TPU (v4, v5e, v5p, v6e), with its own compiler, "
-            "and compare the plan with it. Takes minutes, and no TPU.",
-        ),
-        Option(
-            "only-memory",
-            "switch",
-            "With --compile: end once memory is assigned and collectives are scheduled, before the compiler "
-            "makes code: seconds in place of minutes.",
-        ),
-        Option("topology", "text", "With --compile: the chips along each axis of the slice, 4x4.", "AxB"),
-        Option("wide", "switch", "Show what the device memory of each option consists of."),
-        Option("json", "switch", "Print the plan as JSON."),
-        CONFIG_OPTIONS[1],
-    )
-    config, given = read_command(argv, options, USAGE)
+    config, given = read_command(argv, PLAN_OPTIONS, USAGE)
     config, target = _target(config, given)
     planner = Planner(config, _meta_model(config), target)
     found = planner.options()

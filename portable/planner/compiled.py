@@ -163,9 +163,21 @@ def advised(compiled: Compiled, remedy: str) -> Compiled:
         problems = (
             f"the run does not fit: {human_bytes(compiled.state_bytes)} of arguments, "
             f"{human_bytes(compiled.working_bytes)} of temporary values and results and "
-            f"{human_bytes(compiled.code_bytes)} of code are more than {human_bytes(compiled.hbm_bytes)}",
+            f"{human_bytes(compiled.code_bytes)} of code are more than {human_bytes(compiled.hbm_bytes)}"
+            f"{_largest(compiled)}",
         )
-    return replace(compiled, problems=tuple(f"{problem}; try {remedy}" for problem in problems))
+    return replace(compiled, problems=tuple(f"{problem}; remedy: {remedy}" for problem in problems))
+
+
+def _largest(compiled: Compiled) -> str:
+    values = [value for graph in compiled.graphs for value in graph.large_values]
+    if not values:
+        return ""
+    value = max(values, key=lambda value: value.bytes)
+    place = " at ".join(filter(None, (value.operation, value.source)))
+    return f", the largest value is {value.shape} ({human_bytes(value.bytes)})" + (
+        f" of {place}" if place else ""
+    )
 
 
 @dataclass(frozen=True)

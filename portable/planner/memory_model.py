@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from portable.optim.block_size import block_size
+from portable.plugins import names_code
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -174,6 +175,22 @@ def orthogonalizing(model: Inventory, compute: int, ranks: int, *, replicated: b
     return compute * most, sent
 
 
+def own_moment_bytes(train: TrainConfig, shape: tuple[int, ...], elements: int) -> tuple[int, int]:
+    """Bytes of the state that a user's optimizer keeps of a part of a parameter: of its shape, and others.
+
+    Others count as whole, which they are at most. It is tried without memory.
+    """
+    from portable.optim.own import state_of  # only here: it needs torch
+
+    sharded = numbers = 0
+    for size, itemsize in state_of(train, shape):
+        if size == shape:
+            sharded += itemsize * elements
+        else:
+            numbers += itemsize * math.prod(size)
+    return sharded, numbers
+
+
 def moment_bytes(
     train: TrainConfig, shape: Sequence[int], rows: int, *, exact: bool, matrices: bool = False
 ) -> int:
@@ -188,7 +205,16 @@ def moment_bytes(
     """
     row = math.prod(shape[1:])
     elements = rows * row if shape else 1
-    step = MASTER
+    average = MASTER * elements if train.ema is not None else 0
+    return average + _moment_bytes(train, tuple(shape), rows, elements, exact=exact, matrices=matrices)
+
+
+def _moment_bytes(
+    train: TrainConfig, shape: tuple[int, ...], rows: int, elements: int, *, exact: bool, matrices: bool
+) -> int:
+    row, step = math.prod(shape[1:]), MASTER
+    if names_code(train.optimizer):
+        return sum(own_moment_bytes(train, shape, elements))
     if matrices:
         return MASTER * elements
     if train.optimizer == "sgd":
@@ -198,7 +224,7 @@ def moment_bytes(
             return MASTER * elements + step
         columns = shape[-1] if len(shape) == 2 else elements // max(1, shape[-2])
         return MASTER * (elements // max(1, shape[-1]) + columns) + step
-    block = block_size(tuple(shape)) if train.optimizer == "adamw_8bit" and not exact else None
+    block = block_size(shape) if train.optimizer == "adamw_8bit" and not exact else None
     if block is None:
         return 2 * MASTER * elements + step
     return 2 * (elements + MASTER * rows * (row // block)) + step

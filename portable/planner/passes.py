@@ -103,7 +103,7 @@ class Request:
         precision = "fp32" if config.precision == "tf32" else config.precision
         in_parts = not (compiler or config.strategy.startswith("zero"))
         if in_parts and config.train.loss is not None:
-            from portable.model.loss import LOGITS, training_loss  # which needs torch
+            from portable.model.training_loss import LOGITS, training_loss  # which needs torch
 
             own = training_loss(config)
             in_parts = own is not None and LOGITS not in own.needs

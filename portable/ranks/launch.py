@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from converters.console import complain
 from portable.errors import (
     RUN_ERROR,
     USER_ERROR,
@@ -30,6 +31,7 @@ from portable.ranks import watchdog
 from portable.ranks.oom_kills import killed_since, oom_kills
 from portable.ranks.parent_death import die_with_parent, spawned_die_with_us
 from portable.temporary_folder import scratch_folder, temporary_files_in
+from portable.terminal import at_a_terminal, tell
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -103,8 +105,8 @@ def launch(
 
     from portable.ranks import rendezvous  # imported here because it loads torch
 
-    if sys.stderr.isatty():  # every rank loads the libraries, which takes seconds
-        print(f"waiting for {human_count(ranks, 'rank')} to load", file=sys.stderr, flush=True)
+    if at_a_terminal():  # every rank loads the libraries, which takes seconds
+        tell(f"waiting for {human_count(ranks, 'rank')} to load")
     with scratch_folder("portable-launch") as folder:
         scratch = str(folder)
         config = LaunchConfig(
@@ -239,7 +241,7 @@ def _exists(pid: int) -> bool:
 def report_hang(message: str) -> None:
     """Report where this rank hangs to the launcher, or print it under another launcher."""
     if _scratch is None:
-        print(f"error: {message}", file=sys.stderr, flush=True)
+        complain(f"error: {message}")
     else:
         _report(_scratch, RUN_ERROR, message, hang=True)
 

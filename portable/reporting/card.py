@@ -101,7 +101,7 @@ def model_card(
             "",
             f"Trained on: {_FOLDER.sub('', data)}.",
             "",
-            *_usage(loader, name, alone=alone),
+            *_usage(loader, name, None if adapter is None else adapter.rows, alone=alone),
             "## Settings",
             "",
             "| setting | value |",
@@ -134,15 +134,18 @@ def _origin(config: RunConfig, adapter: Adapter | None, architecture: str, *, al
     return f"Base model: {base}, {what}." + (f" Fingerprint of its weights: `{digest}`." if digest else "")
 
 
-def _usage(loader: str, name: str | None, *, alone: bool) -> list[str]:
+def _usage(loader: str, name: str | None, rows: int | None, *, alone: bool) -> list[str]:
     if not alone or name is None:
         return []
+    grown = [] if rows is None else [f"base.resize_token_embeddings({rows})"]
     return [
         "```python",
         "from peft import PeftModel",
         f"from transformers import {loader}",
         "",
-        f'model = PeftModel.from_pretrained({loader}.from_pretrained("{name}"), "path/of/this/folder")',
+        f'base = {loader}.from_pretrained("{name}")',
+        *grown,
+        'model = PeftModel.from_pretrained(base, "path/of/this/folder")',
         "```",
         "",
     ]

@@ -33,6 +33,7 @@ from portable.paths import place_of, storage_errors
 from portable.reporting.events import EVENTS_FILE
 from portable.reporting.json_lines import MOST, count, number, read_rows
 from portable.reporting.metrics import METRICS_FILE, is_evaluation
+from portable.reporting.run_log import LOG_FILE
 from portable.reporting.svg import thinned
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ METRICS = (
 # Limits for untrusted files; a run's own stay far below.
 _MOST_MATRICES = 8
 _MOST_CHARTS, _MOST_NAME, _MOST_PATH, _MOST_TEXT = 60, 100, 500, 10_000
+_MOST_LOG = 16 << 20
 _MOST_CONFIG, _MOST_SETTINGS = 512 << 10, 20_000
 _NOT_DRAWN = {"step", "samples", "time", "samples_per_second"}
 
@@ -111,6 +113,8 @@ class Run:
     unreadable: str = ""
     preview: dict[str, Any] | None = None
     """Facts, lengths and samples of its data; None without a file."""
+    log: str = ""
+    """The end of ``log.txt``."""
 
     @classmethod
     def read(cls, folder: Place) -> Run:
@@ -129,6 +133,7 @@ class Run:
             events, bad_events = _events(folder)
             settings, bad_settings = _settings(folder / CONFIG_FILE)
             preview = read_preview(folder / PREVIEW_FILE)
+            log = _end_of_log(folder / LOG_FILE)
         except FileNotFoundError:
             raise UserError(f"{folder}: has no {METRICS_FILE}; give the output_dir of a run") from None
         except OSError as error:
@@ -143,7 +148,7 @@ class Run:
             for number, name in ((bad_rows, METRICS_FILE), (bad_events, EVENTS_FILE))
             if number
         ] + ([f"{CONFIG_FILE} ({bad_settings})"] if bad_settings else [])
-        return cls(folder, rows, events, settings, ", ".join(unreadable), preview)
+        return cls(folder, rows, events, settings, ", ".join(unreadable), preview, log)
 
     # -- x axes ---------------------------------------------------------------------------------------------
 
@@ -302,6 +307,7 @@ def page(runs: Sequence[Run]) -> str:
                 "events": run.described(),
                 "facts": fact,
                 "data": run.preview,
+                "log": run.log,
                 "confusions": run.confusions(),
             }
             for name, curves, run, fact in zip(names, series, runs, facts, strict=True)
@@ -349,9 +355,8 @@ def write_report(folders: Sequence[Place], out: Path) -> list[str]:
     return [f"{run.folder}: unreadable: {run.unreadable}" for run in runs if run.unreadable]
 
 
-@command
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run ``portable-report``; the exit code is as :data:`converters.commands.EXIT_CODES` has it."""
+def parser_of() -> argparse.ArgumentParser:
+    """The parser of ``portable-report``."""
     parser = argparse.ArgumentParser(
         prog="portable-report",
         description="Write one self-contained HTML page about a run, or several side by side: loss, "
@@ -367,7 +372,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         help=f"the page (default: {REPORT_FILE} in the run's folder; for several runs, or one in an object "
         "store, in the current folder)",
     )
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``portable-report``; the exit code is as :data:`converters.commands.EXIT_CODES` has it."""
+    arguments = parser_of().parse_args(argv)
     try:
         folders = [place_of("RUN", run) for run in arguments.runs]
         beside = folders[0] if len(folders) == 1 and isinstance(folders[0], Path) else Path()
@@ -389,6 +400,15 @@ def _events(folder: Place) -> tuple[list[dict[str, Any]], int]:
         return read_rows(folder / EVENTS_FILE, "event")
     except OSError:
         return [], 0
+
+
+def _end_of_log(path: Place) -> str:
+    """The last lines of a log; empty without a file, or with one far larger than a run's."""
+    try:
+        text = read_small(path, limit=_MOST_LOG).decode("utf-8", "replace")
+    except (OSError, ValueError):
+        return ""
+    return text[-_MOST_TEXT:].partition("\n")[2] if len(text) > _MOST_TEXT else text
 
 
 def read_preview(path: Place) -> dict[str, Any] | None:

@@ -1,39 +1,26 @@
-"""``metrics.jsonl``, trackers, throughput, and numbers formatted for people."""
+"""``metrics.jsonl``, throughput, and numbers formatted for people."""
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import json
 import math
 import os
-import sys
 import time
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from converters.storage.guarded import open_own
 from portable.durable import write_durably
-from portable.errors import UserError
 from portable.formatting import human_count
 from portable.reporting.json_lines import json_lines
+from portable.terminal import tell
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
     from pathlib import Path
 
     from portable.paths import Place
 
 METRICS_FILE = "metrics.jsonl"
-
-
-class Tracker(Protocol):
-    """A destination of metrics besides ``metrics.jsonl``."""
-
-    def log(self, values: Mapping[str, float], step: int) -> None: ...
-
-    def flush(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class MetricsFile:
@@ -49,7 +36,7 @@ class MetricsFile:
             rows, unreadable = read_rows(folder / METRICS_FILE)
             if unreadable:
                 lost = human_count(unreadable, "row")
-                print(f"warning: {path}: {lost} cannot be read and will not be shown", file=sys.stderr)
+                tell(f"warning: {path}: {lost} cannot be read and will not be shown")
             kept = [row for row in rows if row["step"] <= from_step]
             if len(kept) < len(rows) or not path.read_bytes().endswith(b"\n"):
                 write_durably(path, "".join(json.dumps(row) + "\n" for row in kept))
@@ -102,59 +89,6 @@ def evaluation_in_words(values: Mapping[str, float]) -> str:
 
 def _json_number(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-class _TensorBoard:
-    def __init__(self, folder: Path, *, from_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=from_step + 1)
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
-
-    def flush(self) -> None:
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class _WandbLike:
-    """wandb, and libraries with the same functions (trackio, swanlab)."""
-
-    def __init__(self, name: str, folder: Path, config: dict[str, Any]) -> None:
-        self._module: Any = importlib.import_module(name)
-        self._module.init(project=folder.parent.name or "portable", name=folder.name, config=config)
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        self._module.log(dict(values), step=step)
-
-    def flush(self) -> None:
-        """A no-op: they send in the background."""
-
-    def close(self) -> None:
-        self._module.finish()
-
-
-def open_trackers(
-    names: Sequence[str], folder: Path, config: dict[str, Any], *, from_step: int
-) -> list[Tracker]:
-    """The trackers that ``log.trackers`` names."""
-    return [
-        _TensorBoard(folder, from_step=from_step)
-        if name == "tensorboard"
-        else _WandbLike(name, folder, config)
-        for name in names
-    ]
-
-
-def check_trackers(names: Sequence[str]) -> None:
-    """Raise UserError if the package of a tracker is not installed."""
-    for name in names:
-        if importlib.util.find_spec(name) is None:
-            raise UserError(f"log.trackers: {name} is not installed; run: pip install {name}")
 
 
 class Throughput:

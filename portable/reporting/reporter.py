@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -17,19 +17,19 @@ from portable.reporting.events import History
 from portable.reporting.metrics import (
     MetricsFile,
     Throughput,
-    Tracker,
     evaluation_in_words,
     is_evaluation,
-    open_trackers,
     read_metrics,
 )
-from portable.terminal import columns
+from portable.reporting.trackers import Tracker, open_trackers
+from portable.terminal import LOG, at_a_terminal, columns, tell
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from portable.backend import Backend
     from portable.checkpoint.store import Checkpoints
+    from portable.config.sections import LogConfig
     from portable.output.output_dir import Output
     from portable.reporting.events import Kind
     from portable.reporting.profiling import Profiler
@@ -49,7 +49,7 @@ class Reporter(Events):
         flops_per_token: float,
         precision: str,
         rates: Mapping[str, float],
-        trackers: Sequence[str],
+        log: LogConfig,
         config: dict[str, Any],
         checkpoints: Checkpoints[Any],
         save: Callable[[Progress], None],
@@ -87,7 +87,7 @@ class Reporter(Events):
             self._history.record(
                 "resume" if facts.get("source") else "start", progress.step, samples=progress.samples, **facts
             )
-            self._trackers = open_trackers(trackers, folder, config, from_step=progress.step)
+            self._trackers = open_trackers(log, folder, config, from_step=progress.step)
             # A bar on a terminal; in a log file, a line for each logged step.
             self._bar = tqdm(
                 total=total_steps,
@@ -95,7 +95,7 @@ class Reporter(Events):
                 unit="step",
                 desc="training",
                 dynamic_ncols=True,
-                disable=not sys.stderr.isatty(),
+                disable=not at_a_terminal(),
             )
         self._total_steps = total_steps
         self._throughput = Throughput()
@@ -155,10 +155,10 @@ class Reporter(Events):
         assert self._bar is not None
         # A bar of a hundred columns has no room for more.
         self._bar.set_postfix({name: value for name, value in shown.items() if name != "mem"})
-        if self._bar.disable:
-            left = (self._total_steps - progress.step) * self._throughput.seconds_per_step()
-            pairs = "  ".join(f"{name} {value}" for name, value in shown.items())
-            self.say(f"step {progress.step}/{self._total_steps}  {pairs}  left {human_time(left)}")
+        left = (self._total_steps - progress.step) * self._throughput.seconds_per_step()
+        pairs = "  ".join(f"{name} {value}" for name, value in shown.items())
+        line = f"step {progress.step}/{self._total_steps}  {pairs}  left {human_time(left)}"
+        LOG.log(logging.INFO if self._bar.disable else logging.DEBUG, "%s", line)
 
     def on_save(self, progress: Progress) -> None:
         for tracker in self._trackers:
@@ -221,7 +221,7 @@ class Reporter(Events):
     def say(self, line: str) -> None:
         """Print a line above the progress bar."""
         if self._main:
-            tqdm.write(line, file=sys.stderr)
+            tell(line)
 
     def summary(self, places: Sequence[tuple[str, str]]) -> str:
         """The closing table of a launch."""

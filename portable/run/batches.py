@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from portable.data import EvalLoader, TrainLoader
+from portable.terminal import at_a_terminal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -95,7 +95,7 @@ def eval_batches(prepared: Prepared, samples: Samples) -> Iterator[Batch]:
         leave=False,
         delay=BAR_DELAY,
         dynamic_ncols=True,
-        disable=prepared.backend.rank != 0 or not sys.stderr.isatty(),
+        disable=prepared.backend.rank != 0 or not at_a_terminal(),
     )
 
 

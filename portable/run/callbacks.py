@@ -77,6 +77,10 @@ class Run:
 
         Tensors (scalars) are read from the device only then.
         """
+        for name, value in values.items():
+            number = isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.dim() == 0)
+            if not isinstance(name, str) or not number:
+                raise TypeError(f"log({{{name!r}: {value!r:.60}}}): give numbers or scalar tensors, by name")
         self.pending.update(values)
 
     def stop(self) -> None:
@@ -162,9 +166,23 @@ class Callbacks(Events):
         """
         for name, callback in self._callbacks:
             method = getattr(callback, hook, None)
-            if method is not None:
-                with plugins.told_as(f"{name}: {hook}"):
-                    method(self._run, *values)
+            if method is None:
+                continue
+            before = self._versions()
+            with plugins.told_as(f"{name}: {hook}"):
+                method(self._run, *values)
+            if any(before.get(one, version) != version for one, version in self._versions().items()):
+                raise UserError(
+                    f"{name}: {hook}: changes parameters of the model, which ranks and the optimizer do not "
+                    "know of; use model.function, train.loss or train.optimizer"
+                )
+
+    def _versions(self) -> dict[int, int]:
+        """Of each parameter, what rises with each change in place. Host numbers: no sync.
+
+        A pass through the model may leave others in their place, such as gathered ones.
+        """
+        return {id(parameter): parameter._version for parameter in self._run.model.parameters()}
 
     def on_step(self, progress: Progress) -> None:
         self._reporter.on_step(progress)

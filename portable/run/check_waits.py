@@ -7,7 +7,6 @@ written.
 
 from __future__ import annotations
 
-import sys
 import traceback
 from collections import Counter
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from portable.run.batches import train_loader
 from portable.run.callbacks import Run, check
 from portable.run.own_code import named_code
 from portable.run.restore import restore
+from portable.terminal import tell
 
 if TYPE_CHECKING:
     from portable.run.prepare import Prepared
@@ -155,6 +155,6 @@ def check_waits(prepared: Prepared) -> int:
         )
     if backend.rank == 0:
         for wait, times in found.items():
-            print(f"note: not in your code: {wait}, {times / _LOOKED_AT:g} times a step", file=sys.stderr)
+            tell(f"note: not in your code: {wait}, {times / _LOOKED_AT:g} times a step")
         print(f"{human_count(_LOOKED_AT, 'step')}: no code of yours waits for the device")
     return 0

@@ -34,10 +34,15 @@ def evaluate_all(
         over: wraps the batches of each evaluation.
     """
     found: dict[str, Any] = {}
+    averaged = prepared.config.train.eval_ema
+    if averaged:
+        engine.exchange_average()
     for source, samples in prepared.data.evals.items():
         batches = over(eval_batches(prepared, samples))
         values = evaluate(prepared.backend, engine, batches, prepared.measures)
         found |= {_name(value, source): number for value, number in values.items()}
+    if averaged:
+        engine.exchange_average()
     return found
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,8 +19,12 @@ from portable.reporting.card import CARD, model_card
 from portable.reporting.html_report import REPORT_FILE, write_report
 from portable.reporting.loss_plot import plot_loss
 from portable.reporting.metrics import METRICS_FILE, read_metrics
+from portable.reporting.run_log import LOG_FILE
+from portable.temporary_folder import scratch_folder
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from portable.backend import Engine
     from portable.checkpoint.store import Checkpoints
     from portable.loop import Progress
@@ -161,11 +163,13 @@ def finish(
     complete: bool,
     exported: Place | None,
     uploads: Uploads | None,
+    warnings: int,
 ) -> None:
     """Export the model, draw the pictures, upload and print where everything is; on rank 0 only.
 
     Args:
         checkpoint: the newest. exported: the one that ``final`` is made from.
+        warnings: of libraries, in the run's log.
     """
     folder, place = output.work, output.place
     places = [("metrics", str(place / METRICS_FILE))]
@@ -192,6 +196,8 @@ def finish(
     if uploads is not None:
         url, missing = uploads.finish(final, exported)
         places += [] if url is None else [("uploaded to", url)]
+    aside = f", with {human_count(warnings, 'warning')} of libraries" if warnings else ""
+    places.append(("log", f"{place / LOG_FILE}{aside}"))
     reporter.say(reporter.summary(places))
     for line in missing:
         reporter.say(f"warning: {line}")
@@ -218,12 +224,12 @@ def export_with_card(prepared: Prepared, folder: Path, checkpoint: Place, out: P
         data=prepared.data.description,
         metrics=rows,
     )
-    with TemporaryDirectory() as temporary:
-        card = Path(temporary) / CARD
+    with scratch_folder("portable-card") as temporary:
+        card = temporary / CARD
         card.write_text(text, "utf-8")
         beside = {CARD: card}
         base = adapter.base if adapter is not None and config.checkpoint.export == "merged" else None
         if base is not None:  # whose config knows nothing of the labels and special tokens of this run
             prepared.model_config.save_pretrained(temporary)
-            beside["config.json"] = Path(temporary) / "config.json"
-        export(checkpoint, out, base=base, beside=beside)
+            beside["config.json"] = temporary / "config.json"
+        export(checkpoint, out, base=base, beside=beside, average=config.checkpoint.export_ema)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +17,10 @@ from portable.data import EvalLoader
 from portable.data.samples.computed import ComputedSamples, Table, write_table
 from portable.data.tokens.cache import CacheDamagedError
 from portable.errors import UserError
-from portable.model.loss import OncePass, training_loss
+from portable.model.loss import OncePass
+from portable.model.training_loss import training_loss
 from portable.paths import default_cache_dir
+from portable.terminal import at_a_terminal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -128,7 +129,7 @@ def _rows(
     loader = EvalLoader(samples.plain, batch_size=size, rank=backend.rank, world_size=backend.world_size)
     bar = tqdm(
         loader, unit="batch", desc="computing once", leave=False, delay=1.0,
-        disable=backend.rank != 0 or not sys.stderr.isatty(),
+        disable=backend.rank != 0 or not at_a_terminal(),
     )  # fmt: skip
     held: list[Any] = []
     for number, batch in enumerate(bar, start=1):

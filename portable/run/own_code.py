@@ -23,9 +23,13 @@ def prepare_code(config: RunConfig) -> None:
     if config.model.function is not None:
         plugins.load("model.function", config.model.function)
     if config.train.loss is not None:
-        from portable.model.loss import training_loss
+        from portable.model.training_loss import training_loss
 
         training_loss(config)
+    if plugins.names_code(config.train.optimizer):
+        from portable.optim import own
+
+        own.check(config)
     if plugins.names_code(config.train.schedule):
         schedule = plugins.load("train.schedule", config.train.schedule)
         require(
@@ -44,8 +48,9 @@ def named_code(config: RunConfig) -> dict[str, str]:
     train = config.train
     alone = {"train.loss": train.loss, "model.function": config.model.function}
     named = {key: name for key, name in alone.items() if name is not None}
-    if plugins.names_code(train.schedule):
-        named["train.schedule"] = train.schedule
+    for key in ("train.optimizer", "train.schedule"):
+        if plugins.names_code(config.get(key)):
+            named[key] = config.get(key)
     named |= {f"train.metrics {name}": name for name in train.metrics or () if plugins.names_code(name)}
     return named | {f"train.callbacks {name}": name for name in train.callbacks}
 

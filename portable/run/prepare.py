@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +11,10 @@ from portable.batch_plan import total_steps
 from portable.data import build_data
 from portable.data.samples.classes import SINGLE
 from portable.data.sources.documents import listed
+from portable.data.tokens.parallel import cores
 from portable.errors import UserError
 from portable.evaluation.builtin import Setting, measures_of
+from portable.formatting import human_count
 from portable.model import build as models
 from portable.model.document_attention import check_documents
 from portable.model.flops import flops_per_token, parameter_count, trained_count
@@ -244,6 +247,12 @@ def notes_on(
         lines.append(
             "note: the model is trained on the next token alone, as with disable_ngram_loss; "
             "transformers adds losses of the tokens after it"
+        )
+    workers = settled.config.data.num_workers * int(os.environ.get("LOCAL_WORLD_SIZE", settled.world.ranks))
+    if workers > (count := cores()):
+        lines.append(
+            f"note: data.num_workers: {workers} processes on {human_count(count, 'core')}, and each takes "
+            "seconds to start; 0 is a thread"
         )
     lines += [f"warning: {warning}" for warning in data.warnings]
     return lines

@@ -18,6 +18,7 @@ from portable.ranks import launch
 from portable.ranks.collectives import all_or_none, peer_error, publish_error
 from portable.ranks.consistency import agree, settings_and_versions
 from portable.registry import create_backend
+from portable.reporting.run_log import RunLog
 from portable.run import micro_batch
 from portable.run.check_waits import check_waits
 from portable.run.evaluation import evaluate_all, needs_evaluation_data
@@ -27,6 +28,7 @@ from portable.run.replay import replay_step
 from portable.run.restore import restore
 from portable.run.settle import Settled, settle
 from portable.run.train import EXIT_DONE, DeviceMemoryError, train_run
+from portable.terminal import be_quiet
 
 if TYPE_CHECKING:
     from portable.backend import Backend
@@ -59,6 +61,20 @@ def run_rank(
         the exit code: 0 when the schedule or ``train.stop_after`` is reached, 75 when stopped by a signal.
     """
     backend = create_backend(backend_name)
+    be_quiet((settled.config if isinstance(settled, Settled) else settled).log.quiet)
+    with RunLog(backend.rank) as log:
+        return _run(backend, settled, log, eval_only, profile, replay, waits)
+
+
+def _run(
+    backend: Backend,
+    settled: Settled | RunConfig,
+    log: RunLog,
+    eval_only: bool,
+    profile: bool,
+    replay: int | None,
+    waits: bool,
+) -> int:
     config = settled.config if isinstance(settled, Settled) else settled
     if isinstance(settled, Settled):  # otherwise settling does
         prepare_code(config)
@@ -67,7 +83,7 @@ def run_rank(
     try:
         if not isinstance(settled, Settled):
             writes = not eval_only and replay is None and not waits
-            settled = settle(config, backend_name, writes=writes)
+            settled = settle(config, backend.name, writes=writes)
         if replay is not None:  # compiled layers cannot be looked into
             settled = replace(
                 settled, config=settled.config.replaced({"compile": False, "xla.scan_layers": False})
@@ -90,13 +106,15 @@ def run_rank(
             return replay_step(prepared, replay)
         if waits:
             return check_waits(prepared)
-        return train_run(prepared, output, profile=profile)
+        return train_run(prepared, output, log, profile=profile)
     except ReportedElsewhereError:
         raise
     except (UserError, RunError) as error:
+        log.failed(error)
         publish_error(error)
         raise
     except Exception as error:
+        log.failed(error)
         launch.failing()
         if isinstance(error, OSError) and (refused := _cannot_write(error, output)) is not None:
             publish_error(refused)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,7 @@ from portable.paths import place_of
 from portable.ranks.consistency import agree
 from portable.run.batches import train_loader
 from portable.run.restore import restore
+from portable.terminal import tell
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -81,7 +81,7 @@ def replay_step(run: Prepared, step: int) -> int:
         raise UserError(f"--replay: the run begins at {source}, after step {progress.step}; give a later one")
     if backend.rank == 0:
         start = "the start" if source is None else str(source)
-        print(f"going from {start} to step {step}, which is number {step - progress.step}", file=sys.stderr)
+        tell(f"going from {start} to step {step}, which is number {step - progress.step}")
     batches = iter(train_loader(run, progress.samples))
     try:
         _take_steps_before(step, run, engine, batches, progress)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,7 @@ from portable.ranks.consistency import agree
 from portable.run.once import compute, missing
 from portable.run.own_code import changed, digests
 from portable.run.save import ADAPTER
+from portable.terminal import tell
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -65,6 +65,8 @@ def restore(
         UserError: if ``source`` does not belong to this run, or every checkpoint is damaged.
     """
     backend = prepared.backend
+    if source is None and prepared.adapter is not None:
+        prepared.adapter.check_given()
     uncomputed = missing(prepared)
     blueprint, pretrained = None, None
     if source is None or uncomputed:
@@ -106,7 +108,7 @@ def _begin(
     """Give ``engine`` all the weights that the run starts from."""
     _initialize(engine, blueprint, pretrained, prepared)
     if prepared.adapter is not None:
-        engine.load_weights(prepared.adapter.initial())
+        engine.load_weights(prepared.adapter.initial({} if pretrained is None else pretrained.found))
 
 
 def _engine(prepared: Prepared, tensors: Mapping[str, Any]) -> Engine:
@@ -132,7 +134,7 @@ def _set_aside(
     for folder, reason in damaged:
         aside = checkpoints.set_aside(folder)
         why = one_line(reason or "another rank could not read it")
-        print(f"warning: {why}; set aside as {aside}, going on from {instead}", file=sys.stderr)
+        tell(f"warning: {why}; set aside as {aside}, going on from {instead}")
 
 
 def _external(prepared: Prepared, source: Place) -> AdoptedCheckpoint | None:
@@ -154,7 +156,7 @@ def _external(prepared: Prepared, source: Place) -> AdoptedCheckpoint | None:
         agree(backend, {f"where {source.name} stands": [taken.step, taken.samples]})
         if backend.rank == 0:
             for warning in taken.warnings:
-                print(f"warning: {warning}", file=sys.stderr)
+                tell(f"warning: {warning}")
     return taken
 
 
@@ -178,7 +180,7 @@ def load(engine: Engine, source: Place, external: AdoptedCheckpoint | None, prep
             if prepared.backend.rank == 0:  # which reports for all
                 warning = state.check_files(checkpoint.root)
                 if warning is not None:
-                    print(f"warning: {warning}", file=sys.stderr)
+                    tell(f"warning: {warning}")
             if changed := difference(state.run, prepared.config.fingerprint()):
                 raise UserError(f"checkpoint.resume: {source} belongs to another run ({changed[0]})")
             _check_code(source, state, prepared)
@@ -212,7 +214,7 @@ def _check_code(source: Place, state: TrainerState, prepared: Prepared) -> None:
             "choose another output_dir"
         )
     if told and prepared.backend.rank == 0:
-        print(f"note: the code of {', '.join(told)} has changed since {source}", file=sys.stderr)
+        tell(f"note: the code of {', '.join(told)} has changed since {source}")
 
 
 def _blueprint(prepared: Prepared) -> Blueprint:
@@ -242,7 +244,7 @@ def _initialize(
         adapter.check_base(pretrained.missing)
     if prepared.backend.rank == 0:
         for note in pretrained.notes():
-            print(note, file=sys.stderr)
+            tell(note)
     if pretrained.missing:
         # A new head, for example: initialise what the checkpoint lacks, then load the rest.
         left = set(pretrained.missing)

@@ -18,7 +18,7 @@ from portable.output.hub import Hub, pushes
 from portable.output.open_output import open_output
 from portable.paths import place_of, storage_errors
 from portable.registry import backend_package
-from portable.reporting.metrics import check_trackers
+from portable.reporting.trackers import check_trackers
 from portable.run.own_code import prepare_code
 
 if TYPE_CHECKING:

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from portable.checkpoint.store import Checkpoints
     from portable.loop import Progress
     from portable.output.output_dir import Output
+    from portable.reporting.run_log import RunLog
     from portable.run.prepare import Prepared
 
 EXIT_DONE, EXIT_STOPPED = 0, 75
@@ -67,14 +68,16 @@ class Open:
     checkpoints: Checkpoints[Any]
     restored: Restored
     profiler: Profiler | None
+    log: RunLog
 
 
-def train_run(prepared: Prepared, output: Output, *, profile: bool = False) -> int:
+def train_run(prepared: Prepared, output: Output, log: RunLog, *, profile: bool = False) -> int:
     """Train in ``output`` from where its run stands; all ranks call it.
 
     Args:
         prepared: the run.
         output: kept from other runs meanwhile.
+        log: gets its file in ``output``.
         profile: write a trace of a few steps.
 
     Returns:
@@ -96,12 +99,13 @@ def train_run(prepared: Prepared, output: Output, *, profile: bool = False) -> i
         except UserError as error:
             held = error
         all_or_none(held)
-        return _train(prepared, _open(prepared, output, profile=profile), hub)
+        return _train(prepared, _open(prepared, output, log, profile=profile), hub)
 
 
-def _open(prepared: Prepared, output: Output, *, profile: bool) -> Open:
+def _open(prepared: Prepared, output: Output, log: RunLog, *, profile: bool) -> Open:
     config, backend = prepared.config, prepared.backend
     output.open(inspect(prepared.model, config.train).checkpoint_bytes(config.train) // backend.world_size)
+    log.open(output.work)
     checkpoints = output.checkpoints(keep=config.checkpoint.keep)
     source = resume_source(config, checkpoints)
     agree(backend, {"the checkpoint to go on from": source.name if source is not None else "none"})
@@ -120,7 +124,7 @@ def _open(prepared: Prepared, output: Output, *, profile: bool) -> Open:
         _write_preview(prepared, output)
         output.publish()
     profiler = Profiler(output.work / "profile", backend.rank) if profile else None
-    return Open(output, checkpoints, restored, profiler)
+    return Open(output, checkpoints, restored, profiler, log)
 
 
 def _write_preview(prepared: Prepared, output: Output) -> None:
@@ -218,6 +222,7 @@ def _train(prepared: Prepared, opened: Open, hub: Hub | None) -> int:
             complete=complete,
             exported=chosen,
             uploads=uploads,
+            warnings=opened.log.foreign,
         )
         if uploads is not None:  # it kept some from being deleted
             checkpoints.prune({step for step, _ in progress.standing.best})
@@ -252,7 +257,7 @@ def new_reporter(prepared: Prepared, opened: Open, save_at: Callable[[Progress],
         flops_per_token=prepared.flops_per_token,
         precision=config.precision,
         rates={g.pattern: g.learning_rate / peak for g in groups if g.learning_rate is not None},
-        trackers=config.log.trackers,
+        log=config.log,
         config=config.fingerprint(),
         checkpoints=opened.checkpoints,
         save=save_at,

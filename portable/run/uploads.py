@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +11,7 @@ from portable.checkpoint.background import in_background
 from portable.checkpoint.trainer_state import step_of
 from portable.errors import one_line
 from portable.formatting import human_count
+from portable.terminal import tell
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -122,4 +122,4 @@ class Uploads:
         with self._lock:
             first, self._missed, self._reason = not self._missed, self._missed + 1, one_line(error)
         if first:
-            print(f"warning: hub.push: {self._reason}; the run goes on", file=sys.stderr)
+            tell(f"warning: hub.push: {self._reason}; the run goes on")

@@ -20,6 +20,18 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def written_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of checkpoints with one torch.save file a rank, with `<name>.ref.pt` beside each."""
+    return written_by("make_ranks", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def written_dcp_safetensors(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of DCP checkpoints in sharded safetensors, with `ref.pt` beside."""
+    return written_by("make_dcp_safetensors", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
 def written_xla(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of PyTorch/XLA checkpoints, with `<name>.ref.pt` beside each."""
     if find_spec("torch_xla") is None:  # its import would start it

@@ -49,7 +49,29 @@ class Sample:
     untouched: tuple[str, ...] = ("config.json", "trainer_state.json", "generation_config.json")
 
 
+def _no_checksum(path: Path) -> list[Span]:
+    """safetensors keeps no checksum, also not of DCP's offsets in its header."""
+    return [(0, path.stat().st_size)]
+
+
+_EXTRA = tuple(f"extra_state_world_size_{n}_rank_{rank}.pt" for n in (3, 4) for rank in range(n))
+
 _WRITTEN = [
+    *(
+        Sample(
+            f"dcp-safetensors-{run}",
+            "dcp-safetensors",
+            fixture="written_dcp_safetensors",
+            folder=run,
+            unchecked=_no_checksum,
+            same_layout=lambda left, right: True,
+        )
+        for run in ("two-files", "consolidated")
+    ),
+    *(
+        Sample(f"ranks-{run}", "fsdp-ranks", fixture="written_ranks", folder=run, untouched=_EXTRA)
+        for run in ("fsdp2-3", "fsdp1-plain-3", "tensor-parallel-4")
+    ),
     Sample("dcp", "dcp", fixture="written", folder="fsdp3-ours"),
     Sample("dcp-accelerate", "dcp", fixture="written", folder="fsdp2-accelerate"),
     *(
@@ -75,6 +97,7 @@ _WRITTEN = [
 
 def all_samples() -> list[Sample]:
     """Every sample whose packages are installed."""
-    from tests.converters.make_full import SAMPLES
+    from tests.converters import make_full, megatron_layout
 
-    return [sample for sample in [*_WRITTEN, *SAMPLES] if all(find_spec(package) for package in sample.needs)]
+    every = [*_WRITTEN, *make_full.SAMPLES, *megatron_layout.SAMPLES]
+    return [sample for sample in every if all(find_spec(package) for package in sample.needs)]

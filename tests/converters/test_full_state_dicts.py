@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from converters import CheckpointError, Tensor, open_checkpoint
+from converters import CheckpointError, Tensor, open_checkpoint, write_checkpoint
 from converters.cli import main
 from tests.converters.compare import assert_model, assert_optimizer, assert_same
 
@@ -353,3 +353,62 @@ def test_a_flipped_tensor_byte_that_torch_load_accepts(tmp_path: Path) -> None:
     assert isinstance(tensor, Tensor)
     with pytest.raises(CheckpointError, match="checksum"):
         tensor.read()
+
+
+@pytest.mark.parametrize("kind", ["lightning", "composer"])
+def test_a_model_inside_another_module(tmp_path: Path, kind: str) -> None:
+    """Lightning's and Composer's files: the model is an attribute, `model`; Composer names the state."""
+    torch.manual_seed(0)
+    holder = nn.Module()
+    holder.model = nn.Module()
+    holder.model.model = nn.Linear(3, 2)
+    holder.model.lm_head = nn.Linear(2, 5)
+    optimizer = torch.optim.AdamW(holder.parameters())
+    torch.stack([value.square().sum() for value in holder.parameters()]).sum().backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    names = [name for name, _ in holder.named_parameters()]
+    if kind == "lightning":
+        saved = {
+            "epoch": 0,
+            "global_step": 3,
+            "pytorch-lightning_version": "2.6.0",
+            "state_dict": holder.state_dict(),
+            "loops": {"fit_loop": {"state_dict": {}, "epoch_progress": {"total": {"ready": 1}}}},
+            "callbacks": {},
+            "optimizer_states": [state],
+            "lr_schedulers": [],
+        }
+    else:
+        named = {names[key]: value for key, value in state["state"].items()}
+        groups = [{**group, "params": names} for group in state["param_groups"]]
+        optimizers = {"DecoupledAdamW": {"state": named, "param_groups": groups}}
+        saved = {"state": {"model": holder.state_dict(), "optimizers": optimizers}, "rng": []}
+    torch.save(saved, tmp_path / "last.ckpt")
+    checkpoint = open_checkpoint(tmp_path / "last.ckpt")
+    weights = {name.removeprefix("model."): value for name, value in holder.state_dict().items()}
+    assert_model(checkpoint, weights)
+    moments = {name.removeprefix("model."): state["state"][at] for at, name in enumerate(names)}
+    plain = [name.removeprefix("model.") for name in names]
+    groups = [{**group, "params": plain} for group in state["param_groups"]]
+    assert_optimizer(checkpoint, {"optim": moments, "groups": groups})
+
+
+def test_fp8_with_its_scales_passes_through(tmp_path: Path) -> None:
+    """Both kinds, and what compressed-tensors keeps; neither `--dtype` nor a writer touches the bits."""
+    every = torch.arange(256, dtype=torch.uint8)
+    state = {
+        "a.weight": every.view(torch.float8_e4m3fn).reshape(16, 16),
+        "b.weight": every.view(torch.float8_e5m2).reshape(16, 16),
+        "a.weight_scale": torch.rand(16, 1),
+        "c.weight_packed": torch.randint(-(1 << 31), (1 << 31) - 1, (4, 2), dtype=torch.int32),
+        "c.weight_shape": torch.tensor([4, 16]),
+    }
+    torch.save(state, tmp_path / "in.pt")
+    for to in ("safetensors", "dcp", "dcp-safetensors", "torch"):
+        source = open_checkpoint(tmp_path / "in.pt")
+        write_checkpoint(source, tmp_path / to, to, dtype="bfloat16", verify=True, progress=False)
+        again = open_checkpoint(tmp_path / to)
+        state["a.weight_scale"] = state["a.weight_scale"].bfloat16()
+        assert_model(again, state)
+        state["a.weight_scale"] = torch.load(tmp_path / "in.pt")["a.weight_scale"]

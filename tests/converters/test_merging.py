@@ -395,7 +395,7 @@ DAMAGE: dict[str, tuple[Callable[[dict[str, torch.Tensor]], dict[str, torch.Tens
         "'model.layers.1.self_attn.q_proj.weight' has shape [32, 32]",
     ),
     "another model": (
-        lambda t: {k.replace("q_proj", "q_prj"): v for k, v in t.items()},
+        lambda t: {k.replace("self_attn", "attention"): v for k, v in t.items()},
         "the nearest is 'model.layers.0.self_attn.q_proj.weight'",
     ),
     "another head": (
@@ -543,6 +543,37 @@ def test_settings_from_elsewhere_and_several_adapters(
     assert_same(ours, model.merge_and_unload(adapter_names=["ref"]).state_dict(), UNTIED().state_dict())
 
 
+def test_what_peft_knows_by_the_type_of_the_model(tmp_path: Path) -> None:
+    """(IA)^3 vectors of inputs are told by their shape where `feedforward_modules` is null."""
+    pair = Pair(tmp_path, OPT(), KINDS["ia3"][1])
+    path = pair.adapter / "adapter_config.json"
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps({**values, "feedforward_modules": None, "target_modules": None}))
+    ours = pair.merge().state_dict()
+    path.write_text(json.dumps(values))
+    assert_same(ours, pair.truth(), pair.load(pair.base).state_dict())
+
+
+def test_kinds_of_lora_with_other_shapes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are converted as they are, and not merged."""
+    blocks = {"target_modules_bd_a": [], "target_modules_bd_b": ["q_proj", "v_proj"], "nblocks": 2}
+    pair = Pair(tmp_path, UNTIED(), lora(r=4, use_bdlora=blocks))
+    assert "use_bdlora is set, which cannot be merged here" in refused(pair, capsys)
+    assert main([str(pair.adapter), str(pair.out), "--quiet"]) == 0
+    name = "adapter_model.safetensors"
+    assert load_file(pair.out / name).keys() == load_file(pair.adapter / name).keys()
+
+
+def test_settings_of_another_adapter(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+    """peft would leave out what they do not name."""
+    path = pair.adapter / "adapter_config.json"
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps({**values, "target_modules": ["self_attn.q_proj", "k_proj"]}))
+    assert "v_proj: has an adapter, but target_modules" in refused(pair, capsys)
+    path.write_text(json.dumps({**values, "target_modules": ["decoder.layers.0.q_proj", "v_proj"]}))
+    pair.merge()
+
+
 def test_every_setting_of_peft_is_known() -> None:
     """A setting that a later peft adds, and that is set, is refused by name until it is read here."""
     from dataclasses import fields
@@ -553,7 +584,7 @@ def test_every_setting_of_peft_is_known() -> None:
     refused = {field.name for kind in kinds for field in fields(kind)} - KNOWN
     assert refused == {
         *("alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "megatron_config"),
-        *("monteclora_config", "use_bdlora", "use_qalora"),
+        *("monteclora_config", "use_bdlora", "use_qalora", "velora_config"),
     }
 
 

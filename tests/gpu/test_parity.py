@@ -74,6 +74,7 @@ def plain_losses(
     steps: int = STEPS,
     criterion: Callable[[Tensor, Batch], tuple[Tensor, float]] = cross_entropy,
     prepared: Callable[[Any], list[dict[str, Any]]] | None = None,
+    made: Callable[[list[dict[str, Any]]], Any] | None = None,
 ) -> Losses:
     """The same run as a person would write it without this project: one process, the whole batch at once.
 
@@ -82,6 +83,7 @@ def plain_losses(
         steps: to take.
         criterion: gives a sum, and what it is divided by.
         prepared: freezes parameters of a model; returns the groups, of which ``factor`` scales the rate.
+        made: makes the optimizer of the groups.
     """
     backend = create_backend("cpu")
     run = prepare(settle(throughout(config, steps), backend.name), backend)
@@ -101,7 +103,9 @@ def plain_losses(
         groups = prepared(model)
     beta1, beta2 = config.train.betas
     optimizer: Any
-    if config.train.optimizer == "sgd":
+    if made is not None:
+        optimizer = made(groups)
+    elif config.train.optimizer == "sgd":
         optimizer = torch.optim.SGD(groups, lr=0.0, momentum=beta1)
     elif config.train.optimizer == "muon":
         optimizer = TorchMuon(groups, config)

@@ -60,6 +60,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"init": "orthogonal", "r": 3}, r"adapter: .*rank to be even"),
     ({"type": None, "r": 4}, r"adapter\.r has no effect without adapter\.type"),
     ({"type": "ia3", "r": 4}, r"adapter\.r is for lora"),
+    ({"target_modules": []}, r"adapter\.target_modules is empty, which goes beside"),
     ({"init": "pissa"}, r"adapter\.init must be true \| false or gaussian \| orthogonal"),
 ]
 
@@ -112,7 +113,7 @@ def test_initial_values_are_pefts_for_the_seed_and_the_name(tmp_path: Path) -> N
 
     for init in (True, "gaussian", "orthogonal"):
         _, adapter = adapted(tmp_path, adapter__init=init, adapter__r=4)
-        values = adapter.initial()
+        values = adapter.initial({})
         name = "model.layers.1.mlp.up_proj"
         layer = torch.nn.Linear(48, 80, bias=False)
         torch.manual_seed(derived_seed(0, name))
@@ -173,15 +174,39 @@ def test_a_file_of_peft_decides(tmp_path: Path) -> None:
         ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' is not supported"),
         ({"layer_replication": [[0, 2]]}, "layer_replication .* is not supported"),
         ({"peft_type": "VERA"}, "type VERA are not supported, only LORA and IA3"),
+        ({"rank_pattern": {"(.*)*(.*)*x": 2}}, r"rank_pattern has '\(\.\*\)\*.* too complex"),
+        ({"target_modules": "(a+)+$"}, "target_modules has .* too complex"),
     ):
         path.write_text(json.dumps({**document, **changed}))
         with pytest.raises(UserError, match=f"adapter.config: .*{message}"):
             adapted(tmp_path, adapter__config=str(path))
+    for lacking, wanted in (
+        ({"r": None, "lora_alpha": None, "rank_pattern": None}, {"r": 8, "lora_alpha": 8}),
+        ({"target_modules": None}, {"target_modules": ["q_proj", "v_proj"]}),
+        ({"target_modules": ["up_proj", "c_attn"], "modules_to_save": ["score"]}, {"r": 3}),
+        ({"layers_to_transform": [], "eva_config": {"rho": 2.0}}, {"layers_to_transform": None}),
+    ):
+        values = {**document, **lacking}
+        path.write_text(json.dumps({name: value for name, value in values.items() if value is not None}))
+        _, adapter = adapted(tmp_path, adapter__type=None, adapter__config=str(path))
+        assert {key: as_json(adapter.config)[key] for key in wanted} == wanted
+    path.write_text(json.dumps({**document, "target_modules": ["c_attn"]}))
+    with pytest.raises(UserError, match=r"adapter\.target_modules: the model has no c_attn"):
+        adapted(tmp_path, adapter__type=None, adapter__config=str(path))
+    path.write_text(json.dumps({"peft_type": "IA3"}))
+    _, adapter = adapted(tmp_path, adapter__type=None, adapter__config=str(path))
+    assert set(adapter.config.target_modules) == {"k_proj", "v_proj", "down_proj"}
+    assert set(adapter.config.feedforward_modules) == {"down_proj"}
     path.write_text("[]")
     with pytest.raises(UserError, match="is not a mapping"):
         adapted(tmp_path, adapter__config=str(path))
     with pytest.raises(UserError, match="no such file"):
         adapted(tmp_path, adapter__config=str(tmp_path / "none.json"))
+
+
+def test_a_huge_rank_takes_no_memory_before_it_is_refused(tmp_path: Path) -> None:
+    model, _ = adapted(tmp_path, adapter__r=10**9)
+    assert all(tensor.is_meta for tensor in stored_tensors(model).values())
 
 
 def test_the_heads_of_classifiers_are_trained(tmp_path: Path) -> None:

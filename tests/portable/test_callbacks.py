@@ -15,6 +15,7 @@ from portable import UserError, plugins, train
 from portable.api import with_objects
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
+from tests.engines import ENGINES
 from tests.runs import configured
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from portable.config import RunConfig
     from portable.run.callbacks import Run
+    from tests.engines import Engines
     from tests.ranks import RankPool
 
 HERE = __name__
@@ -102,6 +104,58 @@ def test_one_that_fails_ends_the_run_with_its_name(
     )
     with pytest.raises(UserError, match=rf"Failing\(.*: {hook}: fails \(OSError: disk full; test_callbacks"):
         train(config)
+
+
+class Odd:
+    """Does in a step what a callback may not do."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def on_step(self, run: Run) -> None:
+        if self.kind == "weights":
+            with torch.no_grad():
+                next(run.model.parameters()).add_(1.0)
+        elif self.kind == "exit":
+            sys.exit(3)
+        else:
+            odd: dict[str, Any] = {"text": {"x": "y"}, "vector": {"x": torch.ones(2)}, "number": {3: 1.0}}
+            run.log(odd[self.kind])
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("weights", "on_step: changes parameters of the model, which ranks and the optimizer do not know of"),
+        ("exit", r"on_step: fails \(SystemExit: 3; test_callbacks\.py, line"),
+        ("text", r"on_step: fails \(TypeError: log\({'x': 'y'}\): give numbers or scalar tensors, by name"),
+        ("vector", "give numbers or scalar tensors, by name"),
+        ("number", "give numbers or scalar tensors, by name"),
+    ],
+)
+def test_what_a_callback_may_not_do(kind: str, told: str, tmp_path: Path, corpus: Path) -> None:
+    config = configured(tmp_path / "run", corpus, train__callbacks=f"{HERE}:Odd(kind={kind!r})")
+    with pytest.raises(UserError, match=told) as caught:
+        train(config)
+    assert "\n" not in str(caught.value)
+
+
+class Generating:
+    def on_step(self, run: Run) -> None:
+        run.generate("the loss", max_new_tokens=2)
+
+
+def generating(config: RunConfig) -> int:
+    return run_rank(config.backend, config)
+
+
+@pytest.mark.parametrize("name", ["shard_grad_op", "zero3", "xla"])
+def test_one_that_generates_changes_nothing(
+    name: str, tmp_path: Path, corpus: Path, engines: Engines
+) -> None:
+    given = {"train__steps": 3, "train__callbacks": f"{HERE}:Generating", "log__sample_tokens": 0}
+    config = configured(tmp_path / "run", corpus, **given, **ENGINES[name].settings)
+    assert engines.run(name, 2, generating, config) == 0
 
 
 @pytest.mark.slow

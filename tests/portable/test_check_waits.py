@@ -10,7 +10,7 @@ import torch
 from portable import UserError
 from portable.cli import run
 from portable.config import Invocation
-from portable.model.loss import IGNORED
+from portable.model.training_loss import IGNORED
 from portable.run.rank import run_rank
 from tests.runs import configured
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from portable.backend import Batch
     from portable.config import RunConfig
-    from portable.model.loss import Outputs
+    from portable.model.training_loss import Outputs
     from portable.run.callbacks import Run
     from tests.engines import Engines
 

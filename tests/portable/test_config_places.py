@@ -27,6 +27,8 @@ NO_PLACES = {
     "data.target_language",
     "data.text_field",
     "data.text_pair_field",
+    "log.name",
+    "log.project",
     "log.sample_prompt",
     "hub.repo",
 }

@@ -336,10 +336,10 @@ def test_a_killed_builder_holds_nobody_up(tmp_path: Path) -> None:
         second = _builder(folder, log, 0)
         with pytest.raises(subprocess.TimeoutExpired):
             second.communicate(timeout=0.5)
+        assert not folder.exists()
     finally:
         killed.kill()
         killed.communicate(timeout=60)
-    assert not folder.exists()
     assert second.communicate(timeout=60)[0] == "[1, 2, 3]\n"
     assert log.read_text() == "built\nbuilt\n"
 

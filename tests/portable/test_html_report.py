@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
     from tests.object_store import ObjectStore
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+_NAMES = ("chromium", "chromium-browser", "google-chrome", "chromium-headless-shell")
+CHROMIUM = next(filter(None, map(shutil.which, _NAMES)), None)
 
 
 @pytest.fixture(scope="module")
@@ -318,7 +319,9 @@ def test_a_browser_draws_it(run: Path, tmp_path: Path) -> None:
         capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
     assert "CONSOLE" not in shown.stderr, shown.stderr  # an exception of the script, or a blocked request
-    charts = re.findall(r"<figure.*?</figure>", shown.stdout, re.DOTALL)
+    open_part, _, folded = shown.stdout.partition('<details id="constant"')
+    assert "Constant: Skipped steps 0" in folded and "Skipped steps" not in open_part.partition("<h1")[2]
+    charts = re.findall(r"<figure.*?</figure>", open_part, re.DOTALL)
     titles = [re.search(r"<figcaption>([^<]*)", chart)[1] for chart in charts]  # type: ignore[index]
     assert titles[:5] == ["Loss", "Learning rate", "Gradient norm", "Throughput", "Memory"]
     for chart in charts:
@@ -326,6 +329,7 @@ def test_a_browser_draws_it(run: Path, tmp_path: Path) -> None:
         assert curves and all("NaN" not in curve for curve in curves)
     assert len(re.findall(r"[ML]", re.findall(r'<path d="([^"]*)"', charts[0])[0])) == 8  # a point a step
     assert "resumed on cpu, no_shard" in shown.stdout
+    assert "<summary>Log</summary>" in shown.stdout and "INFO portable: resuming at step" in shown.stdout
     legend = re.search(r'<label id="marks">(.*?)</label>', shown.stdout)
     assert legend and re.findall(r">(\w+)</span>", legend[1]) == ["moved", "ended"]
 

@@ -69,7 +69,7 @@ def on_rank(url: str, config: Any) -> int:
 
 
 def test_two_ranks_upload_the_final_model_once(
-    tmp_path: Path, corpus: Path, hub: FakeHub, ranks: RankPool, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, corpus: Path, hub: FakeHub, ranks: RankPool
 ) -> None:
     """What the repository then holds is ``final``, of an own user's, private, and nothing else."""
     settings = tiny(tmp_path / "of-two", corpus, train__steps=2, hub__push="end", model__config=MODEL)
@@ -81,7 +81,7 @@ def test_two_ranks_upload_the_final_model_once(
     assert repository.files == there and "model.safetensors" in there
     assert load(there["model.safetensors"])
     assert sum("/commit/" in one for one in hub.requests) == sum("create" in one for one in hub.requests) == 1
-    assert f"{hub.url}/me/of-two" in capfd.readouterr().err
+    assert f"{hub.url}/me/of-two" in (tmp_path / "of-two" / "log.txt").read_text("utf-8")
     card = there[CARD].decode()
     head = yaml.safe_load(card.split("---\n")[1])
     assert head["pipeline_tag"] == "text-generation" and "portable-trainer" in head["tags"]

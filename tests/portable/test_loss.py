@@ -14,7 +14,8 @@ from portable.errors import UserError
 from portable.evaluation.metrics import NOTHING
 from portable.model.build import AUTO_CLASSES
 from portable.model.chunked_loss import chunked_head
-from portable.model.loss import IGNORED, Objective, token_loss
+from portable.model.loss import Objective, token_loss
+from portable.model.training_loss import IGNORED
 from portable.run.batches import train_loader
 from tests.gpu.test_parity import assert_close, our_losses
 from tests.parity import opened

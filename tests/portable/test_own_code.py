@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from transformers import LlamaForCausalLM
 
 from portable import UserError, plugins, train
 from portable.api import with_objects
+from portable.data.sources import own_records
 from portable.data.sources.documents import Fields
 from portable.data.sources.opening import open_source
 from portable.model.build import build_model, model_config
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 
     from portable.backend import Batch
     from portable.config import RunConfig
-    from portable.model.loss import Outputs
+    from portable.model.training_loss import Outputs
     from tests.engines import Engines
 
 HERE = __name__
@@ -102,6 +104,21 @@ def test_what_gives_no_records_is_refused_in_a_line(name: str, told: str, tmp_pa
     assert "\n" not in str(caught.value) and not (tmp_path / "run").exists()
 
 
+def test_records_without_an_end_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(own_records, "PATIENCE", 0.0)
+    source = own_records.OwnRecords(f"{HERE}:endless", Fields(), 2500)
+    assert source.key
+    assert (
+        capsys.readouterr().err.count("1,000 records so far; if there is no end of them, set data.max_s") == 1
+    )
+
+
+def endless() -> Any:
+    return ({"text": str(number)} for number in itertools.count())
+
+
 def test_records_in_memory(tmp_path: Path, corpus: Path) -> None:
     rows = list(records())
     config = with_objects(configured(tmp_path / "run", tmp_path / "corpus.jsonl"), data=rows)
@@ -141,6 +158,8 @@ class Rows:
             self.count = 40
         if self.wrong == "shape" and number == 30:
             found["labels"] = found["labels"][:-1]
+        if self.wrong == "tokens" and number == 30:
+            found["input_ids"] = [5] * 31 + [1_000_000]
         if self.wrong == "error" and number == 30:
             raise OSError("no such block")
         return found
@@ -221,6 +240,7 @@ def test_finished_samples(
         ("Rows(wrong='shorter')", "had 50 samples at first and has 40 now; keep its length"),
         ("Rows(wrong='shape')", "labels of sample 30 is int64 [31], and that of the first one int64 [32]"),
         ("Rows(wrong='error')", "sample 30: fails (OSError: no such block; test_own_code.py, line"),
+        ("Rows(wrong='tokens')", "sample 30 has tokens from 5 to 1000000, and there are"),
         ("NoLength", "has no len() and no sample by number"),
         ("NoFingerprint", "has no fingerprint; give it a text that tells its content"),
     ],

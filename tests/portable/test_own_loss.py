@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -11,7 +12,7 @@ from torch.nn import functional
 
 from portable import RunError, UserError
 from portable.evaluation.evaluate import evaluate
-from portable.model.loss import IGNORED, Outputs
+from portable.model.training_loss import IGNORED, Outputs
 from portable.run.batches import eval_batches
 from portable.run.rank import run_rank
 from tests.gpu.test_parity import STEPS, plain_losses
@@ -220,6 +221,57 @@ class Needy:
 NOTHING = 3
 
 
+class Odd:
+    """A loss, or one that is wrong in the way that the argument names."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def weight(self, batch: Batch) -> float:
+        weights: dict[str, Any] = {"negative": -1.0, "no number": torch.nan, "words": "many"}
+        return weights.get(self.kind, float((batch["labels"] != IGNORED).sum()))  # type: ignore[no-any-return]
+
+    def __call__(self, outputs: Outputs, batch: Batch) -> Any:
+        assert outputs.logits is not None
+        valid, total = (batch["labels"] != IGNORED).sum(), outputs.logits.float().square().sum()
+        match self.kind:
+            case "detached":
+                return total.detach(), valid
+            case "whole":
+                return total.long(), valid
+            case "elsewhere":
+                return total.to("meta"), valid
+            case "a float":
+                return float(total), valid
+            case "in place":
+                batch["labels"].fill_(0)
+            case "exit":
+                sys.exit(3)
+            case "text":
+                return total, "many"
+            case "a list":
+                return total, valid, [total]
+            case "a logged text":
+                return total, valid, {"x": "text"}
+        return total, valid
+
+
+ODD = {
+    "detached": "the sum has no gradient",
+    "whole": "the sum has no gradient",
+    "elsewhere": "the sum is on meta, and the batch on cpu",
+    "a float": "the sum is a float, not a tensor",
+    "in place": r"changes batch\['labels'\] in place; change a copy",
+    "exit": r"fails \(SystemExit: 3; test_own_loss\.py, line",
+    "text": "weight is a str, not a number",
+    "a list": "the third value is no mapping of names to sums",
+    "a logged text": "x is a str, not a number",
+    "negative": r"weight\(\) gives -1; return a finite number from 0",
+    "no number": r"weight\(\) gives nan; return a finite number from 0",
+    "words": r"fails \(ValueError: could not convert string to float: 'many'",
+}
+
+
 @pytest.mark.parametrize(
     ("name", "told"),
     [
@@ -232,7 +284,8 @@ NOTHING = 3
         ),
         ("failing", r"failing: fails \(KeyError: 'no such.*column'; test_own_loss.py, line \d+\)"),
         ("Needy", r"Needy: needs is \('log_probs', 'hidden'\); it is 'logits', or"),
-        ("NOTHING", r"NOTHING: needs is|NOTHING: is no function"),
+        ("NOTHING", r"NOTHING: is a int, which cannot be called; give a function"),
+        *((f"Odd(kind={kind!r})", told) for kind, told in ODD.items()),
         ("focl", r"has no focl; did you mean Focal"),
         ("Focal(gama=1)", r"got an unexpected keyword argument 'gama'; did you mean gamma"),
         ("Focal(1)", r"give arguments by name"),
@@ -246,6 +299,17 @@ def test_what_is_no_loss_is_refused_in_a_line(name: str, told: str, corpus: Path
             assert result.numbers is not None
             trial.engine.objective.named(trial.backend.read([result.numbers]))
     assert str(caught.value).startswith("train.loss") and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "micro"), [("no_shard", 1), ("xla", 2)])
+def test_a_mean_is_found_where_halves_cannot_be_compared(
+    name: str, micro: int, engines: Engines, corpus: Path, tmp_path: Path
+) -> None:
+    """A micro-batch of one row has none, and on XLA a look at them would compile another graph."""
+    given = {**PADDED, **ENGINES[name][2], "train__micro_batch_size": micro}
+    config = configured(tmp_path, corpus, **given, train__loss=f"{HERE}:mean")
+    with pytest.raises(AssertionError, match=r"mean: is \S+ for a micro-batch .* return the sum, not a mean"):
+        engines.run(name, ENGINES[name][1], seen, config)
 
 
 def not_finite(outputs: Outputs, batch: Batch) -> Any:

@@ -13,8 +13,9 @@ from torch.nn import functional
 from portable import UserError
 from portable.data.sources.conversations import read_preference, recognise
 from portable.losses import DPO, IPO, ORPO, SimPO
-from portable.model.loss import IGNORED, Outputs
+from portable.model.training_loss import IGNORED, Outputs
 from portable.reporting.metrics import read_metrics
+from portable.run.batches import train_loader
 from portable.run.rank import run_rank
 from tests.parity import opened
 from tests.portable.chat_support import tokenizer
@@ -179,6 +180,117 @@ def test_the_losses_are_those_of_trl(kind: str, tmp_path: Path, brief_runs: None
     )
     trainer.train()
     theirs = [row for row in trainer.state.log_history if "loss" in row]
+    for one, other in zip(ours, theirs, strict=True):
+        # TRL rounds what it logs to a number of digits.
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5, abs=1e-5), (one, other)
+        for name in ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"):
+            assert one[name] == pytest.approx(other[name], rel=1e-3, abs=1e-4), name
+
+
+def unshifted(labels: torch.Tensor, ids: torch.Tensor) -> tuple[list[int], list[int]]:
+    """Tokens and labels of a sequence as TRL has them, from ours, which are aligned with the logits."""
+    end = int(torch.nonzero(labels != IGNORED).max()) + 1
+    return [*ids[:end].tolist(), int(labels[end - 1])], [IGNORED, *labels[:end].tolist()]
+
+
+@pytest.mark.parametrize("kind", ["simpo", "orpo"])
+def test_the_losses_without_reference_are_those_of_trl(
+    kind: str, tmp_path: Path, brief_runs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the same tokens, over ten steps. ORPO's first term is of the answer, as in the paper, not of all."""
+    pytest.importorskip("trl", reason="TRL needs Python 3.11")
+    import transformers
+    from datasets import Dataset
+
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    if kind == "simpo":
+        from trl.experimental.cpo import CPOConfig as Config
+        from trl.experimental.cpo import CPOTrainer as Trainer
+    else:
+        from trl.experimental.orpo import ORPOConfig as Config
+        from trl.experimental.orpo import ORPOTrainer as Trainer
+    tokens = tokenizer("chatml")
+    tokens.save_pretrained(tmp_path / "tokenizer")
+    write_jsonl(tmp_path / "pairs.jsonl", pairs(40))
+    config = configured(
+        tmp_path / "run",
+        tmp_path / "pairs.jsonl",
+        data__source=str(tmp_path / "pairs.jsonl"),
+        data__tokenizer=str(tmp_path / "tokenizer"),
+        data__seq_len=63,
+        data__eval_fraction=0,
+        model__config={**TINY_MODEL, "vocab_size": len(tokens)},
+        train__loss={"simpo": "simpo(beta=2.5, gamma=1.4)", "orpo": "orpo(beta=0.3)"}[kind],
+        train__global_batch_size=4,
+        train__micro_batch_size=2,
+        train__steps=STEPS,
+        train__learning_rate=1e-2,
+        train__betas=[0.9, 0.999],
+        train__weight_decay=0.0,
+        train__schedule="linear",
+    )
+    rows = []
+    with opened(config) as trial:
+        model = transformers.AutoModelForCausalLM.from_config(trial.run.model_config)
+        model.load_state_dict(copy.deepcopy(trial.engine.model.state_dict()))
+        loader = iter(train_loader(trial.run, 0))
+        for _ in range(2 * STEPS):
+            batch = next(loader)
+            for sample in range(2):
+                row: dict[str, list[int]] = {}
+                for place, name in enumerate(("chosen", "rejected")):
+                    both = (batch[key][sample, place] for key in ("labels", "input_ids"))
+                    ids, labels = unshifted(*both)
+                    row |= {f"{name}_input_ids": ids, f"{name}_labels": labels}
+                    row[f"{name}_attention_mask"] = [1] * len(ids)
+                rows.append(row)
+        loader.close()
+        results = [trial.step() for _ in range(STEPS)]
+        assert results[0].numbers is not None
+        found = [trial.backend.read([r.loss, r.numbers]) for r in results if r.numbers is not None]
+        ours = [{"loss": loss, **trial.engine.objective.named(more)} for loss, *more in found]
+
+    class OfTokens(Trainer):
+        def tokenize_row(self, feature: Any, model: Any = None) -> Any:
+            row = rows[int(feature["prompt"])]
+            return {**row, "prompt_input_ids": row["chosen_input_ids"][:1], "prompt_attention_mask": [1]}
+
+        def _get_train_sampler(self, *_: Any) -> Any:
+            return list(range(len(rows)))
+
+        def concatenated_forward(self, *given: Any) -> Any:
+            found = super().concatenated_forward(*given)
+            return found if kind == "simpo" else (*found[:4], -found[0].mean())
+
+    own = {"beta": 2.5, "simpo_gamma": 1.4, "loss_type": "simpo", "cpo_alpha": 0.0}
+    trainer = OfTokens(
+        model=model,
+        args=Config(
+            output_dir=str(tmp_path / "theirs"),
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            max_steps=STEPS,
+            learning_rate=1e-2,
+            lr_scheduler_type="linear",
+            warmup_steps=0,
+            max_length=64,
+            logging_steps=1,
+            save_strategy="no",
+            gradient_checkpointing=False,
+            report_to="none",
+            use_cpu=True,
+            disable_tqdm=True,
+            bf16=False,
+            **(own if kind == "simpo" else {"beta": 0.3}),
+        ),
+        train_dataset=Dataset.from_list(
+            [{"prompt": str(at), "chosen": "a", "rejected": "b"} for at in range(len(rows))]
+        ),
+        processing_class=tokens,
+    )
+    trainer.train()
+    theirs = [row for row in trainer.state.log_history if "loss" in row]
+    assert ours[0]["loss"] - ours[-1]["loss"] > 0.1
     for one, other in zip(ours, theirs, strict=True):
         # TRL rounds what it logs to a number of digits.
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-5, abs=1e-5), (one, other)

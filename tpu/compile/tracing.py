@@ -33,6 +33,7 @@ from portable.model.parameters import state_tensors
 from portable.planner.activations import fake_batch
 from portable.planner.passes import Request
 from portable.run.micro_batch import batch_plan
+from portable.terminal import tell
 from tpu.backend import XlaBackend
 from tpu.compile.protobuf import field
 from tpu.graphs import Graphs
@@ -74,7 +75,7 @@ class TracedLayout(Layout):
     def fill(self, tensor: Tensor, spec: Spec, source: Any) -> None:
         tensor.data = self.zeros(tensor.shape, tensor.dtype, spec)
 
-    def execute(self) -> None:
+    def execute(self, *, wait: bool = False) -> None:
         forget_values()
 
     def place_batch(self, tensor: Tensor) -> Tensor:
@@ -94,7 +95,7 @@ class TracedGraphs(Graphs):
     """
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(lambda line: print(f"warning: {line}", file=sys.stderr))
+        super().__init__(lambda line: tell(f"warning: {line}"))
         self._folder = folder
         self._since = time.monotonic()
         self.skip: set[str] = set()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from converters.checkpoint import OptimizerState, ParamGroups, Scalar
 from converters.containers.pickle_reader import plain
 from converters.errors import CheckpointError, OptimizerStateError
-from converters.names.canonical import Path, Roles, is_number, plain_name
+from converters.names.canonical import Path, Roles, is_number, known_name
 from converters.names.index_keys import candidates_of, fit_in_order
 from converters.tensors.tensor import Tensor
 
@@ -40,14 +40,14 @@ def build_optimizer(
     """
     state: State = {}
     for parameter, entries in roles.state.items():
-        name = plain_name(parameter)
+        name = known_name(parameter, tensors)
         if name in state:
             raise CheckpointError(f"{where}: two optimizer states are called {name!r}")
         read = {what: read_state(key, f"{name}.{what}") for what, key in entries.items()}
         state[name] = {what: value for what, value in read.items() if value is not None}
 
     def groups() -> ParamGroups:
-        return _groups({path: read_value(key) for path, key in roles.groups.items()}, where)
+        return _groups({path: read_value(key) for path, key in roles.groups.items()}, tensors, where)
 
     if not state or not all(is_number(name) and name not in tensors for name in state):
         return OptimizerState(state, groups)
@@ -89,7 +89,7 @@ def _moment_shape(values: Mapping[str, Tensor | Scalar]) -> tuple[int, ...] | No
     return None
 
 
-def _groups(values: Mapping[Path, Any], where: str) -> ParamGroups:
+def _groups(values: Mapping[Path, Any], tensors: Mapping[str, Tensor], where: str) -> ParamGroups:
     """`param_groups` from one list, one item per value, or one item per parameter and value."""
     whole = values.get(())
     if whole is not None:
@@ -113,7 +113,7 @@ def _groups(values: Mapping[Path, Any], where: str) -> ParamGroups:
         params = group.get("params", [])
         if not isinstance(params, list):
             raise CheckpointError(f"{where}: the params of an optimizer group are not a list")
-        group["params"] = [plain_name(str(param)) for param in params]
+        group["params"] = [known_name(str(param), tensors) for param in params]
     return groups
 
 

@@ -207,4 +207,13 @@ def _state(entry: Entry, name: str) -> Tensor | Scalar | None:
     return value if isinstance(value, (int, float)) else None
 
 
-FORMAT = Format("dcp", _detect, _open, _incomplete)
+FORMAT = Format(
+    "dcp",
+    _detect,
+    _open,
+    _incomplete,
+    written_by="this project, torchtitan, `torch.distributed.checkpoint`, Accelerate and the Trainer under "
+    "FSDP (`SHARDED_STATE_DICT`), PyTorch/XLA SPMD",
+    recognised_by="`.metadata`, or one `__<rank>.metadata` per rank; `pytorch_model_fsdp_0/` with "
+    "`optimizer_0/`",
+)

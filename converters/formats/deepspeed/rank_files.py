@@ -94,6 +94,9 @@ def find_names(path: Place) -> Names | None:
         raise CheckpointError(
             f"{path}: holds optimizer files with and without the prefix bf16_, from two runs"
         )
+    if not optim and (path / "zero").is_dir():  # a universal checkpoint for all stages has both
+        whole = [(found, name) for found, name in model if found["rank"] is None]
+        model = whole or model
     if len({found["rank"] is None for found, _ in model}) > 1:
         raise CheckpointError(f"{path}: holds model files of stage 3 and of other stages, from two runs")
     return Names(

@@ -465,4 +465,12 @@ def _ordered(groups: Any) -> Any:
     return None if groups is None else [list(group.items()) for group in groups]
 
 
-FORMAT = Format("deepspeed", _detect, _open, _incomplete, tags=True)
+FORMAT = Format(
+    "deepspeed",
+    _detect,
+    _open,
+    _incomplete,
+    tags=True,
+    written_by="DeepSpeed ZeRO 0 to 3, alone or inside Accelerate and the Trainer",
+    recognised_by="`*_optim_states.pt` and `*_model_states.pt`; `latest`",
+)

@@ -43,14 +43,16 @@ if TYPE_CHECKING:
 
 LATEST = "latest_universal"
 _DEEPSPEED_LATEST = "latest"
-_ZERO, _COMMON = "zero", "zero/optimizer_state.pt"
-_MASTER, _STEP, _SUFFIX = "fp32", "step", ".pt"
+ZERO, COMMON = "zero", "zero/optimizer_state.pt"
+MASTER, _STEP, _SUFFIX = "fp32", "step", ".pt"
+# The parameter's name in each of its files, which `converters.writers.universal_writer` adds.
+NAME = "parameter"
 _SAMPLE = 64
 _MAX_RANKS = 1 << 20
 
 
 def _is_universal(path: Place) -> bool:
-    return (path / _COMMON).is_file()
+    return (path / COMMON).is_file()
 
 
 def _latest(path: Place) -> str | None:
@@ -84,8 +86,8 @@ def _detect(source: Source) -> bool:
 
 
 def _incomplete(source: Source) -> str | None:
-    if (source.path / _ZERO).is_dir():
-        return f"{source.path / _COMMON}: missing: ds_to_universal did not finish; run it again"
+    if (source.path / ZERO).is_dir():
+        return f"{source.path / COMMON}: missing: ds_to_universal did not finish; run it again"
     tag = _latest(source.path)
     if tag is not None:
         return f"{source.path / LATEST}: names {shown(tag)}, which is not a universal checkpoint"
@@ -99,7 +101,7 @@ def _open(source: Source) -> Checkpoint:
     return _Universal(Folder(path, verify=source.verify)).checkpoint(source.path)
 
 
-def _load(folder: Folder, name: str) -> Any:
+def load_part(folder: Folder, name: str) -> Any:
     """One file of `zero/`, refused if renamed (torch.save stores the original name)."""
     archive = TorchZip(folder.file(name))
     stem = name.rpartition("/")[2].removesuffix(_SUFFIX)
@@ -117,7 +119,7 @@ class _Universal:
         self.common = self._common()
         stage = self.common.get("zero_stage", 1)
         if type(stage) is not int or stage not in (1, 2, 3):
-            raise CheckpointError(f"{folder.path / _COMMON}: unknown ZeRO stage")
+            raise CheckpointError(f"{folder.path / COMMON}: unknown ZeRO stage")
         self.stage: int = stage
         names = find_names(folder.path)
         if names is None or not names.model:
@@ -146,14 +148,14 @@ class _Universal:
         self.rank0 = self._rank0() if self.stage == 3 else {}
 
     def _common(self) -> dict[str, Any]:
-        common = _load(self.folder, _COMMON)
+        common = load_part(self.folder, COMMON)
         if not isinstance(common, dict):
             raise CheckpointError(
-                f"{self.folder.path / _COMMON}: not the optimizer state of a universal checkpoint"
+                f"{self.folder.path / COMMON}: not the optimizer state of a universal checkpoint"
             )
         if "ds_zero_partition_groups" in common:
             raise CheckpointError(
-                f"{self.folder.path / _COMMON}: expert parallel checkpoints are not supported"
+                f"{self.folder.path / COMMON}: expert parallel checkpoints are not supported"
             )
         return common
 
@@ -162,12 +164,12 @@ class _Universal:
         counts = count if isinstance(count, list) else [count]
         world = counts[0] if counts else None
         if type(world) is not int or not 0 < world < _MAX_RANKS or any(n != world for n in counts):
-            raise CheckpointError(f"{self.folder.path / _COMMON}: damaged, no partition_count")
+            raise CheckpointError(f"{self.folder.path / COMMON}: damaged, no partition_count")
         return world
 
     def _parameter_folders(self) -> dict[str, list[str]]:
         """Parameter -> its files; a folder for a name not in the model states is refused."""
-        root = self.folder.path / _ZERO
+        root = self.folder.path / ZERO
         found: dict[str, list[str]] = {}
         children: list[Place] = list(root.iterdir())
         for path in sorted(children, key=lambda path: path.name):
@@ -180,13 +182,13 @@ class _Universal:
                     )
                 found[path.name] = [name.removesuffix(_SUFFIX) for name in files]
         for name in self.shapes:
-            if _MASTER not in found.get(name, ()):
-                raise CheckpointError(f"{root / name / (_MASTER + _SUFFIX)}: missing")
+            if MASTER not in found.get(name, ()):
+                raise CheckpointError(f"{root / name / (MASTER + _SUFFIX)}: missing")
         return found
 
     def _rank0(self) -> dict[str, dict[str, tuple[StoredTensor, int, int]]]:
         """Parameter -> file -> (rank 0's flat group, first element, count), kept by stage 3."""
-        where = str(self.folder.path / _COMMON)
+        where = str(self.folder.path / COMMON)
         masters, states = self.common.get("fp32_flat_groups"), _states(self.common, where)
         held: dict[str, dict[str, tuple[StoredTensor, int, int]]] = {}
         for index, shapes in enumerate(self.groups):
@@ -194,7 +196,7 @@ class _Universal:
             state = states.get(index)
             runs = dict(state) if isinstance(state, dict) else {}
             if isinstance(masters, list) and index < len(masters):
-                runs[_MASTER] = masters[index]
+                runs[MASTER] = masters[index]
             for what, value in runs.items():
                 if not isinstance(value, StoredTensor) or value.shape in ((), (0,)):
                     continue
@@ -209,13 +211,15 @@ class _Universal:
 
     def _parameter(self, name: str, what: str) -> Tensor:
         """One file of a parameter, in the parameter's shape."""
-        shape, file = self.shapes[name], f"{_ZERO}/{name}/{what}{_SUFFIX}"
+        shape, file = self.shapes[name], f"{ZERO}/{name}/{what}{_SUFFIX}"
         where = str(self.folder.path / file)
-        content = _load(self.folder, file)
+        content = load_part(self.folder, file)
         value = content.get("param") if isinstance(content, dict) else content
-        extra = (
-            [key for key in content if key not in ("param", "cat_dim")] if isinstance(content, dict) else []
-        )
+        named = content.get(NAME) if isinstance(content, dict) else None
+        if named is not None and named != name:
+            raise CheckpointError(f"{where}: belongs to the parameter {shown(named)}")
+        known = ("param", "cat_dim", NAME)
+        extra = [key for key in content if key not in known] if isinstance(content, dict) else []
         if extra:
             raise CheckpointError(
                 f"{where}: merged from tensor parallel ranks ({extra[0]}), which is not supported"
@@ -225,8 +229,9 @@ class _Universal:
             raise CheckpointError(f"{where}: is {list(stored.shape)}, the model states record {list(shape)}")
         if isinstance(content, dict) == (self.stage == 3):
             raise CheckpointError(f"{where}: damaged, not in the form written for ZeRO stage {self.stage}")
-        self._crosscheck(name, what, stored, where)
-        suffix = "" if what == _MASTER else f".{what}"
+        if named is None or name in self.model.module:
+            self._crosscheck(name, what, stored, where)
+        suffix = "" if what == MASTER else f".{what}"
         if not prod(shape):
             return stored_tensor(name + suffix, stored)
         view = stored.view()
@@ -238,8 +243,8 @@ class _Universal:
         if what in self.rank0.get(name, {}):
             run, base, count = self.rank0[name][what]
             pairs = [(run, base + at, stored, at) for at in _samples(count)]
-            other = _COMMON
-        elif self.stage < 3 and what == _MASTER:
+            other = COMMON
+        elif self.stage < 3 and what == MASTER:
             weight = self.model.module.get(name)
             if not isinstance(weight, StoredTensor) or weight.shape != self.shapes[name]:
                 raise CheckpointError(f"{self.model.where}: {name!r} is missing or not of its recorded shape")
@@ -254,7 +259,7 @@ class _Universal:
                 )
 
     def checkpoint(self, root: Place) -> Checkpoint:
-        tensors = {name: self._parameter(name, _MASTER) for name in self.shapes}
+        tensors = {name: self._parameter(name, MASTER) for name in self.shapes}
         tensors |= self._frozen(tensors)
         aliases = {
             alias: owner
@@ -307,14 +312,14 @@ class _Universal:
         return made
 
     def _optimizer(self, short: dict[str, str]) -> OptimizerState | None:
-        where = str(self.folder.path / _COMMON)
+        where = str(self.folder.path / COMMON)
         state: dict[str, dict[str, Tensor | Scalar]] = {}
-        kinds = [set(self.folders[name]) - {_MASTER} for name in self.shapes]
+        kinds = [set(self.folders[name]) - {MASTER} for name in self.shapes]
         every = set().union(*kinds)
         for name, kind in zip(self.shapes, kinds, strict=True):
             if kind and kind != every:
                 lost = sorted(every - kind)[0]
-                raise CheckpointError(f"{self.folder.path / _ZERO / name / (lost + _SUFFIX)}: missing")
+                raise CheckpointError(f"{self.folder.path / ZERO / name / (lost + _SUFFIX)}: missing")
             values: dict[str, Tensor | Scalar] = {}
             for what in sorted(kind):
                 values[what] = self._step(name) if what == _STEP else self._parameter(name, what)
@@ -331,8 +336,8 @@ class _Universal:
         return OptimizerState(state, named)
 
     def _step(self, name: str) -> Tensor | Scalar:
-        file = f"{_ZERO}/{name}/{_STEP}{_SUFFIX}"
-        return _scalar(_load(self.folder, file), f"{name}.{_STEP}", str(self.folder.path / file))
+        file = f"{ZERO}/{name}/{_STEP}{_SUFFIX}"
+        return _scalar(load_part(self.folder, file), f"{name}.{_STEP}", str(self.folder.path / file))
 
     def _steps_of_stage3(
         self, state: dict[str, dict[str, Tensor | Scalar]], short: dict[str, str], where: str
@@ -360,7 +365,7 @@ class _Universal:
         for name, count in steps.items():
             if count != first or (total is not None and count > total - skipped):
                 raise CheckpointError(
-                    f"{self.folder.path / _ZERO / name}: is at step {count:g}, the first parameter at "
+                    f"{self.folder.path / ZERO / name}: is at step {count:g}, the first parameter at "
                     f"{first:g}; the engine counted {total}"
                 )
 
@@ -406,4 +411,12 @@ def _ordered(value: Any) -> Any:
     return [_ordered(item) for item in value] if isinstance(value, list) else value
 
 
-FORMAT = Format("deepspeed-universal", _detect, _open, _incomplete, tags=True)
+FORMAT = Format(
+    "deepspeed-universal",
+    _detect,
+    _open,
+    _incomplete,
+    tags=True,
+    written_by="DeepSpeed's `ds_to_universal`",
+    recognised_by="`zero/<parameter>/fp32.pt`, `latest_universal`",
+)

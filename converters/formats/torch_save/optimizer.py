@@ -14,7 +14,7 @@ from converters.checkpoint import OptimizerState, ParamGroups, Scalar
 from converters.containers.pickle_reader import is_index, plain
 from converters.containers.torchzip import StoredTensor
 from converters.errors import CheckpointError, OptimizerStateError
-from converters.names.canonical import plain_name
+from converters.names.canonical import known_name
 from converters.names.index_keys import candidates_of, fit_in_order
 from converters.tensors.tensor import Box, Tensor
 
@@ -29,10 +29,14 @@ _SHAPED = (
 _MAX_GROUP_TENSOR = 16
 
 Shape = tuple[int, ...]
+Leaf = StoredTensor | Tensor
+"""A tensor as one file has it, or put together from the files of several ranks."""
 
 
-def as_tensor(stored: StoredTensor, name: str) -> Tensor:
+def as_tensor(stored: Leaf, name: str) -> Tensor:
     """A pickled tensor; its bytes are located at their first read."""
+    if isinstance(stored, Tensor):
+        return stored
     origin = (0,) * len(stored.shape)
     return Tensor(name, stored.dtype, stored.shape, [Box(origin, stored.shape, stored.view)])
 
@@ -78,7 +82,7 @@ def read_optimizer(
             name = names[key]
             _check_shapes(name, state[key], tensors, where)
             named[name] = {
-                what: as_tensor(value, f"{name}.{what}") if isinstance(value, StoredTensor) else value
+                what: as_tensor(value, f"{name}.{what}") if isinstance(value, Leaf) else value
                 for what, value in state[key].items()
             }
 
@@ -94,7 +98,7 @@ def read_optimizer(
 def _names(
     groups: list[dict[Any, Any]],
     keys: list[list[Any]],
-    state: Mapping[Any, Mapping[str, StoredTensor | Scalar]],
+    state: Mapping[Any, Mapping[str, Leaf | Scalar]],
     tensors: Mapping[str, Tensor],
     order: Sequence[str] | None,
     where: str,
@@ -102,7 +106,7 @@ def _names(
     """Key -> parameter name."""
     flat = [key for group in keys for key in group]
     if all(type(key) is str for key in flat):
-        return {key: _known(plain_name(key), tensors, where) for key in flat}
+        return {key: _known(key, tensors, where) for key in flat}
     if not all(type(key) is int for key in flat):
         raise CheckpointError(f"{where}: damaged, its groups mix names and numbers")
     listed = [group.get("param_names") for group in groups]  # AdamW(model.named_parameters())
@@ -111,7 +115,7 @@ def _names(
         for names, group in zip(listed, keys, strict=True)
     ):
         return {
-            key: _known(plain_name(str(name)), tensors, where)
+            key: _known(str(name), tensors, where)
             for group, names in zip(keys, listed, strict=True)
             for key, name in zip(group, names or [], strict=True)
         }
@@ -131,18 +135,19 @@ def _names(
     return {keys[group][at]: name for name, (group, at) in places.items()}
 
 
-def _known(name: str, tensors: Mapping[str, Tensor], where: str) -> str:
+def _known(named: str, tensors: Mapping[str, Tensor], where: str) -> str:
+    name = known_name(named, tensors)
     if name not in tensors:
         raise CheckpointError(f"{where}: holds state for {name!r}, which is not in the model")
     return name
 
 
-def _state(values: Any, key: str, where: str) -> dict[str, StoredTensor | Scalar]:
+def _state(values: Any, key: str, where: str) -> dict[str, Leaf | Scalar]:
     if not isinstance(values, dict):
         raise CheckpointError(f"{where}: damaged, the state of {key!r} is not a table")
-    found: dict[str, StoredTensor | Scalar] = {}
+    found: dict[str, Leaf | Scalar] = {}
     for what, value in values.items():
-        if isinstance(value, (StoredTensor, int, float)):
+        if isinstance(value, (StoredTensor, Tensor, int, float)):
             found[str(what)] = value
         elif value is not None:
             raise CheckpointError(
@@ -151,17 +156,17 @@ def _state(values: Any, key: str, where: str) -> dict[str, StoredTensor | Scalar
     return found
 
 
-def _shape(values: Mapping[str, StoredTensor | Scalar]) -> Shape | None:
-    shapes = [value.shape for what in _SHAPED if isinstance(value := values.get(what), StoredTensor)]
+def _shape(values: Mapping[str, Leaf | Scalar]) -> Shape | None:
+    shapes = [value.shape for what in _SHAPED if isinstance(value := values.get(what), Leaf)]
     return shapes[0] if shapes else None
 
 
 def _check_shapes(
-    name: str, values: Mapping[str, StoredTensor | Scalar], tensors: Mapping[str, Tensor], where: str
+    name: str, values: Mapping[str, Leaf | Scalar], tensors: Mapping[str, Tensor], where: str
 ) -> None:
     for what in _SHAPED:
         value = values.get(what)
-        if isinstance(value, StoredTensor) and value.shape != tensors[name].shape:
+        if isinstance(value, Leaf) and value.shape != tensors[name].shape:
             raise CheckpointError(
                 f"{where}: {what} of {name!r} has the shape {list(value.shape)}, the parameter "
                 f"{list(tensors[name].shape)}"
@@ -180,7 +185,7 @@ def _group(group: Mapping[Any, Any]) -> dict[str, Any]:
     for key, value in group.items():
         if key in ("params", "param_names"):
             continue
-        if isinstance(value, StoredTensor):
+        if isinstance(value, Leaf):
             tensor = as_tensor(value, str(key))
             value = tensor.read().tolist() if tensor.numel <= _MAX_GROUP_TENSOR else None
         made[str(key)] = plain(value)

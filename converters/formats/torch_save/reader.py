@@ -12,6 +12,7 @@ Source: torch/serialization.py; transformers' `save_pretrained`; accelerate/util
 from __future__ import annotations
 
 import re
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import Aliases, Checkpoint, OptimizerState
@@ -20,7 +21,7 @@ from converters.containers.shard_index import read_index
 from converters.containers.torchzip import StoredTensor, TorchZip
 from converters.errors import CheckpointError, OptimizerStateError, blame
 from converters.formats import Format, Source
-from converters.formats.torch_save.optimizer import as_tensor, is_optimizer, read_optimizer
+from converters.formats.torch_save.optimizer import Leaf, as_tensor, is_optimizer, read_optimizer
 from converters.names.canonical import model_container, plain_names
 from converters.names.tied_weights import pick_owner
 from converters.storage.folder import Folder
@@ -113,7 +114,7 @@ def _open(source: Source) -> Checkpoint:
     if name.endswith(_INDEX_SUFFIX):
         stored = read_index(folder, name, lambda file: _bare(file, load(file)))
     else:
-        stored, optimizers, counted = _split(load(folder.file(name)), where)
+        stored, optimizers, counted = split(load(folder.file(name)), where)
     views = plain_names(stored, where=where)
     tensors: dict[str, Tensor] = {}
     for plain, view in views.items():
@@ -134,7 +135,7 @@ def _open(source: Source) -> Checkpoint:
         format="torch",
         root=source.path,
         tensors=tensors,
-        aliases=_aliases(views, tensors),
+        aliases=aliases_of(views, tensors),
         optimizer=optimizer,
         metadata={**counted, **trainer_metadata(root)},
         companions=companions,
@@ -182,7 +183,7 @@ def _bare(file: SourceFile, saved: Any) -> dict[str, StoredTensor]:
     return saved
 
 
-def _split(saved: Any, where: str) -> tuple[dict[str, StoredTensor], list[Any], dict[str, Any]]:
+def split(saved: Any, where: str) -> tuple[dict[str, Any], list[Any], dict[str, Any]]:
     """(the model's tensors by name, optimizers, the rest) of what a file holds."""
     if not isinstance(saved, dict):
         what = "a single tensor" if isinstance(saved, StoredTensor) else f"a {type(saved).__name__}"
@@ -195,7 +196,7 @@ def _split(saved: Any, where: str) -> tuple[dict[str, StoredTensor], list[Any], 
         raise CheckpointError(
             f"{where}: an optimizer's state without a model; give the folder of the checkpoint"
         )
-    found: dict[KeyPath, StoredTensor] = {}
+    found: dict[KeyPath, Leaf] = {}
     optimizers: list[Any] = []
     counted: dict[str, Any] = {}
     left = _MAX_VALUES
@@ -206,7 +207,7 @@ def _split(saved: Any, where: str) -> tuple[dict[str, StoredTensor], list[Any], 
         left -= 1
         if left < 0 or len(path) > _MAX_DEPTH:
             raise CheckpointError(f"{where}: nested too deeply or too large to be a state dict")
-        if isinstance(value, StoredTensor):
+        if isinstance(value, Leaf):
             found[path] = value
         elif is_optimizer(value):
             optimizers.append(value)
@@ -220,7 +221,7 @@ def _split(saved: Any, where: str) -> tuple[dict[str, StoredTensor], list[Any], 
         elif isinstance(value, int) and len(path) == 1 and path[0] in ("step", "global_step"):
             counted["step"] = value
     container = model_container(list(found))
-    model: dict[str, StoredTensor] = {}
+    model: dict[str, Leaf] = {}
     for path, stored in found.items():
         if container is None or path[:-1] == container:
             name = ".".join(map(str, path if container is None else path[-1:]))
@@ -233,11 +234,11 @@ def _split(saved: Any, where: str) -> tuple[dict[str, StoredTensor], list[Any], 
     return model, optimizers, counted
 
 
-def _aliases(views: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]) -> dict[str, str]:
+def aliases_of(views: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Alias -> owner, for names with the same view of the same storage."""
     groups: dict[str, list[str]] = {}
     for name, view in views.items():
-        if tensors[name].numel:
+        if tensors[name].numel and prod(view.shape):
             # Strides of dimensions of size 1 do not matter. The key is a string: see `pickle_reader.MAX_KEY`.
             strides = [step if size > 1 else 0 for size, step in zip(view.shape, view.strides, strict=True)]
             located = (str(view.storage.zip.file.path), view.storage.key, view.offset, view.shape, strides)
@@ -249,4 +250,13 @@ def _aliases(views: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor]) -
     return aliases
 
 
-FORMAT = Format("torch", _detect, _open, _incomplete)
+FORMAT = Format(
+    "torch",
+    _detect,
+    _open,
+    _incomplete,
+    written_by="`torch.save`: full state dicts, with or without an optimizer; Lightning's and Composer's "
+    "single file; FSDP `FULL_STATE_DICT` as Accelerate and the Trainer save it",
+    recognised_by="`pytorch_model.bin` or its index, `pytorch_model_fsdp.bin`, the only `.pt`, `.pth`, "
+    "`.bin` or `.ckpt` file",
+)

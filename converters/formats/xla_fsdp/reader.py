@@ -226,4 +226,10 @@ def _tensors(key: Any, value: Any, layout: Layout | None, shards: list[tuple[str
         return {str(key): whole(value, str(key))}
 
 
-FORMAT = Format("xla-fsdp", _detect, _open)
+FORMAT = Format(
+    "xla-fsdp",
+    _detect,
+    _open,
+    written_by="PyTorch/XLA's `XlaFullyShardedDataParallel`, alone or inside the Trainer",
+    recognised_by="one file per rank, with `shard_metadata`",
+)

@@ -27,14 +27,16 @@ class FinishedSamples(Samples):
         name: of the object.
         records: the object.
         part: of its samples.
+        vocabulary: tokens that the model knows; 0 if that is not known.
     """
 
-    def __init__(self, name: str, records: Any, part: Part) -> None:
+    def __init__(self, name: str, records: Any, part: Part, vocabulary: int = 0) -> None:
         self.num_samples = part.num_samples
         self._name = name
         self._records = records
         self._part = part
         self._length = len(records)
+        self._vocabulary = vocabulary
         first = self._sample(0)
         self._like = {key: (value.shape, value.dtype) for key, value in first.items()}
         self.sequences = first["input_ids"].shape[0] if first["input_ids"].ndim == 2 else 1
@@ -42,7 +44,7 @@ class FinishedSamples(Samples):
         """Of a sequence."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _again, (self._name, self._part, plugins.installed())
+        return _again, (self._name, self._part, self._vocabulary, plugins.installed())
 
     def arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
         found = [self._sample(self._part(index)) for _, index in places]
@@ -63,6 +65,12 @@ class FinishedSamples(Samples):
             if not isinstance(sample, Mapping) or not {"input_ids", "labels"} <= sample.keys():
                 raise UserError(f"{told}: sample {number} is no mapping with input_ids and labels")
             found = {str(key): _array(value) for key, value in sample.items()}
+        ids = found["input_ids"]
+        if self._vocabulary and ids.size and not (ids.min() >= 0 and ids.max() < self._vocabulary):
+            raise UserError(
+                f"{told}: sample {number} has tokens from {ids.min()} to {ids.max()}, and there are "
+                f"{self._vocabulary:,}, from 0; correct it, or data.tokenizer and the model"
+            )
         like = getattr(self, "_like", None)
         if like is not None and like != {key: (value.shape, value.dtype) for key, value in found.items()}:
             wrong = next(
@@ -91,7 +99,7 @@ def _array(value: Any) -> npt.NDArray[Any]:
     raise TypeError(f"{one_line(array.dtype)} is neither of integers nor of floats")
 
 
-def _again(name: str, part: Part, sources: Mapping[str, str]) -> FinishedSamples:
+def _again(name: str, part: Part, vocabulary: int, sources: Mapping[str, str]) -> FinishedSamples:
     """The same in a process that prepares batches."""
     plugins.install(sources)
-    return FinishedSamples(name, plugins.load_made("data.source", name), part)
+    return FinishedSamples(name, plugins.load_made("data.source", name), part, vocabulary)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -22,6 +21,7 @@ from portable.data.sources.conversations import (
     valid,
 )
 from portable.errors import UserError
+from portable.terminal import tell
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -66,14 +66,12 @@ class BadRecords:
             return
         self._seen.add(str(error))
         if self.count <= _MOST_TOLD:
-            print(f"warning: skipped: {error}", file=sys.stderr)
+            tell(f"warning: skipped: {error}")
 
     def tell(self, name: str) -> None:
         """Tell how many there were."""
         if self.count > _MOST_TOLD:
-            print(
-                f"warning: {name}: {self.count:,} records were skipped (data.on_bad_record)", file=sys.stderr
-            )
+            tell(f"warning: {name}: {self.count:,} records were skipped (data.on_bad_record)")
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -16,6 +18,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from portable.data.sources.conversations import Format
+
+
+PATIENCE = 20.0
+"""Seconds of reading records until the user is told how many there are so far."""
 
 
 class OwnRecords(Source):
@@ -73,7 +79,15 @@ class OwnRecords(Source):
                 found = map(found.__getitem__, range(len(found)))
             if isinstance(found, str | Mapping) or not isinstance(found, Iterable):
                 raise UserError(f"{told}: gives a {type(found).__name__}, not an iterable of records")
+            asks_at = time.monotonic() + PATIENCE
             for number, row in enumerate(islice(found, self._max_samples), start=1):
+                if number % 1000 == 0 and time.monotonic() > asks_at:
+                    asks_at = float("inf")
+                    print(
+                        f"note: {told}: {number:,} records so far; if there is no end of them, set "
+                        "data.max_samples",
+                        file=sys.stderr,
+                    )
                 where = f"{self.name}: record {number}"
                 if not isinstance(row, Mapping):
                     raise UserError(f"data.source: {where} is a {type(row).__name__}, not a mapping")

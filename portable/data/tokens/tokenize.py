@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections import Counter, deque
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -19,6 +18,7 @@ from portable.data.tokens.cache import FORMAT, CacheDamagedError, TokenCache, To
 from portable.data.tokens.parallel import cores, ordered_map
 from portable.data.tokens.tokenizer import Vocabulary, parallel_tokenizers, tokenizer_digest
 from portable.errors import RunError, UserError
+from portable.terminal import tell
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -131,7 +131,7 @@ def tokenize(
             return TokenCache.open(folder)
         except CacheDamagedError as error:
             if folder.exists():
-                print(f"warning: data.cache_dir: {error}; tokenizing again", file=sys.stderr)
+                tell(f"warning: data.cache_dir: {error}; tokenizing again")
         names = ["text"]
         names += ["target"] * (fields.target is not None) + ["pair"] * (fields.pair is not None)
         writer = TokenWriter(

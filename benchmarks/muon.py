@@ -1,0 +1,241 @@
+"""What Muon costs: processor time and traffic of an update by strategy, beside AdamW and torch's own Muon.
+
+``python -m benchmarks.muon`` takes a few steps of one model on local CPU ranks with each optimizer. Times are
+those of a rank's processor in ``Engine.update``, where other work on the machine does not count. Bytes are
+what a rank sends to others in the collectives within it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+os.environ.setdefault("USE_TORCH_XLA", "0")
+
+import torch
+import torch.distributed as dist
+from torch import multiprocessing
+
+from benchmarks.machine import command_line, describe_machine, machine_in_words
+from portable.config import RunConfig, load_config
+from portable.loop import train_step
+from portable.registry import create_backend
+from portable.run.batches import train_loader
+from portable.run.prepare import prepare
+from portable.run.restore import restore
+from portable.run.settle import settle
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+STRATEGIES = ("no_shard", "full_shard", "zero2")
+OPTIMIZERS = ("adamw", "muon")
+WARM_UP = 2  # steps
+
+
+def config_of(folder: Path, given: argparse.Namespace, **settings: Any) -> RunConfig:
+    return load_config(
+        None,
+        {
+            "backend": "cpu",
+            "precision": given.precision,
+            "output_dir": str(folder / "run"),
+            "model.config": {
+                "model_type": "llama",
+                "vocab_size": 4096,
+                "hidden_size": given.hidden,
+                "intermediate_size": given.hidden * 8 // 3 // 16 * 16,
+                "num_hidden_layers": given.layers,
+                "num_attention_heads": 8,
+                "max_position_embeddings": 64,
+            },
+            "data.seq_len": 64,
+            "data.cache_dir": str(folder / "cache"),
+            "data.eval_fraction": 0,
+            "data.max_samples": 40,
+            "train.global_batch_size": 4,
+            "train.micro_batch_size": 1,
+            "train.learning_rate": 1e-3,
+            "log.trackers": [],
+            **settings,
+        },
+    )
+
+
+class Sent:
+    """Counts the bytes that this rank sends in collectives, from the call of :meth:`watch` on."""
+
+    def __init__(self) -> None:
+        self.bytes = 0.0
+        self.counting = False
+
+    def watch(self) -> None:
+        """Replace torch.distributed's collectives by ones that count."""
+        ranks = dist.get_world_size()
+        share = (ranks - 1) / ranks
+        ring: dict[str, Callable[..., float]] = {
+            "all_reduce": lambda tensor, *_, **__: 2 * share * tensor.nbytes,
+            "broadcast": lambda tensor, *_, **__: share * tensor.nbytes,
+            "all_gather_into_tensor": lambda output, *_, **__: share * output.nbytes,
+            "_all_gather_base": lambda output, *_, **__: share * output.nbytes,
+            "all_gather": lambda output, *_, **__: share * sum(one.nbytes for one in output),
+            "reduce_scatter_tensor": lambda _, given, *__, **___: share * given.nbytes,
+            "all_to_all_single": lambda _, given, *__, **___: share * given.nbytes,
+        }
+        for name, size in ring.items():
+            setattr(dist, name, self._counted(getattr(dist, name), size))
+
+    def _counted(self, collective: Any, size: Callable[..., float]) -> Any:
+        def counted(*given: Any, **named: Any) -> Any:
+            if self.counting:
+                self.bytes += size(*given, **named)
+            return collective(*given, **named)
+
+        return counted
+
+
+def steps_of(config: RunConfig, steps: int) -> dict[str, float]:
+    """Median processor seconds of an update, and of a step; bytes that an update sends."""
+    backend = create_backend(config.backend)
+    settled = settle(config, backend.name)
+    backend.start()
+    sent = Sent()
+    if dist.is_initialized():
+        sent.watch()  # before DeepSpeed and FSDP take them
+    run = prepare(settled, backend)
+    engine: Any = restore(run, None).engine
+    batches = iter(train_loader(run, 0))
+    update = engine.update
+    updates: list[float] = []
+    whole: list[float] = []
+
+    def timed(*given: Any, **named: Any) -> Any:
+        sent.counting, began = True, time.process_time()
+        result = update(*given, **named)
+        updates.append(time.process_time() - began)
+        sent.counting = False
+        return result
+
+    engine.update = timed
+    for step in range(WARM_UP + steps):
+        if step == WARM_UP:
+            updates.clear()
+            whole.clear()
+            sent.bytes = 0.0
+        began = time.process_time()
+        result = train_step(
+            backend,
+            engine,
+            batches,
+            plan=run.plan,
+            first_sample=step * run.plan.global_batch_size,
+            learning_rate=1e-3,
+            max_grad_norm=1.0,
+        )
+        backend.read([result.loss])
+        whole.append(time.process_time() - began)
+    batches.close()
+    found = {
+        "update": statistics.median(updates),
+        "step": statistics.median(whole),
+        "sent": sent.bytes / steps,
+    }
+    backend.stop()
+    return found
+
+
+def _rank(rank: int, ranks: int, port: int, config: RunConfig, steps: int, out: Path) -> None:
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    torch.set_num_threads(1)
+    found = steps_of(config, steps)
+    if rank == 0:
+        out.write_text(json.dumps(found))
+
+
+def on_ranks(config: RunConfig, ranks: int, steps: int, folder: Path) -> dict[str, float]:
+    """:func:`steps_of` of rank 0, each rank in a process of its own."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    out = folder / "found.json"
+    multiprocessing.spawn(_rank, args=(ranks, port, config, steps, out), nprocs=ranks)  # type: ignore[no-untyped-call, attr-defined]
+    found: dict[str, float] = json.loads(out.read_text())
+    return found
+
+
+def alone(config: RunConfig, name: str, steps: int) -> float:
+    """Median processor seconds of torch's own optimizers on the same parameters, in one process."""
+    from transformers import AutoModelForCausalLM
+
+    from portable.model.build import model_config
+    from portable.model.groups import layer_matrices
+
+    model = AutoModelForCausalLM.from_config(model_config(config.model))
+    matrices = layer_matrices(model) if name == "muon" else set()
+    both: dict[bool, list[torch.nn.Parameter]] = {True: [], False: []}
+    for key, parameter in model.named_parameters():
+        both[key in matrices].append(parameter)
+        parameter.grad = torch.randn_like(parameter)
+    optimizers: list[Any] = [torch.optim.AdamW(both[False], lr=1e-3, fused=True)]
+    if both[True]:
+        optimizers.append(torch.optim.Muon(both[True], lr=1e-3, adjust_lr_fn="match_rms_adamw"))
+    seconds = []
+    for _ in range(WARM_UP + steps):
+        began = time.process_time()
+        for optimizer in optimizers:
+            optimizer.step()
+        seconds.append(time.process_time() - began)
+    return statistics.median(seconds[WARM_UP:])
+
+
+def rows(given: argparse.Namespace, folder: Path) -> Iterator[tuple[str, str, int, dict[str, float]]]:
+    """Where, the optimizer, ranks, and what was found."""
+    for name in OPTIMIZERS:
+        config = config_of(folder, given)
+        yield "torch.optim alone", name, 1, {"update": alone(config, name, given.steps)}
+    for strategy in given.strategies:
+        for name in OPTIMIZERS:
+            for ranks in given.ranks:
+                config = config_of(folder, given, strategy=strategy, **{"train.optimizer": name})
+                yield strategy, name, ranks, on_ranks(config, ranks, given.steps, folder)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[2])
+    parser.add_argument("--strategies", nargs="*", default=list(STRATEGIES))
+    parser.add_argument("--ranks", nargs="*", type=int, default=[1, 2, 4])
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16"))
+    given = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    print(
+        f"{command_line('benchmarks.muon', argv)}; {machine_in_words(describe_machine(torch.device('cpu')))}"
+    )
+    print("| strategy | optimizer | ranks | update, s of a rank's processor | sent in it, MB |")
+    print("| --- | --- | --- | --- | --- |")
+    with tempfile.TemporaryDirectory() as temporary:
+        for where, name, ranks, found in rows(given, Path(temporary)):
+            sent = f"{found['sent'] / 1e6:.2f}" if "sent" in found else ""
+            print(f"| {where} | {name} | {ranks} | {found['update']:.3f} | {sent} |", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

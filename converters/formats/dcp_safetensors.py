@@ -1,0 +1,158 @@
+"""DCP's sharded safetensors, from torch's `HuggingFaceStorageWriter(save_distributed=True)`.
+
+`shard-<rank + 1>-model-<k>-of-<n>.safetensors` holds one rank's parts, and in its header where each begins in
+its tensor (`DCP_SHARDING_INFO`). With consolidation, the shards lie in `sharded/` and whole files above. The
+shards are read, since torch's consolidation writes zeros for a part that it does not find. No record holds
+the number of ranks or the shapes: a missing last shard shows only where consolidated files lie above.
+
+Source: torch/distributed/checkpoint/hf_storage.py, _hf_utils.py.
+"""
+
+from __future__ import annotations
+
+import re
+from itertools import product
+from typing import TYPE_CHECKING
+
+from converters.checkpoint import Checkpoint, OptimizerState
+from converters.companions import find_companions, trainer_metadata
+from converters.containers.shard_index import read_index, read_json
+from converters.errors import CheckpointError, blame
+from converters.formats import Format, Source
+from converters.formats.safetensors import INDEX, read_file
+from converters.names.canonical import assign_roles, paths_without_nesting, plain_name, plain_names
+from converters.storage.bytes import Memory
+from converters.storage.folder import Folder
+from converters.storage.guarded import child
+from converters.tensors.tensor import MAX_DIMS, Box, Tensor, View
+
+if TYPE_CHECKING:
+    from converters.storage.bytes import SourceFile
+    from converters.storage.path_or_url import Place
+
+_SHARD = re.compile(r"shard-(\d{5,9})-model-(\d{5,9})-of-(\d{5,9})\.safetensors")
+_FOLDER, INFO, OFFSETS = "sharded", "DCP_SHARDING_INFO", "saved_offsets"
+_NOTHING = View(Memory(b""), 0, ())
+
+
+def _shards(path: Place) -> list[str]:
+    try:
+        return sorted(entry.name for entry in path.iterdir() if _SHARD.fullmatch(entry.name))
+    except OSError:
+        return []
+
+
+def _folder(path: Place) -> Place | None:
+    """The folder of the shards for a path: of one of them, of all, or above it."""
+    if path.is_file():
+        return path.parent if _SHARD.fullmatch(path.name) else None
+    if _shards(path):
+        return path
+    return child(path, _FOLDER) if _shards(path / _FOLDER) else None
+
+
+def _detect(source: Source) -> bool:
+    return _folder(source.path) is not None
+
+
+def _open(source: Source) -> Checkpoint:
+    path = _folder(source.path)
+    assert path is not None
+    folder, where = Folder(path, verify=source.verify), str(path)
+    names = _shards(path)
+    _check_complete(names, path)
+    boxes: dict[str, list[Box]] = {}
+    kinds: dict[str, tuple[str, list[int]]] = {}
+    for name in names:
+        file = folder.file(name)
+        held, header = read_file(file)
+        offsets = _offsets(header.get(INFO), file)
+        for key, part in held.items():
+            low = offsets.get(key)
+            if low is None or len(low) != len(part.shape):
+                raise CheckpointError(f"{file.path}: damaged, {INFO} does not say where {key!r} begins")
+            dtype, size = kinds.setdefault(key, (part.dtype, [0] * len(low)))
+            if part.dtype != dtype or len(size) != len(low):
+                raise CheckpointError(f"{file.path}: {key!r} has another type or shape than in other shards")
+            size[:] = [max(n, at + count) for n, at, count in zip(size, low, part.shape, strict=True)]
+            (whole,) = part.boxes or (None,)
+            boxes.setdefault(key, []).append(Box(low, part.shape, whole.view if whole else _NOTHING))
+    with blame(path):
+        stored = {key: Tensor(key, *kinds[key], held) for key, held in boxes.items()}
+    _check_consolidated(path, stored)
+    roles = assign_roles(paths_without_nesting(stored, where=where), frozenset(stored), where=where)
+    state = {
+        plain_name(name): {what: stored[key] for what, key in keys.items()}
+        for name, keys in roles.state.items()
+    }
+    return Checkpoint(
+        format="dcp-safetensors",
+        root=source.path,
+        tensors=plain_names({name: stored[key] for name, key in roles.model.items()}, where=where),
+        optimizer=OptimizerState(state, [{"params": list(state)}]) if state else None,
+        metadata={**trainer_metadata(path), "other_keys": roles.other},
+        companions=find_companions(source.path),
+    )
+
+
+def _check_complete(names: list[str], path: Place) -> None:
+    """Refuse a gap in the numbers of the shards: a tensor that is not cut lies in one of them only."""
+    matches = [match for name in names if (match := _SHARD.fullmatch(name))]
+    counts = {int(match[3]) for match in matches}
+    if len(counts) > 1:
+        raise CheckpointError(
+            f"{path}: holds shards of two saves, of {min(counts)} and {max(counts)} files each"
+        )
+    for at, what in ((1, "shard"), (2, "model")):
+        found = {int(match[at]) for match in matches}
+        wanted = counts.pop() if what == "model" else max(found)
+        missing = next((n for n in range(1, len(found) + 1) if n not in found), None)
+        if missing is None and len(found) != wanted:
+            missing = len(found) + 1
+        if missing is not None:
+            raise CheckpointError(f"{path}: the files of {what} {missing:05d} are missing")
+    # A rank has a part of nearly every tensor, and one would end where its last part is missing.
+    held = {(int(match[1]), int(match[2])) for match in matches}
+    for shard, model in product({shard for shard, _ in held}, {model for _, model in held}):
+        if (shard, model) not in held:
+            raise CheckpointError(f"{path}: the file of shard {shard:05d}, model {model:05d} is missing")
+
+
+def _offsets(text: str | None, file: SourceFile) -> dict[str, tuple[int, ...]]:
+    """Tensor -> where the part in this file begins."""
+    table = read_json(file, text.encode("utf-8", "surrogatepass")) if text is not None else None
+    if not isinstance(table, dict):
+        raise CheckpointError(f"{file.path}: holds no {INFO}, so it is no shard of DCP's")
+    found: dict[str, tuple[int, ...]] = {}
+    for key, entry in table.items():
+        low = entry.get(OFFSETS) if isinstance(entry, dict) else None
+        if not isinstance(low, list) or len(low) > MAX_DIMS:
+            raise CheckpointError(f"{file.path}: damaged, {INFO} does not say where {key!r} begins")
+        if any(type(n) is not int or not 0 <= n < 1 << 62 for n in low):
+            raise CheckpointError(f"{file.path}: damaged, {INFO} has no sizes for {key!r}")
+        found[key] = tuple(low)
+    return found
+
+
+def _check_consolidated(path: Place, stored: dict[str, Tensor]) -> None:
+    """Compare the shapes with those of the consolidated files above, where there are any."""
+    above = path.absolute().parent
+    if path.name != _FOLDER or not (above / INDEX).is_file():
+        return
+    whole = read_index(Folder(above), INDEX, lambda file: read_file(file)[0])
+    for name, tensor in whole.items():
+        held = stored.get(name)
+        if held is None or held.shape != tensor.shape:
+            lost = "is missing" if held is None else f"is {list(held.shape)}"
+            raise CheckpointError(
+                f"{path}: {name!r} {lost}, and {list(tensor.shape)} in the files above: a shard is missing"
+            )
+
+
+FORMAT = Format(
+    "dcp-safetensors",
+    _detect,
+    _open,
+    written_by="torch's `HuggingFaceStorageWriter(save_distributed=True)`: torchtitan, Automodel",
+    recognised_by="`shard-<r>-model-<k>-of-<n>.safetensors`, there or in `sharded/`",
+)

@@ -1,0 +1,260 @@
+"""One torch.save file a rank of FSDP-sharded state, as verl and its descendants save it.
+
+`model_world_size_<n>_rank_<r>.pt` holds the model's `state_dict()` with DTensors (FSDP2, or FSDP1 with a
+mesh) or ShardedTensors (FSDP1 without), whose placements say what part each rank has; `optim_world_size_...`
+beside holds `optimizer.state_dict()`. Parts that several ranks hold are taken from the first of them.
+
+Source: verl/utils/checkpoint/fsdp_checkpoint_manager.py.
+"""
+
+from __future__ import annotations
+
+import re
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from converters.checkpoint import Checkpoint
+from converters.companions import find_companions
+from converters.containers.pickle_reader import plain, shown
+from converters.containers.torchzip import StoredTensor
+from converters.errors import CheckpointError, OptimizerStateError, blame
+from converters.formats import Format, Source
+from converters.formats.fsdp_ranks.flat import Copies, is_flat, read_flat
+from converters.formats.fsdp_ranks.sharded import Sharded, boxes, load
+from converters.formats.torch_save.optimizer import read_optimizer
+from converters.formats.torch_save.reader import aliases_of, in_order, split
+from converters.names.canonical import plain_names
+from converters.storage.bytes import Memory
+from converters.storage.folder import Folder
+from converters.storage.guarded import child
+from converters.tensors.tensor import Box, Tensor, View
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from converters.checkpoint import Aliases, OptimizerState, Scalar
+    from converters.formats.fsdp_ranks.sharded import Dims
+    from converters.storage.path_or_url import Place
+
+_FILE = re.compile(
+    r"(?P<kind>model|optim|extra_state)_world_size_(?P<world>\d{1,9})_rank_(?P<rank>\d{1,9})\.pt"
+)
+_STEP = re.compile(r"global_step_?(\d{1,18})")
+_FLAT = "_flat_param"
+_UNNAMED = "archive"
+
+
+def _holds(path: Place) -> bool:
+    try:
+        return any(_FILE.fullmatch(entry.name) for entry in path.iterdir())
+    except OSError:
+        return False
+
+
+def _models(path: Place) -> list[str]:
+    """The folders of a step that hold a model each (`actor`, `critic`)."""
+    try:
+        return sorted(entry.name for entry in path.iterdir() if entry.is_dir() and _holds(entry))
+    except OSError:
+        return []
+
+
+def _detect(source: Source) -> bool:
+    if source.path.is_file():
+        return _FILE.fullmatch(source.path.name) is not None
+    return _holds(source.path) or bool(_models(source.path))
+
+
+def _open(source: Source) -> Checkpoint:
+    path = source.path.parent if source.path.is_file() else source.path
+    if not _holds(path):
+        models = _models(path)
+        if len(models) > 1:
+            raise CheckpointError(
+                f"{path}: holds several models; give one of {', '.join(map(shown, models[:8]))}"
+            )
+        path = child(path, models[0])
+    return _Ranks(Folder(path, verify=source.verify)).checkpoint(source.path)
+
+
+class Parts:
+    """One sharded tensor, rank by rank."""
+
+    def __init__(self, first: Sharded, where: str) -> None:
+        self.dtype, self.shape, self.where = first.dtype, first.shape, where
+        self.view: StoredTensor | None = None
+        self.boxes: dict[str, Box] = {}
+        # Of all ranks: more than the boxes where there are replicas.
+        self.parts = 0
+
+    def add(self, value: Any, rank: int) -> None:
+        if not isinstance(value, Sharded) or (value.dtype, value.shape) != (self.dtype, self.shape):
+            raise CheckpointError(f"{self.where}: the ranks disagree about its type or shape")
+        for offsets, stored in boxes(value, rank, self.where):
+            if prod(stored.shape):
+                self.parts += 1
+                self.view = self.view or stored
+                # As text: numbers can be chosen to collide.
+                self.boxes.setdefault(repr((offsets, stored.shape)), Box(offsets, stored.shape, stored.view))
+
+    def tensor(self) -> Tensor:
+        if not prod(self.shape):
+            origin: Dims = (0,) * len(self.shape)
+            return Tensor(
+                self.where, self.dtype, self.shape, [Box(origin, self.shape, View(Memory(b""), 0, origin))]
+            )
+        return Tensor(self.where, self.dtype, self.shape, list(self.boxes.values()))
+
+
+class _Ranks:
+    """The files of all ranks."""
+
+    def __init__(self, folder: Folder) -> None:
+        self.folder = folder
+        self.where = str(folder.path)
+        self.files: dict[str, dict[int, str]] = {}
+        worlds: dict[int, str] = {}
+        for name in sorted(entry.name for entry in folder.path.iterdir()):
+            found = _FILE.fullmatch(name)
+            if found is not None:
+                worlds.setdefault(int(found["world"]), name)
+                self.files.setdefault(found["kind"], {})[int(found["rank"])] = name
+        if len(worlds) > 1:
+            one, other = sorted(worlds.values())[:2]
+            raise CheckpointError(f"{self.where}: holds files of two runs, {one} and {other}")
+        (self.world,) = worlds
+        for kind, ranks in self.files.items():
+            missing = self.world - sum(rank < self.world for rank in ranks)
+            if missing and kind != "extra_state":
+                first = next(rank for rank in range(len(ranks) + 1) if rank not in ranks)
+                raise CheckpointError(
+                    f"{self.where}: the {kind} file of rank {first} is missing ({missing} of {self.world})"
+                )
+            extra = [name for rank, name in ranks.items() if rank >= self.world]
+            if extra:
+                raise CheckpointError(f"{folder.path / extra[0]}: its rank is beyond its world size")
+        if "model" not in self.files:
+            raise CheckpointError(
+                f"{self.where}: the model files are missing, only optimizer files were found"
+            )
+
+    def _rank(self, kind: str) -> Iterator[tuple[int, Any]]:
+        """(rank, content) of each file of a kind; CheckpointError for a renamed one (it stores its name)."""
+        for rank, name in sorted(self.files[kind].items()):
+            where = str(self.folder.path / name)
+            archive, content = load(self.folder.file(name))
+            if archive not in (_UNNAMED, name.removesuffix(".pt")):
+                raise CheckpointError(f"{where}: was saved as {shown(archive)}, so it is another rank's file")
+            if not isinstance(content, dict):
+                raise CheckpointError(f"{where}: not a state dict but a {type(content).__name__}")
+            yield rank, content
+
+    def merged(self, kind: str) -> dict[Any, Any]:
+        """What all ranks' files of a kind hold together, with `Parts` and `Copies` for tensors."""
+        held: dict[Any, Any] = {}
+        for rank, content in self._rank(kind):
+            _fold(held, content, rank, f"{self.where}: {kind}", "")
+        return held
+
+    def checkpoint(self, root: Place) -> Checkpoint:
+        merged = self.merged("model")
+        if any(str(key).rpartition(".")[2] == _FLAT for key in merged):
+            raise CheckpointError(
+                f"{self.where}: holds flat parameters of FSDP1 (LOCAL_STATE_DICT), which do not record the "
+                "names and shapes in them; save with SHARDED_STATE_DICT or FULL_STATE_DICT"
+            )
+        made: dict[int, Parts] = {}
+        found, _, counted = split(_finished(merged, made), self.where)
+        tensors: dict[str, Tensor] = plain_names(found, where=self.where)
+        sharded = {name: made[id(tensor)] for name, tensor in tensors.items() if id(tensor) in made}
+        views = {name: part.view for name, part in sharded.items() if part.view is not None}
+        replicas = any(part.parts > len(part.boxes) for part in sharded.values())
+
+        def optimizer(aliases: Aliases) -> OptimizerState | None:
+            if "optim" not in self.files:
+                return None
+            where = f"{self.where}: the optimizer"
+            saved = self.merged("optim")
+            order = in_order(sharded or tensors, aliases)
+            with blame(self.folder.path):
+                if not is_flat(saved):
+                    return read_optimizer(_finished(saved, {}), tensors, order, where=where)
+                if replicas:
+                    raise OptimizerStateError(
+                        f"{where} is that of FSDP1 with replicas, which is not supported"
+                    )
+                return read_flat(saved, order, tensors, self.world, where)
+
+        return Checkpoint(
+            format="fsdp-ranks",
+            root=root,
+            tensors=tensors,
+            aliases=aliases_of(views, tensors),
+            optimizer=optimizer,
+            metadata={**counted, "world_size": self.world, **_step(self.folder.path)},
+            companions=find_companions(self.folder.path),
+            counters=self._counters,
+        )
+
+    def _counters(self) -> dict[str, Scalar]:
+        """The schedule's step, in rank 0's extra state."""
+        name = self.files.get("extra_state", {}).get(0)
+        extra = load(self.folder.file(name))[1] if name is not None else None
+        schedule = extra.get("lr_scheduler") if isinstance(extra, dict) else None
+        last = schedule.get("last_epoch") if isinstance(schedule, dict) else None
+        return {"lr_scheduler.last_epoch": last} if type(last) is int else {}
+
+
+def _fold(held: dict[Any, Any], content: dict[Any, Any], rank: int, where: str, prefix: str) -> None:
+    """Add one rank's content to that of the ranks before it."""
+    for key, value in content.items():
+        name = f"{prefix}{key}" if type(key) in (str, int) else shown(key)
+        known = held.get(key)
+        if isinstance(value, dict) and (known is None or isinstance(known, dict)):
+            if known is None:
+                known = held[key] = {}
+            _fold(known, value, rank, where, f"{name}.")
+        elif isinstance(value, (Sharded, StoredTensor)):
+            if known is None:
+                about = f"{where}: {name}"
+                known = Parts(value, about) if isinstance(value, Sharded) else Copies(about)
+                held[key] = known
+            if not isinstance(known, (Parts, Copies)):
+                raise CheckpointError(f"{where}: {name} is a tensor on some ranks only")
+            known.add(value, rank)
+        elif isinstance(value, dict) or isinstance(known, (dict, Parts, Copies)):
+            raise CheckpointError(f"{where}: {name} is not of one kind on all ranks")
+        elif key not in held:
+            held[key] = value
+        elif plain(known) != plain(value):
+            raise CheckpointError(f"{where}: the ranks have different values of {name}; files of two runs?")
+
+
+def _finished(value: Any, made: dict[int, Parts]) -> Any:
+    """The same content with a `Tensor` for each tensor; `made` receives the `id` of each sharded one."""
+    if isinstance(value, dict):
+        return {key: _finished(item, made) for key, item in value.items()}
+    if isinstance(value, Parts):
+        tensor = value.tensor()
+        made[id(tensor)] = value
+        return tensor
+    return value.tensor() if isinstance(value, Copies) else value
+
+
+def _step(path: Place) -> dict[str, int]:
+    """The step in the name of the folder or the one above it."""
+    for name in (path.name, path.absolute().parent.name):
+        found = _STEP.fullmatch(name)
+        if found is not None:
+            return {"step": int(found[1])}
+    return {}
+
+
+FORMAT = Format(
+    "fsdp-ranks",
+    _detect,
+    _open,
+    written_by="verl and its descendants: one `torch.save` file a rank of FSDP1 or FSDP2, also with tensor "
+    "parallelism or replicas",
+    recognised_by="`model_world_size_<n>_rank_<r>.pt`, with `optim_world_size_...` beside",
+)

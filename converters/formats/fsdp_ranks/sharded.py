@@ -1,0 +1,212 @@
+"""DTensors and ShardedTensors as torch.save writes them: inert records, and the boxes they stand for.
+
+A DTensor's pickle holds this rank's part, the mesh, and one placement for each dimension of the mesh. Where
+the part lies in the whole follows from the rank's place in the mesh. A ShardedTensor's records the offsets.
+
+Source: torch/distributed/tensor/_utils.py (`_compute_local_shape_and_global_offset`), placement_types.py,
+torch/distributed/_shard/sharded_tensor/api.py.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from converters.containers.pickle_reader import Global, Instance
+from converters.containers.torchzip import TORCH_STANDINS, StoredTensor, TorchZip
+from converters.errors import CheckpointError
+from converters.formats.torch_save.optimizer import as_tensor
+from converters.tensors.dtypes import FROM_TORCH
+from converters.tensors.tensor import MAX_DIMS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from typing import TypeGuard
+
+    from converters.containers.pickle_reader import Standin
+    from converters.storage.bytes import SourceFile
+
+Dims = tuple[int, ...]
+
+_WRAPPER = "torch._utils._rebuild_wrapper_subclass"
+_SHARDED_TENSOR = "ShardedTensor"
+# No mesh has more ranks.
+_MAX_MESH = 1 << 20
+
+
+class Sharded:
+    """One rank's record of a sharded tensor: `kind` is the name of its class, `state` what it pickles."""
+
+    __slots__ = ("dtype", "kind", "shape", "state")
+
+    def __init__(self, kind: str, dtype: str, shape: Dims, state: Any) -> None:
+        self.kind = kind
+        self.dtype = dtype
+        self.shape = shape
+        self.state = state
+
+
+def _from_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
+    if not isinstance(function, Global) or function.key != _WRAPPER:
+        plain = TORCH_STANDINS["torch._tensor._rebuild_from_type_v2"]
+        assert plain is not None
+        return plain(function, kind, args, state)
+    if not isinstance(kind, Global) or type(args) is not tuple or len(args) < 3:
+        raise TypeError("not a sharded tensor")
+    dtype, shape = args[1], args[2]
+    name = FROM_TORCH.get(dtype.key.removeprefix("torch.")) if isinstance(dtype, Global) else None
+    if name is None or not is_size(shape):
+        raise TypeError("not a sharded tensor")
+    return Sharded(kind.key.rpartition(".")[2], name, tuple(shape), state)
+
+
+def _member(owner: Any, name: Any) -> Any:
+    """`getattr`, as Python pickles an enumeration's member or a class within a class; of nothing else."""
+    if not isinstance(owner, Global) or (owner.key.rpartition(".")[2], name) not in _MEMBERS:
+        raise TypeError("reads an attribute")
+    return Global(f"{owner.key}.{name}", None)
+
+
+_MEMBERS = {
+    (_SHARDED_TENSOR, "ProcessGroupState"),
+    *(
+        ("MEM_FORMAT_ENCODING", f"TORCH_{name}")
+        for name in ("CONTIGUOUS_FORMAT", "CHANNELS_LAST", "PRESERVE_FORMAT")
+    ),
+}
+# Beside these, any class of torch.distributed may come as an inert record.
+STANDINS: Mapping[str, Standin | None] = {
+    "torch._tensor._rebuild_from_type_v2": _from_type,
+    _WRAPPER: None,
+    "builtins.getattr": _member,
+}
+PREFIXES = ("torch.distributed.",)
+
+
+def load(file: SourceFile) -> tuple[str, Any]:
+    """The archive's name and the content of one file, with `StoredTensor` and `Sharded` for tensors."""
+    archive = TorchZip(file)
+    return archive.archive, archive.load(STANDINS, PREFIXES)
+
+
+def is_size(value: Any) -> TypeGuard[Sequence[int]]:
+    """Whether a pickled value is the shape or the offsets of a tensor."""
+    return (
+        type(value) in (tuple, list)
+        and len(value) <= MAX_DIMS
+        and all(type(n) is int and 0 <= n < 1 << 63 for n in value)
+    )
+
+
+def boxes(value: Sharded, rank: int, where: str) -> list[tuple[Dims, StoredTensor]]:
+    """(offsets, part) of each part of the tensor in this rank's file; a replica's are those of its original.
+
+    Raises:
+        CheckpointError: the part's shape is not what its placements make it, or they are not supported.
+    """
+    if value.kind == _SHARDED_TENSOR:
+        return _recorded(value, rank, where)
+    if value.kind != "DTensor":
+        raise CheckpointError(f"{where}: holds a {value.kind[:60]}, which is not supported")
+    state = value.state[1] if type(value.state) is tuple and len(value.state) == 2 else value.state
+    spec = state.get("_spec") if isinstance(state, dict) else None
+    local = state.get("_local_tensor") if isinstance(state, dict) else None
+    placements, mesh = _fields(spec).get("placements"), _fields(spec).get("mesh")
+    if not isinstance(local, StoredTensor) or not isinstance(placements, (tuple, list)):
+        raise CheckpointError(f"{where}: damaged, a DTensor without its part or placements")
+    sizes, place = _place_in_mesh(mesh, rank, where)
+    if len(placements) != len(sizes):
+        raise CheckpointError(f"{where}: damaged, {len(placements)} placements on a mesh of {len(sizes)}")
+    offsets, shape = _local(value.shape, sizes, place, placements, where)
+    if local.shape != shape or local.dtype != value.dtype:
+        raise CheckpointError(
+            f"{where}: rank {rank} holds {local.dtype} {list(local.shape)}, its placements say {value.dtype} "
+            f"{list(shape)}"
+        )
+    return [(offsets, local)]
+
+
+def _place_in_mesh(mesh: Any, rank: int, where: str) -> tuple[Dims, Dims]:
+    """(the sizes of the mesh, the rank's coordinates in it)."""
+    stored = _fields(mesh).get("mesh")
+    if not isinstance(stored, StoredTensor) or not 0 < prod(stored.shape) <= _MAX_MESH:
+        raise CheckpointError(f"{where}: damaged, or of a newer torch: a DTensor without its mesh of ranks")
+    ranks = as_tensor(stored, f"{where}: mesh").read()
+    at = (ranks == rank).nonzero()
+    if ranks.dtype.kind not in "iu" or len({*ranks.reshape(-1).tolist()}) != ranks.size or at[0].size != 1:
+        raise CheckpointError(f"{where}: the mesh of a tensor does not hold rank {rank} once")
+    return ranks.shape, tuple(int(axis[0]) for axis in at)
+
+
+def _local(shape: Dims, sizes: Dims, place: Dims, placements: Sequence[Any], where: str) -> tuple[Dims, Dims]:
+    """(offsets, sizes) of a part.
+
+    Placements cut from the first dimension of the mesh to the last, each what the ones before it left. A
+    strided one (FSDP over tensor parallelism) cuts after those that follow it.
+    """
+    plain: list[tuple[int, int]] = []
+    strided: list[tuple[int, int]] = []
+    for axis, placement in enumerate(placements):
+        kind = placement.key.rpartition(".")[2] if isinstance(placement, Instance) else ""
+        if kind == "Replicate":
+            continue
+        dim = _fields(placement).get("dim")
+        if (
+            kind not in ("Shard", "_StridedShard")
+            or type(dim) is not int
+            or not -len(shape) <= dim < len(shape)
+        ):
+            raise CheckpointError(f"{where}: the placement {kind[:60] or 'of a DTensor'} is not supported")
+        dim %= len(shape)
+        if kind == "Shard":
+            plain.append((axis, dim))
+            continue
+        later = [i for i in range(axis + 1, len(placements)) if _cuts(placements[i], dim, len(shape))]
+        if _fields(placement).get("split_factor") != prod(sizes[i] for i in later):
+            raise CheckpointError(f"{where}: a strided placement on this mesh is not supported")
+        strided.append((axis, dim))
+    if len({dim for _, dim in strided}) != len(strided):
+        raise CheckpointError(f"{where}: several strided placements on one dimension are not supported")
+    offsets, left = [0] * len(shape), list(shape)
+    for axis, dim in [*plain, *strided]:
+        step = -(-left[dim] // sizes[axis])
+        low = min(left[dim], step * place[axis])
+        offsets[dim] += low
+        left[dim] = min(step, left[dim] - low)
+    return tuple(offsets), tuple(left)
+
+
+def _cuts(placement: Any, dim: int, dims: int) -> bool:
+    found = _fields(placement).get("dim")
+    return type(found) is int and -dims <= found < dims and found % dims == dim
+
+
+def _recorded(value: Sharded, rank: int, where: str) -> list[tuple[Dims, StoredTensor]]:
+    """The parts of a ShardedTensor, which records where they lie."""
+    state = value.state
+    if type(state) is not tuple or len(state) < 3 or not isinstance(state[0], list):
+        raise CheckpointError(f"{where}: damaged, a ShardedTensor without its shards")
+    group = _fields(state[2])
+    if group.get("global_rank") != rank:
+        raise CheckpointError(f"{where}: was written by rank {group.get('global_rank')}, not {rank}")
+    found: list[tuple[Dims, StoredTensor]] = []
+    for part in state[0]:
+        stored, told = _fields(part).get("tensor"), _fields(_fields(part).get("metadata"))
+        offsets, sizes = told.get("shard_offsets"), told.get("shard_sizes")
+        if not isinstance(stored, StoredTensor) or not is_size(offsets) or not is_size(sizes):
+            raise CheckpointError(f"{where}: damaged, a shard without its place")
+        if stored.shape != tuple(sizes) or stored.dtype != value.dtype or len(offsets) != len(value.shape):
+            raise CheckpointError(
+                f"{where}: a shard is {stored.dtype} {list(stored.shape)}, recorded as {value.dtype} "
+                f"{list(sizes)}"
+            )
+        found.append((tuple(offsets), stored))
+    return found
+
+
+def _fields(value: Any) -> dict[Any, Any]:
+    """The attributes of an inert record; none for anything else."""
+    state = value.state if isinstance(value, Instance) else None
+    if type(state) is tuple and len(state) == 2:  # of a class with slots
+        state = state[1]
+    return state if isinstance(state, dict) else {}

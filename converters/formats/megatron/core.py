@@ -1,0 +1,115 @@
+"""Megatron-Core's `torch_dist`: DCP's shards under Megatron's own keys, and `common.pt` with the rest.
+
+The shards are those of DCP. A key names a module of all layers at once
+(`decoder.layers.mlp.linear_fc2.weight`), and its tensor has the layers as its first dimension; tensor and
+pipeline parallelism have left no trace. The result has transformers' names (`names.py`). The optimizer's
+state is left out.
+
+Source: Megatron-LM's megatron/core/dist_checkpointing/strategies/torch.py, megatron/core/transformer/mlp.py
+(`apply_swiglu_sharded_factory`), transformer_block.py (`sharded_state_dict`).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from converters.checkpoint import Checkpoint
+from converters.companions import find_companions
+from converters.containers.torchzip import TorchZip
+from converters.errors import CheckpointError, OptimizerStateError, blame
+from converters.formats import Format, Source
+from converters.formats.dcp.files import metadata_files
+from converters.formats.dcp.reader import read_tensors
+from converters.formats.megatron.names import as_transformers, plain_key, shape_of
+from converters.formats.megatron.reader import PREFIXES, STANDINS
+from converters.storage.folder import Folder
+from converters.storage.guarded import read_small
+from converters.tensors.dtypes import itemsize
+from converters.tensors.rearranged import source_of
+from converters.tensors.tensor import Tensor, row_major
+
+if TYPE_CHECKING:
+    from converters.checkpoint import Aliases, OptimizerState
+    from converters.storage.path_or_url import Place
+
+_COMMON = "common.pt"
+_LAYERS = re.compile(r"decoder\.layers\.(?!\d)(.+)")
+_OTHER = re.compile(r"optimizer\..*|rng_state.*|rerun_state.*|.*\._extra_state.*")
+
+
+def _folder(path: Place) -> Place | None:
+    folder = path.parent if path.is_file() and path.name == _COMMON else path
+    if not metadata_files(folder):
+        return None
+    return folder if (folder / _COMMON).is_file() or _says_torch_dist(folder) else None
+
+
+def _says_torch_dist(folder: Place) -> bool:
+    try:
+        return b'"torch_dist"' in read_small(folder / "metadata.json", limit=4096, head=True)
+    except (OSError, CheckpointError):
+        return False
+
+
+def _detect(source: Source) -> bool:
+    return _folder(source.path) is not None
+
+
+def _open(source: Source) -> Checkpoint:
+    path = _folder(source.path)
+    assert path is not None
+    where = str(path)
+    common = TorchZip(Folder(path, verify=source.verify).file(_COMMON)).load(STANDINS, PREFIXES)
+    if not isinstance(common, dict):
+        raise CheckpointError(f"{path / _COMMON}: not the common state of a Megatron-Core checkpoint")
+    companions = find_companions(path)
+    shape = shape_of(common.get("args"), companions.get("config.json"), where)
+    stored = read_tensors(path)
+    merged: dict[str, Tensor] = {}
+    with blame(path):
+        for key, tensor in stored.items():
+            name = plain_key(key.removeprefix("model.").removeprefix("module."))
+            match = _LAYERS.fullmatch(name)
+            if _OTHER.fullmatch(key) or _OTHER.fullmatch(name):
+                continue
+            if match is None:
+                merged[name] = tensor
+                continue
+            if not tensor.shape or tensor.shape[0] != shape.layers:
+                raise CheckpointError(
+                    f"{where}: {key} is {list(tensor.shape)}, its args say {shape.layers} layers"
+                )
+            for layer in range(shape.layers):
+                merged[f"decoder.layers.{layer}.{match[1]}"] = _layer(tensor, layer)
+        tensors = as_transformers(merged, shape, where)
+    has_optimizer = any(key.startswith("optimizer.") for key in stored)
+
+    def refuse(aliases: Aliases) -> OptimizerState | None:
+        raise OptimizerStateError(f"{where}: Megatron-Core's optimizer state is not converted")
+
+    step = common.get("iteration")
+    return Checkpoint(
+        format="megatron-core",
+        root=source.path,
+        tensors=tensors,
+        optimizer=refuse if has_optimizer else None,
+        metadata={"step": step} if type(step) is int else {},
+        companions=companions,
+    )
+
+
+def _layer(tensor: Tensor, number: int) -> Tensor:
+    """One layer of a tensor that has the layers as its first dimension."""
+    step = row_major(tensor.shape, itemsize(tensor.dtype))[0]
+    return Tensor.contiguous(tensor.name, tensor.dtype, tensor.shape[1:], source_of(tensor), number * step)
+
+
+FORMAT = Format(
+    "megatron-core",
+    _detect,
+    _open,
+    written_by="Megatron-Core's `torch_dist`, of the same models",
+    recognised_by="`common.pt` beside DCP's `.metadata`",
+    optimizer=False,
+)

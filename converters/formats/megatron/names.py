@@ -1,0 +1,259 @@
+"""Megatron's GPT models with the names and the rows of transformers.
+
+Megatron keeps the query, key and value rows of each query group together, and the gate and up rows of a gated
+MLP in one matrix; it pads the vocabulary. `args`, pickled with every checkpoint, says which model it is:
+rotary embeddings, RMSNorm and a gated MLP make a Llama (also Mistral, Qwen2 and 3), learned positions and
+LayerNorm a GPT-2.
+
+Source: Megatron-LM's megatron/core/transformer/attention.py (`get_query_key_value_tensors`), mlp.py,
+tools/checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from converters.containers.pickle_reader import Global, Instance, shown
+from converters.errors import CheckpointError
+from converters.storage.guarded import read_small_text
+from converters.tensors.rearranged import joined, part, region, transposed
+from converters.tensors.tensor import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from converters.storage.path_or_url import Place
+
+_LAYER = re.compile(r"decoder\.layers\.(\d{1,6})\.(.+)\.(weight|bias)")
+# Names within a layer, of the local and of Transformer Engine's modules.
+_SAME = {
+    "input_layernorm": "input_norm",
+    "pre_mlp_layernorm": "mlp_norm",
+    "self_attention.linear_qkv": "qkv",
+    "self_attention.linear_proj": "proj",
+    "self_attention.q_layernorm": "q_norm",
+    "self_attention.k_layernorm": "k_norm",
+    "mlp.linear_fc1": "fc1",
+    "mlp.linear_fc2": "fc2",
+}
+_FUSED = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "self_attention.linear_qkv.layer_norm_bias": "input_layernorm.bias",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_bias": "pre_mlp_layernorm.bias",
+}
+_LLAMA = {
+    "input_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+    "proj": "self_attn.o_proj",
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
+    "fc2": "mlp.down_proj",
+}
+_LLAMA_AROUND = {
+    "embedding.word_embeddings.weight": "model.embed_tokens.weight",
+    "decoder.final_layernorm.weight": "model.norm.weight",
+    "output_layer.weight": "lm_head.weight",
+}
+_GPT2 = {
+    "input_norm": "ln_1",
+    "mlp_norm": "ln_2",
+    "proj": "attn.c_proj",
+    "fc1": "mlp.c_fc",
+    "fc2": "mlp.c_proj",
+}
+_GPT2_AROUND = {
+    "embedding.word_embeddings.weight": "transformer.wte.weight",
+    "embedding.position_embeddings.weight": "transformer.wpe.weight",
+    "decoder.final_layernorm.weight": "transformer.ln_f.weight",
+    "decoder.final_layernorm.bias": "transformer.ln_f.bias",
+    "output_layer.weight": "lm_head.weight",
+}
+_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What `args` says of the model.
+
+    Attributes:
+        heads, groups: of the attention; `head` rows each.
+        layers: of the whole model.
+        gated: whether the MLP's first matrix holds gate and up rows.
+        gpt2: whether it is GPT-2-shaped, else Llama-shaped.
+        vocabulary: the number of tokens without padding, None where unknown.
+    """
+
+    heads: int
+    groups: int
+    head: int
+    layers: int
+    gated: bool
+    gpt2: bool
+    vocabulary: int | None
+
+
+def shape_of(args: Any, config: Place | None, where: str) -> Shape:
+    """The shape that pickled `args` describe.
+
+    Raises:
+        CheckpointError: no `args`, or a model that is neither Llama- nor GPT-2-shaped; the setting is named.
+    """
+    fields = args.state if isinstance(args, Instance) and isinstance(args.state, dict) else args
+    if not isinstance(fields, dict):
+        raise CheckpointError(f"{where}: holds no args, which say what model it is")
+
+    def number(name: str, default: Any = None) -> int:
+        value = fields.get(name)
+        value = default if value is None else value
+        if type(value) is not int or not 0 < value < 1 << 40:
+            raise CheckpointError(f"{where}: its args have no {name}")
+        return value
+
+    for name, allowed in _ALLOWED.items():
+        value = fields.get(name)
+        value = value.key.rpartition(".")[2] if isinstance(value, Global) else value
+        if value not in allowed:
+            raise CheckpointError(f"{where}: a Megatron model with {name}={shown(value)} is not supported")
+    gated = fields.get("swiglu") is True
+    position, norm = fields.get("position_embedding_type"), fields.get("normalization", "LayerNorm")
+    llama = gated and position == "rope" and norm == "RMSNorm"
+    if not llama and (gated or position != "learned_absolute" or norm != "LayerNorm"):
+        raise CheckpointError(
+            f"{where}: a Megatron model with swiglu={gated}, {shown(position)} positions and {shown(norm)} "
+            "is neither Llama- nor GPT-2-shaped"
+        )
+    heads = number("num_attention_heads")
+    groups = number("num_query_groups", heads) if fields.get("group_query_attention") is True else heads
+    head = number("kv_channels", number("hidden_size") // heads)
+    if heads % groups:
+        raise CheckpointError(f"{where}: damaged, {heads} heads in {groups} query groups")
+    words = _vocabulary(config) or (fields["vocab_size"] if type(fields.get("vocab_size")) is int else None)
+    return Shape(heads, groups, head, number("num_layers"), gated, not llama, words)
+
+
+_NO = (None, False)
+# Settings that change the layout or the arithmetic, and the values that are understood.
+_ALLOWED: Mapping[str, tuple[Any, ...]] = {
+    "num_experts": (None, 0),
+    "multi_latent_attention": _NO,
+    "apply_layernorm_1p": _NO,
+    "rotary_interleaved": _NO,
+    "squared_relu": _NO,
+    "attention_output_gate": _NO,
+    "bert_binary_head": (None, False, True),
+    "rotary_percent": (None, 1.0, 1),
+    "mtp_num_layers": (None, 0),
+    "heterogeneous_layers_config_path": (None,),
+    "hybrid_override_pattern": (None,),
+    "experimental_attention_variant": (None,),
+}
+
+
+def _vocabulary(config: Place | None) -> int | None:
+    try:
+        known = json.loads(read_small_text(config)) if config is not None else None
+    except (OSError, ValueError, RecursionError):
+        return None
+    count = known.get("vocab_size") if isinstance(known, dict) else None
+    return count if type(count) is int and count > 0 else None
+
+
+def plain_key(key: str) -> str:
+    """A key of Transformer Engine's modules as that of the local ones."""
+    for fused, separate in _FUSED.items():
+        if key.endswith(fused):
+            return key.removesuffix(fused) + separate
+    return key
+
+
+def as_transformers(tensors: Mapping[str, Tensor], shape: Shape, where: str) -> dict[str, Tensor]:
+    """Merged tensors by Megatron-Core's names (`decoder.layers.<i>...`) -> transformers' names and rows.
+
+    Raises:
+        CheckpointError: a tensor has no place in the model, or not its size.
+    """
+    made: dict[str, Tensor] = {}
+    around = _GPT2_AROUND if shape.gpt2 else _LLAMA_AROUND
+    for key, tensor in tensors.items():
+        if key in around:
+            made[around[key]] = _without_padding(tensor, shape, where) if key in _VOCABULARY else tensor
+            continue
+        match = _LAYER.fullmatch(key)
+        module = _SAME.get(match[2]) if match is not None else None
+        if match is None or module is None:
+            raise CheckpointError(f"{where}: {shown(key)} has no place in a GPT-2- or Llama-shaped model")
+        if int(match[1]) >= shape.layers:
+            raise CheckpointError(f"{where}: holds layer {match[1]}, its args say {shape.layers} layers")
+        found = (
+            _gpt2(module, match[3], tensor, shape)
+            if shape.gpt2
+            else _llama(module, match[3], tensor, shape, where)
+        )
+        prefix = f"transformer.h.{match[1]}." if shape.gpt2 else f"model.layers.{match[1]}."
+        for name, value in found.items():
+            made[f"{prefix}{name}.{match[3]}"] = value
+    lost = next((i for i in range(shape.layers) if not any(f".{i}." in name for name in made)), None)
+    if lost is not None:
+        raise CheckpointError(f"{where}: the tensors of layer {lost} are missing")
+    return made
+
+
+def _llama(module: str, kind: str, tensor: Tensor, shape: Shape, where: str) -> dict[str, Tensor]:
+    if module == "qkv":
+        names = [f"self_attn.{what}_proj" for what in "qkv"]
+        return dict(zip(names, _split_qkv(tensor, shape, where), strict=True))
+    if module == "fc1":
+        half = tensor.shape[0] // 2
+        if tensor.shape[0] % 2:
+            raise CheckpointError(f"{where}: {tensor.name} has an odd number of rows for a gated MLP")
+        return {"mlp.gate_proj": part(tensor, 0, 0, half), "mlp.up_proj": part(tensor, 0, half, half)}
+    return {_LLAMA[module]: tensor}
+
+
+def _gpt2(module: str, kind: str, tensor: Tensor, shape: Shape) -> dict[str, Tensor]:
+    if module == "qkv":
+        tensor = joined(tensor.name, _split_qkv(tensor, shape, tensor.name), 0)
+        module_name = "attn.c_attn"
+    else:
+        module_name = _GPT2.get(module, module)
+    matrix = kind == "weight" and len(tensor.shape) == 2
+    return {module_name: transposed(tensor) if matrix else tensor}
+
+
+def _split_qkv(tensor: Tensor, shape: Shape, where: str) -> list[Tensor]:
+    """Query, key and value of rows that lie group by group: its queries, its key, its value."""
+    queries = shape.heads // shape.groups
+    each = (queries + 2) * shape.head
+    if not tensor.shape or tensor.shape[0] != shape.groups * each:
+        raise CheckpointError(
+            f"{where}: {tensor.name} is {list(tensor.shape)}, not of {shape.heads} heads of {shape.head} "
+            f"rows in {shape.groups} groups"
+        )
+    rest = tensor.shape[1:]
+    found = []
+    for first, count in ((0, queries), (queries, 1), (queries + 1, 1)):
+        rows = count * shape.head
+        boxes = [
+            region(
+                tensor,
+                [i * rows, *[0] * len(rest)],
+                [i * each + first * shape.head, *[0] * len(rest)],
+                [rows, *rest],
+            )
+            for i in range(shape.groups)
+        ]
+        found.append(Tensor(tensor.name, tensor.dtype, (shape.groups * rows, *rest), boxes))
+    return found
+
+
+def _without_padding(tensor: Tensor, shape: Shape, where: str) -> Tensor:
+    count = shape.vocabulary
+    if count is None or not tensor.shape or count == tensor.shape[0]:
+        return tensor
+    if count > tensor.shape[0]:
+        raise CheckpointError(f"{where}: {tensor.name} has {tensor.shape[0]} rows for {count} tokens")
+    return part(tensor, 0, 0, count)

@@ -1,0 +1,301 @@
+"""Megatron-LM: `mp_rank_<tp>[_<pp>]/model_optim_rng.pt`, one folder for each tensor and pipeline rank.
+
+The shards of tensor parallelism are put end to end, along the dimension that Megatron cuts; the stages'
+layers, which each stage counts from 0, are numbered through. The result has transformers' names (`names.py`).
+The optimizer's state has no names in these files, and is left out.
+
+Source: Megatron-LM's megatron/training/checkpointing.py (`get_checkpoint_name`),
+tools/checkpoint/loader_base.py, megatron/core/tensor_parallel/layers.py.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from converters.checkpoint import Checkpoint
+from converters.companions import find_companions
+from converters.containers.pickle_reader import Instance, is_index, shown
+from converters.containers.torchzip import StoredTensor, TorchZip
+from converters.errors import CheckpointError, OptimizerStateError, blame
+from converters.formats import Format, Source
+from converters.formats.megatron.names import Shape, as_transformers, plain_key, shape_of
+from converters.formats.torch_save.optimizer import as_tensor
+from converters.storage.folder import Folder
+from converters.tensors.rearranged import joined, part
+
+if TYPE_CHECKING:
+    from converters.checkpoint import Aliases, OptimizerState
+    from converters.storage.path_or_url import Place
+    from converters.tensors.tensor import Tensor
+
+_RANK = re.compile(r"mp_rank_(?P<tp>\d{2,6})(?:_(?P<pp>\d{3,6}))?(?P<ep>_\d{3,6})?")
+_FILE = "model_optim_rng.pt"
+_LATEST = "latest_checkpointed_iteration.txt"
+STANDINS = {
+    "argparse.Namespace": None,
+    "types.SimpleNamespace": None,
+    "_io.BytesIO": None,
+    "signal.Signals": None,
+}
+PREFIXES = ("megatron.",)
+# Where tensor parallelism cuts each module: its weight's dimension, and whether its bias is cut.
+_CUT = {
+    "embedding.word_embeddings": (0, False),
+    "output_layer": (0, False),
+    "self_attention.linear_qkv": (0, True),
+    "mlp.linear_fc1": (0, True),
+    "self_attention.linear_proj": (1, False),
+    "mlp.linear_fc2": (1, False),
+}
+_IN_LAYER = re.compile(r"decoder\.layers\.(\d{1,6})\.(.+)")
+
+
+def _ranks(path: Place) -> list[str]:
+    try:
+        return sorted(
+            entry.name
+            for entry in path.iterdir()
+            if _RANK.fullmatch(entry.name) and (entry / _FILE).is_file()
+        )
+    except OSError:
+        return []
+
+
+def _folder(path: Place) -> Place | None:
+    if path.is_file():
+        return path.parent.parent if path.name == _FILE and _RANK.fullmatch(path.parent.name) else None
+    if _RANK.fullmatch(path.name) and (path / _FILE).is_file():
+        return path.absolute().parent
+    return path if _ranks(path) else None
+
+
+def _detect(source: Source) -> bool:
+    return _folder(source.path) is not None
+
+
+def _open(source: Source) -> Checkpoint:
+    path = _folder(source.path)
+    assert path is not None
+    return _Ranks(Folder(path, verify=source.verify)).checkpoint(source.path)
+
+
+def args_of(content: Any) -> Any:
+    """The pickled settings of a checkpoint, a table or None."""
+    args = content.get("args") if isinstance(content, dict) else None
+    return args.state if isinstance(args, Instance) else args
+
+
+class _Ranks:
+    def __init__(self, folder: Folder) -> None:
+        self.folder = folder
+        self.where = str(folder.path)
+        found: dict[tuple[int, int], str] = {}
+        for name in _ranks(folder.path):
+            match = _RANK.fullmatch(name)
+            assert match is not None
+            if match["ep"]:
+                raise CheckpointError(f"{folder.path / name}: expert parallel checkpoints are not supported")
+            place = int(match["pp"] or 0), int(match["tp"])
+            if place in found:
+                raise CheckpointError(f"{self.where}: {found[place]} and {name} are of one rank")
+            found[place] = name
+        self.names = found
+        first = self._load((0, 0))
+        args = args_of(first)
+        self.tp = self._degree(args, "tensor_model_parallel_size")
+        self.pp = self._degree(args, "pipeline_model_parallel_size")
+        for place in ((pp, tp) for pp in range(self.pp) for tp in range(self.tp)):
+            if place not in found:
+                raise CheckpointError(
+                    f"{self.where}: the file of tensor rank {place[1]}, pipeline rank {place[0]} is missing"
+                )
+        if len(found) != self.pp * self.tp:
+            raise CheckpointError(
+                f"{self.where}: holds {len(found)} ranks, its args say {self.tp} x {self.pp}"
+            )
+        self.contents = {place: first if place == (0, 0) else self._load(place) for place in sorted(found)}
+        version = first.get("checkpoint_version", 0)
+        if not isinstance(version, (int, float)) or version < 2:
+            raise CheckpointError(f"{self.where}: written by a Megatron-LM before checkpoint version 2")
+        for place, content in self.contents.items():
+            self._check_rank(place, args_of(content))
+            for what in ("iteration", "checkpoint_version"):
+                if content.get(what) != first.get(what):
+                    raise CheckpointError(
+                        f"{self.folder.path / self.names[place]}: its {what} differs from the first rank's; "
+                        "files of two runs or steps"
+                    )
+
+    def _check_rank(self, place: tuple[int, int], args: Any) -> None:
+        """The process that wrote a file has its rank in its args."""
+        rank, world = (args.get(name) if isinstance(args, dict) else None for name in ("rank", "world_size"))
+        if type(rank) is not int or type(world) is not int or self.tp * self.pp == 1:
+            return
+        pp, tp = place
+        # Data parallelism is within a stage or, as an option, outside of all.
+        inside = tp + pp * (world // self.pp)
+        if rank != inside and (rank - tp) % max(1, pp * self.tp) + (rank < pp) != 0:
+            raise CheckpointError(
+                f"{self.folder.path / self.names[place]}: was written by rank {rank}, whose folder is another"
+            )
+
+    def _degree(self, args: Any, name: str) -> int:
+        value = args.get(name, 1) if isinstance(args, dict) else None
+        if type(value) is not int or not 0 < value < 1 << 16:
+            raise CheckpointError(f"{self.where}: its args have no {name}")
+        return value
+
+    def _load(self, place: tuple[int, int]) -> dict[str, Any]:
+        name = self.names.get(place)
+        if name is None:
+            raise CheckpointError(f"{self.where}: the file of the first rank is missing")
+        content = TorchZip(self.folder.file(f"{name}/{_FILE}")).load(STANDINS, PREFIXES)
+        if not isinstance(content, dict):
+            raise CheckpointError(f"{self.folder.path / name}: not a Megatron-LM checkpoint")
+        return content
+
+    def checkpoint(self, root: Place) -> Checkpoint:
+        companions = find_companions(self.folder.path)
+        first = self.contents[0, 0]
+        shape = shape_of(first.get("args"), companions.get("config.json"), self.where)
+        with blame(self.folder.path):
+            merged = self._merged(shape)
+            tensors = as_transformers(merged, shape, self.where)
+        step = first.get("iteration")
+        optimizer = any("optimizer" in content for content in self.contents.values())
+        return Checkpoint(
+            format="megatron",
+            root=root,
+            tensors=tensors,
+            optimizer=self._refuse if optimizer else None,
+            metadata={"world_size": self.tp * self.pp, **({"step": step} if type(step) is int else {})},
+            companions=companions,
+        )
+
+    def _refuse(self, aliases: Aliases) -> OptimizerState | None:
+        raise OptimizerStateError(
+            f"{self.where}: Megatron-LM's optimizer state holds no names of parameters, and is not converted"
+        )
+
+    def _chunks(self, place: tuple[int, int]) -> list[dict[str, StoredTensor]]:
+        """The model of one rank, or its chunks under an interleaved schedule, by Megatron-Core's names."""
+        content = self.contents[place]
+        where = str(self.folder.path / self.names[place])
+        found = [content.get("model")] if "model" in content else []
+        while not found or f"model{len(found)}" in content:
+            if f"model{len(found)}" not in content:
+                raise CheckpointError(f"{where}: holds no model")
+            found.append(content[f"model{len(found)}"])
+        return [_by_core_names(chunk, where) for chunk in found]
+
+    def _merged(self, shape: Shape) -> dict[str, Tensor]:
+        stages = [[self._chunks((pp, tp)) for tp in range(self.tp)] for pp in range(self.pp)]
+        chunks = len(stages[0][0])
+        if any(len(rank) != chunks for stage in stages for rank in stage):
+            raise CheckpointError(f"{self.where}: the ranks hold different numbers of model chunks")
+        merged: dict[str, Tensor] = {}
+        layer = 0
+        for chunk in range(chunks):
+            for stage in stages:
+                ranks = [rank[chunk] for rank in stage]
+                numbers = [int(match[1]) for key in ranks[0] if (match := _IN_LAYER.fullmatch(key))]
+                for key in ranks[0]:
+                    if any(key not in rank or len(rank) != len(ranks[0]) for rank in ranks):
+                        raise CheckpointError(
+                            f"{self.where}: the tensor ranks of a stage hold different tensors"
+                        )
+                    match = _IN_LAYER.fullmatch(key)
+                    name = f"decoder.layers.{layer + int(match[1])}.{match[2]}" if match else key
+                    tensor = self._across(key, [rank[key] for rank in ranks], shape)
+                    if name in merged:
+                        # The last stage's copy of tied embeddings.
+                        if match is None and name.startswith("embedding.word_embeddings"):
+                            continue
+                        raise CheckpointError(f"{self.where}: {name} is in two stages")
+                    merged[name] = tensor
+                layer += max(numbers, default=-1) + 1
+        return merged
+
+    def _across(self, key: str, ranks: list[StoredTensor], shape: Shape) -> Tensor:
+        """One tensor from its shards on the tensor ranks."""
+        match = _IN_LAYER.fullmatch(key)
+        module, _, kind = (match[2] if match else key).rpartition(".")
+        dim, bias = _CUT.get(module, (None, False))
+        tensors = [as_tensor(stored, key) for stored in ranks]
+        if (
+            len({tensor.dtype for tensor in tensors}) > 1
+            or len({len(tensor.shape) for tensor in tensors}) > 1
+        ):
+            raise CheckpointError(f"{self.where}: the tensor ranks disagree about {key}")
+        if len(tensors) == 1:
+            return tensors[0]
+        if dim is None or kind not in ("weight", "bias") or (kind == "bias" and not bias):
+            first = tensors[0]
+            for other in tensors[1:]:
+                if other.shape != first.shape or other.read().tobytes() != first.read().tobytes():
+                    raise CheckpointError(
+                        f"{self.where}: {key} differs between the tensor ranks, which share it"
+                    )
+            return first
+        if any(tensor.shape != tensors[0].shape for tensor in tensors) or len(tensors[0].shape) <= dim:
+            raise CheckpointError(f"{self.where}: the tensor ranks hold different shapes of {key}")
+        if module == "mlp.linear_fc1" and shape.gated:  # each rank has its gate rows, then its up rows
+            half = tensors[0].shape[0] // 2
+            gates = [part(tensor, 0, 0, half) for tensor in tensors]
+            ups = [part(tensor, 0, half, half) for tensor in tensors]
+            return joined(key, [*gates, *ups], 0)
+        return joined(key, tensors, dim)
+
+
+# Megatron-LM before Megatron-Core.
+_OLD = (
+    (re.compile(r"language_model\.(?:encoder|transformer)\.layers\.(\d+)\."), r"decoder.layers.\1."),
+    (
+        re.compile(r"language_model\.(?:encoder|transformer)\.final_(?:norm|layernorm)\."),
+        "decoder.final_layernorm.",
+    ),
+    (re.compile(r"language_model\.embedding\."), "embedding."),
+    (re.compile(r"language_model\.output_layer\."), "output_layer."),
+    (re.compile(r"(layers\.\d+)\.input_norm\."), r"\1.input_layernorm."),
+    (re.compile(r"(layers\.\d+)\.post_attention_(?:norm|layernorm)\."), r"\1.pre_mlp_layernorm."),
+    (re.compile(r"\.(?:self_)?attention\.query_key_value\."), ".self_attention.linear_qkv."),
+    (re.compile(r"\.(?:self_)?attention\.dense\."), ".self_attention.linear_proj."),
+    (re.compile(r"\.mlp\.dense_h_to_4h\."), ".mlp.linear_fc1."),
+    (re.compile(r"\.mlp\.dense_4h_to_h\."), ".mlp.linear_fc2."),
+)
+
+
+def _by_core_names(model: Any, where: str) -> dict[str, StoredTensor]:
+    """The tensors of a pickled model by Megatron-Core's names, without Transformer Engine's own state."""
+    found: dict[str, StoredTensor] = {}
+    pending: list[tuple[str, Any]] = [("", model)]
+    while pending:
+        prefix, value = pending.pop()
+        if isinstance(value, dict):
+            if len(prefix) > 4096 or not all(type(key) is str or is_index(key) for key in value):
+                raise CheckpointError(f"{where}: damaged, the model's keys are not names")
+            pending += [
+                (f"{prefix}.{key}" if prefix else str(key), item) for key, item in reversed(value.items())
+            ]
+        elif isinstance(value, StoredTensor) and not prefix.endswith("_extra_state"):
+            name = prefix.removeprefix("module.").removeprefix("module.")
+            for old, new in _OLD:
+                name = old.sub(new, name)
+            name = plain_key(name)
+            if name in found:
+                raise CheckpointError(f"{where}: two tensors are called {shown(name)}")
+            found[name] = value
+    if not found:
+        raise CheckpointError(f"{where}: holds no model tensors")
+    return found
+
+
+FORMAT = Format(
+    "megatron",
+    _detect,
+    _open,
+    written_by="Megatron-LM, Llama- and GPT-2-shaped models, tensor and pipeline parallel",
+    recognised_by="`mp_rank_<tp>[_<pp>]/model_optim_rng.pt`",
+    optimizer=False,
+)

@@ -1,0 +1,157 @@
+"""Tensors made of regions of other tensors, read lazily: parts, joints, transposes.
+
+A region of a tensor is a strided view of its row-major bytes; `source_of` gives those for a tensor in any
+pieces.
+"""
+
+from __future__ import annotations
+
+import threading
+from math import prod
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from converters.tensors.dtypes import itemsize, numpy_dtype
+from converters.tensors.tensor import Box, Tensor, View, row_major
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from converters.storage.bytes import Source, Touched
+    from converters.tensors.tensor import Array, Shape
+
+# Bytes of a transposed matrix that are gathered at once; its source is read once for each.
+_TILE_BYTES = 32 << 20
+
+
+class _RowMajor:
+    """The row-major bytes of a tensor whose pieces lie in any way."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.nbytes = tensor.nbytes
+
+    def read_into(self, buffer: memoryview, at: int, touched: Touched) -> None:
+        width = itemsize(self.tensor.dtype)
+        low, start = divmod(at, width)
+        stop = -(-(at + len(buffer)) // width)
+        if start == 0 and len(buffer) % width == 0:
+            self._fill(np.frombuffer(buffer, numpy_dtype(self.tensor.dtype)), low, touched)
+            return
+        whole = np.empty(stop - low, numpy_dtype(self.tensor.dtype))
+        self._fill(whole, low, touched)
+        buffer[:] = whole.view(np.uint8).data[start : start + len(buffer)]
+
+    def _fill(self, out: Array, start: int, touched: Touched, prefix: Shape = ()) -> None:
+        """Fill the flat `out` from element `start` of the rows below `prefix`."""
+        rest = self.tensor.shape[len(prefix) :]
+        if not rest:
+            self.tensor.fill(out.reshape((1,) * len(prefix)), prefix, touched)
+            return
+        inner = prod(rest[1:])
+        while out.size:
+            row, offset = divmod(start, inner)
+            if offset or out.size < inner:
+                count = min(inner - offset, out.size)
+                self._fill(out[:count], offset, touched, (*prefix, row))
+            else:
+                rows = out.size // inner
+                count = rows * inner
+                shape = ((1,) * len(prefix)) + (rows, *rest[1:])
+                self.tensor.fill(out[:count].reshape(shape), (*prefix, row, *[0] * (len(rest) - 1)), touched)
+            start, out = start + count, out[count:]
+
+
+class _Transposed:
+    """The row-major bytes of a transposed matrix, gathered tile by tile."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.nbytes = tensor.nbytes
+        self.length, self.rows = tensor.shape
+        self.step = max(1, _TILE_BYTES // max(1, self.length * itemsize(tensor.dtype)))
+        self._lock = threading.Lock()
+        self._held: tuple[int, Array] | None = None
+
+    def read_into(self, buffer: memoryview, at: int, touched: Touched) -> None:
+        tile_bytes = self.step * self.length * itemsize(self.tensor.dtype)
+        done = 0
+        while done < len(buffer):
+            number, start = divmod(at + done, tile_bytes)
+            data = self._tile(number, touched).view(np.uint8).reshape(-1)
+            count = min(len(buffer) - done, data.size - start)
+            buffer[done : done + count] = data[start : start + count].data
+            done += count
+        if at + done >= self.nbytes:
+            self._held = None
+
+    def _tile(self, number: int, touched: Touched) -> Array:
+        with self._lock:
+            if self._held is None or self._held[0] != number:
+                first = number * self.step
+                rows = min(self.step, self.rows - first)
+                made = np.empty((rows, self.length), numpy_dtype(self.tensor.dtype))
+                below = np.empty((max(1, min(self.length, 1 << 16)), rows), made.dtype)
+                for low in range(0, self.length, len(below)):
+                    part = below[: min(len(below), self.length - low)]
+                    self.tensor.fill(part, (low, first), touched)
+                    made[:, low : low + len(part)] = part.T
+                self._held = number, made
+            return self._held[1]
+
+
+def source_of(tensor: Tensor) -> Source:
+    """The row-major bytes of a tensor in any pieces."""
+    return tensor.run() or _RowMajor(tensor)
+
+
+def region(
+    tensor: Tensor, at: Sequence[int], lows: Sequence[int], sizes: Sequence[int], step: int = 1
+) -> Box:
+    """A box at `at` with the region of `tensor` that begins at `lows`; every `step`-th row of it."""
+    rows, *strides = row_major(tensor.shape, itemsize(tensor.dtype))
+    begin = sum(low * stride for low, stride in zip(lows, (rows, *strides), strict=True))
+
+    def view() -> View:
+        return View(source_of(tensor), begin, (rows * step, *strides))
+
+    return Box(tuple(at), tuple(sizes), view)
+
+
+def part(tensor: Tensor, dim: int, low: int, count: int, name: str = "") -> Tensor:
+    """The elements [low, low + count) along one dimension."""
+    lows, sizes = [0] * len(tensor.shape), list(tensor.shape)
+    lows[dim], sizes[dim] = low, count
+    return Tensor(name or tensor.name, tensor.dtype, sizes, [region(tensor, [0] * len(sizes), lows, sizes)])
+
+
+def joined(name: str, tensors: Sequence[Tensor], dim: int) -> Tensor:
+    """Tensors end to end along one dimension; the first decides the dtype, and the other sizes."""
+    shape, boxes = list(tensors[0].shape), []
+    shape[dim] = 0
+    for tensor in tensors:
+        at = [0] * len(shape)
+        at[dim] = shape[dim]
+        boxes.append(region(tensor, at, [0] * len(at), tensor.shape))
+        shape[dim] += tensor.shape[dim]
+    return Tensor(name, tensors[0].dtype, shape, boxes)
+
+
+def transposed(tensor: Tensor) -> Tensor:
+    """The transpose of a matrix."""
+    rows, columns = tensor.shape
+    return Tensor.contiguous(tensor.name, tensor.dtype, (columns, rows), _Transposed(tensor))
+
+
+def permuted(tensor: Tensor, split: Sequence[int], order: Sequence[int]) -> Tensor:
+    """`tensor.reshape(split).permute(order).reshape(tensor.shape)`.
+
+    Rotary embeddings pair the rows of a head in two ways: with (heads, 2, half, ...) and (0, 2, 1, ...), the
+    first half's rows alternate with the second's.
+    """
+    strides = row_major(split, itemsize(tensor.dtype))
+    shape, steps = [split[dim] for dim in order], tuple(strides[dim] for dim in order)
+    box = Box((0,) * len(shape), tuple(shape), lambda: View(source_of(tensor), 0, steps))
+    turned = Tensor(tensor.name, tensor.dtype, shape, [box])
+    return Tensor.contiguous(tensor.name, tensor.dtype, tensor.shape, _RowMajor(turned))

@@ -1,0 +1,95 @@
+"""Write a checkpoint as one `torch.save` state dict, without torch.
+
+`pytorch_model.bin` is the model's state dict, tied aliases included, which share their storage.
+`optimizer.pt` is `optimizer.state_dict()`: parameters numbered group by group, with their names in
+`param_names`. Both open with `torch.load(weights_only=True)`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from converters.containers.pickle_reader import plain
+from converters.errors import CheckpointError
+from converters.formats.torch_save.optimizer import as_tensor
+from converters.formats.torch_save.reader import load
+from converters.storage.folder import Folder
+from converters.tensors.tensor import Tensor
+from converters.writers.config_json import with_dtype
+from converters.writers.conversion import (
+    Entry,
+    Plan,
+    PlannedFile,
+    model_entries,
+    optimizer_entries,
+    required_optimizer,
+)
+from converters.writers.targets import Target
+from converters.writers.torchzip_writer import saved
+
+if TYPE_CHECKING:
+    from converters.checkpoint import Checkpoint, OptimizerState
+    from converters.storage.path_or_url import Place
+
+MODEL, OPTIMIZER = "pytorch_model.bin", "optimizer.pt"
+
+
+def plan_torch(
+    checkpoint: Checkpoint,
+    *,
+    dtype: str = "keep",
+    max_shard_size: int = 0,
+    optimizer: bool = False,
+) -> Plan:
+    """The plan of `--to torch`; there is one file for the model, whatever `max_shard_size`.
+
+    Raises:
+        CheckpointError: there are no tensors, or `optimizer` and no optimizer state.
+    """
+    entries = model_entries(checkpoint, dtype)
+    state = {entry.name: entry for entry in entries}
+    state |= {alias: state[owner] for alias, owner in checkpoint.aliases.items()}
+    files = [PlannedFile(MODEL, tuple(saved(state)))]
+    if optimizer:
+        found = required_optimizer(checkpoint)
+        files.append(PlannedFile(OPTIMIZER, tuple(saved(_state_dict(found, checkpoint.root)))))
+    changed, companions = with_dtype(checkpoint.companions, entries, checkpoint.config)
+    return Plan(tuple(files), {**changed, **checkpoint.documents}, companions, _reopen)
+
+
+def _state_dict(optimizer: OptimizerState, root: Place) -> dict[str, Any]:
+    """`optimizer.state_dict()`, with entries for tensors."""
+    groups = plain(optimizer.param_groups, limit=10_000_000)
+    names = [name for group in groups for name in group.get("params", [])]
+    numbers = {name: number for number, name in enumerate(names)}
+    if len(numbers) != len(names) or not optimizer.state.keys() <= numbers.keys():
+        raise CheckpointError(f"{root}: its optimizer's groups do not list each parameter with state once")
+    state: dict[int, dict[str, Any]] = {}
+    for name, what, entry in optimizer_entries(optimizer, root):
+        value = optimizer.state[name][what]
+        held = Entry(f"{OPTIMIZER}: {entry.name}", entry.dtype, entry.tensor)
+        state.setdefault(numbers[name], {})[what] = held if isinstance(value, Tensor) else value
+    listed = []
+    for group in groups:
+        made = {key: tuple(value) if key == "betas" else value for key, value in group.items()}
+        listed.append(
+            {**made, "params": [numbers[name] for name in group["params"]], "param_names": group["params"]}
+        )
+    return {"state": dict(sorted(state.items())), "param_groups": listed}
+
+
+def _reopen(folder: Place) -> dict[str, Tensor]:
+    written = Folder(folder)
+    tensors = {name: as_tensor(stored, name) for name, stored in load(written.file(MODEL)).items()}
+    if (folder / OPTIMIZER).is_file():
+        held = load(written.file(OPTIMIZER))
+        names = [name for group in held["param_groups"] for name in group["param_names"]]
+        for number, values in held["state"].items():
+            for what, value in values.items():
+                if not isinstance(value, (int, float)):
+                    label = f"{OPTIMIZER}: {names[number]}.{what}"
+                    tensors[label] = as_tensor(value, label)
+    return tensors
+
+
+TARGET = Target(plan_torch, "`torch.load(weights_only=True)`, `from_pretrained`")

@@ -1,0 +1,190 @@
+"""Write a checkpoint as a DeepSpeed universal checkpoint, which ZeRO 1 to 3 load at any world size.
+
+`zero/<parameter>/` holds the fp32 master and each moment, `zero/optimizer_state.pt` the groups. The model
+states are there twice, under the names that stages 1 and 2 and stage 3 look for. `latest_universal` names the
+folder.
+
+DeepSpeed's `load_checkpoint` with `checkpoint: {load_universal: true}` restores the parameters that the
+optimizer has, its state and the counters. It restores neither buffers nor frozen parameters.
+
+Source: deepspeed/checkpoint/ds_to_universal.py, universal_checkpoint.py; runtime/engine.py, zero/stage3.py.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from converters.containers.pickle_reader import plain
+from converters.errors import CheckpointError, OptimizerStateError
+from converters.formats.deepspeed.universal import COMMON, LATEST, MASTER, NAME, ZERO, load_part
+from converters.formats.torch_save.optimizer import as_tensor
+from converters.storage.folder import Folder
+from converters.tensors.casting import parse_dtype
+from converters.tensors.dtypes import CASTABLE
+from converters.tensors.tensor import Tensor
+from converters.writers.config_json import with_dtype
+from converters.writers.conversion import Entry, Part, Plan, PlannedFile, model_entries, required_optimizer
+from converters.writers.targets import Target
+from converters.writers.torchzip_writer import Call, Name, saved
+
+if TYPE_CHECKING:
+    from converters.checkpoint import Checkpoint, OptimizerState
+    from converters.storage.path_or_url import Place
+
+_MODELS = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
+# DeepSpeed compares it with the versions whose layout differs; the layout here is that of this one.
+_VERSION = "0.19.8"
+_STEP, _SIZE = "step", Name("torch", "Size")
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+
+
+def plan_universal(
+    checkpoint: Checkpoint,
+    *,
+    dtype: str = "keep",
+    max_shard_size: int = 0,
+    optimizer: bool = False,
+) -> Plan:
+    """The plan of `--to deepspeed-universal`: a few files for each parameter, whatever `max_shard_size`.
+
+    Args:
+        dtype: keep or float32: the masters are float32.
+        optimizer: must be True.
+
+    Raises:
+        CheckpointError: `optimizer` is False, there is no optimizer state, or a name is no folder name.
+    """
+    if not optimizer:
+        raise CheckpointError("--to deepspeed-universal: holds model and optimizer; add --optimizer")
+    if parse_dtype(dtype) not in (None, "F32"):
+        raise CheckpointError("--to deepspeed-universal: its masters are float32; leave out --dtype")
+    found = required_optimizer(checkpoint)
+    groups = plain(found.param_groups, limit=10_000_000)
+    named = [list(group.get("params", [])) for group in groups]
+    model = {entry.name: entry for entry in model_entries(checkpoint, "keep")}
+    _check(checkpoint, named, model)
+    total = _engine_step(checkpoint, found)
+    tag = f"global_step{total}_universal"
+    files: list[PlannedFile] = []
+
+    def add(path: str, parts: list[Part]) -> None:
+        files.append(PlannedFile(f"{tag}/{path}", tuple(parts)))
+
+    step: Any = 0
+    for name in (name for group in named for name in group):
+        master = model[name].tensor
+        kind = "F32" if master.dtype in CASTABLE else master.dtype
+        values = {MASTER: Entry(f"{name}.{MASTER}", kind, master)}
+        for what, value in found.state.get(name, {}).items():
+            scalar = not isinstance(value, Tensor) or not value.shape
+            if what == _STEP or (scalar and master.shape):
+                # A number or a tensor, as the optimizer that wrote it counts in.
+                held = Entry(f"{name}.{what}", value.dtype, value) if isinstance(value, Tensor) else value
+                add(f"{ZERO}/{name}/{what}.pt", saved(held))
+                step = value if what == _STEP else step
+            elif not isinstance(value, Tensor) or value.shape != master.shape:
+                raise OptimizerStateError(
+                    f"{checkpoint.root}: {what} of {name!r} has another shape than the parameter, which a "
+                    "universal checkpoint cannot hold"
+                )
+            else:
+                values[what] = Entry(f"{name}.{what}", value.dtype, value)
+        for what, entry in values.items():
+            add(f"{ZERO}/{name}/{what}.pt", saved({"param": entry, "cat_dim": 0, NAME: name}))
+    held = Entry(COMMON, step.dtype, step) if isinstance(step, Tensor) else step
+    add(COMMON, saved(_common(groups, named, held)))
+    shaped = [{name: model[name] for name in group} for group in named]
+    trained = {name for group in named for name in group}
+    rest = {name: entry for name, entry in model.items() if name not in trained}
+    # Stage 3 opens the second, and reads no tensors from it.
+    for file, tensors in zip(_MODELS, (rest, {}), strict=True):
+        add(file, saved(_model_states(checkpoint, shaped, tensors, total)))
+    written = [entry for file in files for entry in file.entries]
+    changed, companions = with_dtype(checkpoint.companions, written, checkpoint.config)
+    documents = {LATEST: tag.encode(), **changed, **checkpoint.documents}
+    return Plan(tuple(files), documents, companions, _reopen)
+
+
+def _check(checkpoint: Checkpoint, named: list[list[str]], model: dict[str, Entry]) -> None:
+    where, flat = checkpoint.root, [name for group in named for name in group]
+    if not flat or len(set(flat)) != len(flat):
+        raise OptimizerStateError(f"{where}: its optimizer's groups do not list each parameter once")
+    for name in flat:
+        if name not in model:
+            raise OptimizerStateError(f"{where}: its optimizer names {name!r}, which is not in the model")
+        if "/" in name or "\0" in name or name in (".", "..") or len(name.encode()) > 255:
+            raise CheckpointError(f"{where}: {name!r} cannot be the name of a folder")
+
+
+def _engine_step(checkpoint: Checkpoint, optimizer: OptimizerState) -> int:
+    """The step in the metadata, or the optimizer's where that is missing or behind it."""
+    known = checkpoint.metadata.get("step")
+    steps = [known] if type(known) is int and known >= 0 else [0]
+    for values in optimizer.state.values():
+        step = values.get(_STEP)
+        steps.append(int(step.read().item() if isinstance(step, Tensor) else step or 0))
+        break
+    return max(steps)
+
+
+def _common(groups: list[dict[str, Any]], named: list[list[str]], step: Any) -> dict[str, Any]:
+    """`optimizer_state.pt`: stages 1 and 2 read the top, stage 3 reads `optimizer_state_dict`."""
+    listed = [
+        {**{key: tuple(value) if key == "betas" else value for key, value in group.items()}, "params": [i]}
+        for i, group in enumerate(groups)
+    ]
+    return {
+        "zero_stage": 1,
+        "partition_count": [1] * len(named),
+        "ds_version": _VERSION,
+        "param_groups": listed,
+        "optimizer_state_dict": {"state": {0: {"step": step}}, "param_groups": listed},
+    }
+
+
+def _model_states(
+    checkpoint: Checkpoint, groups: list[dict[str, Entry]], rest: dict[str, Entry], step: int
+) -> dict[str, Any]:
+    counters = {name: checkpoint.counters.get(name) for name in _COUNTERS}
+    shapes = [{name: Call(_SIZE, (entry.tensor.shape,)) for name, entry in group.items()} for group in groups]
+    return {
+        "module": rest,
+        "buffer_names": list(rest),
+        "optimizer": None,
+        "param_shapes": shapes,
+        "frozen_param_shapes": None,
+        "frozen_param_fragments": None,
+        "shared_params": dict(checkpoint.aliases),
+        "lr_scheduler": {"last_batch_iteration": step, "last_epoch": step},
+        "global_steps": step,
+        "global_samples": counters["global_samples"] or 0,
+        "skipped_steps": counters["skipped_steps"] or 0,
+        "dp_world_size": 1,
+        "mp_world_size": 1,
+        "ds_config": {},
+        "ds_version": _VERSION,
+    }
+
+
+def _reopen(folder: Place) -> dict[str, Tensor]:
+    """The written tensors by `Entry.name`."""
+    (tag,) = (path.name for path in folder.iterdir() if path.is_dir())
+    written, tensors = Folder(folder / tag), dict[str, Tensor]()
+    for parameter in (folder / tag / ZERO).iterdir():
+        for path in parameter.iterdir() if parameter.is_dir() else ():
+            value = load_part(written, f"{ZERO}/{parameter.name}/{path.name}")
+            value = value["param"] if isinstance(value, dict) else value
+            label = f"{parameter.name}.{path.name.removesuffix('.pt')}"
+            if not isinstance(value, (int, float)):
+                tensors[label] = as_tensor(value, label)
+    for name, stored in load_part(written, _MODELS[0])["module"].items():
+        tensors[name] = as_tensor(stored, name)
+    common = load_part(written, COMMON)["optimizer_state_dict"]["state"][0]["step"]
+    return {**tensors, **({} if isinstance(common, (int, float)) else {COMMON: as_tensor(common, COMMON)})}
+
+
+TARGET = Target(
+    plan_universal,
+    "DeepSpeed ZeRO 1 to 3, at any world size (`load_universal`)",
+    needs_optimizer=True,
+)

@@ -1,0 +1,83 @@
+"""The state of DDP's and FSDP2's optimizers: what a checkpoint gets of it, and how it is restored."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from converters import CheckpointError
+from converters import Tensor as StoredTensor
+from gpu.common import torch_private
+from portable.model.tensors import fill
+from portable.optim.average import AVERAGE
+from portable.optim.own import OwnOptimizer, plain_group
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from converters.checkpoint import OptimizerState
+    from portable.checkpoint.match_to_model import StoredState
+    from portable.model.tensors import ReadableTensor
+
+
+def restore(
+    optimizer: Any, trained: Mapping[str, Tensor], stored: StoredState, whole: OptimizerState | None
+) -> None:
+    """Fill the state of ``optimizer``; each rank reads its own slices.
+
+    Args:
+        optimizer: an :class:`portable.optim.optimizers.Optimizer`.
+        trained: its parameters, by name, which have the values of the checkpoint.
+        stored: their state.
+        whole: of the checkpoint, with its parameter groups.
+
+    Raises:
+        CheckpointError: for state that is missing or has another shape.
+    """
+    own = optimizer if isinstance(optimizer, OwnOptimizer) else None
+    if own is None:
+        optimizer.state.clear()  # a damaged checkpoint may have been loaded in part
+    else:
+        own.begin_again(whole)
+    for name, values in stored.optimizer.items():
+        parameter = trained[name]
+        state = optimizer.initial_state(parameter) if own is None else own.room(parameter, values)
+        for key, tensor in state.items():
+            if key != AVERAGE or key in values:  # it begins at the weights
+                state[key] = _filled(tensor, values.get(key), f"{key} of {name}")
+        optimizer.state[parameter] = state
+
+
+def to_store(optimizer: Any, trained: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The optimizer's state by parameter name, in the layout of torch's ``get_optimizer_state_dict``."""
+    names: dict[Tensor, str] = {parameter: name for name, parameter in trained.items()}
+    groups = [{**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
+    if isinstance(optimizer, OwnOptimizer):
+        return {"state": optimizer.stored(), "param_groups": [plain_group(group) for group in groups]}
+    state = {names[p]: dict(values) for p, values in optimizer.state.items()}
+    return {"state": state, "param_groups": groups}
+
+
+def _filled(target: Any, value: StoredTensor | float | bool | None, name: str) -> Any:
+    """One entry of a parameter's state: ``target``, filled, or a number in its place."""
+    shape = tuple(getattr(target, "shape", ()))
+    if isinstance(value, StoredTensor) and shape and value.shape == shape:
+        fill_shard(target, value)
+    elif value is not None and not shape:
+        number = value.read().item() if isinstance(value, StoredTensor) else value
+        return target.fill_(number) if isinstance(target, torch.Tensor) else type(target)(number)
+    else:
+        raise CheckpointError(f"{name} is missing, or not of shape {list(shape)}")
+    return target
+
+
+def fill_shard(target: Tensor, source: ReadableTensor) -> None:
+    """Copy ``source`` into ``target``: all of it, or a DTensor's local shard."""
+    if not isinstance(target, DTensor):
+        fill(target, source)
+    elif (shard := target.to_local()).numel():
+        fill(shard, source, torch_private.local_slices(target))

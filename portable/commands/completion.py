@@ -1,0 +1,74 @@
+"""``portable-train completion``: what completes the commands in a shell, made by shtab from the schema."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+import shtab
+
+from converters.cli import parser_of as convert_parser
+from converters.console import say
+from portable.config import keys
+from portable.config.arguments import TRAIN_OPTIONS
+from portable.config.run_config import RunConfig
+from portable.planner.cli import PLAN_OPTIONS
+from portable.reporting.html_report import parser_of as report_parser
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from portable.config.flags import Option
+
+_LONGEST = 90
+
+
+def completion(argv: Sequence[str]) -> int:
+    """Print the script of a shell.
+
+    Args:
+        argv: the words after ``completion``.
+    """
+    parser = argparse.ArgumentParser(
+        prog="portable-train completion",
+        description="Print what completes portable-train, -plan, -convert and -report in a shell.",
+        epilog='In ~/.bashrc or ~/.zshrc:  eval "$(portable-train completion bash)"',
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("shell", choices=("bash", "zsh"))
+    shell: str = parser.parse_args(argv).shell
+    programs = (
+        _of_schema("portable-train", TRAIN_OPTIONS),
+        _of_schema("portable-plan", PLAN_OPTIONS),
+        convert_parser(),
+        report_parser(),
+    )
+    say("\n".join(shtab.complete(program, shell) for program in programs))
+    return 0
+
+
+def _of_schema(name: str, options: Sequence[Option]) -> argparse.ArgumentParser:
+    """The parser of a command with a config, only to be read by shtab."""
+    parser = argparse.ArgumentParser(prog=name, allow_abbrev=False)
+    for option in options:
+        if option.kind == "switch":
+            parser.add_argument(f"--{option.name}", action="store_true", help=_short(option.help))
+        else:
+            added = parser.add_argument(f"--{option.name}", help=_short(option.help))
+            if option.kind in ("path", "paths"):
+                added.complete = shtab.FILE  # type: ignore[attr-defined]
+    taken = {option.name for option in options}
+    for setting in keys.settings(RunConfig).values():
+        if setting.key in taken:
+            continue
+        choices = setting.choices or (("true", "false") if setting.takes(bool) else None)
+        added = parser.add_argument(f"--{setting.key}", help=_short(setting.description), choices=choices)
+        if setting.may_be_path:
+            added.complete = shtab.FILE  # type: ignore[attr-defined]
+    return parser
+
+
+def _short(text: str) -> str:
+    """The first sentence of ``text``; argparse would expand a percent sign."""
+    first = " ".join(text.split()).split(". ")[0]
+    return (first if len(first) <= _LONGEST else f"{first[:_LONGEST]}...").replace("%", "%%")

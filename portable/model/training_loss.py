@@ -1,0 +1,314 @@
+"""What ``train.loss`` names: a loss of the user's or a built-in variant, checked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+import torch
+
+from portable import plugins
+from portable.config.training_sources import training_names
+from portable.errors import UserError
+from portable.model.loss_by_source import LossBySource
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from portable.backend import Batch
+    from portable.config import RunConfig
+
+IGNORED = -100
+_MOST_LOGITS = 2**26
+Statistic = Literal["log_probs", "log_z", "mean_logits"]
+STATISTICS: tuple[Statistic, ...] = ("log_probs", "log_z", "mean_logits")
+LOGITS = "logits"
+WEIGHT = "weight"
+"""The first number beside a loss of the user's: the weights that it returned, over those that it declares."""
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What a model gives for a micro-batch, on the device.
+
+    Attributes:
+        predictions: the most likely class of each position, with the labels' shape; None if not asked for, or
+            if the labels are numbers. In evaluations only.
+        logits: as the model returns them; None if not asked for and never held at once.
+        log_probs: the log-probability of each label, fp32 with the labels' shape; 0 where there is no label.
+            None if not asked for, like those that follow.
+        log_z: the logarithm of the sum of the exponentials of each position's logits, likewise.
+        mean_logits: the mean of each position's logits, likewise.
+        model: all that the model returns, such as the output of a further head.
+    """
+
+    predictions: Tensor | None = None
+    logits: Tensor | None = None
+    log_probs: Tensor | None = None
+    log_z: Tensor | None = None
+    mean_logits: Tensor | None = None
+    model: Any = None
+
+
+LossValue = tuple["Tensor", "Tensor | float"] | tuple["Tensor", "Tensor | float", Mapping[str, "Tensor"]]
+
+
+class Loss(Protocol):
+    """A loss, such as ``my_package.my_module:focal`` in ``train.loss``: a function, or a class.
+
+    May also have these:
+
+    - ``needs``: ``"logits"`` (the default), or a tuple of some of ``log_probs``, ``log_z`` and
+      ``mean_logits``, which are computed a chunk of tokens at a time where ``memory.loss_chunk_tokens``
+      applies. A loss with logits makes a language model keep all of a micro-batch's.
+    - ``weight(batch)``: what a micro-batch weighs in the mean, a number computed on the host from its CPU
+      tensors. By default its number of labels.
+    - ``before(forward, batch)``: called without gradients or dropout ahead of the forward pass. ``forward()``
+      runs the model in training on the batch, ``forward(adapter=False)`` without its adapter, and
+      ``forward(other)`` another model; they return :class:`Outputs`. The
+      tensors that it returns, by name, are added to the batch that the loss gets.
+    - ``once(forward, batch)``: the same, but called once for every sample, with the weights that the run
+      starts from. What it returns, ``[batch, ...]``, is cached with the data, and in every batch.
+    """
+
+    def __call__(self, outputs: Outputs, batch: Batch) -> LossValue:
+        """The summed loss of a micro-batch, what it is divided by, and more sums to log, by name.
+
+        Runs on the device, under autocast where the precision is 16 bits, and must not read from the device.
+        The sums are scalars, additive over the rows of the batch, with one gradient path through ``outputs``.
+        ``labels`` are aligned with the logits; -100 (NaN if they are floats) marks what must not count. The
+        batch has the further columns of ``data.columns``.
+        """
+
+
+class TrainingLoss:
+    """A loss of the user's or a built-in variant, checked and with its defaults filled in.
+
+    Args:
+        key: what to call it in messages.
+        loss: the function or object.
+        in_evaluation: whether ``eval_loss`` is its mean, too, or remains the plain one.
+    """
+
+    def __init__(self, key: str, loss: Any, *, in_evaluation: bool = True) -> None:
+        self.key = key
+        self.in_evaluation = in_evaluation
+        self._loss = loss
+        needs: Any = getattr(loss, "needs", LOGITS)
+        names: Any = needs if isinstance(needs, tuple | list | set | frozenset) else (needs,)
+        self.needs: frozenset[str] = frozenset(names)
+        if not callable(loss):
+            raise UserError(
+                f"{key}: is a {type(loss).__name__}, which cannot be called; give a function of outputs and "
+                "batch, or a class of such objects"
+            )
+        if self.needs - {LOGITS, *STATISTICS}:
+            raise UserError(f"{key}: needs is {needs!r}; it is 'logits', or some of {', '.join(STATISTICS)}")
+        self._weight: Callable[[Batch], float] | None = getattr(loss, "weight", None)
+        self.before: Callable[..., Mapping[str, Tensor]] | None = getattr(loss, "before", None)
+        self.once: Callable[..., Mapping[str, Tensor]] | None = getattr(loss, "once", None)
+        self._names: tuple[str, ...] | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the numbers beside the loss: ``weight`` first. Known after the first call."""
+        return self._names or ()
+
+    def weight(self, batch: Batch) -> float:
+        """What a micro-batch weighs, on the host."""
+        if self._weight is None:
+            return count_valid(batch["labels"])
+        with plugins.told_as(self.key):
+            weight = float(self._weight(batch))
+        if not (math.isfinite(weight) and weight >= 0):
+            raise UserError(f"{self.key}: weight() gives {weight:g}; return a finite number from 0")
+        return weight
+
+    def __call__(self, outputs: Outputs, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """The summed loss, and the numbers beside it, as scalars."""
+        labels = batch["labels"]
+        before = [(name, one, one._version) for name, one in batch.items()]
+        with plugins.told_as(self.key):
+            value: Any = self._loss(outputs, batch)
+            for name, one, version in before:
+                if one._version != version:
+                    raise UserError(f"{self.key}: changes batch[{name!r}] in place; change a copy of it")
+            if not isinstance(value, tuple) or len(value) not in (2, 3):
+                what = "a tensor" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+                raise UserError(
+                    f"{self.key}: returns {what}; return the sum and the weight, as in "
+                    "return losses.sum(), counted.sum()"
+                )
+            total, weight, more = value if len(value) == 3 else (*value, {})
+            if not isinstance(more, Mapping) or not all(isinstance(name, str) for name in more):
+                raise UserError(f"{self.key}: the third value is no mapping of names to sums: {more!r:.60}")
+            numbers = {WEIGHT: weight, **more}
+            for name, one in {"the sum": total, **numbers}.items():
+                if (shape := tuple(getattr(one, "shape", ()))) != ():
+                    raise UserError(
+                        f"{self.key}: {name} has shape {list(shape)}, but is one number a micro-batch; "
+                        "add it up with .sum()"
+                    )
+                if not isinstance(one, torch.Tensor | float | int):
+                    raise UserError(f"{self.key}: {name} is a {type(one).__name__}, not a number")
+            if not isinstance(total, torch.Tensor):
+                raise UserError(f"{self.key}: the sum is a {type(total).__name__}, not a tensor")
+            if total.device != labels.device:
+                raise UserError(f"{self.key}: the sum is on {total.device}, and the batch on {labels.device}")
+            if torch.is_grad_enabled() and not total.requires_grad:
+                raise UserError(
+                    f"{self.key}: the sum has no gradient; compute it from outputs, without detach(), "
+                    "no_grad() or integers"
+                )
+            if self._names is not None and tuple(numbers) != self._names:
+                raise UserError(f"{self.key}: logs {list(numbers)[1:]}, and before {list(self._names)[1:]}")
+            self._names = tuple(numbers)
+            return total.float(), {name: _scalar(one, labels.device) for name, one in numbers.items()}
+
+    def named(self, numbers: dict[str, float]) -> dict[str, float]:
+        """The means of a step, as the loss wants them logged."""
+        named = getattr(self._loss, "named", None)
+        return numbers if named is None else named(numbers)
+
+    def unequal(self, share: float) -> str:
+        """What to say if the weights that it returned are ``share`` times those that it declared."""
+        said = "the number of labels that are not -100" if self._weight is None else "what its weight() says"
+        remedy = (
+            "give it weight(batch), computed from the batch alone" if self._weight is None else "correct it"
+        )
+        return f"{self.key}: the weights that it returns are {share:.6g} times {said}; {remedy}"
+
+    def check(self, outputs: Outputs, batch: Batch, total: Tensor) -> None:
+        """Raise UserError if the loss of a micro-batch is not the sum of that of its halves.
+
+        A host sync: called once, for the first micro-batch of a launch.
+        """
+        rows = batch["labels"].shape[0]
+        if rows < 2 or total.device.type == "meta":
+            return
+        with torch.no_grad():
+            halves = [
+                self(_rows(outputs, part, rows), {name: value[part] for name, value in batch.items()})[0]
+                for part in (slice(0, rows // 2), slice(rows // 2, rows))
+            ]
+        self._compare(float(total.detach()), float(sum(halves)))
+
+    def check_on_host(self, batch: Batch, classes: int) -> None:
+        """The same with made-up outputs, where a look at the device's would compile another graph.
+
+        Called once, with the first micro-batch on the host. A loss that takes what the model or a pass
+        before returns, or too many logits, is not looked at.
+        """
+        labels = batch["labels"]
+        many = LOGITS in self.needs and labels.numel() * classes > _MOST_LOGITS
+        if self.before is not None or labels.is_floating_point() or many:
+            return
+        draws = torch.Generator().manual_seed(0)
+        valid = labels != IGNORED
+        made: dict[str, Tensor] = {
+            name: -torch.rand(labels.shape, generator=draws) * valid for name in STATISTICS
+        }
+        if LOGITS in self.needs:
+            made[LOGITS] = torch.randn((*labels.shape, classes), generator=draws)
+        outputs = Outputs(**{name: value for name, value in made.items() if name in self.needs})
+        try:
+            with torch.no_grad():
+                once, twice = (
+                    float(self._loss(_repeated(outputs, times), _repeated_batch(batch, times))[0])
+                    for times in (1, 2)
+                )
+        except Exception:  # it gets what it takes in the first step, and is looked at there
+            return
+        self._compare(twice, 2 * once)
+
+    def _compare(self, whole: float, parts: float) -> None:
+        if abs(whole - parts) > 1e-2 * max(abs(whole), abs(parts), 1e-6):
+            raise UserError(
+                f"{self.key}: is {whole:.6g} for a micro-batch and {parts:.6g} for its halves together: "
+                "it is no sum over the rows; return the sum, not a mean"
+            )
+
+
+def _repeated(outputs: Outputs, times: int) -> Outputs:
+    tensors = {name: value for name, value in vars(outputs).items() if value is not None}
+    return Outputs(**{name: torch.cat([value] * times) for name, value in tensors.items()})
+
+
+def _repeated_batch(batch: Batch, times: int) -> Batch:
+    return {name: torch.cat([value] * times) for name, value in batch.items()}
+
+
+def _scalar(value: Tensor | float, device: torch.device) -> Tensor:
+    if isinstance(value, torch.Tensor):
+        return value.detach().to(device).float()
+    return torch.full((), value, device=device).float()
+
+
+def _rows(outputs: Outputs, part: slice, rows: int) -> Outputs:
+    def cut(value: Any) -> Any:
+        return value[part] if isinstance(value, torch.Tensor) and value.shape[:1] == (rows,) else value
+
+    own = outputs.model
+    if isinstance(own, dict):  # a ModelOutput
+        own = type(own)(**{name: cut(value) for name, value in own.items()})
+    tensors = {name: cut(value) for name, value in vars(outputs).items() if name != "model"}
+    return Outputs(**tensors, model=own)
+
+
+class CrossEntropy:
+    """Cross-entropy with label smoothing and a z-loss, for the settings of these names.
+
+    Args:
+        label_smoothing: the share of each target that is spread evenly over all classes.
+        z_loss: weighs the squared log-normalizer of the logits, which keeps them from drifting.
+    """
+
+    def __init__(self, label_smoothing: float, z_loss: float) -> None:
+        self._smoothing = label_smoothing
+        self._z_loss = z_loss
+        self.needs: tuple[Statistic, ...] = STATISTICS if label_smoothing else ("log_probs", "log_z")
+
+    def __call__(self, outputs: Outputs, batch: Batch) -> LossValue:
+        valid = batch["labels"] != IGNORED
+        assert outputs.log_probs is not None and outputs.log_z is not None
+        plain = losses = -outputs.log_probs
+        if self._smoothing:
+            assert outputs.mean_logits is not None
+            even = outputs.log_z - outputs.mean_logits
+            losses = (1 - self._smoothing) * plain + self._smoothing * even
+        if self._z_loss:
+            losses = losses + self._z_loss * outputs.log_z.square()
+        total = torch.where(valid, losses, 0.0).sum()
+        return total, valid.sum(), {"cross_entropy": torch.where(valid, plain.detach(), 0.0).sum()}
+
+
+BUILT_IN = {name: f"portable.losses:{kind}" for name, kind in (
+    ("dpo", "DPO"), ("ipo", "IPO"), ("simpo", "SimPO"), ("orpo", "ORPO")
+)}  # fmt: skip
+"""The losses that ``train.loss`` knows by name, and where they are."""
+
+
+def training_loss(config: RunConfig) -> TrainingLoss | None:
+    """The loss that the settings of a run ask for; None for the task's own.
+
+    Raises:
+        UserError: if ``train.loss`` names none.
+    """
+    train, key, loss = config.train, "data.sources", None
+    if train.loss is not None:
+        key, loss = f"train.loss: {train.loss}", plugins.load("train.loss", train.loss, BUILT_IN)
+    elif train.label_smoothing or train.z_loss:
+        key, loss = "train.label_smoothing", CrossEntropy(train.label_smoothing, train.z_loss)
+    names = training_names(config.data)
+    if names and config.model.task != "sequence-classification":  # whose labels need not be classes
+        loss = LossBySource(names, loss)
+    return None if loss is None else TrainingLoss(key, loss, in_evaluation=train.loss is not None)
+
+
+def count_valid(labels: Tensor) -> int:
+    """Count the valid labels, on the host. Numeric labels are valid unless they are NaN."""
+    if labels.is_floating_point():
+        return int(torch.count_nonzero(~labels.isnan()))
+    return int(torch.count_nonzero(labels != IGNORED))

@@ -1,0 +1,112 @@
+"""``log.txt`` in the run's folder: what was told, and the warnings of libraries, kept off the terminal."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import TYPE_CHECKING
+
+from portable.errors import RunError, UserError, one_line
+from portable.terminal import LOG
+
+if TYPE_CHECKING:
+    from pathlib import Path
+    from types import TracebackType
+
+    from typing_extensions import Self
+
+LOG_FILE = "log.txt"
+_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+class RunLog(logging.Handler):
+    """Collects what is logged in this process, and writes it once there is a folder.
+
+    Libraries print their warnings to stderr, in the middle of the progress bar. In this context those below
+    errors go into the file alone. Without a folder (a run that was refused) they are printed at the end.
+
+    Attributes:
+        foreign: warnings of libraries so far.
+        path: of the file.
+    """
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.foreign = 0
+        self.path: Path | None = None
+        self._rank = rank
+        self._file: logging.Handler | None = None
+        self._kept: list[logging.LogRecord] = []
+        self._latest: logging.LogRecord | None = None
+        self._rerouted: list[logging.Handler] = []
+        self._last_resort: logging.Handler | None = None
+
+    def __enter__(self) -> Self:
+        logging.captureWarnings(True)
+        self._last_resort = None if logging.root.handlers else logging.lastResort
+        if self._last_resort is not None:  # Python prints with it what no handler took
+            logging.root.addHandler(self._last_resort)
+        named = [one for one in logging.root.manager.loggerDict.values() if isinstance(one, logging.Logger)]
+        handlers = {handler for logger in (logging.root, *named) for handler in logger.handlers}
+        self._rerouted = [handler for handler in handlers if _prints(handler)]
+        for logger in (LOG, logging.root):
+            logger.addHandler(self)
+        for handler in self._rerouted:
+            handler.addFilter(self._reroute)
+        return self
+
+    def open(self, folder: Path) -> None:
+        """Write into ``folder`` what came so far and what will come; ranks other than 0 only if need be."""
+        self.path = folder / (LOG_FILE if self._rank == 0 else f"log.rank{self._rank}.txt")
+        self._file = logging.FileHandler(self.path, "a", encoding="utf-8", delay=self._rank != 0)
+        self._file.setFormatter(logging.Formatter(_FORMAT))
+        kept, self._kept = self._kept, []
+        for record in kept:
+            self._write(record)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record is self._latest:  # it passes several handlers
+            return
+        self._latest = record
+        self.foreign += record.name != LOG.name and record.levelno >= logging.WARNING
+        self._write(record)
+
+    def _write(self, record: logging.LogRecord) -> None:
+        if self._file is None:
+            self._kept.append(record)
+        elif self._rank == 0 or record.name != LOG.name:  # rank 0 tells for all
+            self._file.handle(record)
+
+    def failed(self, error: BaseException) -> None:
+        """Record why the run ended; a bug with its traceback."""
+        known = isinstance(error, UserError | RunError)
+        cause = None if known else (type(error), error, error.__traceback__)
+        record = logging.LogRecord(LOG.name, logging.ERROR, "", 0, one_line(error), None, cause)
+        if self._file is not None:
+            self._file.handle(record)
+
+    def _reroute(self, record: logging.LogRecord) -> bool:
+        """Take the record; whether its own handler is to print it as well."""
+        self.handle(record)
+        return record.levelno >= logging.ERROR
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for handler in self._rerouted:
+            handler.removeFilter(self._reroute)
+        for logger in (LOG, logging.root):
+            logger.removeHandler(self)
+        if self._last_resort is not None:
+            logging.root.removeHandler(self._last_resort)
+        logging.captureWarnings(False)
+        for record in self._kept:
+            if record.name != LOG.name and logging.WARNING <= record.levelno < logging.ERROR:
+                print(record.getMessage(), file=sys.stderr)
+        if self._file is not None:
+            self._file.close()
+
+
+def _prints(handler: logging.Handler) -> bool:
+    standard = (sys.stderr, sys.stdout, sys.__stderr__, sys.__stdout__)
+    return isinstance(handler, logging.StreamHandler) and any(handler.stream is one for one in standard)

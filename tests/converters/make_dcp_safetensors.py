@@ -1,0 +1,71 @@
+"""Write DCP's sharded safetensors with torch's own `HuggingFaceStorageWriter`, consolidated and not."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from tests.converters.make_dcp import launch, reference, trained
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def three_ranks(rank: int, world: int, out: Path) -> None:
+    model, optimizer = trained(world, "fsdp")
+    ref = reference(model, optimizer)
+    state: dict[str, Any] = get_model_state_dict(model)
+    state = {name: value for name, value in state.items() if name != "lm_head.weight"}
+    moments = {
+        f"optim.state.{name}.exp_avg": optimizer.state[value]["exp_avg"]
+        for name, value in model.named_parameters()
+    }
+    # torch's consolidation takes no integers.
+    floats = {name: value for name, value in state.items() if value.is_floating_point()}
+    two = {name: 1 + at % 2 for at, name in enumerate(state)}
+    for name, more, held in (
+        ("sharded", {}, state),
+        ("two-files", {"fqn_to_index_mapping": two}, state),
+        ("consolidated", {"enable_consolidation": True}, floats),
+        ("with-moments", {}, {**state, **moments}),
+    ):
+        writer = HuggingFaceStorageWriter(str(out / name), save_distributed=True, **more)
+        dcp_save(held, storage_writer=writer)
+    if rank == 0:
+        torch.save(ref, out / "ref.pt")
+
+
+def grid(rank: int, world: int, out: Path) -> None:
+    torch.manual_seed(0)
+    whole = {
+        "columns": torch.randn(5, 9),
+        "square": torch.randn(7, 6),
+        "cube": torch.randn(3, 5, 4).bfloat16(),
+    }
+    line = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    plane = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    state = {
+        "columns": distribute_tensor(whole["columns"], line, [Shard(1)]),
+        "square": distribute_tensor(whole["square"], plane, [Shard(0), Shard(1)]),
+        "cube": distribute_tensor(whole["cube"], plane, [Shard(2), Shard(1)]),
+    }
+    dcp_save(state, storage_writer=HuggingFaceStorageWriter(str(out / "grid"), save_distributed=True))
+    if dist.get_rank() == 0:
+        torch.save({"model": whole}, out / "grid.ref.pt")
+
+
+def main(out: Path) -> None:
+    """Write everything under `out`."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    trained(1, "plain")
+    launch(3, out, three_ranks)
+    launch(4, out, grid)

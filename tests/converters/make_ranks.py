@@ -1,0 +1,184 @@
+"""Write one torch.save file a rank of FSDP-sharded state, in the way of verl's checkpoint manager.
+
+Each folder holds `{model,optim,extra_state}_world_size_<n>_rank_<r>.pt`, and `<name>.ref.pt` lies beside it,
+as `make_dcp.py` gathers it from the live run. FSDP2 leaves DTensors; FSDP1 leaves DTensors where it was given
+a mesh, else ShardedTensors. verl saves the optimizer's own state dict, so that of FSDP1 is keyed by flat
+parameter.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp
+from torch.distributed.fsdp import (
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictType,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from tests.converters.make_dcp import full, launch, reference, trained
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+class Block(nn.Module):
+    """One layer: a unit of its own under FSDP1."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 8)
+        self.down = nn.Linear(8, 6, bias=False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.down(self.up(hidden).tanh())
+        return made
+
+
+class Stack(nn.Module):
+    """Embeddings, two equal layers, a norm and a head, as a transformer has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 6)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.norm = nn.LayerNorm(6)
+        self.head = nn.Linear(6, 7, bias=False)
+        self.register_buffer("counts", torch.tensor([1, -(1 << 62), 3]))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(tokens)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)
+        loss: torch.Tensor = self.head(self.norm(hidden)).square().sum()
+        return loss
+
+
+def steps(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.8, 0.95))
+    for step in range(2):
+        model(torch.arange(step, step + 4)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+def save(out: Path, name: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """What verl's `save_checkpoint` writes on every rank."""
+    folder, rank, world = out / name, dist.get_rank(), dist.get_world_size()
+    folder.mkdir(parents=True, exist_ok=True)
+    other = torch.optim.SGD([nn.Parameter(torch.zeros(1))])  # or it would change the learning rate
+    scheduler = torch.optim.lr_scheduler.ConstantLR(other)
+    extra = {"lr_scheduler": scheduler.state_dict(), "rng": {"cpu": torch.get_rng_state()}}
+    for kind, state in (
+        ("model", model.state_dict()),
+        ("optim", optimizer.state_dict()),
+        ("extra_state", extra),
+    ):
+        torch.save(state, folder / f"{kind}_world_size_{world}_rank_{rank}.pt")
+
+
+def fsdp2(rank: int, world: int, out: Path) -> None:
+    model, optimizer = trained(world, "fsdp")
+    save(out, f"fsdp2-{world}", model, optimizer)
+    ref = reference(model, optimizer)
+    if rank == 0:
+        torch.save(ref, out / f"fsdp2-{world}.ref.pt")
+
+
+def with_tensor_parallel(rank: int, world: int, out: Path) -> None:
+    """2 x 2: rows of one layer cut by both, columns of the other by tensor parallelism alone."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model: Any = Stack()
+    for block in model.layers:
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(block, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    finish(out, "tensor-parallel-4", model, steps(model))
+
+
+def replicated(rank: int, world: int, out: Path) -> None:
+    """2 x 2: replicas of two shards each."""
+    torch.manual_seed(0)
+    model: Any = Stack()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("ddp", "fsdp")))
+    finish(out, "hybrid-4", model, steps(model))
+
+
+def finish(out: Path, name: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    save(out, name, model, optimizer)
+    ref = reference(model, optimizer)
+    if dist.get_rank() == 0:
+        torch.save(ref, out / f"{name}.ref.pt")
+
+
+def fsdp1(rank: int, world: int, out: Path) -> None:
+    """FSDP1, by layer, as verl wraps it: with a mesh (DTensor) and without (ShardedTensor)."""
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("fsdp",))
+    ways: dict[str, dict[str, Any]] = {
+        "mesh": {"device_mesh": mesh},
+        "plain": {},
+        "originals": {"use_orig_params": True},
+    }
+    for name, more in ways.items():
+        torch.manual_seed(0)
+        policy = ModuleWrapPolicy({Block})
+        model = Fsdp(Stack(), auto_wrap_policy=policy, device_id=torch.device("cpu"), **more)
+        optimizer = steps(model)
+        sharded = (ShardedStateDictConfig(), ShardedOptimStateDictConfig())
+        with Fsdp.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, *sharded):
+            save(out, f"fsdp1-{name}-{world}", model, optimizer)
+        if name == "plain":
+            with Fsdp.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+                save(out, f"fsdp1-local-{world}", model, optimizer)
+        with Fsdp.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+            weights = {key: full(value) for key, value in model.state_dict().items()}
+            state = Fsdp.full_optim_state_dict(model, optimizer, rank0_only=False)
+        if name == "originals":  # there torch gathers exp_avg_sq in place of exp_avg
+            state["state"] = gathered(model, optimizer, weights, world)
+        named = zip(optimizer.param_groups, state["param_groups"], strict=True)
+        groups = [{**group, "params": theirs["params"]} for group, theirs in named]
+        if rank == 0:
+            reference = {"model": weights, "optim": state["state"], "groups": groups}
+            torch.save(reference, out / f"fsdp1-{name}-{world}.ref.pt")
+
+
+def gathered(
+    model: nn.Module, optimizer: torch.optim.Optimizer, weights: dict[str, torch.Tensor], world: int
+) -> dict[str, Any]:
+    """The moments of the live parameters, from all ranks' runs of them."""
+    mine = {name: optimizer.state.get(value, {}) for name, value in model.named_parameters()}
+    every: list[Any] = [None] * world
+    dist.all_gather_object(every, mine)
+    plain = {name: name.replace("_fsdp_wrapped_module.", "") for name in mine}
+    state: dict[str, Any] = {}
+    for name in mine:
+        held = [values[name] for values in every if values[name]]
+        shape = weights[plain[name]].shape
+        made = {
+            what: torch.cat([part[what] for part in held]).view(shape) for what in ("exp_avg", "exp_avg_sq")
+        }
+        state[plain[name]] = {"step": held[0]["step"], **made}
+    return state
+
+
+def main(out: Path) -> None:
+    """Write everything under `out`."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    trained(1, "plain")
+    for world in (2, 3):
+        launch(world, out, fsdp2)
+    launch(3, out, fsdp1)
+    launch(4, out, with_tensor_parallel)
+    launch(4, out, replicated)

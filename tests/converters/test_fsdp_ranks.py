@@ -1,0 +1,91 @@
+"""One file a rank of FSDP-sharded state, against the live tensors it was written from."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from converters import CheckpointError, open_checkpoint
+from converters.formats.fsdp_ranks.flat import _units
+from tests.converters.compare import assert_model, assert_optimizer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+RUNS = ("fsdp2-2", "fsdp2-3", "hybrid-4", "tensor-parallel-4")
+RUNS1 = ("fsdp1-mesh-3", "fsdp1-plain-3", "fsdp1-originals-3")
+
+
+def load(path: Path) -> dict[str, Any]:
+    values: dict[str, Any] = torch.load(path, weights_only=False)
+    return values
+
+
+@pytest.mark.parametrize("run", [*RUNS, *RUNS1])
+def test_every_placement_bit_for_bit(written_ranks: Path, run: str) -> None:
+    reference = load(written_ranks / f"{run}.ref.pt")
+    checkpoint = open_checkpoint(written_ranks / run)
+    assert checkpoint.format == "fsdp-ranks"
+    assert checkpoint.metadata["world_size"] == int(run[-1])
+    assert checkpoint.counters == {"lr_scheduler.last_epoch": 0}
+    assert_model(checkpoint, reference["model"])
+    assert_optimizer(checkpoint, reference)
+
+
+def test_the_folders_of_a_run(written_ranks: Path, tmp_path: Path) -> None:
+    """`global_step_<n>/actor/`, with the model's config in `huggingface/`."""
+    actor = tmp_path / "run" / "global_step_7" / "actor"
+    shutil.copytree(written_ranks / "fsdp2-2", actor)
+    (actor / "huggingface").mkdir()
+    (actor / "huggingface" / "config.json").write_text('{"model_type": "odd"}')
+    for path in (tmp_path / "run", actor.parent, actor, actor / "model_world_size_2_rank_1.pt"):
+        checkpoint = open_checkpoint(path)
+        assert checkpoint.metadata["step"] == 7
+        assert checkpoint.companions.keys() == {"config.json"}
+        assert_model(checkpoint, load(written_ranks / "fsdp2-2.ref.pt")["model"])
+    shutil.copytree(actor, actor.with_name("critic"))
+    with pytest.raises(CheckpointError, match="several models; give one of 'actor', 'critic'"):
+        open_checkpoint(actor.parent)
+
+
+def test_what_is_refused_by_name(written_ranks: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"LOCAL_STATE_DICT.*save with SHARDED_STATE_DICT"):
+        open_checkpoint(written_ranks / "fsdp1-local-3")
+    folder = tmp_path / "ranks"
+    shutil.copytree(written_ranks / "fsdp2-3", folder)
+    first, second = (folder / f"model_world_size_3_rank_{rank}.pt" for rank in (0, 1))
+    second.unlink()
+    with pytest.raises(CheckpointError, match=r"the model file of rank 1 is missing \(1 of 3\)"):
+        open_checkpoint(folder)
+    shutil.copy(first, second)
+    with pytest.raises(CheckpointError, match="saved as 'model_world_size_3_rank_0', so it is"):
+        open_checkpoint(folder)
+    shutil.copy(written_ranks / "fsdp2-2" / "model_world_size_2_rank_0.pt", folder)
+    with pytest.raises(CheckpointError, match="files of two runs"):
+        open_checkpoint(folder)
+
+
+def test_another_run_of_the_same_size_does_not_mix(written_ranks: Path, tmp_path: Path) -> None:
+    """A plain tensor that should be equal on all ranks is compared."""
+    folder = tmp_path / "ranks"
+    shutil.copytree(written_ranks / "fsdp2-2", folder)
+    path = folder / "model_world_size_2_rank_1.pt"
+    state = torch.load(path, weights_only=False)
+    state["counts"][0] += 1
+    torch.save(state, path)
+    with pytest.raises(CheckpointError, match="counts: not sharded, and rank 1 has another value of it"):
+        open_checkpoint(folder)
+
+
+def test_wrapped_modules_follow_from_the_lengths_or_are_not_guessed() -> None:
+    layers = [(f"layers.{i}.{name}", (size,)) for i in range(3) for name, size in (("up", 12), ("down", 8))]
+    sizes = [("embed", (10,)), *layers, ("head", (10,))]
+    found = _units(sizes, [[10] * 2, [10] * 2, [10] * 2, [10] * 2], 2)
+    assert found == [["embed", "head"], *([f"layers.{i}.up", f"layers.{i}.down"] for i in range(3))]
+    # One layer wrapped, but which: the embedding and the other two are the root's.
+    assert _units(sizes, [[30] * 2, [10] * 2], 2) == 2
+    assert _units(sizes, [[30] * 2, [9] * 2], 2) == 0
+    assert _units(sizes, [[30, 29], [10] * 2], 2) == 0

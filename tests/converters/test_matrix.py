@@ -1,0 +1,90 @@
+"""From every format into every other: what is written opens again as the same logical checkpoint."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from converters import Checkpoint, CheckpointError, Tensor, open_checkpoint, write_checkpoint
+from converters.formats import formats
+from converters.options import WRITERS
+from converters.writers.targets import target
+from tests.converters.samples import all_samples
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SAMPLES = {sample.name: sample for sample in all_samples()}
+# GGUF has llama.cpp's models only: test_gguf.py.
+TARGETS = [name for name in WRITERS if name != "gguf"]
+
+
+@pytest.fixture(scope="module", params=list(SAMPLES))
+def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    sample = SAMPLES[request.param]
+    if sample.fixture is not None:
+        return open_checkpoint(request.getfixturevalue(sample.fixture) / sample.folder)
+    assert sample.make is not None
+    folder = tmp_path_factory.mktemp(sample.name)
+    sample.make(folder)
+    return open_checkpoint(folder)
+
+
+def model(checkpoint: Checkpoint, *, masters: bool = False) -> dict[str, Any]:
+    """Every value by name, a tied one under each of its names; parameters in float32 if `masters`."""
+    tensors = dict(checkpoint.tensors)
+    tensors |= {alias: tensors[owner] for alias, owner in checkpoint.aliases.items()}
+    made = {}
+    for name, tensor in tensors.items():
+        value = tensor.read()
+        if masters and tensor.dtype in ("BF16", "F16"):
+            value = value.astype("float32")
+        made[name] = (str(value.dtype), value.shape, value.tobytes())
+    return made
+
+
+def state(checkpoint: Checkpoint) -> Any:
+    """The optimizer's state and groups; a number as what it becomes in a 0-d tensor."""
+    optimizer = checkpoint.optimizer
+    assert optimizer is not None
+    values = {
+        name: {what: bits(value) for what, value in held.items()} for name, held in optimizer.state.items()
+    }
+    groups = [
+        {key: list(value) if isinstance(value, tuple) else value for key, value in group.items()}
+        for group in optimizer.param_groups
+    ]
+    return values, groups
+
+
+def bits(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return float(value)
+    return (value.dtype, value.shape, value.read().tobytes()) if value.shape else float(value.read())
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_into_every_format(source: Checkpoint, tmp_path: Path, to: str) -> None:
+    known = next(one for one in formats() if one.name == source.format)
+    try:
+        has_optimizer = source.optimizer is not None
+    except CheckpointError:
+        has_optimizer = False
+    assert known.optimizer or not has_optimizer
+    made = target(to)
+    if made.needs_optimizer and not has_optimizer:
+        with pytest.raises(CheckpointError, match="optimizer"):
+            write_checkpoint(source, tmp_path / "out", to, optimizer=True)
+        assert not (tmp_path / "out").exists()
+        return
+    wanted = has_optimizer and made.optimizer
+    write_checkpoint(source, tmp_path / "out", to, optimizer=wanted, verify=True, progress=False, expand=True)
+    again = open_checkpoint(tmp_path / "out")
+    masters = to == "deepspeed-universal"
+    ours, theirs = model(source, masters=masters), model(again, masters=masters)
+    # A tied alias is written where the format has a name for it.
+    assert {name: ours[name] for name in theirs} == theirs
+    assert source.tensors.keys() <= theirs.keys()
+    if wanted:
+        assert state(again) == state(source)

@@ -1,0 +1,159 @@
+"""What is written is opened by the program that it is for, optimizer included, and goes on as before."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+
+from converters import CheckpointError, Tensor, open_checkpoint, write_checkpoint
+from converters.cli import main
+from tests.converters.compare import assert_model, assert_optimizer, assert_same, bits
+from tests.converters.make_ranks import Stack
+from tests.converters.making import written_by
+from tests.converters.test_dcp_writer import blank
+from tests.converters.test_safetensors import WEIGHTS, model
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def load(path: Path) -> dict[str, Any]:
+    values: dict[str, Any] = torch.load(path, weights_only=False)
+    return values
+
+
+@pytest.fixture(scope="session")
+def universal_loads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("deepspeed")
+    return written_by("make_universal_loads", tmp_path_factory)
+
+
+# -- torch ---------------------------------------------------------------------------------------------------
+
+
+def test_torch_loads_the_state_dict_and_ties(written_ranks: Path, tmp_path: Path) -> None:
+    reference = load(written_ranks / "fsdp2-3.ref.pt")
+    argv = [str(written_ranks / "fsdp2-3"), str(tmp_path / "out"), "--to", "torch", "--optimizer", "--verify"]
+    assert main([*argv, "--quiet"]) == 0
+    state = torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True)
+    assert state.keys() == reference["model"].keys()
+    assert all(bits(state[name]) == bits(value) for name, value in reference["model"].items())
+    assert state["lm_head.weight"].data_ptr() == state["embed_tokens.weight"].data_ptr()
+    mapped = torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True, mmap=True)
+    assert all(value.data_ptr() % 64 == 0 for value in mapped.values())
+    again = open_checkpoint(tmp_path / "out")
+    assert_model(again, reference["model"])
+    assert_optimizer(again, reference)
+
+
+def test_every_dtype_in_one_file(tmp_path: Path) -> None:
+    write_checkpoint(open_checkpoint(model(tmp_path / "in")), tmp_path / "out", "torch", verify=True)
+    state = torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True)
+    assert {name: bits(value) for name, value in state.items()} == {k: bits(v) for k, v in WEIGHTS.items()}
+    assert all(state[name].shape == value.shape for name, value in WEIGHTS.items())
+
+
+def test_a_torch_optimizer_goes_on(universal_loads: Path, tmp_path: Path) -> None:
+    """FSDP2's two groups, in one process: the next step is that of the run that was not interrupted."""
+    write_checkpoint(open_checkpoint(universal_loads / "source"), tmp_path / "out", "torch", optimizer=True)
+    run = Stack()
+    run.load_state_dict(torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True))
+    named = dict(run.named_parameters())
+    saved = torch.load(tmp_path / "out" / "optimizer.pt", weights_only=True)
+    groups = [
+        {"params": [(name, named[name]) for name in group["param_names"]]} for group in saved["param_groups"]
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1.0)
+    optimizer.load_state_dict(saved)
+    run(torch.arange(2, 6)).backward()
+    optimizer.step()
+    for name, value in load(universal_loads / "next.pt").items():
+        torch.testing.assert_close(named[name].detach(), value, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.exhaustive
+def test_more_tensors_than_a_zip_counts_in_16_bits(tmp_path: Path) -> None:
+    state = {f"t{i}": torch.tensor([i]) for i in range(66_000)}
+    save_file(state, tmp_path / "model.safetensors")
+    write_checkpoint(open_checkpoint(tmp_path), tmp_path.with_name("many"), "torch", expand=True)
+    back = torch.load(tmp_path.with_name("many") / "pytorch_model.bin", weights_only=True)
+    assert len(back) == 66_000 and int(back["t65999"]) == 65_999
+
+
+# -- DCP's safetensors ---------------------------------------------------------------------------------------
+
+
+def test_torch_and_transformers_open_dcp_safetensors(written_ranks: Path, tmp_path: Path) -> None:
+    reference = load(written_ranks / "fsdp2-3.ref.pt")
+    source, out = open_checkpoint(written_ranks / "fsdp2-3"), tmp_path / "out"
+    write_checkpoint(source, out, "dcp-safetensors", optimizer=True, max_shard_size=300, verify=True)
+    weights = {name: value for name, value in reference["model"].items() if name != "lm_head.weight"}
+    state = blank(weights)
+    dcp_load(state, storage_reader=HuggingFaceStorageReader(str(out)))
+    assert {name: bits(value) for name, value in state.items()} == {k: bits(v) for k, v in weights.items()}
+    again = open_checkpoint(out)
+    assert_model(again, weights)
+    assert_optimizer(again, reference)
+    one = tmp_path / "one"
+    write_checkpoint(source, one, "dcp-safetensors")
+    assert {path.name for path in one.iterdir()} == {
+        "model-00001-of-00001.safetensors",
+        "model.safetensors.index.json",
+    }
+
+
+# -- DeepSpeed -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_deepspeed_loads_a_universal_checkpoint(universal_loads: Path, stage: int) -> None:
+    """Three ranks load what two of FSDP2 saved: masters, moments, groups; and their next step agrees."""
+    source = open_checkpoint(universal_loads / "source")
+    optimizer = source.optimizer
+    assert optimizer is not None
+    held = load(universal_loads / f"zero{stage}.pt")
+    assert held["optim"].keys() == optimizer.state.keys() and len(held["optim"]) == 10
+    for name, values in held["optim"].items():
+        assert_same(source.tensors[name], held["model"][name])
+        for what, value in values.items():
+            assert_same(optimizer.state[name][what], value)  # type: ignore[arg-type]
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    loaded = [{**group, "betas": list(group["betas"])} for group in held["groups"]]
+    # Stage 3 takes the first group's hyperparameters for all: DeepSpeed's own limit.
+    assert loaded == (groups if stage < 3 else [groups[0], groups[0]])
+    after = load(universal_loads / f"zero{stage}.next.pt")
+    for name, value in load(universal_loads / "next.pt").items():
+        if stage < 3 or value.ndim > 1:
+            torch.testing.assert_close(after[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_our_universal_checkpoint_is_read_again(universal_loads: Path, tmp_path: Path) -> None:
+    source, again = (open_checkpoint(universal_loads / name) for name in ("source", "universal"))
+    assert again.format == "deepspeed-universal" and again.metadata["step"] == 2
+    assert {n: t.read().tobytes() for n, t in source.tensors.items()} == {
+        n: t.read().tobytes() for n, t in again.tensors.items()
+    }
+    assert source.optimizer is not None and again.optimizer is not None
+    assert source.optimizer.param_groups == again.optimizer.param_groups
+    for name, values in source.optimizer.state.items():
+        for what, value in values.items():
+            other = again.optimizer.state[name][what]
+            assert isinstance(value, Tensor) and isinstance(other, Tensor)
+            assert value.read().tobytes() == other.read().tobytes()
+
+
+def test_a_universal_checkpoint_needs_the_optimizer(
+    written_ranks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = [str(written_ranks / "fsdp2-2"), str(tmp_path / "out"), "--to", "deepspeed-universal"]
+    assert main(argv) == 2
+    assert "add --optimizer" in capsys.readouterr().err
+    source = model(tmp_path / "in")
+    with pytest.raises(CheckpointError, match="holds no optimizer state"):
+        write_checkpoint(open_checkpoint(source), tmp_path / "out", "deepspeed-universal", optimizer=True)
+    assert not (tmp_path / "out").exists()

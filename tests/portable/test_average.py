@@ -1,0 +1,129 @@
+"""An average of the weights: that of a plain loop on every engine, in checkpoints, evaluations and final."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from converters import open_checkpoint
+from portable.errors import UserError
+from portable.evaluation.evaluate import evaluate
+from portable.run.batches import eval_batches
+from tests.engines import ENGINES
+from tests.gpu.test_parity import plain_losses
+from tests.parity import opened
+from tests.portable.test_own_optimizer import leg
+from tests.runs import configured
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.engines import Engines
+
+# Not Adam, which blows up the rounding of gradients near zero.
+BATCH: dict[str, Any] = {
+    "train__global_batch_size": 12,
+    "train__micro_batch_size": 1,
+    "train__optimizer": "sgd",
+    "train__learning_rate": 3e-2,
+}
+DECAY = 0.8
+IMPLY = ("full_shard", "zero2", "zero3, offload", "xla")
+
+
+def averaged(folder: Path, config: Any) -> dict[str, Any]:
+    """On a rank: train, evaluate with the average and without, and save; returns the losses."""
+    with opened(config) as trial:
+        for _ in range(4):
+            trial.step()
+        run, found = trial.run, {}
+        assert run.data.eval is not None
+        for what in ("weights", "average", "weights again"):
+            found[what] = evaluate(
+                trial.backend, trial.engine, eval_batches(run, run.data.eval), run.measures
+            )["loss"]
+            trial.engine.exchange_average()
+        trial.engine.exchange_average()
+        folder.mkdir(exist_ok=True)
+        trial.engine.save(folder, background=False).wait()
+        return found
+
+
+@pytest.fixture(scope="module")
+def plain_average(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """The average in a plain loop, by name."""
+    found: dict[str, torch.Tensor] = {}
+    config = configured(tmp_path_factory.mktemp("truth"), corpus, **BATCH, train__steps=4)
+    model: Any = None
+
+    def prepared(given: Any) -> list[dict[str, Any]]:
+        nonlocal model
+        model = given
+        found.update({name: p.detach().clone() for name, p in model.named_parameters()})
+        decays = [p for p in model.parameters() if p.dim() > 1]
+        rest = [p for p in model.parameters() if p.dim() < 2]
+        return [{"params": decays, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+
+    def made(groups: Any) -> Any:
+        optimizer = torch.optim.SGD(groups, lr=0.0, momentum=0.9)
+
+        def after(*_: Any) -> None:
+            for name, p in model.named_parameters():
+                found[name] = DECAY * found[name] + (1 - DECAY) * p.detach()
+
+        optimizer.register_step_post_hook(after)
+        return optimizer
+
+    plain_losses(config, prepared=prepared, made=made)
+    return found
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[] if n in IMPLY else pytest.mark.exhaustive) for n in ENGINES],
+)
+def test_the_average_is_that_of_a_plain_loop(
+    name: str, plain_average: dict[str, torch.Tensor], corpus: Path, tmp_path: Path, engines: Engines
+) -> None:
+    config = configured(
+        tmp_path / "run", corpus, **BATCH, train__steps=4, train__ema=DECAY, **ENGINES[name].settings
+    )
+    found = engines.run(name, ENGINES[name].sizes[0], averaged, tmp_path / "saved", config)
+    state = open_checkpoint(tmp_path / "saved").optimizer
+    assert state is not None
+    for key, expected in plain_average.items():
+        values = torch.from_numpy(state.state[key]["ema"].read())  # type: ignore[union-attr]
+        torch.testing.assert_close(values, expected, rtol=1e-6, atol=1e-6)
+    assert found["weights"] == found["weights again"]
+    assert abs(found["average"] - found["weights"]) > 1e-4
+
+
+def test_the_average_moves_and_is_exported(corpus: Path, tmp_path: Path, engines: Engines) -> None:
+    given: dict[str, Any] = {
+        **BATCH,
+        "train__ema": DECAY,
+        "train__optimizer": "tests.portable.test_own_optimizer:Lion",
+        "train__learning_rate": 5e-3,
+        "checkpoint__export_ema": True,
+    }
+    assert leg(tmp_path / "whole", corpus, {**given, "strategy": "no_shard"}) == 0
+    for name, size, until in [("full_shard", 3, 2), ("zero2", 2, 3), ("xla", 2, 5), ("zero3", 2, 6)]:
+        there = {**given, **ENGINES[name].settings, "train__stop_after": until}
+        assert engines.run(name, size, leg, tmp_path / "moving", corpus, there) == 0
+    ours, theirs = (load_file(tmp_path / one / "final" / "model.safetensors") for one in ("moving", "whole"))
+    checkpoint = open_checkpoint(tmp_path / "whole")
+    assert checkpoint.optimizer is not None and ours.keys() == theirs.keys() == checkpoint.tensors.keys()
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=2e-6)
+        average = torch.from_numpy(checkpoint.optimizer.state[name]["ema"].read())  # type: ignore[union-attr]
+        assert torch.equal(value, average)
+        assert not torch.equal(value, torch.from_numpy(checkpoint.tensors[name].read()))
+
+
+def test_an_average_that_is_not_kept_is_neither_exported_nor_evaluated(corpus: Path, tmp_path: Path) -> None:
+    for key in ("checkpoint__export_ema", "train__eval_ema"):
+        with pytest.raises(UserError, match=r"needs an average of the weights; set train\.ema"):
+            configured(tmp_path, corpus, **{key: True})

@@ -1,0 +1,42 @@
+"""docs/migrate.md has each place of the Trainer, TRL and Accelerate that users extend, as installed."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate import Accelerator
+from transformers import Trainer, TrainerCallback
+
+PAGE = (Path(__file__).parents[2] / "docs" / "migrate.md").read_text("utf-8")
+NAMED = set(re.findall(r"\b\w+\b", " ".join(re.findall(r"`([^`\n]+)`", PAGE))))
+
+
+def methods(of: type) -> set[str]:
+    return {name for name, _ in inspect.getmembers(of, inspect.isfunction) if not name.startswith("_")}
+
+
+def arguments(of: Any) -> set[str]:
+    return set(inspect.signature(of.__init__).parameters) - {"self"}
+
+
+def test_the_trainer() -> None:
+    assert methods(Trainer) | arguments(Trainer) <= NAMED
+    assert len(methods(Trainer)) > 40
+
+
+def test_its_callbacks() -> None:
+    assert {name for name in methods(TrainerCallback) if name.startswith("on_")} <= NAMED
+
+
+def test_accelerate() -> None:
+    alike = {"on_last_process", "on_local_main_process", "on_local_process", "on_process"}
+    assert methods(Accelerator) - alike - {"local_main_process_first"} <= NAMED
+
+
+def test_trl() -> None:
+    trl: Any = pytest.importorskip("trl", reason="TRL needs Python 3.11")
+    assert {name for name in dir(trl) if name.endswith(("Trainer", "Callback"))} <= NAMED

@@ -1,0 +1,400 @@
+"""Optimizers by import path: as a plain loop has them, on every engine, and in checkpoints that move."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from converters import open_checkpoint
+from gpu.footprint import units
+from gpu.fsdp.footprint import fully_sharded
+from gpu.zero.footprint import footprint as zero_footprint
+from portable import api
+from portable.adapters.adapter import training_model
+from portable.adapters.settings import settled
+from portable.errors import UserError
+from portable.model import build as models
+from portable.optim import own
+from portable.planner.memory_model import Cluster
+from portable.planner.meta_model import inspect
+from portable.run.rank import run_rank
+from portable.run.settle import settle
+from tests.engines import ENGINES
+from tests.gpu.test_fsdp import losses
+from tests.gpu.test_parity import Losses, assert_close, our_losses, plain_losses
+from tests.parity import opened
+from tests.runs import configured
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.engines import Engines
+    from tests.ranks import RankPool
+
+HERE = __name__
+BATCH: dict[str, Any] = {"train__global_batch_size": 12, "train__micro_batch_size": 1}
+
+
+class Lion(torch.optim.Optimizer):
+    """As its paper has it, by hand."""
+
+    def __init__(
+        self, groups: Any, lr: float, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0
+    ) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if "momentum" not in state:
+                    state["momentum"] = torch.zeros_like(p)
+                update = state["momentum"].lerp(p.grad, 1 - beta1).sign()
+                p.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
+                state["momentum"].lerp_(p.grad, 1 - beta2)
+
+
+class Odd(torch.optim.Optimizer):
+    """Keeps rows, columns, the first weights, a table, whole numbers, and numbers of a group."""
+
+    def __init__(self, groups: Any, lr: float) -> None:
+        super().__init__(groups, {"lr": lr, "taken": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["taken"] += 1
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state, squares = self.state[p], p.grad.square()
+                rows = squares.mean(dim=-1) if p.dim() > 1 else squares
+                if not state:
+                    state.update(start=p.clone(), rows=torch.ones_like(rows), table=torch.ones(3))
+                    state["columns"] = torch.zeros_like(squares.mean(dim=0))
+                    state["seen"] = torch.zeros_like(p, dtype=torch.int32)
+                    state["count"] = 0
+                    state["size"] = torch.ones((), dtype=torch.float64)
+                state["count"] += 1
+                state["size"] *= 1.1
+                state["table"][state["count"] % 3] += 0.25
+                state["seen"].add_((p.grad > 0).int())
+                state["rows"].lerp_(rows, 0.1)
+                state["columns"].lerp_(squares.mean(dim=0), 0.1)
+                scale = (state["columns"].mean() + state["rows"].mean()).sqrt() + 1e-3
+                way = p.grad / scale + 0.01 * (p - state["start"]) + 1e-3 * state["seen"]
+                factor = float(state["size"]) * float(state["table"].sum()) / 3
+                p.add_(way, alpha=-group["lr"] * factor * (1 + 0.1 * group["taken"] / (1 + state["count"])))
+
+
+class OnDevice(torch.optim.Optimizer):
+    """Keeps what no engine cuts apart, without a number on the host: also for XLA."""
+
+    def __init__(self, groups: Any, lr: float) -> None:
+        super().__init__(groups, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state, squares = self.state[p], p.grad.square()
+                if not state:
+                    state["start"], state["count"] = p.clone(), torch.zeros((), device=p.device)
+                    state["columns"] = torch.zeros_like(squares.mean(dim=0))
+                state["count"] += 1
+                state["columns"].lerp_(squares.mean(dim=0), 0.1)
+                scale = (state["columns"].mean() / (1 - 0.9 ** state["count"])).sqrt() + 1e-3
+                p.sub_(group["lr"] * (p.grad / scale + 0.01 * (p - state["start"])))
+
+
+def sgd(groups: Any, lr: float, weight_decay: float) -> torch.optim.Optimizer:
+    """A function that makes one."""
+    return torch.optim.SGD(groups, lr, momentum=0.9, nesterov=True, weight_decay=weight_decay)
+
+
+class Kind:
+    """An optimizer: its name, a rate, and the engines that cannot have it."""
+
+    def __init__(self, make: Any, rate: float, name: str = "", *, without: tuple[str, ...] = ()) -> None:
+        self.make, self.rate, self.without = make, rate, without
+        self.name = name or f"{HERE}:{make.__name__}"
+
+
+ZERO = tuple(name for name in ENGINES if name.startswith("zero"))
+KINDS = {
+    "lion": Kind(Lion, 5e-3),
+    "nadam": Kind(torch.optim.NAdam, 1e-2, "torch.optim:NAdam"),
+    "radam": Kind(torch.optim.RAdam, 3e-2, "torch.optim:RAdam"),
+    "sgd": Kind(functools.partial(sgd, weight_decay=0.1), 1e-1, f"{HERE}:sgd"),
+    "adafactor": Kind(torch.optim.Adafactor, 3e-1, "torch.optim:Adafactor", without=(*ZERO, "xla")),
+    "odd": Kind(Odd, 1e-1, without=(*ZERO, "xla")),
+    "on device": Kind(OnDevice, 1e-2, without=ZERO),
+}
+
+
+def settings(kind: str) -> dict[str, Any]:
+    decay = {} if kind not in ("odd", "on device") else {"train__weight_decay": 0.0}
+    return {**BATCH, **decay, "train__optimizer": KINDS[kind].name, "train__learning_rate": KINDS[kind].rate}
+
+
+@pytest.fixture(scope="module")
+def truths(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Any:
+    found: dict[str, Losses] = {}
+
+    def of(kind: str) -> Losses:
+        if kind not in found:
+            config = configured(tmp_path_factory.mktemp("truth"), corpus, **settings(kind))
+            found[kind] = plain_losses(config, made=lambda groups: KINDS[kind].make(groups, lr=0.1))
+        return found[kind]
+
+    return of
+
+
+IMPLY = [
+    ("lion", "full_shard"),
+    ("lion", "zero3, offload"),
+    ("lion", "xla"),
+    ("nadam", "zero2"),
+    ("nadam", "xla"),
+    ("sgd", "no_shard"),
+    ("adafactor", "full_shard"),
+    ("odd", "hybrid_shard"),
+    ("on device", "xla"),
+]
+CASES = [
+    pytest.param(kind, name, marks=[] if (kind, name) in IMPLY else pytest.mark.exhaustive)
+    for kind in KINDS
+    for name in ENGINES
+    if name not in KINDS[kind].without
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_every_engine(
+    kind: str, name: str, truths: Any, engines: Engines, corpus: Path, tmp_path: Path
+) -> None:
+    config = configured(tmp_path, corpus, **settings(kind), **ENGINES[name].settings)
+    assert_close(engines.run(name, ENGINES[name].sizes[0], our_losses, config), truths(kind), 1e-5)
+
+
+def test_layers_in_a_loop(truths: Any, engines: Engines, corpus: Path, tmp_path: Path) -> None:
+    config = configured(tmp_path, corpus, **settings("lion"), backend="xla", xla__scan_layers=True)
+    assert_close(engines.run("xla", 2, our_losses, config), truths("lion"), 1e-5)
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------
+
+
+def leg(folder: Path, corpus: Path, given: dict[str, Any]) -> int:
+    common = {
+        "train__steps": 6,
+        "train__micro_batch_size": 2,
+        "data__eval_fraction": 0,
+        "log__sample_tokens": 0,
+    }
+    config = configured(folder, corpus, **{**common, **given})
+    return run_rank(config.backend, config)
+
+
+ROUTES = {
+    "lion": [("full_shard", 3, 1), ("zero2", 2, 2), ("xla", 2, 4), ("zero3", 3, 5), ("no_shard", 2, 6)],
+    "nadam": [("zero1", 2, 1), ("no_shard", 2, 2), ("xla", 2, 4), ("full_shard", 3, 6)],
+    "sgd": [("xla", 2, 2), ("zero3", 2, 3), ("hybrid_shard", 4, 6)],
+    "adafactor": [("full_shard", 3, 2), ("no_shard", 2, 4), ("shard_grad_op", 2, 6)],
+    "odd": [("full_shard", 3, 2), ("no_shard", 1, 3), ("full_shard", 2, 6)],
+    "on device": [("xla", 2, 2), ("full_shard", 3, 4), ("xla", 4, 6)],
+}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(k, marks=pytest.mark.exhaustive if k in ("sgd", "adafactor") else []) for k in ROUTES],
+)
+def test_moves(kind: str, engines: Engines, corpus: Path, tmp_path: Path) -> None:
+    given = settings(kind)
+    assert leg(tmp_path / "whole", corpus, {**given, "strategy": "no_shard"}) == 0
+    for name, size, until in ROUTES[kind]:
+        there = {**given, **ENGINES[name].settings, "train__stop_after": until}
+        assert engines.run(name, size, leg, tmp_path / "moving", corpus, there) == 0
+    assert losses(tmp_path / "moving") == pytest.approx(losses(tmp_path / "whole"), rel=2e-5)
+    ours, theirs = (open_checkpoint(tmp_path / one).optimizer for one in ("moving", "whole"))
+    assert ours is not None and theirs is not None
+    assert ours.state.keys() == theirs.state.keys()
+    for name, values in theirs.state.items():
+        assert ours.state[name].keys() == values.keys()
+        for key, value in values.items():
+            found = ours.state[name][key]
+            assert getattr(found, "shape", ()) == getattr(value, "shape", ()), key
+
+
+def test_goes_on_bit_for_bit(corpus: Path, tmp_path: Path, ranks: RankPool) -> None:
+    given = {**settings("odd"), "strategy": "full_shard"}
+    assert ranks.run(2, leg, tmp_path / "whole", corpus, given) == 0
+    for until in (2, 6):
+        assert ranks.run(2, leg, tmp_path / "parts", corpus, {**given, "train__stop_after": until}) == 0
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    weights = [(tmp_path / one / "final" / "model.safetensors").read_bytes() for one in ("whole", "parts")]
+    assert weights[0] == weights[1]
+
+
+def test_another_optimizer_is_another_run(corpus: Path, tmp_path: Path) -> None:
+    given = {**settings("lion"), "strategy": "no_shard"}
+    assert leg(tmp_path, corpus, {**given, "train__stop_after": 1}) == 0
+    for other in ("torch.optim:NAdam", f"{HERE}:Lion(betas=(0.9, 0.95))"):
+        with pytest.raises(UserError, match=r"train\.optimizer"):
+            leg(tmp_path, corpus, {**given, "train__optimizer": other})
+
+
+# -- what is refused ---------------------------------------------------------------------------------------
+
+
+class KeepsShards(Lion):
+    """Keeps a number that follows from one rank's shard."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                part = p.to_local() if hasattr(p, "to_local") else p
+                self.state[p].setdefault("norm", float(part.norm()))
+        super().step()
+
+
+class KeepsList(Lion):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["history"] = [1]
+
+
+class CountsOnHost(Lion):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["count"] = self.state[p].get("count", 0) + 1
+
+
+class NoOptimizer:
+    def __init__(self, groups: Any, lr: float) -> None:
+        self.groups = groups
+
+
+class Fails(Lion):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        raise ZeroDivisionError("one by none")
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "torch.optim:NAdm": ({}, r"torch\.optim has no NAdm; did you mean NAdam\?"),
+    "torch.optim:NAdam(lr=0.1)": ({}, r"lr is set by train\.learning_rate"),
+    "torch.optim:NAdam(weight_decay=0.1)": ({}, r"weight_decay is set by train\.weight_decay"),
+    "torch.optim:NAdam(beta=0.1)": ({}, r"unexpected keyword argument 'beta'; did you mean betas\?"),
+    "torch.optim:NAdam": (
+        {"train__betas": [0.9, 0.999]},
+        r"train\.betas: has no effect .* NAdam\(betas=\.\.\.\)",
+    ),
+    "torch.optim:LBFGS": ({}, r"LBFGS: fails \(TypeError: .*closure"),
+    "torch.optim:Adafactor": ({"strategy": "zero2"}, r"ZeRO has parts; use strategy full_shard"),
+    "torch.optim:Adagrad": ({"strategy": "zero2"}, r"its constructor makes state"),
+    f"{HERE}:Odd": ({"train__weight_decay": 0.1}, r"takes no weight_decay; set it to 0"),
+    f"{HERE}:KeepsList": ({}, r"the state 'history' of 0 is a list, which no checkpoint holds"),
+    f"{HERE}:NoOptimizer": ({"train__weight_decay": 0}, r"is a NoOptimizer; give a torch\.optim\.Optimizer"),
+    f"{HERE}:Fails": ({}, r"fails \(ZeroDivisionError: one by none; test_own_optimizer\.py, line \d+\)"),
+    f"{HERE}:BATCH": ({}, r"is a dict; give a class or a function"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_is_refused_before_the_run(name: str, corpus: Path, tmp_path: Path) -> None:
+    given, told = REFUSED[name]
+    with pytest.raises(UserError, match=told) as caught:
+        settle(configured(tmp_path, corpus, train__optimizer=name, **given), "cpu")
+    assert "\n" not in str(caught.value)
+
+
+def test_state_that_differs_between_ranks_is_refused(corpus: Path, tmp_path: Path, ranks: RankPool) -> None:
+    given = {**settings("lion"), "strategy": "full_shard", "train__optimizer": f"{HERE}:KeepsShards"}
+    with pytest.raises(AssertionError, match=r"the state 'norm' of .* differs between the ranks that share"):
+        ranks.run(2, leg, tmp_path, corpus, given)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("CountsOnHost", r"the state 'count' of .* changes on the host, which would compile the step anew"),
+        ("torch", r"its first step makes state of the gradient"),
+    ],
+)
+def test_what_xla_cannot_compile_is_refused(
+    name: str, told: str, corpus: Path, tmp_path: Path, engines: Engines
+) -> None:
+    code = "torch.optim:SGD(momentum=0.9, dampening=0.5)" if name == "torch" else f"{HERE}:{name}"
+    with pytest.raises(AssertionError, match=told):
+        engines.run(
+            "xla", 2, our_losses, configured(tmp_path, corpus, **BATCH, backend="xla", train__optimizer=code)
+        )
+
+
+# -- planned -----------------------------------------------------------------------------------------------
+
+
+def state_bytes(config: Any) -> int:
+    """Bytes of the optimizer's state on the first rank, after a step."""
+    with opened(config) as trial:
+        trial.step()
+        engine = trial.engine
+        optimizer = getattr(engine, "_optimizer", None) or engine._engine.basic_optimizer
+        states = [value for one in optimizer.state.values() for value in one.values()]
+        return sum(own_local(value).nbytes for value in states if isinstance(value, torch.Tensor))
+
+
+def own_local(value: Any) -> torch.Tensor:
+    part: torch.Tensor = value.to_local() if hasattr(value, "to_local") else value
+    return part
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("nadam", "full_shard"), ("nadam", "zero2"), ("adafactor", "full_shard")]
+)
+@pytest.mark.parametrize("ema", [None, 0.9])
+def test_the_state_is_planned(
+    kind: str, name: str, ema: float | None, corpus: Path, tmp_path: Path, ranks: RankPool
+) -> None:
+    config = configured(tmp_path, corpus, **settings(kind), **ENGINES[name].settings, train__ema=ema)
+    model = training_model(models.model_config(config.model), settled(config))
+    inventory = inspect(model, config.train, units(model, config))
+    plan = (fully_sharded if name == "full_shard" else zero_footprint)(inventory, config, Cluster(2, 2))
+    master = 4 * zero_share(inventory) if name == "zero2" else 0
+    assert plan.optimizer - master == pytest.approx(ranks.run(2, state_bytes, config), rel=0.01)
+
+
+def zero_share(inventory: Any) -> int:
+    """Elements that each of two ranks updates under ZeRO-2."""
+    sizes: Counter[Any] = Counter()
+    for weight in inventory.trained:
+        sizes[weight.group] += weight.elements
+    return sum(-(-size // 4) * 2 for size in sizes.values())
+
+
+# -- from Python -------------------------------------------------------------------------------------------
+
+
+def test_an_optimizer_of_a_script(corpus: Path, tmp_path: Path) -> None:
+    config = configured(tmp_path, corpus)
+    named = api.with_objects(config, optimizer=functools.partial(Lion, betas=(0.9, 0.95)))
+    assert named.train.optimizer == f"{HERE}:Lion(betas=(0.9, 0.95))"
+    assert (
+        str(api.with_objects(config, optimizer=torch.optim.RAdam).train.optimizer)
+        == "torch.optim.radam:RAdam"
+    )
+    own.check(named)

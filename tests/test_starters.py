@@ -1,0 +1,55 @@
+"""What `portable-train init` writes runs: each starter with a tiny model and data in place of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from portable.cli import main
+from portable.commands.init import tasks
+from portable.config import load_config
+from portable.reporting.metrics import read_metrics
+from portable.run.rank import run_rank
+from tests.runs import TINY_MODEL, write_conversations, write_labelled, write_pretrained
+
+TALK = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content + eos_token }}"
+    "{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("task", tasks())
+def test_a_starter_runs(task: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    base = write_pretrained(tmp_path / "base", corpus)
+    own: dict[str, Any] = {"model.name_or_path": str(base)}
+    if task == "pretrain":
+        own = {"model.config": TINY_MODEL, "data.source": str(corpus)}
+    elif task == "classification":
+        own["data.source"] = str(write_labelled(tmp_path, 40))
+    else:
+        (tmp_path / "talk.jinja").write_text(TALK)
+        own |= {"data.source": str(write_conversations(tmp_path)), "data.chat_template": "talk.jinja"}
+    assert main(["init", "mine.yaml", "--task", task]) == 0
+    config = load_config(
+        Path("mine.yaml"),
+        {
+            "backend": "cpu",
+            "train.epochs": None,
+            "train.steps": 2,
+            "train.global_batch_size": 4,
+            "train.micro_batch_size": 2,
+            "data.seq_len": 64,
+            "data.cache_dir": str(tmp_path / "cache"),
+            "log.every_steps": 1,
+            "log.sample_tokens": 2,
+            "log.trackers": [],
+            **own,
+        },
+    )
+    assert run_rank("cpu", config) == 0
+    assert len([row for row in read_metrics(tmp_path / "runs" / "mine") if "loss" in row]) == 2
+    name = "adapter_model.safetensors" if task == "lora" else "model.safetensors"
+    assert (tmp_path / "runs" / "mine" / "final" / name).exists()

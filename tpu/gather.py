@@ -1,0 +1,50 @@
+"""Parameters of a layer, gathered as a whole before anything is computed with them.
+
+A product with a shard makes the compiler gather the shard. Forwards and backwards it sees other shapes of the
+same matrix, such as ``[heads, width, hidden size]``, and gathers each of them. A copy that is marked as whole
+is gathered once, in the shape of the parameter, and used by all products of a pass.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from tpu.layout import constrain
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+
+def gathered(layer: nn.Module, places: Mapping[str, tuple[Any, Any]]) -> None:
+    """Make ``layer`` compute with gathered copies of its parameters.
+
+    Args:
+        layer: its ``forward`` is replaced.
+        places: for the parameters to gather, the sharding of the copy and that of the gradient, in the
+            bindings' form.
+    """
+    forward = layer.forward
+    caller = _Caller(layer)
+
+    @functools.wraps(forward)
+    def gathering(*args: Any, **kwargs: Any) -> Any:
+        parameters = dict(layer.named_parameters())
+        copies = {f"layer.{name}": constrain(parameters[name], *to) for name, to in places.items()}
+        return torch.func.functional_call(caller, copies, (functools.partial(forward, *args, **kwargs),))
+
+    layer.forward = gathering
+
+
+class _Caller(nn.Module):
+    """A module around a layer, so that ``functional_call`` can replace its tensors and not call its hooks."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, function: Callable[[], Any]) -> Any:
+        return function()
