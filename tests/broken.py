@@ -72,6 +72,18 @@ MUTANTS: dict[str, Mutant] = {
         "pass",
         ("tests/portable/test_data_packing.py::test_conversations_keep_their_masks",),
     ),
+    "row groups at the end of a part are read twice": Mutant(
+        "portable/data/sources/file_parts.py",
+        "if self._start <= at < self._stop",
+        "if self._start <= at <= self._stop + 600",
+        ("tests/portable/test_stream_files.py::test_parts_have_each_record_once",),
+    ),
+    "a replaced object is not noticed": Mutant(
+        "portable/data/sources/file_parts.py",
+        "return self._path.object() != self._found",
+        "return False",
+        ("tests/portable/test_stream_faults.py::test_an_object_that_changed_since_it_was_listed",),
+    ),
     "files get their name before they are on disk": Mutant(
         "portable/durable.py",
         "    descriptor = os.open(path, os.O_RDONLY)\n    try:\n        os.fsync(descriptor)",
