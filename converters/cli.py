@@ -58,6 +58,7 @@ examples:
   portable-convert zero/ out/ --config-from org/model      config and tokenizer from the base model
   portable-convert ckpt/ out/ --optimizer                  the optimizer state too
   portable-convert ckpt/ out/ --to dcp --optimizer         for torch.distributed.checkpoint
+  portable-convert ckpt/ out/ --to gguf --dtype q8_0       for llama.cpp
   portable-convert lora/ out/                              an adapter, as PeftModel.from_pretrained loads it
   portable-convert lora/ out/ --merge-into base/           the base model with the adapter merged into it
   portable-convert ckpt/ out/ --dry-run                    show what would be written

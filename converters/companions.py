@@ -117,12 +117,11 @@ def _from_hub(name: str) -> Place:
 def _companions_in(folders: Iterable[Place], names: re.Pattern[str] = _NAMES) -> dict[str, Place]:
     found: dict[str, Place] = {}
     for folder in folders:
-        for where in (folder, *(folder / name for name in _SUBFOLDERS)):
-            try:
-                entries: list[Place] = list(where.iterdir())
-            except (OSError, AccessDeniedError):  # credentials may not cover folders above the checkpoint
-                continue
-            for entry in sorted(entries, key=_name):
+        listed = _entries(folder)
+        names_there = {entry.name for entry in listed}
+        below = [_entries(folder / name) for name in _SUBFOLDERS if name in names_there]
+        for entries in (listed, *below):
+            for entry in entries:
                 if entry.name in found or not names.fullmatch(entry.name):
                     continue
                 try:
@@ -133,6 +132,15 @@ def _companions_in(folders: Iterable[Place], names: re.Pattern[str] = _NAMES) ->
                 if _usable(path, entry.name):
                     found[entry.name] = path
     return found
+
+
+def _entries(folder: Place) -> list[Place]:
+    """What lies in a folder, by name; nothing where it cannot be listed."""
+    try:
+        entries: list[Place] = list(folder.iterdir())
+    except (OSError, AccessDeniedError):  # credentials may not cover folders above the checkpoint
+        return []
+    return sorted(entries, key=_name)
 
 
 def _resolved(entry: Place, folder: Place) -> Place:

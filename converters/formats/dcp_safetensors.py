@@ -48,7 +48,11 @@ def _folder(path: Place) -> Place | None:
         return path.parent if _SHARD.fullmatch(path.name) else None
     if _shards(path):
         return path
-    return child(path, _FOLDER) if _shards(path / _FOLDER) else None
+    try:
+        listed = any(entry.name == _FOLDER for entry in path.iterdir())
+    except OSError:
+        return None
+    return child(path, _FOLDER) if listed and _shards(path / _FOLDER) else None
 
 
 def _detect(source: Source) -> bool:

@@ -25,7 +25,7 @@ from converters.tensors.casting import BLOCK_BYTES, cast_blocks, cast_dtype, par
 from converters.tensors.dtypes import itemsize
 from converters.tensors.tensor import Tensor
 from converters.writers.draft import check_output, new_output
-from converters.writers.parallel import in_parallel, threads
+from converters.writers.parallel import in_parallel, interleaved, threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -270,11 +270,12 @@ def _scalar(name: str, value: Scalar) -> Tensor:
 
 
 def _write_jobs(draft: Draft, plan: Plan, touched: Touched, late: list[Job]) -> Iterator[Job]:
-    """The plan as jobs, in order; each file is created when its first job is drawn.
+    """The plan as jobs, by turns of a few files; each file is created when its first job is drawn.
 
     `late` receives those that may begin when all others have ended.
     """
-    for file in plan.files:
+
+    def jobs(file: PlannedFile) -> Iterator[Job]:
         runs = list(_runs(file.parts, draft.run_bytes(file.nbytes)))
         out = draft.file(file.name, [nbytes for nbytes, _ in runs])
         for number, (_, run) in enumerate(runs):
@@ -283,6 +284,9 @@ def _write_jobs(draft: Draft, plan: Plan, touched: Touched, late: list[Job]) -> 
                 late.append(job)
             else:
                 yield job
+
+    # In an object store the parts of a file do not wait for each other.
+    return interleaved(map(jobs, plan.files), 1 if draft.threads else threads())
 
 
 def _runs(parts: Iterable[Part], least: int) -> Iterator[tuple[int, list[Part]]]:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections import deque
+from itertools import islice
 from threading import Event, Lock
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     Progress = Callable[[int], object]
     Job = Callable[[Progress], None]
 
-# The kernel serializes writes to one file, so a few threads that read, check and cast keep it busy.
-_MAX_THREADS = 4
+# Beyond this, the interpreter's lock between two blocks would be the limit.
+_MAX_THREADS = 16
 
 
 class _StoppedError(Exception):
@@ -21,9 +23,27 @@ class _StoppedError(Exception):
 
 
 def threads() -> int:
-    """The number of threads: the CPUs available to this process, at most 4."""
+    """The number of threads: the CPUs available to this process, at most 16."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(_MAX_THREADS, allowed)
+
+
+def interleaved(groups: Iterable[Iterator[Job]], width: int) -> Iterator[Job]:
+    """The jobs of up to `width` groups by turns, each group's in order; one that ends makes way for the next.
+
+    The kernel lets one thread at a time write to a file. With a group for each file, threads do not wait for
+    each other.
+    """
+    waiting = iter(groups)
+    active = deque(islice(waiting, width))
+    while active:
+        group = active.popleft()
+        job = next(group, None)
+        if job is not None:
+            active.append(group)
+            yield job
+        else:
+            active.extend(islice(waiting, 1))
 
 
 def in_parallel(jobs: Iterator[Job], progress: Progress, workers: int | None = None) -> None:
