@@ -6,6 +6,7 @@ import functools
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -236,6 +237,8 @@ def test_moves(kind: str, engines: Engines, corpus: Path, tmp_path: Path) -> Non
         for key, value in values.items():
             found = ours.state[name][key]
             assert getattr(found, "shape", ()) == getattr(value, "shape", ()), key
+            a, b = (np.asarray(one.read() if hasattr(one, "read") else one) for one in (found, value))
+            assert np.abs(a - b).mean() <= 0.05 * np.abs(b).mean(), f"{key} of {name}"
 
 
 def test_goes_on_bit_for_bit(corpus: Path, tmp_path: Path, ranks: RankPool) -> None:
