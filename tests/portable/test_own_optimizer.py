@@ -6,6 +6,7 @@ import functools
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -206,8 +207,9 @@ def leg(folder: Path, corpus: Path, given: dict[str, Any]) -> int:
     return run_rank(config.backend, config)
 
 
+# The last leg takes two steps: the loss of the second tells what was restored.
 ROUTES = {
-    "lion": [("full_shard", 3, 1), ("zero2", 2, 2), ("xla", 2, 4), ("zero3", 3, 5), ("no_shard", 2, 6)],
+    "lion": [("full_shard", 3, 1), ("zero2", 2, 2), ("xla", 2, 3), ("zero3", 3, 4), ("no_shard", 2, 6)],
     "nadam": [("zero1", 2, 1), ("no_shard", 2, 2), ("xla", 2, 4), ("full_shard", 3, 6)],
     "sgd": [("xla", 2, 2), ("zero3", 2, 3), ("hybrid_shard", 4, 6)],
     "adafactor": [("full_shard", 3, 2), ("no_shard", 2, 4), ("shard_grad_op", 2, 6)],
@@ -235,6 +237,8 @@ def test_moves(kind: str, engines: Engines, corpus: Path, tmp_path: Path) -> Non
         for key, value in values.items():
             found = ours.state[name][key]
             assert getattr(found, "shape", ()) == getattr(value, "shape", ()), key
+            a, b = (np.asarray(one.read() if hasattr(one, "read") else one) for one in (found, value))
+            assert np.abs(a - b).mean() <= 0.05 * np.abs(b).mean(), f"{key} of {name}"
 
 
 def test_goes_on_bit_for_bit(corpus: Path, tmp_path: Path, ranks: RankPool) -> None:
