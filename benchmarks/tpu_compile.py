@@ -399,10 +399,15 @@ def table(found: Sequence[dict[str, Any]]) -> str:
 def matrix(found: Sequence[dict[str, Any]]) -> str:
     """A Markdown table of every architecture in every setting: memory, and what it is to today's plan."""
     rows = {case_of(row): row for row in found}
-    lines = [f"| two layers | {' | '.join(SETTINGS)} |", f"| --- |{' --- |' * len(SETTINGS)}"]
+    columns = {
+        heading: given
+        for heading, (given, models) in SETTINGS.items()
+        if any(_small(model, **given) in rows for model in models)
+    }
+    lines = [f"| two layers | {' | '.join(columns)} |", f"| --- |{' --- |' * len(columns)}"]
     for model in FAMILIES:
         cells = []
-        for given, _ in SETTINGS.values():
+        for given in columns.values():
             row = rows.get(_small(model, **given))
             cells.append("" if row is None else f"{_taken(row) / GIB:.2f} ({_planned(row)[1]:+.0f} %)")
         lines.append(f"| {model} | {' | '.join(cells)} |")
