@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.commands import exit_codes
 from portable.config import keys
+from portable.config.flags import open_mapping
 from portable.config.suggest import did_you_mean
 from portable.errors import UserError
 
@@ -39,6 +40,8 @@ def render(topic: str, model: type[BaseModel], options: Sequence[Option], usage:
     table, about = keys.settings(model), keys.sections(model)
     if topic in table:
         return _setting(table[topic], width)
+    if (inside := open_mapping(model, topic)) is not None:
+        return _setting(inside, width)
     if topic in about:
         return _section(topic, about[topic], table, width)
     if topic and topic != EVERYTHING:

@@ -28,7 +28,7 @@ from portable.run.replay import replay_step
 from portable.run.restore import restore
 from portable.run.settle import Settled, settle
 from portable.run.train import EXIT_DONE, DeviceMemoryError, train_run
-from portable.terminal import be_quiet
+from portable.terminal import be_quiet, tell
 
 if TYPE_CHECKING:
     from portable.backend import Backend
@@ -149,7 +149,12 @@ def _agree(prepared: Prepared, output: Output) -> None:
 
 def _evaluate_only(prepared: Prepared) -> int:
     needs_evaluation_data(prepared.data)
-    source = resume_source(prepared.config, checkpoints_of(prepared.settled.place))
+    place = prepared.settled.place
+    source = resume_source(prepared.config, checkpoints_of(place))
+    if source is None and prepared.backend.rank == 0:
+        tell(
+            f"warning: output_dir: {place} has no checkpoint; the model is evaluated as a run would start with it"
+        )
     restored = restore(prepared, source)
     values = evaluate_all(prepared, restored.engine)
     if prepared.backend.rank == 0:
