@@ -152,9 +152,8 @@ def _evaluate_only(prepared: Prepared) -> int:
     place = prepared.settled.place
     source = resume_source(prepared.config, checkpoints_of(place))
     if source is None and prepared.backend.rank == 0:
-        tell(
-            f"warning: output_dir: {place} has no checkpoint; the model is evaluated as a run would start with it"
-        )
+        told = f"warning: output_dir: {place} has no checkpoint"
+        tell(f"{told}; evaluating the model that a run would start with")
     restored = restore(prepared, source)
     values = evaluate_all(prepared, restored.engine)
     if prepared.backend.rank == 0:

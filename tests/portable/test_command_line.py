@@ -278,6 +278,8 @@ def test_questions_about_a_run(tmp_path: Path, corpus: Path, capsys: pytest.Capt
     assert "2 of 2" in capsys.readouterr().out
     assert snapshot(tmp_path) == before
     assert "missing" in refusal(capsys, ["--resume-info", str(tmp_path / "nowhere")])
+    assert main([*settings, "--eval-only", "--output_dir", str(tmp_path / "nowhere")]) == 0
+    assert "has no checkpoint; evaluating the model that a run would start with" in capsys.readouterr().err
 
 
 def test_what_can_take_a_checkpoint_on(
