@@ -24,6 +24,7 @@ from benchmarks.big_state import config, on_ranks, step
 from benchmarks.machine import command_line, describe_machine, machine_in_words
 from benchmarks.pages import put_into
 from benchmarks.zero_memory import Sampler, anonymous, file_backed, trim
+from gpu.fsdp import optimizer_state
 from portable.checkpoint.store import CheckpointFolder
 from portable.loop import Progress
 from portable.registry import create_backend
@@ -148,7 +149,10 @@ def _peers(
         from portable.model.parameters import state_tensors
 
         def dcp() -> None:
-            state = {"model": state_tensors(engine.model), "optim": engine._optimizer_state()}
+            state = {
+                "model": state_tensors(engine.model),
+                "optim": optimizer_state.to_store(engine._optimizer, engine._trained),
+            }
             load(state, checkpoint_id=folder)
 
         return {"torch DCP": dcp}

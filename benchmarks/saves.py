@@ -26,6 +26,7 @@ import torch.distributed as dist
 from benchmarks.big_state import RANKS, config, on_ranks, step
 from benchmarks.machine import command_line, describe_machine, machine_in_words
 from benchmarks.pages import put_into
+from gpu.fsdp import optimizer_state
 from portable.checkpoint.store import CheckpointFolder
 from portable.loop import Progress
 from portable.registry import create_backend
@@ -137,7 +138,10 @@ def _peers(engine: Any, strategy: str, folder: Path) -> dict[str, Callable[[], o
         group = dist.new_group(backend="gloo")
 
         def state() -> dict[str, Any]:
-            return {"model": state_tensors(engine.model), "optim": engine._optimizer_state()}
+            return {
+                "model": state_tensors(engine.model),
+                "optim": optimizer_state.to_store(engine._optimizer, engine._trained),
+            }
 
         return {
             "torch's async_save: blocked": lambda: async_save(

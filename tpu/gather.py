@@ -32,8 +32,10 @@ def gathered(layer: nn.Module, places: Mapping[str, tuple[Any, Any]]) -> None:
 
     @functools.wraps(forward)
     def gathering(*args: Any, **kwargs: Any) -> Any:
+        # An adapter on stacked experts renames them while it computes; those are gathered by the compiler.
         parameters = dict(layer.named_parameters())
-        copies = {f"layer.{name}": constrain(parameters[name], *to) for name, to in places.items()}
+        here = {name: to for name, to in places.items() if name in parameters}
+        copies = {f"layer.{name}": constrain(parameters[name], *to) for name, to in here.items()}
         return torch.func.functional_call(caller, copies, (functools.partial(forward, *args, **kwargs),))
 
     layer.forward = gathering

@@ -970,10 +970,6 @@ class CheckpointConfig(Section):
 class LogConfig(Section):
     """Reports during the run."""
 
-    quiet: Flag = Field(
-        default=False,
-        description="Print warnings and errors only (--quiet); log.txt in the run's folder has the rest.",
-    )
     every_steps: int = Field(
         default=10,
         ge=1,
@@ -1016,6 +1012,10 @@ class LogConfig(Section):
     )
     sample_tokens: int = Field(
         default=64, ge=0, description="Tokens to generate in that sample. 0: no sample."
+    )
+    quiet: Flag = Field(
+        default=False,
+        description="Print warnings and errors only (--quiet); log.txt in the run's folder has the rest.",
     )
 
 

@@ -105,7 +105,6 @@ def train_run(prepared: Prepared, output: Output, log: RunLog, *, profile: bool 
 def _open(prepared: Prepared, output: Output, log: RunLog, *, profile: bool) -> Open:
     config, backend = prepared.config, prepared.backend
     output.open(inspect(prepared.model, config.train).checkpoint_bytes(config.train) // backend.world_size)
-    log.open(output.work)
     checkpoints = output.checkpoints(keep=config.checkpoint.keep)
     source = resume_source(config, checkpoints)
     agree(backend, {"the checkpoint to go on from": source.name if source is not None else "none"})
@@ -116,6 +115,7 @@ def _open(prepared: Prepared, output: Output, log: RunLog, *, profile: bool) -> 
     standing.best = [one for one in standing.best if one[0] in present]
     if restored.external is not None:
         restored.external.check_length(prepared.until)
+    log.open(output.work)
     if backend.rank == 0:
         checkpoints.remove_partial()
         if isinstance(output.place, Path):
