@@ -331,8 +331,8 @@ def _done(checkpoint: Checkpoint, plan: Plan, out: Place, *, verified: bool) -> 
         _bytes(plan.nbytes) + (f" in {len(plan.files)} files" if len(plan.files) > 1 else ""),
         " and ".join(dtypes),
     ]
-    checked = "; compared with the source" if verified else ""
-    return printable(f"{', '.join(source)} → {out}: {', '.join(filter(None, written))}{checked}")
+    checked = "\n  compared with the source" if verified else ""
+    return printable(f"{', '.join(source)} → {out}: {', '.join(filter(None, written))}") + checked
 
 
 def _loader(plan: Plan, out: Place, options: argparse.Namespace) -> str | None:

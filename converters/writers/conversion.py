@@ -208,7 +208,13 @@ def carry_out(
 
     # disable=None: no bar if stderr is not a terminal
     total = plan.nbytes * (2 if verify else 1)
-    bar = tqdm(total=total, unit="B", unit_scale=True, desc=target.name, disable=None if progress else True)
+    bar = tqdm(
+        total=total,
+        unit="B",
+        unit_scale=True,
+        desc=target.name.removeprefix(".").removesuffix(".new"),
+        disable=None if progress else True,
+    )
     output = new_output(target, needed=plan.nbytes, overwrite=overwrite, names=plan.names, facts=facts or {})
     with bar, output as draft:
         workers = draft.threads or (_REMOTE_THREADS if isinstance(checkpoint.root, RemotePath) else None)

@@ -21,6 +21,7 @@ from portable.reporting.loss_plot import plot_loss
 from portable.reporting.metrics import METRICS_FILE, read_metrics
 from portable.reporting.run_log import LOG_FILE
 from portable.temporary_folder import scratch_folder
+from portable.terminal import columns
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -71,7 +72,7 @@ def headline(prepared: Prepared, restored: Restored) -> str:
     )
     external = restored.external
     begun = [] if external is None else ["begun at another program's checkpoint", table(external.rows)]
-    return "\n".join([start, table(rows), *begun, *hints])
+    return "\n".join([start, table(rows, columns()), *begun, *hints])
 
 
 def _moved(prepared: Prepared, restored: Restored) -> str | None:
