@@ -320,10 +320,14 @@ def test_a_browser_draws_it(run: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     assert "CONSOLE" not in shown.stderr, shown.stderr  # an exception of the script, or a blocked request
     open_part, _, folded = shown.stdout.partition('<details id="constant"')
-    assert "Constant: Skipped steps 0" in folded and "Skipped steps" not in open_part.partition("<h1")[2]
+    assert (
+        re.search(r"<summary>Constant: [^<]*Skipped steps 0<", folded)
+        and "Skipped steps" not in open_part.partition("<h1")[2]
+    )
     charts = re.findall(r"<figure.*?</figure>", open_part, re.DOTALL)
     titles = [re.search(r"<figcaption>([^<]*)", chart)[1] for chart in charts]  # type: ignore[index]
-    assert titles[:5] == ["Loss", "Learning rate", "Gradient norm", "Throughput", "Memory"]
+    # A tiny run may hold the same memory all along: that chart is folded away, too.
+    assert titles[:4] == ["Loss", "Learning rate", "Gradient norm", "Throughput"]
     for chart in charts:
         curves = re.findall(r'<path d="(M[^"]*)"', chart)
         assert curves and all("NaN" not in curve for curve in curves)
