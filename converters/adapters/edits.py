@@ -36,10 +36,13 @@ def _add_product(rows: Array, left: Array, right: Array) -> None:
     rank, columns = right.shape
     width = max(32, min(1024, columns, _SMALL // (16 * rank)))
     height = max(1, _SMALL // (width * rank))
-    for top in range(0, len(rows), height):
-        for start in range(0, columns, width):
-            tile = rows[top : top + height, start : start + width]
-            tile += left[top : top + height] @ right[:, start : start + width]
+    whole = len(rows) // height * height
+    for start in range(0, columns, width):
+        tiles, part = rows[:, start : start + width], right[:, start : start + width]
+        # One call for all tiles above each other: between two calls, threads wait for the interpreter's lock.
+        stacked = left[:whole].reshape(-1, height, rank) @ part
+        tiles[:whole] += stacked.reshape(tiles[:whole].shape)
+        tiles[whole:] += left[whole:] @ part
 
 
 def _overlap(block: Array, first: int, row: int, count: int) -> tuple[slice, slice] | None:

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from converters.tensors.tensor import Array, Tensor
 
 # Of the source dtype. A conversion holds one block and its cast copy per thread; both fit a core's cache.
-BLOCK_BYTES = 256 << 10
+# With smaller blocks, threads wait for the interpreter's lock between them.
+BLOCK_BYTES = 512 << 10
 
 
 def parse_dtype(name: str) -> str | None:
