@@ -48,6 +48,8 @@ def open_checkpoint(
     root = place(path)
     if not root.exists():
         raise CheckpointError(f"{root}: no such file or folder")
+    if not isinstance(root, RemotePath) and not (root.is_file() or root.is_dir()):
+        raise CheckpointError(f"{root}: is neither a file nor a folder")
     found, source = _locate(root, tag, verify)
     try:
         return found.open(replace(source, order=tuple(order)))

@@ -100,7 +100,9 @@ def test_dry_run_writes_nothing(run: Path, tmp_path: Path, capsys: pytest.Captur
 def test_refusals_are_one_line(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     step = run / "checkpoints" / "step-000002"
     out = tmp_path / "out"
+    os.mkfifo(tmp_path / "pipe")
     before = tree(tmp_path)
+    assert "neither a file nor a folder" in refused(capsys, tmp_path / "pipe", out)
     assert "no such file" in refused(capsys, tmp_path / "missing", out)
     assert "known format" in refused(capsys, tmp_path / "run" / "checkpoints" / "step-000002" / "model", out)
     assert "inside" in refused(capsys, run, run / "final")
