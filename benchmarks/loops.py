@@ -191,11 +191,10 @@ class Setting:
         return Rows(self.batches)
 
 
-def plain_state(model: nn.Module) -> dict[str, Tensor]:
-    """The state of the transformers model in ``model``, which peft may have wrapped."""
-    wrapped: Any = model
-    inner: nn.Module = wrapped.get_base_model() if hasattr(model, "get_base_model") else model
-    return inner.state_dict()
+def without_peft(model: Any) -> nn.Module:
+    """The transformers model in ``model``, which peft may have wrapped."""
+    found: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return found
 
 
 def _batches(prepared: Prepared, steps: int) -> list[Batch]:
