@@ -126,19 +126,7 @@ class Checkpoint:
 
     def with_companions(self, files: Mapping[str, Place]) -> Checkpoint:
         """The same checkpoint with `files` (name -> path), which override those found beside the shards."""
-        return Checkpoint(
-            format=self.format,
-            root=self.root,
-            tensors=self._stored,
-            aliases=self._known_aliases,
-            optimizer=self._optimizer,
-            metadata=self.metadata,
-            companions={**self.companions, **files},
-            counters=self._counters,
-            config=self.config,
-            documents=self.documents,
-            ties=self._ties,
-        )
+        return self._with(companions={**self.companions, **files})
 
     def with_state_as_weights(self, what: str) -> Checkpoint:
         """The same model with a state of the optimizer, such as an average of the weights, in their place.
@@ -155,19 +143,24 @@ class Checkpoint:
         weights = {name: value for name, value in found.items() if isinstance(value, Tensor)}
         if not weights:
             raise CheckpointError(f"{self.root}: the optimizer has no {what}")
-        return Checkpoint(
-            format=self.format,
-            root=self.root,
-            tensors={**self.tensors, **weights},
-            aliases=self.aliases,
-            optimizer=self._optimizer,
-            metadata=self.metadata,
-            companions=self.companions,
-            counters=self._counters,
-            config=self.config,
-            documents=self.documents,
-            ties=self._ties,
-        )
+        return self._with(tensors={**self.tensors, **weights}, aliases=self.aliases)
+
+    def _with(self, **changes: Any) -> Checkpoint:
+        """The same checkpoint, but for some of the arguments of `Checkpoint`."""
+        arguments: dict[str, Any] = {
+            "format": self.format,
+            "root": self.root,
+            "tensors": self._stored,
+            "aliases": self._known_aliases,
+            "optimizer": self._optimizer,
+            "metadata": self.metadata,
+            "companions": self.companions,
+            "counters": self._counters,
+            "config": self.config,
+            "documents": self.documents,
+            "ties": self._ties,
+        }
+        return Checkpoint(**{**arguments, **changes})
 
     @cached_property
     def _resolved(self) -> tuple[dict[str, Tensor], dict[str, str]]:

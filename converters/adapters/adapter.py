@@ -13,7 +13,6 @@ import numpy as np
 from converters.adapters.config import AdapterConfig, find_config, read_config
 from converters.adapters.names import MAGNITUDE, PREFIX, TOKENS, Part, assign, base_name, part_of
 from converters.checkpoint import Checkpoint, OptimizerState, ParamGroups
-from converters.companions import trainer_metadata
 from converters.errors import CheckpointError
 from converters.options import ADAPTER_CONFIG
 from converters.tensors.dtypes import CASTABLE
@@ -131,9 +130,6 @@ class Adapter:
     def base_fingerprint(self) -> str | None:
         """The fingerprint of the weights that it was trained on, where the checkpoint records it."""
         metadata = self.checkpoint.metadata
-        # DeepSpeed's readers have metadata of their own.
-        if "trainer_state" not in metadata and self.root.is_dir():
-            metadata = {**metadata, **trainer_metadata(self.root)}
         state, header = metadata.get("trainer_state"), metadata.get("header")
         kept = state.get("metadata") if isinstance(state, dict) else None
         about = kept.get("adapter") if isinstance(kept, dict) else None

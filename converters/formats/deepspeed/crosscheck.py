@@ -70,7 +70,7 @@ def rounds_to(master: Piece, start: int, weight: StoredTensor, count: int, withi
     Compares a sample; None where they cannot be compared.
     """
     count = min(count, _ELEMENTS)
-    if not _row_major(weight):
+    if not weight.is_contiguous or not prod(weight.shape):
         return None
     ours = _peek(master.source, master.dtype, start, count)
     theirs = _peek(weight.view().source, weight.dtype, weight.offset + within, count)
@@ -91,15 +91,6 @@ def _check_positions(layout: EqualSlices, stored: dict[str, StoredTensor], where
             raise CheckpointError(
                 f"{where}: {name!r} is not at the position in the flat buffer that param_shapes gives"
             )
-
-
-def _row_major(tensor: StoredTensor) -> bool:
-    step = 1
-    for size, stride in zip(reversed(tensor.shape), reversed(tensor.strides), strict=True):
-        if size != 1 and stride != step:
-            return False
-        step *= size
-    return prod(tensor.shape) > 0
 
 
 def _peek(source: Source, dtype: str, start: int, count: int) -> Any:

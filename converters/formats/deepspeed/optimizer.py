@@ -11,6 +11,7 @@ from converters.containers.torchzip import StoredTensor
 from converters.errors import CheckpointError
 from converters.formats.deepspeed.flat_layout import Layout, WholeParameters, check_distinct, join, piece_of
 from converters.formats.deepspeed.rank_files import OptimFile, check_same, flat
+from converters.formats.torch_save.optimizer import as_tensor
 from converters.tensors.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -76,9 +77,7 @@ def optimizer_steps(stage: int, ranks: Sequence[OptimFile], groups: int) -> int 
 def number(value: Any, where: str) -> float | int | None:
     """A number, also from a 0-d tensor; else None."""
     if isinstance(value, StoredTensor) and value.shape == ():
-        value = (
-            Tensor.contiguous(where, value.dtype, (), value.view().source, value.view().offset).read().item()
-        )
+        value = as_tensor(value, where).read().item()
     return value if isinstance(value, (int, float)) else None
 
 
@@ -139,15 +138,9 @@ def _group(
         for rank, value in zip(ranks, values, strict=True):
             check_same(rank.where, f"optimizer state {what!r}", number(value, rank.where), count)
         for name in made:
-            made[name][what] = _scalar(f"{name}.{what}", first)
+            held: Tensor | Scalar = first
+            made[name][what] = as_tensor(first, f"{name}.{what}") if isinstance(first, StoredTensor) else held
     return made
-
-
-def _scalar(name: str, value: Any) -> Tensor | Scalar:
-    if isinstance(value, StoredTensor):
-        return Tensor.contiguous(name, value.dtype, (), value.view().source, value.view().offset)
-    found: Scalar = value
-    return found
 
 
 def _groups(stage: int, ranks: Sequence[OptimFile]) -> ParamGroups | None:

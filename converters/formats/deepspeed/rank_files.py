@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from converters.containers.pickle_reader import Instance, plain, shown
@@ -30,8 +29,6 @@ _OPTIM = re.compile(
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")
 _EXPERT = re.compile(r"(?:layer_\d+_)?(?:expert_|expp_rank_).*\.pt")
 _PIPELINE = re.compile(r"layer_\d+.*model_states\.pt")
-# torch.save names a zip after its file, unless it writes into a stream.
-_UNNAMED = "archive"
 
 
 def _integer(value: Any = 0) -> int:
@@ -133,10 +130,7 @@ def load(folder: Folder, name: str) -> dict[str, Any]:
     """
     file = folder.file(name)
     archive = TorchZip(file)
-    if archive.archive not in (_UNNAMED, PurePosixPath(name).stem):
-        raise CheckpointError(
-            f"{file.path}: was saved as {archive.archive!r}, so it is the file of another rank"
-        )
+    archive.refuse_renamed()
     content = archive.load(STANDINS, PREFIXES)
     if not isinstance(content, dict):
         raise CheckpointError(f"{file.path}: not a DeepSpeed file")
@@ -247,11 +241,8 @@ def flat(value: Any, where: str, *, whole: bool = False) -> StoredTensor:
     """`value` if it is a contiguous 1-d tensor (of any shape if `whole`); else CheckpointError."""
     if not isinstance(value, StoredTensor):
         raise CheckpointError(f"{where}: not a tensor")
-    step = 1
-    for size, stride in zip(reversed(value.shape), reversed(value.strides), strict=True):
-        if size != 1 and stride != step:
-            raise CheckpointError(f"{where}: the tensor is not contiguous")
-        step *= size
+    if not value.is_contiguous:
+        raise CheckpointError(f"{where}: the tensor is not contiguous")
     if not whole and len(value.shape) != 1:
         raise CheckpointError(f"{where}: a flat tensor of {len(value.shape)} dimensions")
     return value

@@ -13,7 +13,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import Aliases, Checkpoint, OptimizerState
-from converters.companions import find_companions
+from converters.companions import find_companions, trainer_metadata
 from converters.containers.pickle_reader import shown
 from converters.containers.torchzip import StoredTensor
 from converters.errors import CheckpointError
@@ -44,16 +44,16 @@ from converters.formats.deepspeed.rank_files import (
     read_optim,
 )
 from converters.formats.deepspeed.unsharded import open_unsharded
+from converters.formats.torch_save.optimizer import as_tensor
 from converters.names.canonical import plain_names
-from converters.storage.bytes import Memory
 from converters.storage.folder import Folder
 from converters.storage.guarded import child, read_small
-from converters.tensors.tensor import Box, Tensor, View
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from converters.storage.path_or_url import Place
+    from converters.tensors.tensor import Tensor
 
 LATEST = "latest"
 _FP32_SLICES, _FP32_GROUPS = "single_partition_of_fp32_groups", "fp32_flat_groups"
@@ -356,7 +356,7 @@ class _Run:
         for name in others:
             value = self.model.module[name]
             if isinstance(value, StoredTensor):
-                tensors[name] = stored_tensor(name, value)
+                tensors[name] = as_tensor(value, name)
         missing = [name for name in self.model.buffers if name not in tensors and name not in aliases]
         if missing:
             raise CheckpointError(f"{self.model.where}: the buffer {missing[0]!r} is named but missing")
@@ -378,7 +378,7 @@ class _Run:
             tensors=plain,
             aliases=known,
             optimizer=optimizer,
-            metadata=self._metadata(),
+            metadata={**trainer_metadata(root), **self._metadata()},
             companions=find_companions(self.folder.path),
             counters=self.model.counters,
         )
@@ -401,7 +401,7 @@ class _Run:
                 stored = self.model.fragments[name]
                 if stored.shape != shape:
                     raise CheckpointError(f"{where}: is {list(stored.shape)}, recorded as {list(shape)}")
-                made[name] = stored_tensor(name, stored)
+                made[name] = as_tensor(stored, name)
                 continue
             pieces = [flat(model.fragments[name], model.where) for model in self.models]
             whole = join([piece_of(piece) for piece in pieces], where)
@@ -443,13 +443,6 @@ class _Run:
             "tag": self.folder.path.name,
         }
         return {key: value for key, value in metadata.items() if isinstance(value, (int, str))}
-
-
-def stored_tensor(name: str, stored: StoredTensor) -> Tensor:
-    """A tensor stored whole in one file."""
-    low = (0,) * len(stored.shape)
-    view = stored.view if prod(stored.shape) else View(Memory(b""), 0, stored.strides)
-    return Tensor(name, stored.dtype, stored.shape, [Box(low, stored.shape, view)])
 
 
 def _is_tensor(value: Any) -> bool:

@@ -14,7 +14,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import Aliases, Checkpoint, OptimizerState
-from converters.companions import find_companions
+from converters.companions import find_companions, trainer_metadata
 from converters.containers.torchzip import StoredTensor
 from converters.errors import CheckpointError, OptimizerStateError
 from converters.formats.deepspeed.crosscheck import rounds_to
@@ -84,7 +84,10 @@ def open_unsharded(folder: Folder, name: str, root: Place) -> Checkpoint:
         tensors=tensors,
         aliases=aliases,
         optimizer=optimizer,
-        metadata={key: value for key, value in metadata.items() if isinstance(value, (int, str))},
+        metadata={
+            **trainer_metadata(root),
+            **{key: value for key, value in metadata.items() if isinstance(value, (int, str))},
+        },
         companions=find_companions(folder.path),
         counters=model.counters,
     )
