@@ -48,6 +48,18 @@ class OptimizerState:
             self._param_groups = self._param_groups()
         return self._param_groups
 
+    def renamed(self, names: Mapping[str, str]) -> OptimizerState:
+        """The same state under other names; that of parameters which are not in `names` is left out."""
+
+        def groups() -> ParamGroups:
+            return [
+                {**group, "params": [names[name] for name in group.get("params", ()) if name in names]}
+                for group in self.param_groups
+            ]
+
+        state = {names[name]: values for name, values in self.state.items() if name in names}
+        return OptimizerState(state, groups)
+
 
 class Checkpoint:
     """One checkpoint of any format. Only headers are in memory; tensors are read slice by slice on demand.
