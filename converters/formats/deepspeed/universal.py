@@ -122,11 +122,12 @@ class _Universal:
         names = find_names(folder.path)
         if names is None or not names.model:
             raise CheckpointError(f"{self.where}: the model states are missing")
-        if names.optim or names.per_rank_model != (self.stage == 3):
+        optim, ranks = names.alone(folder.path)
+        if optim or names.per_rank_model != (self.stage == 3):
             raise CheckpointError(f"{self.where}: holds files from a run with another ZeRO stage")
         self.world = self._world()
-        check_ranks(folder.path, names.model, self.world if self.stage == 3 else 1, "model")
-        self.models = [read_model(folder, name) for name in names.model.values()]
+        check_ranks(folder.path, ranks, self.world if self.stage == 3 else 1, "model")
+        self.models = [read_model(folder, name) for name in ranks.values()]
         self.model = self.models[0]
         if self.model.groups is None:
             raise CheckpointError(f"{self.model.where}: has no param_shapes")
