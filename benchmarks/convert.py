@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from benchmarks.convert_make import KINDS, WORLD
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 MIB = 1 << 20
 OURS = "portable-convert"
@@ -100,17 +100,24 @@ def portable(source: Path, out: Path, *more: str) -> list[str]:
     return python("-m", "converters.cli", str(source), str(out), "--quiet", *more)
 
 
-def contestants(kind: str, result: Path) -> list[Contestant]:
-    """All contestants for a checkpoint of `kind`; `cp` copies the finished `result`."""
-    copied, flushed = shlex.quote(str(result)), 'sync "$0"/*'
-    everyone = [
-        Contestant(COPY, lambda _, out: ["cp", str(result), str(out)], makes_folder=False, writes=False),
+def copies(file: Path) -> list[Contestant]:
+    """`cp` of one file, without and with a wait for the disk."""
+    copied, flushed = shlex.quote(str(file)), 'sync "$0"/*'
+    return [
+        Contestant(COPY, lambda _, out: ["cp", str(file), str(out)], makes_folder=False, writes=False),
         Contestant(
             COPY_SYNCED,
             lambda _, out: ["sh", "-c", f'cp {copied} "$0" && {flushed}', str(out)],
             makes_folder=False,
             writes=False,
         ),
+    ]
+
+
+def contestants(kind: str, result: Path) -> list[Contestant]:
+    """All contestants for a checkpoint of `kind`; `cp` copies the finished `result`."""
+    everyone = [
+        *copies(result),
         Contestant(OURS, portable),
         Contestant(f"{OURS} --dry-run", lambda source, out: portable(source, out, "--dry-run"), writes=False),
     ]
@@ -195,19 +202,41 @@ def measure(command: Sequence[str], log: Path) -> tuple[Run, int]:
 
 
 def compete(kind: str, source: Path, work: Path, rounds: int) -> list[Result]:
-    """Every contestant in turn, `rounds` times; AssertionError where two results differ."""
-    reference, out, log = work / f"{kind}-result", work / "out", work / "log"
+    """Every contestant in turn; AssertionError where two results differ."""
+    reference, log = work / f"{kind}-result", work / "log"
     shutil.rmtree(reference, ignore_errors=True)
     _, code = measure(portable(source, reference), log)  # also warms the page cache
     if code:
         raise RuntimeError(last_line(log))
     expected = digest(reference)
-    everyone = contestants(kind, reference / "model.safetensors")
+
+    def check(contestant: Contestant, out: Path) -> None:
+        if contestant.writes:
+            assert digest(out) == expected, f"{contestant.name} and {OURS} differ on {kind}"
+
+    results = take_turns(contestants(kind, reference / "model.safetensors"), source, work, rounds, check)
+    shutil.rmtree(reference)
+    return results
+
+
+def take_turns(
+    everyone: Sequence[Contestant],
+    source: Path,
+    work: Path,
+    rounds: int,
+    seen: Callable[[Contestant, Path], None],
+) -> list[Result]:
+    """Every contestant in turn, `rounds` times, after a turn that is not measured.
+
+    Args:
+        work: a folder for the results.
+        seen: called with each result of the first turn, which also compiles modules and warms the page cache.
+    """
+    out, log = work / "out", work / "log"
     results = {contestant.name: Result(contestant.name) for contestant in everyone}
-    # The warm-up turn compiles modules and compares the results; it is not measured.
     for turn in range(-1, rounds):
         # The order rotates, and each starts with an idle disk.
-        for contestant in everyone[turn % len(everyone) :] + everyone[: turn % len(everyone)]:
+        for contestant in (*everyone[turn % len(everyone) :], *everyone[: turn % len(everyone)]):
             result = results[contestant.name]
             if result.failed:
                 continue
@@ -218,13 +247,11 @@ def compete(kind: str, source: Path, work: Path, rounds: int) -> list[Result]:
             run, code = measure(contestant.command(source, out), log)
             if code:
                 result.failed = last_line(log)
-                continue
-            if turn >= 0:
+            elif turn >= 0:
                 result.runs.append(run)
-            elif contestant.writes:
-                assert digest(out) == expected, f"{contestant.name} and {OURS} differ on {kind}"
+            else:
+                seen(contestant, out)
     shutil.rmtree(out, ignore_errors=True)
-    shutil.rmtree(reference)
     return list(results.values())
 
 
@@ -257,22 +284,24 @@ def provide(kind: str, work: Path, gigabytes: float) -> tuple[Path | None, str]:
 def table(kind: str, results: Sequence[Result]) -> str:
     """The medians of one checkpoint as a Markdown table."""
     measured = {result.name: result for result in results if result.runs}
-    copy, ours = (measured[name].median("wall") for name in (COPY_SYNCED, OURS))
-    lines = [
-        f"{SOURCES[kind]}:",
-        "",
-        "| | wall s | least | processor s | peak MiB | anonymous MiB | x cp+fsync | x ours |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
+    beside = {"x cp+fsync": measured[COPY_SYNCED], "x ours": measured[OURS]}
+    return f"{SOURCES[kind]}:\n\n{medians(results, beside)}"
+
+
+def medians(results: Sequence[Result], beside: Mapping[str, Result]) -> str:
+    """A Markdown table: a row for each contestant, with the ratios to some of them by column title."""
+    titles = ["wall s", "least", "processor s", "peak MiB", "anonymous MiB", *beside]
+    others = [other.median("wall") for other in beside.values()]
+    lines = [f"| | {' | '.join(titles)} |", "| --- |" + " ---: |" * len(titles)]
     for result in results:
         if result.failed:
-            lines.append(f"| {result.name} | fails: {result.failed} |" + " |" * 6)
+            lines.append(f"| {result.name} | fails: {result.failed} |" + " |" * (len(titles) - 1))
             continue
         wall = result.median("wall")
         row = [
             *(f"{value:.2f}" for value in (wall, min(run.wall for run in result.runs), result.median("cpu"))),
             *(f"{max(getattr(run, what) for run in result.runs):.0f}" for what in ("rss", "anonymous")),
-            *(f"{wall / other:.2f}" for other in (copy, ours)),
+            *(f"{wall / other:.2f}" for other in others),
         ]
         lines.append(" | ".join([f"| {result.name}", *row]) + " |")
     return "\n".join(lines) + "\n"

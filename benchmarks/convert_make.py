@@ -28,15 +28,20 @@ def model_config(gigabytes: float) -> dict[str, Any]:
     inner = hidden * 11 // 4
     layer = 4 * hidden * hidden + 3 * hidden * inner
     layers = max(1, round((gigabytes * 1e9 / 4 - 2 * hidden * vocabulary) / layer))
+    return llama_config(hidden, vocabulary, layers, hidden // 32)
+
+
+def llama_config(hidden: int, vocabulary: int, layers: int, heads: int) -> dict[str, Any]:
+    """The settings of an untied Llama."""
     return {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
         "vocab_size": vocabulary,
         "hidden_size": hidden,
-        "intermediate_size": inner,
+        "intermediate_size": hidden * 11 // 4,
         "num_hidden_layers": layers,
-        "num_attention_heads": hidden // 32,
-        "num_key_value_heads": hidden // 32,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
         "max_position_embeddings": 512,
         "tie_word_embeddings": False,
     }

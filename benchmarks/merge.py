@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import shutil
 import sys
 import tempfile
@@ -25,10 +24,14 @@ from benchmarks.convert import (
     COPY_SYNCED,
     Contestant,
     Result,
+    copies,
     last_line,
     measure,
+    medians,
     python,
+    take_turns,
 )
+from benchmarks.convert_make import llama_config
 from converters import open_checkpoint
 
 if TYPE_CHECKING:
@@ -56,18 +59,7 @@ def shapes(gigabytes: float) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]
     inner = hidden * 11 // 4
     layer = 4 * hidden * hidden + 3 * hidden * inner
     layers = max(1, round((gigabytes * 1e9 / 2 - 2 * hidden * vocabulary) / layer))
-    config = {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": vocabulary,
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": hidden // 64,
-        "num_key_value_heads": hidden // 64,
-        "tie_word_embeddings": False,
-        "dtype": "bfloat16",
-    }
+    config = {**llama_config(hidden, vocabulary, layers, hidden // 64), "dtype": "bfloat16"}
     found: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (vocabulary, hidden),
         "lm_head.weight": (vocabulary, hidden),
@@ -139,14 +131,8 @@ def ours(work: Path, adapter: str, out: Path) -> list[str]:
 
 def contestants(work: Path) -> list[Contestant]:
     weights = work / "base" / "model.safetensors"
-    copied, flushed = shlex.quote(str(weights)), 'sync "$0"/*'
     return [
-        Contestant(COPY, lambda _, out: ["cp", str(weights), str(out)], makes_folder=False),
-        Contestant(
-            COPY_SYNCED,
-            lambda _, out: ["sh", "-c", f'cp {copied} "$0" && {flushed}', str(out)],
-            makes_folder=False,
-        ),
+        *copies(weights),
         Contestant(OURS, lambda _, out: ours(work, "adapter", out)),
         Contestant(DORA, lambda _, out: ours(work, "dora", out)),
         Contestant(PEFT, lambda base, out: python("-c", _PEFT, str(base), str(work / "adapter"), str(out))),
@@ -155,29 +141,16 @@ def contestants(work: Path) -> list[Contestant]:
 
 def compete(work: Path, rounds: int) -> list[Result]:
     """Every contestant in turn; AssertionError where ours and peft's differ by more than one unit."""
-    everyone = contestants(work)
-    results = {contestant.name: Result(contestant.name) for contestant in everyone}
-    out, log = work / "out", work / "log"
-    for turn in range(-1, rounds):
-        for contestant in everyone[turn % len(everyone) :] + everyone[: turn % len(everyone)]:
-            result = results[contestant.name]
-            if result.failed:
-                continue
-            shutil.rmtree(out, ignore_errors=True)
-            if not contestant.makes_folder:
-                out.mkdir()
-            os.sync()
-            run, code = measure(contestant.command(work / "base", out), log)
-            if code:
-                result.failed = last_line(log)
-            elif turn >= 0:
-                result.runs.append(run)
-            elif contestant.name in (OURS, PEFT):
-                shutil.rmtree(work / contestant.name, ignore_errors=True)
-                out.rename(work / contestant.name)
-    if not results[PEFT].failed:
+
+    def keep(contestant: Contestant, out: Path) -> None:
+        if contestant.name in (OURS, PEFT):
+            shutil.rmtree(work / contestant.name, ignore_errors=True)
+            out.rename(work / contestant.name)
+
+    results = take_turns(contestants(work), work / "base", work, rounds, keep)
+    if (work / PEFT).exists():
         same(work / OURS, work / PEFT)
-    return list(results.values())
+    return results
 
 
 def same(left: Path, right: Path) -> None:
@@ -197,23 +170,7 @@ def ordered(values: Any) -> Any:
 def table(results: Sequence[Result]) -> str:
     """The medians as a Markdown table."""
     measured = {result.name: result for result in results if result.runs}
-    copies = [measured[name].median("wall") for name in (COPY, COPY_SYNCED)]
-    lines = [
-        "| | wall s | least | processor s | peak MiB | anonymous MiB | x cp | x cp+fsync |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    for result in results:
-        if result.failed:
-            lines.append(f"| {result.name} | fails: {result.failed} |" + " |" * 6)
-            continue
-        wall = result.median("wall")
-        row = [
-            *(f"{value:.2f}" for value in (wall, min(run.wall for run in result.runs), result.median("cpu"))),
-            *(f"{max(getattr(run, what) for run in result.runs):.0f}" for what in ("rss", "anonymous")),
-            *(f"{wall / other:.2f}" for other in copies),
-        ]
-        lines.append(" | ".join([f"| {result.name}", *row]) + " |")
-    return "\n".join(lines) + "\n"
+    return medians(results, {"x cp": measured[COPY], "x cp+fsync": measured[COPY_SYNCED]})
 
 
 def memory(work: Path, sizes: Sequence[float]) -> str:

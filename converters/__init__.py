@@ -20,9 +20,8 @@ if TYPE_CHECKING:
     from converters.manifest import check_manifest, manifest_entries, manifest_text
     from converters.opening import open_checkpoint, read_pickled
     from converters.tensors.tensor import Tensor
-    from converters.writers.dcp_writer import write_dcp
-    from converters.writers.safetensors_writer import write_adapter, write_merged, write_safetensors
-    from converters.writers.targets import write_checkpoint
+    from converters.writers.safetensors_writer import write_adapter, write_merged
+    from converters.writers.targets import write_checkpoint, write_dcp, write_safetensors
 
 __all__ = [
     "Adapter",
@@ -64,9 +63,9 @@ _MODULES = {
     "read_pickled": "converters.opening",
     "write_adapter": "converters.writers.safetensors_writer",
     "write_checkpoint": "converters.writers.targets",
-    "write_dcp": "converters.writers.dcp_writer",
+    "write_dcp": "converters.writers.targets",
     "write_merged": "converters.writers.safetensors_writer",
-    "write_safetensors": "converters.writers.safetensors_writer",
+    "write_safetensors": "converters.writers.targets",
     "write_shard_checksums": "converters.formats.dcp.checksums",
 }
 

@@ -48,6 +48,18 @@ class OptimizerState:
             self._param_groups = self._param_groups()
         return self._param_groups
 
+    def renamed(self, names: Mapping[str, str]) -> OptimizerState:
+        """The same state under other names; that of parameters which are not in `names` is left out."""
+
+        def groups() -> ParamGroups:
+            return [
+                {**group, "params": [names[name] for name in group.get("params", ()) if name in names]}
+                for group in self.param_groups
+            ]
+
+        state = {names[name]: values for name, values in self.state.items() if name in names}
+        return OptimizerState(state, groups)
+
 
 class Checkpoint:
     """One checkpoint of any format. Only headers are in memory; tensors are read slice by slice on demand.
@@ -126,19 +138,7 @@ class Checkpoint:
 
     def with_companions(self, files: Mapping[str, Place]) -> Checkpoint:
         """The same checkpoint with `files` (name -> path), which override those found beside the shards."""
-        return Checkpoint(
-            format=self.format,
-            root=self.root,
-            tensors=self._stored,
-            aliases=self._known_aliases,
-            optimizer=self._optimizer,
-            metadata=self.metadata,
-            companions={**self.companions, **files},
-            counters=self._counters,
-            config=self.config,
-            documents=self.documents,
-            ties=self._ties,
-        )
+        return self._with(companions={**self.companions, **files})
 
     def with_state_as_weights(self, what: str) -> Checkpoint:
         """The same model with a state of the optimizer, such as an average of the weights, in their place.
@@ -155,19 +155,24 @@ class Checkpoint:
         weights = {name: value for name, value in found.items() if isinstance(value, Tensor)}
         if not weights:
             raise CheckpointError(f"{self.root}: the optimizer has no {what}")
-        return Checkpoint(
-            format=self.format,
-            root=self.root,
-            tensors={**self.tensors, **weights},
-            aliases=self.aliases,
-            optimizer=self._optimizer,
-            metadata=self.metadata,
-            companions=self.companions,
-            counters=self._counters,
-            config=self.config,
-            documents=self.documents,
-            ties=self._ties,
-        )
+        return self._with(tensors={**self.tensors, **weights}, aliases=self.aliases)
+
+    def _with(self, **changes: Any) -> Checkpoint:
+        """The same checkpoint, but for some of the arguments of `Checkpoint`."""
+        arguments: dict[str, Any] = {
+            "format": self.format,
+            "root": self.root,
+            "tensors": self._stored,
+            "aliases": self._known_aliases,
+            "optimizer": self._optimizer,
+            "metadata": self.metadata,
+            "companions": self.companions,
+            "counters": self._counters,
+            "config": self.config,
+            "documents": self.documents,
+            "ties": self._ties,
+        }
+        return Checkpoint(**{**arguments, **changes})
 
     @cached_property
     def _resolved(self) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -20,6 +20,7 @@ from converters.options import ADAPTER_CONFIG, DTYPES, EXPANSION, WRITERS
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from converters.adapters.adapter import Adapter
     from converters.checkpoint import Checkpoint
     from converters.storage.path_or_url import Place
     from converters.writers.conversion import Plan
@@ -200,8 +201,9 @@ def _convert(options: argparse.Namespace) -> int:
     from converters.companions import companions_from
     from converters.opening import open_checkpoint
     from converters.storage.path_or_url import place
-    from converters.writers.conversion import carry_out, check_expansion
+    from converters.writers.conversion import Choices, carry_out, check_expansion
     from converters.writers.draft import check_output
+    from converters.writers.safetensors_writer import plan_adapter
     from converters.writers.targets import target
 
     source, out = place(options.src), place(options.out)
@@ -214,26 +216,23 @@ def _convert(options: argparse.Namespace) -> int:
     checkpoint = open_checkpoint(source, options.tag)
     if options.config_from is not None:
         checkpoint = checkpoint.with_companions(companions_from(options.config_from))
-    checkpoint, plan_adapter = _adapter(checkpoint, options)
-    chosen = {
-        "dtype": options.dtype,
-        "max_shard_size": options.max_shard_size,
-        "optimizer": options.optimizer,
-    }
-    make_plan = target(options.to).plan
+    checkpoint, adapter = _adapter(checkpoint, options)
+    choices = Choices(options.dtype, options.max_shard_size, options.optimizer)
 
-    def plan_all() -> Plan:
-        return plan_adapter() if plan_adapter is not None else make_plan(checkpoint, **chosen)
+    def make_plan() -> Plan:
+        if adapter is not None:
+            return plan_adapter(adapter, choices)
+        return target(options.to).plan(checkpoint, choices)
 
     if options.dry_run:
-        plan = plan_all()
+        plan = make_plan()
         check_expansion(checkpoint, plan, allowed=options.expand)
         say(_describe(checkpoint, plan, out))
         _note_config(plan, source, options)
         return 0
     plan = carry_out(
         checkpoint,
-        plan_all,
+        make_plan,
         out,
         overwrite=options.overwrite,
         progress=not options.quiet,
@@ -248,17 +247,14 @@ def _convert(options: argparse.Namespace) -> int:
     return 0
 
 
-def _adapter(
-    checkpoint: Checkpoint, options: argparse.Namespace
-) -> tuple[Checkpoint, Callable[[], Plan] | None]:
-    """What to write where SRC holds an adapter: the merged model; or the adapter, and its folder's plan."""
+def _adapter(checkpoint: Checkpoint, options: argparse.Namespace) -> tuple[Checkpoint, Adapter | None]:
+    """What to write: where SRC holds an adapter, the merged model, or the adapter and its checkpoint."""
     from converters.adapters.adapter import find_adapter
     from converters.adapters.config import given_config
     from converters.adapters.merging import merge
     from converters.companions import companions_from
     from converters.opening import open_checkpoint
     from converters.storage.path_or_url import place
-    from converters.writers.safetensors_writer import plan_adapter
 
     asked = {
         "--merge-into": options.merge_into,
@@ -282,9 +278,7 @@ def _adapter(
             what = "1 tensor" if count == 1 else f"{count:,} tensors"
             more = f"; --merge-into {options.src} writes it merged" if adapter.has_base else ""
             _note(f"{what} of the base model left out{more}")
-        return adapter.checkpoint, lambda: plan_adapter(
-            adapter, dtype=options.dtype, optimizer=options.optimizer
-        )
+        return adapter.checkpoint, adapter
     if options.optimizer:
         raise CheckpointError("--optimizer: a merged model has no optimizer state; leave it out")
     where = place(options.merge_into)

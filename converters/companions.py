@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.errors import CheckpointError, printable
 from converters.manifest import check_manifest
-from converters.storage.guarded import LinkError, read_small_text, real_path
+from converters.storage.guarded import LinkError, read_small_table, real_path
 from converters.storage.object_store import RemotePath
 from converters.storage.path_or_url import place
 from converters.storage.store_errors import AccessDeniedError
@@ -153,11 +152,8 @@ def _resolved(entry: Place, folder: Place) -> Place:
 
 def trainer_metadata(folder: Place) -> dict[str, Any]:
     """The content and step of a `trainer_state.json` in `folder` (ours, or the Trainer's)."""
-    try:
-        state = json.loads(read_small_text(folder / "trainer_state.json"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    if not isinstance(state, dict):
+    state = read_small_table(folder / "trainer_state.json")
+    if not state:
         return {}
     step = state.get("step", state.get("global_step"))
     return {"trainer_state": state, **({"step": step} if isinstance(step, int) else {})}
@@ -171,10 +167,7 @@ def _usable(path: Place, name: str) -> bool:
     try:
         if not path.is_file() or path.stat().st_size > _MAX_BYTES:
             return False
-        if name != "config.json":
-            return True
-        config = json.loads(read_small_text(path))
-    except (OSError, ValueError, RecursionError):
+    except OSError:
         return False
     # Other tools write a config.json too; a model's names its type.
-    return isinstance(config, dict) and ("model_type" in config or "architectures" in config)
+    return name != "config.json" or not {"model_type", "architectures"}.isdisjoint(read_small_table(path))

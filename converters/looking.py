@@ -21,12 +21,12 @@ from converters.writers.parallel import in_parallel
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from converters.checkpoint import Checkpoint
     from converters.storage.bytes import Touched
     from converters.tensors.tensor import Array
-    from converters.writers.parallel import Job, Progress
+    from converters.writers.parallel import Progress
 
     Parser = Callable[..., argparse.ArgumentParser]
 
@@ -77,7 +77,6 @@ class Difference:
         elements: how many differ; NaN equals NaN.
         not_finite: of these, how many are NaN or infinite on one side at least.
         largest: the largest distance of two finite elements.
-        relative: the root mean square of the distances, divided by that of the first tensor.
     """
 
     elements: int = 0
@@ -103,7 +102,7 @@ class Difference:
             self._sums[0] += float(np.square(finite).sum())
 
     def document(self) -> dict[str, Any]:
-        """As JSON values."""
+        """As JSON values; `relative` is the rms of the distances, divided by that of the first tensor."""
         found = {key: value for key, value in asdict(self).items() if key != "_sums"}
         return {**found, "relative": sqrt(self._sums[0] / self._sums[1]) if self._sums[1] else None}
 
@@ -289,11 +288,7 @@ def compare(
         a.release()
         b.release()
 
-    def jobs() -> Iterator[Job]:
-        for name in fit:
-            yield partial(one, name)
-
-    in_parallel(jobs(), lambda _: None)
+    in_parallel((partial(one, name) for name in fit), lambda _: None)
     apart = {
         name: known.document()
         for name, known in found.items()

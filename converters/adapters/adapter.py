@@ -12,8 +12,7 @@ import numpy as np
 
 from converters.adapters.config import AdapterConfig, find_config, read_config
 from converters.adapters.names import MAGNITUDE, PREFIX, TOKENS, Part, assign, base_name, part_of
-from converters.checkpoint import Checkpoint, OptimizerState, ParamGroups
-from converters.companions import trainer_metadata
+from converters.checkpoint import Checkpoint, OptimizerState
 from converters.errors import CheckpointError
 from converters.options import ADAPTER_CONFIG
 from converters.tensors.dtypes import CASTABLE
@@ -131,9 +130,6 @@ class Adapter:
     def base_fingerprint(self) -> str | None:
         """The fingerprint of the weights that it was trained on, where the checkpoint records it."""
         metadata = self.checkpoint.metadata
-        # DeepSpeed's readers have metadata of their own.
-        if "trainer_state" not in metadata and self.root.is_dir():
-            metadata = {**metadata, **trainer_metadata(self.root)}
         state, header = metadata.get("trainer_state"), metadata.get("header")
         kept = state.get("metadata") if isinstance(state, dict) else None
         about = kept.get("adapter") if isinstance(kept, dict) else None
@@ -259,12 +255,16 @@ def find_adapter(
     # Tied parameters are one tensor; peft saves each name.
     held = {**checkpoint.tensors, **{a: checkpoint.tensors[o] for a, o in checkpoint.aliases.items()}}
     saved = {key: part.saved for key, part in parts.items()}
+
+    def optimizer(_: Aliases) -> OptimizerState | None:
+        return None if checkpoint.optimizer is None else checkpoint.optimizer.renamed(saved)
+
     return Adapter(
         Checkpoint(
             format=checkpoint.format,
             root=checkpoint.root,
             tensors={saved[key]: held[key] for key in parts},
-            optimizer=_Renamed(checkpoint, saved),
+            optimizer=optimizer,
             metadata=checkpoint.metadata,
             companions={**_companions(checkpoint), ADAPTER_CONFIG: config},
             ties=False,
@@ -279,28 +279,3 @@ def find_adapter(
 def _companions(checkpoint: Checkpoint) -> dict[str, Place]:
     """The companions but `config.json`: a folder that has one would be taken for a whole model."""
     return {name: path for name, path in checkpoint.companions.items() if name != "config.json"}
-
-
-class _Renamed:
-    """The optimizer state of the adapter's tensors, under the names of peft's file."""
-
-    def __init__(self, checkpoint: Checkpoint, saved: Mapping[str, str]) -> None:
-        self.checkpoint = checkpoint
-        self.saved = saved
-
-    def __call__(self, aliases: Aliases) -> OptimizerState | None:
-        found = self.checkpoint.optimizer
-        if found is None:
-            return None
-
-        def groups() -> ParamGroups:
-            return [
-                {
-                    **group,
-                    "params": [self.saved[name] for name in group.get("params", ()) if name in self.saved],
-                }
-                for group in found.param_groups
-            ]
-
-        state = {self.saved[name]: values for name, values in found.state.items() if name in self.saved}
-        return OptimizerState(state, groups)

@@ -25,7 +25,7 @@ from converters.companions import MERGED
 from converters.errors import CheckpointError, blame, printable
 from converters.fingerprints import fingerprint
 from converters.names.tied_weights import EMBEDDINGS, HEADS, same_values
-from converters.storage.guarded import read_small_text
+from converters.storage.guarded import read_small_table
 from converters.tensors.casting import cast_dtype, parse_dtype
 from converters.tensors.computed import computed
 from converters.tensors.dtypes import CASTABLE
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from converters.adapters.adapter import Adapter, Module
-    from converters.storage.path_or_url import Place
     from converters.tensors.computed import Edit
     from converters.tensors.tensor import Array, Tensor
 
@@ -115,7 +114,7 @@ class _Merge:
         self.config = adapter.config
         self.base = base
         self.target = parse_dtype(dtype)
-        self.base_config = _read_json(base.companions.get("config.json"))
+        self.base_config = read_small_table(base.companions.get("config.json"))
         self.ties = {**base.aliases, **self._implied_head()}
         self.names = BaseNames(base.tensors, self.ties)
         self.changes: dict[str, _Change] = {}
@@ -182,7 +181,7 @@ class _Merge:
             )
 
     def _merged_before(self) -> list[dict[str, Any]]:
-        record = _read_json(self.base.companions.get(MERGED)).get("merged")
+        record = read_small_table(self.base.companions.get(MERGED)).get("merged")
         return [known for known in record if isinstance(known, dict)] if isinstance(record, list) else []
 
     def _record(self, digest: str) -> bytes:
@@ -470,7 +469,7 @@ class _Merge:
                 sizes[held.dtype] = sizes.get(held.dtype, 0) + held.numel
         usual = max(sizes, key=lambda name: sizes[name]) if sizes else tensor.dtype
         self.added[live] = self._as(tensor, self.target or usual)
-        theirs = _read_json(self.adapter.trained_config)
+        theirs = read_small_table(self.adapter.trained_config)
         self.config_changes |= {key: theirs[key] for key in _LABELS if key in theirs}
         labelled = self.config.values.get("task_type") in _LABELLED and len(tensor.shape) == 2
         if (
@@ -558,14 +557,3 @@ def _whole(tensor: Tensor) -> Array:
 
 def _ends(name: str, endings: Sequence[str]) -> bool:
     return any(name == end or name.endswith("." + end) for end in endings)
-
-
-def _read_json(path: Place | None) -> dict[str, Any]:
-    """A small JSON table; empty where there is none, or it is damaged."""
-    if path is None:
-        return {}
-    try:
-        values = json.loads(read_small_text(path))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return values if isinstance(values, dict) else {}

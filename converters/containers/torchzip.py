@@ -10,6 +10,7 @@ import struct
 import threading
 from dataclasses import dataclass
 from math import prod
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from isal import isal_zlib
@@ -30,6 +31,8 @@ _LOCATOR64 = struct.Struct("<4sLQL")
 _CENTRAL = struct.Struct("<4s6H3L5H2L")
 _LOCAL = struct.Struct("<4s5H3L2H")
 _ENCRYPTED = 1
+# torch.save names a zip after its file, unless it writes into a stream.
+_UNNAMED = "archive"
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,13 @@ class TorchZip:
             raise CheckpointError(f"{self.where}: a zip without data.pkl, not written by torch.save")
         if f"{self.archive}/byteorder" in self.members and self.read("byteorder") != b"little":
             raise CheckpointError(f"{self.where}: written on a big-endian machine, which is not supported")
+
+    def refuse_renamed(self) -> None:
+        """CheckpointError if the file was saved under another name than it has now."""
+        if self.archive not in (PurePosixPath(str(self.file.path)).stem, _UNNAMED):
+            raise self._fail(
+                f"was saved as {shown(self.archive)}, so it is the file of another rank or parameter"
+            )
 
     def _fail(self, why: str) -> CheckpointError:
         return CheckpointError(f"{self.where}: {why}")
@@ -260,6 +270,16 @@ class StoredTensor:
         self.shape: tuple[int, ...] = size
         self.strides: tuple[int, ...] = stride
         self.dtype = dtype
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether its elements lie in the storage in row-major order."""
+        step = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
+            if size != 1 and stride != step:
+                return False
+            step *= size
+        return True
 
     def view(self) -> View:
         """The tensor as a view in bytes."""

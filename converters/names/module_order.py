@@ -7,11 +7,10 @@ transformers' classes create them; a test checks it against those classes.
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING
 
 from converters.names.canonical import is_number
-from converters.storage.guarded import read_small_text
+from converters.storage.guarded import read_small_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -59,11 +58,7 @@ def module_order(names: Iterable[str], config: Place | None) -> list[str] | None
     Args:
         config: a `config.json`, for its `model_type`.
     """
-    try:
-        values = json.loads(read_small_text(config)) if config is not None else None
-    except (OSError, ValueError, RecursionError):
-        return None
-    kind = values.get("model_type") if isinstance(values, dict) else None
+    kind = read_small_table(config).get("model_type")
     order = _ORDERS.get(kind) if isinstance(kind, str) else None
     if order is None:
         return None

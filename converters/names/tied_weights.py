@@ -6,11 +6,10 @@ store both names; an alias is dropped only if its values equal the owner's bit f
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING
 
 from converters.errors import CheckpointError
-from converters.storage.guarded import read_small_text
+from converters.storage.guarded import read_small_table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -96,14 +95,8 @@ def same_values(left: Tensor, right: Tensor) -> bool:
 
 
 def _tied(config: Place | None) -> bool | None:
-    if config is None:
-        return None
-    try:
-        values = json.loads(read_small_text(config))
-    except (OSError, ValueError, RecursionError):
-        return None
-    text = values.get("text_config") if isinstance(values, dict) else None
-    for source in (values, text):
+    values = read_small_table(config)
+    for source in (values, values.get("text_config")):
         if isinstance(source, dict) and isinstance(source.get("tie_word_embeddings"), bool):
             return bool(source["tie_word_embeddings"])
     return None

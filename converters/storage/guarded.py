@@ -8,10 +8,11 @@ in the Hugging Face hub's cache to the blobs of its own repository.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from converters.errors import CheckpointError
 from converters.storage.object_store import RemotePath
@@ -142,3 +143,12 @@ def read_small(path: Place, within: Place | None = None, *, limit: int = SMALL, 
 def read_small_text(path: Place, within: Place | None = None) -> str:
     """The text of a small regular file: see `read_small`; ValueError where it is not UTF-8."""
     return read_small(path, within).decode("utf-8")
+
+
+def read_small_table(path: Place | None) -> dict[str, Any]:
+    """The table in a small JSON file; empty where there is no such file, or it is damaged."""
+    try:
+        values = json.loads(read_small_text(path)) if path is not None else None
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return values if isinstance(values, dict) else {}

@@ -21,11 +21,15 @@ if TYPE_CHECKING:
 BLOCK_BYTES = 512 << 10
 
 
-def parse_dtype(name: str) -> str | None:
-    """The target dtype of `--dtype`, None for keep; CheckpointError for an unknown name."""
+def parse_dtype(name: str, *, quantised: bool = False) -> str | None:
+    """The target dtype of `--dtype`, None for keep.
+
+    Raises:
+        CheckpointError: an unknown name; or q8_0, unless `quantised`.
+    """
     if name not in DTYPES:
         raise CheckpointError(f"dtype {name!r} is not one of {', '.join(DTYPES)}")
-    if DTYPES[name] == "Q8_0":
+    if DTYPES[name] == "Q8_0" and not quantised:
         raise CheckpointError("--dtype q8_0: only --to gguf writes it")
     return DTYPES[name]
 

@@ -1,40 +1,42 @@
-"""The `config.json` beside converted weights, with the dtype that they are written in."""
+"""The small files beside converted weights; `config.json` with the dtype that they are written in."""
 
 from __future__ import annotations
 
 import json
 from typing import TYPE_CHECKING, Any
 
-from converters.storage.guarded import read_small_text
+from converters.storage.guarded import read_small_table
 from converters.tensors.dtypes import CASTABLE, TO_TORCH
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
+    from converters.checkpoint import Checkpoint
     from converters.storage.path_or_url import Place
     from converters.writers.conversion import Entry
 
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # transformers before 4.56 reads the second
 
 
-def with_dtype(
-    companions: Mapping[str, Place], entries: Iterable[Entry], changes: Mapping[str, Any] | None = None
+def small_files(
+    checkpoint: Checkpoint, entries: Iterable[Entry]
 ) -> tuple[dict[str, bytes], dict[str, Place]]:
-    """The companions, with a `config.json` whose dtype is that of the tensors.
+    """The files to write beside the tensors (name -> content), and those to copy unchanged (name -> path).
 
-    Args:
-        changes: other settings to write; each also in the part of the config that has it.
-
-    `from_pretrained` loads in the dtype that the config names, whatever the weights have. In a config of
-    quantized weights the key means something else, so that one is copied unchanged.
-
-    Returns:
-        The files to write (name -> content), and those to copy unchanged (name -> path).
+    `config.json` gets the dtype of `entries` and the checkpoint's own settings, each also in the part of the
+    config that has it. `from_pretrained` loads in the dtype that the config names, whatever the weights have.
     """
-    copied = dict(companions)
-    path = copied.get("config.json")
-    config = None if path is None else json.loads(read_small_text(path))
-    if not isinstance(config, dict) or "quantization_config" in config:
+    changed, copied = _with_dtype(checkpoint, entries)
+    return {**changed, **checkpoint.documents}, copied
+
+
+def _with_dtype(
+    checkpoint: Checkpoint, entries: Iterable[Entry]
+) -> tuple[dict[str, bytes], dict[str, Place]]:
+    copied = dict(checkpoint.companions)
+    config = read_small_table(copied.get("config.json"))
+    # In a config of quantized weights the dtype means something else.
+    if not config or "quantization_config" in config:
         return {}, copied
     sizes: dict[str, int] = {}
     for entry in entries:
@@ -43,11 +45,11 @@ def with_dtype(
     named = next((config[key] for key in _DTYPE_KEYS if isinstance(config.get(key), str)), "")
     # With several dtypes, the one that the config names already is as good as any.
     fits = not sizes or named.removeprefix("torch.") in sizes
-    if fits and not changes:
+    if fits and not checkpoint.config:
         return {}, copied
     if not fits:
         _set_dtype(config, max(sizes, key=lambda name: sizes[name]))
-    for key, value in (changes or {}).items():
+    for key, value in checkpoint.config.items():
         parts = [part for part in config.values() if isinstance(part, dict) and key in part]
         for part in [part for part in (config, *parts) if key in part] or [config]:
             part[key] = value

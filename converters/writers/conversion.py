@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from isal import isal_zlib
 
+from converters.containers.pickle_reader import plain
 from converters.errors import CheckpointError, OptimizerStateError
 from converters.options import EXPANSION
 from converters.storage.bytes import Memory
@@ -30,7 +31,7 @@ from converters.writers.parallel import in_parallel, interleaved, threads
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from converters.checkpoint import Checkpoint, OptimizerState, Scalar
+    from converters.checkpoint import Checkpoint, OptimizerState, ParamGroups, Scalar
     from converters.storage.bytes import Touched
     from converters.storage.path_or_url import Place
     from converters.writers.draft import Draft, OutPiece
@@ -41,6 +42,24 @@ if TYPE_CHECKING:
 FREE_BYTES = 64 << 20
 # Threads that read from an object store mostly wait.
 _REMOTE_THREADS = 4
+# A run of a million parameters lists each of them.
+_MAX_GROUP_VALUES = 10_000_000
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What to write of a checkpoint.
+
+    Attributes:
+        dtype: keep, float32, bfloat16 or float16 (fp32, bf16, fp16), for floating model tensors of at least
+            one dimension; for GGUF also q8_0.
+        max_shard_size: bytes of a file, where the format has several; a larger tensor gets a file of its own.
+        optimizer: also write the optimizer's state and parameter groups.
+    """
+
+    dtype: str = "keep"
+    max_shard_size: int = 5_000_000_000
+    optimizer: bool = False
 
 
 @dataclass(frozen=True)
@@ -153,6 +172,18 @@ def required_optimizer(checkpoint: Checkpoint) -> OptimizerState:
     if optimizer is None:
         raise OptimizerStateError(f"{checkpoint.root}: holds no optimizer state")
     return optimizer
+
+
+def plain_groups(optimizer: OptimizerState) -> ParamGroups:
+    """The parameter groups as plain values; `betas` as the tuple that torch uses, not a list."""
+    listed: ParamGroups = plain(optimizer.param_groups, limit=_MAX_GROUP_VALUES)
+    return [
+        {
+            key: tuple(value) if key == "betas" and isinstance(value, list) else value
+            for key, value in group.items()
+        }
+        for group in listed
+    ]
 
 
 def optimizer_entries(optimizer: OptimizerState, root: Place) -> list[tuple[str, str, Entry]]:

@@ -13,32 +13,19 @@ import json
 from typing import TYPE_CHECKING
 
 from converters.formats.dcp_safetensors import INFO, OFFSETS
-from converters.writers.safetensors_writer import plan_model
+from converters.writers.safetensors_writer import plan_safetensors
 from converters.writers.targets import Target
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from converters.checkpoint import Checkpoint
-    from converters.writers.conversion import Entry, Plan
+    from converters.writers.conversion import Choices, Entry, Plan
 
 
-def plan_dcp_safetensors(
-    checkpoint: Checkpoint,
-    *,
-    dtype: str = "keep",
-    max_shard_size: int = 5_000_000_000,
-    optimizer: bool = False,
-) -> Plan:
-    """The plan of `--to dcp-safetensors`, with the arguments and errors of `write_safetensors`."""
-    return plan_model(
-        checkpoint,
-        dtype=dtype,
-        max_shard_size=max_shard_size,
-        optimizer=optimizer,
-        numbered=True,
-        about=_sharding,
-    )
+def plan_dcp_safetensors(checkpoint: Checkpoint, choices: Choices) -> Plan:
+    """The plan of `--to dcp-safetensors`."""
+    return plan_safetensors(checkpoint, choices, numbered=True, about=_sharding)
 
 
 def _sharding(entries: Sequence[Entry]) -> dict[str, str]:

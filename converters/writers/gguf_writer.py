@@ -10,7 +10,6 @@ Source: https://github.com/ggml-org/ggml, docs/gguf.md; llama.cpp's conversion s
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import struct
@@ -20,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from converters.containers.gguf_file import Described, Float, data_of, header, padded
 from converters.errors import CheckpointError
-from converters.options import DTYPES
 from converters.storage.bytes import Memory
 from converters.storage.folder import Folder
-from converters.storage.guarded import read_small_text
+from converters.storage.guarded import read_small_table
+from converters.tensors.casting import parse_dtype
 from converters.tensors.computed import computed
 from converters.tensors.dtypes import CASTABLE
 from converters.tensors.quantised import BLOCK, q8_0
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from converters.checkpoint import Checkpoint
     from converters.storage.path_or_url import Place
     from converters.tensors.tensor import Array
+    from converters.writers.conversion import Choices
 
 _log = logging.getLogger(__name__)
 
@@ -117,19 +117,14 @@ class _PlusOne:
         block += 1
 
 
-def plan_gguf(
-    checkpoint: Checkpoint, *, dtype: str = "keep", max_shard_size: int = 0, optimizer: bool = False
-) -> Plan:
-    """The plan of `--to gguf`: one file, whatever `max_shard_size`.
-
-    Args:
-        dtype: of the matrices: keep, float32, bfloat16, float16 or q8_0.
-        optimizer: must be False.
+def plan_gguf(checkpoint: Checkpoint, choices: Choices) -> Plan:
+    """The plan of `--to gguf`: one file, whatever `max_shard_size`; the dtype is that of the matrices.
 
     Raises:
-        CheckpointError: llama.cpp has no such architecture or setting, or a tensor is not in it.
+        CheckpointError: the optimizer is asked for; llama.cpp has no such architecture or setting, or a
+            tensor is not in it.
     """
-    if optimizer:
+    if choices.optimizer:
         raise CheckpointError("--to gguf: holds no optimizer state; leave out --optimizer")
     config = _config(checkpoint)
     kind = config.get("model_type")
@@ -137,10 +132,12 @@ def plan_gguf(
     if found is None:
         known = ", ".join(MODEL_TYPES)
         raise CheckpointError(f"{checkpoint.root}: --to gguf knows the model types {known}, not {kind!r}")
+    wanted = parse_dtype(choices.dtype, quantised=True)
     values = _settings(found, config, checkpoint.root)
     described: list[Described] = []
     entries: list[Entry] = []
-    extra = _rope_factors(config, checkpoint.root)
+    head = values.get(f"{found.name}.rope.dimension_count")
+    extra = None if head is None else _rope_factors(config, head, checkpoint.root)
     named = [] if extra is None else [("rope_freqs.weight", extra)]
     for entry in model_entries(checkpoint, "keep"):
         name = _name(entry.name, found)
@@ -150,7 +147,7 @@ def plan_gguf(
             )
         named.append((name, _prepared(entry.name, entry.tensor, found, config)))
     for name, tensor in named:
-        target = _type(name, tensor, DTYPES[dtype])
+        target = _type(name, tensor, wanted)
         if target == "Q8_0":
             entry = Entry(name, "U8", q8_0(tensor))
         else:
@@ -172,9 +169,8 @@ def plan_gguf(
 
 
 def _config(checkpoint: Checkpoint) -> dict[str, Any]:
-    path = checkpoint.companions.get("config.json")
-    config = None if path is None else json.loads(read_small_text(path))
-    if not isinstance(config, dict):
+    config = read_small_table(checkpoint.companions.get("config.json"))
+    if not config:
         raise CheckpointError(
             f"{checkpoint.root}: --to gguf needs the model's config.json; give it with --config-from"
         )
@@ -233,10 +229,8 @@ def _settings(found: _Architecture, config: Mapping[str, Any], where: Place) -> 
         if found.name in ("gemma2", "gemma3") and config.get("sliding_window") is not None:
             values["attention.sliding_window"] = number("sliding_window")
     made = {f"{found.name}.{key}": value for key, value in values.items()}
-    return {"general.architecture": found.name, "general.type": "model", **made, **_GENERAL}
-
-
-_GENERAL = {"general.quantization_version": 2}
+    about = {"general.architecture": found.name, "general.type": "model", "general.quantization_version": 2}
+    return {**about, **made}
 
 
 def _rope(config: Mapping[str, Any], where: Place) -> tuple[float, Mapping[str, Any]]:
@@ -256,15 +250,11 @@ def _rope(config: Mapping[str, Any], where: Place) -> tuple[float, Mapping[str, 
     return float(base), scaling if kind == "llama3" else {}
 
 
-def _rope_factors(config: Mapping[str, Any], where: Place) -> Tensor | None:
-    """Llama 3's scaling, as what each frequency is divided by."""
-    if config.get("model_type") == "gpt2":
-        return None
+def _rope_factors(config: Mapping[str, Any], head: int, where: Place) -> Tensor | None:
+    """Llama 3's scaling, as what each frequency of a head of `head` rows is divided by."""
     base, scaling = _rope(config, where)
     if not scaling:
         return None
-    head = _number(config, where, "head_dim", default=0)
-    head = head or _number(config, where, "hidden_size") // _number(config, where, "num_attention_heads")
     factor, low, high, old = (
         _number(scaling, where, key)
         for key in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
@@ -337,15 +327,14 @@ _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 def _tokenizer(checkpoint: Checkpoint, config: Mapping[str, Any]) -> dict[str, Any]:
     """The tokenizer's tables; `no_vocab`, with a warning, where llama.cpp would not split in the same way."""
     path = checkpoint.companions.get("tokenizer.json")
-    known = None if path is None else json.loads(read_small_text(path))
     try:
-        tables = _byte_level_bpe(known, config) if isinstance(known, dict) else None
+        tables = _byte_level_bpe(read_small_table(path), config)
     except (AttributeError, KeyError, TypeError, ValueError, IndexError):  # not a tokenizer.json
         tables = None
     if tables is None:
         why = (
             "has no tokenizer.json"
-            if known is None
+            if path is None
             else "has a tokenizer that llama.cpp may split differently"
         )
         _log.warning("warning: %s: %s; the GGUF file has none and takes token numbers", checkpoint.root, why)
@@ -355,15 +344,14 @@ def _tokenizer(checkpoint: Checkpoint, config: Mapping[str, Any]) -> dict[str, A
 
 def _byte_level_bpe(known: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any] | None:
     model, split = known.get("model"), _splitting(known.get("pre_tokenizer"))
-    if not isinstance(model, dict) or model.get("type") != "BPE" or split is None or known.get("normalizer"):
-        if not (isinstance(known.get("normalizer"), dict) and known["normalizer"].get("type") == "NFC"):
-            return None
-        if not isinstance(model, dict) or model.get("type") != "BPE" or split != "qwen2":
-            return None
+    if not isinstance(model, dict) or model.get("type") != "BPE" or split is None:
+        return None
+    if (normalizer := known.get("normalizer")) and (split != "qwen2" or normalizer.get("type") != "NFC"):
+        return None
     if bool(model.get("ignore_merges")) != (split == "llama-bpe") or model.get("byte_fallback"):
         return None
     added = {token["id"]: token for token in known.get("added_tokens", ())}
-    vocab = {**{number: text for text, number in model.get("vocab", {}).items()}}
+    vocab = {number: text for text, number in model.get("vocab", {}).items()}
     vocab |= {number: token["content"] for number, token in added.items()}
     count = config.get("vocab_size")
     if type(count) is not int or not vocab or max(vocab) >= count:

@@ -10,25 +10,26 @@ from typing import TYPE_CHECKING, Any
 
 from converters.adapters.adapter import FINGERPRINT
 from converters.adapters.merging import merge
-from converters.containers.pickle_reader import plain
 from converters.errors import CheckpointError
 from converters.formats.safetensors import ADAPTER, GROUPS, MAX_HEADER, OPTIMIZER, SINGLE, read_file
 from converters.storage.folder import Folder
 from converters.storage.path_or_url import place
 from converters.tensors.dtypes import itemsize
-from converters.writers.config_json import with_dtype
+from converters.writers.config_json import small_files
 from converters.writers.conversion import (
+    Choices,
     Entry,
     Plan,
     PlannedFile,
     carry_out,
     model_entries,
     optimizer_entries,
+    plain_groups,
     required_optimizer,
     shards,
 )
 from converters.writers.draft import check_output
-from converters.writers.targets import Target
+from converters.writers.targets import Target, write_safetensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -41,34 +42,20 @@ if TYPE_CHECKING:
 
 def plan_safetensors(
     checkpoint: Checkpoint,
+    choices: Choices,
     *,
-    dtype: str = "keep",
-    max_shard_size: int = 5_000_000_000,
-    optimizer: bool = False,
-) -> Plan:
-    """The plan of `write_safetensors`, with the same arguments and errors."""
-    return plan_model(checkpoint, dtype=dtype, max_shard_size=max_shard_size, optimizer=optimizer)
-
-
-def plan_model(
-    checkpoint: Checkpoint,
-    *,
-    dtype: str,
-    max_shard_size: int,
-    optimizer: bool,
     numbered: bool = False,
     about: Callable[[Sequence[Entry]], Mapping[str, str]] | None = None,
 ) -> Plan:
-    """The plan of a folder of safetensors.
+    """The plan of `--to safetensors`.
 
     Args:
         numbered: number the files, and write an index, also for a single one.
         about: the tensors of a file -> more for its `__metadata__`.
     """
-    entries = model_entries(checkpoint, dtype)
-    runs = shards(entries, max_shard_size)
-    changed, companions = with_dtype(checkpoint.companions, entries, checkpoint.config)
-    documents = {**changed, **checkpoint.documents}
+    entries = model_entries(checkpoint, choices.dtype)
+    runs = shards(entries, choices.max_shard_size)
+    documents, companions = small_files(checkpoint, entries)
     if len(runs) == 1 and not numbered:
         files = [_file(SINGLE, runs[0])]
     else:
@@ -78,16 +65,16 @@ def plan_model(
         total = sum(entry.nbytes for entry in entries)
         index = {"metadata": {"total_size": total}, "weight_map": shard_of}
         documents["model.safetensors.index.json"] = _document(index)
-    return _with_optimizer(checkpoint, files, documents, companions, wanted=optimizer)
+    return _with_optimizer(checkpoint, files, documents, companions, wanted=choices.optimizer)
 
 
-def plan_adapter(adapter: Adapter, *, dtype: str = "keep", optimizer: bool = False) -> Plan:
-    """The plan of `write_adapter`, with the same arguments and errors."""
+def plan_adapter(adapter: Adapter, choices: Choices) -> Plan:
+    """The plan of `write_adapter`: one file, whatever `max_shard_size`."""
     checkpoint = adapter.checkpoint
     recorded = adapter.base_fingerprint
     about = {} if recorded is None else {FINGERPRINT: recorded}
-    files = [_file(ADAPTER, model_entries(checkpoint, dtype), about)]
-    return _with_optimizer(checkpoint, files, {}, checkpoint.companions, wanted=optimizer)
+    files = [_file(ADAPTER, model_entries(checkpoint, choices.dtype), about)]
+    return _with_optimizer(checkpoint, files, {}, checkpoint.companions, wanted=choices.optimizer)
 
 
 def _with_optimizer(
@@ -101,8 +88,7 @@ def _with_optimizer(
     if wanted:
         found = required_optimizer(checkpoint)
         files.append(_file(OPTIMIZER, [entry for *_, entry in optimizer_entries(found, checkpoint.root)]))
-        groups = plain(found.param_groups, limit=10_000_000)
-        documents[GROUPS] = _document({"param_groups": groups})
+        documents[GROUPS] = _document({"param_groups": plain_groups(found)})
     names_written = [file.name for file in files]
 
     def reopen(folder: Place) -> dict[str, Tensor]:
@@ -113,55 +99,6 @@ def _with_optimizer(
         return tensors
 
     return Plan(tuple(files), documents, companions, reopen)
-
-
-def write_safetensors(
-    checkpoint: Checkpoint,
-    out: str | Place,
-    *,
-    dtype: str = "keep",
-    max_shard_size: int = 5_000_000_000,
-    optimizer: bool = False,
-    overwrite: bool = False,
-    progress: bool = True,
-    verify: bool = False,
-    expand: bool = False,
-    facts: Mapping[str, Any] | None = None,
-) -> Plan:
-    """Write `out/model.safetensors` (or numbered shards with an index) and the companions.
-
-    Args:
-        dtype: keep, float32, bfloat16 or float16 (fp32, bf16, fp16), for floating tensors of at least one
-            dimension.
-        max_shard_size: bytes; a tensor larger than that gets a shard of its own.
-        optimizer: also write `optimizer.safetensors` (`<name>.<state>`, never cast) and `optimizer.json`.
-        overwrite: replace `out` where it exists.
-        progress: show a progress bar if stderr is a terminal.
-        verify: read everything back and compare before `out` appears.
-        expand: allow an output much larger than the source, where tensors share bytes.
-        facts: extra fields for the completion marker of an `out` in an object store.
-
-    Returns:
-        The plan that was carried out.
-
-    Raises:
-        CheckpointError: `out` is refused, the source is damaged, the disk is full, or the object store is
-            unreachable. `out` is then unchanged.
-    """
-
-    def make_plan() -> Plan:
-        return plan_safetensors(checkpoint, dtype=dtype, max_shard_size=max_shard_size, optimizer=optimizer)
-
-    return carry_out(
-        checkpoint,
-        make_plan,
-        place(out),
-        overwrite=overwrite,
-        progress=progress,
-        verify=verify,
-        expand=expand,
-        facts=facts,
-    )
 
 
 def write_adapter(
@@ -177,11 +114,11 @@ def write_adapter(
 ) -> Plan:
     """Write an adapter as peft saves it: `adapter_model.safetensors`, `adapter_config.json`, the tokenizer.
 
-    The arguments, and what is raised, are those of `write_safetensors`.
+    The arguments, and what is raised, are those of `write_checkpoint`.
     """
     return carry_out(
         adapter.checkpoint,
-        lambda: plan_adapter(adapter, dtype=dtype, optimizer=optimizer),
+        lambda: plan_adapter(adapter, Choices(dtype, optimizer=optimizer)),
         place(out),
         overwrite=overwrite,
         progress=progress,
@@ -197,7 +134,7 @@ def write_merged(
     out: str | Place,
     *,
     dtype: str = "keep",
-    max_shard_size: int = 5_000_000_000,
+    max_shard_size: int = Choices.max_shard_size,
     overwrite: bool = False,
     progress: bool = True,
     verify: bool = False,
@@ -205,10 +142,10 @@ def write_merged(
 ) -> Plan:
     """Write the base model with the adapter merged into it, in memory that does not grow with the model.
 
-    The arguments are those of `write_safetensors`; with `dtype="keep"`, each tensor has the base's dtype.
+    The arguments are those of `write_checkpoint`; with `dtype="keep"`, each tensor has the base's dtype.
 
     Raises:
-        CheckpointError: as `write_safetensors`; or the adapter cannot be merged into this base.
+        CheckpointError: as `write_checkpoint`; or the adapter cannot be merged into this base.
     """
     check_output(place(out), [adapter.root], overwrite=overwrite)
     return write_safetensors(

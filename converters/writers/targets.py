@@ -8,24 +8,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from converters.options import WRITERS
 from converters.storage.path_or_url import place
-from converters.writers.conversion import carry_out
+from converters.writers.conversion import Choices, carry_out
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from typing_extensions import Unpack
+
     from converters.checkpoint import Checkpoint
     from converters.storage.path_or_url import Place
     from converters.writers.conversion import Plan
-
-
-class MakePlan(Protocol):
-    """Plans the output of a checkpoint; CheckpointError where the format cannot hold it."""
-
-    def __call__(
-        self, checkpoint: Checkpoint, *, dtype: str = ..., max_shard_size: int = ..., optimizer: bool = ...
-    ) -> Plan: ...
 
 
 @dataclass(frozen=True)
@@ -33,13 +29,13 @@ class Target:
     """A format to write.
 
     Attributes:
-        plan: the files to write.
+        plan: the files to write; CheckpointError where the format cannot hold the checkpoint.
         opened_by: the programs that open them, for the documentation.
         optimizer: whether the format holds an optimizer's state.
         needs_optimizer: whether it cannot be without.
     """
 
-    plan: MakePlan
+    plan: Callable[[Checkpoint, Choices], Plan]
     opened_by: str
     optimizer: bool = True
     needs_optimizer: bool = False
@@ -56,25 +52,24 @@ def write_checkpoint(
     out: str | Place,
     to: str = "safetensors",
     *,
-    dtype: str = "keep",
-    max_shard_size: int = 5_000_000_000,
-    optimizer: bool = False,
+    dtype: str = Choices.dtype,
+    max_shard_size: int = Choices.max_shard_size,
+    optimizer: bool = Choices.optimizer,
     overwrite: bool = False,
     progress: bool = True,
     verify: bool = False,
     expand: bool = False,
+    facts: Mapping[str, Any] | None = None,
 ) -> Plan:
     """Write a checkpoint in the format `to`, one of `converters.options.WRITERS`, as `portable-convert` does.
 
     Args:
-        dtype: keep, float32, bfloat16 or float16 (fp32, bf16, fp16), for floating model tensors of at least
-            one dimension.
-        max_shard_size: bytes of a file, where the format has several; a larger tensor gets a file of its own.
-        optimizer: also write the optimizer's state and parameter groups.
+        dtype, max_shard_size, optimizer: see `Choices`.
         overwrite: replace `out` where it exists.
         progress: show a progress bar if stderr is a terminal.
         verify: read everything back and compare before `out` appears.
         expand: allow an output much larger than the source, where tensors share bytes.
+        facts: extra fields for the completion marker of an `out` in an object store.
 
     Returns:
         The plan that was carried out.
@@ -83,17 +78,37 @@ def write_checkpoint(
         CheckpointError: `out` is refused, the source is damaged, the format cannot hold it, the disk is full,
             or the object store is unreachable. `out` is then unchanged.
     """
-    made = target(to).plan
-
-    def make_plan() -> Plan:
-        return made(checkpoint, dtype=dtype, max_shard_size=max_shard_size, optimizer=optimizer)
-
+    plan = target(to).plan
     return carry_out(
         checkpoint,
-        make_plan,
+        lambda: plan(checkpoint, Choices(dtype, max_shard_size, optimizer)),
         place(out),
         overwrite=overwrite,
         progress=progress,
         verify=verify,
         expand=expand,
+        facts=facts,
     )
+
+
+class Options(TypedDict, total=False):
+    """The options of `write_checkpoint`."""
+
+    dtype: str
+    max_shard_size: int
+    optimizer: bool
+    overwrite: bool
+    progress: bool
+    verify: bool
+    expand: bool
+    facts: Mapping[str, Any] | None
+
+
+def write_safetensors(checkpoint: Checkpoint, out: str | Place, **options: Unpack[Options]) -> Plan:
+    """`write_checkpoint` as safetensors files: `model.safetensors`, or numbered shards with an index."""
+    return write_checkpoint(checkpoint, out, "safetensors", **options)
+
+
+def write_dcp(checkpoint: Checkpoint, out: str | Place, **options: Unpack[Options]) -> Plan:
+    """`write_checkpoint` for torch.distributed.checkpoint: `.metadata` and `__0_<i>.distcp`."""
+    return write_checkpoint(checkpoint, out, "dcp", **options)

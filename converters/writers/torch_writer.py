@@ -9,19 +9,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from converters.containers.pickle_reader import plain
 from converters.errors import CheckpointError
 from converters.formats.torch_save.optimizer import as_tensor
 from converters.formats.torch_save.reader import load
 from converters.storage.folder import Folder
 from converters.tensors.tensor import Tensor
-from converters.writers.config_json import with_dtype
+from converters.writers.config_json import small_files
 from converters.writers.conversion import (
+    Choices,
     Entry,
     Plan,
     PlannedFile,
     model_entries,
     optimizer_entries,
+    plain_groups,
     required_optimizer,
 )
 from converters.writers.targets import Target
@@ -34,32 +35,25 @@ if TYPE_CHECKING:
 MODEL, OPTIMIZER = "pytorch_model.bin", "optimizer.pt"
 
 
-def plan_torch(
-    checkpoint: Checkpoint,
-    *,
-    dtype: str = "keep",
-    max_shard_size: int = 0,
-    optimizer: bool = False,
-) -> Plan:
+def plan_torch(checkpoint: Checkpoint, choices: Choices) -> Plan:
     """The plan of `--to torch`; there is one file for the model, whatever `max_shard_size`.
 
     Raises:
-        CheckpointError: there are no tensors, or `optimizer` and no optimizer state.
+        CheckpointError: there are no tensors, or no optimizer state where it is asked for.
     """
-    entries = model_entries(checkpoint, dtype)
+    entries = model_entries(checkpoint, choices.dtype)
     state = {entry.name: entry for entry in entries}
     state |= {alias: state[owner] for alias, owner in checkpoint.aliases.items()}
     files = [PlannedFile(MODEL, tuple(saved(state)))]
-    if optimizer:
+    if choices.optimizer:
         found = required_optimizer(checkpoint)
         files.append(PlannedFile(OPTIMIZER, tuple(saved(_state_dict(found, checkpoint.root)))))
-    changed, companions = with_dtype(checkpoint.companions, entries, checkpoint.config)
-    return Plan(tuple(files), {**changed, **checkpoint.documents}, companions, _reopen)
+    return Plan(tuple(files), *small_files(checkpoint, entries), _reopen)
 
 
 def _state_dict(optimizer: OptimizerState, root: Place) -> dict[str, Any]:
     """`optimizer.state_dict()`, with entries for tensors."""
-    groups = plain(optimizer.param_groups, limit=10_000_000)
+    groups = plain_groups(optimizer)
     names = [name for group in groups for name in group.get("params", [])]
     numbers = {name: number for number, name in enumerate(names)}
     if len(numbers) != len(names) or not optimizer.state.keys() <= numbers.keys():
@@ -69,12 +63,10 @@ def _state_dict(optimizer: OptimizerState, root: Place) -> dict[str, Any]:
         value = optimizer.state[name][what]
         held = Entry(f"{OPTIMIZER}: {entry.name}", entry.dtype, entry.tensor)
         state.setdefault(numbers[name], {})[what] = held if isinstance(value, Tensor) else value
-    listed = []
-    for group in groups:
-        made = {key: tuple(value) if key == "betas" else value for key, value in group.items()}
-        listed.append(
-            {**made, "params": [numbers[name] for name in group["params"]], "param_names": group["params"]}
-        )
+    listed = [
+        {**group, "params": [numbers[name] for name in group["params"]], "param_names": group["params"]}
+        for group in groups
+    ]
     return {"state": dict(sorted(state.items())), "param_groups": listed}
 
 

@@ -106,9 +106,9 @@ def _emit(value: Any, out: bytearray) -> None:
         raise TypeError(f"{type(value).__name__} cannot be pickled here")
 
 
-def tensor_parts(entry: Entry) -> list[Part]:
-    """A complete torch.save file with one tensor, as parts of a planned file."""
-    return saved(entry)
+def size_of(shape: tuple[int, ...]) -> Call:
+    """A `torch.Size`."""
+    return Call(Name("torch", "Size"), (shape,))
 
 
 def value_bytes(value: Any) -> bytes:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from converters.containers.pickle_reader import plain
 from converters.errors import CheckpointError, OptimizerStateError
 from converters.formats.deepspeed.universal import COMMON, LATEST, MASTER, NAME, ZERO, load_part
 from converters.formats.torch_save.optimizer import as_tensor
@@ -22,10 +21,19 @@ from converters.storage.folder import Folder
 from converters.tensors.casting import parse_dtype
 from converters.tensors.dtypes import CASTABLE
 from converters.tensors.tensor import Tensor
-from converters.writers.config_json import with_dtype
-from converters.writers.conversion import Entry, Part, Plan, PlannedFile, model_entries, required_optimizer
+from converters.writers.config_json import small_files
+from converters.writers.conversion import (
+    Choices,
+    Entry,
+    Part,
+    Plan,
+    PlannedFile,
+    model_entries,
+    plain_groups,
+    required_optimizer,
+)
 from converters.writers.targets import Target
-from converters.writers.torchzip_writer import Call, Name, saved
+from converters.writers.torchzip_writer import saved, size_of
 
 if TYPE_CHECKING:
     from converters.checkpoint import Checkpoint, OptimizerState
@@ -34,32 +42,23 @@ if TYPE_CHECKING:
 _MODELS = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 # DeepSpeed compares it with the versions whose layout differs; the layout here is that of this one.
 _VERSION = "0.19.8"
-_STEP, _SIZE = "step", Name("torch", "Size")
+_STEP = "step"
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
-def plan_universal(
-    checkpoint: Checkpoint,
-    *,
-    dtype: str = "keep",
-    max_shard_size: int = 0,
-    optimizer: bool = False,
-) -> Plan:
+def plan_universal(checkpoint: Checkpoint, choices: Choices) -> Plan:
     """The plan of `--to deepspeed-universal`: a few files for each parameter, whatever `max_shard_size`.
 
-    Args:
-        dtype: keep or float32: the masters are float32.
-        optimizer: must be True.
-
     Raises:
-        CheckpointError: `optimizer` is False, there is no optimizer state, or a name is no folder name.
+        CheckpointError: the optimizer is not asked for, or there is none; a dtype other than keep or float32,
+            which the masters are; a name that no folder can have.
     """
-    if not optimizer:
+    if not choices.optimizer:
         raise CheckpointError("--to deepspeed-universal: holds model and optimizer; add --optimizer")
-    if parse_dtype(dtype) not in (None, "F32"):
+    if parse_dtype(choices.dtype) not in (None, "F32"):
         raise CheckpointError("--to deepspeed-universal: its masters are float32; leave out --dtype")
     found = required_optimizer(checkpoint)
-    groups = plain(found.param_groups, limit=10_000_000)
+    groups = plain_groups(found)
     named = [list(group.get("params", [])) for group in groups]
     model = {entry.name: entry for entry in model_entries(checkpoint, "keep")}
     _check(checkpoint, named, model)
@@ -100,9 +99,8 @@ def plan_universal(
     for file, tensors in zip(_MODELS, (rest, {}), strict=True):
         add(file, saved(_model_states(checkpoint, shaped, tensors, total)))
     written = [entry for file in files for entry in file.entries]
-    changed, companions = with_dtype(checkpoint.companions, written, checkpoint.config)
-    documents = {LATEST: tag.encode(), **changed, **checkpoint.documents}
-    return Plan(tuple(files), documents, companions, _reopen)
+    documents, companions = small_files(checkpoint, written)
+    return Plan(tuple(files), {LATEST: tag.encode(), **documents}, companions, _reopen)
 
 
 def _check(checkpoint: Checkpoint, named: list[list[str]], model: dict[str, Entry]) -> None:
@@ -119,20 +117,14 @@ def _check(checkpoint: Checkpoint, named: list[list[str]], model: dict[str, Entr
 def _engine_step(checkpoint: Checkpoint, optimizer: OptimizerState) -> int:
     """The step in the metadata, or the optimizer's where that is missing or behind it."""
     known = checkpoint.metadata.get("step")
-    steps = [known] if type(known) is int and known >= 0 else [0]
-    for values in optimizer.state.values():
-        step = values.get(_STEP)
-        steps.append(int(step.read().item() if isinstance(step, Tensor) else step or 0))
-        break
-    return max(steps)
+    step = next((values.get(_STEP) for values in optimizer.state.values()), 0)
+    counted = int(step.read().item() if isinstance(step, Tensor) else step or 0)
+    return max(counted, known if type(known) is int and known >= 0 else 0)
 
 
 def _common(groups: list[dict[str, Any]], named: list[list[str]], step: Any) -> dict[str, Any]:
     """`optimizer_state.pt`: stages 1 and 2 read the top, stage 3 reads `optimizer_state_dict`."""
-    listed = [
-        {**{key: tuple(value) if key == "betas" else value for key, value in group.items()}, "params": [i]}
-        for i, group in enumerate(groups)
-    ]
+    listed = [{**group, "params": [i]} for i, group in enumerate(groups)]
     return {
         "zero_stage": 1,
         "partition_count": [1] * len(named),
@@ -146,7 +138,7 @@ def _model_states(
     checkpoint: Checkpoint, groups: list[dict[str, Entry]], rest: dict[str, Entry], step: int
 ) -> dict[str, Any]:
     counters = {name: checkpoint.counters.get(name) for name in _COUNTERS}
-    shapes = [{name: Call(_SIZE, (entry.tensor.shape,)) for name, entry in group.items()} for group in groups]
+    shapes = [{name: size_of(entry.tensor.shape) for name, entry in group.items()} for group in groups]
     return {
         "module": rest,
         "buffer_names": list(rest),

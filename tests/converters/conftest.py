@@ -47,6 +47,13 @@ def deepspeed_written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def deepspeed_parallel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of DeepSpeed checkpoints with stages, experts or tensor parallel ranks."""
+    pytest.importorskip("deepspeed")
+    return written_by("make_deepspeed_parallel", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
 def written_universal(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of DeepSpeed runs, each made universal too, with `<name>.2.ref.pt` beside each."""
     pytest.importorskip("deepspeed")

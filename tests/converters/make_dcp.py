@@ -115,8 +115,8 @@ def writers(rank: int, world: int, out: Path) -> None:
         save(out, f"{prefix}-bare", dict(weights), ref)
 
 
-def grid(rank: int, world: int, out: Path) -> None:
-    """Cuts along other dimensions, as tensor parallelism and XLA SPMD leave them."""
+def grid_tensors() -> tuple[dict[str, torch.Tensor], dict[str, DTensor]]:
+    """Tensors, and the same cut along other dimensions, as tensor parallelism and XLA SPMD leave them."""
     torch.manual_seed(0)
     whole = {
         "columns": torch.randn(5, 9),
@@ -132,6 +132,11 @@ def grid(rank: int, world: int, out: Path) -> None:
         "cube": distribute_tensor(whole["cube"], plane, [Shard(2), Shard(1)]),
         "long": distribute_tensor(whole["long"], plane, [Shard(0), Shard(0)]),
     }
+    return whole, state
+
+
+def grid(rank: int, world: int, out: Path) -> None:
+    whole, state = grid_tensors()
     save(out, "grid4", {"model": state}, {"model": whole})
 
 

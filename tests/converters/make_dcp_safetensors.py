@@ -10,10 +10,8 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
-from tests.converters.make_dcp import launch, reference, trained
+from tests.converters.make_dcp import grid_tensors, launch, reference, trained
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,19 +42,7 @@ def three_ranks(rank: int, world: int, out: Path) -> None:
 
 
 def grid(rank: int, world: int, out: Path) -> None:
-    torch.manual_seed(0)
-    whole = {
-        "columns": torch.randn(5, 9),
-        "square": torch.randn(7, 6),
-        "cube": torch.randn(3, 5, 4).bfloat16(),
-    }
-    line = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
-    plane = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
-    state = {
-        "columns": distribute_tensor(whole["columns"], line, [Shard(1)]),
-        "square": distribute_tensor(whole["square"], plane, [Shard(0), Shard(1)]),
-        "cube": distribute_tensor(whole["cube"], plane, [Shard(2), Shard(1)]),
-    }
+    whole, state = grid_tensors()
     dcp_save(state, storage_writer=HuggingFaceStorageWriter(str(out / "grid"), save_distributed=True))
     if dist.get_rank() == 0:
         torch.save({"model": whole}, out / "grid.ref.pt")

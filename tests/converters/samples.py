@@ -80,6 +80,12 @@ _WRITTEN = [
     ),
     *(
         Sample(
+            f"deepspeed-{run}", "deepspeed", fixture="deepspeed_parallel", folder=run, needs=("deepspeed",)
+        )
+        for run in ("pipeline-bf16-4", "experts-zero1-4", "autotp-zero1-4")
+    ),
+    *(
+        Sample(
             f"universal-{run}",
             "deepspeed-universal",
             fixture="written_universal",

@@ -14,7 +14,7 @@ from converters import Tensor, open_checkpoint, write_dcp, write_safetensors
 from converters.cli import main
 from converters.storage.bytes import Memory
 from converters.writers.conversion import Entry, PlannedFile, Trailer
-from converters.writers.torchzip_writer import pickle, tensor_parts, value_bytes
+from converters.writers.torchzip_writer import pickle, saved, value_bytes
 from tests.converters.compare import assert_model, assert_optimizer, bits
 from tests.converters.test_dcp import load
 from tests.converters.test_safetensors import WEIGHTS, model
@@ -72,7 +72,7 @@ def test_items_are_torch_save_files(tmp_path: Path, dtype: str) -> None:
     width = {"F32": 4, "BF16": 2, "U16": 2, "F8_E4M3": 1, "BOOL": 1, "C64": 8}[dtype]
     tensor = Tensor.contiguous("x", dtype, (3, 32 // width), Memory(data))
     entry = Entry("x", dtype, tensor)
-    parts = tensor_parts(entry)
+    parts = saved(entry)
     path = tmp_path / "x.pt"
     crc = zlib.crc32(data)
     path.write_bytes(

@@ -283,7 +283,7 @@ def test_stage_3_steps_must_be_the_engines(copy: Callable[[str], Path]) -> None:
 
 @pytest.mark.parametrize(
     ("options", "why"),
-    [({"mics_shard_size": 2}, "MiCS"), ({"zero_quantized_nontrainable_weights": True}, "quantized")],
+    [({"mics_shard_size": 4}, "MiCS"), ({"zero_quantized_nontrainable_weights": True}, "quantized")],
 )
 def test_other_layouts_are_named(copy: Callable[[str], Path], options: dict[str, Any], why: str) -> None:
     step = copy("zero3-fp32-2")

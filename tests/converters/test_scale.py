@@ -23,7 +23,7 @@ import torch
 from converters import Tensor, open_checkpoint, write_safetensors
 from converters.storage.bytes import Memory
 from converters.writers.conversion import Entry, Trailer
-from converters.writers.torchzip_writer import Call, Made, Name, pickle, tensor_parts
+from converters.writers.torchzip_writer import Call, Made, Name, pickle, saved
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -40,7 +40,7 @@ def dcp(folder: Path, files: int, tensors: int) -> Written:
     """Each tensor is cut along its rows and dealt out to the rank files, as FSDP2 does."""
     shape = (ROWS, WIDTH)
     data = bytes(range(ROWS * WIDTH * 4))
-    parts = tensor_parts(Entry("piece", "F32", Tensor.contiguous("piece", "F32", shape, Memory(data))))
+    parts = saved(Entry("piece", "F32", Tensor.contiguous("piece", "F32", shape, Memory(data))))
     crc = zlib.crc32(data)
     piece = b"".join(
         part if isinstance(part, bytes) else part.make(crc) if isinstance(part, Trailer) else data

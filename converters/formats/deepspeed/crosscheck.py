@@ -17,8 +17,9 @@ from converters.storage.bytes import FileSpan, Slice
 from converters.tensors.dtypes import numpy_dtype
 
 if TYPE_CHECKING:
-    from converters.formats.deepspeed.flat_layout import EqualSlices, Flat, Piece
-    from converters.formats.deepspeed.rank_files import ModelFile
+    from collections.abc import Collection, Mapping
+
+    from converters.formats.deepspeed.flat_layout import EqualSlices, Flat, Piece, Share
     from converters.storage.bytes import Source
 
 # Sampled from each rank: about this many parameters, and elements of each.
@@ -26,10 +27,21 @@ _FRAGMENTS = 16
 _ELEMENTS = 64
 
 
-def check_against_module(layout: EqualSlices, flat: Flat, model: ModelFile, *, zenflow: bool) -> int:
+def check_against_module(
+    layout: EqualSlices,
+    share: Share,
+    flat: Flat,
+    weights: Mapping[str, Any],
+    where: str,
+    *,
+    elsewhere: Collection[str] = (),
+    zenflow: bool = False,
+) -> int:
     """Compare shapes and a sample of values; returns how many were compared.
 
     Args:
+        weights: the pickled weights, by their names in the whole model.
+        elsewhere: names that may be missing in `weights`.
         zenflow: masters are newer than the weights, so values are not compared.
 
     Raises:
@@ -37,18 +49,19 @@ def check_against_module(layout: EqualSlices, flat: Flat, model: ModelFile, *, z
     """
     stored: dict[str, StoredTensor] = {}
     for name, shape in layout.shapes.items():
-        value = model.module.get(name)
+        whole = share.names[name]
+        value = weights.get(whole)
+        if value is None and whole in elsewhere:
+            continue
         if not isinstance(value, StoredTensor) or value.shape != shape:
-            raise CheckpointError(
-                f"{model.where}: {name!r} is missing or not of the recorded shape {list(shape)}"
-            )
+            raise CheckpointError(f"{where}: {whole!r} is missing or not of the recorded shape {list(shape)}")
         stored[name] = value
-    _check_positions(layout, stored, model.where)
+    _check_positions(layout, stored, where)
     if zenflow:
         return 0
     compared = 0
     for rank in range(layout.world):
-        fragments = list(layout.fragments(rank).items())
+        fragments = [found for found in layout.fragments(rank).items() if found[0] in stored]
         every = max(1, len(fragments) // _FRAGMENTS)
         for name, (start, count) in fragments[::every]:
             within = rank * layout.slice + start - layout.starts[name]
@@ -57,8 +70,8 @@ def check_against_module(layout: EqualSlices, flat: Flat, model: ModelFile, *, z
                 continue
             if not same:
                 raise CheckpointError(
-                    f"{model.where}: {name!r} differs from rank {rank}'s optimizer states; "
-                    "the files are from different steps or runs, or damaged"
+                    f"{where}: {share.names[name]!r} differs from rank {share.ranks[rank]}'s optimizer "
+                    "states; the files are from different steps or runs, or damaged"
                 )
             compared += 1
     return compared
@@ -70,7 +83,7 @@ def rounds_to(master: Piece, start: int, weight: StoredTensor, count: int, withi
     Compares a sample; None where they cannot be compared.
     """
     count = min(count, _ELEMENTS)
-    if not _row_major(weight):
+    if not weight.is_contiguous or not prod(weight.shape):
         return None
     ours = _peek(master.source, master.dtype, start, count)
     theirs = _peek(weight.view().source, weight.dtype, weight.offset + within, count)
@@ -91,15 +104,6 @@ def _check_positions(layout: EqualSlices, stored: dict[str, StoredTensor], where
             raise CheckpointError(
                 f"{where}: {name!r} is not at the position in the flat buffer that param_shapes gives"
             )
-
-
-def _row_major(tensor: StoredTensor) -> bool:
-    step = 1
-    for size, stride in zip(reversed(tensor.shape), reversed(tensor.strides), strict=True):
-        if size != 1 and stride != step:
-            return False
-        step *= size
-    return prod(tensor.shape) > 0
 
 
 def _peek(source: Source, dtype: str, start: int, count: int) -> Any:

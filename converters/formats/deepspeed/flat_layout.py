@@ -62,6 +62,21 @@ def join(pieces: Sequence[Piece], where: str) -> Flat:
     return Flat(dtypes.pop(), tuple(pieces))
 
 
+@dataclass(frozen=True)
+class Share:
+    """A group of parameters, and a set of ranks that holds all of it.
+
+    Attributes:
+        group: its number.
+        ranks: in the order of their parts.
+        names: the name that a parameter has on these ranks -> its name in the whole model.
+    """
+
+    group: int
+    ranks: tuple[int, ...]
+    names: Mapping[str, str]
+
+
 class Striped:
     """A parameter partitioned by stage 3: rank r holds bytes [r * stripe, (r + 1) * stripe), at `base`."""
 

@@ -9,12 +9,20 @@ from converters.checkpoint import OptimizerState, ParamGroups, Scalar
 from converters.containers.pickle_reader import plain
 from converters.containers.torchzip import StoredTensor
 from converters.errors import CheckpointError
-from converters.formats.deepspeed.flat_layout import Layout, WholeParameters, check_distinct, join, piece_of
+from converters.formats.deepspeed.flat_layout import (
+    Layout,
+    Share,
+    WholeParameters,
+    check_distinct,
+    join,
+    piece_of,
+)
 from converters.formats.deepspeed.rank_files import OptimFile, check_same, flat
+from converters.formats.torch_save.optimizer import as_tensor
 from converters.tensors.tensor import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from converters.formats.deepspeed.nvme_swap import SwapFiles
 
@@ -26,29 +34,29 @@ def build_optimizer(
     stage: int,
     ranks: Sequence[OptimFile],
     layouts: Sequence[Layout],
-    short: Mapping[str, str],
+    shares: Sequence[Share],
     swap: SwapFiles | None = None,
 ) -> OptimizerState | None:
     """The optimizer by parameter name; None if the files hold none.
 
     Args:
-        layouts: one per flat group.
-        short: stored name of a parameter -> plain name.
+        layouts: one per share.
         swap: the swap files of buffers that were pickled empty.
 
     Raises:
         CheckpointError: the ranks disagree, or a state is neither flat nor a number.
     """
-    states = [_states(stage, rank, len(layouts)) for rank in ranks]
+    names: list[list[str]] = [[] for _ in range(max((share.group for share in shares), default=-1) + 1)]
+    states = [_states(stage, rank, len(names)) for rank in ranks]
     if any(found is None for found in states):
         return None
     state: State = {}
-    for index, layout in enumerate(layouts):
-        by_rank = [found[index] for found in states if found is not None]
-        for name, values in _group(layout, by_rank, ranks, swap).items():
-            state[short[name]] = values
+    for layout, share in zip(layouts, shares, strict=True):
+        by_rank = [(ranks[rank], (states[rank] or [])[share.group]) for rank in share.ranks]
+        for name, values in _group(layout, by_rank, swap).items():
+            state[share.names[name]] = values
+        names[share.group] += [share.names[name] for name in layout.shapes]
     groups = _groups(stage, ranks)
-    names = [[short[name] for name in layout.shapes] for layout in layouts]
     if groups is None:  # elastic checkpoints have no groups
         return OptimizerState(state, [{"params": group} for group in names])
     return OptimizerState(state, [_named(group, names) for group in groups])
@@ -76,9 +84,7 @@ def optimizer_steps(stage: int, ranks: Sequence[OptimFile], groups: int) -> int 
 def number(value: Any, where: str) -> float | int | None:
     """A number, also from a 0-d tensor; else None."""
     if isinstance(value, StoredTensor) and value.shape == ():
-        value = (
-            Tensor.contiguous(where, value.dtype, (), value.view().source, value.view().offset).read().item()
-        )
+        value = as_tensor(value, where).read().item()
     return value if isinstance(value, (int, float)) else None
 
 
@@ -106,9 +112,10 @@ def _states(stage: int, rank: OptimFile, groups: int) -> list[dict[str, Any]] | 
 
 
 def _group(
-    layout: Layout, states: Sequence[dict[str, Any]], ranks: Sequence[OptimFile], swap: SwapFiles | None
+    layout: Layout, by_rank: Sequence[tuple[OptimFile, dict[str, Any]]], swap: SwapFiles | None
 ) -> State:
     """The state of the parameters of one flat group."""
+    ranks, states = [rank for rank, _ in by_rank], [state for _, state in by_rank]
     made: State = {name: {} for name in layout.shapes} if states[0] else {}
     for rank, state in zip(ranks, states, strict=True):
         check_same(rank.where, "optimizer state", set(state), set(states[0]))
@@ -139,15 +146,9 @@ def _group(
         for rank, value in zip(ranks, values, strict=True):
             check_same(rank.where, f"optimizer state {what!r}", number(value, rank.where), count)
         for name in made:
-            made[name][what] = _scalar(f"{name}.{what}", first)
+            held: Tensor | Scalar = first
+            made[name][what] = as_tensor(first, f"{name}.{what}") if isinstance(first, StoredTensor) else held
     return made
-
-
-def _scalar(name: str, value: Any) -> Tensor | Scalar:
-    if isinstance(value, StoredTensor):
-        return Tensor.contiguous(name, value.dtype, (), value.view().source, value.view().offset)
-    found: Scalar = value
-    return found
 
 
 def _groups(stage: int, ranks: Sequence[OptimFile]) -> ParamGroups | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from converters.containers.pickle_reader import Instance, plain, shown
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from converters.storage.path_or_url import Place
 
 Shapes = dict[str, tuple[int, ...]]
+# No run has more tensor or pipeline parallel ranks.
+_MAX_DEGREE = 1 << 20
 
 _OPTIM = re.compile(
     r"(?P<prefix>bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt"
 )
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")
 _EXPERT = re.compile(r"(?:layer_\d+_)?(?:expert_|expp_rank_).*\.pt")
-_PIPELINE = re.compile(r"layer_\d+.*model_states\.pt")
-# torch.save names a zip after its file, unless it writes into a stream.
-_UNNAMED = "archive"
+_LAYER = re.compile(r"layer_\d+.*model_states\.pt")
 
 
 def _integer(value: Any = 0) -> int:
@@ -49,23 +49,39 @@ PREFIXES = ("deepspeed.",)
 
 @dataclass(frozen=True)
 class Names:
-    """The rank files of a folder.
+    """The rank files of a folder, by tensor or pipeline parallel rank, then by data parallel rank.
 
     Attributes:
-        optim: rank -> file of optimizer states; empty where ZeRO is off.
-        model: rank -> file of model states; rank 0 alone below stage 3.
+        optim: the files of optimizer states; empty where ZeRO is off.
+        model: the files of model states; those of data parallel rank 0 alone below stage 3.
+        experts, layers: the files of single experts, and of single layers of a pipeline.
     """
 
-    optim: dict[int, str]
-    model: dict[int, str]
+    optim: dict[int, dict[int, str]]
+    model: dict[int, dict[int, str]]
     per_rank_model: bool
+    experts: tuple[str, ...] = ()
+    layers: tuple[str, ...] = ()
+
+    def alone(self, path: Place) -> tuple[dict[int, str], dict[int, str]]:
+        """(optimizer, model) files of a run that is data parallel only; CheckpointError for any other."""
+        if self.experts:
+            raise CheckpointError(f"{path / self.experts[0]}: expert parallel checkpoints are not supported")
+        if self.layers:
+            raise CheckpointError(f"{path / self.layers[0]}: pipeline parallel checkpoints are not supported")
+        for files in (self.optim, self.model):
+            for mp, ranks in files.items():
+                if mp:
+                    name = next(iter(ranks.values()))
+                    raise CheckpointError(f"{path / name}: tensor parallel checkpoints are not supported")
+        return self.optim.get(0, {}), self.model.get(0, {})
 
 
 def find_names(path: Place) -> Names | None:
     """The rank files in `path`; None if it holds none.
 
     Raises:
-        CheckpointError: tensor, pipeline or expert parallel files, or files of two runs.
+        CheckpointError: files of two runs.
     """
     try:
         entries = sorted(entry.name for entry in path.iterdir())
@@ -79,17 +95,10 @@ def find_names(path: Place) -> Names | None:
             model.append((found, name))
         elif _EXPERT.fullmatch(name):
             experts.append(name)
-        elif _PIPELINE.fullmatch(name):
+        elif _LAYER.fullmatch(name):
             layers.append(name)
     if not optim and not model:
         return None
-    if experts:
-        raise CheckpointError(f"{path / experts[0]}: expert parallel checkpoints are not supported")
-    if layers:
-        raise CheckpointError(f"{path / layers[0]}: pipeline parallel checkpoints are not supported")
-    for found, name in [*optim, *model]:
-        if int(found["mp"]):
-            raise CheckpointError(f"{path / name}: tensor parallel checkpoints are not supported")
     if len({found["prefix"] for found, _ in optim}) > 1:
         raise CheckpointError(
             f"{path}: holds optimizer files with and without the prefix bf16_, from two runs"
@@ -99,19 +108,18 @@ def find_names(path: Place) -> Names | None:
         model = whole or model
     if len({found["rank"] is None for found, _ in model}) > 1:
         raise CheckpointError(f"{path}: holds model files of stage 3 and of other stages, from two runs")
-    return Names(
-        _by_rank(path, optim), _by_rank(path, model), any(found["rank"] is not None for found, _ in model)
-    )
+    per_rank = any(found["rank"] is not None for found, _ in model)
+    return Names(_by_rank(path, optim), _by_rank(path, model), per_rank, tuple(experts), tuple(layers))
 
 
-def _by_rank(path: Place, files: list[tuple[re.Match[str], str]]) -> dict[int, str]:
-    ranks: dict[int, str] = {}
-    for found, name in files:
-        rank = int(found["rank"] or 0)
+def _by_rank(path: Place, files: list[tuple[re.Match[str], str]]) -> dict[int, dict[int, str]]:
+    found: dict[int, dict[int, str]] = {}
+    for match, name in files:
+        rank, ranks = int(match["rank"] or 0), found.setdefault(int(match["mp"]), {})
         if rank in ranks:
             raise CheckpointError(f"{path}: {ranks[rank]} and {name} are both of rank {rank}")
         ranks[rank] = name
-    return dict(sorted(ranks.items()))
+    return {mp: dict(sorted(ranks.items())) for mp, ranks in sorted(found.items())}
 
 
 def check_ranks(path: Place, ranks: Mapping[int, str], world: int, what: str) -> None:
@@ -133,10 +141,7 @@ def load(folder: Folder, name: str) -> dict[str, Any]:
     """
     file = folder.file(name)
     archive = TorchZip(file)
-    if archive.archive not in (_UNNAMED, PurePosixPath(name).stem):
-        raise CheckpointError(
-            f"{file.path}: was saved as {archive.archive!r}, so it is the file of another rank"
-        )
+    archive.refuse_renamed()
     content = archive.load(STANDINS, PREFIXES)
     if not isinstance(content, dict):
         raise CheckpointError(f"{file.path}: not a DeepSpeed file")
@@ -148,6 +153,7 @@ class ModelFile:
     """One `*_model_states.pt`.
 
     Attributes:
+        module: the state dict; empty where a pipeline's layers have files of their own (`pipeline`).
         groups: parameter name -> shape in the order of the flat group, per group (stage 3: sub-group).
         frozen: frozen parameter -> shape; None if not saved.
         fragments: frozen parameter -> the part in this file.
@@ -162,6 +168,25 @@ class ModelFile:
     frozen: Shapes | None
     fragments: dict[str, StoredTensor]
     shared: dict[str, str]
+    pipeline: bool
+
+    @property
+    def degrees(self) -> tuple[int, int]:
+        """The numbers of tensor and of pipeline parallel ranks.
+
+        Raises:
+            CheckpointError: damaged, or the file does not say which of the two.
+        """
+        dims, total = self.content.get("checkpoint_parallel_dimensions"), self.count("mp_world_size") or 1
+        if not isinstance(dims, dict):
+            dims = {"pp_degree" if self.pipeline else "tp_degree": total}
+        found = dims.get("tp_degree", 1), dims.get("pp_degree", 1)
+        if any(type(n) is not int or not 0 < n < _MAX_DEGREE for n in found) or prod(found) != total:
+            raise CheckpointError(
+                f"{self.where}: damaged, its tensor and pipeline parallel degrees are {shown(found[0])} and "
+                f"{shown(found[1])} of {total}"
+            )
+        return found
 
     def count(self, key: str) -> int | None:
         """A counter such as `global_steps`."""
@@ -179,14 +204,10 @@ def read_model(folder: Folder, name: str) -> ModelFile:
     content = load(folder, name)
     where = str(folder.path / name)
     module = content.get("module")
-    if not isinstance(module, dict) or "buffer_names" not in content:
+    if not isinstance(module, (dict, type(None))) or not {"module", "buffer_names"} <= content.keys():
         raise CheckpointError(f"{where}: not a DeepSpeed model states file")
-    if "autoep_layers" in content or "ds_autoep_layers" in content:
-        raise CheckpointError(f"{where}: expert parallel checkpoints are not supported")
-    degrees = content.get("checkpoint_parallel_dimensions")
-    sizes = [content.get("mp_world_size"), *(degrees.values() if isinstance(degrees, dict) else ())]
-    if any(type(size) is int and size > 1 for size in sizes):
-        raise CheckpointError(f"{where}: tensor or pipeline parallel checkpoints are not supported")
+    if any(content.get(key) is not None for key in ("autoep_layers", "ds_autoep_layers")):
+        raise CheckpointError(f"{where}: expert parallel checkpoints of AutoEP are not supported")
     groups = content.get("param_shapes")
     if isinstance(groups, dict):
         groups = [groups]
@@ -195,7 +216,7 @@ def read_model(folder: Folder, name: str) -> ModelFile:
     return ModelFile(
         where,
         content,
-        module,
+        module or {},
         _names(content["buffer_names"], where),
         None if groups is None else [_shapes(group, where) for group in _list(groups, where)],
         None
@@ -206,6 +227,7 @@ def read_model(folder: Folder, name: str) -> ModelFile:
             for key, value in _dict(fragments, where).items()
         },
         {str(alias): str(owner) for alias, owner in _dict(shared, where).items()},
+        module is None,
     )
 
 
@@ -247,11 +269,8 @@ def flat(value: Any, where: str, *, whole: bool = False) -> StoredTensor:
     """`value` if it is a contiguous 1-d tensor (of any shape if `whole`); else CheckpointError."""
     if not isinstance(value, StoredTensor):
         raise CheckpointError(f"{where}: not a tensor")
-    step = 1
-    for size, stride in zip(reversed(value.shape), reversed(value.strides), strict=True):
-        if size != 1 and stride != step:
-            raise CheckpointError(f"{where}: the tensor is not contiguous")
-        step *= size
+    if not value.is_contiguous:
+        raise CheckpointError(f"{where}: the tensor is not contiguous")
     if not whole and len(value.shape) != 1:
         raise CheckpointError(f"{where}: a flat tensor of {len(value.shape)} dimensions")
     return value

@@ -14,7 +14,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import Checkpoint, OptimizerState, Scalar
-from converters.companions import find_companions
+from converters.companions import find_companions, trainer_metadata
 from converters.containers.pickle_reader import plain, shown
 from converters.containers.torchzip import StoredTensor, TorchZip
 from converters.errors import CheckpointError
@@ -32,7 +32,7 @@ from converters.formats.deepspeed.rank_files import (
     flat,
     read_model,
 )
-from converters.formats.deepspeed.reader import stored_tensor
+from converters.formats.torch_save.optimizer import as_tensor
 from converters.names.canonical import plain_names
 from converters.storage.folder import Folder
 from converters.storage.guarded import child, read_small
@@ -104,9 +104,7 @@ def _open(source: Source) -> Checkpoint:
 def load_part(folder: Folder, name: str) -> Any:
     """One file of `zero/`, refused if renamed (torch.save stores the original name)."""
     archive = TorchZip(folder.file(name))
-    stem = name.rpartition("/")[2].removesuffix(_SUFFIX)
-    if archive.archive not in (stem, "archive"):
-        raise CheckpointError(f"{archive.where}: was saved as {archive.archive!r}, so it is a renamed file")
+    archive.refuse_renamed()
     return archive.load(STANDINS, PREFIXES)
 
 
@@ -124,11 +122,12 @@ class _Universal:
         names = find_names(folder.path)
         if names is None or not names.model:
             raise CheckpointError(f"{self.where}: the model states are missing")
-        if names.optim or names.per_rank_model != (self.stage == 3):
+        optim, ranks = names.alone(folder.path)
+        if optim or names.per_rank_model != (self.stage == 3):
             raise CheckpointError(f"{self.where}: holds files from a run with another ZeRO stage")
         self.world = self._world()
-        check_ranks(folder.path, names.model, self.world if self.stage == 3 else 1, "model")
-        self.models = [read_model(folder, name) for name in names.model.values()]
+        check_ranks(folder.path, ranks, self.world if self.stage == 3 else 1, "model")
+        self.models = [read_model(folder, name) for name in ranks.values()]
         self.model = self.models[0]
         if self.model.groups is None:
             raise CheckpointError(f"{self.model.where}: has no param_shapes")
@@ -233,7 +232,7 @@ class _Universal:
             self._crosscheck(name, what, stored, where)
         suffix = "" if what == MASTER else f".{what}"
         if not prod(shape):
-            return stored_tensor(name + suffix, stored)
+            return as_tensor(stored, name + suffix)
         view = stored.view()
         return Tensor.contiguous(name + suffix, stored.dtype, shape, view.source, view.offset)
 
@@ -271,26 +270,27 @@ class _Universal:
                 continue
             if self.stage == 3 and name not in self.model.buffers and not prod(value.shape):
                 raise CheckpointError(f"{self.model.where}: names {name!r}, whose values were not saved")
-            tensors[name] = stored_tensor(name, value)
+            tensors[name] = as_tensor(value, name)
         missing = [name for name in self.model.buffers if name not in tensors and name not in aliases]
         if missing:
             raise CheckpointError(f"{self.model.where}: the buffer {missing[0]!r} is named but missing")
         made = plain_names(tensors, where=self.where)
         short = dict(zip(tensors, made, strict=True))
-        known = dict(zip(plain_names(aliases, where=self.where), aliases.values(), strict=True))
-        metadata = {
+        plain_aliases = dict(zip(plain_names(aliases, where=self.where), aliases.values(), strict=True))
+        own = {
             "step": self.model.count("global_steps"),
             "ds_version": self.common.get("ds_version"),
             "zero_stage": self.stage,
             "tag": self.folder.path.name,
         }
+        known = {key: value for key, value in own.items() if isinstance(value, (int, str))}
         return Checkpoint(
             format="deepspeed-universal",
             root=root,
             tensors=made,
-            aliases={alias: short[owner] for alias, owner in known.items()},
+            aliases={alias: short[owner] for alias, owner in plain_aliases.items()},
             optimizer=lambda _: self._optimizer(short),
-            metadata={key: value for key, value in metadata.items() if isinstance(value, (int, str))},
+            metadata={**trainer_metadata(root), **known},
             companions=find_companions(self.folder.path),
             counters=self.model.counters,
         )
@@ -306,7 +306,7 @@ class _Universal:
                 pieces = [piece_of(flat(model.fragments[name], model.where)) for model in self.models]
                 made |= WholeParameters({name: shape}, self.world, where).tensors(join(pieces, where))
             elif (stored := self.model.fragments[name]).shape == shape:
-                made[name] = stored_tensor(name, stored)
+                made[name] = as_tensor(stored, name)
             else:
                 raise CheckpointError(f"{where}: is {list(stored.shape)}, recorded as {list(shape)}")
         return made
@@ -393,7 +393,7 @@ def _states(common: dict[str, Any], where: str) -> dict[Any, Any]:
 
 def _scalar(value: Any, name: str, where: str) -> Tensor | Scalar:
     if isinstance(value, StoredTensor) and value.shape == ():
-        return stored_tensor(name, value)
+        return as_tensor(value, name)
     if isinstance(value, (int, float)):
         return value
     raise CheckpointError(f"{where}: {name!r} is not a number")

@@ -14,13 +14,13 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import Aliases, Checkpoint, OptimizerState
-from converters.companions import find_companions
+from converters.companions import find_companions, trainer_metadata
 from converters.containers.torchzip import StoredTensor
 from converters.errors import CheckpointError, OptimizerStateError
 from converters.formats.deepspeed.crosscheck import rounds_to
-from converters.formats.deepspeed.flat_layout import EqualSlices, join, piece_of
+from converters.formats.deepspeed.flat_layout import EqualSlices, Share, join, piece_of
 from converters.formats.deepspeed.optimizer import build_optimizer
-from converters.formats.deepspeed.rank_files import ModelFile, OptimFile, flat, read_model
+from converters.formats.deepspeed.rank_files import ModelFile, OptimFile, flat
 from converters.formats.torch_save.optimizer import as_tensor, is_optimizer, read_optimizer
 from converters.names.canonical import plain_names
 from converters.names.index_keys import fit_in_order
@@ -40,13 +40,12 @@ class _Masters:
     flat: list[EqualSlices] | None = None
 
 
-def open_unsharded(folder: Folder, name: str, root: Place) -> Checkpoint:
-    """The checkpoint in the single file `name`.
+def open_unsharded(folder: Folder, model: ModelFile, root: Place) -> Checkpoint:
+    """The checkpoint in a single file of model states.
 
     Raises:
-        CheckpointError: damaged, part of a ZeRO run, or its masters do not fit the weights.
+        CheckpointError: part of a ZeRO run, or its masters do not fit the weights.
     """
-    model = read_model(folder, name)
     if model.groups is not None:
         raise CheckpointError(f"{folder.path}: the optimizer states of all ranks are missing")
     stored = {key: value for key, value in model.module.items() if isinstance(value, StoredTensor)}
@@ -84,7 +83,10 @@ def open_unsharded(folder: Folder, name: str, root: Place) -> Checkpoint:
         tensors=tensors,
         aliases=aliases,
         optimizer=optimizer,
-        metadata={key: value for key, value in metadata.items() if isinstance(value, (int, str))},
+        metadata={
+            **trainer_metadata(root),
+            **{key: value for key, value in metadata.items() if isinstance(value, (int, str))},
+        },
         companions=find_companions(folder.path),
         counters=model.counters,
     )
@@ -184,8 +186,8 @@ def _flat_optimizer(
 ) -> OptimizerState:
     # Laid out as by a ZeRO run of one rank: one flat parameter per group.
     alone = OptimFile(where, {"base_optimizer_state": saved.get("optimizer_state_dict")}, None, {})
-    names = {name: name for group in groups for name in group}
-    built = build_optimizer(1, [alone], layouts, names)
+    shares = [Share(number, (0,), {name: name for name in group}) for number, group in enumerate(groups)]
+    built = build_optimizer(1, [alone], layouts, shares)
     if built is None:
         raise CheckpointError(f"{where}: the optimizer has no state")
     return built

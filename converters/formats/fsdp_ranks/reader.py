@@ -41,7 +41,6 @@ _FILE = re.compile(
 )
 _STEP = re.compile(r"global_step_?(\d{1,18})")
 _FLAT = "_flat_param"
-_UNNAMED = "archive"
 
 
 def _holds(path: Place) -> bool:
@@ -139,13 +138,11 @@ class _Ranks:
             )
 
     def _rank(self, kind: str) -> Iterator[tuple[int, Any]]:
-        """(rank, content) of each file of a kind; CheckpointError for a renamed one (it stores its name)."""
+        """(rank, content) of each file of a kind."""
         for rank, name in sorted(self.files[kind].items()):
-            where = str(self.folder.path / name)
-            archive, content = load(self.folder.file(name))
-            if archive not in (_UNNAMED, name.removesuffix(".pt")):
-                raise CheckpointError(f"{where}: was saved as {shown(archive)}, so it is another rank's file")
+            content = load(self.folder.file(name))
             if not isinstance(content, dict):
+                where = str(self.folder.path / name)
                 raise CheckpointError(f"{where}: not a state dict but a {type(content).__name__}")
             yield rank, content
 
@@ -199,7 +196,7 @@ class _Ranks:
     def _counters(self) -> dict[str, Scalar]:
         """The schedule's step, in rank 0's extra state."""
         name = self.files.get("extra_state", {}).get(0)
-        extra = load(self.folder.file(name))[1] if name is not None else None
+        extra = load(self.folder.file(name)) if name is not None else None
         schedule = extra.get("lr_scheduler") if isinstance(extra, dict) else None
         last = schedule.get("last_epoch") if isinstance(schedule, dict) else None
         return {"lr_scheduler.last_epoch": last} if type(last) is int else {}

@@ -83,10 +83,11 @@ STANDINS: Mapping[str, Standin | None] = {
 PREFIXES = ("torch.distributed.",)
 
 
-def load(file: SourceFile) -> tuple[str, Any]:
-    """The archive's name and the content of one file, with `StoredTensor` and `Sharded` for tensors."""
+def load(file: SourceFile) -> Any:
+    """The content of one file, with `StoredTensor` and `Sharded` for tensors; refused if it was renamed."""
     archive = TorchZip(file)
-    return archive.archive, archive.load(STANDINS, PREFIXES)
+    archive.refuse_renamed()
+    return archive.load(STANDINS, PREFIXES)
 
 
 def is_size(value: Any) -> TypeGuard[Sequence[int]]:

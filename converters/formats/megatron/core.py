@@ -21,7 +21,7 @@ from converters.errors import CheckpointError, OptimizerStateError, blame
 from converters.formats import Format, Source
 from converters.formats.dcp.files import metadata_files
 from converters.formats.dcp.reader import read_tensors
-from converters.formats.megatron.names import as_transformers, plain_key, shape_of
+from converters.formats.megatron.names import args_of, as_transformers, plain_key, shape_of
 from converters.formats.megatron.reader import PREFIXES, STANDINS
 from converters.storage.folder import Folder
 from converters.storage.guarded import read_small
@@ -64,7 +64,7 @@ def _open(source: Source) -> Checkpoint:
     if not isinstance(common, dict):
         raise CheckpointError(f"{path / _COMMON}: not the common state of a Megatron-Core checkpoint")
     companions = find_companions(path)
-    shape = shape_of(common.get("args"), companions.get("config.json"), where)
+    shape = shape_of(args_of(common), companions.get("config.json"), where)
     stored = read_tensors(path)
     merged: dict[str, Tensor] = {}
     with blame(path):

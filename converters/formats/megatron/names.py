@@ -11,14 +11,13 @@ tools/checkpoint.
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from converters.containers.pickle_reader import Global, Instance, shown
 from converters.errors import CheckpointError
-from converters.storage.guarded import read_small_text
+from converters.storage.guarded import read_small_table
 from converters.tensors.rearranged import joined, part, region, transposed
 from converters.tensors.tensor import Tensor
 
@@ -61,6 +60,7 @@ _LLAMA_AROUND = {
 _GPT2 = {
     "input_norm": "ln_1",
     "mlp_norm": "ln_2",
+    "qkv": "attn.c_attn",
     "proj": "attn.c_proj",
     "fc1": "mlp.c_fc",
     "fc2": "mlp.c_proj",
@@ -96,13 +96,18 @@ class Shape:
     vocabulary: int | None
 
 
-def shape_of(args: Any, config: Place | None, where: str) -> Shape:
-    """The shape that pickled `args` describe.
+def args_of(content: dict[str, Any]) -> Any:
+    """The pickled settings of a checkpoint; a table, if it has any."""
+    args = content.get("args")
+    return args.state if isinstance(args, Instance) else args
+
+
+def shape_of(fields: Any, config: Place | None, where: str) -> Shape:
+    """The shape that `args_of` describe.
 
     Raises:
         CheckpointError: no `args`, or a model that is neither Llama- nor GPT-2-shaped; the setting is named.
     """
-    fields = args.state if isinstance(args, Instance) and isinstance(args.state, dict) else args
     if not isinstance(fields, dict):
         raise CheckpointError(f"{where}: holds no args, which say what model it is")
 
@@ -154,11 +159,7 @@ _ALLOWED: Mapping[str, tuple[Any, ...]] = {
 
 
 def _vocabulary(config: Place | None) -> int | None:
-    try:
-        known = json.loads(read_small_text(config)) if config is not None else None
-    except (OSError, ValueError, RecursionError):
-        return None
-    count = known.get("vocab_size") if isinstance(known, dict) else None
+    count = read_small_table(config).get("vocab_size")
     return count if type(count) is int and count > 0 else None
 
 
@@ -177,6 +178,7 @@ def as_transformers(tensors: Mapping[str, Tensor], shape: Shape, where: str) -> 
         CheckpointError: a tensor has no place in the model, or not its size.
     """
     made: dict[str, Tensor] = {}
+    layers: set[int] = set()
     around = _GPT2_AROUND if shape.gpt2 else _LLAMA_AROUND
     for key, tensor in tensors.items():
         if key in around:
@@ -189,20 +191,21 @@ def as_transformers(tensors: Mapping[str, Tensor], shape: Shape, where: str) -> 
         if int(match[1]) >= shape.layers:
             raise CheckpointError(f"{where}: holds layer {match[1]}, its args say {shape.layers} layers")
         found = (
-            _gpt2(module, match[3], tensor, shape)
+            _gpt2(module, match[3], tensor, shape, where)
             if shape.gpt2
-            else _llama(module, match[3], tensor, shape, where)
+            else _llama(module, tensor, shape, where)
         )
         prefix = f"transformer.h.{match[1]}." if shape.gpt2 else f"model.layers.{match[1]}."
         for name, value in found.items():
             made[f"{prefix}{name}.{match[3]}"] = value
-    lost = next((i for i in range(shape.layers) if not any(f".{i}." in name for name in made)), None)
+        layers.add(int(match[1]))
+    lost = next((i for i in range(shape.layers) if i not in layers), None)
     if lost is not None:
         raise CheckpointError(f"{where}: the tensors of layer {lost} are missing")
     return made
 
 
-def _llama(module: str, kind: str, tensor: Tensor, shape: Shape, where: str) -> dict[str, Tensor]:
+def _llama(module: str, tensor: Tensor, shape: Shape, where: str) -> dict[str, Tensor]:
     if module == "qkv":
         names = [f"self_attn.{what}_proj" for what in "qkv"]
         return dict(zip(names, _split_qkv(tensor, shape, where), strict=True))
@@ -214,14 +217,11 @@ def _llama(module: str, kind: str, tensor: Tensor, shape: Shape, where: str) -> 
     return {_LLAMA[module]: tensor}
 
 
-def _gpt2(module: str, kind: str, tensor: Tensor, shape: Shape) -> dict[str, Tensor]:
+def _gpt2(module: str, kind: str, tensor: Tensor, shape: Shape, where: str) -> dict[str, Tensor]:
     if module == "qkv":
-        tensor = joined(tensor.name, _split_qkv(tensor, shape, tensor.name), 0)
-        module_name = "attn.c_attn"
-    else:
-        module_name = _GPT2.get(module, module)
+        tensor = joined(tensor.name, _split_qkv(tensor, shape, where), 0)
     matrix = kind == "weight" and len(tensor.shape) == 2
-    return {module_name: transposed(tensor) if matrix else tensor}
+    return {_GPT2.get(module, module): transposed(tensor) if matrix else tensor}
 
 
 def _split_qkv(tensor: Tensor, shape: Shape, where: str) -> list[Tensor]:

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import Checkpoint
 from converters.companions import find_companions
-from converters.containers.pickle_reader import Instance, is_index, shown
+from converters.containers.pickle_reader import is_index, shown
 from converters.containers.torchzip import StoredTensor, TorchZip
 from converters.errors import CheckpointError, OptimizerStateError, blame
 from converters.formats import Format, Source
-from converters.formats.megatron.names import Shape, as_transformers, plain_key, shape_of
+from converters.formats.megatron.names import Shape, args_of, as_transformers, plain_key, shape_of
 from converters.formats.torch_save.optimizer import as_tensor
 from converters.storage.folder import Folder
 from converters.tensors.rearranged import joined, part
@@ -78,12 +78,6 @@ def _open(source: Source) -> Checkpoint:
     path = _folder(source.path)
     assert path is not None
     return _Ranks(Folder(path, verify=source.verify)).checkpoint(source.path)
-
-
-def args_of(content: Any) -> Any:
-    """The pickled settings of a checkpoint, a table or None."""
-    args = content.get("args") if isinstance(content, dict) else None
-    return args.state if isinstance(args, Instance) else args
 
 
 class _Ranks:
@@ -158,7 +152,7 @@ class _Ranks:
     def checkpoint(self, root: Place) -> Checkpoint:
         companions = find_companions(self.folder.path)
         first = self.contents[0, 0]
-        shape = shape_of(first.get("args"), companions.get("config.json"), self.where)
+        shape = shape_of(args_of(first), companions.get("config.json"), self.where)
         with blame(self.folder.path):
             merged = self._merged(shape)
             tensors = as_transformers(merged, shape, self.where)

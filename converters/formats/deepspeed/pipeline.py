@@ -1,0 +1,128 @@
+"""The stages of `PipelineModule`: a ZeRO run for each, and a file for each layer.
+
+A layer's file has the names within the layer; the masters have the layer's number before them. A tied layer
+(`TiedLayerSpec`) is called `tied_modules.<key>` instead, and each stage that uses it has a copy. Its files
+have the numbers of the layers, so they are found by their values.
+
+Source: deepspeed/runtime/pipe/module.py (`_build`, `save_state_dict`), topology.py.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from converters.checkpoint import OptimizerState
+from converters.containers.torchzip import StoredTensor
+from converters.errors import CheckpointError
+from converters.formats.deepspeed.copies import rounds_to_copy, same
+from converters.formats.deepspeed.rank_files import load
+from converters.formats.deepspeed.run import Weights
+from converters.formats.torch_save.optimizer import as_tensor
+from converters.tensors.tensor import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from converters.checkpoint import Scalar
+    from converters.formats.deepspeed.rank_files import ModelFile
+    from converters.formats.deepspeed.run import Run
+    from converters.storage.folder import Folder
+
+_FILE = re.compile(r"layer_(\d{2,9})-(?:model_00-)?model_states\.pt")
+_UNTIED = "it is not among the tied_weight_attr of its layer, or the files are of two runs or steps"
+_TIED = re.compile(r"tied_modules\.[^.]+\.(.+)")
+
+
+class Layers:
+    """The tensors of all layer files, as `<layer>.<name>`.
+
+    Raises:
+        CheckpointError: a file is damaged, renamed or of a tensor parallel rank.
+    """
+
+    def __init__(self, folder: Folder, files: Sequence[str]) -> None:
+        self.where = str(folder.path)
+        self.stored: dict[str, StoredTensor] = {}
+        for name in files:
+            match = _FILE.fullmatch(name)
+            if match is None:
+                raise CheckpointError(
+                    f"{folder.path / name}: pipeline parallel checkpoints with tensor parallel ranks are not "
+                    "supported"
+                )
+            for key, value in load(folder, name).items():
+                if not isinstance(key, str) or not isinstance(value, StoredTensor):
+                    raise CheckpointError(f"{folder.path / name}: not the weights of a pipeline's layer")
+                if self.stored.setdefault(f"{int(match[1])}.{key}", value) is not value:
+                    raise CheckpointError(f"{folder.path / name}: its layer is in another file too")
+
+    def module(self, model: ModelFile) -> dict[str, Any]:
+        """What the layers' files hold of the parameters and buffers of one stage, by its names."""
+        named = [name for group in model.groups or () for name in group]
+        held = {name: self.stored[name] for name in (*named, *model.buffers) if name in self.stored}
+        for name in model.buffers:
+            copies = [] if name in held else self._copies(name)
+            if copies:
+                same([as_tensor(self.stored[copy], copy) for copy in copies], f"{self.where}: {name!r}")
+                held[name] = self.stored[copies[0]]
+        return held
+
+    def _copies(self, name: str, among: Iterable[str] | None = None) -> list[str]:
+        """The tensors of layers that may be the parameter or buffer `name` of a tied module."""
+        match = _TIED.fullmatch(name)
+        if match is None:
+            return []
+        return [key for key in (self.stored if among is None else among) if key.partition(".")[2] == match[1]]
+
+    def merged(self, runs: Sequence[Run]) -> Weights:
+        """The whole model; tied parameters are compared, and frozen ones are those that no stage trains.
+
+        Raises:
+            CheckpointError: stages have different copies of a parameter, or a layer has another value.
+        """
+        tensors: dict[str, Tensor] = {}
+        aliases: dict[str, str] = {}
+        for stage in (run.weights() for run in runs):
+            for name, tensor in stage.tensors.items():
+                known = tensors.setdefault(name, tensor)
+                if known is not tensor:
+                    if _TIED.fullmatch(name) is None:
+                        raise CheckpointError(f"{self.where}: {name!r} is in two pipeline stages")
+                    same([known, tensor], f"{self.where}: {name!r}", _UNTIED)
+            aliases |= stage.aliases
+        buffers = {name for run in runs for name in run.model.buffers}
+        free = {name: as_tensor(value, name) for name, value in self.stored.items() if name not in tensors}
+        for name, tensor in tensors.items():
+            copies = [key for key in self._copies(name, free) if free[key].shape == tensor.shape]
+            fitting = [key for key in copies if name in buffers or rounds_to_copy(tensor, free[key])]
+            if copies and not fitting:
+                raise CheckpointError(
+                    f"{self.where}: {name!r} differs from the files of its layers; files of two runs or steps"
+                )
+            for key in fitting:
+                del free[key]
+        return Weights({**tensors, **free}, aliases)
+
+
+def optimizer_of_stages(runs: Sequence[Run]) -> OptimizerState | None:
+    """The optimizer of all stages; groups of the same number and settings are one."""
+    stages = [run.optimizer() for run in runs]
+    state: dict[str, Mapping[str, Tensor | Scalar]] = {}
+    groups: list[dict[str, Any]] = []
+    for run, held in zip(runs, stages, strict=True):
+        if held is None:
+            return None
+        for name, values in held.state.items():
+            known = state.setdefault(name, values)
+            for what, value in values.items() if known is not values else ():
+                copy = known.get(what)
+                if isinstance(value, Tensor) and isinstance(copy, Tensor):
+                    same([copy, value], f"{run.where}: {what} of {name!r}")
+        for number, group in enumerate(held.param_groups):
+            settings = {key: value for key, value in group.items() if key != "params"}
+            if number < len(groups) and settings.items() <= groups[number].items():
+                groups[number]["params"] = list(dict.fromkeys([*groups[number]["params"], *group["params"]]))
+            else:
+                groups.append(dict(group))
+    return OptimizerState(state, groups)

@@ -1,0 +1,440 @@
+"""The rank files of one ZeRO run, read, compared, and put together.
+
+With tensor or pipeline parallelism, these are the files of one tensor or pipeline parallel rank. Names are
+those of the files.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from converters.containers.pickle_reader import shown
+from converters.containers.torchzip import StoredTensor
+from converters.errors import CheckpointError
+from converters.formats.deepspeed.crosscheck import check_against_module
+from converters.formats.deepspeed.flat_layout import (
+    EqualSlices,
+    Flat,
+    Layout,
+    Piece,
+    Share,
+    WholeParameters,
+    check_distinct,
+    join,
+    piece_of,
+)
+from converters.formats.deepspeed.nvme_swap import SwapFiles
+from converters.formats.deepspeed.optimizer import build_optimizer, optimizer_steps
+from converters.formats.deepspeed.rank_files import (
+    ModelFile,
+    OptimFile,
+    check_ranks,
+    check_same,
+    config_of,
+    flat,
+    fragment,
+    read_model,
+    read_optim,
+)
+from converters.formats.torch_save.optimizer import as_tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from converters.checkpoint import OptimizerState
+    from converters.formats.deepspeed.experts import Experts
+    from converters.storage.folder import Folder
+    from converters.tensors.tensor import Tensor
+
+TIED = "tied_modules."
+_FP32_SLICES, _FP32_GROUPS = "single_partition_of_fp32_groups", "fp32_flat_groups"
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Masters, frozen parameters and buffers by name; alias -> owner."""
+
+    tensors: dict[str, Tensor]
+    aliases: dict[str, str]
+
+
+class Run:
+    """The files of all data parallel ranks.
+
+    Args:
+        optim, names: data parallel rank -> file of optimizer states, of model states.
+        model: the first file of model states, read already.
+        experts: the files of single experts, if there are any.
+
+    Raises:
+        CheckpointError: files are missing, damaged or of several runs, or the layout is not supported.
+    """
+
+    def __init__(
+        self,
+        folder: Folder,
+        optim: Mapping[int, str],
+        names: Mapping[int, str],
+        model: ModelFile,
+        *,
+        per_rank_model: bool,
+        experts: Experts | None = None,
+    ) -> None:
+        self.folder = folder
+        self.where = where = str(folder.path)
+        self.experts = experts
+        self.model = model
+        self.optim = [read_optim(folder, name) for name in optim.values()]
+        first = self.optim[0]
+        self.bf16_optimizer = "zero_stage" not in first.state and _FP32_SLICES in first.state
+        stage = 1 if self.bf16_optimizer else first.state.get("zero_stage")
+        if type(stage) is not int or stage not in (1, 2, 3):
+            raise CheckpointError(f"{first.where}: unknown ZeRO stage {shown(stage)}")
+        self.stage: int = stage
+        self.counts = self._counts(first)
+        self.world = max(self.counts)
+        check_ranks(folder.path, optim, self.world, "optimizer")
+        self._check_options(first)
+        if per_rank_model != (self.stage == 3):
+            raise CheckpointError(
+                f"{where}: its model states are not of ZeRO stage {self.stage}; the files are from two runs"
+            )
+        check_ranks(folder.path, names, self.world if self.stage == 3 else 1, "model")
+        self.models = [self.model]
+        self._check_one_run([name for rank, name in names.items() if rank])
+        if self.model.groups is None:
+            raise CheckpointError(f"{self.model.where}: has no param_shapes")
+        self.shapes = self.model.groups
+        self.shares = [share for group in range(len(self.shapes)) for share in self._shares(group)]
+        self.flats = self._flats()
+        # Stages 1 and 2 only.
+        self.slices = [] if self.stage == 3 else [self._slices(*pair) for pair in self._with_flats()]
+        self.layouts: Sequence[Layout] = self.slices
+        if self.stage == 3:
+            self.layouts = [WholeParameters(shapes, self.world, where) for shapes in self.shapes]
+
+    @staticmethod
+    def _counts(first: OptimFile) -> list[int]:
+        """The number of ranks that each group is partitioned over, or one number for all."""
+        counts = first.state.get("partition_count")
+        counts = counts if isinstance(counts, list) else [counts]
+        if not counts or any(type(count) is not int or count < 1 for count in counts):
+            raise CheckpointError(f"{first.where}: damaged, no partition_count")
+        return counts
+
+    def _shares(self, group: int) -> list[Share]:
+        """The sets of ranks that hold a group: one of all ranks, or one for each set of experts."""
+        where, shapes = self.optim[0].where, self.shapes[group]
+        if len(self.counts) not in (1, len(self.shapes)):
+            raise CheckpointError(f"{where}: damaged, its partition_count does not match the groups")
+        count = self.counts[group if len(self.counts) > 1 else 0]
+        local = self.experts is not None and self.experts.local(shapes)
+        if not local and count != self.world:
+            raise CheckpointError(
+                f"{where}: a group is partitioned over {count} of {self.world} ranks, and the files of its "
+                "expert parallel parameters are missing"
+            )
+        if not local:
+            return [Share(group, tuple(range(self.world)), {name: name for name in shapes})]
+        assert self.experts is not None
+        if self.world % count:
+            raise CheckpointError(f"{where}: damaged, a group on {count} of {self.world} ranks")
+        sets = self.world // count
+        # DeepSpeed's topologies: neighbouring ranks have different experts, or the same.
+        together = self.optim[0].config.get("use_data_before_expert_parallelism") is True
+        return [
+            Share(
+                group,
+                tuple(range(at * count, (at + 1) * count) if together else range(at, self.world, sets)),
+                self.experts.names(shapes, at),
+            )
+            for at in range(sets)
+        ]
+
+    def _check_options(self, first: OptimFile) -> None:
+        """Refuse options that change the data layout."""
+        options = first.config.get("zero_optimization")
+        self.options: dict[str, Any] = options if isinstance(options, dict) else {}
+        shards = self.options.get("mics_shard_size", -1)
+        # MiCS: each group of so many ranks holds the whole, and all write the same files.
+        self.mics = type(shards) is int and shards > 0
+        if self.mics and (self.stage, self.world) != (3, shards):
+            raise CheckpointError(
+                f"{first.where}: MiCS checkpoints of {shards} shards with {self.world} ranks in a group, in "
+                f"stage {self.stage}, are not supported"
+            )
+        if self.options.get("zero_quantized_nontrainable_weights") is True:
+            raise CheckpointError(f"{first.where}: quantized frozen weights are not supported")
+
+    def _check_one_run(self, other_models: list[str]) -> None:
+        """Compare all files with the first ones; keep only the fragments of the other model files."""
+        first, model = self.optim[0], self.model
+        config = config_of({"ds_config": first.config})
+        records = ("zero_stage", "partition_count", "param_alignment_paddings", "ds_version", "clip_grad")
+        for rank in self.optim:
+            check_same(rank.where, "ds_version", rank.version, first.version)
+            check_same(rank.where, "ds_config", config_of({"ds_config": rank.config}), config)
+            for record in records:
+                check_same(rank.where, record, rank.state.get(record), first.state.get(record))
+        check_same(model.where, "ds_version", model.content.get("ds_version"), first.version)
+        check_same(model.where, "ds_config", config_of(model.content), config)
+        count = model.count("dp_world_size")
+        if count is not None and (count % self.world if self.mics else count != self.world):
+            raise CheckpointError(
+                f"{model.where}: has a world size of {count}, the optimizer states {self.world}"
+            )
+        for name in other_models:
+            other = read_model(self.folder, name)
+            check_same(other.where, "ds_version", other.content.get("ds_version"), first.version)
+            check_same(other.where, "ds_config", config_of(other.content), config)
+            for record in ("global_steps", "skipped_steps", "global_samples", "dp_world_size"):
+                check_same(other.where, record, other.content.get(record), model.content.get(record))
+            check_same(other.where, "param_shapes", _ordered(other.groups), _ordered(model.groups))
+            check_same(other.where, "frozen_param_shapes", other.frozen, model.frozen)
+            check_same(other.where, "frozen parameters", set(other.fragments), set(model.fragments))
+            check_same(other.where, "buffer_names", other.buffers, model.buffers)
+            self.models.append(replace(other, module={}, content={}, groups=None))
+
+    def _flats(self) -> list[Flat]:
+        """The fp32 masters, one flat buffer per share."""
+        key = _FP32_GROUPS if self.stage == 3 else _FP32_SLICES
+        by_rank: list[list[Piece]] = []
+        for rank in self.optim:
+            groups = rank.state.get(key)
+            if not isinstance(groups, (list, tuple)) or len(groups) != len(self.shapes):
+                count = len(groups) if isinstance(groups, (list, tuple)) else 0
+                raise CheckpointError(
+                    f"{rank.where}: holds {count} parameter groups, the model states {len(self.shapes)}"
+                )
+            stored = [flat(group, f"{rank.where}: {key}") for group in groups]
+            check_distinct(stored, rank.where)
+            by_rank.append([piece_of(group) for group in stored])
+        if self.stage == 3:
+            self._fill_from_swap(by_rank)
+        return [
+            join([by_rank[rank][share.group] for rank in share.ranks], self.where) for share in self.shares
+        ]
+
+    def _fill_from_swap(self, by_rank: list[list[Piece]]) -> None:
+        """Replace buffers that were pickled empty by their swap files."""
+        layouts = [WholeParameters(shapes, self.world, self.where) for shapes in self.shapes]
+        for rank, pieces in enumerate(by_rank):
+            for group, (piece, layout) in enumerate(zip(pieces, layouts, strict=True)):
+                if not piece.numel and layout.length:
+                    pieces[group] = self.swap.piece(rank, layout, piece.dtype)
+
+    @cached_property
+    def swap(self) -> SwapFiles:
+        buffers = {*self.model.buffers, *self.model.shared}
+        return SwapFiles(self.folder, [name for name in self.model.module if name not in buffers])
+
+    def _with_flats(self) -> list[tuple[Share, Flat]]:
+        return list(zip(self.shares, self.flats, strict=True))
+
+    def _slices(self, share: Share, masters: Flat) -> EqualSlices:
+        """The layout of one group of stages 1 and 2, checked against every record of it."""
+        group, ranks = share.group, [self.optim[rank] for rank in share.ranks]
+        held = [piece.numel for piece in masters.pieces]
+        paddings = [self._padding(rank, group) for rank in ranks]
+        whole = [
+            count if self.bf16_optimizer else count + padding
+            for count, padding in zip(held, paddings, strict=True)
+        ]
+        if len(set(whole)) != 1:
+            raise CheckpointError(f"{self.where}: damaged, the ranks' slices of group {group} differ in size")
+        layout = EqualSlices(self.shapes[group], self._gaps(group), len(ranks), whole[0], self.where)
+        total = layout.slice * len(ranks) - layout.used
+        for at, (rank, padding) in enumerate(zip(ranks, paddings, strict=True)):
+            expected = layout.padding(at)
+            if self.bf16_optimizer:  # it records all padding on the last rank
+                expected = total if at == len(ranks) - 1 else 0
+            if padding != expected:
+                raise CheckpointError(
+                    f"{rank.where}: has a padding of {padding} in group {group}, not {expected}"
+                )
+        self._check_mappings(share, layout)
+        return layout
+
+    def _gaps(self, group: int) -> list[int]:
+        count = len(self.shapes[group])
+        gaps = self.optim[0].state.get("param_alignment_paddings")
+        if gaps is None:
+            return [0] * count
+        found = gaps[group] if isinstance(gaps, list) and group < len(gaps) else None
+        if (
+            not isinstance(found, list)
+            or len(found) != count
+            or any(type(n) is not int or n < 0 for n in found)
+        ):
+            raise CheckpointError(
+                f"{self.optim[0].where}: damaged, its param_alignment_paddings do not match the groups"
+            )
+        return found
+
+    @staticmethod
+    def _padding(rank: OptimFile, group: int) -> int:
+        paddings = rank.state.get("group_paddings")
+        if not isinstance(paddings, list) or group >= len(paddings) or type(paddings[group]) is not int:
+            raise CheckpointError(f"{rank.where}: damaged, no group_paddings")
+        return int(paddings[group])
+
+    def _check_mappings(self, share: Share, layout: EqualSlices) -> None:
+        """`param_slice_mappings` of each rank must match the layout."""
+        group = share.group
+        shuffled = self.options.get("round_robin_gradients") is True and not any(self._gaps(group))
+        starts = layout.starts_before_round_robin() if shuffled else None
+        for number, rank in enumerate(self.optim[rank] for rank in share.ranks):
+            mappings = rank.state.get("param_slice_mappings")
+            if mappings is None:  # before DeepSpeed 0.7
+                continue
+            table = mappings[group] if isinstance(mappings, list) and group < len(mappings) else None
+            if not isinstance(table, dict):
+                raise CheckpointError(f"{rank.where}: damaged, its param_slice_mappings lack a group")
+            recorded = {name: fragment(value, rank.where) for name, value in table.items()}
+            expected = layout.fragments(number, starts)
+            if recorded != expected:
+                name = next(
+                    (name for name in {**expected, **recorded} if recorded.get(name) != expected.get(name)),
+                    "",
+                )
+                raise CheckpointError(
+                    f"{rank.where}: damaged, its param_slice_mappings disagree with param_shapes about "
+                    f"{name!r} on rank {number} of {layout.world}"
+                )
+
+    def weights(self) -> Weights:
+        """Everything but the optimizer, checked against the second copies in the model states."""
+        masters: dict[str, Tensor] = {}
+        for layout, (share, flat_) in zip(self.layouts, self._with_flats(), strict=True):
+            for name, tensor in layout.tensors(flat_).items():
+                name = share.names[name]
+                if name in masters:
+                    raise CheckpointError(f"{self.model.where}: {name!r} is in two parameter groups")
+                masters[name] = tensor
+        compared = self.stage != 3 and self._check_module()
+        tensors = {**masters, **self._frozen()}
+        aliases = self._aliases(tensors)
+        module = self._module
+        others = [name for name in module if name not in tensors and name not in aliases]
+        if self.stage == 3:
+            lost = [
+                name
+                for name in others
+                if isinstance(value := module[name], StoredTensor)
+                and not prod(value.shape)
+                and name not in self.model.buffers
+            ]
+            if lost:
+                raise CheckpointError(f"{self.model.where}: names {lost[0]!r}, whose values were not saved")
+        for name in others:
+            value = module[name]
+            if isinstance(value, StoredTensor):
+                tensors[name] = as_tensor(value, name)
+        missing = [name for name in self.model.buffers if name not in tensors and name not in aliases]
+        if missing:
+            raise CheckpointError(f"{self.model.where}: the buffer {missing[0]!r} is named but missing")
+        steps = optimizer_steps(self.stage, self.optim, len(self.shapes))
+        self._check_steps(steps, compared or len(tensors) == len(masters))
+        return Weights(tensors, aliases)
+
+    def optimizer(self) -> OptimizerState | None:
+        """The optimizer's state and groups; None if the files hold none."""
+        return build_optimizer(self.stage, self.optim, self.layouts, self.shares, self.swap)
+
+    @cached_property
+    def _module(self) -> dict[str, Any]:
+        """The state dict, with the experts of all files."""
+        return {**self.model.module, **({} if self.experts is None else self.experts.stored)}
+
+    def _check_module(self) -> bool:
+        """Compare the masters with the weights in the model states: shapes, and a sample of values."""
+        compared = 0
+        for layout, (share, flat_) in zip(self.slices, self._with_flats(), strict=True):
+            compared += check_against_module(
+                layout,
+                share,
+                flat_,
+                self._module,
+                self.model.where,
+                # A pipeline's files have other names for tied layers, which are compared with them later.
+                elsewhere=[name for name in share.names if self.model.pipeline and name.startswith(TIED)],
+                zenflow="zenflow" in self.options,
+            )
+        return compared > 0
+
+    def _frozen(self) -> dict[str, Tensor]:
+        """Parameters outside the optimizer: frozen, or without elements."""
+        frozen = self.model.frozen or {}
+        check_same(self.model.where, "frozen parameters", set(self.model.fragments), set(frozen))
+        made: dict[str, Tensor] = {}
+        for name, shape in frozen.items():
+            where = f"{self.model.where}: {name!r}"
+            if self.stage < 3:
+                stored = self.model.fragments[name]
+                if stored.shape != shape:
+                    raise CheckpointError(f"{where}: is {list(stored.shape)}, recorded as {list(shape)}")
+                made[name] = as_tensor(stored, name)
+                continue
+            pieces = [flat(model.fragments[name], model.where) for model in self.models]
+            whole = join([piece_of(piece) for piece in pieces], where)
+            made |= WholeParameters({name: shape}, self.world, where).tensors(whole)
+        return made
+
+    def _aliases(self, tensors: dict[str, Tensor]) -> dict[str, str]:
+        aliases = {}
+        for alias, owner in self.model.shared.items():
+            # Parameters without elements share an address without being tied.
+            if owner not in tensors or not tensors[owner].numel:
+                continue
+            if alias in tensors:
+                raise CheckpointError(f"{self.model.where}: {alias!r} is tied to {owner!r} and also stored")
+            stored = self.model.module.get(alias)
+            if self.stage < 3 and isinstance(stored, StoredTensor) and stored.shape != tensors[owner].shape:
+                raise CheckpointError(
+                    f"{self.model.where}: {alias!r} is tied to {owner!r}, which has another shape"
+                )
+            aliases[alias] = owner
+        return aliases
+
+    def _check_steps(self, steps: int | None, compared: bool) -> None:
+        """The optimizer's step must match the engine's, where no values were compared."""
+        total, skipped = self.model.count("global_steps"), self.model.count("skipped_steps") or 0
+        if steps is None or total is None or compared:
+            return
+        if steps != total - skipped:
+            raise CheckpointError(
+                f"{self.model.where}: is at step {total - skipped}, the optimizer states are at step {steps}"
+            )
+
+    def metadata(self) -> dict[str, Any]:
+        """What the files record of the run, as far as it is there."""
+        metadata = {
+            "step": self.model.count("global_steps"),
+            "world_size": self.world,
+            "ds_version": self.optim[0].version,
+            "zero_stage": self.stage,
+            "tag": self.folder.path.name,
+        }
+        return {key: value for key, value in metadata.items() if isinstance(value, (int, str))}
+
+
+def check_same_run(runs: Sequence[Run]) -> None:
+    """CheckpointError unless the tensor or pipeline parallel ranks are of one run and step."""
+    first = runs[0]
+    for run in runs[1:]:
+        where = run.model.where
+        check_same(where, "ds_version", run.optim[0].version, first.optim[0].version)
+        check_same(where, "ds_config", config_of(run.model.content), config_of(first.model.content))
+        check_same(where, "ZeRO stage", run.stage, first.stage)
+        check_same(where, "world size", run.world, first.world)
+        check_same(where, "parallel degrees", run.model.degrees, first.model.degrees)
+        for record in ("global_steps", "skipped_steps", "global_samples"):
+            check_same(where, record, run.model.count(record), first.model.count(record))
+
+
+def _ordered(groups: Any) -> Any:
+    """Group tables as lists, since their order is the layout."""
+    return None if groups is None else [list(group.items()) for group in groups]

@@ -1,0 +1,197 @@
+"""The tensor parallel ranks of AutoTP, put together as the checkpoint itself says.
+
+`universal_checkpoint_info` in the model states has an affine map for each parameter: which block of the whole
+each rank holds, and where in its part. Before DeepSpeed 0.19 it lists instead the parameters that all ranks
+hold and those that are cut along dimension 1; the others are cut along dimension 0.
+
+Source: deepspeed/module_inject/layers.py (`collect_autotp_universal_checkpoint_info`),
+deepspeed/checkpoint/affine.py, ds_to_universal.py (`merge_tp_slices`).
+"""
+
+from __future__ import annotations
+
+import re
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from converters.checkpoint import OptimizerState
+from converters.containers.pickle_reader import plain
+from converters.errors import CheckpointError
+from converters.formats.deepspeed.copies import same
+from converters.formats.deepspeed.rank_files import check_same
+from converters.formats.deepspeed.run import Weights
+from converters.tensors.rearranged import joined, region
+from converters.tensors.tensor import MAX_DIMS, Tensor, row_major
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from converters.checkpoint import Scalar
+    from converters.formats.deepspeed.run import Run
+    from converters.tensors.tensor import Box
+
+INFO = "universal_checkpoint_info"
+_MAP, _VERSION = "affine_map", 1
+_REPLICATED, _ROWS = "tp_replicated_parameter_patterns", "parameter_with_row_parallelism_patterns"
+_SUB_PARAMS, _UNSUPPORTED = "parameter_with_sub_params", "autotp_unsupported_parameter_patterns"
+_MAX_VALUES = 50_000_000
+
+
+class Layout:
+    """How the parameters are cut.
+
+    Args:
+        info: `universal_checkpoint_info`, as unpickled.
+        degree: the number of tensor parallel ranks.
+
+    Raises:
+        CheckpointError: the checkpoint does not say, or in a newer form.
+    """
+
+    def __init__(self, info: Any, degree: int, where: str) -> None:
+        self.where = where
+        self.degree = degree
+        self.info = plain(info, limit=_MAX_VALUES)
+        if not isinstance(self.info, dict) or not isinstance(self.info.get(_REPLICATED), list):
+            raise CheckpointError(
+                f"{where}: tensor parallel ranks whose files do not say how the parameters are cut "
+                f"({INFO}) are not supported"
+            )
+        found = self.info.get(_MAP)
+        self.maps = found.get("params") if isinstance(found, dict) else None
+        if found is not None and (not isinstance(self.maps, dict) or found.get("version") != _VERSION):
+            raise CheckpointError(
+                f"{where}: tensor parallel affine maps of another version are not supported"
+            )
+
+    def merged(self, name: str, parts: Sequence[Tensor]) -> Tensor:
+        """A parameter, or a state of its shape, from the parts of all ranks.
+
+        Raises:
+            CheckpointError: the parts are not what the checkpoint says, or ranks hold different copies.
+        """
+        where = f"{self.where}: {name!r}"
+        if any(part.dtype != parts[0].dtype for part in parts):
+            raise CheckpointError(f"{where}: the tensor parallel ranks hold different element types")
+        key = f"^{re.escape(name)}$"
+        if key in _table(self.info.get(_UNSUPPORTED)):
+            raise CheckpointError(f"{where}: is cut in a way that DeepSpeed itself cannot put together")
+        if self.maps is not None:
+            if key not in self.maps:
+                raise CheckpointError(f"{where}: the checkpoint does not say how it is cut (no affine map)")
+            return self._by_map(name, self.maps[key], parts, where)
+        cut_otherwise = [entry.get("patterns") for entry in self.info.get(_SUB_PARAMS) or ()]
+        if any(not isinstance(patterns, list) or key in patterns for patterns in cut_otherwise):
+            raise CheckpointError(f"{where}: tensor parallel parts of sub-parameters are not supported")
+        if key in self.info[_REPLICATED]:
+            same(parts, where)
+            return parts[0]
+        dim = int(key in (self.info.get(_ROWS) or ()))
+        sizes = [[size for d, size in enumerate(part.shape) if d != dim] for part in parts]
+        if any(len(part.shape) <= dim for part in parts) or any(size != sizes[0] for size in sizes):
+            raise CheckpointError(f"{where}: the tensor parallel ranks hold parts that do not fit")
+        return joined(name, parts, dim)
+
+    def _by_map(self, name: str, entry: Any, parts: Sequence[Tensor], where: str) -> Tensor:
+        damaged = CheckpointError(f"{where}: its tensor parallel affine map is damaged, or not supported")
+        ranks = {str(rank): value for rank, value in _table(_table(entry).get("ranks")).items()}
+        shape = _sizes(_table(entry).get("logical_shape"), damaged)
+        if ranks.keys() != {str(rank) for rank in range(self.degree)}:
+            raise damaged
+        # Blocks that several ranks hold, by place. As text: numbers can be chosen to collide.
+        copies: dict[str, list[Tensor]] = {}
+        boxes: dict[str, Box] = {}
+        for rank, part in enumerate(parts):
+            about = _table(ranks[str(rank)])
+            if _sizes(about.get("shard_shape"), damaged) != part.shape:
+                raise CheckpointError(
+                    f"{where}: tensor parallel rank {rank} holds {list(part.shape)}, its map says otherwise"
+                )
+            pieces = about.get("pieces")
+            for piece in map(_table, pieces if isinstance(pieces, list) else ()):
+                sizes = _sizes(piece.get("shape"), damaged)
+                # A scale of the optimizer's state would be another one.
+                if len(sizes) != len(shape) or piece.get("scale", 1.0) != 1.0:
+                    raise damaged
+                if prod(sizes):
+                    at = _corner(piece.get("source"), shape, damaged)
+                    low = _corner(piece.get("dest"), part.shape, damaged)
+                    if any(n + size > limit for n, size, limit in zip(low, sizes, part.shape, strict=True)):
+                        raise damaged
+                    box = boxes.setdefault(repr((at, sizes)), region(part, at, low, sizes))
+                    origin = region(part, (0,) * len(sizes), low, sizes)
+                    copy = Tensor(name, part.dtype, sizes, [origin])
+                    copies.setdefault(repr((box.offsets, sizes)), []).append(copy)
+        for held in copies.values():
+            same(held, where)
+        return Tensor(name, parts[0].dtype, shape, list(boxes.values()))
+
+
+def merged_weights(runs: Sequence[Run], layout: Layout) -> Weights:
+    """The whole model from the weights of all tensor parallel ranks; buffers must be the same on all."""
+    ranks = [run.weights() for run in runs]
+    first = ranks[0]
+    for run, held in zip(runs, ranks, strict=True):
+        check_same(run.model.where, "parameters", held.tensors.keys(), first.tensors.keys())
+        check_same(run.model.where, "tied parameters", held.aliases, first.aliases)
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in first.tensors.items():
+        parts = [held.tensors[name] for held in ranks]
+        if name in runs[0].model.buffers:
+            same(parts, f"{layout.where}: {name!r}")
+            tensors[name] = tensor
+        else:
+            tensors[name] = layout.merged(name, parts)
+    return Weights(tensors, first.aliases)
+
+
+def merged_optimizer(runs: Sequence[Run], layout: Layout) -> OptimizerState | None:
+    """The optimizer of the whole model; a state with the shape of the parameter is cut as that is."""
+    ranks = [run.optimizer() for run in runs]
+    first = ranks[0]
+    if first is None:
+        return None
+    state: dict[str, dict[str, Tensor | Scalar]] = {}
+    for run, held in zip(runs, ranks, strict=True):
+        if held is None:
+            raise CheckpointError(f"{run.model.where}: this tensor parallel rank has no optimizer")
+        check_same(run.model.where, "param_groups", held.param_groups, first.param_groups)
+        check_same(run.model.where, "optimizer state", held.state.keys(), first.state.keys())
+    for name, values in first.state.items():
+        for what, value in values.items():
+            parts = [held.state[name].get(what) for held in ranks if held is not None]
+            tensors = [part for part in parts if isinstance(part, Tensor)]
+            if isinstance(value, Tensor) and len(tensors) == len(parts) and value.shape:
+                made: Tensor | Scalar = layout.merged(name, tensors)
+            else:
+                numbers = [part.read().item() if isinstance(part, Tensor) else part for part in parts]
+                check_same(layout.where, f"optimizer state {what!r}", set(numbers), {numbers[0]})
+                made = value
+            state.setdefault(name, {})[what] = made
+    return OptimizerState(state, first.param_groups)
+
+
+def _table(value: Any) -> dict[Any, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _sizes(value: Any, damaged: CheckpointError) -> tuple[int, ...]:
+    if not isinstance(value, list) or len(value) > MAX_DIMS:
+        raise damaged
+    if any(type(n) is not int or not 0 <= n < 1 << 62 for n in value):
+        raise damaged
+    return tuple(value)
+
+
+def _corner(place: Any, shape: tuple[int, ...], damaged: CheckpointError) -> tuple[int, ...]:
+    """Where a block begins in a row-major tensor; `place` is its offset and strides in elements."""
+    if not isinstance(place, list) or len(place) != 2 or type(place[0]) is not int or place[0] < 0:
+        raise damaged
+    strides = row_major(shape, 1)
+    if _sizes(place[1], damaged) != strides:
+        raise damaged
+    left, corner = place[0], []
+    for stride in strides:
+        low, left = divmod(left, stride)
+        corner.append(low)
+    return tuple(corner)
