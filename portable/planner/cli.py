@@ -19,7 +19,7 @@ from portable.planner import device_lookup as devices
 from portable.planner.memory_model import Cluster, Setting
 from portable.planner.plan import Planner, Target
 from portable.planner.tables import as_json, as_text, next_reductions
-from portable.registry import PLANNED_FOR_AUTO, backend_package
+from portable.registry import PLANNED_FOR_AUTO, CompileTarget, backend_package
 from portable.terminal import loading
 
 if TYPE_CHECKING:
@@ -140,14 +140,14 @@ def _compiled(
         return None
     own = planner.option(Setting.of(planner.config))
     target = planner.target
-    compiled = backend_package(target.backend).compile(
-        planner.config,
-        None if target.device is None else target.device.name,
-        target.cluster.devices,
-        topology,
-        planner.micro_batch * planner.config.data.seq_len * planner.model.vocab_size,
+    wanted = CompileTarget(
+        device=None if target.device is None else target.device.name,
+        devices=target.cluster.devices,
+        topology=topology,
+        large=planner.micro_batch * planner.config.data.seq_len * planner.model.vocab_size,  # as the logits
         only_memory=bool(given.get("only_memory")),
     )
+    compiled = backend_package(target.backend).compile(planner.config, wanted)
     compiled = compiled_report.advised(compiled, next_reductions(planner, own))
     return compiled, compiled_report.compare(compiled, own, planner.share // planner.micro_batch)
 
