@@ -191,11 +191,10 @@ class Setting:
         return Rows(self.batches)
 
 
-def plain_state(model: nn.Module) -> dict[str, Tensor]:
-    """The state of the transformers model in ``model``, which peft may have wrapped."""
-    wrapped: Any = model
-    inner: nn.Module = wrapped.get_base_model() if hasattr(model, "get_base_model") else model
-    return inner.state_dict()
+def plain_model(model: Any) -> nn.Module:
+    """The transformers model in ``model``, which peft may have wrapped."""
+    inner: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return inner
 
 
 def _batches(prepared: Prepared, steps: int) -> list[Batch]:

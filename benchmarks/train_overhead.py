@@ -32,7 +32,7 @@ from benchmarks.loops import (
     Setting,
     TrainerLoop,
     cross_entropy,
-    plain_state,
+    plain_model,
     take_turns,
 )
 from benchmarks.machine import command_line, describe_machine
@@ -203,9 +203,7 @@ def _take_turns(options: Options, prepared: Prepared, folder: Path) -> list[Resu
 @torch.no_grad()
 def _final_loss(setting: Setting, trained: nn.Module) -> float:
     model = setting.build_model()  # not the trained one itself, whose forward Accelerate may have wrapped
-    wrapped: Any = model
-    inner = wrapped.get_base_model() if hasattr(model, "get_base_model") else model
-    inner.load_state_dict(plain_state(trained))
+    plain_model(model).load_state_dict(plain_model(trained).state_dict())
     batch = setting.batches[-1]
     logits = model.eval()(input_ids=batch["input_ids"].to(setting.device)).logits
     return float(cross_entropy(logits, batch["labels"].to(setting.device)))
