@@ -81,6 +81,15 @@ def step(run: Prepared, engine: Engine, number: int = 0) -> None:
     batches.close()
 
 
+def dcp_state(engine: Any) -> dict[str, Any]:
+    """The state of an FSDP2 engine, as torch's DCP takes it."""
+    from gpu.fsdp.optimizer_state import to_store
+    from portable.model.parameters import state_tensors
+
+    optimizer = to_store(engine._optimizer, engine._trained)
+    return {"model": state_tensors(engine.model), "optim": optimizer}
+
+
 def on_ranks(function: Callable[..., Any], strategy: str, *arguments: Any, ranks: int = RANKS) -> list[Any]:
     """Call a picklable ``function(strategy, *arguments)`` on all ranks of fresh processes.
 

@@ -191,10 +191,10 @@ class Setting:
         return Rows(self.batches)
 
 
-def without_peft(model: Any) -> nn.Module:
+def plain_model(model: Any) -> nn.Module:
     """The transformers model in ``model``, which peft may have wrapped."""
-    found: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return found
+    inner: nn.Module = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return inner
 
 
 def _batches(prepared: Prepared, steps: int) -> list[Batch]:

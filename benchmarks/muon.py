@@ -8,9 +8,7 @@ what a rank sends to others in the collectives within it.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import socket
 import statistics
 import sys
 import tempfile
@@ -22,13 +20,11 @@ os.environ.setdefault("USE_TORCH_XLA", "0")
 
 import torch
 import torch.distributed as dist
-from torch import multiprocessing
 
+from benchmarks.big_state import on_ranks, step
 from benchmarks.machine import command_line, describe_machine, machine_in_words
 from portable.config import RunConfig, load_config
-from portable.loop import train_step
 from portable.registry import create_backend
-from portable.run.batches import train_loader
 from portable.run.prepare import prepare
 from portable.run.restore import restore
 from portable.run.settle import settle
@@ -102,8 +98,10 @@ class Sent:
         return counted
 
 
-def steps_of(config: RunConfig, steps: int) -> dict[str, float]:
-    """Median processor seconds of an update, and of a step; bytes that an update sends."""
+def steps_of(strategy: str, config: RunConfig, steps: int) -> dict[str, float]:
+    """On one rank: median processor seconds of an update, and the bytes that it sends."""
+    torch.set_num_threads(1)
+    config = config.replaced({"strategy": strategy})
     backend = create_backend(config.backend)
     settled = settle(config, backend.name)
     backend.start()
@@ -112,10 +110,8 @@ def steps_of(config: RunConfig, steps: int) -> dict[str, float]:
         sent.watch()  # before DeepSpeed and FSDP take them
     run = prepare(settled, backend)
     engine: Any = restore(run, None).engine
-    batches = iter(train_loader(run, 0))
     update = engine.update
     updates: list[float] = []
-    whole: list[float] = []
 
     def timed(*given: Any, **named: Any) -> Any:
         sent.counting, began = True, time.process_time()
@@ -125,57 +121,13 @@ def steps_of(config: RunConfig, steps: int) -> dict[str, float]:
         return result
 
     engine.update = timed
-    for step in range(WARM_UP + steps):
-        if step == WARM_UP:
+    for number in range(WARM_UP + steps):
+        if number == WARM_UP:
             updates.clear()
-            whole.clear()
             sent.bytes = 0.0
-        began = time.process_time()
-        result = train_step(
-            backend,
-            engine,
-            batches,
-            plan=run.plan,
-            first_sample=step * run.plan.global_batch_size,
-            learning_rate=1e-3,
-            max_grad_norm=1.0,
-        )
-        backend.read([result.loss])
-        whole.append(time.process_time() - began)
-    batches.close()
-    found = {
-        "update": statistics.median(updates),
-        "step": statistics.median(whole),
-        "sent": sent.bytes / steps,
-    }
+        step(run, engine, number)
     backend.stop()
-    return found
-
-
-def _rank(rank: int, ranks: int, port: int, config: RunConfig, steps: int, out: Path) -> None:
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    torch.set_num_threads(1)
-    found = steps_of(config, steps)
-    if rank == 0:
-        out.write_text(json.dumps(found))
-
-
-def on_ranks(config: RunConfig, ranks: int, steps: int, folder: Path) -> dict[str, float]:
-    """:func:`steps_of` of rank 0, each rank in a process of its own."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    out = folder / "found.json"
-    multiprocessing.spawn(_rank, args=(ranks, port, config, steps, out), nprocs=ranks)  # type: ignore[no-untyped-call, attr-defined]
-    found: dict[str, float] = json.loads(out.read_text())
-    return found
+    return {"update": statistics.median(updates), "sent": sent.bytes / steps}
 
 
 def alone(config: RunConfig, name: str, steps: int) -> float:
@@ -210,9 +162,9 @@ def rows(given: argparse.Namespace, folder: Path) -> Iterator[tuple[str, str, in
         yield "torch.optim alone", name, 1, {"update": alone(config, name, given.steps)}
     for strategy in given.strategies:
         for name in OPTIMIZERS:
+            config = config_of(folder, given, **{"train.optimizer": name})
             for ranks in given.ranks:
-                config = config_of(folder, given, strategy=strategy, **{"train.optimizer": name})
-                yield strategy, name, ranks, on_ranks(config, ranks, given.steps, folder)
+                yield strategy, name, ranks, on_ranks(steps_of, strategy, config, given.steps, ranks=ranks)[0]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -20,11 +20,10 @@ os.environ.setdefault("USE_TORCH_XLA", "0")
 import torch
 import torch.distributed as dist
 
-from benchmarks.big_state import config, on_ranks, step
+from benchmarks.big_state import config, dcp_state, on_ranks, step
 from benchmarks.machine import command_line, describe_machine, machine_in_words
 from benchmarks.pages import put_into
 from benchmarks.zero_memory import Sampler, anonymous, file_backed, trim
-from gpu.fsdp import optimizer_state
 from portable.checkpoint.store import CheckpointFolder
 from portable.loop import Progress
 from portable.registry import create_backend
@@ -146,16 +145,7 @@ def _peers(
     if writer == strategy == "full_shard":
         from torch.distributed.checkpoint.state_dict_loader import load
 
-        from portable.model.parameters import state_tensors
-
-        def dcp() -> None:
-            state = {
-                "model": state_tensors(engine.model),
-                "optim": optimizer_state.to_store(engine._optimizer, engine._trained),
-            }
-            load(state, checkpoint_id=folder)
-
-        return {"torch DCP": dcp}
+        return {"torch DCP": lambda: load(dcp_state(engine), checkpoint_id=folder)}
     if writer == strategy and strategy.startswith("zero") and same_ranks:
         from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 

@@ -23,10 +23,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.big_state import RANKS, config, on_ranks, step
+from benchmarks.big_state import RANKS, config, dcp_state, on_ranks, step
 from benchmarks.machine import command_line, describe_machine, machine_in_words
 from benchmarks.pages import put_into
-from gpu.fsdp import optimizer_state
 from portable.checkpoint.store import CheckpointFolder
 from portable.loop import Progress
 from portable.registry import create_backend
@@ -133,21 +132,13 @@ def _peers(engine: Any, strategy: str, folder: Path) -> dict[str, Callable[[], o
         from torch.distributed.checkpoint.state_dict_saver import async_save
         from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-        from portable.model.parameters import state_tensors
-
         group = dist.new_group(backend="gloo")
-
-        def state() -> dict[str, Any]:
-            return {
-                "model": state_tensors(engine.model),
-                "optim": optimizer_state.to_store(engine._optimizer, engine._trained),
-            }
 
         return {
             "torch's async_save: blocked": lambda: async_save(
-                state(), checkpoint_id=folder, process_group=group
+                dcp_state(engine), checkpoint_id=folder, process_group=group
             ),
-            "torch's save": lambda: dcp_save(state(), checkpoint_id=folder) and None,
+            "torch's save": lambda: dcp_save(dcp_state(engine), checkpoint_id=folder) and None,
         }
     if strategy.startswith("zero"):
         from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine

@@ -307,21 +307,25 @@ CASES = (
 )
 
 
-def plan(case: Case, folder: str) -> tuple[Option, int]:
-    """What the planner says of a case, and the size of its vocabulary."""
-    config = case.config(folder)
-    config = settled(config)
+def planner_of(case: Case, folder: str) -> Planner:
+    """The planner of a case's run."""
+    config = settled(case.config(folder))
     model = training_model(models.model_config(config.model), config)
     device = named(case.device)
     target = Target("xla", Cluster(case.devices, device.per_node), device, None)
-    planner = Planner(config, MetaModel(model, config), target)
-    return planner.option(Setting.of(config)), planner.model.vocab_size
+    return Planner(config, MetaModel(model, config), target)
+
+
+def plan(case: Case, folder: str) -> Option:
+    """What the planner says of a case."""
+    planner = planner_of(case, folder)
+    return planner.option(Setting.of(planner.config))
 
 
 def measure(case: Case, *, only_memory: bool) -> dict[str, Any]:
     """Trace and compile one case. Sizes in bytes, of one device; FLOPs and bytes sent in a step."""
     with tempfile.TemporaryDirectory(prefix="tpu-compile-") as scratch:
-        vocabulary = plan(case, scratch)[1]
+        vocabulary = planner_of(case, scratch).model.vocab_size
         folder = Path(scratch) / "graphs"
         traced = trace_graphs(case.config(scratch), case.devices, folder)
         host = json.loads((folder / ANSWER).read_text("utf-8"))["host_bytes"]
@@ -430,7 +434,7 @@ def _taken(row: dict[str, Any]) -> int:
 def _planned(row: dict[str, Any]) -> tuple[DeviceBytes, float]:
     """What the planner says, and by how many percent the compiler says more."""
     with tempfile.TemporaryDirectory() as folder:
-        planned = plan(case_of(row), folder)[0].device_bytes
+        planned = plan(case_of(row), folder).device_bytes
     return planned, (_taken(row) / planned.total - 1) * 100
 
 
@@ -478,10 +482,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if given.json is not None:
             given.json.write_text(json.dumps(known, indent=1) + "\n", "utf-8")
     rows = [known[case.name] for case in CASES if case.name in known]
-    command = command_line("benchmarks.tpu_compile", argv)
-    print(f"$ {command}\n\n{tables(rows)}")
+    command, found = command_line("benchmarks.tpu_compile", argv), tables(rows)
+    print(f"$ {command}\n\n{found}")
     if given.docs is not None:
-        put_into(given.docs, f"\n{tables(rows)}\n\n`{command}`\n", *MARKS)
+        put_into(given.docs, f"\n{found}\n\n`{command}`\n", *MARKS)
     return 0
 
 

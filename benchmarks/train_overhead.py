@@ -32,8 +32,8 @@ from benchmarks.loops import (
     Setting,
     TrainerLoop,
     cross_entropy,
+    plain_model,
     take_turns,
-    without_peft,
 )
 from benchmarks.machine import command_line, describe_machine
 from portable.config import RunConfig, load_config
@@ -203,7 +203,7 @@ def _take_turns(options: Options, prepared: Prepared, folder: Path) -> list[Resu
 @torch.no_grad()
 def _final_loss(setting: Setting, trained: nn.Module) -> float:
     model = setting.build_model()  # not the trained one itself, whose forward Accelerate may have wrapped
-    without_peft(model).load_state_dict(without_peft(trained).state_dict())
+    plain_model(model).load_state_dict(plain_model(trained).state_dict())
     batch = setting.batches[-1]
     logits = model.eval()(input_ids=batch["input_ids"].to(setting.device)).logits
     return float(cross_entropy(logits, batch["labels"].to(setting.device)))

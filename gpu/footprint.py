@@ -40,14 +40,13 @@ def settings(config: RunConfig, cluster: Cluster) -> Iterator[Setting]:
     """See :class:`portable.planner.memory_model.FootprintModule`."""
     yield Setting("no_shard")
     train = config.train
-    swaps = train.optimizer in ("adamw", "sgd") and train.ema is None
-    if swaps or train.optimizer in ("adamw", "sgd", "muon") or _elementwise(train):
+    if train.optimizer in zero.OPTIMIZERS or _elementwise(train):
         for strategy in ZERO:
             yield Setting(strategy)
             yield Setting(strategy, "cpu")
         yield Setting("zero3", "none", "cpu")
         yield Setting("zero3", "cpu", "cpu")
-        if swaps:
+        if train.optimizer in ("adamw", "sgd") and train.ema is None:
             yield Setting("zero3", "nvme")
             yield Setting("zero3", "nvme", "nvme")
     yield Setting("shard_grad_op")

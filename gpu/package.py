@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from portable.planner.compiled import Compiled
     from portable.planner.device_lookup import Device
     from portable.planner.memory_model import FootprintModule
+    from portable.registry import CompileTarget
 
 _RANKS_PER_CORE = 4
 
@@ -108,16 +109,7 @@ class TorchPackage:
 
         return footprint
 
-    def compile(
-        self,
-        config: RunConfig,
-        device: str | None,
-        devices: int,
-        topology: str | None,
-        logits: int,
-        *,
-        only_memory: bool = False,
-    ) -> Compiled:
+    def compile(self, config: RunConfig, target: CompileTarget) -> Compiled:
         raise UserError(
             f"--compile: backend {self.name} has no compiler that works without its device; name a TPU with "
             "--device"

@@ -49,6 +49,25 @@ class World:
         return self.ranks * self.devices_per_rank
 
 
+@dataclass(frozen=True)
+class CompileTarget:
+    """What a run's graphs are compiled for.
+
+    Attributes:
+        device: its name, as :meth:`BackendPackage.devices` has it; None if only its memory is known.
+        devices: how many.
+        topology: how they are connected, such as ``4x4``; None for the usual way.
+        large: elements from which a value is listed; 0 for none.
+        only_memory: end before code is made, which takes most of the time.
+    """
+
+    device: str | None
+    devices: int
+    topology: str | None
+    large: int
+    only_memory: bool
+
+
 class BackendPackage(Protocol):
     """What a backend's package says before there is a :class:`portable.backend.Backend`."""
 
@@ -110,25 +129,12 @@ class BackendPackage(Protocol):
     def devices(self) -> tuple[Device, ...]:
         """The devices of this backend that a plan knows by name."""
 
-    def compile(
-        self,
-        config: RunConfig,
-        device: str | None,
-        devices: int,
-        topology: str | None,
-        logits: int,
-        *,
-        only_memory: bool = False,
-    ) -> Compiled:
+    def compile(self, config: RunConfig, target: CompileTarget) -> Compiled:
         """Compile every graph of a run with the device's own compiler, on a machine without the device.
 
         Args:
             config: of the run, resolved as for a plan.
-            device: its name, as :meth:`devices` has it; None if only its memory is known.
-            devices: how many.
-            topology: how they are connected, such as ``4x4``; None for the usual way.
-            logits: elements of the logits of a device's micro-batch; larger values are listed.
-            only_memory: end before code is made, which takes most of the time.
+            target: the devices, and what to report.
 
         Raises:
             UserError: there is no such compiler or slice, or a graph does not compile.

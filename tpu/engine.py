@@ -18,6 +18,7 @@ from portable.optim.non_finite import NEW_COUNTERS, Health, allowed_streak, coun
 from portable.plugins import names_code
 from tpu.activation_checkpointing import recompute
 from tpu.attention import attend_by_rows
+from tpu.calling import Caller
 from tpu.checks import GATHERED_ONCE, recomputed
 from tpu.gather import gathered
 from tpu.head import shard_gradient
@@ -98,7 +99,7 @@ class XlaEngine:
         )
         ends: Any = model
         self._head = self._gathered_head(ends.get_output_embeddings())
-        self._optimizer: Any = (
+        self._optimizer: Optimizer | OwnOnXla = (
             OwnOnXla(config.train, model, layout, self._held)
             if names_code(config.train.optimizer)
             else Optimizer(config.train, model, layout, self._held, self._compute)
@@ -288,7 +289,7 @@ class XlaEngine:
         if self._buffer_dtype is not None:
             for name, buffer in self.model.named_buffers():
                 if buffer.is_floating_point():
-                    yield f"model.{name}", buffer.to(self._buffer_dtype)
+                    yield self._caller.name(name), buffer.to(self._buffer_dtype)
 
     def health(self) -> Health:
         return Health.of(self._layout.read([self._account])[0].tolist(), self._limit)
@@ -405,27 +406,23 @@ class XlaEngine:
         }
 
 
-class _Caller(nn.Module):
-    """A module around model and stacks, so that ``functional_call`` can replace tensors in any function."""
+class _Caller(Caller):
+    """A module around model and stacks, whose tensors may both be replaced."""
 
     def __init__(self, model: nn.Module, held: Parameters) -> None:
-        super().__init__()
-        self.model = model
+        super().__init__(model)
         self._places = {name: f"stack{place}" for place, name in enumerate(held.stacks)}
         for name, place in self._places.items():
             self.register_parameter(place, held.by_name[name])
 
     def name(self, name: str) -> str:
         """What ``functional_call`` calls the tensor that the engine calls ``name``."""
-        return self._places.get(name, f"model.{name}")
+        return self._places.get(name, f"module.{name}")
 
     def stack(self, name: str) -> Tensor:
         """The stack called ``name``, as it is at present."""
         value: Tensor = getattr(self, self._places[name])
         return value
-
-    def forward(self, function: Callable[[], Tensor]) -> Tensor:
-        return function()
 
 
 def _keep_apart(_: nn.Module, __: Any, logits: Any) -> None:

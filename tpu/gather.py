@@ -11,12 +11,14 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
+from tpu.calling import Caller
 from tpu.layout import constrain
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
+
+    from torch import nn
 
 
 def gathered(layer: nn.Module, places: Mapping[str, tuple[Any, Any]]) -> None:
@@ -28,25 +30,14 @@ def gathered(layer: nn.Module, places: Mapping[str, tuple[Any, Any]]) -> None:
             bindings' form.
     """
     forward = layer.forward
-    caller = _Caller(layer)
+    caller = Caller(layer)
 
     @functools.wraps(forward)
     def gathering(*args: Any, **kwargs: Any) -> Any:
         # An adapter on stacked experts renames them while it computes; those are gathered by the compiler.
         parameters = dict(layer.named_parameters())
         here = {name: to for name, to in places.items() if name in parameters}
-        copies = {f"layer.{name}": constrain(parameters[name], *to) for name, to in here.items()}
+        copies = {f"module.{name}": constrain(parameters[name], *to) for name, to in here.items()}
         return torch.func.functional_call(caller, copies, (functools.partial(forward, *args, **kwargs),))
 
     layer.forward = gathering
-
-
-class _Caller(nn.Module):
-    """A module around a layer, so that ``functional_call`` can replace its tensors and not call its hooks."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, function: Callable[[], Any]) -> Any:
-        return function()

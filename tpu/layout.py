@@ -198,11 +198,15 @@ class _Constrain(torch.autograd.Function):
 
 def marked(tensor: Tensor, sharding: Any) -> Tensor:
     """A copy of ``tensor`` that is annotated with a sharding."""
-    # Marking works in place, and a clone would inherit the sharding of a placed tensor. The compiler removes
-    # the multiplication.
-    copy = tensor * 1
+    # Marking works in place, and a clone would inherit the sharding of a placed tensor.
+    copy = another(tensor)
     xla._xla_mark_sharding(copy, sharding)
     return copy
+
+
+def another(tensor: Tensor) -> Tensor:
+    """The same values as a tensor of its own; the compiler removes the operation."""
+    return tensor | False if tensor.dtype == torch.bool else tensor * 1
 
 
 def _wait() -> None:

@@ -7,6 +7,7 @@ reads step counts on the host or bakes learning rates into the graph: a transfer
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -17,8 +18,8 @@ from portable.model.groups import groups_of
 from portable.optim import adafactor
 from portable.optim.average import AVERAGE
 from portable.optim.muon import orthogonalized, rate_factor
-from portable.optim.optimizers import muon, parameter_groups
-from tpu.layout import FSDP, constrain
+from portable.optim.optimizers import muon, parameter_groups, rate_of
+from tpu.layout import FSDP, Spec, constrain
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,37 +29,46 @@ if TYPE_CHECKING:
     from converters.checkpoint import OptimizerState
     from portable.config import TrainConfig
     from portable.optim.optimizers import Group
-    from tpu.layout import Layout, Spec
+    from tpu.layout import Layout
     from tpu.parameters import Parameters
 
 State = dict[str, torch.Tensor]
+Places = dict[str, tuple[tuple[int, ...], Spec]]
+"""Shape and spec of each state tensor of a parameter."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the update of a parameter is computed from, in fp32.
+
+    Attributes:
+        parameter: its values.
+        gradient: of the same shape.
+        state: by the names of :meth:`Rule.initial`.
+        step: its number, from 1, a scalar on the device.
+        rate: the learning rate, a scalar on the device; where ``stacked``, perhaps ``[parameters, 1, ...]``.
+        decay: the weight decay, likewise, or a number.
+        stacked: whether these are many parameters of one shape, along the first dim, each by itself.
+    """
+
+    parameter: Tensor
+    gradient: Tensor
+    state: State
+    step: Tensor
+    rate: Tensor
+    decay: Tensor | float
+    stacked: bool
 
 
 class Rule(Protocol):
-    """The update of one parameter, in fp32. ``step`` (from 1) and ``rate`` are scalars on the device.
-
-    Where ``stacked``, it is that of many of one shape, along the first dim, each by itself; ``rate`` and
-    ``decay`` may then be ``[parameters, 1, ...]``.
-    """
+    """The update of one parameter, or of a stack of them."""
 
     counts_steps: bool
 
-    def initial(
-        self, parameter: Tensor, spec: Spec, *, stacked: bool
-    ) -> dict[str, tuple[tuple[int, ...], Spec]]:
-        """Shape and spec of each state tensor; they start as zeros."""
+    def initial(self, parameter: Tensor, spec: Spec, *, stacked: bool) -> Places:
+        """Where the state is kept; it starts as zeros."""
 
-    def update(
-        self,
-        parameter: Tensor,
-        gradient: Tensor,
-        state: State,
-        step: Tensor,
-        rate: Tensor,
-        decay: Tensor | float,
-        *,
-        stacked: bool,
-    ) -> tuple[Tensor, State]:
+    def update(self, given: Inputs) -> tuple[Tensor, State]:
         """The new parameter and state."""
 
 
@@ -70,28 +80,16 @@ class AdamW:
     def __init__(self, betas: tuple[float, float], eps: float) -> None:
         self._betas, self._eps = betas, eps
 
-    def initial(
-        self, parameter: Tensor, spec: Spec, *, stacked: bool
-    ) -> dict[str, tuple[tuple[int, ...], Spec]]:
+    def initial(self, parameter: Tensor, spec: Spec, *, stacked: bool) -> Places:
         return {name: (tuple(parameter.shape), spec) for name in ("exp_avg", "exp_avg_sq")}
 
-    def update(
-        self,
-        parameter: Tensor,
-        gradient: Tensor,
-        state: State,
-        step: Tensor,
-        rate: Tensor,
-        decay: Tensor | float,
-        *,
-        stacked: bool,
-    ) -> tuple[Tensor, State]:
-        beta1, beta2 = self._betas
-        first = state["exp_avg"].lerp(gradient, 1 - beta1)
-        second = state["exp_avg_sq"] * beta2 + gradient * gradient * (1 - beta2)
-        root = (second / _bias_correction(beta2, step)).sqrt() + self._eps
-        decayed = parameter * (1 - rate * decay)
-        moved = decayed - rate / _bias_correction(beta1, step) * (first / root)
+    def update(self, given: Inputs) -> tuple[Tensor, State]:
+        (beta1, beta2), gradient = self._betas, given.gradient
+        first = given.state["exp_avg"].lerp(gradient, 1 - beta1)
+        second = given.state["exp_avg_sq"] * beta2 + gradient * gradient * (1 - beta2)
+        root = (second / _bias_correction(beta2, given.step)).sqrt() + self._eps
+        decayed = given.parameter * (1 - given.rate * given.decay)
+        moved = decayed - given.rate / _bias_correction(beta1, given.step) * (first / root)
         return moved, {"exp_avg": first, "exp_avg_sq": second}
 
 
@@ -108,27 +106,15 @@ class Sgd:
     def __init__(self, momentum: float) -> None:
         self._momentum = momentum
 
-    def initial(
-        self, parameter: Tensor, spec: Spec, *, stacked: bool
-    ) -> dict[str, tuple[tuple[int, ...], Spec]]:
+    def initial(self, parameter: Tensor, spec: Spec, *, stacked: bool) -> Places:
         return {"momentum_buffer": (tuple(parameter.shape), spec)} if self._momentum else {}
 
-    def update(
-        self,
-        parameter: Tensor,
-        gradient: Tensor,
-        state: State,
-        step: Tensor,
-        rate: Tensor,
-        decay: Tensor | float,
-        *,
-        stacked: bool,
-    ) -> tuple[Tensor, State]:
-        gradient = gradient + parameter * decay
+    def update(self, given: Inputs) -> tuple[Tensor, State]:
+        gradient = given.gradient + given.parameter * given.decay
         if not self._momentum:
-            return parameter - rate * gradient, {}
-        buffer = state["momentum_buffer"] * self._momentum + gradient
-        return parameter - rate * buffer, {"momentum_buffer": buffer}
+            return given.parameter - given.rate * gradient, {}
+        buffer = given.state["momentum_buffer"] * self._momentum + gradient
+        return given.parameter - given.rate * buffer, {"momentum_buffer": buffer}
 
 
 class Adafactor:
@@ -142,9 +128,7 @@ class Adafactor:
     def __init__(self, rule: adafactor.Rule) -> None:
         self._rule = rule
 
-    def initial(
-        self, parameter: Tensor, spec: Spec, *, stacked: bool
-    ) -> dict[str, tuple[tuple[int, ...], Spec]]:
+    def initial(self, parameter: Tensor, spec: Spec, *, stacked: bool) -> Places:
         shape = tuple(parameter.shape)
         if len(shape) - stacked < 2:
             return {"variance": (shape, spec)}
@@ -154,17 +138,9 @@ class Adafactor:
             "col_var": (columns, (*spec[:-2], None, spec[-1])),
         }
 
-    def update(
-        self,
-        parameter: Tensor,
-        gradient: Tensor,
-        state: State,
-        step: Tensor,
-        rate: Tensor,
-        decay: Tensor | float,
-        *,
-        stacked: bool,
-    ) -> tuple[Tensor, State]:
+    def update(self, given: Inputs) -> tuple[Tensor, State]:
+        parameter, gradient, step, rate = given.parameter, given.gradient, given.step, given.rate
+        state, stacked = given.state, given.stacked
         fresh, rate_now = step**adafactor.BETA2_DECAY, rate
         if self._rule.scaled:
             size = torch.maximum(_root_mean_square(parameter, stacked), torch.full_like(step, adafactor.EPS2))
@@ -182,7 +158,7 @@ class Adafactor:
             new = {"row_var": rows, "col_var": columns}
         change = gradient * variance.clamp(min=self._rule.least_variance).rsqrt()
         clipped = change / (_root_mean_square(change, stacked) / adafactor.CLIP).clamp(min=1.0)
-        return parameter * (1 - rate * decay) - rate_now * clipped, new
+        return parameter * (1 - rate * given.decay) - rate_now * clipped, new
 
 
 def _root_mean_square(tensor: Tensor, stacked: bool) -> Tensor:
@@ -207,25 +183,14 @@ class Muon:
         self._momentum, self._rate_rule = settings.muon_momentum, settings.muon_rate
         self._layout, self._compute = layout, compute
 
-    def initial(
-        self, parameter: Tensor, spec: Spec, *, stacked: bool
-    ) -> dict[str, tuple[tuple[int, ...], Spec]]:
+    def initial(self, parameter: Tensor, spec: Spec, *, stacked: bool) -> Places:
         return {"momentum_buffer": (tuple(parameter.shape), spec)}
 
-    def update(
-        self,
-        parameter: Tensor,
-        gradient: Tensor,
-        state: State,
-        step: Tensor,
-        rate: Tensor,
-        decay: Tensor | float,
-        *,
-        stacked: bool,
-    ) -> tuple[Tensor, State]:
+    def update(self, given: Inputs) -> tuple[Tensor, State]:
         """``gradient`` is the orthogonalized update, and the state is new already; see :meth:`prepared`."""
-        adjusted = rate * rate_factor(self._rate_rule, parameter.shape)
-        return parameter * (1 - rate * decay) - adjusted * gradient, state
+        adjusted = given.rate * rate_factor(self._rate_rule, given.parameter.shape)
+        decayed = given.parameter * (1 - given.rate * given.decay)
+        return decayed - adjusted * given.gradient, given.state
 
     def prepared(
         self, gradients: Mapping[str, Tensor], states: Mapping[str, State]
@@ -277,7 +242,7 @@ class Optimizer:
         model: nn.Module,
         layout: Layout,
         held: Parameters,
-        compute: torch.dtype = torch.float32,
+        compute: torch.dtype,
     ) -> None:
         trained = {name: p for name, p in held.by_name.items() if p.requires_grad}
         self._names = list(trained)
@@ -289,11 +254,11 @@ class Optimizer:
         self._groups = _torch_groups(settings, apart, of)
         rule, self._muon = build_rule(settings), Muon(settings, layout, compute)
         self._rules: dict[str, Rule] = {name: self._muon if of[name].matrices else rule for name in trained}
-        self._highest, self._decay = settings.learning_rate, settings.ema
+        self._settings, self._decay = settings, settings.ema
         self._factors = {name: self._factor(name, of) for name in trained}
         self._steps = layout.whole(torch.zeros(len(trained)))
         self._state: dict[str, State] = {}
-        self._places: dict[str, dict[str, tuple[tuple[int, ...], Spec]]] = {}
+        self._places: dict[str, Places] = {}
         for name, parameter in trained.items():
             spec = held.spec(name, parameter.shape)
             places = self._rules[name].initial(parameter, spec, stacked=name in held.stacks)
@@ -307,7 +272,8 @@ class Optimizer:
     def _factor(self, name: str, groups: Mapping[str, Group]) -> tuple[Tensor | float, Tensor | float]:
         """The share of the learning rate, and the weight decay, of a tensor: numbers, or one a layer."""
         of = [groups[one] for one in self._held.names(name)]
-        pairs = [(group.learning_rate / self._highest, group.weight_decay) for group in of]
+        highest = self._settings.learning_rate
+        pairs = [(group.learning_rate / highest, group.weight_decay) for group in of]
         if len(set(pairs)) == 1:
             return pairs[0]
         shape = (len(of), *[1] * (self._parameters[name].dim() - 1))
@@ -331,17 +297,17 @@ class Optimizer:
                 if name not in gradients:
                     continue
                 parameter, state = self._parameters[name], self._state[name]
-                gradient, before = updates.get(name, gradients[name]), states.get(name, state)
                 share, decay = self._factors[name]
-                moved, new = self._rules[name].update(
+                inputs = Inputs(
                     parameter,
-                    gradient.float(),
-                    before,
+                    updates.get(name, gradients[name]).float(),
+                    states.get(name, state),
                     counted[index],
                     rate * share if isinstance(share, torch.Tensor) or share != 1 else rate,
                     decay,
                     stacked=name in self._held.stacks,
                 )
+                moved, new = self._rules[name].update(inputs)
                 if self._decay is not None:
                     new = {**new, AVERAGE: state[AVERAGE].lerp(moved, 1 - self._decay)}
                 parameter.copy_(torch.where(allowed, moved, parameter))
@@ -373,15 +339,17 @@ class Optimizer:
 
     def groups(self, rate: float) -> list[dict[str, Any]]:
         """Parameter groups with their hyperparameters, in the form of torch's optimizers."""
-        highest = self._highest
-        return [{**g, "lr": rate * (g.get("initial_lr", highest) / highest)} for g in self._groups]
+        return [{**group, "lr": rate_of(group, rate, self._settings)} for group in self._groups]
 
     def load(
         self,
         stored: Mapping[str, Mapping[str, StoredTensor | float | bool]],
-        groups: OptimizerState | None = None,
+        groups: OptimizerState | None,
     ) -> None:
-        """Restore the state of a checkpoint; parameters that it lacks keep zeros."""
+        """Restore the state of a checkpoint; parameters that it lacks keep zeros.
+
+        ``groups`` is for optimizers whose groups have state: those of the user's.
+        """
         steps = torch.zeros(len(self._names))
         for index, name in enumerate(self._names):
             sources: dict[str, dict[str, StoredTensor]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,9 +12,9 @@ from converters import CheckpointError
 from converters import Tensor as StoredTensor
 from portable.errors import require
 from portable.model.groups import groups_of
-from portable.optim.average import keep_average
-from portable.optim.optimizers import parameter_groups
-from portable.optim.own import OwnOptimizer, plain_group, restore_groups
+from portable.optim.average import AVERAGE, keep_average
+from portable.optim.optimizers import parameter_groups, rate_of
+from portable.optim.own import OwnOptimizer, number_like, plain_group, restore_groups
 from tpu.layout import marked
 
 if TYPE_CHECKING:
@@ -77,16 +78,13 @@ class OwnOnXla:
         for name, values in found.items():
             placed = {key: self._placed(name, value) for key, value in values.items()}
             state[self._parameters[name]] = placed
-            self._host[name] = {key: _copied(v) for key, v in placed.items() if not _on_device(v)}
+            self._host[name] = {key: copy.deepcopy(v) for key, v in placed.items() if not _on_device(v)}
         self._layout.execute(wait=True)
 
     def _placed(self, name: str, value: Any) -> Any:
         if not _on_device(value):
             return value
-        sharding = self._layout.sharding(self._spec(name, value))
-        return (
-            marked(value.float(), sharding).bool() if value.dtype == torch.bool else marked(value, sharding)
-        )
+        return marked(value, self._layout.sharding(self._spec(name, value)))
 
     def _spec(self, name: str, value: Tensor) -> Spec:
         alike = value.shape == self._parameters[name].shape
@@ -99,13 +97,11 @@ class OwnOnXla:
         Raises:
             UserError: if it fails, or would compile again in each step.
         """
-        before = {
-            name: (self._parameters[name].detach().clone(), _copies(self._state[name])) for name in gradients
-        }
-        highest = self._settings.learning_rate
+        state = self._state
+        before = {name: (self._parameters[name].detach().clone(), _copies(state[name])) for name in gradients}
         rates = [group["lr"] for group in self._optimizer.param_groups]
         for group in self._optimizer.param_groups:
-            group["lr"] = rate * (group.get("initial_lr", highest) / highest)
+            group["lr"] = rate_of(group, rate, self._settings)
         for name, gradient in gradients.items():
             self._parameters[name].grad = gradient.float()
         with _TensorScalars():
@@ -157,10 +153,10 @@ class OwnOnXla:
 
     def groups(self, rate: float) -> list[dict[str, Any]]:
         """See :meth:`tpu.optim.Optimizer.groups`."""
-        highest, made = self._settings.learning_rate, []
+        made = []
         for group in self._optimizer.param_groups:
             names = [one for name in group["param_names"] for one in self._held.names(name)]
-            lr = rate * (group.get("initial_lr", highest) / highest)
+            lr = rate_of(group, rate, self._settings)
             made.append({**plain_group({**group, "params": names}), "lr": lr})
         return made
 
@@ -178,9 +174,9 @@ class OwnOnXla:
             for key, value in state.items():
                 found = {one: stored[one].get(key) for one in names}
                 first = found[names[0]]
-                if first is None and key == "ema":
+                if first is None and key == AVERAGE:
                     continue
-                shape = tuple(getattr(value, "shape", ()))[name in self._held.stacks and bool(_dims(value)) :]
+                shape = tuple(getattr(value, "shape", ()))[name in self._held.stacks :]
                 if first is None or tuple(getattr(first, "shape", ())) != shape:
                     raise CheckpointError(f"{key} of {name} is missing, or not of shape {list(shape)}")
                 if shape:
@@ -189,13 +185,12 @@ class OwnOnXla:
                 number = first.read().item() if isinstance(first, StoredTensor) else first
                 state[key] = self._number(value, number)
                 if not _on_device(value):
-                    self._host[name][key] = _copied(state[key])
+                    self._host[name][key] = copy.deepcopy(state[key])
 
     def _number(self, like: Any, number: float) -> Any:
-        if not isinstance(like, torch.Tensor):
-            return type(like)(number)
-        made = torch.full((), number, dtype=like.dtype)
-        return self._layout.whole(made) if _on_device(like) else made
+        if _on_device(like):
+            return self._layout.whole(torch.full((), number, dtype=like.dtype))
+        return number_like(like, number)
 
 
 def _on_device(value: Any) -> bool:
@@ -204,14 +199,6 @@ def _on_device(value: Any) -> bool:
 
 def _scalar(value: Any) -> bool:
     return _on_device(value) and value.dim() == 0
-
-
-def _dims(value: Any) -> int:
-    return value.dim() if isinstance(value, torch.Tensor) else 0
-
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _copies(state: Mapping[str, Any]) -> dict[str, tuple[Tensor, Tensor]]:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from portable.planner.compiled import Compiled
     from portable.planner.device_lookup import Device
     from portable.planner.memory_model import FootprintModule
+    from portable.registry import CompileTarget
 
 PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 """``xla.compute_dtype`` -> ``precision``."""
@@ -129,19 +130,10 @@ class XlaPackage:
 
         return tuple(accelerators())
 
-    def compile(
-        self,
-        config: RunConfig,
-        device: str | None,
-        devices: int,
-        topology: str | None,
-        logits: int,
-        *,
-        only_memory: bool = False,
-    ) -> Compiled:
+    def compile(self, config: RunConfig, target: CompileTarget) -> Compiled:
         from tpu.compile.compiler import compile_run
 
-        return compile_run(config, device, devices, topology, logits, only_memory=only_memory)
+        return compile_run(config, target)
 
     def create(self) -> Backend:
         from tpu.backend import XlaBackend

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from tpu.layout import constrain
+from tpu.layout import another, constrain
 from tpu.runtime import xb, xla
 
 if TYPE_CHECKING:
@@ -185,10 +185,10 @@ class _Trace:
         """
         carry, stacked, shared = _split(placeholders, *self._counts[:2])
         slices = [
-            _another(tensor) if sharding is None else constrain(tensor, *sharding)
+            another(tensor) if sharding is None else constrain(tensor, *sharding)
             for tensor, sharding in zip(stacked, self._shardings, strict=True)
         ]
-        return [*map(_another, carry), *slices, *map(_another, shared)]
+        return [*map(another, carry), *slices, *map(another, shared)]
 
     def _called(
         self, placeholders: Sequence[Tensor], know: Callable[[Sequence[Tensor]], None] = lambda _: None
@@ -203,7 +203,7 @@ class _Trace:
             self._own_seeds = _seeds.pop()
         for before, after in zip(seen, carried, strict=False):
             assert (before.shape, before.dtype) == (after.shape, after.dtype), "the carry changes its shape"
-        return [_another(t) for t in (*carried, *results)], seen  # an input may be an output, too
+        return [another(t) for t in (*carried, *results)], seen  # an input may be an output, too
 
     def _recomputing(self) -> _Traced:
         with torch.no_grad():
@@ -251,7 +251,7 @@ class _Trace:
         anew = self._placeholders()
         saved = [xb.create_placeholder_tensor(tensor.shape, tensor.dtype) for tensor in kept]
         with torch.no_grad():
-            again += [*self._seen(anew), *map(_another, saved)]
+            again += [*self._seen(anew), *map(another, saved)]
         traced = self._with_backward(forward, outputs, given, anew, saved)
         assert not traced.backward.reads(given), "a function keeps tensors without save_for_backward"
         return traced
@@ -268,7 +268,7 @@ class _Trace:
         carries, stacks, _ = self._counts
         incoming = [xb.create_placeholder_tensor(tensor.shape, tensor.dtype) for tensor in outputs]
         learning = [place for place, leaf in enumerate(leaves) if leaf.requires_grad]
-        pairs = [(o, _another(g)) for o, g in zip(outputs, incoming, strict=True) if o.requires_grad]
+        pairs = [(o, another(g)) for o, g in zip(outputs, incoming, strict=True) if o.requires_grad]
         found = torch.autograd.grad(
             [output for output, _ in pairs],
             [leaves[place] for place in learning],
@@ -438,11 +438,6 @@ def _start_from(seed: int) -> None:
         # The seed becomes an input of graphs when something is drawn.
         _, inputs = xla._get_tensors_xla_device_data_node([torch.rand((), device=_DEVICE)])
         _seeds[-1] += [tensor for tensor in inputs if tensor.dtype == torch.int64]
-
-
-def _another(tensor: Tensor) -> Tensor:
-    """The same values as a tensor of its own; the compiler removes the operation."""
-    return tensor | False if tensor.dtype == torch.bool else tensor * 1
 
 
 def _slice(stack: Any, at: Any) -> Any:

@@ -19,6 +19,7 @@ from portable.errors import UserError, one_line, require
 from portable.model.layers import layer_kinds, one_layer_per_kind, transformer_layers, trial_forward
 from portable.model.parameters import tied_names
 from portable.model.tensors import to_numpy
+from tpu.calling import Caller
 from tpu.scan import Scan
 
 if TYPE_CHECKING:
@@ -211,14 +212,12 @@ class LoopedLayers:
         self._segment, self._stacks, self._constrain = segment, stacks, constrain
         self._layers = [model.get_submodule(name) for name in segment.names]
         # One of each kind computes for all, with the slices in place of its own parameters.
-        self._templates = nn.Module()
-        for phase, layer in enumerate(self._layers[: segment.period]):
-            self._templates.add_module(str(phase), layer)
-        self._caller = _Caller(self._templates)
-        self._forwards = [layer.forward for layer in self._layers[: segment.period]]
+        templates = self._layers[: segment.period]
+        self._caller = Caller(nn.ModuleList(templates))
+        self._forwards = [layer.forward for layer in templates]
         self._names = [
-            f"templates.{phase}.{own}"
-            for phase, layer in enumerate(self._layers[: segment.period])
+            f"module.{phase}.{own}"
+            for phase, layer in enumerate(templates)
             for own, _ in layer.named_parameters()
         ]
         self._calls: list[_Call] = []
@@ -308,14 +307,3 @@ class _Call:
         self.leaves, self.structure = tree_flatten((tuple(args), dict(kwargs)))
         self.hidden: Tensor = args[0] if args else kwargs["hidden_states"]
         self.place = next(place for place, leaf in enumerate(self.leaves) if leaf is self.hidden)
-
-
-class _Caller(nn.Module):
-    """A module around the templates, so that ``functional_call`` can replace their tensors."""
-
-    def __init__(self, templates: nn.Module) -> None:
-        super().__init__()
-        self.templates = templates
-
-    def forward(self, function: Callable[[], Tensor]) -> Tensor:
-        return function()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.distributed.tensor import DTensor
 
 from converters import CheckpointError
@@ -12,7 +11,7 @@ from converters import Tensor as StoredTensor
 from gpu.common import torch_private
 from portable.model.tensors import fill
 from portable.optim.average import AVERAGE
-from portable.optim.own import OwnOptimizer, plain_group
+from portable.optim.own import OwnOptimizer, number_like, plain_group
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -69,7 +68,7 @@ def _filled(target: Any, value: StoredTensor | float | bool | None, name: str) -
         fill_shard(target, value)
     elif value is not None and not shape:
         number = value.read().item() if isinstance(value, StoredTensor) else value
-        return target.fill_(number) if isinstance(target, torch.Tensor) else type(target)(number)
+        return number_like(target, number)
     else:
         raise CheckpointError(f"{name} is missing, or not of shape {list(shape)}")
     return target

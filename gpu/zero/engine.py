@@ -21,7 +21,7 @@ from gpu.zero import nvme, private_api
 from gpu.zero import optimizer as zero_optimizer
 from gpu.zero import runtime as zero_runtime
 from gpu.zero.deepspeed_loss_scale import DeepSpeedScaler
-from gpu.zero.footprint import footprint
+from gpu.zero.footprint import OPTIMIZERS, footprint
 from gpu.zero.partitions import FlatPartitions, ShardedPartitions
 from gpu.zero.saving import ZeroSaver
 from gpu.zero.settings import ModelSizes, settings_for
@@ -39,6 +39,7 @@ from portable.optim.non_finite import NEW_COUNTERS, Health, allowed_streak, coun
 from portable.optim.optimizers import set_rates
 from portable.planner.memory_model import Cluster
 from portable.planner.meta_model import inspect
+from portable.plugins import names_code
 from portable.terminal import native_stdout_closed
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def check(config: RunConfig, device_type: str) -> None:
     unsupported(
         [
             (
-                config.train.optimizer not in ("adamw", "sgd", "muon") and not zero_optimizer.is_own(config),
+                config.train.optimizer not in OPTIMIZERS and not names_code(config.train.optimizer),
                 f"train.optimizer: ZeRO does not support {config.train.optimizer}; use adamw, sgd or muon",
             ),
             (

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
     from portable.planner.inventory import Inventory, Weight
 
+OPTIMIZERS = ("adamw", "sgd", "muon")
+"""What ZeRO trains with, beside optimizers of the user's."""
+
 
 def footprint(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprint:
     """Memory and traffic of ``model`` under ``config.strategy``, one of ZeRO's stages."""
@@ -109,17 +112,12 @@ class _Zero:
     @cached_property
     def _flat_row(self) -> int:
         """All parameters under stages 1 and 2: groups are concatenated and padded to equal shares."""
-        alignment = 2 * self._ranks
-        row = sum(-(-elements(group) // alignment) * alignment for group in self._groups)
-        return row + self._whole - self._learning
+        return self._ranks * self._shard + self._whole - self._learning
 
     @cached_property
     def _shard(self) -> int:
         """Elements that a rank updates."""
-        if self._stage == 3:
-            return self._shard_of(self._trained)
-        frozen = self._whole - self._learning
-        return (self._flat_row - frozen) // self._ranks
+        return sum(map(self._share_of, self._groups))
 
     def _shard_of(self, weights: Iterable[Weight]) -> int:
         return sum(-(-w.elements // self._ranks) for w in weights)

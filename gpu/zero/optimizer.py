@@ -34,7 +34,7 @@ def check(config: RunConfig, document: Document | None) -> None:
     Raises:
         UserError: if it cannot be built, or DeepSpeed has none of this kind.
     """
-    if is_own(config):
+    if names_code(config.train.optimizer):
         _check_own(config)
     if document is None:
         return
@@ -61,11 +61,6 @@ def check(config: RunConfig, document: Document | None) -> None:
             f"{document.name}: {_KEY} true: DeepSpeed's cpu_adam cannot be built ({one_line(error)}); "
             "install a C++ compiler and ninja, or set it to false"
         ) from error
-
-
-def is_own(config: RunConfig) -> bool:
-    """Whether the optimizer is the user's."""
-    return names_code(config.train.optimizer)
 
 
 def _check_own(config: RunConfig) -> None:

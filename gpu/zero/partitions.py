@@ -21,6 +21,7 @@ from gpu.zero import private_api
 from portable.model.tensors import fill, to_torch
 from portable.optim.average import exchange
 from portable.optim.muon import Matrix, spread
+from portable.optim.own import number_like
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -304,11 +305,6 @@ def _optimizer_state(
                 f"optimizer state {key!r} differs between parameters, but ZeRO has one value for all of "
                 "them; resume with strategy full_shard or no_shard"
             )
-        number, sample = values.pop(), samples.get(key)
-        if sample is None:
-            made[key] = torch.tensor(number, dtype=torch.float32, device=flat.device)
-        else:
-            made[key] = (
-                sample.clone().fill_(number) if isinstance(sample, torch.Tensor) else type(sample)(number)
-            )
+        sample = samples.get(key, torch.zeros((), dtype=torch.float32, device=flat.device))
+        made[key] = number_like(sample, values.pop())
     return made

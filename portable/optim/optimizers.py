@@ -149,11 +149,16 @@ def set_rates(
     optimizer: Any, learning_rate: float, betas: tuple[float, float] | None, settings: TrainConfig
 ) -> None:
     """Set this step's learning rate in all parameter groups, and its betas if the schedule changes them."""
-    highest = settings.learning_rate
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate * (group.get("initial_lr", highest) / highest)
+        group["lr"] = rate_of(group, learning_rate, settings)
         if betas is not None and not group.get("matrices"):
             group["betas"] = betas
+
+
+def rate_of(group: Mapping[str, Any], rate: Any, settings: TrainConfig) -> Any:
+    """The learning rate of a parameter group where the run's is ``rate``, a number or a tensor."""
+    highest = settings.learning_rate
+    return rate * (group.get("initial_lr", highest) / highest)
 
 
 class FusedAdamW(torch.optim.AdamW):

@@ -277,6 +277,11 @@ def restore_groups(groups: list[dict[str, Any]], stored: OptimizerState | None) 
                 group[name] = value
 
 
+def number_like(sample: Any, number: float) -> Any:
+    """``number`` as ``sample`` is: a number, or a tensor of its dtype on its device."""
+    return torch.full_like(sample, number) if isinstance(sample, torch.Tensor) else type(sample)(number)
+
+
 def plain_group(group: Mapping[str, Any]) -> dict[str, Any]:
     """A parameter group as a checkpoint holds it: numbers, texts, and tuples and lists of these."""
     found = {name: value.item() if _is_scalar(value) else value for name, value in group.items()}

@@ -19,7 +19,7 @@ from portable.planner import device_lookup as devices
 from portable.planner.memory_model import Cluster, Setting
 from portable.planner.plan import Planner, Target
 from portable.planner.tables import as_json, as_text, next_reductions
-from portable.registry import PLANNED_FOR_AUTO, backend_package
+from portable.registry import PLANNED_FOR_AUTO, CompileTarget, backend_package
 from portable.terminal import loading
 
 if TYPE_CHECKING:
@@ -92,6 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(argv: Sequence[str]) -> int:
     """Plan and print."""
     config, given = read_command(argv, PLAN_OPTIONS, USAGE)
+    _check_compile_options(given)
     config, target = _target(config, given)
     planner = Planner(config, _meta_model(config), target)
     found = planner.options()
@@ -129,25 +130,34 @@ def _with_adapter(planner: Planner) -> Planned | None:
     return best if _fits_as_it_is(best) else None
 
 
+def _check_compile_options(given: dict[str, Any]) -> None:
+    compiles = given.get("compile")
+    require(
+        compiles or "topology" not in given,
+        "--topology: has an effect only with --compile; add it, or leave both out",
+    )
+    require(
+        compiles or not given.get("only_memory"),
+        "--only-memory: has an effect only with --compile; add it",
+    )
+
+
 def _compiled(
     planner: Planner, given: dict[str, Any]
 ) -> tuple[compiled_report.Compiled, list[compiled_report.Comparison]] | None:
     """What the device's compiler says of the config as it is, beside the plan; None if nobody asks."""
-    topology = given.get("topology")
     if not given.get("compile"):
-        require(topology is None, "--topology: has an effect only with --compile; add it, or leave both out")
-        require(not given.get("only_memory"), "--only-memory: has an effect only with --compile; add it")
         return None
     own = planner.option(Setting.of(planner.config))
     target = planner.target
-    compiled = backend_package(target.backend).compile(
-        planner.config,
-        None if target.device is None else target.device.name,
-        target.cluster.devices,
-        topology,
-        planner.micro_batch * planner.config.data.seq_len * planner.model.vocab_size,
+    wanted = CompileTarget(
+        device=None if target.device is None else target.device.name,
+        devices=target.cluster.devices,
+        topology=given.get("topology"),
+        large=planner.micro_batch * planner.config.data.seq_len * planner.model.vocab_size,  # as the logits
         only_memory=bool(given.get("only_memory")),
     )
+    compiled = backend_package(target.backend).compile(planner.config, wanted)
     compiled = compiled_report.advised(compiled, next_reductions(planner, own))
     return compiled, compiled_report.compare(compiled, own, planner.share // planner.micro_batch)
 

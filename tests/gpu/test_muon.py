@@ -107,9 +107,9 @@ def truth(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Losses:
     return plain_losses(configured(tmp_path_factory.mktemp("truth"), corpus, **MUON))
 
 
+SHARDED = ("full_shard", "zero2", "xla")
 CASES = [
     pytest.param(name, size, marks=[] if place < 1 + (name in SHARDED) else pytest.mark.exhaustive)
-    for SHARDED in [("full_shard", "zero2", "xla")]
     for name, kind in ENGINES.items()
     for place, size in enumerate((*kind.sizes, 1) if name == "xla" else kind.sizes)
 ]

@@ -551,6 +551,26 @@ def test_the_step_compiles_for_each_generation(
         assert gathered <= kinds["all-gather"]["bytes"] <= 2.5 * gathered
 
 
+def step_of(library: compiler.Library, folder: Path, chips: str, **settings: Any) -> CompiledGraph:
+    """The step of a Llama on v5e chips, with the memory and the collectives that the compiler assigns."""
+    config = load_config(
+        None,
+        {
+            "backend": "xla",
+            "output_dir": str(folder),
+            "precision": "bf16",
+            "data.eval_fraction": 0,
+            "log.sample_tokens": 0,
+            "train.micro_batch_size": 2,
+            **settings,
+        },
+    )
+    wanted = Slice("v5e", chips)
+    (step,) = trace.trace_graphs(config, wanted.devices, folder / "traced")
+    found = compile_graphs({"step": step.path}, wanted, library, NEVER, only_memory=True)
+    return found.graphs[0]
+
+
 @needs_torch_xla
 @pytest.mark.slow
 def test_no_matrix_is_reduced_whole(library: compiler.Library, tmp_path: Path) -> None:
@@ -558,19 +578,12 @@ def test_no_matrix_is_reduced_whole(library: compiler.Library, tmp_path: Path) -
     sizes = {"hidden_size": 512, "intermediate_size": 1408, "vocab_size": 8192}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     settings = {
-        "backend": "xla",
-        "output_dir": str(tmp_path),
         "model.config": {**TINY, **sizes, **heads, "tie_word_embeddings": True},
-        "precision": "bf16",
         "memory.activation_checkpointing": "full",
-        "data.eval_fraction": 0,
-        "log.sample_tokens": 0,
-        "train.micro_batch_size": 2,
         "train.global_batch_size": 8,
     }
-    (step,) = trace.trace_graphs(load_config(None, settings), 4, tmp_path / "traced")
-    found = compile_graphs({"step": step.path}, Slice("v5e", "2x2"), library, NEVER, only_memory=True)
-    sent = {kind: one.bytes for kind, one in found.graphs[0].collectives.items()}
+    step = step_of(library, tmp_path, "2x2", **settings)
+    sent = {kind: one.bytes for kind, one in step.collectives.items()}
     matrices = 512 * (8192 + 512 + 2 * 256 + 512 + 3 * 1408)
     assert sent["all-reduce"] < 512 * 64  # sums and norms
     assert 0.9 * matrices * 2 * 3 / 4 < sent["reduce-scatter"] < 1.2 * matrices * 2 * 3 / 4
@@ -590,18 +603,11 @@ def test_logits_are_overwritten(library: compiler.Library, tmp_path: Path) -> No
     """
     tokens, vocabulary, width = 1024, 64128, 256
     settings = {
-        "backend": "xla",
-        "output_dir": str(tmp_path),
         "model.config": {**TINY, "hidden_size": width, "vocab_size": vocabulary},
-        "precision": "bf16",
         "data.seq_len": tokens,
-        "data.eval_fraction": 0,
-        "log.sample_tokens": 0,
-        "train.micro_batch_size": 2,
         "train.global_batch_size": 16,
     }
-    (step,) = trace.trace_graphs(load_config(None, settings), 8, tmp_path / "traced")
-    found = compile_graphs({"step": step.path}, Slice("v5e", "2x4"), library, NEVER, only_memory=True)
+    step = step_of(library, tmp_path, "2x4", **settings)
     logits = 2 * tokens * vocabulary * 2
-    assert logits <= found.graphs[0].temporary_bytes < 2.5 * logits
-    assert found.graphs[0].collectives["all-reduce"].bytes < width * vocabulary / 100
+    assert logits <= step.temporary_bytes < 2.5 * logits
+    assert step.collectives["all-reduce"].bytes < width * vocabulary / 100

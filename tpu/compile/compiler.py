@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from portable.config import RunConfig
+    from portable.registry import CompileTarget
 
 LOG = "libtpu.txt"
 _EXHAUSTED = 8
@@ -71,24 +72,17 @@ def find_library() -> Library:
     )
 
 
-def compile_run(
-    config: RunConfig,
-    device: str | None,
-    devices: int,
-    topology: str | None,
-    logits: int,
-    *,
-    only_memory: bool = False,
-) -> Compiled:
+def compile_run(config: RunConfig, target: CompileTarget) -> Compiled:
     """See :meth:`portable.registry.BackendPackage.compile`."""
-    wanted = find_slice(device, devices, topology)
+    wanted = find_slice(target.device, target.devices, target.topology)
     library = find_library()
     with scratch_folder("portable-compile") as folder:
-        _say(f"tracing the run's graphs for {devices} devices ...")
-        traced = trace_graphs(config, devices, folder / "graphs")
+        _say(f"tracing the run's graphs for {target.devices} devices ...")
+        traced = trace_graphs(config, target.devices, folder / "graphs")
         _say("")
         files = {graph.name: graph.path for graph in traced}
-        return compile_graphs(files, wanted, library, logits or _NO_VALUES, only_memory=only_memory)
+        large = target.large or _NO_VALUES
+        return compile_graphs(files, wanted, library, large, only_memory=target.only_memory)
 
 
 def compile_graphs(

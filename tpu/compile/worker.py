@@ -28,6 +28,8 @@ from tpu.compile.report import analyse
 from tpu.compile.slices import Slice
 
 JOB, ANSWER, DUMP = "job.json", "compiled.json", "dump"
+_SCHEDULED = "*.after_optimizations.hlo.pb"
+_ASSIGNED = "*.after_optimizations_after_buffer_assignment.hlo.pb"  # is written after it
 
 
 @dataclass(frozen=True)
@@ -193,10 +195,6 @@ def schedule_graph(topology: Topology, name: str, module: bytes, large: int, dum
         host_transfers=report.host_transfers,
         notes=("no code was made, so its size is not counted; FLOPs are those of matrix products",),
     )
-
-
-_SCHEDULED = "*.after_optimizations.hlo.pb"
-_ASSIGNED = "*.after_optimizations_after_buffer_assignment.hlo.pb"  # is written after it
 
 
 def named_in(message: str, module: bytes) -> str:
