@@ -14,7 +14,9 @@ from portable.model.groups import groups_of
 from portable.optim.average import keep_average
 from portable.optim.optimizers import parameter_groups
 from portable.optim.own import OwnOptimizer, plain_group, restore_groups
+from portable.plugins import names_code
 from tpu.layout import marked
+from tpu.optim import Optimizer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -196,6 +198,15 @@ class OwnOnXla:
             return type(like)(number)
         made = torch.full((), number, dtype=like.dtype)
         return self._layout.whole(made) if _on_device(like) else made
+
+
+def optimizer_of(
+    settings: TrainConfig, model: nn.Module, layout: Layout, held: Parameters, compute: torch.dtype
+) -> Any:
+    """A :class:`tpu.optim.Optimizer`, or :class:`OwnOnXla` in its place; see there for the arguments."""
+    if names_code(settings.optimizer):
+        return OwnOnXla(settings, model, layout, held)
+    return Optimizer(settings, model, layout, held, compute)
 
 
 def _on_device(value: Any) -> bool:
