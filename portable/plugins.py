@@ -9,7 +9,6 @@ source text, in a module that :func:`install` makes there. Nothing is pickled.
 from __future__ import annotations
 
 import ast
-import builtins
 import dataclasses
 import functools
 import hashlib
@@ -107,10 +106,7 @@ def load(key: str, text: str, known: Mapping[str, str] | None = None) -> Any:
     Raises:
         UserError: if there is none, or it does not take the arguments.
     """
-    try:
-        named = parse(text)
-    except ValueError as error:
-        raise UserError(f"{key}: {one_line(error)}") from error
+    named = _parsed(key, text)
     if str(named) in _objects:
         return _objects[str(named)]
     told = f"{key}: {text}"
@@ -132,11 +128,7 @@ def maker(key: str, text: str) -> Callable[..., Any]:
     Raises:
         UserError: if there is none, or it does not take the arguments.
     """
-    try:
-        named = parse(text)
-    except ValueError as error:
-        raise UserError(f"{key}: {one_line(error)}") from error
-    told = f"{key}: {text}"
+    named, told = _parsed(key, text), f"{key}: {text}"
     found = _objects.get(str(named))
     if found is None:
         found = _found(told, named)
@@ -147,6 +139,20 @@ def maker(key: str, text: str) -> Callable[..., Any]:
         return made
     _check_arguments(told, made, named.arguments, all_of_them=False)
     return functools.partial(made, **named.arguments)
+
+
+def load_made(key: str, text: str) -> Any:
+    """The object that a setting names; what a function returns, in place of the function."""
+    found = load(key, text)
+    with told_as(f"{key}: {text}"):
+        return found() if callable(found) else found
+
+
+def _parsed(key: str, text: str) -> Name:
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise UserError(f"{key}: {one_line(error)}") from error
 
 
 def _found(told: str, named: Name) -> Any:
@@ -356,15 +362,12 @@ def _gather(key: str, target: Any, parts: dict[str, str]) -> None:
     space = vars(sys.modules[target.__module__])
     before: dict[str, str] = {}
     for used in sorted(_names_in(text)):
-        if used == name or used not in space or (hasattr(builtins, used) and used not in space):
+        if used == name or used not in space:
             continue
         value = space[used]
         if isinstance(value, types.ModuleType):
-            before[used] = (
-                f"import {value.__name__} as {used}"
-                if "." in value.__name__ or (value.__name__ != used)
-                else f"import {used}"
-            )
+            alias = "" if value.__name__ == used else f" as {used}"
+            before[used] = f"import {value.__name__}{alias}"
         elif getattr(value, "__module__", None) == target.__module__ and hasattr(value, "__qualname__"):
             _gather(key, value, parts)
         elif hasattr(value, "__module__") and hasattr(value, "__qualname__"):
@@ -409,13 +412,6 @@ def _source_of(target: Any) -> str | None:
 
 def _names_in(text: str) -> set[str]:
     return {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
-
-
-def load_made(key: str, text: str) -> Any:
-    """The object that a setting names; what a function returns, in place of the function."""
-    found = load(key, text)
-    with told_as(f"{key}: {text}"):
-        return found() if callable(found) else found
 
 
 def installed() -> dict[str, str]:

@@ -6,6 +6,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch.nn import functional
+
+from portable.data import TrainLoader
 from portable.loop import train_step
 from portable.registry import create_backend
 from portable.run.batches import train_loader
@@ -63,6 +67,32 @@ class Opened:
         )
         self.steps += 1
         return result
+
+
+def plain_steps(
+    model: Any, optimizer: torch.optim.Optimizer, run: Prepared, steps: int
+) -> list[tuple[float, float]]:
+    """Loss and gradient norm of each step that a person's own loop takes, with the whole batch at once."""
+    size = run.config.train.global_batch_size
+    loader = iter(
+        TrainLoader(run.data.train, seed=run.config.seed, global_batch_size=size, micro_batch_size=size)
+    )
+    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    results = []
+    for step in range(steps):
+        batch = next(loader)
+        labels = batch.pop("labels")
+        logits = model(**batch, use_cache=False).logits
+        loss = functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = run.schedule(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        results.append((float(loss.detach()), float(norm)))
+    loader.close()
+    return results
 
 
 @contextmanager

@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch.nn import functional
 
-from portable.data import TrainLoader
 from portable.registry import create_backend
 from portable.run.prepare import prepare
 from portable.run.restore import restore
 from portable.run.settle import settle
 from tests.engines import ENGINES, Engines
-from tests.parity import opened
+from tests.parity import opened, plain_steps
 from tests.runs import TINY_MODEL, configured
 from tests.test_engines import Seen, exercise
 from tests.views import assert_same_bits, view
@@ -80,25 +78,7 @@ def peft_losses(config: RunConfig, steps: int = STEPS) -> Losses:
     optimizer = torch.optim.AdamW(
         [group for group in groups if group["params"]], lr=0.0, betas=(beta1, beta2), eps=config.train.eps
     )
-    size = config.train.global_batch_size
-    loader = iter(
-        TrainLoader(run.data.train, seed=config.seed, global_batch_size=size, micro_batch_size=size)
-    )
-    results = []
-    for step in range(steps):
-        batch = next(loader)
-        labels = batch.pop("labels")
-        logits = model(**batch, use_cache=False).logits
-        loss = functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100)
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(trained.values(), 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = run.schedule(step)
-        optimizer.step()
-        optimizer.zero_grad()
-        results.append((float(loss.detach()), float(norm)))
-    loader.close()
-    return results
+    return plain_steps(model, optimizer, run, steps)
 
 
 def worst(ours: Losses, theirs: Losses) -> float:

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from converters import open_checkpoint
-from portable.data import TrainLoader, build_data
+from portable.data import build_data
 from portable.errors import UserError
 from portable.model import quantized
 from portable.registry import create_backend
@@ -23,7 +22,7 @@ from portable.run.rank import run_rank
 from portable.run.restore import restore
 from portable.run.settle import settle
 from tests.gpu.test_pretrained_memory import peak_of
-from tests.parity import opened
+from tests.parity import opened, plain_steps
 from tests.runs import TINY_MODEL, configured
 
 bnb: Any = pytest.importorskip("bitsandbytes")
@@ -87,25 +86,7 @@ def peft_losses(config: RunConfig) -> list[float]:
     trained = [p for p in model.parameters() if p.requires_grad]
     train = config.train
     optimizer = torch.optim.AdamW(trained, betas=train.betas, eps=train.eps, weight_decay=train.weight_decay)
-    size = train.global_batch_size
-    loader = iter(
-        TrainLoader(run.data.train, seed=config.seed, global_batch_size=size, micro_batch_size=size)
-    )
-    losses = []
-    for step in range(STEPS):
-        batch = next(loader)
-        labels = batch.pop("labels")
-        logits = model(**batch, use_cache=False).logits
-        loss = functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = run.schedule(step)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    loader.close()
-    return losses
+    return [loss for loss, _ in plain_steps(model, optimizer, run, STEPS)]
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,6 @@ from portable.model.loss import Objective, added, no_totals, shares
 from portable.model.transformers_patches import no_value_checks
 from portable.optim.average import exchange
 from portable.optim.non_finite import NEW_COUNTERS, Health, allowed_streak, count_update
-from portable.plugins import names_code
 from tpu.activation_checkpointing import recompute
 from tpu.attention import attend_by_rows
 from tpu.calling import Caller
@@ -23,8 +22,7 @@ from tpu.checks import GATHERED_ONCE, recomputed
 from tpu.gather import gathered
 from tpu.head import shard_gradient
 from tpu.layout import constrain
-from tpu.optim import Optimizer
-from tpu.own_optimizer import OwnOnXla
+from tpu.own_optimizer import optimizer_of
 from tpu.parameters import Parameters
 from tpu.runtime import xla
 from tpu.saving import Saver, Staged
@@ -99,11 +97,7 @@ class XlaEngine:
         )
         ends: Any = model
         self._head = self._gathered_head(ends.get_output_embeddings())
-        self._optimizer: Optimizer | OwnOnXla = (
-            OwnOnXla(config.train, model, layout, self._held)
-            if names_code(config.train.optimizer)
-            else Optimizer(config.train, model, layout, self._held, self._compute)
-        )
+        self._optimizer = optimizer_of(config.train, model, layout, self._held, self._compute)
         self._rate = config.train.learning_rate
         self._accumulated: dict[str, Tensor] | None = None
         self._saver = Saver()

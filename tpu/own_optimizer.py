@@ -15,7 +15,9 @@ from portable.model.groups import groups_of
 from portable.optim.average import AVERAGE, keep_average
 from portable.optim.optimizers import parameter_groups, rate_of
 from portable.optim.own import OwnOptimizer, number_like, plain_group, restore_groups
+from portable.plugins import names_code
 from tpu.layout import marked
+from tpu.optim import Optimizer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -191,6 +193,15 @@ class OwnOnXla:
         if _on_device(like):
             return self._layout.whole(torch.full((), number, dtype=like.dtype))
         return number_like(like, number)
+
+
+def optimizer_of(
+    settings: TrainConfig, model: nn.Module, layout: Layout, held: Parameters, compute: torch.dtype
+) -> Any:
+    """A :class:`tpu.optim.Optimizer`, or :class:`OwnOnXla` in its place; see there for the arguments."""
+    if names_code(settings.optimizer):
+        return OwnOnXla(settings, model, layout, held)
+    return Optimizer(settings, model, layout, held, compute)
 
 
 def _on_device(value: Any) -> bool:

@@ -55,7 +55,6 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
     from portable.model.loss import Measure
     from portable.model.tensors import ReadableTensor
-    from portable.optim.muon import Matrix
 
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
 
@@ -67,15 +66,6 @@ def check(config: RunConfig, device_type: str) -> None:
             (
                 config.train.optimizer not in OPTIMIZERS and not names_code(config.train.optimizer),
                 f"train.optimizer: ZeRO does not support {config.train.optimizer}; use adamw, sgd or muon",
-            ),
-            (
-                config.train.ema is not None and nvme.in_use(config),
-                "train.ema: does not work with memory.offload_optimizer or offload_params nvme; use cpu",
-            ),
-            (
-                config.train.optimizer == "muon" and nvme.in_use(config),
-                "train.optimizer: muon does not work with memory.offload_optimizer or offload_params nvme, "
-                "which swap parts of matrices apart; use cpu",
             ),
             (
                 config.compile and config.strategy == "zero3",
@@ -129,7 +119,6 @@ def prepare(model: nn.Module, config: RunConfig, machine: Machine, at_stop: Exit
     compute = COMPUTE_DTYPES[config.precision]
     parameters = dict(model.named_parameters())
     groups = groups_of(model, config.train)  # before parameters lose their shapes
-    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     frozen = [] if adapted(model) else frozen_names(model)  # which checkpoints of an adapter leave out
     rounded = [name for name in frozen if parameters[name].itemsize > compute.itemsize]
     experts = routed(model)
@@ -157,10 +146,7 @@ def prepare(model: nn.Module, config: RunConfig, machine: Machine, at_stop: Exit
     at_stop.callback(_destroy, engine)
     if config.memory.offload_params == "nvme":
         nvme.release_buffers_after_forward(engine)
-    made = ZeroEngine(engine, stage, config, machine, rounded)
-    if isinstance(optimizer, Muon):
-        optimizer.device, optimizer.flat = machine.device, made.matrices(shapes)
-    return made
+    return ZeroEngine(engine, stage, config, machine, rounded)
 
 
 def _destroy(engine: Any) -> None:
@@ -213,7 +199,6 @@ class ZeroEngine:
         self._settings = config.train
         self._sharded = stage == 3
         self._device = machine.device
-        self._ranks = machine.world_size
         # The loss is already divided by the global batch; DeepSpeed averages gradients over the ranks on top.
         self._loss_scale = float(machine.world_size)
         names: dict[nn.Parameter, str] = {p: name for name, p in self.model.named_parameters()}
@@ -222,6 +207,8 @@ class ZeroEngine:
             self._partitions = ShardedPartitions(engine.optimizer, names, machine.rank)
         else:
             self._partitions = FlatPartitions(engine.optimizer, names, machine.rank)
+        if isinstance(base := private_api.basic_optimizer(engine), Muon):
+            base.device, base.flat = machine.device, self._partitions.matrices(machine.world_size)
         scaler = private_api.dynamic_loss_scaler(engine.optimizer)
         self._scaler = None if scaler is None else DeepSpeedScaler(scaler)
         self._scaling = LossScale(self._scaler)
@@ -285,10 +272,6 @@ class ZeroEngine:
             if gradient is not None and not torch.isfinite(gradient).all():
                 found.append(name)
         return found
-
-    def matrices(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[Tensor, list[Matrix]]:
-        """The matrices in each flat partition, see :mod:`portable.optim.muon`; ``shapes`` by parameter."""
-        return self._partitions.matrices(shapes, self._ranks)
 
     def metrics(self) -> dict[str, float]:
         """See :class:`gpu.common.machine.MeasuredEngine`."""

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gpu.zero import private_api
-from portable.errors import UserError, one_line, require
+from portable.errors import UserError, one_line, require, unsupported
 from portable.formatting import human_bytes
+from portable.plugins import names_code
 from portable.terminal import tell
 
 if TYPE_CHECKING:
@@ -38,7 +39,27 @@ def in_use(config: RunConfig) -> bool:
 
 
 def check(config: RunConfig, deepspeed: Any) -> None:
-    """Raise UserError unless ``memory.nvme_path`` is a writable folder on disk and async_io can be built."""
+    """Check that this run can swap, and where to.
+
+    Raises:
+        UserError: unless DeepSpeed can swap the optimizer's state, ``memory.nvme_path`` is a writable folder
+            on disk, and async_io can be built.
+    """
+    train, nvme = config.train, "does not work with memory.offload_optimizer or offload_params nvme"
+    unsupported(
+        [
+            (train.ema is not None, f"train.ema: {nvme}; use cpu"),
+            (
+                train.optimizer == "muon",
+                f"train.optimizer: muon {nvme}, which swap parts of matrices apart; use cpu",
+            ),
+            (
+                names_code(train.optimizer),
+                f"train.optimizer: {train.optimizer}: {nvme}, since only DeepSpeed knows what it swaps; "
+                "use cpu",
+            ),
+        ]
+    )
     path = _disk(config)
     try:
         require(path.exists(), f"{_KEY}: {path} does not exist; create it, or name another folder")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gpu.common.machine import COMPUTE_DTYPES
-from gpu.zero import nvme, private_api
+from gpu.zero import private_api
 from portable.errors import UserError, one_line, require, unsupported
 from portable.optim import own
 from portable.optim.average import keep_average
@@ -67,11 +67,6 @@ def _check_own(config: RunConfig) -> None:
     name = f"train.optimizer: {config.train.optimizer}"
     unsupported(
         [
-            (
-                nvme.in_use(config),
-                f"{name}: does not work with memory.offload_optimizer or offload_params nvme, since only "
-                "DeepSpeed knows what it swaps; use cpu",
-            ),
             (
                 not own.elementwise(config.train),
                 f"{name}: updates a part of a parameter otherwise than the whole, and ZeRO has parts; use "

@@ -83,7 +83,7 @@ class FlatPartitions:
     def __init__(self, zero_optimizer: Any, names: Mapping[nn.Parameter, str], rank: int) -> None:
         self._zero = zero_optimizer
         self._base = zero_optimizer.optimizer
-        self._names, self._rank = names, rank
+        self._rank = rank
         self._flats: list[Tensor] = [group["params"][0] for group in self._base.param_groups]
         self._fragments = [
             list(_fragments_of(group, row, rank * flat.numel(), flat.numel(), names))
@@ -91,16 +91,16 @@ class FlatPartitions:
         ]
         self._stale = False
 
-    def matrices(self, shapes: Mapping[str, tuple[int, ...]], ranks: int) -> dict[Tensor, list[Matrix]]:
-        """The matrices of each flat partition, by the shapes of its parameters; vectors have none."""
+    def matrices(self, ranks: int) -> dict[Tensor, list[Matrix]]:
+        """The matrices of each flat partition, see :mod:`portable.optim.muon`; vectors have none."""
         found = {}
         for (group, row), flat in zip(private_api.flat_groups(self._zero), self._flats, strict=True):
             found[flat] = [
                 matrix
                 for parameter in group
-                if len(shape := shapes[self._names[parameter]]) > 1
+                if parameter.dim() > 1
                 for matrix in spread(
-                    shape,
+                    parameter.shape,
                     first=-_place(parameter, row),
                     length=flat.numel(),
                     ranks=ranks,
@@ -148,7 +148,7 @@ class ShardedPartitions:
                 offset += size
             self._fragments.append(fragments)
 
-    def matrices(self, shapes: Mapping[str, tuple[int, ...]], ranks: int) -> dict[Tensor, list[Matrix]]:
+    def matrices(self, ranks: int) -> dict[Tensor, list[Matrix]]:
         """See :meth:`FlatPartitions.matrices`."""
         found = {}
         for index, (group, fragments) in enumerate(
@@ -157,7 +157,7 @@ class ShardedPartitions:
             found[private_api.master_weights(self._zero, index)] = [
                 matrix
                 for parameter, fragment in zip(group, fragments, strict=True)
-                if len(shape := shapes[fragment.name]) > 1
+                if len(shape := private_api.full_shape(parameter)) > 1
                 for matrix in spread(
                     shape,
                     first=0,

@@ -183,6 +183,11 @@ def full_size(parameter: Any) -> int:
     return int(parameter.ds_numel)
 
 
+def full_shape(parameter: Any) -> tuple[int, ...]:
+    """The shape of the whole parameter."""
+    return tuple(parameter.ds_shape)
+
+
 @contextmanager
 def shard(parameter: Any) -> Iterator[Tensor]:
     """This rank's flat shard of the compute copy, padding included, to fill; in memory or on NVMe."""

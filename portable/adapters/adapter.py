@@ -125,10 +125,11 @@ class Adapter:
         held = {base for name, base in self._names.items() if name in self._files}
         lost = [name for name in missing if name not in held]
         if lost:
-            module = lost[0].split(".")[-3:-1][0]
+            around = lost[0].split(".")[-3:-1]
+            remedy = "put it into a module" if not around else f"add {around[0]} to adapter.modules_to_save"
             raise UserError(
                 f"adapter: {self._run.model.name_or_path} has no {lost[0]}, which would be random and not "
-                f"saved with the adapter; add {module} to adapter.modules_to_save, or take another base"
+                f"saved with the adapter; {remedy}, or take another base"
             )
 
     def initial(self, base: Mapping[str, ReadableTensor]) -> Mapping[str, ReadableTensor]:

@@ -211,9 +211,7 @@ class Muon(torch.optim.Optimizer):
             _Part(
                 matrix,
                 *(
-                    local(tensor).view(-1).narrow(0, matrix.offset, matrix.sizes[ranks.rank])
-                    if matrix.sizes[ranks.rank]
-                    else local(tensor).view(-1)[:0]
+                    local(tensor).view(-1)[matrix.offset :][: matrix.sizes[ranks.rank]]
                     for tensor in (parameter, parameter.grad, self.state[parameter]["momentum_buffer"])
                 ),
             )
@@ -252,7 +250,7 @@ class Muon(torch.optim.Optimizer):
             fresh = (1 - self.found_inf) * fresh
         part.momentum.lerp_(part.gradient, fresh)
         update = part.gradient.lerp(part.momentum, momentum)
-        return update.to(device=self._place(part.parameter), dtype=self._compute)
+        return update.to(device=self.device or part.parameter.device, dtype=self._compute)
 
     def _move(self, part: _Part, update: Tensor, group: dict[str, Any]) -> None:
         rate = group["lr"] * rate_factor(self._rate_rule, part.matrix.shape)
@@ -263,9 +261,6 @@ class Muon(torch.optim.Optimizer):
         else:
             allowed = 1 - self.found_inf
             part.parameter.mul_(1 - allowed * decay).sub_(step * (allowed * rate))
-
-    def _place(self, tensor: Tensor) -> torch.device:
-        return self.device or tensor.device
 
 
 def settings_of(
@@ -301,10 +296,8 @@ class _Ranks:
         """This rank's elements of each result; the matrix at place ``r`` is orthogonalized by rank ``r``."""
         own = parts[self.rank].matrix if self.rank < len(parts) else None
         if self.replicated:
-            for place, (update, part) in enumerate(zip(updates, parts, strict=True)):
-                if place == self.rank:
-                    update = orthogonalized(update.view(part.matrix.shape), compute).reshape(-1)
-                updates[place] = update
+            if own is not None:
+                updates[self.rank] = orthogonalized(updates[self.rank].view(own.shape), compute).reshape(-1)
             waiting = [dist.broadcast(u, src=place, async_op=True) for place, u in enumerate(updates)]
             for work in waiting:
                 if work is not None:

@@ -468,18 +468,20 @@ def _elementwise(settings: _Settings) -> bool:
     return torch.allclose(whole, parts, rtol=1e-5, atol=1e-7)
 
 
+def _alone(settings: _Settings, parameter: nn.Parameter) -> OwnOptimizer:
+    group: dict[str, Any] = {"params": [parameter], "weight_decay": settings.weight_decay}
+    return OwnOptimizer(settings, {"0": parameter}, [group])
+
+
 def samples(train: TrainConfig) -> dict[str, Any]:
     """The initial state of a vector of two elements."""
     parameter = nn.Parameter(torch.zeros(2))
-    group: dict[str, Any] = {"params": [parameter], "weight_decay": 0.0}
-    return OwnOptimizer(_settings(train), {"0": parameter}, [group]).initial_state(parameter)
+    return _alone(_settings(train), parameter).initial_state(parameter)
 
 
 def constructs_state(train: TrainConfig) -> bool:
     """Whether the optimizer has state from the beginning, as Adagrad has."""
-    parameter = nn.Parameter(torch.zeros(2))
-    group: dict[str, Any] = {"params": [parameter], "weight_decay": 0.0}
-    return bool(OwnOptimizer(_settings(train), {"0": parameter}, [group]).state)
+    return bool(_alone(_settings(train), nn.Parameter(torch.zeros(2))).state)
 
 
 def begins_alike(train: TrainConfig) -> bool:
@@ -499,8 +501,7 @@ def _state_of(settings: _Settings, shape: tuple[int, ...]) -> tuple[tuple[tuple[
     states: dict[str, Any] = {}
     for device in ("meta", "cpu"):  # one that reads values fails on the first
         parameter = nn.Parameter(torch.zeros(shape, device=device))
-        group = {"params": [parameter], "weight_decay": settings.weight_decay}
-        optimizer = OwnOptimizer(settings, {"0": parameter}, [group])
+        optimizer = _alone(settings, parameter)
         try:
             states = optimizer.initial_state(parameter)
             break

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from portable.errors import RunError, UserError, one_line
@@ -13,7 +14,7 @@ from portable.paths import place_of
 from portable.terminal import tell
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from portable.config import RunConfig
@@ -63,12 +64,7 @@ class Hub:
 
         if constants.HF_HUB_OFFLINE:
             raise UserError("hub.push: HF_HUB_OFFLINE is set; unset it, or set hub.push to null")
-        try:
-            with _patience(_NO_ANSWER_AT_START):
-                self._check(HfApi())
-        except Exception as error:
-            if (refused := self._refusal(error)) is not None:
-                raise refused from error
+        if (error := self._tried(partial(self._check, HfApi()))) is not None:
             tell(
                 f"warning: hub.push: the hub does not answer ({_reason(error)}); the run goes on, and tries "
                 "again when it uploads"
@@ -80,12 +76,7 @@ class Hub:
         Raises:
             UserError: if the hub refuses that. A hub that does not answer is asked again at an upload.
         """
-        try:
-            with _patience(_NO_ANSWER_AT_START):
-                self._create()
-        except Exception as error:
-            if (refused := self._refusal(error)) is not None:
-                raise refused from error
+        self._tried(self._create)
 
     def push(self, folder: Path, message: str) -> str:
         """Upload an export as a commit; return the repository's URL. Fails after :data:`WAITS`.
@@ -117,6 +108,17 @@ class Hub:
         private = " --private" if self._private else ""
         return f"hf upload {self.name} {folder} . --exclude {MARKER}{private}"
 
+    def _tried(self, action: Callable[[], None]) -> Exception | None:
+        """Why the hub did not answer, if so; raises UserError for what it refuses."""
+        try:
+            with _patience(_NO_ANSWER_AT_START):
+                action()
+        except Exception as error:
+            if (refused := self._refusal(error)) is not None:
+                raise refused from error
+            return error
+        return None
+
     def _check(self, api: Any) -> None:
         from huggingface_hub.errors import LocalTokenNotFoundError, RepositoryNotFoundError
 
@@ -126,7 +128,8 @@ class Hub:
             raise UserError(f"hub.push: there is no token; {_TOKEN}") from error
         if ((user.get("auth") or {}).get("accessToken") or {}).get("role") == "read":
             raise UserError(f"hub.push: the token may only read; {_TOKEN}")
-        self._qualify(user)
+        if "/" not in self.name:
+            self.name = f"{user['name']}/{self.name}"
         try:
             found = api.model_info(self.name)
         except RepositoryNotFoundError:
@@ -153,10 +156,6 @@ class Hub:
         self._check(api)
         api.create_repo(self.name, private=self._private, exist_ok=True)
         self._created = True
-
-    def _qualify(self, user: dict[str, Any]) -> None:
-        if "/" not in self.name:
-            self.name = f"{user['name']}/{self.name}"
 
     def _refusal(self, error: Exception) -> UserError | None:
         """The mistake of the user's that ``error`` tells of; None if trying again may help."""
@@ -207,9 +206,7 @@ def _silence() -> Iterator[None]:
     """Draw no progress bars: the run has its own."""
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
-    if before := are_progress_bars_disabled():
-        yield
-        return
+    before = are_progress_bars_disabled()
     disable_progress_bars()
     try:
         yield

@@ -144,45 +144,57 @@ def check(names: Sequence[str]) -> list[tuple[str, Any]]:
     return found
 
 
-class Callbacks(Events):
-    """What the reporter does, and after it the user's callbacks."""
+def call(callbacks: Sequence[tuple[str, Any]], hook: str, run: Run, *values: Any) -> None:
+    """Call a method of each of ``callbacks``, as :func:`check` returns them, that has it.
 
-    def __init__(self, reporter: Reporter, run: Run, prepared: Prepared) -> None:
+    Raises:
+        UserError: with its name and line, if one fails.
+    """
+    for name, callback in callbacks:
+        method = getattr(callback, hook, None)
+        if method is None:
+            continue
+        before = _versions(run.model)
+        with plugins.told_as(f"{name}: {hook}"):
+            method(run, *values)
+        if any(before.get(one, version) != version for one, version in _versions(run.model).items()):
+            raise UserError(
+                f"{name}: {hook}: changes parameters of the model, which ranks and the optimizer do not "
+                "know of; use model.function, train.loss or train.optimizer"
+            )
+
+
+def _versions(model: nn.Module) -> dict[int, int]:
+    """Of each parameter, what rises with each change in place. Host numbers: no sync.
+
+    A pass through the model may leave others in their place, such as gathered ones.
+    """
+    return {id(parameter): parameter._version for parameter in model.parameters()}
+
+
+class Callbacks(Events):
+    """What the reporter does, and after it the user's callbacks.
+
+    Args:
+        reporter: of the run.
+        run: what callbacks see.
+        prepared: the run.
+        batches: that it trains on.
+    """
+
+    def __init__(self, reporter: Reporter, run: Run, prepared: Prepared, batches: Awaited) -> None:
         self._reporter = reporter
         self._run = run
         self._backend = prepared.backend
         self._of_data = prepared.data.train.progress
         self._callbacks = check(prepared.config.train.callbacks)
         self.stopped = False
-        self.batches: Awaited | None = None
-        """The batches that the run trains on."""
-        self._logs = 0
+        self._batches = batches
+        self._has_logged = self._has_warned = False
 
     def call(self, hook: str, *values: Any) -> None:
-        """Call a method of every callback that has it.
-
-        Raises:
-            UserError: with its name and line, if one fails.
-        """
-        for name, callback in self._callbacks:
-            method = getattr(callback, hook, None)
-            if method is None:
-                continue
-            before = self._versions()
-            with plugins.told_as(f"{name}: {hook}"):
-                method(self._run, *values)
-            if any(before.get(one, version) != version for one, version in self._versions().items()):
-                raise UserError(
-                    f"{name}: {hook}: changes parameters of the model, which ranks and the optimizer do not "
-                    "know of; use model.function, train.loss or train.optimizer"
-                )
-
-    def _versions(self) -> dict[int, int]:
-        """Of each parameter, what rises with each change in place. Host numbers: no sync.
-
-        A pass through the model may leave others in their place, such as gathered ones.
-        """
-        return {id(parameter): parameter._version for parameter in self._run.model.parameters()}
+        """Call a method of every callback; see :func:`call`."""
+        call(self._callbacks, hook, self._run, *values)
 
     def on_step(self, progress: Progress) -> None:
         self._reporter.on_step(progress)
@@ -203,16 +215,15 @@ class Callbacks(Events):
 
     def _waits(self) -> dict[str, float]:
         """The share of the time that steps waited for data; a warning where it is long, once."""
-        if self.batches is None:
-            return {}
-        share = self.batches.share()
-        self._logs += share > LONG_WAIT or self._logs == 0  # the first has to fill the queue
-        if self._logs == 2 and share > LONG_WAIT:
-            self._logs += 1
+        share = self._batches.share()
+        # Before the first log the queue had to be filled.
+        if share > LONG_WAIT and self._has_logged and not self._has_warned:
+            self._has_warned = True
             self._reporter.say(
                 f"warning: steps wait for data {share:.0%} of the time (data_wait); raise data.num_workers; "
                 "a stream needs more cores"
             )
+        self._has_logged = True
         return {"data_wait": share}
 
     def _logged(self) -> dict[str, float]:
@@ -247,8 +258,7 @@ class Callbacks(Events):
         self._reporter.on_skipped(progress, count, message)
 
     def on_pause(self, seconds: float) -> None:
-        if self.batches is not None:
-            self.batches.pause(seconds)
+        self._batches.pause(seconds)
         self._reporter.on_pause(seconds)
 
     def last_checkpoint(self) -> str:

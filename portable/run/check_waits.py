@@ -22,7 +22,7 @@ from portable.errors import UserError
 from portable.formatting import human_count
 from portable.loop import train_step
 from portable.run.batches import train_loader
-from portable.run.callbacks import Run, check
+from portable.run.callbacks import Run, call, check
 from portable.run.own_code import named_code
 from portable.run.restore import restore
 from portable.terminal import tell
@@ -98,9 +98,10 @@ def check_waits(prepared: Prepared) -> int:
         UserError: if code of the user's waits, or compiles again in each step.
     """
     backend, config = prepared.backend, prepared.config
-    restored = restore(prepared, resume_source(config, checkpoints_of(prepared.settled.place)))
+    checkpoints = checkpoints_of(prepared.settled.place)
+    restored = restore(prepared, resume_source(config, checkpoints))
     engine, progress = restored.engine, restored.progress
-    run = Run(prepared, engine, progress, checkpoints_of(prepared.settled.place))
+    run = Run(prepared, engine, progress, checkpoints)
     callbacks = check(config.train.callbacks)
     files = {plugins.file_of(name): key for key, name in named_code(config).items()}
     waits = Waits(frozenset(files))
@@ -119,15 +120,9 @@ def check_waits(prepared: Prepared) -> int:
         )
         progress.step += 1
         progress.samples += prepared.plan.global_batch_size
-        for name, callback in callbacks:
-            if hasattr(callback, "on_step"):
-                with plugins.told_as(f"{name}: on_step"):
-                    callback.on_step(run)
+        call(callbacks, "on_step", run)
 
-    for name, callback in callbacks:
-        if hasattr(callback, "on_start"):
-            with plugins.told_as(f"{name}: on_start"):
-                callback.on_start(run)
+    call(callbacks, "on_start", run)
     try:
         for _ in range(_FIRST):
             step()

@@ -138,11 +138,7 @@ def _write_preview(prepared: Prepared, output: Output) -> None:
 def _train(prepared: Prepared, opened: Open, hub: Hub | None) -> int:
     config, backend, output = prepared.config, prepared.backend, opened.output
     engine, progress, checkpoints = opened.restored.engine, opened.restored.progress, opened.checkpoints
-    uploads: Uploads | None = None
-    if hub is not None:
-        uploads = Uploads(hub, partial(export_with_card, prepared, output.work), output.scratch)
-        if config.hub.push == "checkpoints":
-            checkpoints.on_complete, checkpoints.in_use = uploads.add, uploads.in_use
+    uploads = None if hub is None else _uploads(prepared, opened, hub)
 
     def report_hang(line: str) -> None:
         launch.report_hang(line)
@@ -164,9 +160,8 @@ def _train(prepared: Prepared, opened: Open, hub: Hub | None) -> int:
     for line in (*prepared.notes, headline(prepared, opened.restored)):
         reporter.say(line)
     run = Run(prepared, engine, progress, checkpoints)
-    events = Callbacks(reporter, run, prepared)
     batches = Awaited(watchdog.over(train_loader(prepared, progress.samples)))
-    events.batches = batches
+    events = Callbacks(reporter, run, prepared, batches)
     evaluation = Evaluations(prepared, engine, events, watchdog.over)
     gc.collect()
     gc.freeze()  # the model and the libraries stay: no collection need visit them
@@ -211,16 +206,14 @@ def _train(prepared: Prepared, opened: Open, hub: Hub | None) -> int:
         reporter.close()
         gc.unfreeze()
     if backend.rank == 0:
-        latest = checkpoints.latest()
-        chosen = checkpoint_to_export(prepared, checkpoints, progress, reporter)
         finish(
             prepared,
             output,
             reporter,
-            latest,
+            checkpoints.latest(),
             opened.profiler,
             complete=complete,
-            exported=chosen,
+            exported=checkpoint_to_export(prepared, checkpoints, progress, reporter),
             uploads=uploads,
             warnings=opened.log.foreign,
         )
@@ -228,6 +221,14 @@ def _train(prepared: Prepared, opened: Open, hub: Hub | None) -> int:
             checkpoints.prune({step for step, _ in progress.standing.best})
     output.publish()
     return EXIT_DONE
+
+
+def _uploads(prepared: Prepared, opened: Open, hub: Hub) -> Uploads:
+    output, checkpoints = opened.output, opened.checkpoints
+    uploads = Uploads(hub, partial(export_with_card, prepared, output.work), output.scratch)
+    if prepared.config.hub.push == "checkpoints":
+        checkpoints.on_complete, checkpoints.in_use = uploads.add, uploads.in_use
+    return uploads
 
 
 def _cadence(prepared: Prepared) -> Cadence:

@@ -106,6 +106,25 @@ def without_libaio() -> str:
         AsyncIOBuilder.has_function = found
 
 
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"train__ema": 0.9}, "train.ema: does not work with memory.offload_optimizer"),
+        ({"train__optimizer": "muon"}, "train.optimizer: muon does not work with memory.offload_optimizer"),
+        (
+            {"train__optimizer": "torch.optim:NAdam"},
+            "train.optimizer: torch.optim:NAdam: does not work with memory.offload_optimizer",
+        ),
+    ],
+)
+def test_state_that_cannot_be_swapped_is_refused(
+    settings: dict[str, Any], told: str, tmp_path: Path, corpus: Path
+) -> None:
+    disk = {"memory__offload_optimizer": "nvme", "memory__nvme_path": str(tmp_path)}
+    with pytest.raises(UserError, match=told):
+        nvme.check(configured(tmp_path, corpus, strategy="zero3", **disk, **settings), None)
+
+
 def test_without_libaio_there_is_one_line(ranks: RankPool) -> None:
     """The linker is made to find no libaio."""
     assert "libaio-dev" in ranks.run(1, without_libaio)

@@ -209,6 +209,20 @@ def test_a_huge_rank_takes_no_memory_before_it_is_refused(tmp_path: Path) -> Non
     assert all(tensor.is_meta for tensor in stored_tensors(model).values())
 
 
+@pytest.mark.parametrize(
+    ("missing", "remedy"),
+    [
+        ("score.weight", "add score to adapter.modules_to_save"),
+        ("classifier.dense.bias", "add classifier to adapter.modules_to_save"),
+        ("scale", "put it into a module"),
+    ],
+)
+def test_what_base_and_adapter_lack_is_refused(missing: str, remedy: str, tmp_path: Path) -> None:
+    _, adapter = adapted(tmp_path)
+    with pytest.raises(UserError, match=f"has no {missing}, which would be random .*; {remedy}, or take"):
+        adapter.check_base([missing])
+
+
 def test_the_heads_of_classifiers_are_trained(tmp_path: Path) -> None:
     """A pretrained model has none, so the adapter is worth nothing without it."""
     for kind, head in (("bert", "classifier"), ("bart", "classification_head")):

@@ -135,7 +135,7 @@ ZERO = tuple(name for name in ENGINES if name.startswith("zero"))
 KINDS = {
     "lion": Kind(Lion, 5e-3),
     "nadam": Kind(torch.optim.NAdam, 1e-2, "torch.optim:NAdam"),
-    "radam": Kind(torch.optim.RAdam, 3e-2, "torch.optim:RAdam"),
+    "radam": Kind(torch.optim.RAdam, 2e-1, "torch.optim:RAdam"),
     "sgd": Kind(functools.partial(sgd, weight_decay=0.1), 1e-1, f"{HERE}:sgd"),
     "adafactor": Kind(torch.optim.Adafactor, 3e-1, "torch.optim:Adafactor", without=(*ZERO, "xla")),
     "odd": Kind(Odd, 1e-1, without=(*ZERO, "xla")),
