@@ -59,9 +59,7 @@ class FilePart(Source):
     def key(self) -> str:
         """A digest of the bytes; of an object, of its URL and version."""
         if self._key is None:
-            fields = self._fields
-            settings = (fields, fields.format, fields.columns, fields.bad is None)
-            digest = hashlib.blake2b(repr(settings).encode(), digest_size=16)
+            digest = hashlib.blake2b(self._fields.key.encode(), digest_size=16)
             if self._found is None:
                 with self._reading():
                     for piece in self._pieces():

@@ -118,7 +118,7 @@ class LocalFiles(Source):
     @property
     def key(self) -> str:
         if self._key is None:
-            digest = hashlib.blake2b(repr(self._settings()).encode(), digest_size=16)
+            digest = hashlib.blake2b(repr(self._settings).encode(), digest_size=16)
             for path in self._files:
                 found = self._known[path] = file_digest(path, self._digests, self._remember)
                 kind = format_of(path) + (path.suffix.lower() if is_compressed(path) else "")
@@ -131,20 +131,10 @@ class LocalFiles(Source):
         self.key  # noqa: B018  (computes the digests)
         return frozenset(self._known.values())
 
-    def _settings(self) -> tuple[Any, ...]:
-        """The settings that change the documents."""
-        found = self._of_fields()
-        return found if self._fields.bad is None else (*found, "skip")
-
-    def _of_fields(self) -> tuple[Any, ...]:
-        fields = self._fields
-        values: tuple[Any, ...] = (fields.text, fields.target, fields.label, self._max_samples)
-        if fields.columns:
-            return (fields, fields.format, fields.columns, self._max_samples)
-        if fields.format not in (None, "text"):
-            return (fields.format, self._max_samples)
-        values = values if fields.text_split == "file" else (*values, fields.text_split)
-        return (*values, fields.pair, fields.prefix) if fields.pair or fields.prefix else values
+    @property
+    def _settings(self) -> tuple[str, int | None]:
+        """What decides the documents besides the files."""
+        return self._fields.key, self._max_samples
 
     @property
     def size_bytes(self) -> int | None:

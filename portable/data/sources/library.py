@@ -117,13 +117,7 @@ class HubDataset(Source):
     @property
     def key(self) -> str:
         # The library's fingerprint covers the repository, its revision, the configuration and the split.
-        content: tuple[Any, ...] = (self._rows()._fingerprint, self._fields, self._max_samples)
-        if self._fields.format not in (None, "text"):
-            content = (content[0], self._fields.format, self._max_samples)
-        if self._fields.columns:
-            content = (*content, self._fields.columns)
-        if self._fields.bad is not None:
-            content = (*content, "skip")
+        content = (self._rows()._fingerprint, self._fields.key, self._max_samples)
         return hashlib.blake2b(repr(content).encode(), digest_size=16).hexdigest()
 
     @property

@@ -78,7 +78,7 @@ class RemoteFiles(LocalFiles):
     def key(self) -> str:
         """A digest of the store's versions, so that tokenized files need not be downloaded again."""
         versions = [(str(path), found.size, found.version) for path, found in self._objects.items()]
-        return hashlib.blake2b(repr((self._settings(), versions)).encode(), digest_size=16).hexdigest()
+        return hashlib.blake2b(repr((self._settings, versions)).encode(), digest_size=16).hexdigest()
 
     @property
     def size_bytes(self) -> int | None:

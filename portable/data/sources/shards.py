@@ -57,14 +57,7 @@ class StreamedFiles(Source):
     @cached_property
     def key(self) -> str:
         """A digest of the names, lengths and versions of the files: nothing is read."""
-        content = repr(
-            (
-                self.fields,
-                self.fields.format,
-                self.fields.bad is None,
-                [shard.identity for shard in self.shards],
-            )
-        )
+        content = repr((self.fields.key, [shard.identity for shard in self.shards]))
         return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
     @property
