@@ -96,6 +96,13 @@ def names_code(text: object) -> bool:
     return match is not None and match["module"] is not None
 
 
+def _parsed(key: str, text: str) -> Name:
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise UserError(f"{key}: {one_line(error)}") from error
+
+
 def load(key: str, text: str, known: Mapping[str, str] | None = None) -> Any:
     """The object that a setting names: a function, or what a class makes of the arguments.
 
@@ -107,10 +114,7 @@ def load(key: str, text: str, known: Mapping[str, str] | None = None) -> Any:
     Raises:
         UserError: if there is none, or it does not take the arguments.
     """
-    try:
-        named = parse(text)
-    except ValueError as error:
-        raise UserError(f"{key}: {one_line(error)}") from error
+    named = _parsed(key, text)
     if str(named) in _objects:
         return _objects[str(named)]
     told = f"{key}: {text}"
@@ -132,10 +136,7 @@ def maker(key: str, text: str) -> Callable[..., Any]:
     Raises:
         UserError: if there is none, or it does not take the arguments.
     """
-    try:
-        named = parse(text)
-    except ValueError as error:
-        raise UserError(f"{key}: {one_line(error)}") from error
+    named = _parsed(key, text)
     told = f"{key}: {text}"
     found = _objects.get(str(named))
     if found is None:
