@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from portable.data.sources.documents import Document, Fields, Source, changed_meanwhile, read_rows
-from portable.data.sources.files import json_row
+from portable.data.sources.files import json_row, unreadable
 from portable.data.sources.library import without_nulls
 from portable.errors import RunError, UserError, one_line
 from portable.paths import storage_errors
@@ -123,8 +123,7 @@ class FilePart(Source):
             try:
                 yield
             except OSError as error:
-                reason = one_line(error.strerror or error)
-                raise UserError(f"data.source: {self._path}: cannot read it: {reason}") from error
+                raise unreadable(self._path, error) from error
 
 
 class LinesBetween(FilePart):

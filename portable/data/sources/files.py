@@ -16,6 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from converters.storage.object_store import is_url
 from portable.data.sources.compression import decompressed, format_of, is_compressed
 from portable.data.sources.documents import (
     PIECE_CHARS,
@@ -30,6 +31,7 @@ from portable.data.sources.documents import (
 )
 from portable.data.sources.library import LIBRARY_FORMATS, library_rows
 from portable.errors import UserError, one_line
+from portable.paths import place_of, storage_errors
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -40,6 +42,18 @@ if TYPE_CHECKING:
 
 FORMATS = (".txt", ".jsonl", ".json", *LIBRARY_FORMATS)
 _DIGEST_MEMO_FROM = 16 << 20  # bytes; smaller files are hashed at every start
+
+
+def place_with(name: str, file: str) -> Place | None:
+    """The folder that ``name`` means, here or in an object store, if ``file`` is in it."""
+    if glob.has_magic(name) or (is_url(name) and format_of(name) in FORMATS):
+        return None
+    place = place_of("data.source", name)
+    try:
+        with storage_errors("data.source"):
+            return place if (place / file).is_file() else None
+    except OSError:  # of an impossible name
+        return None
 
 
 def local_files(name: str) -> list[Path] | None:
@@ -271,14 +285,20 @@ def file_digest(path: Path, memo: Path | None, remember: bool) -> bytes:
             remembered = _memo_file(path, memo)
             if remembered.is_file() and len(digest := remembered.read_bytes()) == 16:
                 return digest
-        with path.open("rb") as file:
-            hasher = hashlib.blake2b(digest_size=16)
-            while chunk := file.read(1 << 22):
-                hasher.update(chunk)
+        found = content_digest(path)
     except OSError as error:
-        raise _unreadable(str(path), error) from error
+        raise unreadable(path, error) from error
     if remembered is not None and remember:
-        _remember(remembered, hasher.digest())
+        _remember(remembered, found)
+    return found
+
+
+def content_digest(path: Path) -> bytes:
+    """The digest of a file's contents, as they are now."""
+    hasher = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 22):
+            hasher.update(chunk)
     return hasher.digest()
 
 
@@ -292,7 +312,7 @@ def _remember(path: Path, digest: bytes) -> None:
         return
 
 
-def _unreadable(name: str, error: OSError) -> UserError:
+def unreadable(name: object, error: OSError) -> UserError:
     return UserError(f"data.source: {name}: cannot read it: {one_line(error.strerror or error)}")
 
 
@@ -306,7 +326,7 @@ def _reading(name: str) -> Iterator[None]:
     except (EOFError, zlib.error) as error:
         raise UserError(f"data.source: {name}: {one_line(error)}; copy the file again") from error
     except OSError as error:
-        raise _unreadable(name, error) from error
+        raise unreadable(name, error) from error
 
 
 def unknown_length(path: Place) -> bool:
