@@ -110,6 +110,8 @@ class Source(ABC):
     """Whether opening it may download it."""
     downloads = False
     """Whether reading its records may download them."""
+    tokenized = False
+    """Whether it has tokens in place of text."""
     name: str
     """The name for messages, such as the path as given by the user."""
     bad: BadRecords | None = None

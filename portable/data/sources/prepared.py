@@ -110,6 +110,8 @@ def prepared_tokenizer(place: Place, cache: Path) -> Path:
 class PreparedShard(Source):
     """A shard that is tokenized already."""
 
+    tokenized = True
+
     def __init__(self, folder: Place, documents: int, fingerprint: str, index: Index, fields: Fields) -> None:
         self.name = str(folder)
         self.downloads = not isinstance(folder, Path)

@@ -71,7 +71,8 @@ class StreamedFiles(Source):
         return sum(shard.bytes for shard in self.shards)
 
     def recognised(self, fields: Fields) -> Format:
-        return self.shards[0].open(self.fields).recognised(fields)
+        first = self.shards[0].open(self.fields)
+        return first.recognised(fields) if first.tokenized else super().recognised(fields)
 
     def reading(self, fields: Fields) -> StreamedFiles:
         """The same files with other fields."""
@@ -86,7 +87,11 @@ class StreamedFiles(Source):
             yield from shard.open(self.fields).rows()
 
     def check(self) -> None:
-        self.shards[0].open(self.fields).check()
+        first = self.shards[0].open(self.fields)
+        if first.tokenized:
+            first.check()
+        elif not self.downloads:
+            super().check()
 
 
 def open_stream(

@@ -53,6 +53,8 @@ class _Layout:
 class TokenSource(Source):
     """Tokens that another program made."""
 
+    tokenized = True
+
     def documents(self) -> Iterator[Document]:
         raise UserError(
             f"data.tokenizer: {self.name} has tokens and no text; set it to the tokenizer that made them"
