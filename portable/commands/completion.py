@@ -9,6 +9,7 @@ import shtab
 
 from converters.cli import parser_of as convert_parser
 from converters.console import say
+from portable.commands.data import DATA_OPTIONS
 from portable.config import keys
 from portable.config.arguments import TRAIN_OPTIONS
 from portable.config.run_config import RunConfig
@@ -31,7 +32,7 @@ def completion(argv: Sequence[str]) -> int:
     """
     parser = argparse.ArgumentParser(
         prog="portable-train completion",
-        description="Print what completes portable-train, -plan, -convert and -report in a shell.",
+        description="Print what completes portable-train, -plan, -data, -convert and -report in a shell.",
         epilog='In ~/.bashrc or ~/.zshrc:  eval "$(portable-train completion bash)"',
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -40,6 +41,7 @@ def completion(argv: Sequence[str]) -> int:
     programs = (
         _of_schema("portable-train", TRAIN_OPTIONS),
         _of_schema("portable-plan", PLAN_OPTIONS),
+        _of_schema("portable-data", DATA_OPTIONS),
         convert_parser(),
         report_parser(),
     )

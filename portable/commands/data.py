@@ -33,6 +33,16 @@ examples:
 {exit_codes(DONE, FAILED, REFUSED)}
 """
 
+DATA_OPTIONS = (
+    CONFIG_OPTIONS[0],
+    Option("out", "path", "Where the tokens go: a folder, or a URL of an object store.", "PLACE"),
+    Option("processes", "count", "Processes that tokenize at a time; default one for each core.", "N"),
+    Option(
+        "part", "text", "The part of the shards that this machine makes, such as 2/8; default all.", "I/N"
+    ),
+    CONFIG_OPTIONS[1],
+)
+
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
@@ -49,16 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(argv: Sequence[str]) -> int:
     """Write the tokens and say what was written."""
-    options = (
-        CONFIG_OPTIONS[0],
-        Option("out", "text", "Where the tokens go: a folder, or a URL of an object store.", "PLACE"),
-        Option("processes", "count", "Processes that tokenize at a time; default one for each core.", "N"),
-        Option(
-            "part", "text", "The part of the shards that this machine makes, such as 2/8; default all.", "I/N"
-        ),
-        CONFIG_OPTIONS[1],
-    )
-    config, given = read_command(argv, options, USAGE)
+    config, given = read_command(argv, DATA_OPTIONS, USAGE)
     if "out" not in given:
         raise UserError("--out: is missing; name a folder or a URL for the tokens")
     number, count = _part(given.get("part", "1/1"))

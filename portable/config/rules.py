@@ -182,9 +182,8 @@ def _adapter(config: RunConfig) -> Iterator[ConflictError]:
                 f"adapter.base {adapter.base} does not work with DeepSpeed's strategy {config.strategy}, "
                 "which casts weights; use full_shard",
             )
-        for name in ("use_dora", "compile"):
-            if getattr(adapter if name == "use_dora" else config, name):
-                key = f"adapter.{name}" if name == "use_dora" else name
+        for key in ("adapter.use_dora", "compile"):
+            if config.get(key):
                 yield ConflictError(
                     (key, "adapter.base"),
                     f"{key} does not work with adapter.base {adapter.base}; set it to false, or "
@@ -281,10 +280,11 @@ def _data(config: RunConfig) -> Iterator[ConflictError]:
     except SourceError as error:
         yield ConflictError((error.key, *_inside("data.eval", data.eval)), str(error))
     try:
-        streams = [name for name, one in training_sources(data).items() if one.settings.stream]
+        sources = {training_key(name): one.settings for name, one in training_sources(data).items()}
+        streams = {key: one for key, one in sources.items() if one.stream}
         if streams:
-            yield from _streams(config, training_key(streams[0]))
-        for key, one in ((training_key(name), training_sources(data)[name].settings) for name in streams):
+            yield from _streams(config, next(iter(streams)))
+        for key, one in streams.items():
             if one.max_samples is not None:
                 yield ConflictError(
                     (f"{key}.max_samples", f"{key}.stream"),

@@ -269,11 +269,18 @@ def _tokenizer(
         tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code, **languages_of(settings, task))
     else:
         size = settings.vocab_size or model_vocab_size
-        chat = any(converses(own) for own, _ in sources.values())
-        kind = {"mask": task == MASKED, "ends": ends_texts, "chat": chat}
+        kind = _kind_to_train(sources, task, ends_texts=ends_texts)
         tokenizer = train_tokenizer(_as_one(sources), size, cache_dir(settings), **kind)
     add_tokens(tokenizer, settings.added_tokens)
     return tokenizer
+
+
+def _kind_to_train(
+    sources: Mapping[str, tuple[DataConfig, Source]], task: str, *, ends_texts: bool
+) -> dict[str, bool]:
+    """What a tokenizer that is trained on the sources has to have."""
+    chat = any(converses(own) for own, _ in sources.values())
+    return {"mask": task == MASKED, "ends": ends_texts, "chat": chat}
 
 
 def open_for_making(
@@ -481,8 +488,7 @@ def inspect_data(
     if name is None:
         size = trained_vocab_size(settings.vocab_size or model_vocab_size, mask=task == MASKED)
         if not training.remote:
-            chat = any(converses(own) for own, _ in sources.values())
-            kind = {"mask": task == MASKED, "ends": ends_texts, "chat": chat}
+            kind = _kind_to_train(sources, task, ends_texts=ends_texts)
             trained = trained_tokenizer_folder(training, size, cache_dir(settings), **kind)
             folder = str(trained) if is_trained(trained) else None
     cached: dict[str, Opened] = {}

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 Record = tuple[int, int, str]
 """Documents, tokens and fingerprint of a shard."""
 _EMPTY: Record = (0, 0, "")
+_DRAFTS = ".making"
+_READS = 32  # records that are read at a time: one is a request, or a file and its checksums
 
 
 @dataclass(frozen=True)
@@ -71,28 +74,14 @@ def make(
     Raises:
         UserError: if the source or ``out`` cannot be used, or ``out`` has the tokens of something else.
     """
-    if isinstance(out, Path):
-        return _make(reading, settings, source, out, out / ".making", processes, part, progress)
-    with scratch_folder("portable-data") as scratch:
-        return _make(reading, settings, source, out, scratch, processes, part, progress)
-
-
-def _make(
-    reading: Reading,
-    settings: DataConfig,
-    source: StreamedFiles,
-    out: Place,
-    scratch: Path,
-    processes: int,
-    part: tuple[int, int],
-    progress: bool,
-) -> Made:
-    work = reading.tokenizing(settings, source, scratch)
+    drafts = nullcontext(out / _DRAFTS) if isinstance(out, Path) else scratch_folder("portable-data")
     try:
-        with storage_errors("--out"):
+        with storage_errors("--out"), drafts as scratch:
+            work = reading.tokenizing(settings, source, scratch)
             if _begin(out, {"files": source.key, "made": work.made}, source.name):
                 _save_tokenizer(reading.tokenizer, out / TOKENIZER, scratch)
-            records = _known(out, len(source.shards))
+            records: list[Record | None] = [None] * len(source.shards)
+            _learn(out, records)
             mine = [n for n in range(part[0], len(source.shards), part[1]) if records[n] is None]
             write = _Writing(work, out)
             total = sum(shard.bytes for shard in source.shards)
@@ -105,7 +94,7 @@ def _make(
                     records[number] = record
                     bar.update(source.shards[number].bytes)
             if part[1] > 1:
-                records = _known(out, len(source.shards))  # the others may have ended meanwhile
+                _learn(out, records)  # the others may have ended meanwhile
             known = [record for record in records if record is not None]
             tokens = sum(count for _, count, _ in known)
             if len(known) == len(records):
@@ -133,7 +122,7 @@ def _begin(out: Place, what: dict[str, str], name: str) -> bool:
                 f"--out: {out} was begun with other files, another tokenizer or template than those of "
                 f"{name}; choose another place, or remove it"
             )
-    elif isinstance(out, Path) and any(path.name != ".making" for path in out.iterdir()):
+    elif isinstance(out, Path) and any(path.name != _DRAFTS for path in out.iterdir()):
         raise UserError(f"--out: {out} is not empty; choose an empty or new folder")
     _write_text(out / BEGUN, json.dumps(what) + "\n")
     return True
@@ -147,13 +136,17 @@ def _below(place: Place) -> Iterator[Place]:
         yield from map(place.__truediv__, place.objects())
 
 
-def _known(out: Place, count: int) -> list[Record | None]:
-    """The records of the shards that are whole."""
-    if isinstance(out, Path):
-        return [_record(shard_folder(out, number)) for number in range(count)]
-    names = (out / "shards").objects()
-    whole = {int(name.partition("/")[0]) for name in names if name.endswith(f"/{LAST}")}
-    return [_record(shard_folder(out, number)) if number in whole else None for number in range(count)]
+def _learn(out: Place, records: list[Record | None]) -> None:
+    """Fill in the records of the shards that are whole by now."""
+    missing = [number for number, record in enumerate(records) if record is None]
+    if not isinstance(out, Path):
+        names = (out / "shards").objects()
+        whole = {int(name.partition("/")[0]) for name in names if name.endswith(f"/{LAST}")}
+        missing = [number for number in missing if number in whole]
+    with ThreadPoolExecutor(_READS) as pool:
+        found = pool.map(lambda number: _record(shard_folder(out, number)), missing)
+        for number, record in zip(missing, found, strict=True):
+            records[number] = record
 
 
 def _record(folder: Place) -> Record | None:

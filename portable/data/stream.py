@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 _SHIFT = 32
 """Bits of a sample's number within its shard."""
 _WINDOWS_AHEAD = 2
+_SPARE = 20  # a share of the limit
 _PRINT = 16  # characters of a fingerprint in the manifest
 
 
@@ -110,6 +111,8 @@ class Stream(Samples):
         """For the epoch, how many samples the shards up to each in order have, as far as they are known."""
         self._total: int | None = None
         self._told = -1
+        self._free = 0
+        """Bytes of tokens that may come until the limit is looked at again."""
         self._ahead: Ahead | None = None
         self._lock = threading.RLock()
         self.fingerprint = ""
@@ -262,7 +265,7 @@ class Stream(Samples):
             while len(self._open) > 2 * self._window:
                 closed, _ = self._open.popitem(last=False)
                 del self._folders[closed]
-            self._make_room()
+            self._came(tokens.folder)
             return found
 
     def _tokens(self, shard: int) -> TokenCache:
@@ -279,13 +282,18 @@ class Stream(Samples):
                 os.utime(tokens.folder)  # used last
         return tokens
 
-    def _make_room(self, limit: int | None = None) -> None:
-        """Remove the tokens that were not used for the longest time, until the rest is within the limit."""
-        if limit is None and not self._processes:
-            return
-        limit = self._limit if limit is None else limit
-        if limit is None:
-            return
+    def _came(self, folder: Path) -> None:
+        """Look at the limit again, once so many tokens came that it may be exceeded."""
+        if self._processes and self._limit is not None:
+            self._free -= _size(folder)
+            if self._free <= 0:
+                self._make_room(self._limit)
+
+    def _make_room(self, limit: int) -> None:
+        """Remove the tokens that were not used for the longest time, if all exceed the limit.
+
+        A cache may have very many folders: a little more is removed, so that the next look is not soon.
+        """
         used = {*dict(self._folders).values(), *tuple(self._coming)}
         folders = []
         with suppress(OSError):
@@ -294,15 +302,17 @@ class Stream(Samples):
                     if folder.is_dir() and folder.suffix != ".draft":
                         folders.append((folder.stat().st_mtime_ns, _size(folder), folder))
         total = sum(size for _, size, _ in folders)
+        most = limit if total <= limit else limit - limit // _SPARE
         for _, size, folder in sorted(folders)[: -self._window - 1]:  # another process may use the newest
-            if total <= limit:
-                return
+            if total <= most:
+                break
             if folder not in used:
                 gone = folder.with_name(f"{folder.name}.gone-{os.getpid()}")
                 with suppress(OSError):
                     folder.rename(gone)
                     shutil.rmtree(gone, ignore_errors=True)
                     total -= size
+        self._free = (limit - total) // 2  # another run may write as much
 
     # -- samples ----------------------------------------------------------------------------------------
 
@@ -379,7 +389,7 @@ def _arrived(stream: Stream | None, folder: Path) -> None:
     """Called in another thread for each shard that was made ahead; it does not keep the stream alive."""
     if stream is not None:
         stream._coming.append(folder)
-        stream._make_room()
+        stream._came(folder)
 
 
 def _size(folder: Path) -> int:

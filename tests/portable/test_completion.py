@@ -19,6 +19,7 @@ complete_as() {
 complete_as portable-train --train.learning_r
 complete_as portable-train --strategy zer
 complete_as portable-plan --top
+complete_as portable-data --part
 complete_as portable-convert --dtype bfl
 complete_as portable-report --o
 """
@@ -33,6 +34,7 @@ def test_bash_completes_settings_and_their_values(capsys: pytest.CaptureFixture[
         "--train.learning_rate",
         "zero1 zero2 zero3",
         "--topology",
+        "--part",
         "bfloat16",
         "--out",
     ]

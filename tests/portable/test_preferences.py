@@ -109,6 +109,56 @@ def test_losses_by_their_formulas() -> None:
 # -- beside TRL --------------------------------------------------------------------------------------------
 
 STEPS = 10
+AS_OURS: dict[str, Any] = {
+    "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2,
+    "max_steps": STEPS,
+    "learning_rate": 1e-2,
+    "lr_scheduler_type": "linear",
+    "warmup_steps": 0,
+    "max_length": 64,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "gradient_checkpointing": False,
+    "report_to": "none",
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "bf16": False,
+}
+"""TRL's settings for :func:`beside_trl`."""
+
+
+def beside_trl(folder: Path, rows: list[dict[str, Any]], tokens: Any, loss: str) -> RunConfig:
+    write_jsonl(folder / "pairs.jsonl", rows)
+    tokens.save_pretrained(folder / "tokenizer")
+    return configured(
+        folder / "run",
+        folder / "pairs.jsonl",
+        data__source=str(folder / "pairs.jsonl"),
+        data__tokenizer=str(folder / "tokenizer"),
+        data__seq_len=63,
+        data__eval_fraction=0,
+        model__config={**TINY_MODEL, "vocab_size": len(tokens)},
+        train__loss=loss,
+        train__global_batch_size=4,
+        train__micro_batch_size=2,
+        train__steps=STEPS,
+        train__learning_rate=1e-2,
+        train__betas=[0.9, 0.999],
+        train__weight_decay=0.0,
+        train__schedule="linear",
+    )
+
+
+def check_the_losses_of(trainer: Any, ours: list[dict[str, Any]]) -> None:
+    """Train with TRL, and compare what it logs."""
+    trainer.train()
+    theirs = [row for row in trainer.state.log_history if "loss" in row]
+    for one, other in zip(ours, theirs, strict=True):
+        # TRL rounds what it logs to a number of digits.
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5, abs=1e-5), (one, other)
+        for name in ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"):
+            assert one[name] == pytest.approx(other[name], rel=1e-3, abs=1e-4), name
 
 
 @pytest.mark.parametrize("kind", ["dpo", "ipo"])
@@ -120,27 +170,8 @@ def test_the_losses_are_those_of_trl(kind: str, tmp_path: Path, brief_runs: None
 
     from portable.data.samples.order import locate
 
-    rows = pairs(40)
-    write_jsonl(tmp_path / "pairs.jsonl", rows)
-    tokens = tokenizer("chatml")
-    tokens.save_pretrained(tmp_path / "tokenizer")
-    config = configured(
-        tmp_path / "run",
-        tmp_path / "pairs.jsonl",
-        data__source=str(tmp_path / "pairs.jsonl"),
-        data__tokenizer=str(tmp_path / "tokenizer"),
-        data__seq_len=63,
-        data__eval_fraction=0,
-        model__config={**TINY_MODEL, "vocab_size": len(tokens)},
-        train__loss=f"{kind}(beta=0.3)",
-        train__global_batch_size=4,
-        train__micro_batch_size=2,
-        train__steps=STEPS,
-        train__learning_rate=1e-2,
-        train__betas=[0.9, 0.999],
-        train__weight_decay=0.0,
-        train__schedule="linear",
-    )
+    rows, tokens = pairs(40), tokenizer("chatml")
+    config = beside_trl(tmp_path, rows, tokens, f"{kind}(beta=0.3)")
     run_rank("cpu", config)
     ours = [row for row in read_metrics(tmp_path / "run") if "loss" in row]
     with opened(config.replaced({"output_dir": str(tmp_path / "again")})) as trial:
@@ -155,7 +186,6 @@ def test_the_losses_are_those_of_trl(kind: str, tmp_path: Path, brief_runs: None
         def _get_train_sampler(self, *_: Any) -> Any:
             return list(range(len(order)))
 
-    settings = {"report_to": "none", "use_cpu": True, "disable_tqdm": True, "bf16": False}
     trainer = InOrder(
         model=model,
         ref_model=copy.deepcopy(model),
@@ -163,28 +193,12 @@ def test_the_losses_are_those_of_trl(kind: str, tmp_path: Path, brief_runs: None
             output_dir=str(tmp_path / "theirs"),
             beta=0.3,
             loss_type=["sigmoid" if kind == "dpo" else "ipo"],
-            per_device_train_batch_size=2,
-            gradient_accumulation_steps=2,
-            max_steps=STEPS,
-            learning_rate=1e-2,
-            lr_scheduler_type="linear",
-            warmup_steps=0,
-            max_length=64,
-            logging_steps=1,
-            save_strategy="no",
-            gradient_checkpointing=False,
-            **settings,
+            **AS_OURS,
         ),
         train_dataset=Dataset.from_list([rows[index] for index in order]),
         processing_class=tokens,
     )
-    trainer.train()
-    theirs = [row for row in trainer.state.log_history if "loss" in row]
-    for one, other in zip(ours, theirs, strict=True):
-        # TRL rounds what it logs to a number of digits.
-        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5, abs=1e-5), (one, other)
-        for name in ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"):
-            assert one[name] == pytest.approx(other[name], rel=1e-3, abs=1e-4), name
+    check_the_losses_of(trainer, ours)
 
 
 def unshifted(labels: torch.Tensor, ids: torch.Tensor) -> tuple[list[int], list[int]]:
@@ -210,25 +224,8 @@ def test_the_losses_without_reference_are_those_of_trl(
         from trl.experimental.orpo import ORPOConfig as Config
         from trl.experimental.orpo import ORPOTrainer as Trainer
     tokens = tokenizer("chatml")
-    tokens.save_pretrained(tmp_path / "tokenizer")
-    write_jsonl(tmp_path / "pairs.jsonl", pairs(40))
-    config = configured(
-        tmp_path / "run",
-        tmp_path / "pairs.jsonl",
-        data__source=str(tmp_path / "pairs.jsonl"),
-        data__tokenizer=str(tmp_path / "tokenizer"),
-        data__seq_len=63,
-        data__eval_fraction=0,
-        model__config={**TINY_MODEL, "vocab_size": len(tokens)},
-        train__loss={"simpo": "simpo(beta=2.5, gamma=1.4)", "orpo": "orpo(beta=0.3)"}[kind],
-        train__global_batch_size=4,
-        train__micro_batch_size=2,
-        train__steps=STEPS,
-        train__learning_rate=1e-2,
-        train__betas=[0.9, 0.999],
-        train__weight_decay=0.0,
-        train__schedule="linear",
-    )
+    loss = {"simpo": "simpo(beta=2.5, gamma=1.4)", "orpo": "orpo(beta=0.3)"}[kind]
+    config = beside_trl(tmp_path, pairs(40), tokens, loss)
     rows = []
     with opened(config) as trial:
         model = transformers.AutoModelForCausalLM.from_config(trial.run.model_config)
@@ -267,20 +264,7 @@ def test_the_losses_without_reference_are_those_of_trl(
         model=model,
         args=Config(
             output_dir=str(tmp_path / "theirs"),
-            per_device_train_batch_size=2,
-            gradient_accumulation_steps=2,
-            max_steps=STEPS,
-            learning_rate=1e-2,
-            lr_scheduler_type="linear",
-            warmup_steps=0,
-            max_length=64,
-            logging_steps=1,
-            save_strategy="no",
-            gradient_checkpointing=False,
-            report_to="none",
-            use_cpu=True,
-            disable_tqdm=True,
-            bf16=False,
+            **AS_OURS,
             **(own if kind == "simpo" else {"beta": 0.3}),
         ),
         train_dataset=Dataset.from_list(
@@ -288,14 +272,8 @@ def test_the_losses_without_reference_are_those_of_trl(
         ),
         processing_class=tokens,
     )
-    trainer.train()
-    theirs = [row for row in trainer.state.log_history if "loss" in row]
+    check_the_losses_of(trainer, ours)
     assert ours[0]["loss"] - ours[-1]["loss"] > 0.1
-    for one, other in zip(ours, theirs, strict=True):
-        # TRL rounds what it logs to a number of digits.
-        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5, abs=1e-5), (one, other)
-        for name in ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"):
-            assert one[name] == pytest.approx(other[name], rel=1e-3, abs=1e-4), name
 
 
 # -- on engines --------------------------------------------------------------------------------------------

@@ -8,12 +8,12 @@ import signal
 import subprocess
 import threading
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
 from portable.data import build_data
-from portable.data.samples.loader import TrainLoader, worker_died
+from portable.data.samples.loader import TrainLoader, _raised, worker_died
 from portable.data.stream import Stream
 from portable.data.tokens.cache import TokenWriter
 from portable.errors import RunError, UserError
@@ -118,6 +118,20 @@ def test_a_process_that_prepares_batches_dies(files: Path) -> None:
     with pytest.raises(RunError, match=r"data.num_workers: a process that prepares batches was killed"):
         for _ in range(50):
             next(batches)
+
+
+@pytest.mark.parametrize("error", [EOFError, ConnectionRefusedError])
+def test_a_process_dies_while_it_hands_a_batch_over(error: type[Exception]) -> None:
+    """torch then raises what the connection to it does."""
+
+    def batches() -> Iterator[Any]:
+        yield {"input_ids": 1}
+        raise error
+
+    found = _raised(cast("Any", batches()))
+    assert next(found) == {"input_ids": 1}
+    with pytest.raises(RunError, match=r"data.num_workers: a process that prepares batches was killed"):
+        next(found)
 
 
 def test_a_death_is_told_wherever_it_was_noticed() -> None:

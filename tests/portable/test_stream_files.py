@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 import os
@@ -214,3 +215,21 @@ def test_a_hub_dataset_is_read_by_ranges(tmp_path: Path) -> None:
         whole = [path for path, span in requests if path.startswith("GET") and "parquet" in path and not span]
         assert whole == []
         assert "has no split 'other' of files; it has train, test" in read("other")["error"]
+
+
+def test_whatever_changes_the_documents_changes_the_key(tmp_path: Path) -> None:
+    """Of a stream, of a part of it and of a file; else tokens made otherwise would be taken for these."""
+    path = written(tmp_path, "b.jsonl")
+    changes: dict[str, Any] = {
+        "text": "a", "target": "a", "label": "a", "text_split": "line", "pair": "a", "prefix": "a",
+        "bad": BadRecords(), "columns": ("a",), "format": "messages",
+    }  # fmt: skip
+    assert changes.keys() == {field.name for field in dataclasses.fields(Fields)}
+    for opened in (
+        lambda **given: stream(str(path), tmp_path, **given),
+        lambda **given: stream(str(path), tmp_path).shards[0].open(Fields(**given)),
+        lambda **given: open_source(str(path), fields=Fields(**given)),
+    ):
+        keys = {opened(**{name: value}).key for name, value in changes.items()}
+        assert len({*keys, opened().key}) == len(changes) + 1
+        assert opened(format=None).key == opened().key

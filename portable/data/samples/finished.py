@@ -37,8 +37,9 @@ class FinishedSamples(Samples):
         self._part = part
         self._length = len(records)
         self._vocabulary = vocabulary
+        self._like: dict[str, tuple[list[int], np.dtype[Any]]] = {}
         first = self._sample(0)
-        self._like = {key: (value.shape, value.dtype) for key, value in first.items()}
+        self._like = _made(first)
         self.sequences = first["input_ids"].shape[0] if first["input_ids"].ndim == 2 else 1
         self.tokens = int(first["input_ids"].shape[-1])
         """Of a sequence."""
@@ -71,23 +72,21 @@ class FinishedSamples(Samples):
                 f"{told}: sample {number} has tokens from {ids.min()} to {ids.max()}, and there are "
                 f"{self._vocabulary:,}, from 0; correct it, or data.tokenizer and the model"
             )
-        like = getattr(self, "_like", None)
-        if like is not None and like != {key: (value.shape, value.dtype) for key, value in found.items()}:
-            wrong = next(
-                (
-                    key
-                    for key in like
-                    if key not in found or (found[key].shape, found[key].dtype) != like[key]
-                ),
-                next(iter(found.keys() - like.keys()), ""),
-            )
-            shown = "missing" if wrong not in found else f"{found[wrong].dtype} {list(found[wrong].shape)}"
-            first = "not there" if wrong not in like else f"{like[wrong][1]} {list(like[wrong][0])}"
+        made = _made(found)
+        if self._like and made != self._like:
+            wrong = next(key for key in {**self._like, **made} if made.get(key) != self._like.get(key))
+            shown = "missing" if wrong not in made else "{1} {0}".format(*made[wrong])
+            first = "not there" if wrong not in self._like else "{1} {0}".format(*self._like[wrong])
             raise UserError(
                 f"{told}: {wrong} of sample {number} is {shown}, and that of the first one {first}; pad all "
                 "samples to one shape"
             )
         return found
+
+
+def _made(sample: Mapping[str, npt.NDArray[Any]]) -> dict[str, tuple[list[int], np.dtype[Any]]]:
+    """Shape and dtype of each tensor of a sample."""
+    return {key: (list(value.shape), value.dtype) for key, value in sample.items()}
 
 
 def _array(value: Any) -> npt.NDArray[Any]:

@@ -209,6 +209,10 @@ def _raised(loader: DataLoader[Batch | RunError | UserError]) -> Iterator[Batch]
             batch = next(batches, None)
         except RuntimeError as error:
             raise worker_died(error) or error from error
+        except (EOFError, ConnectionError) as error:  # its memory was being handed over
+            if str(error).startswith("Caught "):  # in the worker
+                raise
+            raise _killed() from error
         if batch is None:
             return
         if isinstance(batch, RunError | UserError):
@@ -218,8 +222,11 @@ def _raised(loader: DataLoader[Batch | RunError | UserError]) -> Iterator[Batch]
 
 def worker_died(error: BaseException) -> RunError | None:
     """The error for a worker that has died, if that is what torch raised, in whatever the process did."""
-    if not isinstance(error, RuntimeError) or not str(error).startswith("DataLoader worker"):
-        return None
+    told = isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker")
+    return _killed() if told else None
+
+
+def _killed() -> RunError:
     return RunError(
         "data.num_workers: a process that prepares batches was killed, most likely for lack of memory; free "
         "some or lower data.num_workers, and run the same command again"

@@ -81,17 +81,22 @@ class Fields:
     text: str = "text"
     target: str | None = None
     label: str | None = None
-    text_split: TextSplit = field(default="file", repr=False)
+    text_split: TextSplit = "file"
     """How a ``.txt`` file is split into documents."""
     pair: str | None = None
     prefix: str = ""
     """Prepended to every text."""
-    columns: tuple[str, ...] = field(default=(), repr=False)
+    columns: tuple[str, ...] = ()
     """Further columns of numbers."""
     bad: BadRecords | None = field(default=None, repr=False, compare=False)
     """Takes the records that cannot be read; None: they end the run."""
-    format: Format | None = field(default="text", repr=False)
+    format: Format | None = "text"
     """Of the records; None: each source recognises it by its first record."""
+
+    @property
+    def key(self) -> str:
+        """All that decides which documents a record becomes; a format that is open counts as text."""
+        return repr((replace(self, format=self.format or "text"), self.bad is None))
 
 
 class NoTextError(UserError):
@@ -105,6 +110,8 @@ class Source(ABC):
     """Whether opening it may download it."""
     downloads = False
     """Whether reading its records may download them."""
+    tokenized = False
+    """Whether it has tokens in place of text."""
     name: str
     """The name for messages, such as the path as given by the user."""
     bad: BadRecords | None = None

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from portable.data.sources.documents import Document, Fields, Source, changed_meanwhile, read_rows
-from portable.data.sources.files import json_row
-from portable.data.sources.library import without_nulls
-from portable.errors import RunError, UserError, one_line
+from portable.data.sources.files import json_row, unreadable
+from portable.data.sources.parquet_rows import parquet_file, rows_of
+from portable.errors import RunError, UserError
 from portable.paths import storage_errors
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from converters.storage.object_store import Object, RemotePath
 
 _BUFFER = 4 << 20  # bytes of a request for lines
-_ROWS = 1024
 
 
 class FilePart(Source):
@@ -59,9 +58,7 @@ class FilePart(Source):
     def key(self) -> str:
         """A digest of the bytes; of an object, of its URL and version."""
         if self._key is None:
-            fields = self._fields
-            settings = (fields, fields.format, fields.columns, fields.bad is None)
-            digest = hashlib.blake2b(repr(settings).encode(), digest_size=16)
+            digest = hashlib.blake2b(self._fields.key.encode(), digest_size=16)
             if self._found is None:
                 with self._reading():
                     for piece in self._pieces():
@@ -125,8 +122,7 @@ class FilePart(Source):
             try:
                 yield
             except OSError as error:
-                reason = one_line(error.strerror or error)
-                raise UserError(f"data.source: {self._path}: cannot read it: {reason}") from error
+                raise unreadable(self._path, error) from error
 
 
 class LinesBetween(FilePart):
@@ -157,21 +153,11 @@ class RowGroupsBetween(FilePart):
 
     @contextmanager
     def _parquet(self) -> Iterator[tuple[Any, list[int]]]:
-        import pyarrow
-
-        try:
-            with self._open() as raw, self._checked(raw) as file:
-                begins = (_begin(file.metadata, number) for number in range(file.metadata.num_row_groups))
-                yield file, [number for number, at in enumerate(begins) if self._start <= at < self._stop]
-        except pyarrow.ArrowException as error:  # its errors of reading are OSErrors
-            raise UserError(
-                f"data.source: {self._path}: not a readable .parquet file ({one_line(error)}); copy it again"
-            ) from error
-
-    def _checked(self, raw: io.RawIOBase) -> Any:
-        from pyarrow import parquet
-
-        return parquet.ParquetFile(raw, pre_buffer=self.downloads, page_checksum_verification=True)
+        with self._open() as raw, parquet_file(raw, self._path, pre_buffer=self.downloads) as file:
+            # Without columns there is nowhere to begin, and nothing to read.
+            groups = range(file.metadata.num_row_groups if file.metadata.num_columns else 0)
+            begins = ((number, _begin(file.metadata, number)) for number in groups)
+            yield file, [number for number, at in begins if self._start <= at < self._stop]
 
     def _pieces(self) -> Iterator[bytes]:
         with self._parquet() as (file, groups), self._open() as raw:
@@ -187,44 +173,7 @@ class RowGroupsBetween(FilePart):
 
     def _rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         with self._parquet() as (file, groups):
-            columns = self._columns(file.schema_arrow.names)
-            for number in groups:
-                row = sum(file.metadata.row_group(before).num_rows for before in range(number))
-                for batch in file.iter_batches(_ROWS, row_groups=[number], columns=columns):
-                    for found in self._dictionaries(batch, row):
-                        row += 1
-                        if found is not None:
-                            yield f"{self._path}: row {row}", without_nulls(found)
-
-    def _dictionaries(self, batch: Any, before: int) -> Iterator[dict[str, Any] | None]:
-        """The rows of a batch; None for one that is not UTF-8 and left out."""
-        try:
-            found = batch.to_pylist()
-        except UnicodeDecodeError:
-            found = None
-        if found is not None:
-            yield from found
-        else:
-            for number in range(batch.num_rows):
-                try:
-                    yield batch.slice(number, 1).to_pylist()[0]
-                except UnicodeDecodeError as error:
-                    refusal = UserError(
-                        f"data.source: {self._path}: row {before + number + 1}: not UTF-8; correct or remove "
-                        "it, or set data.on_bad_record to skip"
-                    )
-                    if self.bad is None:
-                        raise refusal from error
-                    self.bad.skip(refusal)
-                    yield None
-
-    def _columns(self, names: list[str]) -> list[str] | None:
-        """The columns to read; None for all."""
-        fields = self._fields
-        if fields.format != "text":
-            return None
-        wanted = [fields.text, *fields.columns]
-        return wanted if set(wanted) <= set(names) else None
+            yield from rows_of(file, groups, self._path, self._fields)
 
 
 def _begin(metadata: Any, number: int) -> int:

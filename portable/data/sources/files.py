@@ -1,4 +1,4 @@
-"""Local files: .txt, .jsonl and .json, also compressed; others with the ``datasets`` library."""
+"""Local files: .txt, .jsonl and .json, also compressed, .csv and .parquet."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from converters.storage.object_store import is_url
 from portable.data.sources.compression import decompressed, format_of, is_compressed
 from portable.data.sources.documents import (
     PIECE_CHARS,
@@ -28,8 +29,10 @@ from portable.data.sources.documents import (
     read_rows,
     text_only,
 )
-from portable.data.sources.library import LIBRARY_FORMATS, library_rows
+from portable.data.sources.library import csv_rows
+from portable.data.sources.parquet_rows import parquet_file, rows_of
 from portable.errors import UserError, one_line
+from portable.paths import place_of, storage_errors
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -38,8 +41,20 @@ if TYPE_CHECKING:
 
     from converters.storage.path_or_url import Place
 
-FORMATS = (".txt", ".jsonl", ".json", *LIBRARY_FORMATS)
+FORMATS = (".txt", ".jsonl", ".json", ".csv", ".parquet")
 _DIGEST_MEMO_FROM = 16 << 20  # bytes; smaller files are hashed at every start
+
+
+def place_with(name: str, file: str) -> Place | None:
+    """The folder that ``name`` means, here or in an object store, if ``file`` is in it."""
+    if glob.has_magic(name) or (is_url(name) and format_of(name) in FORMATS):
+        return None
+    place = place_of("data.source", name)
+    try:
+        with storage_errors("data.source"):
+            return place if (place / file).is_file() else None
+    except OSError:  # of an impossible name
+        return None
 
 
 def local_files(name: str) -> list[Path] | None:
@@ -61,13 +76,7 @@ def local_files(name: str) -> list[Path] | None:
 def _local_files(name: str) -> list[Path] | None:
     path = Path(name)
     if path.is_dir():
-        found = sorted(
-            file
-            for file in path.rglob("*")
-            if format_of(file) in FORMATS
-            and file.is_file()
-            and not any(part.startswith(".") for part in file.relative_to(path).parts)
-        )
+        found = sorted(file for file in _below(path) if format_of(file) in FORMATS and file.is_file())
         if not found:
             raise UserError(f"data.source: {name} has no {listed(FORMATS)} files; choose another folder")
         return found
@@ -86,6 +95,19 @@ def _local_files(name: str) -> list[Path] | None:
         if format_of(file) not in FORMATS:
             raise UserError(f"data.source: {file}: cannot read this kind of file; use {listed(FORMATS)}")
     return found
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    """The files in a folder and its subfolders, also in linked ones, without hidden ones."""
+    seen: set[str] = set()
+    for here, folders, names in os.walk(folder, followlinks=True):
+        real = os.path.realpath(here)
+        if real in seen:  # a link to where we were
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        yield from (Path(here, name) for name in names if not name.startswith("."))
 
 
 class LocalFiles(Source):
@@ -118,7 +140,7 @@ class LocalFiles(Source):
     @property
     def key(self) -> str:
         if self._key is None:
-            digest = hashlib.blake2b(repr(self._settings()).encode(), digest_size=16)
+            digest = hashlib.blake2b(repr(self._settings).encode(), digest_size=16)
             for path in self._files:
                 found = self._known[path] = file_digest(path, self._digests, self._remember)
                 kind = format_of(path) + (path.suffix.lower() if is_compressed(path) else "")
@@ -131,20 +153,10 @@ class LocalFiles(Source):
         self.key  # noqa: B018  (computes the digests)
         return frozenset(self._known.values())
 
-    def _settings(self) -> tuple[Any, ...]:
-        """The settings that change the documents."""
-        found = self._of_fields()
-        return found if self._fields.bad is None else (*found, "skip")
-
-    def _of_fields(self) -> tuple[Any, ...]:
-        fields = self._fields
-        values: tuple[Any, ...] = (fields.text, fields.target, fields.label, self._max_samples)
-        if fields.columns:
-            return (fields, fields.format, fields.columns, self._max_samples)
-        if fields.format not in (None, "text"):
-            return (fields.format, self._max_samples)
-        values = values if fields.text_split == "file" else (*values, fields.text_split)
-        return (*values, fields.pair, fields.prefix) if fields.pair or fields.prefix else values
+    @property
+    def _settings(self) -> tuple[str, int | None]:
+        """What decides the documents besides the files."""
+        return self._fields.key, self._max_samples
 
     @property
     def size_bytes(self) -> int | None:
@@ -281,14 +293,20 @@ def file_digest(path: Path, memo: Path | None, remember: bool) -> bytes:
             remembered = _memo_file(path, memo)
             if remembered.is_file() and len(digest := remembered.read_bytes()) == 16:
                 return digest
-        with path.open("rb") as file:
-            hasher = hashlib.blake2b(digest_size=16)
-            while chunk := file.read(1 << 22):
-                hasher.update(chunk)
+        found = content_digest(path)
     except OSError as error:
-        raise _unreadable(str(path), error) from error
+        raise unreadable(path, error) from error
     if remembered is not None and remember:
-        _remember(remembered, hasher.digest())
+        _remember(remembered, found)
+    return found
+
+
+def content_digest(path: Path) -> bytes:
+    """The digest of a file's contents, as they are now."""
+    hasher = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 22):
+            hasher.update(chunk)
     return hasher.digest()
 
 
@@ -302,7 +320,7 @@ def _remember(path: Path, digest: bytes) -> None:
         return
 
 
-def _unreadable(name: str, error: OSError) -> UserError:
+def unreadable(name: object, error: OSError) -> UserError:
     return UserError(f"data.source: {name}: cannot read it: {one_line(error.strerror or error)}")
 
 
@@ -316,7 +334,7 @@ def _reading(name: str) -> Iterator[None]:
     except (EOFError, zlib.error) as error:
         raise UserError(f"data.source: {name}: {one_line(error)}; copy the file again") from error
     except OSError as error:
-        raise _unreadable(name, error) from error
+        raise unreadable(name, error) from error
 
 
 def unknown_length(path: Place) -> bool:
@@ -328,6 +346,7 @@ def _text_file(opened: io.BufferedReader, name: str) -> Iterator[Document]:
     """Yield the file as one document, in pieces of whole lines if it is long; nothing if it is empty."""
     with _reading(name), io.TextIOWrapper(opened, encoding="utf-8-sig", newline="") as file:
         piece = file.read(PIECE_CHARS)
+        _check_characters(piece, name)
         while piece:
             if len(piece) == PIECE_CHARS:
                 piece += file.readline(PIECE_CHARS)
@@ -335,6 +354,12 @@ def _text_file(opened: io.BufferedReader, name: str) -> Iterator[Document]:
             if following or piece.strip():
                 yield Document(piece, ends=not following)
             piece = following
+
+
+def _check_characters(text: str, name: str) -> None:
+    """Raise UserError for UTF-16 without a mark at its start, which is valid UTF-8 full of NULs."""
+    if "\0" in text and 4 * text.count("\0") > len(text):
+        raise UserError(f"data.source: {name}: it is UTF-16 text, not UTF-8; convert it (iconv -t utf-8)")
 
 
 def _pieces_of_text(opened: io.BufferedReader, name: str, split: str) -> Iterator[Document]:
@@ -347,6 +372,7 @@ def _pieces_of_text(opened: io.BufferedReader, name: str, split: str) -> Iterato
     with _reading(name), io.TextIOWrapper(opened, encoding="utf-8-sig", newline="") as file:
         within_line = False
         while line := file.readline(PIECE_CHARS):
+            _check_characters(line, name)
             blank = not within_line and not line.strip()
             within_line = not line.endswith(("\n", "\r"))
             if not blank:
@@ -370,7 +396,14 @@ def _rows(
         return _jsonl_rows(path, name, opening, fields.bad)
     if suffix == ".json":
         return _json_rows(path, name, opening)
-    return library_rows(path, name, text_only=fields.format not in (None, "text"))
+    if suffix == ".parquet":
+        return _parquet_rows(path, name, fields)
+    return csv_rows(path, name, fields)
+
+
+def _parquet_rows(path: Path, name: str, fields: Fields) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    with _reading(name), path.open("rb", buffering=0) as raw, parquet_file(raw, name) as file:
+        yield from rows_of(file, range(file.metadata.num_row_groups), name, fields)
 
 
 def _jsonl_rows(
@@ -428,7 +461,7 @@ def _json_rows(path: Path, name: str, opening: _Opening) -> Iterator[tuple[str, 
         while True:
             found = _BETWEEN.match(text, at)
             at = at if found is None else found.end()
-            if not number and not listed_rows and text[at : at + 1] == "[":
+            if not listed_rows and text[at : at + 1] == "[":
                 listed_rows, at = True, at + 1
                 continue
             if at == len(text) and ended:
@@ -436,7 +469,8 @@ def _json_rows(path: Path, name: str, opening: _Opening) -> Iterator[tuple[str, 
                     raise UserError(f"data.source: {name}: its list does not end; copy the file again")
                 return
             if listed_rows and text[at : at + 1] == "]":
-                return
+                listed_rows, at = False, at + 1
+                continue
             try:
                 row, at = decode(text, at)
             except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Read .csv and .parquet files and hub data sets with the ``datasets`` library, imported lazily."""
+"""Read .csv files and hub data sets with the ``datasets`` library, imported lazily."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import csv
 import glob
 import hashlib
 import logging
+import warnings
 from collections.abc import Mapping
-from itertools import islice
+from itertools import count, islice
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from portable.data.sources.documents import Document, Fields, Source, read_rows
+from portable.data.sources.parquet_rows import without_nulls
 from portable.errors import UserError, one_line
 from portable.temporary_folder import scratch_folder
 
@@ -18,7 +20,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
-LIBRARY_FORMATS = {".csv": "csv", ".parquet": "parquet"}
+    from portable.data.sources.documents import BadRecords
+
+_MISSING = ["", "NA", "N/A", "n/a", "<NA>", "NULL", "null", "NaN", "nan", "None", "#N/A"]
+"""Cells that are no number or class, but none at all."""
 
 
 def datasets_library(need: str) -> Any:
@@ -27,62 +32,71 @@ def datasets_library(need: str) -> Any:
     except ImportError as error:
         raise UserError(
             f"data.source: {need} needs the datasets library; run: pip install datasets "
-            "(.txt, .jsonl and .json files do not need it)"
+            "(.txt, .jsonl, .json and .parquet files do not need it)"
         ) from error
     return datasets
 
 
-def library_rows(
-    path: Path, name: str, *, text_only: bool = False
-) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Stream the rows of a .csv or .parquet file without caching it.
+def csv_rows(path: Path, name: str, fields: Fields) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Stream the rows of a .csv file without caching it.
+
+    A text may look like a missing value, and in a conversation like a number; a column of numbers is no text.
 
     Args:
         name: of the file, for messages.
-        text_only: the cells of a .csv file are texts, also those that look like numbers or missing values.
     """
     datasets = datasets_library(f"reading {name}")
-    reader = LIBRARY_FORMATS[path.suffix.lower()]
-    options: dict[str, Any] = {}
     datasets.logging.set_verbosity(logging.CRITICAL)  # what it logs as an error, it raises as well
     with scratch_folder("portable-rows") as scratch:
         try:
-            if text_only and reader == "csv":
-                with path.open(encoding="utf-8-sig", newline="") as file:
-                    header = next(csv.reader(file), ())
-                options = {"converters": dict.fromkeys(header, str), "keep_default_na": False}
-            rows = datasets.load_dataset(
-                reader,
-                data_files=[glob.escape(str(path))],
-                split="train",
-                streaming=True,
-                cache_dir=str(scratch),
-                **options,
+            with path.open(encoding="utf-8-sig", newline="") as file:
+                header = next(csv.reader(file), None)
+            if header is None:
+                return
+            _check_separator(header, name)
+            talks = fields.format not in (None, "text")
+            texts = set(header) if talks else {fields.text, fields.target, fields.pair}
+            rows = iter(
+                datasets.load_dataset(
+                    "csv",
+                    data_files=[glob.escape(str(path))],
+                    split="train",
+                    streaming=True,
+                    cache_dir=str(scratch),
+                    converters=dict.fromkeys(header, str) if talks else {},
+                    keep_default_na=False,
+                    na_values={one: _MISSING for one in header if one not in texts},
+                    on_bad_lines="error" if fields.bad is None else "warn",
+                )
             )
-            for number, row in enumerate(rows, start=1):
+            for number in count(1):
+                row = next(rows, None) if fields.bad is None else _next_good(rows, name, fields.bad)
+                if row is None:
+                    return
                 yield f"{name}: row {number}", without_nulls(row)
         except UserError:
             raise
         except Exception as error:
-            raise UserError(
-                f"data.source: {name}: not a readable {path.suffix} file ({_reason(error)})"
-            ) from error
+            raise UserError(f"data.source: {name}: not a readable .csv file ({_reason(error)})") from error
 
 
-def without_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row without the nulls inside its values.
+def _check_separator(header: list[str], name: str) -> None:
+    """Raise UserError if the columns are separated by something else than commas."""
+    if len(header) == 1 and (other := next((sign for sign in "\t;|" if sign in header[0]), None)):
+        raise UserError(
+            f"data.source: {name}: its columns are separated by {other!r}, not by commas; convert it, "
+            "for example to .jsonl"
+        )
 
-    Arrow gives each record the keys of all others, as null. A tool's argument would have those of all tools.
-    """
 
-    def cleaned(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: cleaned(inner) for key, inner in value.items() if inner is not None}
-        if isinstance(value, list) and value and isinstance(value[0], dict | list):
-            return [cleaned(inner) for inner in value]
-        return value
-
-    return {key: cleaned(value) for key, value in row.items()}
+def _next_good(rows: Iterator[Any], name: str, bad: BadRecords) -> Any:
+    """The next row, or None; lines with too many cells go to ``bad``, of which pandas warns."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        row = next(rows, None)
+    for line in (line for one in told for line in str(one.message).splitlines() if "line" in line):
+        bad.skip(UserError(f"data.source: {name}: {line.removeprefix('Skipping ')}"))
+    return row
 
 
 class HubDataset(Source):
@@ -117,13 +131,7 @@ class HubDataset(Source):
     @property
     def key(self) -> str:
         # The library's fingerprint covers the repository, its revision, the configuration and the split.
-        content: tuple[Any, ...] = (self._rows()._fingerprint, self._fields, self._max_samples)
-        if self._fields.format not in (None, "text"):
-            content = (content[0], self._fields.format, self._max_samples)
-        if self._fields.columns:
-            content = (*content, self._fields.columns)
-        if self._fields.bad is not None:
-            content = (*content, "skip")
+        content = (self._rows()._fingerprint, self._fields.key, self._max_samples)
         return hashlib.blake2b(repr(content).encode(), digest_size=16).hexdigest()
 
     @property

@@ -71,9 +71,10 @@ def open_source(
         return OwnRecords(names[0], fields, max_samples)
     if len(names) == 1 and max_samples is None:
         if (sharded := sharded_tokens(names[0])) is not None:
-            return ShardedTokens(sharded[0], pieces_of(sharded[1], names[0]), fields)
+            pieces = pieces_of(sharded[1], names[0])
+            return ShardedTokens(sharded[0], pieces, fields, digests, remember)
         if is_saved(names[0]):
-            return SavedTokens(names[0], fields)
+            return SavedTokens(names[0], fields, digests, remember)
     if any(map(names_tokens, names)):
         if not all(map(names_tokens, names)) or max_samples is not None:
             raise UserError(f"data.source: {names[0]}: files of tokens stand alone, without data.max_samples")

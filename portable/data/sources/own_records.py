@@ -48,10 +48,8 @@ class OwnRecords(Source):
                 told = told() if callable(told) else told
             if told is None:
                 told = self._digest()
-            content = (self.name, plugins.digest(self.name), str(told), self._fields, self._max_samples)
-            settings: tuple[Any, ...] = (self._fields.format, self._fields.columns)
-            settings = settings if self._fields.bad is None else (*settings, "skip")
-            self._key = hashlib.blake2b(repr((content, settings)).encode(), digest_size=16).hexdigest()
+            content = (self.name, plugins.digest(self.name), str(told), self._fields.key, self._max_samples)
+            self._key = hashlib.blake2b(repr(content).encode(), digest_size=16).hexdigest()
         return self._key
 
     def recognised(self, fields: Fields) -> Format:

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 
 from portable.data.locked_folder import locked_folder
 from portable.data.sources.documents import Document, Fields, Source
+from portable.data.sources.files import place_with
 from portable.data.sources.shard import Shard
 from portable.errors import UserError, one_line
-from portable.paths import place_of, storage_errors
+from portable.paths import storage_errors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -55,13 +56,7 @@ class Index:
 
 def prepared_place(name: str) -> Place | None:
     """The place that ``name`` means, if ``portable-data`` has written it."""
-    if any(sign in name for sign in "*?["):
-        return None
-    try:
-        place = place_of("data.source", name)
-        return place if (place / INDEX).is_file() else None
-    except OSError:
-        return None
+    return place_with(name, INDEX)
 
 
 def shard_folder(place: Place, number: int) -> Place:
@@ -114,6 +109,8 @@ def prepared_tokenizer(place: Place, cache: Path) -> Path:
 
 class PreparedShard(Source):
     """A shard that is tokenized already."""
+
+    tokenized = True
 
     def __init__(self, folder: Place, documents: int, fingerprint: str, index: Index, fields: Fields) -> None:
         self.name = str(folder)

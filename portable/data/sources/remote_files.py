@@ -10,7 +10,7 @@ from converters.storage.object_store import RemotePath
 from portable.data.locked_folder import locked_folder
 from portable.data.sources.compression import format_of
 from portable.data.sources.documents import Document, Fields, changed_meanwhile, listed
-from portable.data.sources.files import FORMATS, LocalFiles, unknown_length
+from portable.data.sources.files import FORMATS, LocalFiles, content_digest, unknown_length
 from portable.errors import UserError
 from portable.paths import storage_errors
 
@@ -78,7 +78,7 @@ class RemoteFiles(LocalFiles):
     def key(self) -> str:
         """A digest of the store's versions, so that tokenized files need not be downloaded again."""
         versions = [(str(path), found.size, found.version) for path, found in self._objects.items()]
-        return hashlib.blake2b(repr((self._settings(), versions)).encode(), digest_size=16).hexdigest()
+        return hashlib.blake2b(repr((self._settings, versions)).encode(), digest_size=16).hexdigest()
 
     @property
     def size_bytes(self) -> int | None:
@@ -120,7 +120,7 @@ class RemoteFiles(LocalFiles):
                 now = path.objects().get("")
                 if fetched.stat().st_size != listed_object.size or now != listed_object:
                     raise changed_meanwhile(path)
-                (draft.path / _DIGEST).write_bytes(_digest(fetched))
+                (draft.path / _DIGEST).write_bytes(content_digest(fetched))
                 draft.commit()
         return copy
 
@@ -128,14 +128,6 @@ class RemoteFiles(LocalFiles):
 def _is_intact(copy: Path) -> bool:
     """Whether a copy exists and matches its digest."""
     try:
-        return (copy.parent / _DIGEST).read_bytes() == _digest(copy)
+        return (copy.parent / _DIGEST).read_bytes() == content_digest(copy)
     except OSError:
         return False
-
-
-def _digest(path: Path) -> bytes:
-    with path.open("rb") as file:
-        hasher = hashlib.blake2b(digest_size=16)
-        while chunk := file.read(1 << 22):
-            hasher.update(chunk)
-    return hasher.digest()

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portable.data.sources.documents import Fields, changed_meanwhile, listed, text_only
-from portable.data.sources.files import file_digest
+from portable.data.sources.files import file_digest, place_with
 from portable.data.sources.library import datasets_library
 from portable.data.sources.token_files import TokenSource, beyond_vocabulary
 from portable.errors import UserError, one_line
-from portable.paths import place_of, storage_errors
+from portable.paths import storage_errors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -37,13 +37,10 @@ _BATCH = 1000  # documents of a saved dataset at a time
 
 def sharded_tokens(name: str) -> tuple[Place, dict[str, Any]] | None:
     """The place that ``name`` means and its index, if Mosaic Streaming or litdata has written it."""
-    if any(sign in name for sign in "*?["):
+    if (place := place_with(name, "index.json")) is None:
         return None
     try:
-        place = place_of("data.source", name)
         with storage_errors("data.source"):
-            if not (place / "index.json").is_file():
-                return None
             index = json.loads((place / "index.json").read_text())
     except (OSError, ValueError):
         return None
@@ -116,13 +113,23 @@ class ShardedTokens(TokenSource):
 
     Args:
         pieces: as :func:`pieces_of` returns them.
+        digests: folder that caches digests of large files.
     """
 
-    def __init__(self, place: Place, pieces: Sequence[dict[str, Any]], fields: Fields) -> None:
+    def __init__(
+        self,
+        place: Place,
+        pieces: Sequence[dict[str, Any]],
+        fields: Fields,
+        digests: Path | None = None,
+        remember: bool = True,
+    ) -> None:
         self.name = str(place) if len(pieces) > 1 else str(place / pieces[0]["file"])
         self.downloads = not isinstance(place, Path)
         self._place = place
         self._pieces = tuple(pieces)
+        self._digests = digests
+        self._remember = remember
         text_only(fields, "files of tokens")
 
     @property
@@ -131,7 +138,7 @@ class ShardedTokens(TokenSource):
         for piece in self._pieces:
             path = self._place / piece["file"]
             if isinstance(path, Path):
-                digest.update(file_digest(path, None, remember=False))
+                digest.update(file_digest(path, self._digests, self._remember))
             else:
                 with self._reading(piece), storage_errors("data.source"):
                     digest.update(repr(path.object()).encode())
@@ -218,10 +225,16 @@ def is_saved(name: str) -> bool:
 
 
 class SavedTokens(TokenSource):
-    """A dataset with a column of tokens, saved with ``save_to_disk``; each row is a document."""
+    """A dataset with a column of tokens, saved with ``save_to_disk``; each row is a document.
 
-    def __init__(self, name: str, fields: Fields) -> None:
+    Args:
+        digests: folder that caches digests of large files.
+    """
+
+    def __init__(self, name: str, fields: Fields, digests: Path | None = None, remember: bool = True) -> None:
         self.name = name
+        self._digests = digests
+        self._remember = remember
         text_only(fields, "files of tokens")
 
     @property
@@ -229,7 +242,8 @@ class SavedTokens(TokenSource):
         digest = hashlib.blake2b(b"saved", digest_size=16)
         for path in sorted(Path(self.name).rglob("*")):
             if path.is_file():
-                digest.update(path.name.encode() + file_digest(path, None, remember=False))
+                found = file_digest(path, self._digests, self._remember)
+                digest.update(path.name.encode() + found)
         return digest.hexdigest()
 
     @property

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from converters.storage.object_store import Object
+    from converters.storage.path_or_url import Place
     from portable.data.sources.conversations import Format
     from portable.data.sources.documents import Fields
 
@@ -57,14 +58,7 @@ class StreamedFiles(Source):
     @cached_property
     def key(self) -> str:
         """A digest of the names, lengths and versions of the files: nothing is read."""
-        content = repr(
-            (
-                self.fields,
-                self.fields.format,
-                self.fields.bad is None,
-                [shard.identity for shard in self.shards],
-            )
-        )
+        content = repr((self.fields.key, [shard.identity for shard in self.shards]))
         return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
     @property
@@ -77,7 +71,8 @@ class StreamedFiles(Source):
         return sum(shard.bytes for shard in self.shards)
 
     def recognised(self, fields: Fields) -> Format:
-        return self.shards[0].open(self.fields).recognised(fields)
+        first = self.shards[0].open(self.fields)
+        return first.recognised(fields) if first.tokenized else super().recognised(fields)
 
     def reading(self, fields: Fields) -> StreamedFiles:
         """The same files with other fields."""
@@ -92,7 +87,11 @@ class StreamedFiles(Source):
             yield from shard.open(self.fields).rows()
 
     def check(self) -> None:
-        self.shards[0].open(self.fields).check()
+        first = self.shards[0].open(self.fields)
+        if first.tokenized:
+            first.check()
+        elif not self.downloads:
+            super().check()
 
 
 def open_stream(
@@ -114,13 +113,14 @@ def open_stream(
     shards: list[Shard] = []
     tokenizer = None
     files: list[tuple[Path | RemotePath, Object | None, int]] = []
+    whole = _Whole(downloads, digests, remember)
     for name in names:
         if (prepared := prepared_place(name)) is not None:
             shards += prepared_shards(prepared)
             tokenizer = partial(prepared_tokenizer, prepared)
         elif (sharded := sharded_tokens(name)) is not None:
             for piece in pieces_of(sharded[1], name):
-                opened = partial(ShardedTokens, sharded[0], [piece])
+                opened = partial(whole.open_tokens, sharded[0], piece)
                 shards.append(Shard(opened, repr(piece), int(piece["bytes"] or 0)))
         elif is_url(name):
             files += [(path, found, found.size) for path, found in remote_files(name).items()]
@@ -136,7 +136,6 @@ def open_stream(
     if not shards and not files:
         raise UserError("data.stream: data.source names no files; set it to files, a pattern or a URL")
     part = min(max(PART_BYTES, sum(size for _, _, size in files) // _PARTS), 4 * PART_BYTES)
-    whole = _Whole(downloads, digests, remember)
     for path, found, size in files:
         shards += _of_file(path, found, size, part, whole)
     return StreamedFiles(", ".join(names), shards, fields, tokenizer)
@@ -155,8 +154,11 @@ class _Whole:
             return RemoteFiles(str(path), {path: found}, fields, None, self.downloads)  # type: ignore[dict-item]
         assert not isinstance(path, RemotePath)
         if names_tokens(str(path)):
-            return TokenFiles(str(path), [path], fields)
+            return TokenFiles(str(path), [path], fields, self.digests, self.remember)
         return LocalFiles(str(path), [path], fields, None, self.digests, self.remember)
+
+    def open_tokens(self, place: Place, piece: dict[str, Any], fields: Fields) -> ShardedTokens:
+        return ShardedTokens(place, [piece], fields, self.digests, self.remember)
 
 
 def _of_file(

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portable.data.sources.documents import Document, Fields, Source, changed_meanwhile, text_only
-from portable.data.sources.files import file_digest
-from portable.errors import UserError, one_line
+from portable.data.sources.files import file_digest, unreadable
+from portable.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -52,6 +52,8 @@ class _Layout:
 
 class TokenSource(Source):
     """Tokens that another program made."""
+
+    tokenized = True
 
     def documents(self) -> Iterator[Document]:
         raise UserError(
@@ -150,7 +152,7 @@ def _layout(path: Path) -> _Layout:
         with path.open("rb") as file:
             head = np.frombuffer(file.read(12).ljust(12, b"\0"), dtype="<i4")
     except OSError as error:
-        raise UserError(f"data.source: {path}: cannot read it: {one_line(error)}") from error
+        raise unreadable(path, error) from error
     dtype = _LLM_C.get((int(head[0]), int(head[1])))
     if dtype is not None:
         layout = _Layout(dtype, _LLM_C_HEADER, int(head[2]))

@@ -1,0 +1,102 @@
+"""Rows of .parquet files, a row group at a time and only the columns that are read."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from portable.errors import UserError, one_line
+
+if TYPE_CHECKING:
+    import io
+    from collections.abc import Iterable, Iterator, Mapping
+
+    from portable.data.sources.documents import Fields
+
+_ROWS = 1024
+
+
+@contextmanager
+def parquet_file(raw: io.RawIOBase, name: object, *, pre_buffer: bool = False) -> Iterator[Any]:
+    """The ``ParquetFile`` of an open file, which checks the checksums of pages that have one.
+
+    Args:
+        name: of the file, for messages.
+        pre_buffer: read what is needed in few large requests.
+
+    Raises:
+        UserError: if it is damaged.
+    """
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        with parquet.ParquetFile(raw, pre_buffer=pre_buffer, page_checksum_verification=True) as file:
+            yield file
+    except pyarrow.ArrowException as error:  # its errors of reading are OSErrors
+        raise UserError(
+            f"data.source: {name}: not a readable .parquet file ({one_line(error)}); copy it again"
+        ) from error
+
+
+def rows_of(
+    file: Any, groups: Iterable[int], name: object, fields: Fields
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the place and the columns of the rows of some row groups."""
+    columns = _columns(file.schema_arrow.names, fields)
+    for group in groups:
+        row = sum(file.metadata.row_group(before).num_rows for before in range(group))
+        for batch in file.iter_batches(_ROWS, row_groups=[group], columns=columns):
+            for found in _dictionaries(batch, row, name, fields):
+                row += 1
+                if found is not None:
+                    yield f"{name}: row {row}", without_nulls(found)
+
+
+def _columns(names: list[str], fields: Fields) -> list[str] | None:
+    """The columns to read; None for all."""
+    if fields.format != "text":
+        return None
+    wanted = [fields.text, fields.target, fields.label, fields.pair, *fields.columns]
+    found = [name for name in wanted if name is not None]
+    return found if set(found) <= set(names) else None
+
+
+def _dictionaries(batch: Any, before: int, name: object, fields: Fields) -> Iterator[dict[str, Any] | None]:
+    """The rows of a batch; None for one that cannot be read and is left out."""
+    try:
+        found = batch.to_pylist()
+    except (ValueError, OverflowError):
+        found = None
+    if found is not None:
+        yield from found
+        return
+    for number in range(batch.num_rows):
+        try:
+            yield batch.slice(number, 1).to_pylist()[0]
+        except (ValueError, OverflowError) as error:
+            reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else one_line(error)
+            refusal = UserError(
+                f"data.source: {name}: row {before + number + 1}: {reason}; correct or remove it, or set "
+                "data.on_bad_record to skip"
+            )
+            if fields.bad is None:
+                raise refusal from error
+            fields.bad.skip(refusal)
+            yield None
+
+
+def without_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row without the nulls inside its values.
+
+    Arrow gives each record the keys of all others, as null. A tool's argument would have those of all tools.
+    """
+
+    def cleaned(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: cleaned(inner) for key, inner in value.items() if inner is not None}
+        if isinstance(value, list) and value and isinstance(value[0], dict | list):
+            return [cleaned(inner) for inner in value]
+        return value
+
+    return {key: cleaned(value) for key, value in row.items()}

@@ -1,0 +1,168 @@
+"""Files and folders as people have them: all of their records are read, or one line says why not."""
+
+from __future__ import annotations
+
+import codecs
+import datetime
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from portable.data.sources import shards
+from portable.data.sources.documents import BadRecords, Fields
+from portable.data.sources.opening import open_source
+from portable.errors import UserError
+from tests.portable.data_support import write_jsonl
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from portable.data.sources.documents import Source
+
+TEXTS = [f"record {number}, of words" for number in range(20)]
+
+
+@pytest.fixture(params=["file", "stream"])
+def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Source]:
+    """Open a source as a whole, or as a stream."""
+
+    def open_one(path: Path, **fields: Any) -> Source:
+        given = Fields(**fields)
+        if request.param == "file":
+            return open_source(str(path), fields=given)
+        copies = {"downloads": tmp_path / "copies", "digests": None, "remember": False}
+        return shards.open_stream(str(path), given, **copies)  # type: ignore[arg-type]
+
+    return open_one
+
+
+def texts(source: Source) -> list[str]:
+    return [document.text for document in source.documents()]
+
+
+def refusal(source: Source) -> str:
+    with pytest.raises(UserError) as caught:
+        texts(source)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def parquet(path: Path, columns: dict[str, Any]) -> Path:
+    import pyarrow
+    from pyarrow import parquet
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    parquet.write_table(pyarrow.table(columns), path)
+    return path
+
+
+# -- tables -------------------------------------------------------------------------------------------------
+
+
+def test_csv(opened: Callable[..., Source], tmp_path: Path) -> None:
+    """A mark at the start, line ends of Windows in cells, texts like numbers and like nothing."""
+    path = tmp_path / "a.csv"
+    cells = ["1.50", "NA", "", "None", "two\r\nlines", "ß, quoted"]
+    lines = "".join(f'"{cell}",{number}\r\n' for number, cell in enumerate(cells))
+    path.write_bytes(codecs.BOM_UTF8 + f"text,n\r\n{lines}".encode())
+    assert texts(opened(path)) == [cell for cell in cells if cell]
+    assert [found.label for found in opened(path, label="n").documents()] == [0, 1, 3, 4, 5]
+    (tmp_path / "empty.csv").touch()
+    assert texts(opened(tmp_path / "empty.csv")) == []
+    path.write_text("text;n\na;1\n")
+    assert "its columns are separated by ';', not by commas" in refusal(opened(path))
+
+
+def test_lines_of_csv_with_too_many_cells(
+    opened: Callable[..., Source], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("text,n\n" + "".join(f'"{text}",1\n' for text in TEXTS) + "a,b,c\nlast,2\n")
+    assert "Expected 2 fields in line 22, saw 3" in refusal(opened(path))
+    bad = BadRecords()
+    assert texts(opened(path, bad=bad)) == [*TEXTS, "last"]
+    assert bad.count == 1
+    assert f"skipped: data.source: {path}: line 22: expected 2 fields, saw 3" in capsys.readouterr().err
+
+
+def test_parquet_without_rows_or_columns(opened: Callable[..., Source], tmp_path: Path) -> None:
+    import pyarrow
+
+    parquet(tmp_path / "data" / "a.parquet", {"text": TEXTS})
+    parquet(tmp_path / "data" / "b.parquet", {"text": pyarrow.array([], pyarrow.string())})
+    parquet(tmp_path / "data" / "c.parquet", {})
+    assert texts(opened(tmp_path / "data")) == TEXTS
+    assert texts(opened(tmp_path / "data" / "c.parquet")) == []
+
+
+def test_parquet_of_every_type(opened: Callable[..., Source], tmp_path: Path) -> None:
+    """Columns that are not read do not matter; of those that are, what Python cannot hold is a bad record."""
+    import pyarrow
+
+    far = [*[datetime.datetime(2026, 1, 1)] * 19, None]
+    times = pyarrow.array(far, pyarrow.timestamp("us")).cast(pyarrow.int64()).to_pylist()
+    columns = {
+        "text": pyarrow.array(TEXTS, pyarrow.large_string()).dictionary_encode(),
+        "map": pyarrow.array([[("k", 1)]] * 20, pyarrow.map_(pyarrow.string(), pyarrow.int64())),
+        "time": pyarrow.array([*times[:7], 2**62, *times[8:]], pyarrow.timestamp("us")),
+    }
+    path = parquet(tmp_path / "a.parquet", columns)
+    assert texts(opened(path)) == TEXTS
+    columns["doc"] = pyarrow.array([{"text": text} for text in TEXTS])
+    path = parquet(tmp_path / "b.parquet", columns)
+    assert "b.parquet: row 8: date value out of range" in refusal(opened(path, text="doc.text"))
+    assert texts(opened(path, text="doc.text", bad=BadRecords())) == [*TEXTS[:7], *TEXTS[8:]]
+
+
+# -- JSON and text ------------------------------------------------------------------------------------------
+
+
+def test_json_after_the_end_of_a_list(opened: Callable[..., Source], tmp_path: Path) -> None:
+    """Lists one after the other, as cat makes them, are all read; anything else is refused."""
+    path = tmp_path / "a.json"
+    parts = [json.dumps([{"text": text} for text in some]) for some in (TEXTS[:5], [], TEXTS[5:])]
+    path.write_text("\n".join(parts))
+    assert texts(opened(path)) == TEXTS
+    path.write_text(parts[0] + "\nrubbish")
+    assert "a.json: row 6: not JSON (Expecting value)" in refusal(opened(path))
+
+
+@pytest.mark.parametrize("split", ["file", "line"])
+def test_utf_16_is_not_taken_for_text(opened: Callable[..., Source], split: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    for encoding in ("utf-16", "utf-16-le", "utf-16-be"):
+        path.write_text("\n".join(TEXTS), encoding=encoding)
+        assert "convert it (iconv -t utf-8)" in refusal(opened(path, text_split=split))
+
+
+def test_the_first_file_is_empty(opened: Callable[..., Source], tmp_path: Path) -> None:
+    """The format is that of the first record, wherever it is."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.jsonl").touch()
+    (tmp_path / "data" / "b.jsonl").write_text("\n")
+    talk = [{"role": "user", "content": "why"}, {"role": "assistant", "content": "because"}]
+    write_jsonl(tmp_path / "data" / "c.jsonl", [{"messages": talk}])
+    found = opened(tmp_path / "data")
+    assert found.recognised(Fields(format=None)) == "messages"
+    opened(tmp_path / "data", format="messages").check()
+    with pytest.raises(UserError, match="contains no text"):
+        opened(tmp_path / "data" / "b.jsonl").check()
+
+
+# -- folders ------------------------------------------------------------------------------------------------
+
+
+def test_linked_folders(opened: Callable[..., Source], tmp_path: Path) -> None:
+    """Each once, also in a circle."""
+    write_jsonl(tmp_path / "elsewhere.jsonl", [{"text": "file"}])
+    for name in ("store", "data", "data/.hidden"):
+        (tmp_path / name).mkdir()
+        write_jsonl(tmp_path / name / "x.jsonl", [{"text": name}])
+    (tmp_path / "data" / "linked").symlink_to(tmp_path / "store")
+    (tmp_path / "data" / "linked too").symlink_to(tmp_path / "store")
+    (tmp_path / "data" / "circle").symlink_to(tmp_path / "data")
+    (tmp_path / "data" / "file.jsonl").symlink_to(tmp_path / "elsewhere.jsonl")
+    (tmp_path / "data" / "broken.jsonl").symlink_to(tmp_path / "none.jsonl")
+    assert texts(opened(tmp_path / "data")) == ["file", "store", "data"]
