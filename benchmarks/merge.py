@@ -87,6 +87,7 @@ def write_base(folder: Path, gigabytes: float) -> None:
         header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [at, end]}
         at = end
     text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    text += b" " * (-len(text) % 8)
     values = (np.random.default_rng(0).standard_normal(1 << 22) * 0.02).astype(np.float32)
     bits = (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
     with (folder / "model.safetensors").open("wb") as file:

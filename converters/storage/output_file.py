@@ -23,6 +23,8 @@ WRITE_BYTES = 256 << 10
 FLUSH_BYTES = 32 << 20
 # Bytes the kernel copies per call, so that the progress bar moves and Ctrl-C is handled.
 _KERNEL_COPY = 8 << 20
+# Of a file system. XFS and btrfs share whole blocks of two files.
+BLOCK_BYTES = 4096
 
 
 class OutputFile:
@@ -88,8 +90,9 @@ class Piece:
         if descriptor is None:
             return False
         start, done = self._at, 0
+        edge = -span.offset % BLOCK_BYTES if (span.offset - start) % BLOCK_BYTES == 0 else 0
         while done < span.nbytes:
-            want = min(span.nbytes - done, _KERNEL_COPY)
+            want = min(span.nbytes - done, edge if done < edge else _KERNEL_COPY)
             try:
                 count = os.copy_file_range(
                     descriptor.fd, self._fd, want, offset_src=span.offset + done, offset_dst=self._at

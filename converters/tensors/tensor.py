@@ -62,6 +62,11 @@ class Box:
             found = self._found = self._view()
         return found
 
+    @property
+    def located(self) -> View | None:
+        """The view, if it is known without calling the function."""
+        return self._view if isinstance(self._view, View) else self._found
+
     def release(self) -> None:
         """Drop what the function returned; the next read calls it again."""
         self._found = None
@@ -235,11 +240,17 @@ class Tensor:
         for box in self.boxes:
             box.release()
 
-    def whole_span(self) -> FileSpan | None:
-        """The row-major bytes of the tensor, if they are contiguous in one file and need no CRC check."""
+    def whole_span(self, *, located: bool = False) -> FileSpan | None:
+        """The row-major bytes of the tensor, if they are contiguous in one file and need no CRC check.
+
+        Args:
+            located: None, too, if a file would have to be read to know it.
+        """
         if len(self.boxes) != 1 or self.boxes[0].sizes != self.shape:
             return None
-        view = self.boxes[0].view
+        view = self.boxes[0].located if located else self.boxes[0].view
+        if view is None:
+            return None
         span = view.source
         if not isinstance(span, FileSpan) or not span.settled:
             return None

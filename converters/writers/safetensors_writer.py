@@ -13,6 +13,7 @@ from converters.adapters.merging import merge
 from converters.errors import CheckpointError
 from converters.formats.safetensors import ADAPTER, GROUPS, MAX_HEADER, OPTIMIZER, SINGLE, read_file
 from converters.storage.folder import Folder
+from converters.storage.output_file import BLOCK_BYTES
 from converters.storage.path_or_url import place
 from converters.tensors.dtypes import itemsize
 from converters.writers.config_json import small_files
@@ -176,10 +177,25 @@ def _file(name: str, entries: Iterable[Entry], about: Mapping[str, str] | None =
         }
         at += entry.nbytes
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
-    text += b" " * (-len(text) % 8)
+    text += b" " * _padding(8 + len(text), ordered)
     if len(text) > MAX_HEADER:
         raise CheckpointError(f"{name}: too many tensors for one file; lower --max-shard-size")
     return PlannedFile(name, (len(text).to_bytes(8, "little") + text, *ordered))
+
+
+def _padding(size: int, entries: Iterable[Entry]) -> int:
+    """How many spaces go after a header of `size` bytes, so that as much data as possible can be shared.
+
+    Where files share blocks (XFS, btrfs), data begins at the same place in a block as in the source.
+    """
+    shared = {-size % 8: 0}
+    at = size
+    for entry in entries:
+        span = entry.tensor.whole_span(located=True) if entry.dtype == entry.tensor.dtype else None
+        if span is not None and (spaces := (span.offset - at) % BLOCK_BYTES) % 8 == -size % 8:
+            shared[spaces] = shared.get(spaces, 0) + entry.nbytes
+        at += entry.nbytes
+    return max(shared, key=lambda spaces: (shared[spaces], -spaces))
 
 
 def _document(value: Any) -> bytes:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
+from converters import open_checkpoint, write_safetensors
 from converters.storage import output_file as outfile
 from converters.storage.folder import Folder
 from converters.storage.output_file import OutputFile, write_file
@@ -72,3 +76,65 @@ def test_the_kernel_copies_until_it_cannot(
     piece.write(b"tail")
     piece.finish()
     assert (tmp_path / "file").read_bytes() == b"head" + DATA[1000:901_000] + b"tail"
+
+
+def _written_by_others(folder: Path, sizes: dict[str, int]) -> Path:
+    """A model in safetensors with a header of another length than ours."""
+    from safetensors.numpy import save_file
+
+    rng = np.random.default_rng(0)
+    tensors = {name: rng.integers(0, 99, size, np.int32) for name, size in sizes.items()}
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt", "by": "x" * 300})
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    return folder
+
+
+def _same(source: Path, out: Path) -> None:
+    ours, theirs = open_checkpoint(out).tensors, open_checkpoint(source).tensors
+    assert ours.keys() == theirs.keys()
+    assert all(np.array_equal(ours[name].read(), theirs[name].read()) for name in theirs)
+
+
+def test_data_keeps_its_place_in_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system shares whole blocks only."""
+    source = _written_by_others(tmp_path / "source", {"a": 5_000, "b": 30_000, "c": 8, "d": 20_000})
+    calls = []
+    real = os.copy_file_range
+
+    def copy(src: int, dst: int, count: int, offset_src: int, offset_dst: int) -> int:
+        calls.append((offset_src, offset_dst, count))
+        return real(src, dst, count, offset_src, offset_dst)
+
+    monkeypatch.setattr(os, "copy_file_range", copy)
+    write_safetensors(open_checkpoint(source), tmp_path / "out", max_shard_size=150_000, progress=False)
+    shards = sorted((tmp_path / "out").glob("*.safetensors"))
+    assert len(shards) == 2
+    assert all((start - there) % 4096 == 0 for start, there, _ in calls)
+    assert all(start % 4096 == 0 for start, _, count in calls if count > 4096)
+    assert all(int.from_bytes(shard.read_bytes()[:8], "little") % 8 == 0 for shard in shards)
+    _same(source, tmp_path / "out")
+
+
+@pytest.mark.skipif(
+    shutil.which("mkfs.xfs") is None or not hasattr(os, "geteuid") or os.geteuid() != 0,
+    reason="mounts an XFS file system: needs root and xfsprogs",
+)
+def test_xfs_shares_the_blocks(tmp_path: Path) -> None:
+    image, disk = tmp_path / "image", tmp_path / "disk"
+    disk.mkdir()
+    with image.open("wb") as file:
+        file.truncate(400 << 20)
+    subprocess.run(["mkfs.xfs", "-q", "-m", "reflink=1", image], check=True)
+    if subprocess.run(["mount", "-o", "loop", image, disk], check=False).returncode:
+        pytest.skip("no file system may be mounted here")
+    try:
+        source = _written_by_others(disk / "source", {"a": 5_000_000, "b": 3_000_000})
+        os.sync()
+        before = shutil.disk_usage(disk).used
+        write_safetensors(open_checkpoint(source), disk / "out", progress=False)
+        os.sync()
+        assert shutil.disk_usage(disk).used - before < 1 << 20
+        _same(source, disk / "out")
+    finally:
+        subprocess.run(["umount", disk], check=True)
