@@ -18,6 +18,8 @@ from portable.terminal import loading
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from portable.config import RunConfig
+
 USAGE = f"""\
 usage: portable-data --config FILE.yaml --out PLACE [--processes N] [--part I/N] [--KEY VALUE ...]
 
@@ -68,11 +70,13 @@ def run(argv: Sequence[str]) -> int:
         from portable.data.dataset import open_for_making
         from portable.data.making import make
         from portable.data.tokens.parallel import cores
-        from portable.model import build as models
-        from portable.run.prepare import tokenizer_hints
-    hints = tokenizer_hints(config, models.model_config(config.model))
-    hints.pop("ends_texts")
-    reading, sources = open_for_making(config.data, task=config.model.task, **hints)
+    reading, sources = open_for_making(
+        config.data,
+        task=config.model.task,
+        model_tokenizer=config.model.name_or_path,
+        model_vocab_size=_vocab_size(config),
+        trust_remote_code=config.model.trust_remote_code,
+    )
     for name, (settings, source) in sources.items():
         place = out / name if name else out
         made = make(
@@ -87,6 +91,16 @@ def run(argv: Sequence[str]) -> int:
         left = f"; {human_count(made.left, 'shard')} left to other machines" if made.left else ""
         say(f"{place}: {human_count(made.shards, 'shard')}, {made.tokens:,} tokens{left}")
     return DONE
+
+
+def _vocab_size(config: RunConfig) -> int | None:
+    """That of the model, if a tokenizer is trained: importing models takes long."""
+    if config.data.tokenizer or config.model.name_or_path:
+        return None
+    with loading():
+        from portable.model.build import model_config
+    size: int | None = getattr(model_config(config.model).get_text_config(), "vocab_size", None)
+    return size
 
 
 def _part(text: str) -> tuple[int, int]:

@@ -257,13 +257,15 @@ class DataConfig(Section):
     )
     config_name: str | None = Field(
         default=None,
-        description="Configuration of the hub dataset, if it has several (such as wikitext-2-raw-v1).",
+        description="Configuration of the hub dataset, or of a local copy of one, if it has several (such as "
+        "wikitext-2-raw-v1).",
         json_schema_extra=OF_SOURCE,
     )
     split: str = Field(
         default="train",
         min_length=1,
-        description="Split of the hub dataset to train on; slices such as train[:10%] work.",
+        description="Split to train on: of the hub dataset, where slices such as train[:10%] work, or of a "
+        "folder whose files are named by split.",
         json_schema_extra=OF_SOURCE,
     )
     max_samples: int | None = Field(

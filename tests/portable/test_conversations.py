@@ -26,7 +26,7 @@ from portable.reporting.html_report import REPORT_FILE
 from portable.run.rank import run_rank
 from tests.portable.chat_support import GREETING, SYSTEM, TALK, template, tokenizer
 from tests.portable.data_support import Settings, replace, write_jsonl
-from tests.portable.parallel_work import work
+from tests.portable.parallel_work import wait_for_the_last, work
 from tests.runs import TINY_MODEL, configured, flags, tiny
 
 if TYPE_CHECKING:
@@ -508,6 +508,11 @@ def test_any_number_of_processes_writes_the_same(
     monkeypatch.setattr(tokenizing, "cores", lambda: 2)
     others = build_data(replace(given, cache_dir=tmp_path / "elsewhere"))
     assert others.fingerprint == alone.fingerprint
+
+
+def test_a_process_that_is_done_takes_the_next_batch(tmp_path: Path) -> None:
+    items = ((number, str(tmp_path / "last")) for number in range(7))
+    assert list(ordered_map(wait_for_the_last, items, processes=2)) == [*range(7)]
 
 
 def test_a_map_in_processes() -> None:

@@ -166,3 +166,78 @@ def test_linked_folders(opened: Callable[..., Source], tmp_path: Path) -> None:
     (tmp_path / "data" / "file.jsonl").symlink_to(tmp_path / "elsewhere.jsonl")
     (tmp_path / "data" / "broken.jsonl").symlink_to(tmp_path / "none.jsonl")
     assert texts(opened(tmp_path / "data")) == ["file", "store", "data"]
+
+
+CARDS = {
+    "splits": """---
+configs:
+- config_name: default
+  data_files:
+  - {split: train, path: "data/a-*"}
+  - {split: held, path: "data/b-*"}
+---
+""",
+    "names": "# No settings\n",
+    "configs": """---
+configs:
+- {config_name: one, data_files: data/a-train.parquet}
+- {config_name: two, data_files: data/b-test.parquet}
+---
+""",
+}
+
+
+@pytest.mark.parametrize("card", CARDS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_copy_of_a_dataset_of_the_hub(card: str, stream: bool, tmp_path: Path) -> None:
+    """Only the files of one split, which the card tells or their names."""
+    folder = tmp_path / "copy"
+    parquet(folder / "data" / "a-train.parquet", {"text": ["to train on"]})
+    parquet(folder / "data" / "b-test.parquet", {"text": ["to evaluate"]})
+    (folder / "README.md").write_text(CARDS[card])
+
+    def found(**given: Any) -> list[str]:
+        if not stream:
+            return texts(open_source(str(folder), **given))
+        copies = {"downloads": tmp_path / "copies", "digests": None, "remember": False}
+        return texts(shards.open_stream(str(folder), Fields(), **copies, **given))  # type: ignore[arg-type]
+
+    if card == "configs":
+        assert found(config_name="two") == ["to evaluate"]
+        with pytest.raises(UserError, match=r"Config name is missing.*\['one', 'two'\]"):
+            found()
+        return
+    assert found() == ["to train on"]
+    assert found(split="held" if card == "splits" else "test") == ["to evaluate"]
+    with pytest.raises(UserError, match=rf"data.split: {folder} has no split 'none' of files; it has train"):
+        found(split="none")
+
+
+def test_a_split_of_files_without_splits(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "train"}])
+    for place in (path, tmp_path):
+        with pytest.raises(
+            UserError, match=r"data.split: .test. is for a hub data set, but data.source names"
+        ):
+            open_source(str(place), split="test")
+
+
+def test_saved_datasets(tmp_path: Path) -> None:
+    """Records and tokens, also with splits."""
+    import datasets
+
+    rows = datasets.Dataset.from_list([{"text": text, "label": at % 2} for at, text in enumerate(TEXTS)])
+    rows.save_to_disk(tmp_path / "rows")
+    datasets.DatasetDict({"train": rows.select(range(5)), "test": rows.select([7])}).save_to_disk(
+        tmp_path / "splits"
+    )
+    assert texts(open_source(str(tmp_path / "rows"))) == TEXTS
+    assert texts(open_source(str(tmp_path / "rows"), max_samples=3)) == TEXTS[:3]
+    assert texts(open_source(str(tmp_path / "splits"))) == TEXTS[:5]
+    test = open_source(str(tmp_path / "splits"), split="test", fields=Fields(label="label"))
+    assert [(found.text, found.label) for found in test.documents_of_key()] == [(TEXTS[7], 1)]
+    with pytest.raises(UserError, match=r"data.split: .* has no split 'dev'; it has test, train"):
+        open_source(str(tmp_path / "splits"), split="dev")
+    copies = {"downloads": tmp_path / "copies", "digests": None, "remember": False}
+    with pytest.raises(UserError, match=r"data.stream: .* was saved with save_to_disk; set it to false"):
+        shards.open_stream(str(tmp_path / "rows"), Fields(), **copies)  # type: ignore[arg-type]

@@ -1,16 +1,25 @@
-"""The files of a hub data set, to be read as a stream: no file is downloaded whole, or twice."""
+"""The files of a split of a data set, on the hub or in a local folder that is laid out as one.
+
+On the hub they are read as a stream: no file is downloaded whole, or twice.
+"""
 
 from __future__ import annotations
+
+import re
+from pathlib import Path
 
 from converters.storage.object_store import Object, RemotePath
 from portable.data.sources.compression import format_of
 from portable.data.sources.documents import listed
-from portable.data.sources.files import FORMATS
+from portable.data.sources.files import FORMATS, local_files
 from portable.data.sources.library import cannot_load, datasets_library
 from portable.errors import UserError
 from portable.paths import storage_errors
 
 _HUB = "hf://"
+_CARD = "README.md"
+_SPLITS = (r"train|training", r"test|testing|eval|evaluation|validation|valid|dev|val")
+"""Names of splits, as in test.jsonl or data/train-00000-of-00002.parquet."""
 
 
 def hub_files(name: str, config_name: str | None, split: str) -> dict[RemotePath, Object]:
@@ -19,18 +28,10 @@ def hub_files(name: str, config_name: str | None, split: str) -> dict[RemotePath
     Raises:
         UserError: if there is no such data set or split, or its files cannot be read as a stream.
     """
-    datasets = datasets_library(f"the hub data set {name!r}")
-    try:
-        files = datasets.load_dataset_builder(name, config_name).config.data_files or {}
-    except Exception as error:
-        raise cannot_load((name, config_name), error) from error
-    if split not in files:
-        known = listed(map(str, files)) or "none"
-        raise UserError(f"data.split: {name} has no split {split!r} of files; it has {known}")
     found: dict[RemotePath, Object] = {}
     with storage_errors("data.source"):
         roots: dict[str, RemotePath] = {}
-        for url in map(str, files[split]):
+        for url in _files_of_split(name, config_name, split):
             repository = "/".join(url.removeprefix(_HUB).split("/")[:3])  # datasets/owner/name@revision
             if not url.startswith(f"{_HUB}datasets/") or format_of(url) not in FORMATS:
                 raise UserError(
@@ -41,3 +42,47 @@ def hub_files(name: str, config_name: str | None, split: str) -> dict[RemotePath
             path = root / url.removeprefix(f"{_HUB}{repository}/")
             found[path] = Object(path.stat().st_size, "")  # the revision is the version
     return found
+
+
+def files_of_folder(name: str, config_name: str | None, split: str) -> list[Path] | None:
+    """The files of a split of a local folder, as ``load_dataset`` finds them; None if it has no splits.
+
+    It has some if its card has settings, as a copy of a data set of the hub has, or if its files are named
+    by split. All files of such a folder together would be trained on and evaluated.
+
+    Raises:
+        UserError: if there is no such split, or it has files that cannot be read.
+    """
+    folder = Path(name)
+    if not folder.is_dir() or not (config_name or _has_settings(folder) or _named_by_split(folder)):
+        return None
+    found = [Path(file) for file in _files_of_split(str(folder), config_name, split)]
+    for file in found:
+        if format_of(file) not in FORMATS:
+            raise UserError(f"data.source: {file}: cannot read this kind of file; use {listed(FORMATS)}")
+    return found
+
+
+def _has_settings(folder: Path) -> bool:
+    try:
+        with (folder / _CARD).open("rb") as file:
+            return file.read(4).rstrip() == b"---"
+    except OSError:
+        return False
+
+
+def _named_by_split(folder: Path) -> bool:
+    names = [str(file.relative_to(folder)).lower() for file in local_files(str(folder)) or ()]
+    return all(any(re.search(rf"(?<![a-z])({words})(?![a-z])", name) for name in names) for words in _SPLITS)
+
+
+def _files_of_split(name: str, config_name: str | None, split: str) -> list[str]:
+    datasets = datasets_library(f"the data set {name!r}")
+    try:
+        files = datasets.load_dataset_builder(name, config_name).config.data_files or {}
+    except Exception as error:
+        raise cannot_load((name, config_name), error) from error
+    if split not in files:
+        known = listed(map(str, files)) or "none"
+        raise UserError(f"data.split: {name} has no split {split!r} of files; it has {known}")
+    return [str(file) for file in files[split]]

@@ -9,15 +9,16 @@ from __future__ import annotations
 import hashlib
 import json
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portable.data.sources.documents import Fields, changed_meanwhile, listed, text_only
+from portable.data.sources.documents import Document, Fields, Source, changed_meanwhile, listed, text_only
 from portable.data.sources.files import file_digest, place_with
-from portable.data.sources.library import datasets_library
+from portable.data.sources.library import HubDataset, datasets_library
 from portable.data.sources.token_files import TokenSource, beyond_vocabulary
 from portable.errors import UserError, one_line
 from portable.paths import storage_errors
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from converters.storage.path_or_url import Place
 
 _COLUMNS = ("tokens", "input_ids")
+_OF_RECORDS = ("messages", "conversations", "completion", "output", "chosen")
+"""Columns of records of other formats than text."""
 _LITDATA = {11: "u1", 12: "i1", 13: "<i2", 14: "<i2", 15: "<i4", 16: "<i4", 17: "<i8", 18: "<i8", 20: "<u2"}
 """litdata's numbers of the types of torch."""
 _BATCH = 1000  # documents of a saved dataset at a time
@@ -216,12 +219,91 @@ def _documents(data: bytes, piece: dict[str, Any]) -> list[npt.NDArray[Any]]:
     return found
 
 
-def is_saved(name: str) -> bool:
-    """Whether ``name`` is a folder that ``Dataset.save_to_disk`` wrote."""
+def saved_folder(name: str, split: str) -> Path | None:
+    """The folder of a dataset that ``save_to_disk`` wrote, of several splits the one of ``split``.
+
+    Raises:
+        UserError: if there is no such split.
+    """
+    folder = Path(name)
     try:
-        return (Path(name) / "state.json").is_file() and (Path(name) / "dataset_info.json").is_file()
+        if (folder / "dataset_dict.json").is_file():
+            if not (folder / split).is_dir():
+                known = listed(sorted(path.name for path in folder.iterdir() if path.is_dir()))
+                raise UserError(f"data.split: {name} has no split {split!r}; it has {known}")
+            folder = folder / split
+        found = all((folder / file).is_file() for file in ("state.json", "dataset_info.json"))
     except (OSError, ValueError):
-        return False
+        return None
+    return folder if found else None
+
+
+def saved_source(
+    folder: Path, fields: Fields, max_samples: int | None, digests: Path | None, remember: bool
+) -> Source:
+    """The tokens of a saved dataset, if it has some, or its records."""
+    try:
+        info = json.loads((folder / "dataset_info.json").read_text())
+        columns = set(info["features"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _not_saved(folder, error) from error
+    records = fields.format not in (None, "text") or columns & {fields.text, *_OF_RECORDS}
+    if max_samples is not None or (records and not columns & set(_COLUMNS)):
+        return SavedDataset(folder, fields, max_samples, digests, remember)
+    return SavedTokens(str(folder), fields, digests, remember)
+
+
+def _not_saved(folder: object, error: Exception) -> UserError:
+    return UserError(f"data.source: {folder}: not a saved dataset ({one_line(error)[:200]}); save it again")
+
+
+def _load_saved(folder: str) -> Any:
+    datasets = datasets_library(f"reading {folder}")
+    try:
+        return datasets.load_from_disk(folder)
+    except Exception as error:
+        raise _not_saved(folder, error) from error
+
+
+def _saved_digest(folder: str, digests: Path | None, remember: bool) -> bytes:
+    digest = hashlib.blake2b(b"saved", digest_size=16)
+    for path in sorted(Path(folder).rglob("*")):
+        if path.is_file():
+            digest.update(path.name.encode() + file_digest(path, digests, remember))
+    return digest.digest()
+
+
+class SavedDataset(HubDataset):
+    """The records of a dataset saved with ``save_to_disk``."""
+
+    remote = False
+    downloads = False
+
+    def __init__(
+        self, folder: Path, fields: Fields, max_samples: int | None, digests: Path | None, remember: bool
+    ) -> None:
+        super().__init__(str(folder), fields, None, None, max_samples)
+        self._known = partial(_saved_digest, str(folder), digests, remember)
+        self._opened: Any = None
+
+    def _rows(self) -> Any:
+        if self._opened is None:
+            self._opened = _load_saved(self.name)
+        return self._opened
+
+    @property
+    def key(self) -> str:
+        content = (self._known(), self._fields.key, self._max_samples)
+        return hashlib.blake2b(repr(content).encode(), digest_size=16).hexdigest()
+
+    def documents_of_key(self) -> Iterator[Document]:
+        before = self.key
+        yield from self.documents()
+        if self.key != before:
+            raise changed_meanwhile(self.name)
+
+    def check(self) -> None:
+        Source.check(self)
 
 
 class SavedTokens(TokenSource):
@@ -239,12 +321,7 @@ class SavedTokens(TokenSource):
 
     @property
     def key(self) -> str:
-        digest = hashlib.blake2b(b"saved", digest_size=16)
-        for path in sorted(Path(self.name).rglob("*")):
-            if path.is_file():
-                found = file_digest(path, self._digests, self._remember)
-                digest.update(path.name.encode() + found)
-        return digest.hexdigest()
+        return _saved_digest(self.name, self._digests, self._remember).hex()
 
     @property
     def size_bytes(self) -> None:
@@ -254,13 +331,7 @@ class SavedTokens(TokenSource):
         self._opened()
 
     def _opened(self) -> tuple[Any, str]:
-        datasets = datasets_library(f"reading {self.name}")
-        try:
-            found = datasets.load_from_disk(self.name)
-        except Exception as error:
-            raise UserError(
-                f"data.source: {self.name}: not a saved dataset ({one_line(error)[:200]}); save it again"
-            ) from error
+        found = _load_saved(self.name)
         column = next((one for one in reversed(_COLUMNS) if one in found.column_names), None)
         if column is None:
             raise UserError(

@@ -12,11 +12,11 @@ from portable.data.sources.compression import format_of, is_compressed
 from portable.data.sources.documents import Document, Source
 from portable.data.sources.file_parts import LinesBetween, RowGroupsBetween
 from portable.data.sources.files import LocalFiles, local_files
-from portable.data.sources.hub_files import hub_files
+from portable.data.sources.hub_files import files_of_folder, hub_files
 from portable.data.sources.prepared import prepared_place, prepared_shards, prepared_tokenizer
 from portable.data.sources.remote_files import RemoteFiles, remote_files
 from portable.data.sources.shard import Shard
-from portable.data.sources.sharded_tokens import ShardedTokens, pieces_of, sharded_tokens
+from portable.data.sources.sharded_tokens import ShardedTokens, pieces_of, saved_folder, sharded_tokens
 from portable.data.sources.token_files import TokenFiles, names_tokens, token_files
 from portable.errors import UserError
 from portable.formatting import human_bytes, human_count
@@ -126,7 +126,9 @@ def open_stream(
             files += [(path, found, found.size) for path, found in remote_files(name).items()]
         elif names_tokens(name):
             files += [(path, None, path.stat().st_size) for path in token_files(name)]
-        elif (local := local_files(name)) is not None:
+        elif saved_folder(name, split or "train") is not None:
+            raise UserError(f"data.stream: {name} was saved with save_to_disk; set it to false")
+        elif (local := files_of_folder(name, config_name, split or "train") or local_files(name)) is not None:
             files += [(path, None, path.stat().st_size) for path in local]
         else:
             hub = hub_files(name, config_name, split or "train")

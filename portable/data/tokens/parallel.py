@@ -1,7 +1,8 @@
 """Map a function over batches in several processes, in order.
 
-Batch *i* goes to process *i* modulo their number, and results are taken in the same order, so that the result
-does not depend on how many there are. A process has at most one batch at a time, which bounds the memory.
+A batch goes to whichever process is free, and results come in the order of the batches, so that they do not
+depend on how many processes there are. Only a few batches are at work or wait for their turn, which bounds
+the memory.
 
 The processes are plain children that run this file, so the program's main module is not imported again, as
 ``multiprocessing`` would. Each ends when its connection closes, also if this process is killed.
@@ -13,9 +14,10 @@ import os
 import subprocess
 import sys
 from contextlib import ExitStack
-from itertools import islice
+from itertools import chain, islice
 from multiprocessing.connection import Connection, Pipe
-from typing import TYPE_CHECKING, Any, TypeVar
+from multiprocessing.connection import wait as ready
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from portable.errors import RunError, UserError, one_line
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 R = TypeVar("R")
+_AT_A_TIME = 4  # batches for each process
 
 
 def cores() -> int:
@@ -47,17 +50,32 @@ def ordered_map(work: Callable[[T], R], items: Iterable[T], *, processes: int, a
     first = next(rest, None)
     if first is None:
         return
+    items = enumerate(chain((first,), rest))
+    done: dict[int, R | UserError | RunError] = {}
+    turn, left = 0, True
     with ExitStack() as stack:
-        workers = [stack.enter_context(Worker(work)) for _ in range(processes)]
-        at = 0
-        workers[0].send(first)
-        for at, item in enumerate(rest, start=1):
-            worker = workers[at % processes]
-            if at >= processes:
-                yield worker.receive()
-            worker.send(item)
-        for left in range(max(0, at + 1 - processes), at + 1):
-            yield workers[left % processes].receive()
+        free = [stack.enter_context(Worker(work)) for _ in range(processes)]
+        busy: dict[Worker, int] = {}
+        while left or busy:
+            while left and free and len(busy) + len(done) < _AT_A_TIME * processes:
+                number, item = next(items, (-1, None))
+                if left := number >= 0:
+                    worker = free.pop()
+                    worker.send(item)
+                    busy[worker] = number
+            for worker in cast("list[Worker]", ready(list(busy))):
+                number = busy.pop(worker)
+                try:
+                    done[number] = worker.receive()
+                    free.append(worker)
+                except (UserError, RunError) as error:  # raised when its turn has come
+                    done[number] = error
+            while turn in done:
+                result = done.pop(turn)
+                if isinstance(result, UserError | RunError):
+                    raise result
+                yield result
+                turn += 1
 
 
 class Worker:
@@ -89,6 +107,10 @@ class Worker:
         self._connection.close()
         self._process.kill()
         self._process.wait()
+
+    def fileno(self) -> int:
+        """Readable once there is a result."""
+        return self._connection.fileno()
 
     @property
     def ended(self) -> bool:
