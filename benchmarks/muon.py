@@ -2,7 +2,8 @@
 
 ``python -m benchmarks.muon`` takes a few steps of one model on local CPU ranks with each optimizer. Times are
 those of a rank's processor in ``Engine.update``, where other work on the machine does not count. Bytes are
-what a rank sends to others in the collectives within it.
+what a rank sends to others in the collectives within it. With ``xla``, ranks are virtual devices of one
+process, whose time is divided by their number, and bytes are those of the update compiled for a TPU v5e.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch import multiprocessing
 from benchmarks.machine import command_line, describe_machine, machine_in_words
 from portable.config import RunConfig, load_config
 from portable.loop import train_step
-from portable.registry import create_backend
+from portable.registry import backend_package, create_backend
 from portable.run.batches import train_loader
 from portable.run.prepare import prepare
 from portable.run.restore import restore
@@ -36,7 +37,7 @@ from portable.run.settle import settle
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-STRATEGIES = ("no_shard", "full_shard", "zero2")
+STRATEGIES = ("no_shard", "full_shard", "zero2", "xla")
 OPTIMIZERS = ("adamw", "muon")
 WARM_UP = 2  # steps
 
@@ -113,14 +114,18 @@ def steps_of(config: RunConfig, steps: int) -> dict[str, float]:
     run = prepare(settled, backend)
     engine: Any = restore(run, None).engine
     batches = iter(train_loader(run, 0))
-    update = engine.update
+    update, devices, wait = engine.update, 1, lambda: None
+    if config.backend == "xla":
+        devices, wait = backend.devices_per_rank, lambda: engine._layout.execute(wait=True)
     updates: list[float] = []
     whole: list[float] = []
 
     def timed(*given: Any, **named: Any) -> Any:
+        wait()
         sent.counting, began = True, time.process_time()
         result = update(*given, **named)
-        updates.append(time.process_time() - began)
+        wait()
+        updates.append((time.process_time() - began) / devices)
         sent.counting = False
         return result
 
@@ -141,7 +146,7 @@ def steps_of(config: RunConfig, steps: int) -> dict[str, float]:
             max_grad_norm=1.0,
         )
         backend.read([result.loss])
-        whole.append(time.process_time() - began)
+        whole.append((time.process_time() - began) / devices)
     batches.close()
     found = {
         "update": statistics.median(updates),
@@ -150,6 +155,21 @@ def steps_of(config: RunConfig, steps: int) -> dict[str, float]:
     }
     backend.stop()
     return found
+
+
+def _virtual_devices(_: int, devices: int, config: RunConfig, steps: int, out: Path) -> None:
+    os.environ |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(devices)}
+    out.write_text(json.dumps(steps_of(config, steps)))
+
+
+def on_xla(config: RunConfig, devices: int, steps: int, folder: Path) -> dict[str, float]:
+    """:func:`steps_of` on virtual devices, and the bytes of the update on TPUs."""
+    out = folder / "found.json"
+    multiprocessing.spawn(_virtual_devices, args=(devices, config, steps, out))  # type: ignore[no-untyped-call, attr-defined]
+    found: dict[str, float] = json.loads(out.read_text())
+    compiled = backend_package("xla").compile(config, "v5e", devices, None, 0)
+    (update,) = (graph for graph in compiled.graphs if graph.name == "update")
+    return {**found, "sent": sum(kind.bytes for kind in update.collectives.values())}
 
 
 def _rank(rank: int, ranks: int, port: int, config: RunConfig, steps: int, out: Path) -> None:
@@ -211,8 +231,12 @@ def rows(given: argparse.Namespace, folder: Path) -> Iterator[tuple[str, str, in
     for strategy in given.strategies:
         for name in OPTIMIZERS:
             for ranks in given.ranks:
-                config = config_of(folder, given, strategy=strategy, **{"train.optimizer": name})
-                yield strategy, name, ranks, on_ranks(config, ranks, given.steps, folder)
+                # Two micro-batches a step, so that the update is a graph of its own.
+                on_devices = {"backend": "xla", "train.global_batch_size": 2 * ranks}
+                own = on_devices if strategy == "xla" else {"strategy": strategy}
+                config = config_of(folder, given, **own, **{"train.optimizer": name})
+                measure = on_xla if strategy == "xla" else on_ranks
+                yield strategy, name, ranks, measure(config, ranks, given.steps, folder)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
