@@ -2,7 +2,8 @@
 
 ``python -m benchmarks.muon`` takes a few steps of one model on local CPU ranks with each optimizer. Times are
 those of a rank's processor in ``Engine.update``, where other work on the machine does not count. Bytes are
-what a rank sends to others in the collectives within it.
+what a rank sends to others in the collectives within it. With ``xla``, ranks are virtual devices of one
+process, whose time is divided by their number, and bytes are those of the update compiled for a TPU v5e.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from benchmarks.big_state import on_ranks, step
 from benchmarks.machine import command_line, describe_machine, machine_in_words
 from portable.config import RunConfig, load_config
-from portable.registry import create_backend
+from portable.registry import CompileTarget, backend_package, create_backend
 from portable.run.prepare import prepare
 from portable.run.restore import restore
 from portable.run.settle import settle
@@ -32,7 +33,7 @@ from portable.run.settle import settle
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-STRATEGIES = ("no_shard", "full_shard", "zero2")
+STRATEGIES = ("no_shard", "full_shard", "zero2", "xla")
 OPTIMIZERS = ("adamw", "muon")
 WARM_UP = 2  # steps
 
@@ -101,7 +102,8 @@ class Sent:
 def steps_of(strategy: str, config: RunConfig, steps: int) -> dict[str, float]:
     """On one rank: median processor seconds of an update, and the bytes that it sends."""
     torch.set_num_threads(1)
-    config = config.replaced({"strategy": strategy})
+    if strategy != "xla":
+        config = config.replaced({"strategy": strategy})
     backend = create_backend(config.backend)
     settled = settle(config, backend.name)
     backend.start()
@@ -110,13 +112,17 @@ def steps_of(strategy: str, config: RunConfig, steps: int) -> dict[str, float]:
         sent.watch()  # before DeepSpeed and FSDP take them
     run = prepare(settled, backend)
     engine: Any = restore(run, None).engine
-    update = engine.update
+    update, devices, wait = engine.update, 1, lambda: None
+    if config.backend == "xla":
+        devices, wait = backend.devices_per_rank, lambda: engine._layout.execute(wait=True)
     updates: list[float] = []
 
     def timed(*given: Any, **named: Any) -> Any:
+        wait()
         sent.counting, began = True, time.process_time()
         result = update(*given, **named)
-        updates.append(time.process_time() - began)
+        wait()
+        updates.append((time.process_time() - began) / devices)
         sent.counting = False
         return result
 
@@ -128,6 +134,14 @@ def steps_of(strategy: str, config: RunConfig, steps: int) -> dict[str, float]:
         step(run, engine, number)
     backend.stop()
     return {"update": statistics.median(updates), "sent": sent.bytes / steps}
+
+
+def sent_on_tpus(config: RunConfig, devices: int) -> float:
+    """Bytes that each chip sends in the update, as compiled for it."""
+    target = CompileTarget("v5e", devices, None, large=0, only_memory=False)
+    compiled = backend_package("xla").compile(config, target)
+    (update,) = (graph for graph in compiled.graphs if graph.name == "update")
+    return sum(kind.bytes for kind in update.collectives.values())
 
 
 def alone(config: RunConfig, name: str, steps: int) -> float:
@@ -162,9 +176,15 @@ def rows(given: argparse.Namespace, folder: Path) -> Iterator[tuple[str, str, in
         yield "torch.optim alone", name, 1, {"update": alone(config, name, given.steps)}
     for strategy in given.strategies:
         for name in OPTIMIZERS:
-            config = config_of(folder, given, **{"train.optimizer": name})
             for ranks in given.ranks:
-                yield strategy, name, ranks, on_ranks(steps_of, strategy, config, given.steps, ranks=ranks)[0]
+                # Two micro-batches a step, so that the update is a graph of its own.
+                on_devices = {"backend": "xla", "train.global_batch_size": 2 * ranks}
+                own = on_devices if strategy == "xla" else {}
+                config = config_of(folder, given, **own, **{"train.optimizer": name})
+                found = on_ranks(steps_of, strategy, config, given.steps, ranks=ranks)[0]
+                if strategy == "xla":
+                    found["sent"] = sent_on_tpus(config, ranks)
+                yield strategy, name, ranks, found
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -25,10 +25,10 @@ import pyte
 from portable.errors import RunError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 COLUMNS, ROW, MARGIN = 100, 17, 14
-_ROWS = 200  # none scrolls away
+_ROWS, _LONGEST = 500, 2000  # none scrolls away, and none is broken
 CHARACTER = 7.83
 """Pixels of a character of a 13 pixel monospace font."""
 COMMANDS = (
@@ -39,16 +39,33 @@ COMMANDS = (
 MODULES = {"portable-train": "portable.cli", "portable-convert": "converters.cli"}
 
 
-def recorded(command: str, folder: Path) -> list[str]:
-    """Run ``command`` in ``folder`` in a terminal; the lines that stand there in the end."""
-    program, *arguments = shlex.split(command)
+def recorded(
+    command: Sequence[str],
+    folder: Path,
+    *,
+    columns: int = COLUMNS,
+    environment: Mapping[str, str] = os.environ,
+    code: int = 0,
+) -> list[str]:
+    """Run ``command`` in ``folder`` in a terminal.
+
+    Args:
+        columns: of the terminal.
+        environment: of the command.
+        code: that the command ends with.
+
+    Returns:
+        the lines that stand there in the end, of any length: the terminal breaks them after each ``columns``.
+
+    Raises:
+        RunError: if it ends with another code.
+    """
     ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", _ROWS, COLUMNS, 0, 0))
-    environment = {**os.environ, "COLUMNS": str(COLUMNS), "TERM": "xterm"}
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", _ROWS, columns, 0, 0))
     process = subprocess.Popen(
-        [sys.executable, "-m", MODULES[program], *arguments],
+        command,
         cwd=folder,
-        env=environment,
+        env={**environment, "COLUMNS": str(columns), "TERM": "xterm"},
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
@@ -64,9 +81,10 @@ def recorded(command: str, folder: Path) -> list[str]:
             break
         said += part
     os.close(ours)
-    if process.wait() != 0:
-        raise RunError(f"{command} ended with {process.returncode}: {said.decode(errors='replace')[-400:]}")
-    screen = pyte.Screen(COLUMNS, _ROWS)
+    if process.wait() != code:
+        end = said.decode(errors="replace")[-400:]
+        raise RunError(f"{shlex.join(command)} ended with {process.returncode}: {end}")
+    screen = pyte.Screen(_LONGEST, _ROWS)
     pyte.ByteStream(screen).feed(bytes(said))
     lines = [line.rstrip() for line in screen.display]
     while lines and not lines[-1]:
@@ -101,7 +119,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     lines: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         for command in COMMANDS:
-            lines += [f"$ {command}", *recorded(command, Path(folder)), ""]
+            program, *arguments = shlex.split(command)
+            run = [sys.executable, "-m", MODULES[program], *arguments]
+            lines += [f"$ {command}", *recorded(run, Path(folder)), ""]
     while lines and not lines[-1]:
         lines.pop()
     options.out.write_text(drawn(lines), "utf-8")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+import textwrap
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from typing import TextIO
 
 _COLOURS = {"error:": "1;31", "warning:": "1;33"}
 
@@ -39,7 +41,38 @@ def flush() -> None:
 def complain(line: str) -> None:
     """Print `line` on standard error; ignored if that is closed."""
     with suppress(OSError):
-        print(coloured(line), file=sys.stderr)
+        print(coloured(fitted(line)), file=sys.stderr)
+
+
+def columns(stream: TextIO | None) -> int | None:
+    """The width of the terminal that `stream` is, as COLUMNS or the terminal has it; None if it is none."""
+    if stream is None or not stream.isatty():
+        return None
+    if (given := os.environ.get("COLUMNS", "")).isdecimal() and int(given) > 0:
+        return int(given)
+    with suppress(OSError, ValueError):
+        if (width := os.get_terminal_size(stream.fileno()).columns) > 0:
+            return width
+    return 80
+
+
+def fitted(text: str) -> str:
+    """`text` for standard error: on a terminal, long lines go on below, indented, with whole words."""
+    width = columns(sys.stderr)
+    if width is None:
+        return text
+    lines = []
+    for line in text.splitlines():
+        indent = " " * (len(line) - len(line.lstrip()))
+        parts = textwrap.wrap(
+            line,
+            max(width, 20),
+            subsequent_indent=indent + "  ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        lines += [line] if len(line) <= width else parts
+    return "\n".join(lines)
 
 
 def coloured(line: str) -> str:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import sys
 import warnings
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from converters.console import coloured
+from converters.console import coloured, fitted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,7 +29,7 @@ class Terminal(logging.Handler):
     """Prints to stderr, above the progress bar if there is one."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        line = coloured(record.getMessage())
+        line = coloured(fitted(record.getMessage()))
         with suppress(OSError, AttributeError):  # stderr is closed
             if "tqdm" in sys.modules:
                 sys.modules["tqdm"].tqdm.write(line, file=sys.stderr)
@@ -65,11 +64,6 @@ def quiet_checkpoint_warnings() -> None:
 def at_a_terminal() -> bool:
     """Whether bars are shown: this process is rank 0, stderr is a terminal, and nobody wants quiet."""
     return not is_quiet() and sys.stderr.isatty() and os.environ.get("RANK", "0") == "0"
-
-
-def columns() -> int | None:
-    """The width of the terminal that stderr is, or None if it is none."""
-    return shutil.get_terminal_size().columns if sys.stderr.isatty() else None
 
 
 @contextmanager

@@ -40,6 +40,88 @@ TASKS = {
     "sequence-classification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
 }
 BF16_TOLERANCE = 5e-2
+NAMES = {
+    "llama": (
+        "Llama 2, Llama 3, 3.1, 3.2 and 3.3, Code Llama, TinyLlama, Vicuna, Yi, SmolLM, SmolLM2, Falcon3, "
+        "DeepSeek-R1-Distill-Llama"
+    ),
+    "llama4": "Llama 4",
+    "mllama": "Llama 3.2 Vision, its language model",
+    "qwen2": "Qwen1.5, Qwen2, Qwen2.5, Qwen2.5-Coder, QwQ, DeepSeek-R1-Distill-Qwen",
+    "qwen2_moe": "Qwen1.5-MoE, Qwen2-57B-A14B",
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3-30B-A3B, Qwen3-235B-A22B",
+    "qwen3_next": "Qwen3-Next",
+    "qwen3_5": "Qwen3.5",
+    "mistral": "Mistral 7B, Mistral Nemo, Zephyr",
+    "ministral": "Ministral 8B",
+    "ministral3": "Ministral 3",
+    "mixtral": "Mixtral",
+    "gemma": "Gemma",
+    "gemma2": "Gemma 2",
+    "gemma3_text": "Gemma 3 270M and 1B",
+    "gemma3": "Gemma 3 4B, 12B and 27B",
+    "gemma3n": "Gemma 3n",
+    "phi": "Phi-1, Phi-1.5, Phi-2",
+    "phi3": "Phi-3, Phi-3.5-mini, Phi-4",
+    "phimoe": "Phi-3.5-MoE",
+    "smollm3": "SmolLM3",
+    "deepseek_v2": "DeepSeek-V2",
+    "deepseek_v3": "DeepSeek-V3, DeepSeek-R1",
+    "gpt_oss": "gpt-oss",
+    "gpt2": "GPT-2, DistilGPT2, DialoGPT",
+    "gpt_neo": "GPT-Neo",
+    "gptj": "GPT-J",
+    "gpt_neox": "GPT-NeoX, Pythia, Dolly 2",
+    "opt": "OPT",
+    "bloom": "BLOOM",
+    "falcon": "Falcon",
+    "falcon_h1": "Falcon-H1",
+    "mpt": "MPT",
+    "olmo": "OLMo",
+    "olmo2": "OLMo 2",
+    "olmo3": "Olmo 3",
+    "olmoe": "OLMoE",
+    "gpt_bigcode": "StarCoder, SantaCoder",
+    "starcoder2": "StarCoder2",
+    "stablelm": "StableLM",
+    "glm": "GLM-4-9B",
+    "glm4": "GLM-4-0414",
+    "glm4_moe": "GLM-4.5",
+    "granite": "Granite 3",
+    "granitemoe": "Granite 3 with experts",
+    "granitemoehybrid": "Granite 4",
+    "cohere": "Command R",
+    "cohere2": "Command R7B, Command A",
+    "mamba": "Mamba",
+    "mamba2": "Mamba-2",
+    "jamba": "Jamba",
+    "rwkv": "RWKV-4",
+    "bert": "BERT",
+    "roberta": "RoBERTa",
+    "xlm-roberta": "XLM-RoBERTa",
+    "camembert": "CamemBERT",
+    "distilbert": "DistilBERT",
+    "albert": "ALBERT",
+    "electra": "ELECTRA",
+    "mpnet": "MPNet",
+    "deberta": "DeBERTa",
+    "deberta-v2": "DeBERTa-v2, DeBERTa-v3",
+    "modernbert": "ModernBERT",
+    "longformer": "Longformer",
+    "big_bird": "BigBird",
+    "t5": "T5, T5 v1.1, Flan-T5",
+    "mt5": "mT5",
+    "umt5": "UMT5",
+    "longt5": "LongT5",
+    "bart": "BART",
+    "mbart": "mBART",
+    "pegasus": "Pegasus",
+    "marian": "Marian, OPUS-MT",
+    "m2m_100": "M2M-100, NLLB-200",
+    "nllb-moe": "NLLB-MoE",
+}
+"""The names that people know, by the ``model_type`` in their ``config.json``."""
 
 
 class Pair(NamedTuple):
@@ -347,6 +429,31 @@ that `config.json` names does). ProphetNet is trained here on the next token alo
 """
 
 
+def by_name(rows: Mapping[str, Mapping[str, str]]) -> str:
+    """A table of the models that people search for, by the ``rows`` of the table of types."""
+    lines = [
+        "## By name\n",
+        "A model's `model_type`, in its `config.json`, decides, not its name or size.\n",
+        "| models | `model_type` | all held as |",
+        "| --- | --- | --- |",
+    ]
+    for model_type, names in NAMES.items():
+        said = [
+            task if cell == "yes" else f"{task} ({cell})" for task, cell in rows.get(model_type, {}).items()
+        ]
+        lines.append(f"| {names} | `{model_type}` | {', '.join(said)} |")
+    return "\n".join([*lines, "", "## By type", "", ""])
+
+
+def rows_of(text: str) -> dict[str, dict[str, str]]:
+    """The cells of the table by type in the page ``text``, by type and task."""
+    cells = re.findall(rf"^\| `([^`]+)` \|{' ([^|]*)[|]' * len(TASKS)}$", text, re.MULTILINE)
+    return {
+        name: {task: cell.strip() for task, cell in zip(TASKS, found, strict=True) if cell.strip()}
+        for name, *found in cells
+    }
+
+
 def page(everything: Mapping[str, Findings]) -> str:
     """The page of the docs: a row a type, a column a task, and what does not hold below."""
     import transformers
@@ -383,7 +490,7 @@ def page(everything: Mapping[str, Findings]) -> str:
     introduction = INTRODUCTION.format(
         version=transformers.__version__, looked_at=len(everything), known=len(pairs())
     )
-    return introduction + "\n".join(lines) + "\n"
+    return introduction + by_name(rows) + "\n".join(lines) + "\n"
 
 
 def main(arguments: list[str]) -> int:

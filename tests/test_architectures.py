@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.architectures import Pair, findings, page, write_records
+from tests.architectures import PAGE, Pair, by_name, findings, page, rows_of, write_records
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -46,3 +46,8 @@ def test_what_does_not_hold_is_said_on_the_page() -> None:
     assert "| `one` | yes |" in text
     assert "| `two` | in part |" in text
     assert "- two causal-lm: `bf16: off`" in text
+
+
+def test_the_page_finds_models_by_their_names() -> None:
+    text = PAGE.read_text("utf-8")
+    assert by_name(rows_of(text)) in text

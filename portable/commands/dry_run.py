@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from converters.console import say
+from converters.console import columns, say
 from portable.adapters.adapter import adapt
 from portable.batch_plan import total_steps
 from portable.checkpoint.external import open_for_model
@@ -31,7 +32,7 @@ from portable.run.evaluation import judge_of
 from portable.run.finish import ranks_in_words
 from portable.run.prepare import notes_on, tokenizer_hints
 from portable.run.settle import first_plan, on_device
-from portable.terminal import columns, tell
+from portable.terminal import tell
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -75,7 +76,7 @@ def dry_run(settled: Settled) -> int:
     for line in _notes(settled, backend, base, special_tokens, data, plan):
         tell(line)
     say("# What this run will do")
-    say(table(rows, columns()))
+    say(table(rows, columns(sys.stdout)))
     if config.came_from:
         say("\n# Where it was set; all else is a default, or follows from these")
         say(table(list(config.came_from.items())))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -11,6 +12,9 @@ from portable.config.yaml_text import core_resolvers
 
 if TYPE_CHECKING:
     from portable.config.run_config import RunConfig
+
+
+_WIDTH = 80
 
 
 class _Dumper(yaml.SafeDumper):
@@ -39,7 +43,8 @@ def dump_yaml(config: RunConfig, comments: bool = True) -> str:
     parts = []
     for name, value in tree.items():
         if comments and name in about:
-            parts.append(f"\n# {about[name].splitlines()[0]}\n")
+            comment = textwrap.wrap(about[name].splitlines()[0], _WIDTH - 2, break_on_hyphens=False)
+            parts.append("".join(["\n", *(f"# {line}\n" for line in comment)]))
         parts.append(as_yaml({name: value}))
     return "".join(parts).lstrip("\n")
 
@@ -60,5 +65,5 @@ def _tree(config: RunConfig) -> dict[str, Any]:
 def as_yaml(value: dict[str, Any]) -> str:
     """``value``, of plain values, as YAML that this program reads back as the same."""
     return yaml.dump(
-        value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=100
+        value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=_WIDTH
     )

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from portable import plugins
-from portable.errors import UserError, one_line
+from portable.errors import UserError, one_line, require
 from portable.model.freezing import COMPUTE, freeze_by_pattern
 from portable.model.layers import one_layer_per_kind, trial_forward
 from portable.model.parameters import token_embedding
@@ -225,12 +225,18 @@ def changed(model: PreTrainedModel, function: str) -> PreTrainedModel:
     from transformers import PreTrainedModel
 
     told = f"model.function: {function}"
-    before = model.config.to_dict()
+    before, names = model.config.to_dict(), {name for name, _ in model.named_parameters()}
     with plugins.told_as(told):
         found = plugins.load("model.function", function)(model)
     found = model if found is None else found
     if not isinstance(found, PreTrainedModel):
         raise UserError(f"{told}: returns a {type(found).__name__}, not a transformers model or None")
+    scalars = [name for name, p in found.named_parameters() if p.dim() == 0 and name not in names]
+    require(
+        not scalars,
+        f"{told}: the parameter {next(iter(scalars), '')} is a scalar, which cannot be sharded; make it a "
+        "vector of one, as in torch.ones(1)",
+    )
     after = found.config.to_dict()
     found.__dict__["changed_config"] = {key: after[key] for key in after if after[key] != before.get(key)}
     found.__dict__["changed_by"] = function  # so that it can be made again, for its initial weights

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -13,6 +14,7 @@ from portable import plugins
 from portable.config.training_sources import training_names
 from portable.errors import UserError
 from portable.model.loss_by_source import LossBySource
+from portable.model.whole_values import WholeValues
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -130,8 +132,11 @@ class TrainingLoss:
         """The summed loss, and the numbers beside it, as scalars."""
         labels = batch["labels"]
         before = [(name, one, one._version) for name, one in batch.items()]
+        first = self._names is None
+        whole = WholeValues(self.key, differentiated=True) if first else nullcontext()
         with plugins.told_as(self.key):
-            value: Any = self._loss(outputs, batch)
+            with whole:
+                value: Any = self._loss(outputs, batch)
             for name, one, version in before:
                 if one._version != version:
                     raise UserError(f"{self.key}: changes batch[{name!r}] in place; change a copy of it")

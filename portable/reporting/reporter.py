@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from converters.console import columns
 from portable.errors import UserError
 from portable.formatting import human_bytes, human_time, table
 from portable.loop import Events, Progress
@@ -22,7 +24,7 @@ from portable.reporting.metrics import (
     read_metrics,
 )
 from portable.reporting.trackers import Tracker, open_trackers
-from portable.terminal import LOG, at_a_terminal, columns, tell
+from portable.terminal import LOG, at_a_terminal, tell
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +35,10 @@ if TYPE_CHECKING:
     from portable.output.output_dir import Output
     from portable.reporting.events import Kind
     from portable.reporting.profiling import Profiler
+
+
+_BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+"""Without the seconds of a step: tokens a second say it, and eighty columns have no room for both."""
 
 
 class Reporter(Events):
@@ -95,6 +101,7 @@ class Reporter(Events):
                 unit="step",
                 desc="training",
                 dynamic_ncols=True,
+                bar_format=_BAR,
                 disable=not at_a_terminal(),
             )
         self._total_steps = total_steps
@@ -248,7 +255,7 @@ class Reporter(Events):
             rows.append(("training loss", f"{self.last_loss:.4f}"))
         if self.last_evaluation:
             rows.append(("evaluation", evaluation_in_words(self.last_evaluation)))
-        return table([*rows, *places], columns())
+        return table([*rows, *places], columns(sys.stderr))
 
     def close(self) -> None:
         if self._bar is not None:

@@ -9,6 +9,7 @@ import torch
 from portable import plugins
 from portable.errors import UserError
 from portable.loop import Events
+from portable.model.whole_values import WholeValues, is_part
 from portable.run.batches import LONG_WAIT
 
 if TYPE_CHECKING:
@@ -78,9 +79,12 @@ class Run:
         Tensors (scalars) are read from the device only then.
         """
         for name, value in values.items():
-            number = isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.dim() == 0)
-            if not isinstance(name, str) or not number:
-                raise TypeError(f"log({{{name!r}: {value!r:.60}}}): give numbers or scalar tensors, by name")
+            scalar = isinstance(value, torch.Tensor) and value.dim() == 0 and not is_part(value)
+            if not isinstance(name, str) or not (scalar or isinstance(value, int | float)):
+                raise TypeError(
+                    f"log({{{name!r}: {value!r:.60}}}): give numbers or scalar tensors, by name; of a "
+                    "DTensor, full_tensor()"
+                )
         self.pending.update(values)
 
     def stop(self) -> None:
@@ -155,7 +159,7 @@ def call(callbacks: Sequence[tuple[str, Any]], hook: str, run: Run, *values: Any
         if method is None:
             continue
         before = _versions(run.model)
-        with plugins.told_as(f"{name}: {hook}"):
+        with plugins.told_as(f"{name}: {hook}"), WholeValues(f"{name}: {hook}", differentiated=False):
             method(run, *values)
         if any(before.get(one, version) != version for one, version in _versions(run.model).items()):
             raise UserError(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from converters.console import columns
 from portable.checkpoint.trainer_state import TrainerState, step_of
 from portable.data import IGNORED
 from portable.errors import one_line
@@ -21,7 +23,6 @@ from portable.reporting.loss_plot import plot_loss
 from portable.reporting.metrics import METRICS_FILE, read_metrics
 from portable.reporting.run_log import LOG_FILE
 from portable.temporary_folder import scratch_folder
-from portable.terminal import columns
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -72,7 +73,7 @@ def headline(prepared: Prepared, restored: Restored) -> str:
     )
     external = restored.external
     begun = [] if external is None else ["begun at another program's checkpoint", table(external.rows)]
-    return "\n".join([start, table(rows, columns()), *begun, *hints])
+    return "\n".join([start, table(rows, columns(sys.stderr)), *begun, *hints])
 
 
 def _moved(prepared: Prepared, restored: Restored) -> str | None:

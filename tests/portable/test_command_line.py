@@ -58,7 +58,9 @@ def test_help_and_mistakes_are_answered_without_torch(module: str, arguments: li
 def test_a_terminal_is_told_what_the_first_seconds_go_to(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "portable.cli", "--resume-info", str(tmp_path / "nowhere")]
-    done = subprocess.run(command, stderr=theirs, check=False, env={**os.environ, "NO_COLOR": "1"})
+    done = subprocess.run(
+        command, stderr=theirs, check=False, env={**os.environ, "NO_COLOR": "1", "COLUMNS": "400"}
+    )
     os.close(theirs)
     said = os.read(ours, 1 << 16).decode()
     os.close(ours)

@@ -1,0 +1,69 @@
+"""Code of the user's that reads sharded parameters, where a part would be taken for the whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from portable.errors import UserError
+
+_READS = {
+    torch.Tensor.item,
+    torch.Tensor.tolist,
+    torch.Tensor.numpy,
+    torch.Tensor.__bool__,
+    torch.Tensor.__float__,
+    torch.Tensor.__int__,
+}
+
+
+def is_part(value: Any) -> bool:
+    """Whether ``value`` is a DTensor of which this rank has only a part."""
+    return isinstance(value, DTensor) and not all(placement.is_replicate() for placement in value.placements)
+
+
+class WholeValues(TorchFunctionMode):
+    """Within this context, raise UserError in place of results that are those of a shard.
+
+    Outside of the forward pass FSDP2's parameters are DTensors, which can be computed with, but a value that
+    is read is this rank's. ZeRO-3's are empty.
+
+    Args:
+        what: begins the message.
+        differentiated: whether results are part of the loss, which DTensors cannot be.
+    """
+
+    def __init__(self, what: str, *, differentiated: bool) -> None:
+        super().__init__()
+        self._what = what
+        self._differentiated = differentiated
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+        if self._differentiated and any(isinstance(value, DTensor) for value in given):
+            raise self._error("compute it in the forward pass (model.function), or use strategy no_shard")
+        if func in _READS and any(map(is_part, given)):
+            raise self._error("call full_tensor() first, on all ranks")
+        result = func(*args, **(kwargs or {}))
+        if any(isinstance(value, nn.Parameter) and not value.numel() for value in given) and isinstance(
+            result, torch.Tensor
+        ):
+            raise self._error(
+                "compute it in the forward pass (model.function), or use strategy no_shard"
+                if self._differentiated
+                else "read it within deepspeed.zero.GatheredParameters, on all ranks"
+            )
+        return result
+
+    def _error(self, remedy: str) -> UserError:
+        return UserError(
+            f"{self._what}: reads a parameter outside of the model's forward pass, where a rank has a part "
+            f"of it; {remedy}"
+        )

@@ -1,0 +1,145 @@
+"""Code of the user's that reads parameters where a rank has only a part of them."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from portable.errors import UserError
+from portable.model import build as models
+from portable.reporting.metrics import read_metrics
+from portable.run.rank import run_rank
+from tests.runs import configured
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from portable.backend import Batch
+    from portable.config import RunConfig
+    from portable.model.training_loss import Outputs
+    from portable.run.callbacks import Run
+    from tests.ranks import RankPool
+
+HERE = __name__
+_models: list[nn.Module] = []
+
+
+def remembered(model: Any) -> None:
+    model.register_forward_pre_hook(lambda module, _: _models.append(module))
+
+
+class Decayed:
+    """Takes a parameter into the loss, past the forward pass."""
+
+    needs = ("log_probs",)
+
+    def __call__(self, outputs: Outputs, batch: Batch) -> Any:
+        model: Any = _models[-1]
+        assert outputs.log_probs is not None
+        valid = (batch["labels"] != -100).sum()
+        weight = model.model.layers[0].mlp.up_proj.weight
+        return weight.square().sum() * valid - outputs.log_probs.sum(), valid
+
+
+class Norm:
+    """Logs the norm of a parameter; ``gathered``: of all ranks' parts."""
+
+    def __init__(self, gathered: bool) -> None:
+        self.gathered = gathered
+
+    def on_log(self, run: Run, values: Any) -> None:
+        parameter: Any = next(run.model.parameters())
+        if not self.gathered:
+            run.log({"norm": float(parameter.detach().norm())})
+        elif isinstance(parameter, DTensor):
+            run.log({"norm": parameter.full_tensor().detach().norm()})
+        else:
+            import deepspeed
+
+            with deepspeed.zero.GatheredParameters([parameter]):
+                run.log({"norm": float(parameter.detach().norm())})
+
+
+class Logs:
+    def on_step(self, run: Run) -> None:
+        run.log({"norm": next(run.model.parameters()).detach().norm()})
+
+
+def settings(strategy: str, folder: Path) -> dict[str, Any]:
+    """Of the strategy, with small parameters sharded like large ones."""
+    path = folder / "deepspeed.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}))
+    common: dict[str, Any] = {"train__steps": 2, "log__every_steps": 1, "train__micro_batch_size": 1}
+    common |= {"checkpoint__export": False, "log__sample_tokens": 0}
+    own = {"deepspeed__config": str(path)} if strategy == "zero3" else {}
+    return {**common, **own, "strategy": strategy}
+
+
+def trained(config: RunConfig) -> str:
+    try:
+        run_rank(config.backend, config)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+WHERE = "reads a parameter outside of the model's forward pass, where a rank has a part of it; "
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "zero3"])
+def test_a_loss_that_reads_parameters_is_refused(
+    strategy: str, corpus: Path, tmp_path: Path, ranks: RankPool
+) -> None:
+    pytest.importorskip("deepspeed")
+    own = {"model__function": f"{HERE}:remembered", "train__loss": f"{HERE}:Decayed"}
+    config = configured(tmp_path / "run", corpus, **settings(strategy, tmp_path), **own)
+    remedy = "compute it in the forward pass (model.function), or use strategy no_shard"
+    assert ranks.run(2, trained, config) == f"train.loss: {HERE}:Decayed: {WHERE}{remedy}"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "remedy"),
+    [
+        ("full_shard", "call full_tensor() first, on all ranks"),
+        ("zero3", "read it within deepspeed.zero.GatheredParameters, on all ranks"),
+    ],
+)
+def test_a_callback_reads_whole_parameters(
+    strategy: str, remedy: str, corpus: Path, tmp_path: Path, ranks: RankPool
+) -> None:
+    pytest.importorskip("deepspeed")
+
+    def of(callback: str, strategy: str = strategy) -> RunConfig:
+        own = {"train__callbacks": f"{HERE}:{callback}"}
+        return configured(tmp_path / "run", corpus, **settings(strategy, tmp_path), **own)
+
+    name = f"{HERE}:Norm(gathered=False)"
+    if strategy == "full_shard":
+        assert "of a DTensor, full_tensor()" in ranks.run(2, trained, of("Logs"))
+    assert ranks.run(2, trained, of("Norm(gathered=False)")) == (
+        f"train.callbacks: {name}: on_log: {WHERE}{remedy}"
+    )
+    assert (
+        trained(of("Norm(gathered=False)", "no_shard").replaced({"output_dir": str(tmp_path / "one")})) == ""
+    )
+    assert ranks.run(2, trained, of("Norm(gathered=True)")) == ""
+    found, truth = (
+        [row["norm"] for row in read_metrics(folder) if "norm" in row]
+        for folder in (tmp_path / "run", tmp_path / "one")
+    )
+    assert found == pytest.approx(truth, rel=1e-5) and len(found) == 2
+
+
+def with_scalar(model: Any) -> None:
+    model.gain = nn.Parameter(torch.ones(()))
+
+
+def test_a_scalar_parameter_is_refused(corpus: Path, tmp_path: Path) -> None:
+    config = configured(tmp_path, corpus, model__function=f"{HERE}:with_scalar")
+    with pytest.raises(UserError, match=r"with_scalar: the parameter gain is a scalar, .* torch\.ones\(1\)"):
+        models.training_model(models.model_config(config.model), config)
