@@ -14,6 +14,7 @@ import logging
 import re
 import struct
 from dataclasses import dataclass, field
+from functools import partial
 from math import pi
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,7 @@ _log = logging.getLogger(__name__)
 
 FILE = "model.gguf"
 _FILE_TYPES = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}
+_LARGEST = 3e38  # of a float32, about
 _LAYER = re.compile(r"(?P<head>.+)\.(?P<number>\d+)\.(?P<tail>.+)\.(?P<kind>weight|bias)")
 
 _ATTENTION = {f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"} | {
@@ -178,29 +180,35 @@ def _config(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _number(config: Mapping[str, Any], where: Place, *keys: str, default: Any = None) -> Any:
-    for key in keys:
-        if isinstance(config.get(key), (int, float)) and not isinstance(config[key], bool):
-            return config[key]
-    if default is None:
+    found = next((config[key] for key in keys if type(config.get(key)) in (int, float)), default)
+    if found is None:
         raise CheckpointError(f"{where}: config.json has no {keys[0]}")
-    return default
+    if not abs(found) < _LARGEST:  # also NaN
+        raise CheckpointError(f"{where}: config.json has {keys[0]} {found}, which cannot be")
+    return found
+
+
+def _count(config: Mapping[str, Any], where: Place, *keys: str, default: int | None = None) -> int:
+    found = _number(config, where, *keys, default=default)
+    if type(found) is not int or not 0 < found < 1 << 32:
+        raise CheckpointError(f"{where}: config.json has {keys[0]} {found}, which cannot be")
+    return found
 
 
 def _settings(found: _Architecture, config: Mapping[str, Any], where: Place) -> dict[str, Any]:
     """The values that llama.cpp builds the model from."""
 
-    def number(*keys: str, default: Any = None) -> Any:
-        return _number(config, where, *keys, default=default)
+    number, count = partial(_number, config, where), partial(_count, config, where)
 
     if "quantization_config" in config:
         raise CheckpointError(f"{where}: its weights are quantised, which --to gguf does not take")
-    heads = number("num_attention_heads", "n_head")
-    width = number("hidden_size", "n_embd")
+    heads = count("num_attention_heads", "n_head")
+    width = count("hidden_size", "n_embd")
     values: dict[str, Any] = {
-        "block_count": number("num_hidden_layers", "n_layer"),
-        "context_length": number("max_position_embeddings", "n_positions", "n_ctx"),
+        "block_count": count("num_hidden_layers", "n_layer"),
+        "context_length": count("max_position_embeddings", "n_positions", "n_ctx"),
         "embedding_length": width,
-        "feed_forward_length": number("intermediate_size", "n_inner", default=4 * width),
+        "feed_forward_length": count("intermediate_size", "n_inner", default=4 * width),
         "attention.head_count": heads,
     }
     if found.name == "gpt2":
@@ -213,21 +221,21 @@ def _settings(found: _Architecture, config: Mapping[str, Any], where: Place) -> 
         wanted = ("gelu_pytorch_tanh", "gelu") if gelu else ("silu",)
         if acts and acts[0] not in wanted:
             raise CheckpointError(f"{where}: llama.cpp's {found.name} has no {acts[0]!r}")
-        head = number("head_dim", default=width // heads)
+        head = count("head_dim", default=width // heads)
         values |= {
-            "attention.head_count_kv": number("num_key_value_heads", default=heads),
+            "attention.head_count_kv": count("num_key_value_heads", default=heads),
             "attention.layer_norm_rms_epsilon": Float(number("rms_norm_eps", default=1e-6)),
             "attention.key_length": head,
             "attention.value_length": head,
             "rope.freq_base": Float(_rope(config, where)[0]),
             "rope.dimension_count": head,
-            "vocab_size": number("vocab_size"),
+            "vocab_size": count("vocab_size"),
         }
         for key in ("attn_logit_softcapping", "final_logit_softcapping"):
             if found.name in ("gemma2", "gemma3") and config.get(key) is not None:
                 values[key] = Float(number(key))
         if found.name in ("gemma2", "gemma3") and config.get("sliding_window") is not None:
-            values["attention.sliding_window"] = number("sliding_window")
+            values["attention.sliding_window"] = count("sliding_window")
     made = {f"{found.name}.{key}": value for key, value in values.items()}
     about = {"general.architecture": found.name, "general.type": "model", "general.quantization_version": 2}
     return {**about, **made}
@@ -241,7 +249,7 @@ def _rope(config: Mapping[str, Any], where: Place) -> tuple[float, Mapping[str, 
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in ("default", "llama3"):
         raise CheckpointError(f"{where}: the rotary embedding's scaling {kind!r} is not written to GGUF")
-    if not isinstance(base, (int, float)):
+    if type(base) not in (int, float) or not 0 < base < _LARGEST:
         raise CheckpointError(f"{where}: config.json has no rope_theta")
     local = found.get("sliding_attention", {}) if isinstance(found, dict) else {}
     small = local.get("rope_theta", config.get("rope_local_base_freq", 10000.0))
@@ -259,6 +267,8 @@ def _rope_factors(config: Mapping[str, Any], head: int, where: Place) -> Tensor 
         _number(scaling, where, key)
         for key in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     )
+    if not (factor > 0 and 0 < low < high and old > 0):
+        raise CheckpointError(f"{where}: config.json has an impossible scaling of the rotary embedding")
     factors = []
     for i in range(0, head, 2):
         wave = 2 * pi * base ** (i / head)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypedDict
 
+from converters.errors import CheckpointError
 from converters.options import WRITERS
 from converters.storage.path_or_url import place
 from converters.writers.conversion import Choices, carry_out
@@ -42,7 +43,9 @@ class Target:
 
 
 def target(name: str) -> Target:
-    """The target of `--to <name>`."""
+    """The target of `--to <name>`; CheckpointError for an unknown name."""
+    if name not in WRITERS:
+        raise CheckpointError(f"the format {name!r} is not one of {', '.join(WRITERS)}")
     found: Target = import_module(WRITERS[name]).TARGET
     return found
 

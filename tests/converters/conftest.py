@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.converters.making import written_by
+from tests.converters.samples import MAKERS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -16,19 +17,19 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="session")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of DCP checkpoints from 1 to 4 ranks, with `<name>.ref.pt` beside each."""
-    return written_by("make_dcp", tmp_path_factory)
+    return written_by(MAKERS["written"], tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
 def written_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of checkpoints with one torch.save file a rank, with `<name>.ref.pt` beside each."""
-    return written_by("make_ranks", tmp_path_factory)
+    return written_by(MAKERS["written_ranks"], tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
 def written_dcp_safetensors(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of DCP checkpoints in sharded safetensors, with `ref.pt` beside."""
-    return written_by("make_dcp_safetensors", tmp_path_factory)
+    return written_by(MAKERS["written_dcp_safetensors"], tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
@@ -36,25 +37,25 @@ def written_xla(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of PyTorch/XLA checkpoints, with `<name>.ref.pt` beside each."""
     if find_spec("torch_xla") is None:  # its import would start it
         pytest.skip("torch_xla is not installed")
-    return written_by("make_xla", tmp_path_factory)
+    return written_by(MAKERS["written_xla"], tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
 def deepspeed_written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of DeepSpeed checkpoints from 1 to 4 ranks, with `<name>.<step>.ref.pt` beside each."""
     pytest.importorskip("deepspeed")
-    return written_by("make_deepspeed", tmp_path_factory)
+    return written_by(MAKERS["deepspeed_written"], tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
 def deepspeed_parallel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of DeepSpeed checkpoints with stages, experts or tensor parallel ranks."""
     pytest.importorskip("deepspeed")
-    return written_by("make_deepspeed_parallel", tmp_path_factory)
+    return written_by(MAKERS["deepspeed_parallel"], tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
 def written_universal(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of DeepSpeed runs, each made universal too, with `<name>.2.ref.pt` beside each."""
     pytest.importorskip("deepspeed")
-    return written_by("make_universal", tmp_path_factory)
+    return written_by(MAKERS["written_universal"], tmp_path_factory)

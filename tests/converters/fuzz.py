@@ -329,10 +329,8 @@ def a_run(folder: Path) -> None:
 def checkpoints(folder: Path) -> Iterator[tuple[str, Path]]:
     """(name, folder) of a sample of each format, made where they are not there yet."""
     from tests.converters.making import write
-    from tests.converters.samples import all_samples
+    from tests.converters.samples import MAKERS, all_samples
 
-    makers = {"written": "make_dcp", "deepspeed_written": "make_deepspeed",
-              "written_universal": "make_universal", "written_xla": "make_xla"}  # fmt: skip
     for sample in all_samples():
         if sample.fixture is None:
             made = folder / sample.name
@@ -341,7 +339,7 @@ def checkpoints(folder: Path) -> Iterator[tuple[str, Path]]:
                 made.mkdir(parents=True)
                 sample.make(made)
         else:
-            base = folder / makers[sample.fixture]
+            base = folder / MAKERS[sample.fixture]
             if not base.exists():
                 base.mkdir(parents=True)
                 process = get_context("forkserver").Process(

@@ -111,6 +111,9 @@ def writers(rank: int, world: int, out: Path) -> None:
         )
         extra = {"train_state": {"step": torch.tensor(2), "loss": [1.5]}, "lr_scheduler": {"last_epoch": 2}}
         save(out, f"{prefix}-titan", {**weights, "optimizer": flat, **extra}, ref)
+        save(out, f"{prefix}-lightning", {"state_dict": weights, "optimizer_0": state}, ref)
+        if dist.get_rank() == 0:
+            torch.save({"global_step": 2, "loops": {}}, out / f"{prefix}-lightning" / "meta.pt")
         save(out, f"{prefix}-app", {"app": {"model": weights, "optim": state}}, ref)
         save(out, f"{prefix}-bare", dict(weights), ref)
 

@@ -17,6 +17,18 @@ if TYPE_CHECKING:
 Span = tuple[int, int]
 
 
+# The fixture of `conftest.py` -> the module that fills its folder.
+MAKERS = {
+    "written": "make_dcp",
+    "written_ranks": "make_ranks",
+    "written_dcp_safetensors": "make_dcp_safetensors",
+    "written_xla": "make_xla",
+    "deepspeed_written": "make_deepspeed",
+    "deepspeed_parallel": "make_deepspeed_parallel",
+    "written_universal": "make_universal",
+}
+
+
 def nothing(path: Path) -> list[Span]:
     """Every byte of every file is checked, or says nothing."""
     return []

@@ -26,7 +26,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("writer", ["ours", "accelerate", "titan", "app"])
+@pytest.mark.parametrize("writer", ["ours", "accelerate", "titan", "lightning", "app"])
 def test_every_writer_bit_for_bit(written: Path, run: str, writer: str) -> None:
     name = f"{run}-{writer}"
     suffix = "+pytorch_model_fsdp_0" if writer == "accelerate" else ""

@@ -160,8 +160,11 @@ def test_a_tokenizer_that_might_split_differently_is_left_out(tmp_path: Path) ->
     for change in changes:
         assert _byte_level_bpe({**known, **change}, config) is None, change
     saved(tmp_path / "in", "llama")
-    (tmp_path / "in" / "tokenizer.json").unlink()
-    write_checkpoint(open_checkpoint(tmp_path / "in"), tmp_path / "out", "gguf")
+    for damaged in (True, False):
+        file = tmp_path / "in" / "tokenizer.json"
+        file.write_text("{") if damaged else file.unlink()
+        checkpoint = open_checkpoint(tmp_path / "in")
+        write_checkpoint(checkpoint, tmp_path / "out", "gguf", overwrite=True)
     reader = gguf.GGUFReader(tmp_path / "out" / "model.gguf")
     assert bytes(reader.fields["tokenizer.ggml.model"].parts[-1]) == b"no_vocab"
     assert "tokenizer.ggml.tokens" not in reader.fields
@@ -175,6 +178,10 @@ def test_a_tokenizer_that_might_split_differently_is_left_out(tmp_path: Path) ->
         ({"hidden_act": "relu"}, "has no 'relu'"),
         ({"quantization_config": {}}, "quantised"),
         ({"num_attention_heads": None}, "has no num_attention_heads"),
+        ({"num_attention_heads": 0}, "has num_attention_heads 0, which cannot be"),
+        ({"hidden_size": 64.0}, "has hidden_size 64.0, which cannot be"),
+        ({"rms_norm_eps": 1e60}, r"has rms_norm_eps 1e\+60, which cannot be"),
+        ({"rope_scaling": {**SCALED, "high_freq_factor": 1.0}}, "impossible scaling"),
     ],
 )
 def test_what_llama_cpp_would_compute_differently_is_refused(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import transformers
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from converters import CheckpointError, open_checkpoint, write_checkpoint
 from tests.converters.compare import assert_model
@@ -117,6 +118,32 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, more: dict[str, An
     split(tmp_path, **more)
     with pytest.raises(CheckpointError, match=told):
         open_checkpoint(tmp_path)
+
+
+def test_a_rank_in_the_folder_of_another_is_refused(tmp_path: Path) -> None:
+    """The args of a file hold the rank of the process that wrote it."""
+    split(tmp_path, world_size=2)
+    paths = [tmp_path / f"mp_rank_0{tp}" / "model_optim_rng.pt" for tp in range(2)]
+    states = [torch.load(path, weights_only=False) for path in paths]
+    for tp, state in enumerate(states):
+        state["args"].rank = tp
+        torch.save(state, paths[tp])
+    assert_model(open_checkpoint(tmp_path), llama())
+    for path, state in zip(paths, reversed(states), strict=True):
+        torch.save(state, path)
+    with pytest.raises(CheckpointError, match="was written by rank 1, whose folder is another"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.timeout(60)
+def test_a_hostile_number_of_layers_is_refused_at_once(tmp_path: Path) -> None:
+    split(tmp_path / "split")
+    args = torch.load(tmp_path / "split" / "mp_rank_00" / "model_optim_rng.pt", weights_only=False)["args"]
+    args.num_layers, folder = 1 << 39, tmp_path / "core"
+    dcp_save({"decoder.layers.x.weight": torch.empty(1 << 39, 0)}, checkpoint_id=folder, no_dist=True)
+    torch.save({"args": args}, folder / "common.pt")
+    with pytest.raises(CheckpointError, match="its args have no num_layers"):
+        open_checkpoint(folder)
 
 
 def test_a_rank_of_another_step_or_value_is_refused(tmp_path: Path) -> None:

@@ -157,3 +157,14 @@ def test_a_universal_checkpoint_needs_the_optimizer(
     with pytest.raises(CheckpointError, match="holds no optimizer state"):
         write_checkpoint(open_checkpoint(source), tmp_path / "out", "deepspeed-universal", optimizer=True)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("to", "dtype", "told"),
+    [("onnx", "keep", "'onnx' is not one of"), ("gguf", "int4", "'int4' is not one of")],
+)
+def test_unknown_choices_are_named(tmp_path: Path, to: str, dtype: str, told: str) -> None:
+    source = model(tmp_path / "in")
+    (source / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(CheckpointError, match=told):
+        write_checkpoint(open_checkpoint(source), tmp_path / "out", to, dtype=dtype)

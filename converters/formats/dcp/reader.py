@@ -213,7 +213,7 @@ FORMAT = Format(
     _open,
     _incomplete,
     written_by="this project, torchtitan, `torch.distributed.checkpoint`, Accelerate and the Trainer under "
-    "FSDP (`SHARDED_STATE_DICT`), PyTorch/XLA SPMD",
+    "FSDP (`SHARDED_STATE_DICT`), Lightning's sharded form, PyTorch/XLA SPMD",
     recognised_by="`.metadata`, or one `__<rank>.metadata` per rank; `pytorch_model_fsdp_0/` with "
     "`optimizer_0/`",
 )

@@ -72,6 +72,8 @@ _GPT2_AROUND = {
     "decoder.final_layernorm.bias": "transformer.ln_f.bias",
     "output_layer.weight": "lm_head.weight",
 }
+# No model has more layers, heads or rows of a head; they are counted out, whatever the size of the file.
+_MAX_SIZE = 1 << 17
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
@@ -114,7 +116,7 @@ def shape_of(fields: Any, config: Place | None, where: str) -> Shape:
     def number(name: str, default: Any = None) -> int:
         value = fields.get(name)
         value = default if value is None else value
-        if type(value) is not int or not 0 < value < 1 << 40:
+        if type(value) is not int or not 0 < value <= _MAX_SIZE:
             raise CheckpointError(f"{where}: its args have no {name}")
         return value
 

@@ -127,9 +127,9 @@ class _Ranks:
         if type(rank) is not int or type(world) is not int or self.tp * self.pp == 1:
             return
         pp, tp = place
-        # Data parallelism is within a stage or, as an option, outside of all.
-        inside = tp + pp * (world // self.pp)
-        if rank != inside and (rank - tp) % max(1, pp * self.tp) + (rank < pp) != 0:
+        # The first data parallel rank writes; data parallelism is within a stage or, as an option, outside.
+        inside, outside = world // self.pp, self.tp * self._degree(args, "context_parallel_size")
+        if rank not in (tp + pp * inside, tp + pp * outside):
             raise CheckpointError(
                 f"{self.folder.path / self.names[place]}: was written by rank {rank}, whose folder is another"
             )
