@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import threading
+import time
 from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,7 +18,10 @@ from portable.data.samples.loader import TrainLoader, _raised, worker_died
 from portable.data.stream import Stream
 from portable.data.tokens.cache import TokenWriter
 from portable.errors import RunError, UserError
+from portable.reporting.metrics import read_metrics
+from portable.run.rank import run_rank
 from tests.portable.test_stream import FILES, files, ids, settings
+from tests.runs import configured, write_corpus
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -231,3 +235,35 @@ def test_half_a_cache_is_not_used(files: Path, expected: list[list[int]]) -> Non
     damaged[7] ^= 1
     (folders[3] / "text.bin").write_bytes(damaged)
     assert rows(stream(files)) == expected
+
+
+# -- waits --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("brief_runs")
+def test_waits_for_data_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each log has their share; from the second on, a long one is warned of, once."""
+
+    class Slow:
+        def __init__(self, batches: Any) -> None:
+            self._batches = batches
+            self.close = batches.close
+
+        def __iter__(self) -> Any:
+            return self
+
+        def __next__(self) -> Any:
+            time.sleep(0.3)
+            return next(self._batches)
+
+    begin = TrainLoader.__iter__
+    monkeypatch.setattr(TrainLoader, "__iter__", lambda self: Slow(begin(self)))
+    texts = write_corpus(tmp_path)
+    given = {"log__every_steps": 1, "train__steps": 4, "checkpoint__export": False}
+    assert run_rank("cpu", configured(tmp_path / "run", texts, **given)) == 0
+    shares = [row["data_wait"] for row in read_metrics(tmp_path / "run") if "loss" in row]
+    assert len(shares) == 4 and all(0.05 < share <= 1 for share in shares)
+    told = [line for line in capsys.readouterr().err.splitlines() if "steps wait for data" in line]
+    assert len(told) == 1 and "raise data.num_workers" in told[0]

@@ -50,7 +50,7 @@ def ordered_map(work: Callable[[T], R], items: Iterable[T], *, processes: int, a
     first = next(rest, None)
     if first is None:
         return
-    items = enumerate(chain((first,), rest))
+    numbered = enumerate(chain((first,), rest))
     done: dict[int, R | UserError | RunError] = {}
     turn, left = 0, True
     with ExitStack() as stack:
@@ -58,12 +58,12 @@ def ordered_map(work: Callable[[T], R], items: Iterable[T], *, processes: int, a
         busy: dict[Worker, int] = {}
         while left or busy:
             while left and free and len(busy) + len(done) < _AT_A_TIME * processes:
-                number, item = next(items, (-1, None))
+                number, item = next(numbered, (-1, first))
                 if left := number >= 0:
                     worker = free.pop()
                     worker.send(item)
                     busy[worker] = number
-            for worker in cast("list[Worker]", ready(list(busy))):
+            for worker in cast("list[Worker]", ready(cast("Any", busy))):
                 number = busy.pop(worker)
                 try:
                     done[number] = worker.receive()
