@@ -82,14 +82,14 @@ class Sent:
         """Replace torch.distributed's collectives by ones that count."""
         ranks = dist.get_world_size()
         share = (ranks - 1) / ranks
-        ring: dict[str, Callable[..., float]] = {
-            "all_reduce": lambda tensor, *_, **__: 2 * share * tensor.nbytes,
-            "broadcast": lambda tensor, *_, **__: share * tensor.nbytes,
-            "all_gather_into_tensor": lambda output, *_, **__: share * output.nbytes,
-            "_all_gather_base": lambda output, *_, **__: share * output.nbytes,
-            "all_gather": lambda output, *_, **__: share * sum(one.nbytes for one in output),
-            "reduce_scatter_tensor": lambda _, given, *__, **___: share * given.nbytes,
-            "all_to_all_single": lambda _, given, *__, **___: share * given.nbytes,
+        ring: dict[str, Callable[[Any, Any], float]] = {
+            "all_reduce": lambda tensor, _: 2 * share * tensor.nbytes,
+            "broadcast": lambda tensor, _: share * tensor.nbytes,
+            "all_gather_into_tensor": lambda output, _: share * output.nbytes,
+            "_all_gather_base": lambda output, _: share * output.nbytes,
+            "all_gather": lambda output, _: share * sum(one.nbytes for one in output),
+            "reduce_scatter_tensor": lambda _, given: share * given.nbytes,
+            "all_to_all_single": lambda _, given: share * given.nbytes,
         }
         for name, size in ring.items():
             setattr(dist, name, self._counted(getattr(dist, name), size))
@@ -97,7 +97,8 @@ class Sent:
     def _counted(self, collective: Any, size: Callable[..., float]) -> Any:
         def counted(*given: Any, **named: Any) -> Any:
             if self.counting:
-                self.bytes += size(*given, **named)
+                first, second, *_ = (*given, *named.values(), None)  # DeepSpeed names them
+                self.bytes += size(first, second)
             return collective(*given, **named)
 
         return counted
@@ -114,17 +115,18 @@ def steps_of(config: RunConfig, steps: int) -> dict[str, float]:
     run = prepare(settled, backend)
     engine: Any = restore(run, None).engine
     batches = iter(train_loader(run, 0))
-    update, devices, wait = engine.update, 1, lambda: None
-    if config.backend == "xla":
-        devices, wait = backend.devices_per_rank, lambda: engine._layout.execute(wait=True)
+    update, compiles = engine.update, config.backend == "xla"
+    devices = backend.devices_per_rank if compiles else 1
     updates: list[float] = []
     whole: list[float] = []
 
     def timed(*given: Any, **named: Any) -> Any:
-        wait()
+        if compiles:
+            engine._layout.execute(wait=True)
         sent.counting, began = True, time.process_time()
         result = update(*given, **named)
-        wait()
+        if compiles:
+            engine._layout.execute(wait=True)
         updates.append((time.process_time() - began) / devices)
         sent.counting = False
         return result
