@@ -25,6 +25,7 @@ import torch.distributed as dist
 from benchmarks.big_state import on_ranks, step
 from benchmarks.machine import command_line, describe_machine, machine_in_words
 from portable.config import RunConfig, load_config
+from portable.errors import UserError
 from portable.registry import CompileTarget, backend_package, create_backend
 from portable.run.prepare import prepare
 from portable.run.restore import restore
@@ -78,14 +79,14 @@ class Sent:
         """Replace torch.distributed's collectives by ones that count."""
         ranks = dist.get_world_size()
         share = (ranks - 1) / ranks
-        ring: dict[str, Callable[..., float]] = {
-            "all_reduce": lambda tensor, *_, **__: 2 * share * tensor.nbytes,
-            "broadcast": lambda tensor, *_, **__: share * tensor.nbytes,
-            "all_gather_into_tensor": lambda output, *_, **__: share * output.nbytes,
-            "_all_gather_base": lambda output, *_, **__: share * output.nbytes,
-            "all_gather": lambda output, *_, **__: share * sum(one.nbytes for one in output),
-            "reduce_scatter_tensor": lambda _, given, *__, **___: share * given.nbytes,
-            "all_to_all_single": lambda _, given, *__, **___: share * given.nbytes,
+        ring: dict[str, Callable[[Any, Any], float]] = {
+            "all_reduce": lambda tensor, _: 2 * share * tensor.nbytes,
+            "broadcast": lambda tensor, _: share * tensor.nbytes,
+            "all_gather_into_tensor": lambda output, _: share * output.nbytes,
+            "_all_gather_base": lambda output, _: share * output.nbytes,
+            "all_gather": lambda output, _: share * sum(one.nbytes for one in output),
+            "reduce_scatter_tensor": lambda _, given: share * given.nbytes,
+            "all_to_all_single": lambda _, given: share * given.nbytes,
         }
         for name, size in ring.items():
             setattr(dist, name, self._counted(getattr(dist, name), size))
@@ -93,7 +94,8 @@ class Sent:
     def _counted(self, collective: Any, size: Callable[..., float]) -> Any:
         def counted(*given: Any, **named: Any) -> Any:
             if self.counting:
-                self.bytes += size(*given, **named)
+                first, second, *_ = (*given, *named.values(), None)  # DeepSpeed names them
+                self.bytes += size(first, second)
             return collective(*given, **named)
 
         return counted
@@ -112,16 +114,17 @@ def steps_of(strategy: str, config: RunConfig, steps: int) -> dict[str, float]:
         sent.watch()  # before DeepSpeed and FSDP take them
     run = prepare(settled, backend)
     engine: Any = restore(run, None).engine
-    update, devices, wait = engine.update, 1, lambda: None
-    if config.backend == "xla":
-        devices, wait = backend.devices_per_rank, lambda: engine._layout.execute(wait=True)
+    update, compiles = engine.update, config.backend == "xla"
+    devices = backend.devices_per_rank if compiles else 1
     updates: list[float] = []
 
     def timed(*given: Any, **named: Any) -> Any:
-        wait()
+        if compiles:
+            engine._layout.execute(wait=True)
         sent.counting, began = True, time.process_time()
         result = update(*given, **named)
-        wait()
+        if compiles:
+            engine._layout.execute(wait=True)
         updates.append((time.process_time() - began) / devices)
         sent.counting = False
         return result
@@ -136,12 +139,15 @@ def steps_of(strategy: str, config: RunConfig, steps: int) -> dict[str, float]:
     return {"update": statistics.median(updates), "sent": sent.bytes / steps}
 
 
-def sent_on_tpus(config: RunConfig, devices: int) -> float:
-    """Bytes that each chip sends in the update, as compiled for it."""
+def sent_on_tpus(config: RunConfig, devices: int) -> dict[str, float]:
+    """Bytes that each chip sends in the update, as compiled for it; nothing where no slice has so many."""
     target = CompileTarget("v5e", devices, None, large=0, only_memory=False)
-    compiled = backend_package("xla").compile(config, target)
+    try:
+        compiled = backend_package("xla").compile(config, target)
+    except UserError:
+        return {}
     (update,) = (graph for graph in compiled.graphs if graph.name == "update")
-    return sum(kind.bytes for kind in update.collectives.values())
+    return {"sent": sum(kind.bytes for kind in update.collectives.values())}
 
 
 def alone(config: RunConfig, name: str, steps: int) -> float:
@@ -183,7 +189,7 @@ def rows(given: argparse.Namespace, folder: Path) -> Iterator[tuple[str, str, in
                 config = config_of(folder, given, **own, **{"train.optimizer": name})
                 found = on_ranks(steps_of, strategy, config, given.steps, ranks=ranks)[0]
                 if strategy == "xla":
-                    found["sent"] = sent_on_tpus(config, ranks)
+                    found = {"update": found["update"], **sent_on_tpus(config, ranks)}
                 yield strategy, name, ranks, found
 
 

@@ -237,7 +237,10 @@ def test_help_fits_a_screen(
     assert len(lines) < 60
     for section in keys.sections(RunConfig):
         assert any(line.startswith(f"  {section} ") for line in lines)
-    assert max(map(len, [*lines, *printed(capsys, "--help", "all").splitlines()])) <= columns
+    everything = printed(capsys, "--help", "all")
+    assert max(map(len, [*lines, *everything.splitlines()])) <= columns
+    monkeypatch.setenv("COLUMNS", "110")
+    assert everything.split() == printed(capsys, "--help", "all").split()  # no word is broken
 
 
 def test_help_on_one_thing(capsys: pytest.CaptureFixture[str]) -> None:
