@@ -416,6 +416,15 @@ def test_a_mistake_is_one_line(
     assert error.startswith(f"error: {said}")
 
 
+def test_attention_by_rows_is_a_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--data.seq_len", "2048", "--memory.activation_checkpointing", "full", "--device", "v5e"]
+    assert main([*RUN, "--model.config", json.dumps(TINY), *arguments, "--json"]) == 0
+    reason = json.loads(capsys.readouterr().out)["best"]["reason"]
+    assert "If memory runs out: xla.attention_rows 512" in reason
+    assert main([*RUN, "--model.config", json.dumps(TINY), *arguments, "--xla.attention_rows", "512"]) == 0
+    assert "attention_rows" not in capsys.readouterr().out
+
+
 def test_a_library_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TPU_LIBRARY_PATH", str(tmp_path / "libtpu.so"))
     with pytest.raises(UserError, match=r"^TPU_LIBRARY_PATH: .*libtpu.so is no file$"):
