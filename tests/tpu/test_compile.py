@@ -604,12 +604,8 @@ def test_no_matrix_is_reduced_whole(library: compiler.Library, tmp_path: Path) -
 
 @needs_torch_xla
 @pytest.mark.slow
-def test_logits_are_overwritten(library: compiler.Library, tmp_path: Path) -> None:
-    """Their gradients take their place, and the gradient of the head is not added up whole.
-
-    Beside layers as small as these, a second value as large is kept while the layers wait for the gradient of
-    the head, which saves memory in large models. Three are alive where the loss is fused with the logits.
-    """
+def test_logits_exist_once(library: compiler.Library, tmp_path: Path) -> None:
+    """Their gradients take their place, and the gradient of the head is not added up whole."""
     tokens, vocabulary, width = 1024, 64128, 256
     settings = {
         "model.config": {**TINY, "hidden_size": width, "vocab_size": vocabulary},
@@ -618,5 +614,5 @@ def test_logits_are_overwritten(library: compiler.Library, tmp_path: Path) -> No
     }
     step = step_of(library, tmp_path, "2x4", **settings)
     logits = 2 * tokens * vocabulary * 2
-    assert logits <= step.temporary_bytes < 2.5 * logits
+    assert logits <= step.temporary_bytes < 1.5 * logits
     assert step.collectives["all-reduce"].bytes < width * vocabulary / 100
