@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from tpu.layout import marked
+from tpu.layout import another, marked
 from tpu.runtime import xla
 
 if TYPE_CHECKING:
@@ -59,7 +59,10 @@ class _Head(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         (gradient,) = gradients
         hidden, gathered = ctx.saved_tensors
-        of_hidden = gradient @ gathered
+        # One after the other. The second may be a loop, which copies operands that are read after it: the
+        # gradients of the logits would exist twice.
+        of_hidden, gradient = gradient @ gathered, another(gradient)
+        xla._xla_optimization_barrier_([of_hidden, gradient])
         tokens, columns = (marked(t.flatten(0, 1), ctx.apart) for t in (hidden, gradient))
         # Transposed: the compiler scatters along a major dim, but not along every minor one.
         of_weight = marked(tokens.t() @ columns, ctx.cut)

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 """``xla.compute_dtype`` -> ``precision``."""
+_ROWS = 512
+"""Tokens of attention at a time. The scores of twice as many may fit into a core's vector memory."""
 
 
 class XlaPackage:
@@ -75,7 +77,8 @@ class XlaPackage:
         if isinstance(chunk, int) and chunk > 0:
             yield ConflictError(
                 ("memory.loss_chunk_tokens", "backend"),
-                f"memory.loss_chunk_tokens {chunk} does not work with backend xla; set it to auto",
+                f"memory.loss_chunk_tokens {chunk} does not work with backend xla, where logits exist once, "
+                "in the compute type; set it to auto",
             )
         computed = config.xla.compute_dtype
         if computed is not None and config.precision not in ("auto", PRECISIONS[computed]):
@@ -113,9 +116,12 @@ class XlaPackage:
         return ["deepspeed.config has no effect: DeepSpeed does not run on backend xla"]
 
     def remedies(self, config: RunConfig, ranks: int) -> Iterator[str]:
-        # Nothing can be offloaded, and the compiler cuts up the loss by itself.
+        # Nothing can be offloaded, and the logits exist once, in the compute type.
         if config.memory.activation_checkpointing != "full":
             yield "memory.activation_checkpointing full"
+        by_rows = config.xla.attention_rows is not None or config.model.attention == "eager"
+        if config.data.longest > 2 * _ROWS and not by_rows:
+            yield f"xla.attention_rows {_ROWS}"
 
     def host_memory_advice(self, config: RunConfig) -> str:
         return "to use less, set data.num_workers or train.micro_batch_size lower"

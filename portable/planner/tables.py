@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from portable.formatting import human_bytes, table
+from portable.registry import backend_package
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -247,14 +248,22 @@ def next_reductions(planner: Planner, option: Option) -> str:
         steps.append(f"train.micro_batch_size {max(1, option.micro_batch // 2)}")
     if option.recompute != "full":
         steps.append("memory.activation_checkpointing full")
+    steps += _of_backend(planner)
     following = planner.following(option.setting)
     if following is not None:
         steps.append(following)
     return ", then ".join(steps[:2]) if steps else _last_resorts(planner)
 
 
+def _of_backend(planner: Planner) -> list[str]:
+    """The backend's remedies that are in no option of a plan."""
+    found = backend_package(planner.target.backend).remedies(planner.config, planner.target.cluster.devices)
+    planned = ("strategy", "memory.offload", "memory.activation_checkpointing")
+    return [remedy for remedy in found if not remedy.startswith(planned)]
+
+
 def _last_resorts(planner: Planner) -> str:
-    more = ["more devices", "a shorter data.seq_len"]
+    more = [*_of_backend(planner), "more devices", "a shorter data.seq_len"]
     if planner.config.train.optimizer == "adamw":
         more.append("train.optimizer adafactor")
     return "take " + ", ".join(more[:-1]) + " or " + more[-1]
