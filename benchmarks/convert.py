@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.convert`` has each framework write a checkpoint, then times whole processes, in turns,
 with a warm page cache. Every result is compared, tensor by tensor. ``--memory`` measures what
-`portable-convert` alone uses as checkpoints grow.
+`portable-convert` alone uses as checkpoints grow; ``--cores`` how its time falls with more cores, in memory.
 """
 
 from __future__ import annotations
@@ -349,6 +349,55 @@ def memory(work: Path, sizes: Sequence[float]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def dense_checkpoint(folder: Path, gigabytes: float) -> None:
+    """A DCP checkpoint of random values, which has a checksum for each tensor."""
+    from converters import Checkpoint, Tensor, write_dcp
+    from converters.storage.bytes import Memory
+
+    values = os.urandom(8 << 20)
+    tensors = {
+        f"layers.{i}.weight": Tensor.contiguous("weight", "F32", (1024, 2048), Memory(values))
+        for i in range(max(1, round(gigabytes * 1e9 / len(values))))
+    }
+    source = Checkpoint(format="made", root=folder.parent / "none", tensors=tensors, ties=False)
+    write_dcp(source, folder, max_shard_size=len(values) * 8, progress=False, expand=True)
+
+
+def scaling(work: Path, gigabytes: float, rounds: int) -> str:
+    """Our time on 1, 2, 4 ... cores, by turns, from and to memory; the least of all rounds counts."""
+    source, out, log = work / "source", work / "out", work / "log"
+    dense_checkpoint(source, gigabytes)
+    cores = sorted(os.sched_getaffinity(0))
+    counts = [count for count in (1, 2, 4, 8, 16) if count <= len(cores)]
+    ways: dict[str, tuple[str, ...]] = {
+        "DCP to safetensors": (),
+        "DCP to bfloat16 safetensors": ("--dtype", "bfloat16"),
+        "DCP to DCP": ("--to", "dcp"),
+    }
+    least: dict[tuple[str, int], float] = {}
+    shards = str(int(gigabytes * 1e9) // 16)
+    for _ in range(rounds):
+        for what, flags in ways.items():
+            for count in counts:
+                shutil.rmtree(out, ignore_errors=True)
+                pinned = ["taskset", "-c", ",".join(map(str, cores[:count]))]
+                run, code = measure(
+                    [*pinned, *portable(source, out, "--max-shard-size", shards, *flags)], log
+                )
+                if code:
+                    raise RuntimeError(last_line(log))
+                least[what, count] = min(run.wall, least.get((what, count), run.wall))
+    shutil.rmtree(source)
+    shutil.rmtree(out)
+    head = "| conversion | " + " | ".join(f"{count} cores" for count in counts) + " | of one |"
+    lines = [head.replace("| 1 cores", "| 1 core"), "| --- |" + " ---: |" * (len(counts) + 1)]
+    for what in ways:
+        walls = [least[what, count] for count in counts]
+        row = [f"{wall:.2f} s" for wall in walls] + [f"{walls[0] / walls[-1]:.2f} x"]
+        lines.append(f"| {what} | " + " | ".join(row) + " |")
+    return "\n".join(lines) + "\n"
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.convert", description=__doc__)
     parser.add_argument("--gigabytes", type=float, default=1.4, help="of fp32 weights in the result")
@@ -358,6 +407,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--small", action="store_true", help="2 MB and one round: does it run?")
     parser.add_argument("--memory", action="store_true", help="our memory from 0.1 to 4 GB instead")
+    parser.add_argument("--cores", action="store_true", help="our time on 1, 2, 4 ... cores instead")
     parser.add_argument("--folder", type=Path, help="keep the checkpoints there for the next run")
     parser.add_argument("--json", type=Path, help="also write every run to this file")
     options = parser.parse_args(argv)
@@ -369,7 +419,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; 0 unless two tools differ."""
     options = parse(argv)
-    work = options.folder or Path(tempfile.mkdtemp(prefix="convert-", dir=Path.cwd()))
+    where = Path("/dev/shm") if options.cores else Path.cwd()
+    work = options.folder or Path(tempfile.mkdtemp(prefix="convert-", dir=where))
     work.mkdir(parents=True, exist_ok=True)
     libraries = [name for name in ("torch", "deepspeed", "accelerate", "torch-xla") if _version(name)]
     print(", ".join([f"{os.cpu_count()} cores", *(f"{name} {_version(name)}" for name in libraries)]))
@@ -377,6 +428,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if options.memory:
             print(memory(work, (0.002, 0.01) if options.small else (0.1, 1, 4)))
+            return 0
+        if options.cores:
+            print(scaling(work, options.gigabytes, options.rounds))
             return 0
         for kind in options.only:
             source, missing = provide(kind, work, options.gigabytes)

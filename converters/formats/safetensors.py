@@ -193,6 +193,7 @@ FORMAT = Format(
     _detect,
     _open,
     _incomplete,
-    written_by="transformers, the Trainer's plain `checkpoint-N`, this project",
+    written_by="transformers, the Trainer's plain `checkpoint-N`, this project; MaxText's and Levanter's "
+    "exports for transformers",
     recognised_by="`model.safetensors` or its index, the only `.safetensors` file",
 )

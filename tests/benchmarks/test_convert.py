@@ -52,6 +52,13 @@ def test_memory_mode(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     assert all(float(row.split("|")[-2]) < 100 for row in rows)
 
 
+def test_cores_mode(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["--cores", "--small", "--folder", str(tmp_path)]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| DCP to ")]
+    assert len(rows) == 3 and all(row.endswith(" x |") for row in rows)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.usefixtures("quick_python")
 def test_results_agree_with_the_frameworks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "runs.json"

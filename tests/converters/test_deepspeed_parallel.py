@@ -78,8 +78,12 @@ def info(content: Any) -> Any:
     return content["universal_checkpoint_info"]
 
 
+def parameter(content: Any, name: str) -> Any:
+    return info(content)["affine_map"]["params"][f"^{name}$"]
+
+
 def piece(content: Any, name: str, rank: int) -> Any:
-    return info(content)["affine_map"]["params"][f"^{name}$"]["ranks"][rank]["pieces"][0]
+    return parameter(content, name)["ranks"][rank]["pieces"][0]
 
 
 MP0, MP1 = ("mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt")
@@ -97,6 +101,13 @@ ODD = r"odd_proj\.weight"
         ("autotp-zero2-4", MP0, lambda c: piece(c, ODD, 0).update(scale=0.5), "damaged, or not supported"),
         ("autotp-zero2-4", MP0, lambda c: piece(c, ODD, 0).update(shape=[9, 6]), "damaged, or not supported"),
         ("autotp-zero2-4", MP0, lambda c: piece(c, ODD, 1)["source"].__setitem__(0, 6), "odd_proj"),
+        ("autotp-zero2-4", MP0, lambda c: parameter(c, ODD).update(logical_shape=[54]), "says otherwise"),
+        (
+            "autotp-zero2-4",
+            MP0,
+            lambda c: parameter(c, ODD).update(ranks=[1, 2]),
+            "damaged, or not supported",
+        ),
         ("autotp-zero2-4", MP1, lambda c: c["module"]["scale"].add_(1), "scale.*copies of it differ"),
         ("autotp-zero2-4", MP1, lambda c: c.update(global_steps=9), "global_steps differs"),
         ("autotp-zero2-4", MP1, lambda c: c.update(mp_world_size=3), "parallel degrees are 2 and 1 of 3"),

@@ -94,6 +94,8 @@ class Run:
         if type(stage) is not int or stage not in (1, 2, 3):
             raise CheckpointError(f"{first.where}: unknown ZeRO stage {shown(stage)}")
         self.stage: int = stage
+        if experts is not None and stage == 3:
+            raise CheckpointError(f"{where}: expert parallel checkpoints of ZeRO-3 are not supported")
         self.counts = self._counts(first)
         self.world = max(self.counts)
         check_ranks(folder.path, optim, self.world, "optimizer")

@@ -80,13 +80,13 @@ class Layout:
             if key not in self.maps:
                 raise CheckpointError(f"{where}: the checkpoint does not say how it is cut (no affine map)")
             return self._by_map(name, self.maps[key], parts, where)
-        cut_otherwise = [entry.get("patterns") for entry in self.info.get(_SUB_PARAMS) or ()]
-        if any(not isinstance(patterns, list) or key in patterns for patterns in cut_otherwise):
+        otherwise = [_table(entry).get("patterns") for entry in _list(self.info.get(_SUB_PARAMS))]
+        if any(not isinstance(patterns, list) or key in patterns for patterns in otherwise):
             raise CheckpointError(f"{where}: tensor parallel parts of sub-parameters are not supported")
         if key in self.info[_REPLICATED]:
             same(parts, where)
             return parts[0]
-        dim = int(key in (self.info.get(_ROWS) or ()))
+        dim = int(key in _list(self.info.get(_ROWS)))
         sizes = [[size for d, size in enumerate(part.shape) if d != dim] for part in parts]
         if any(len(part.shape) <= dim for part in parts) or any(size != sizes[0] for size in sizes):
             raise CheckpointError(f"{where}: the tensor parallel ranks hold parts that do not fit")
@@ -103,12 +103,11 @@ class Layout:
         boxes: dict[str, Box] = {}
         for rank, part in enumerate(parts):
             about = _table(ranks[str(rank)])
-            if _sizes(about.get("shard_shape"), damaged) != part.shape:
+            if _sizes(about.get("shard_shape"), damaged) != part.shape or len(part.shape) != len(shape):
                 raise CheckpointError(
                     f"{where}: tensor parallel rank {rank} holds {list(part.shape)}, its map says otherwise"
                 )
-            pieces = about.get("pieces")
-            for piece in map(_table, pieces if isinstance(pieces, list) else ()):
+            for piece in map(_table, _list(about.get("pieces"))):
                 sizes = _sizes(piece.get("shape"), damaged)
                 # A scale of the optimizer's state would be another one.
                 if len(sizes) != len(shape) or piece.get("scale", 1.0) != 1.0:
@@ -160,15 +159,21 @@ def merged_optimizer(runs: Sequence[Run], layout: Layout) -> OptimizerState | No
     for name, values in first.state.items():
         for what, value in values.items():
             parts = [held.state[name].get(what) for held in ranks if held is not None]
-            tensors = [part for part in parts if isinstance(part, Tensor)]
-            if isinstance(value, Tensor) and len(tensors) == len(parts) and value.shape:
-                made: Tensor | Scalar = layout.merged(name, tensors)
+            cut = [part for part in parts if isinstance(part, Tensor) and part.shape]
+            if len(cut) == len(parts):
+                made: Tensor | Scalar = layout.merged(name, cut)
+            elif cut:
+                raise CheckpointError(f"{layout.where}: {what} of {name!r} is a number on some ranks only")
             else:
                 numbers = [part.read().item() if isinstance(part, Tensor) else part for part in parts]
                 check_same(layout.where, f"optimizer state {what!r}", set(numbers), {numbers[0]})
                 made = value
             state.setdefault(name, {})[what] = made
     return OptimizerState(state, first.param_groups)
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _table(value: Any) -> dict[Any, Any]:
