@@ -26,7 +26,7 @@ from tests.portable.order_support import write_tokenizer
 from tests.simulated_store import SimulatedStore
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from portable.data.sources.shards import StreamedFiles
@@ -225,11 +225,12 @@ def test_whatever_changes_the_documents_changes_the_key(tmp_path: Path) -> None:
         "bad": BadRecords(), "columns": ("a",), "format": "messages",
     }  # fmt: skip
     assert changes.keys() == {field.name for field in dataclasses.fields(Fields)}
-    for opened in (
+    openers: list[Callable[..., Any]] = [
         lambda **given: stream(str(path), tmp_path, **given),
         lambda **given: stream(str(path), tmp_path).shards[0].open(Fields(**given)),
         lambda **given: open_source(str(path), fields=Fields(**given)),
-    ):
+    ]
+    for opened in openers:
         keys = {opened(**{name: value}).key for name, value in changes.items()}
         assert len({*keys, opened().key}) == len(changes) + 1
         assert opened(format=None).key == opened().key
