@@ -54,7 +54,12 @@ def files_of_folder(name: str, config_name: str | None, split: str) -> list[Path
         UserError: if there is no such split, or it has files that cannot be read.
     """
     folder = Path(name)
-    if not folder.is_dir() or not (config_name or _has_settings(folder) or _named_by_split(folder)):
+    try:
+        if not folder.is_dir():
+            return None
+    except (OSError, ValueError):  # no possible name
+        return None
+    if not (config_name or _has_settings(folder) or _named_by_split(folder)):
         return None
     found = [Path(file) for file in _files_of_split(str(folder), config_name, split)]
     for file in found:
