@@ -1,6 +1,6 @@
 """Streams of tokens beside Hugging Face's streaming with StatefulDataLoader, Mosaic Streaming and litdata.
 
-    python -m benchmarks.data_peers --packages FOLDER [--samples 1050000]
+    python -m benchmarks.data_peers --packages FOLDER [--samples 1050000] [--move]
 
 ``FOLDER`` has the peers' packages (``pip install --target FOLDER --no-deps torchdata mosaicml-streaming
 litdata lightning-utilities zstandard ...``). Each gets the same samples of 32 tokens in its own files, made
@@ -171,8 +171,7 @@ class Reader:
         from streaming import StreamingDataLoader, StreamingDataset
         from streaming.base.util import clean_stale_shared_memory
 
-        if rank == 0:
-            clean_stale_shared_memory()
+        clean_stale_shared_memory()  # on all ranks, which wait for each other
         found = StreamingDataset(
             local=str(folder / "mosaic"), shuffle=True, shuffle_seed=1, batch_size=BATCH // world
         )
@@ -186,8 +185,9 @@ class Reader:
         from litdata import StreamingDataLoader, StreamingDataset, TokensLoader
 
         found = StreamingDataset(
-            str(folder / "litdata"), item_loader=TokensLoader(block_size=LENGTH), shuffle=True, seed=1
-        )
+            str(folder / "litdata"), item_loader=TokensLoader(block_size=LENGTH), shuffle=True, seed=1,
+            drop_last=True,  # the default depends on the number of ranks, and a resume refuses another
+        )  # fmt: skip
         self._loader = StreamingDataLoader(found, batch_size=BATCH // world, num_workers=workers)
         if state is not None:
             self._loader.load_state_dict(state)
@@ -206,6 +206,17 @@ class Reader:
         if self._system.startswith("ours"):
             return self._taken * BATCH, self._data.train.state()
         return self._loader.state_dict()
+
+
+def moved(system: str, state: Any, count: int) -> Any:
+    """A state as it is after ``count`` samples. That of HF has no position, but one of each worker's file."""
+    if system == "ours, prepared":  # whose manifest is complete from the start
+        return count, state[1]
+    if system == "mosaic":
+        return {**state, "sample_in_epoch": count}
+    assert system == "litdata", system
+    new = {"num_samples_yielded": count}
+    return {**state, **new, "dataset": {**state["dataset"], **new, "sample_in_epoch": count}}
 
 
 def measure(asked: dict[str, Any]) -> dict[str, Any]:
@@ -241,7 +252,10 @@ def measure(asked: dict[str, Any]) -> dict[str, Any]:
     if asked["system"].startswith("ours") and (whole := reader._data.train._whole()) is not None:
         found["epoch"] = whole
     if asked.get("save"):
-        Path(asked["save"]).write_bytes(pickle.dumps(reader.state()))
+        saved = reader.state()
+        if asked.get("moved"):
+            saved = moved(asked["system"], saved, asked["moved"])
+        Path(asked["save"]).write_bytes(pickle.dumps(saved))
         found["state"] = Path(asked["save"]).stat().st_size
     own, children = (
         resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
@@ -303,7 +317,7 @@ def _path(system: str, packages: str) -> str:
 
 
 def compare(
-    folder: Path, packages: str, samples: int, repeats: int, systems: list[str], counts: list[int]
+    folder: Path, packages: str, samples: int, repeats: int, systems: list[str], counts: list[int], move: bool
 ) -> None:
     everything: dict[str, dict[str, Any]] = {system: {} for system in systems}
     for _ in range(repeats):  # interleaved
@@ -319,7 +333,8 @@ def compare(
             if count + 10_000 > samples:
                 continue
             state = str(folder / f"state-{system}-{count}")
-            saved = run(system, folder, packages, count=count, save=state)[0]
+            given = {"count": 10 * BATCH, "moved": count} if move else {"count": count}
+            saved = run(system, folder, packages, save=state, **given)[0]
             if "error" in saved:
                 rows[f"resume {count}"] = saved["error"]
                 continue
@@ -378,6 +393,9 @@ def main() -> None:
         "--few", type=int, default=64 * 300, help="samples for the changes of ranks and workers"
     )
     parser.add_argument("--resume", type=int, nargs="+", default=[10_000, 1_000_000])
+    parser.add_argument(
+        "--move", action="store_true", help="set the position in a state, rather than to read so far"
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--systems", default=";".join(SYSTEMS))
     parser.add_argument("--only", choices=["speed", "changes"])
@@ -405,7 +423,7 @@ def main() -> None:
                 environment = {**os.environ, "PYTHONPATH": _path(system, args.packages), "HOME": scratch}
                 subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
             if part == "speed":
-                compare(folder, args.packages, count, args.repeats, systems, args.resume)
+                compare(folder, args.packages, count, args.repeats, systems, args.resume, args.move)
             else:
                 changes(folder, args.packages, count, systems)
 
