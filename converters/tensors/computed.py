@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from converters.tensors.casting import rounded
+from converters.tensors.casting import round_into, rounded
 from converters.tensors.dtypes import itemsize, numpy_dtype
 from converters.tensors.tensor import Box, Tensor, View, row_major
 
@@ -55,6 +55,7 @@ class _Rows:
         self.edits = edits
         self.nbytes = tensor.numel * itemsize(dtype)
         self._kind: Any = np.float64 if tensor.dtype == "F64" else np.float32
+        self._memory = threading.local()
         self._prepared = False
         self._lock = threading.Lock()
 
@@ -69,9 +70,13 @@ class _Rows:
         for first in range(at // row, (stop - 1) // row + 1, step):
             count = min(step, (stop - 1) // row + 1 - first)
             block = self._block(first, count, touched, self.edits)
-            data = rounded(block, self.dtype).reshape(-1).view(np.uint8)
             low, high = max(at, first * row), min(stop, (first + count) * row)
-            out[done : done + high - low] = data[low - first * row : high - first * row]
+            part = out[done : done + high - low]
+            if high - low == count * row:
+                round_into(part.view(numpy_dtype(self.dtype)).reshape(block.shape), block, self.dtype)
+            else:
+                data = rounded(block, self.dtype).reshape(-1).view(np.uint8)
+                part[...] = data[low - first * row : high - first * row]
             done += high - low
 
     def _prepare(self, touched: Touched) -> None:
@@ -90,8 +95,8 @@ class _Rows:
             self._prepared = True
 
     def _block(self, first: int, count: int, touched: Touched, edits: Sequence[Edit]) -> Array:
-        """The rows [first, first + count) after `edits`."""
-        stored = np.empty((count, *self.inner), numpy_dtype(self.tensor.dtype))
+        """The rows [first, first + count) after `edits`; valid until this thread makes the next block."""
+        stored = self._scratch("stored", (count, *self.inner), numpy_dtype(self.tensor.dtype))
         if len(self.lead) < 2:
             lows = (first,) * len(self.lead) + (0,) * len(self.inner)
             self.tensor.fill(stored.reshape(stored.shape if self.lead else self.inner), lows, touched)
@@ -105,10 +110,21 @@ class _Rows:
                 part = stored[done : done + run].reshape(*[1] * len(above), run, *self.inner)
                 self.tensor.fill(part, lows, touched)
                 done += run
-        block = stored.reshape(count, self.columns).astype(self._kind)
+        block = self._scratch("block", (count, self.columns), np.dtype(self._kind))
+        block[...] = stored.reshape(count, self.columns)
         for edit in edits:
             edit.apply(block, first)
         return block
+
+    def _scratch(self, name: str, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
+        """This thread's memory, of any content. New memory would be faulted in page by page."""
+        nbytes = prod(shape) * dtype.itemsize
+        held: Array | None = getattr(self._memory, name, None)
+        if held is None or held.nbytes < nbytes:
+            held = np.empty(nbytes, np.uint8)
+            setattr(self._memory, name, held)
+        found: Array = held[:nbytes].view(dtype).reshape(shape)
+        return found
 
 
 def computed(tensor: Tensor, dtype: str, lead: int, edits: Sequence[Edit]) -> Tensor:
