@@ -238,9 +238,9 @@ def carry_out(
     from tqdm import tqdm  # not at the top: slow to import
 
     # disable=None: no bar if stderr is not a terminal
-    total = plan.nbytes * (2 if verify else 1)
+    compared = sum(entry.nbytes for file in plan.files for entry in file.entries) if verify else 0
     bar = tqdm(
-        total=total,
+        total=plan.nbytes + compared,
         unit="B",
         unit_scale=True,
         desc=target.name.removeprefix(".").removesuffix(".new"),

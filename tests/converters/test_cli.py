@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import safetensors.torch
 import torch
+import tqdm
 
 from benchmarks.convert import sparse_checkpoint
 from converters.cli import main
@@ -119,6 +120,23 @@ def test_refusals_are_one_line(run: Path, tmp_path: Path, capsys: pytest.Capture
     assert "--nope" in refused(capsys, step, out, "--nope")
     assert "cannot be created" in refused(capsys, step, "/proc/nope/out")
     assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("more", [[], ["--verify", "--optimizer"]])
+def test_the_bar_ends_where_it_says(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: list[str]
+) -> None:
+    bars: list[tqdm.tqdm[Any]] = []
+    real = tqdm.tqdm
+
+    def kept(**settings: Any) -> tqdm.tqdm[Any]:
+        bars.append(real(**{**settings, "disable": False}))
+        return bars[-1]
+
+    monkeypatch.setattr(tqdm, "tqdm", kept)
+    assert main([str(run), str(tmp_path / "out"), *more]) == 0
+    (bar,) = bars
+    assert bar.n == bar.total
 
 
 def test_overwrite(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
