@@ -21,6 +21,8 @@ _READS = {
     torch.Tensor.__int__,
 }
 
+_IN_FORWARD = "compute it in the forward pass (model.function), or use strategy no_shard"
+
 
 def is_part(value: Any) -> bool:
     """Whether ``value`` is a DTensor of which this rank has only a part."""
@@ -48,18 +50,15 @@ class WholeValues(TorchFunctionMode):
     ) -> Any:
         given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
         if self._differentiated and any(isinstance(value, DTensor) for value in given):
-            raise self._error("compute it in the forward pass (model.function), or use strategy no_shard")
+            raise self._error(_IN_FORWARD)
         if func in _READS and any(map(is_part, given)):
             raise self._error("call full_tensor() first, on all ranks")
         result = func(*args, **(kwargs or {}))
         if any(isinstance(value, nn.Parameter) and not value.numel() for value in given) and isinstance(
             result, torch.Tensor
         ):
-            raise self._error(
-                "compute it in the forward pass (model.function), or use strategy no_shard"
-                if self._differentiated
-                else "read it within deepspeed.zero.GatheredParameters, on all ranks"
-            )
+            gathered = "read it within deepspeed.zero.GatheredParameters, on all ranks"
+            raise self._error(_IN_FORWARD if self._differentiated else gathered)
         return result
 
     def _error(self, remedy: str) -> UserError:
