@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from portable.errors import UserError, one_line
@@ -44,8 +45,11 @@ def rows_of(
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield the place and the columns of the rows of some row groups."""
     columns = _columns(file.schema_arrow.names, fields)
+    groups = list(groups)
+    sizes = (file.metadata.row_group(group).num_rows for group in range(max(groups, default=0)))
+    starts = [0, *accumulate(sizes)]
     for group in groups:
-        row = sum(file.metadata.row_group(before).num_rows for before in range(group))
+        row = starts[group]
         for batch in file.iter_batches(_ROWS, row_groups=[group], columns=columns):
             for found in _dictionaries(batch, row, name, fields):
                 row += 1
