@@ -78,8 +78,7 @@ class LowRank:
         rows = block[here]
         _add_product(rows, left[there], right)
         if self.magnitude is not None:
-            norm = np.sqrt(np.square(rows).sum(axis=1, keepdims=True))
-            rows *= self.magnitude()[there, None] / norm
+            rows *= (self.magnitude()[there] / np.sqrt(np.vecdot(rows, rows)))[:, None]
 
 
 @dataclass
