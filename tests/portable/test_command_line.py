@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -119,6 +120,10 @@ def test_init(
     assert main(["init", "mine.yaml"]) == 2
     assert "is there already" in capsys.readouterr().err
     assert (tmp_path / "mine.yaml").read_text("utf-8") == text
+    assert main(["init", "it's: #1.yaml", "--task", task]) == 0  # quoted for YAML and for the shell
+    assert load_config(Path("it's: #1.yaml")).output_dir == "runs/it's: #1"
+    command = capsys.readouterr().out.splitlines()[-1]
+    assert shlex.split(command)[-1] == "it's: #1.yaml"
 
 
 BAD_SETTINGS: list[tuple[str, dict[str, Any], list[str]]] = [
