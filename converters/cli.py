@@ -310,11 +310,12 @@ def _note_config(plan: Plan, source: Place, options: argparse.Namespace) -> None
 
 
 def _done(checkpoint: Checkpoint, plan: Plan, out: Place, *, verified: bool) -> str:
-    """What was read and written: `deepspeed, 4 ranks, step 3 → out: 26 tensors, 63.10 kB, float32`."""
+    """What was read and written: `deepspeed ZeRO-3, 4 ranks, step 3 → out: 26 tensors, 63.10 kB, float32`."""
     from converters.tensors.dtypes import TO_TORCH
 
     about = checkpoint.metadata
-    source = [checkpoint.format]
+    stage = about.get("zero_stage")
+    source = [f"{checkpoint.format} ZeRO-{stage}" if stage else checkpoint.format]
     if isinstance(ranks := about.get("world_size"), int):
         source.append("1 rank" if ranks == 1 else f"{ranks} ranks")
     source += [f"step {about['step']}"] if "step" in about else []

@@ -29,7 +29,7 @@ class Terminal(logging.Handler):
     """Prints to stderr, above the progress bar if there is one."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        line = coloured(fitted(record.getMessage()))
+        line = coloured(fitted(record.getMessage(), sys.stderr))
         with suppress(OSError, AttributeError):  # stderr is closed
             if "tqdm" in sys.modules:
                 sys.modules["tqdm"].tqdm.write(line, file=sys.stderr)
