@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import shlex
 from importlib.resources import files
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
+from converters.commands import Parser
 from converters.console import say
 from portable.errors import UserError
 
@@ -36,9 +36,7 @@ def init(argv: Sequence[str]) -> int:
         UserError: if the file is there already, or cannot be written.
     """
     starters = tasks()
-    parser = argparse.ArgumentParser(
-        prog="portable-train init", description="Write a short commented config to begin with."
-    )
+    parser = Parser(prog="portable-train init", description="Write a short commented config to begin with.")
     parser.add_argument("file", nargs="?", default="run.yaml", type=Path, help="default: run.yaml")
     parser.add_argument("--task", choices=starters, default="pretrain", help="default: pretrain")
     given = parser.parse_args(argv)

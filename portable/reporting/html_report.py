@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from converters.commands import DONE, FAILED, REFUSED, ShowVersion, command, exit_codes
+from converters.commands import DONE, FAILED, REFUSED, Parser, ShowVersion, command, exit_codes
 from converters.console import complain, say
 from converters.containers.pickle_reader import plain
 from converters.errors import printable
@@ -366,7 +366,7 @@ def write_report(folders: Sequence[Place], out: Path) -> list[str]:
 
 def parser_of() -> argparse.ArgumentParser:
     """The parser of ``portable-report``."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="portable-report",
         description="Write one self-contained HTML page about a run, or several side by side: loss, "
         "learning rate, gradient norm, throughput, memory, MFU, events, settings.",
