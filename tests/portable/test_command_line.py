@@ -220,10 +220,9 @@ def test_words_that_are_missing_or_unknown_are_one_line(
     command: Callable[[list[str]], int], arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:
-        code = command(arguments)
+        assert command(arguments) == 2
     except SystemExit as ended:
-        code = ended.code
-    assert code == 2
+        assert ended.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and words in line
 
