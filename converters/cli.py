@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from converters.commands import BY_SIGNAL, DONE, REFUSED, ShowVersion, command, exit_codes
-from converters.console import complain, say
+from converters.console import complain, fitted, say
 from converters.errors import CheckpointError, printable
 from converters.options import ADAPTER_CONFIG, DTYPES, EXPANSION, WRITERS
 
@@ -240,9 +240,9 @@ def _convert(options: argparse.Namespace) -> int:
         expand=options.expand,
     )
     if not options.quiet:
-        say(_done(checkpoint, plan, out, verified=options.verify))
+        say(fitted(_done(checkpoint, plan, out, verified=options.verify), sys.stdout))
         if (loader := _loader(plan, out, options)) is not None:
-            say(f"  load it with {printable(loader)}")
+            say(fitted(f"  load it with {printable(loader)}", sys.stdout))
     _note_config(plan, source, options)
     return 0
 
