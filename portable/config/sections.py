@@ -778,7 +778,7 @@ class FsdpConfig(Section):
 
 
 class Fp16Config(Section):
-    """Dynamic loss scaling of precision fp16. Names are those of DeepSpeed's fp16 section."""
+    """Dynamic loss scaling of precision fp16. The names are DeepSpeed's."""
 
     initial_scale_power: int = Field(
         default=16,
