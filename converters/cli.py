@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 from converters.commands import BY_SIGNAL, DONE, REFUSED, ShowVersion, command, exit_codes
-from converters.console import complain, say
+from converters.console import complain, fitted, say
 from converters.errors import CheckpointError, printable
 from converters.options import ADAPTER_CONFIG, DTYPES, EXPANSION, WRITERS
 
@@ -240,9 +240,9 @@ def _convert(options: argparse.Namespace) -> int:
         expand=options.expand,
     )
     if not options.quiet:
-        say(_done(checkpoint, plan, out, verified=options.verify))
+        say(fitted(_done(checkpoint, plan, out, verified=options.verify), sys.stdout))
         if (loader := _loader(plan, out, options)) is not None:
-            say(f"  load it with {printable(loader)}")
+            say(fitted(f"  load it with {printable(loader)}", sys.stdout))
     _note_config(plan, source, options)
     return 0
 
@@ -310,11 +310,12 @@ def _note_config(plan: Plan, source: Place, options: argparse.Namespace) -> None
 
 
 def _done(checkpoint: Checkpoint, plan: Plan, out: Place, *, verified: bool) -> str:
-    """What was read and written: `deepspeed, 4 ranks, step 3 → out: 26 tensors, 63.10 kB, float32`."""
+    """What was read and written: `deepspeed ZeRO-3, 4 ranks, step 3 → out: 26 tensors, 63.10 kB, float32`."""
     from converters.tensors.dtypes import TO_TORCH
 
     about = checkpoint.metadata
-    source = [checkpoint.format]
+    stage = about.get("zero_stage")
+    source = [f"{checkpoint.format} ZeRO-{stage}" if stage else checkpoint.format]
     if isinstance(ranks := about.get("world_size"), int):
         source.append("1 rank" if ranks == 1 else f"{ranks} ranks")
     source += [f"step {about['step']}"] if "step" in about else []

@@ -7,9 +7,10 @@ import os
 import select
 import sys
 from functools import wraps
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, NoReturn
 
 from converters.console import OutputError, complain, flush
+from converters.errors import printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -44,6 +45,14 @@ def version_line() -> str:
     from importlib.metadata import version
 
     return f"portable-trainer {version('portable-trainer')}"
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose refusals are one `error:` line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        complain(f"error: {printable(message)} (see {self.prog} --help)")
+        self.exit(REFUSED)
 
 
 class ShowVersion(argparse.Action):

@@ -41,7 +41,7 @@ def flush() -> None:
 def complain(line: str) -> None:
     """Print `line` on standard error; ignored if that is closed."""
     with suppress(OSError):
-        print(coloured(fitted(line)), file=sys.stderr)
+        print(coloured(fitted(line, sys.stderr)), file=sys.stderr)
 
 
 def columns(stream: TextIO | None) -> int | None:
@@ -56,9 +56,9 @@ def columns(stream: TextIO | None) -> int | None:
     return 80
 
 
-def fitted(text: str) -> str:
-    """`text` for standard error: on a terminal, long lines go on below, indented, with whole words."""
-    width = columns(sys.stderr)
+def fitted(text: str, stream: TextIO | None) -> str:
+    """`text` for `stream`: on a terminal, long lines go on below, indented, with whole words."""
+    width = columns(stream)
     if width is None:
         return text
     lines = []

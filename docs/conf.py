@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pygments.lexers.special import TextLexer
@@ -21,6 +23,8 @@ myst_heading_anchors = 4
 html_theme = "furo"
 html_title = project
 html_copy_source = False
+html_static_path = ["site"]
+html_css_files = ["narrow.css"]
 templates_path: list[str] = []
 exclude_patterns: list[str] = []
 
@@ -30,6 +34,16 @@ for package in (portable, converters):
         getattr(package, exported)  # they are imported at the first use, and autodoc does not use them
 
 
+def with_notebook(app: Sphinx, page: str, source: list[str]) -> None:
+    """Put the cells of the notebook into the page that names it."""
+    if page == "python":
+        cells = json.loads((Path(app.srcdir) / "notebook.ipynb").read_text("utf-8"))["cells"]
+        texts = [(cell["cell_type"], "".join(cell["source"])) for cell in cells[1:]]  # without its title
+        shown = [text if kind == "markdown" else f"```python\n{text}\n```" for kind, text in texts]
+        source[0] = source[0].replace("<!-- the notebook -->", "\n\n".join(shown))
+
+
 def setup(app: Sphinx) -> None:
-    """Show Mermaid diagrams as text, which needs no script. Forges draw them."""
+    """Show Mermaid diagrams as text, which needs no script (forges draw them), and the notebook as a page."""
     app.add_lexer("mermaid", TextLexer)
+    app.connect("source-read", with_notebook)

@@ -98,10 +98,28 @@ def index(local_rank: int, visible: int) -> int:
 def accelerators() -> list[Device]:
     """The GPUs that the planner knows by name."""
     found = {
-        name: Device(name, "cuda", mebibytes * MIB, name not in _FP16_ONLY, per_node, KEPT_FOR_COLLECTIVES)
+        name: Device(
+            name,
+            "cuda",
+            mebibytes * MIB,
+            name not in _FP16_ONLY,
+            per_node,
+            KEPT_FOR_COLLECTIVES,
+            _peaks(name),
+        )
         for name, mebibytes, per_node in _MACHINES
     }
     return [*found.values(), *(replace(found[real], name=name) for name, real in _ALSO.items())]
+
+
+def _peaks(name: str) -> tuple[tuple[str, float], ...]:
+    """Peak FLOP/s by precision of the GPU that the planner calls ``name``, such as ``a100-80``."""
+    for card, half, tf32 in PEAKS:
+        key = card.lower().removeprefix("rtx ").replace(" ", "-")
+        if name == key or name.startswith(f"{key}-"):
+            peaks = {"bf16": None if name in _FP16_ONLY else half, "fp16": half, "tf32": tf32}
+            return tuple((precision, tera * 1e12) for precision, tera in peaks.items() if tera is not None)
+    return ()
 
 
 def shape_multiple(capability: tuple[int, int], precision: str) -> int | None:

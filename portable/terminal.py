@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 import warnings
 from contextlib import contextmanager, suppress
@@ -29,7 +30,7 @@ class Terminal(logging.Handler):
     """Prints to stderr, above the progress bar if there is one."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        line = coloured(fitted(record.getMessage()))
+        line = coloured(fitted(record.getMessage(), sys.stderr))
         with suppress(OSError, AttributeError):  # stderr is closed
             if "tqdm" in sys.modules:
                 sys.modules["tqdm"].tqdm.write(line, file=sys.stderr)
@@ -37,6 +38,24 @@ class Terminal(logging.Handler):
                 print(line, file=sys.stderr, flush=True)
 
 
+class _Retries(logging.Filter):
+    """One line where huggingface_hub logs two for each of its attempts to reach the hub."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._told: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        if found := re.search("thrown while requesting [A-Z]+ https?://([^/]+)", text):
+            if found[1] not in self._told:
+                self._told.add(found[1])
+                tell(f"warning: {found[1]} does not answer; trying again, for up to half a minute a file")
+            return False
+        return not re.match(r"Retrying in [\d.]+s \[Retry", text)
+
+
+logging.getLogger("huggingface_hub.utils._http").addFilter(_Retries())
 TERMINAL = Terminal(logging.INFO)
 LOG.addHandler(TERMINAL)
 LOG.setLevel(logging.DEBUG)

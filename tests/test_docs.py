@@ -242,6 +242,19 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert not broken
 
 
+def test_a_page_has_one_name() -> None:
+    """The first page calls each by its title."""
+    text = (ROOT / "docs" / "index.md").read_text("utf-8")
+    links = re.findall(r"\[([^\]]+)\]\((\w[\w-]*\.md)\)", text)
+    assert len(links) > 30
+    titles = {page: (ROOT / "docs" / page).read_text("utf-8").split("\n", 1)[0] for _, page in links}
+    assert [
+        (name, page)
+        for name, page in links
+        if titles[page] not in (f"# {name}", "```{include} ../SECURITY.md")
+    ] == []
+
+
 def test_tests_that_are_named_exist() -> None:
     named = {
         name for page in PAGES for name in re.findall(r"`((?:tests/)[\w/]+\.py)`", page.read_text("utf-8"))

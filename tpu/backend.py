@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from portable.backend import Diagnostics
 from portable.errors import require
+from portable.formatting import human_count
 from portable.paths import default_cache_dir
 from portable.ranks.collectives import any_rank, gather_text
 from portable.ranks.process_memory import host_memory
@@ -68,9 +69,9 @@ class XlaBackend:
 
             dist.init_process_group("gloo", init_method="xla://", timeout=HOST_TIMEOUT)
         if self.rank == 0 and not runtime.on_tpu():
+            devices = human_count(self.devices_per_rank, "virtual CPU device")
             tell(
-                f"xla: no TPU found; running on {self.devices_per_rank} virtual CPU devices, for tests only "
-                "(CPU_NUM_DEVICES sets their number)"
+                f"xla: no TPU found; running on {devices}, for tests only (CPU_NUM_DEVICES sets their number)"
             )
 
     def stop(self) -> None:

@@ -64,7 +64,17 @@ def accelerators() -> list[Device]:
     found = []
     for name, kind in GENERATIONS.items():
         cores = kind.devices_per_chip
-        found.append(Device(name, "xla", kind.hbm // cores, bf16=True, per_node=kind.chips_per_slice * cores))
+        peaks = {precision: peak_flops(name, precision) for precision in ("bf16", "fp32")}
+        found.append(
+            Device(
+                name,
+                "xla",
+                kind.hbm // cores,
+                bf16=True,
+                per_node=kind.chips_per_slice * cores,
+                peaks=tuple((precision, peak) for precision, peak in peaks.items() if peak is not None),
+            )
+        )
     return found
 
 

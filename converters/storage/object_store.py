@@ -75,6 +75,7 @@ _REFUSED = {
     "memory": "exists in one process only",
     "http": "can be neither listed nor written",
     "https": "can be neither listed nor written",
+    **dict.fromkeys(("ftp", "sftp", "ssh", "smb"), "is no object store"),
 }
 _S3 = ("s3", "s3a")
 _LOCAL = ("file", "local")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import shtab
 
 from converters.cli import parser_of as convert_parser
+from converters.commands import Parser
 from converters.console import say
 from portable.commands.data import DATA_OPTIONS
 from portable.config import keys
@@ -30,7 +31,7 @@ def completion(argv: Sequence[str]) -> int:
     Args:
         argv: the words after ``completion``.
     """
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="portable-train completion",
         description="Print what completes portable-train, -plan, -data, -convert and -report in a shell.",
         epilog='In ~/.bashrc or ~/.zshrc:  eval "$(portable-train completion bash)"',

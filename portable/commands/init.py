@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
+import shlex
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import yaml
+
+from converters.commands import Parser
 from converters.console import say
 from portable.errors import UserError
 
@@ -33,16 +36,18 @@ def init(argv: Sequence[str]) -> int:
         UserError: if the file is there already, or cannot be written.
     """
     starters = tasks()
-    parser = argparse.ArgumentParser(
-        prog="portable-train init", description="Write a short commented config to begin with."
-    )
+    parser = Parser(prog="portable-train init", description="Write a short commented config to begin with.")
     parser.add_argument("file", nargs="?", default="run.yaml", type=Path, help="default: run.yaml")
     parser.add_argument("--task", choices=starters, default="pretrain", help="default: pretrain")
     given = parser.parse_args(argv)
     file: Path = given.file
     if file.suffix not in (".yaml", ".yml"):
         raise UserError(f"init: {file}: not the name of a YAML file; end it in .yaml")
-    text = starters[given.task].replace("{file}", str(file)).replace("{name}", f"runs/{file.stem}")
+    folder = yaml.safe_dump(f"runs/{file.stem}", allow_unicode=True).splitlines()[0]
+    name = shlex.quote(str(file))
+    # Comments stand in one column.
+    text = starters[given.task].replace("{name}#", f"{folder:<25} #", 1)
+    text = text.replace("{file}", name).replace("{name}", folder)
     try:
         with file.open("x", encoding="utf-8") as out:
             out.write(text)
@@ -50,6 +55,6 @@ def init(argv: Sequence[str]) -> int:
         raise UserError(f"init: {file} is there already; give another name") from error
     except OSError as error:
         raise UserError(f"init: {file}: cannot write it: {error.strerror or error}") from error
-    command = f"  portable-train --config {file}"
+    command = f"  portable-train --config {name}"
     say(f"wrote {file}; edit it, then\n{command} --dry-run\n{command}")
     return 0

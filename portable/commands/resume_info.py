@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from typing import TYPE_CHECKING, get_args
 
 from converters import CheckpointError
-from converters.console import say
+from converters.console import fitted, say
 from converters.storage.object_store import RemotePath
 from portable.batch_plan import plan_batches
 from portable.checkpoint.external import open_external
@@ -130,5 +131,5 @@ def describe_checkpoint(path: str, backend_name: str) -> int:
             except CheckpointError as error:
                 raise UserError(f"--resume-info: {error}") from error
             return 0
-        say(describe(checkpoint_of(place), backend_name))
+        say(fitted(describe(checkpoint_of(place), backend_name), sys.stdout))
     return 0

@@ -25,12 +25,10 @@ usage: portable-train [--config FILE.yaml] [--KEY VALUE ...]
        portable-train init [FILE.yaml] [--task TASK]
        portable-train completion bash|zsh
 
-Train a Hugging Face model on a CPU, GPUs or TPUs from one YAML file,
-and resume on any of them.
+Train a Hugging Face model on a CPU, GPUs or TPUs from one YAML file.
 
 examples:
   portable-train                                    the quickstart, no download
-  portable-train init --task chat                   write a run.yaml to edit
   portable-train --config run.yaml --train.steps 9  a file, one setting changed
   portable-train --config run.yaml --backend xla    the same run on a TPU VM
 """
@@ -39,7 +37,7 @@ CONFIG_OPTIONS = (
     Option(
         "config",
         "paths",
-        "YAML file with settings; the default is the quickstart. May be given more than once: the files are "
+        "YAML file of settings; without one, the quickstart. May be given more than once: the files are "
         "merged in order, setting by setting, and later files override earlier ones.",
         "FILE",
     ),
@@ -67,22 +65,24 @@ TRAIN_OPTIONS = (
     Option(
         "show-data",
         "count",
-        "Print the first N samples and the tokens that are trained. Then stop.",
+        "Print the first N samples, trained tokens marked. Then stop.",
         "N",
     ),
-    Option("eval-only", "switch", "Evaluate the newest checkpoint, or the untrained model. Then stop."),
+    Option(
+        "eval-only", "switch", "Evaluate the newest checkpoint. Without one, the untrained model. Then stop."
+    ),
     Option(
         "replay",
         "count",
-        "Repeat step N to locate a non-finite loss or gradient. Starts from the last checkpoint before it "
+        "Repeat step N to locate a NaN or infinity. Starts from the last checkpoint before it "
         "and names micro-batch, sample, module and parameters. Writes nothing.",
         "N",
     ),
     Option(
         "check-waits",
         "switch",
-        "Take a few steps and report where a loss or callback of your own makes the host wait for the "
-        "device. Writes nothing.",
+        "Report where code of yours waits for the device. Takes a few steps to see where a loss or callback "
+        "of your own makes the host wait. Writes nothing.",
     ),
     Option("resume-info", "path", "Describe a checkpoint and a run that resumes from it.", "PATH"),
     Option(

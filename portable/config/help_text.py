@@ -25,6 +25,7 @@ _INDENT = " " * 6
 _COLUMN = 28
 EVERYTHING = "all"
 """The topic of ``--help`` that prints every setting."""
+_SETTINGS = "settings, as flags and keys of the YAML file (more: --help SECTION, KEY or all):"
 _NOTE = (
     "settings: each is a flag and a key of the YAML file. Dashes and underscores are the same; a boolean "
     "needs no value (--compile, --no-compile); lists are written 0.9 0.95 or [0.9,0.95]; null is null; "
@@ -45,7 +46,8 @@ def render(topic: str, model: type[BaseModel], options: Sequence[Option], usage:
     if topic in about:
         return _section(topic, about[topic], table, width)
     if topic and topic != EVERYTHING:
-        raise UserError(f"--help: no setting named {topic!r}" + did_you_mean(topic, [*table, *about]))
+        hint = did_you_mean(topic, [*table, *about]) or "; --help alone lists the sections"
+        raise UserError(f"--help: no setting named {topic!r}{hint}")
     if not topic:
         return _overview(about, table, options, usage, width)
     parts = [
@@ -69,11 +71,10 @@ def _overview(
 ) -> str:
     """What fits a screen: usage, a line for each option, a line for each section of settings."""
     lines = [usage, "options:", *(_line(_left(option), option.help, width) for option in options)]
-    lines += ["", "settings, each a flag (--train.steps 20) and a key of the YAML file:"]
+    lines += ["", *_wrapped(_SETTINGS, width)]
     top = [setting.name for setting in table.values() if not setting.section]
     lines.append(_line("(top level)", ", ".join(top), width))
     lines += [_line(name, text, width) for name, text in about.items()]
-    lines += ["", "--help SECTION or KEY explains those settings, --help all everything."]
     return "\n".join(lines)
 
 

@@ -47,7 +47,7 @@ class _Problem:
         if self.origin is None:
             return self.message
         key = self.origin.text.removeprefix("--").replace("-", "_")
-        if self.origin.flag and self.message.startswith(f"{key} "):
+        if self.origin.flag and self.message.startswith((f"{key} ", f"{key}: ")):
             return self.origin.text + self.message.removeprefix(key)
         return f"{self.origin.text}: {self.message}"
 

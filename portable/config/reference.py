@@ -70,12 +70,14 @@ def reference_page() -> str:
 
 
 def _section(title: str, about: str, settings: list[keys.Setting]) -> str:
+    # Two columns, which a phone can show. The link is to the row itself.
     rows = [
-        f"| `{s.key}`{' †' * s.identity}{' ‡' * s.of_source} | {_cell(s.allowed)} | {_default(s)} "
+        f"| `{s.key}`{' †' * s.identity}{' ‡' * s.of_source} "
+        f'<a id="{s.key}" href="#{s.key}">#</a><br>{_cell(s.allowed)}<br>default: {_default(s)} '
         f"| {_cell(s.description)} |"
         for s in settings
     ]
-    head = ["| key | type | default | what it does |", "| --- | --- | --- | --- |"]
+    head = ["| setting | what it does |", "| --- | --- |"]
     return "\n".join([f"## {title}", "", *([about, ""] if about else []), *head, *rows, ""])
 
 

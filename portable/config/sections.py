@@ -108,7 +108,7 @@ class ModelConfig(Section):
 
 
 class AdapterConfig(Section):
-    """Train an adapter, with peft's names, instead of the model's own weights, which stay frozen."""
+    """An adapter, with peft's names. The model's own weights stay frozen."""
 
     type: Literal["lora", "ia3"] | None = Field(
         default=None,
@@ -205,7 +205,7 @@ class AdapterConfig(Section):
 
 
 class DataConfig(Section):
-    """What is trained on: source, format, template, tokens, packing."""
+    """What is trained on: source, format, tokens, packing."""
 
     # Paths and field names may differ between machines, so they do not define the run. Checkpoints contain a
     # digest of the tokens, which must match.
@@ -778,7 +778,7 @@ class FsdpConfig(Section):
 
 
 class Fp16Config(Section):
-    """Dynamic loss scaling of precision fp16, with the names of DeepSpeed's fp16 section."""
+    """Dynamic loss scaling of precision fp16. The names are DeepSpeed's."""
 
     initial_scale_power: int = Field(
         default=16,
@@ -803,7 +803,7 @@ class Fp16Config(Section):
 
 
 class DeepSpeedConfig(Section):
-    """DeepSpeed's settings, for strategies zero1, zero2 and zero3."""
+    """DeepSpeed's settings, for zero1, zero2 and zero3."""
 
     config: PathText | OpenMapping | None = Field(
         default=None,
@@ -814,7 +814,7 @@ class DeepSpeedConfig(Section):
 
 
 class XlaConfig(Section):
-    """Details of sharding on XLA, with the names of xla_fsdp_settings. Null: the backend's default."""
+    """Details of XLA, with the names of xla_fsdp_settings. Null: the backend's default."""
 
     compute_dtype: XlaDtype | None = Field(
         default=None, description="Compute dtype of layers. Null: that of precision."
@@ -1022,7 +1022,7 @@ class LogConfig(Section):
 
 
 class HubConfig(Section):
-    """Uploading what is exported to the Hugging Face hub."""
+    """Uploads of exports to the Hugging Face hub."""
 
     push: Literal["end", "checkpoints"] | None = Field(
         default=None,

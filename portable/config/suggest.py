@@ -233,7 +233,7 @@ ELSEWHERE = {
     "peft_config": "set adapter.config to a file, or the section adapter",
     "plot_loss": "loss.svg is always drawn; leave it out",
     "quantization_bit": _NO_QUANTISED,
-    "stage": "set model.task",
+    "stage": "leave it out for sft and pt; set train.loss for dpo, model.task for a classifier",
     "template": "data.chat_template",
     "tokenized_path": "data.cache_dir",
     "train_dataset": "data.source",
@@ -265,6 +265,7 @@ WORDS = {
         "flash_attention": "flash_attention_2",
         "kernels-community/flash-attn2": "flash_attention_2",
     },
+    "backend": {"gpu": "cuda", "rocm": "cuda", "nvidia": "cuda", "tpu": "xla"},
     "precision": {
         "bfloat16": "bf16",
         "float16": "fp16",

@@ -107,19 +107,21 @@ def _lengths(data: Data) -> tuple[list[tuple[int, int | None, int]], int]:
     """The histogram of the documents' lengths, and the positions that they fill without packing."""
     length = data.sizes.seq_len
     step = max(1, -(-length // (_BINS - 4)))
-    counts = np.zeros(_BINS + 1, dtype=np.int64)
+    # Equal bins up to about the length of a sample; beyond, each is twice as wide as the one before.
+    edges = step * np.append(np.arange(_BINS), _BINS << np.arange(32, dtype=np.int64))
+    counts = np.zeros(len(edges), dtype=np.int64)
     taken = 0
     for one in data.opened.values():
         left_out = np.zeros(0, dtype=np.int64) if one.truncated is None else one.truncated.left_out
         for start in range(0, one.tokens.documents, _CHUNK):
             sizes = np.diff(one.tokens.offsets["text"][start : start + _CHUNK + 1].astype(np.int64))
-            counts += np.bincount(np.minimum(sizes // step, _BINS), minlength=_BINS + 1)
+            counts += np.bincount(np.searchsorted(edges, sizes, "right") - 1, minlength=len(edges))
             filled = np.clip(sizes - 1, 0, length)
             filled[left_out[(left_out >= start) & (left_out < start + len(sizes))] - start] = 0
             taken += int(filled.sum())
     used = np.flatnonzero(counts)
     bins = [
-        (at * step, None if at == _BINS else (at + 1) * step, int(counts[at]))
+        (int(edges[at]), int(edges[at + 1]) if at + 1 < len(edges) else None, int(counts[at]))
         for at in range(int(used[0]), int(used[-1]) + 1)
     ]
     return bins, taken

@@ -66,8 +66,13 @@ def model_config(settings: ModelConfig) -> PretrainedConfig:
                 raise UserError(f"model.config.{key}: {type(known).__name__} has no such setting{near}")
         try:
             config = AutoConfig.for_model(model_type, **given)
+        except ZeroDivisionError as error:
+            zero = ", ".join(key for key, value in given.items() if value == 0) or "one of its numbers"
+            raise UserError(f"model.config: {zero} is 0, and another number is divided by it") from error
         except Exception as error:
-            raise UserError(f"model.config: {one_line(error)}") from error
+            # transformers wraps the reason in the name of its check.
+            reason = re.sub(r"^Class validation error for validator '\w+': \w+: ", "", one_line(error))
+            raise UserError(f"model.config: {reason}") from error
     else:
         name = settings.name_or_path
         if (name.startswith(("/", ".")) or name.count("/") > 1) and not Path(name).is_dir():

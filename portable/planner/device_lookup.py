@@ -32,6 +32,8 @@ class Device:
     """Devices in a node, or in the largest slice."""
     for_collectives: int = 0
     """Bytes to leave to the collectives' buffers where there are several devices."""
+    peaks: tuple[tuple[str, float], ...] = ()
+    """Dense peak FLOP/s by precision, of the data sheet."""
 
     def usable(self, devices: int) -> int:
         """Bytes on each device that a run on ``devices`` devices can fill."""

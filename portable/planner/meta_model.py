@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 from portable.errors import UserError, one_line
-from portable.model.flops import parameter_count
+from portable.model.flops import flops_per_token, parameter_count
 from portable.model.groups import groups_of
 from portable.model.layers import transformer_layers
 from portable.model.parameters import embeddings, stored_tensors
@@ -40,6 +40,8 @@ class MetaModel:
             )
         except UserError as error:  # it matters only to strategies that gather units
             self.inventory = replace(inspect(model, config.train), no_units=str(error))
+        self.flops_per_token = flops_per_token(model, model.config, config.data.seq_len)
+        """Forward and backward, without recomputation."""
         self._model = model
         self._found: dict[Request, Activations] = {}
 

@@ -145,6 +145,16 @@ class Planner:
         """Why activations are estimated by formula; None if they were run."""
         self._checkpoint = self.model.checkpoint_bytes(config.train)
 
+    def peak_flops(self) -> float | None:
+        """Peak FLOP/s of a device in the run's precision, by its data sheet; None if unknown."""
+        device = self.target.device
+        return None if device is None else dict(device.peaks).get(self.config.precision)
+
+    def most_tokens_per_second(self) -> float | None:
+        """What all devices would train at their peak FLOP/s; no run is faster. None if that is unknown."""
+        peak = self.peak_flops()
+        return None if peak is None else peak * self.target.cluster.devices / self._meta_model.flops_per_token
+
     # -- one option ----------------------------------------------------------------------------------------
 
     def option(

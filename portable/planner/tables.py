@@ -37,6 +37,7 @@ def as_json(
         "devices": target.cluster.devices,
         "host_memory": target.host_memory,
         "activations_estimated": planner.failure,
+        "most_tokens_per_second": planner.most_tokens_per_second(),
         "best": None if best is None else _option(best) | {"reason": reason(planner, options, best, adapter)},
         "with_adapter": None if adapter is None else _option(adapter),
         "options": [_option(option) for option in options],
@@ -91,7 +92,13 @@ def as_text(
         ),
         ("a checkpoint", human_bytes(min(option.checkpoint_bytes for option in options))),
     ]
-    parts = [table(rows)]
+    if (peak := planner.peak_flops()) and (most := planner.most_tokens_per_second()):
+        each = f"{cluster.devices} x {peak / 1e12:,.0f} TFLOP/s"
+        rounded = float(f"{most:.3g}")
+        rows.append(
+            ("tokens/s", f"at most {rounded:,.0f}, at the data sheet's {each}; MFU is a run's share of it")
+        )
+    parts = [table(rows, width)]
     if planner.failure is not None:
         parts.append(f"note: activations are estimated by formula: {planner.failure}")
     if device is not None:
@@ -121,7 +128,7 @@ def columns(options: Sequence[Option], planner: Planner, best: Option | None, *,
     if best is not None:
         shown = [best, *(option for option in options if option.setting != best.setting)]
     rows = [_cells(option, star="" if best is None else "* " if option is best else "  ") for option in shown]
-    idle = {"disk": human_bytes(0)}
+    idle = dict.fromkeys(("host", "disk", "sends"), "-")
     if not wide:
         idle["recompute"] = planner.config.memory.activation_checkpointing
         idle["batch"] = str(planner.micro_batch)
@@ -161,7 +168,7 @@ def _cells(option: Option, star: str) -> dict[str, str]:
         "offload": offloading(option),
         "recompute": option.recompute,
         "batch": str(option.micro_batch),
-        **{name: human_bytes(number) for name, number in numbers.items()},
+        **{name: human_bytes(number) if number else "-" for name, number in numbers.items()},
         "fits": {True: "yes", False: "no", None: "?"}[option.fits],
     }
 

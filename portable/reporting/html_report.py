@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from converters.commands import DONE, FAILED, REFUSED, ShowVersion, command, exit_codes
+from converters.commands import DONE, FAILED, REFUSED, Parser, ShowVersion, command, exit_codes
 from converters.console import complain, say
 from converters.containers.pickle_reader import plain
 from converters.errors import printable
@@ -85,7 +85,13 @@ METRICS = (
     Metric("Throughput", ("tokens_per_second",), hint="tokens a second, all ranks", smooth=True, zero=True),
     Metric("Memory", ("memory",), unit="bytes", hint="of a rank", zero=True),
     Metric("MFU", ("mfu",), unit="fraction", hint="of the devices' peak FLOP/s", smooth=True, zero=True),
+    Metric("Data wait", ("data_wait",), unit="fraction", hint="of the time of a step", zero=True),
 )
+_HINTS = {
+    "skipped_steps": "updates that were not finite, so far",
+    "graphs_compiled": "of this launch, so far",
+    "transfers_from_device": "of this launch, so far",
+}
 # Limits for untrusted files; a run's own stay far below.
 _MOST_MATRICES = 8
 _MOST_CHARTS, _MOST_NAME, _MOST_PATH, _MOST_TEXT = 60, 100, 500, 10_000
@@ -215,7 +221,7 @@ class Run:
             elif kind == "end":
                 text = "ended" if event.get("complete") else "stopped at train.stop_after"
             moment = event.get("time")
-            when = "" if moment is None else time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(moment))
+            when = "" if moment is None else time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(moment))
             at = [event["step"], self.tokens(event.get("samples")), self.hours(moment)]
             described.append({"kind": kind, "step": event["step"], "when": when, "text": text, "at": at})
         return described
@@ -284,7 +290,10 @@ def page(runs: Sequence[Run]) -> str:
     for key in more:
         charts[_chart_of(key)] = (*charts.get(_chart_of(key), ()), key)
     losses = charts.pop("eval_loss", ())
-    others = [Metric(_in_title(chart), series, zero=True) for chart, series in charts.items()]
+    others = [
+        Metric(_in_title(chart), series, hint=_HINTS.get(chart, ""), zero=not is_evaluation(chart))
+        for chart, series in charts.items()
+    ]
     fixed = [replace(m, series=m.series + losses) if "loss" in m.series else m for m in METRICS]
     drawn = [metric for metric in fixed + others if any(name in numbers for name in metric.series)]
     series = [{name: run.series(name) for metric in drawn for name in metric.series} for run in runs]
@@ -357,7 +366,7 @@ def write_report(folders: Sequence[Place], out: Path) -> list[str]:
 
 def parser_of() -> argparse.ArgumentParser:
     """The parser of ``portable-report``."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="portable-report",
         description="Write one self-contained HTML page about a run, or several side by side: loss, "
         "learning rate, gradient norm, throughput, memory, MFU, events, settings.",

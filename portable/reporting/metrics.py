@@ -6,6 +6,7 @@ import json
 import math
 import os
 import time
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from converters.storage.guarded import open_own
@@ -91,34 +92,63 @@ def _json_number(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+@dataclass
+class _Span:
+    """Samples since a moment, which a pause moves on."""
+
+    start: float
+    samples: int = 0
+
+    def rate(self) -> float:
+        """Samples a second."""
+        return self.samples / max(time.perf_counter() - self.start, 1e-9)
+
+
 class Throughput:
-    """Samples a second since the last log, and over the whole launch."""
+    """Samples a second since the last log, and over the whole launch.
+
+    Evaluations and saves do not count, nor does the first step, which compiles and allocates, once there is
+    another.
+    """
 
     def __init__(self) -> None:
-        now = time.perf_counter()
-        self.started = now
-        self._window_start = now
-        self._window_samples = 0
-        self.samples = 0
-        self._steps = 0
+        self.started = time.perf_counter()
+        self.steps = 0
+        self.paused = 0.0
+        self.first_step = 0.0
+        """Seconds until the end of the first step."""
+        self._window, self._launch = _Span(self.started), _Span(self.started)
+        self._after_first = self._window
 
     def add(self, samples: int) -> None:
         """Count one step of ``samples`` sequences."""
-        self._window_samples += samples
-        self.samples += samples
-        self._steps += 1
+        self.steps += 1
+        if self.steps == 1:
+            self._after_first = _Span(time.perf_counter())
+            self.first_step = self._after_first.start - self.started
+        elif self.steps == 2:
+            self._launch = self._after_first
+            if self._window.samples:  # of the first step
+                self._window = replace(self._after_first)
+        self._window.samples += samples
+        self._launch.samples += samples
 
     def seconds_per_step(self) -> float:
         """Mean over the launch, evaluations and saves included."""
-        return (time.perf_counter() - self.started) / max(self._steps, 1)
+        return (time.perf_counter() - self.started) / max(self.steps, 1)
 
     def window(self) -> float:
         """Samples a second since the last call."""
-        now = time.perf_counter()
-        rate = self._window_samples / max(now - self._window_start, 1e-9)
-        self._window_start, self._window_samples = now, 0
+        rate = self._window.rate()
+        self._window = _Span(time.perf_counter())
         return rate
 
+    def launch(self) -> float:
+        """Samples a second of this launch."""
+        return self._launch.rate()
+
     def pause(self, seconds: float) -> None:
-        """Exclude ``seconds`` of an evaluation or a save from the window."""
-        self._window_start += seconds
+        """Do not count ``seconds`` of an evaluation or a save."""
+        self.paused += seconds
+        for span in {id(span): span for span in (self._window, self._launch, self._after_first)}.values():
+            span.start += seconds

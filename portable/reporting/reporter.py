@@ -233,12 +233,19 @@ class Reporter(Events):
     def summary(self, places: Sequence[tuple[str, str]]) -> str:
         """The closing table of a launch."""
         seconds = time.perf_counter() - self._throughput.started
-        rate = self._throughput.samples / max(seconds, 1e-9)
+        rate = self._throughput.launch()
         _, peak = self._backend.memory()
         rows = [("time", human_time(seconds))]
-        if trained := self._throughput.samples > 0:
+        if trained := self._throughput.steps > 0:
+            first, paused = self._throughput.first_step, self._throughput.paused
+            rows[0] = (
+                "time",
+                f"{human_time(seconds)}, of which first step {human_time(first)}, "
+                f"evaluations and saves {human_time(paused)}",
+            )
             rows.append(("samples/s", f"{rate:,.2f}"))
-            rows.append(("tokens/s", f"{rate * self._tokens_per_sample:,.0f}"))
+            after = " in the steps after the first" if self._throughput.steps > 1 else ""
+            rows.append(("tokens/s", f"{rate * self._tokens_per_sample:,.0f}{after}"))
         rows.append(("peak memory", human_bytes(peak) + (" a rank" if self._backend.world_size > 1 else "")))
         if trained and self._peak_flops is not None:
             mfu = rate * self._tokens_per_sample * self._flops_per_token / self._peak_flops

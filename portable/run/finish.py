@@ -204,7 +204,8 @@ def finish(
     for line in missing:
         reporter.say(f"warning: {line}")
     if not complete:
-        reporter.say(f"stopped before step {prepared.steps}, the last, as train.stop_after says")
+        stopped = prepared.config.train.stop_after
+        reporter.say(f"stopped at step {stopped} of {prepared.steps}, as train.stop_after says")
 
 
 def export_with_card(prepared: Prepared, folder: Path, checkpoint: Place, out: Place) -> None:

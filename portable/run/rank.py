@@ -18,6 +18,7 @@ from portable.ranks import launch
 from portable.ranks.collectives import all_or_none, peer_error, publish_error
 from portable.ranks.consistency import agree, settings_and_versions
 from portable.registry import create_backend
+from portable.reporting.metrics import EVALUATION
 from portable.reporting.run_log import RunLog
 from portable.run import micro_batch
 from portable.run.check_waits import check_waits
@@ -160,7 +161,7 @@ def _evaluate_only(prepared: Prepared) -> int:
         rows = [("step", str(restored.progress.step))]
         for name, value in values.items():
             shown = f"{value:.6f}" if isinstance(value, float) else json.dumps(value)
-            rows.append((name.replace("eval_loss", "evaluation loss"), shown))
+            rows.append((name.replace(EVALUATION, "evaluation ", 1), shown))
         print(table(rows))
     return EXIT_DONE
 

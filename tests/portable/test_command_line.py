@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import pty
+import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -16,7 +17,11 @@ from portable.cli import main
 from portable.commands.init import tasks
 from portable.config import load_config
 from portable.formatting import human_bytes
+from portable.reporting.html_report import main as portable_report
 from tests.runs import TINY_MODEL, flags, tiny
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def refusal(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
@@ -119,6 +124,10 @@ def test_init(
     assert main(["init", "mine.yaml"]) == 2
     assert "is there already" in capsys.readouterr().err
     assert (tmp_path / "mine.yaml").read_text("utf-8") == text
+    assert main(["init", "it's: #1.yaml", "--task", task]) == 0  # quoted for YAML and for the shell
+    assert load_config(Path("it's: #1.yaml")).output_dir == "runs/it's: #1"
+    command = capsys.readouterr().out.splitlines()[-1]
+    assert shlex.split(command)[-1] == "it's: #1.yaml"
 
 
 BAD_SETTINGS: list[tuple[str, dict[str, Any], list[str]]] = [
@@ -142,6 +151,18 @@ BAD_SETTINGS: list[tuple[str, dict[str, Any], list[str]]] = [
     ("groups", {"strategy": "hybrid_shard", "fsdp.shard_group_size": 2}, ["fsdp.shard_group_size", "of 2"]),
     ("precision", {"precision": "tf32"}, ["precision", "tf32"]),
     ("tracker", {"log.trackers": ["wandb"]}, ["log.trackers", "pip install wandb"]),
+    ("gpu", {"backend": "gpu"}, ["backend", "did you mean cuda?"]),
+    ("tpu", {"backend": "tpu"}, ["backend", "did you mean xla?"]),
+    (
+        "a size of 0",
+        {"model.config": {**TINY_MODEL, "num_attention_heads": 0}},
+        ["model.config: num_attention_heads is 0"],
+    ),
+    (
+        "a size that does not divide",
+        {"model.config": {**TINY_MODEL, "hidden_size": 33}},
+        ["error: model.config: The hidden size (33)"],
+    ),
 ]
 
 
@@ -176,6 +197,34 @@ def test_a_tokenizer_larger_than_the_vocabulary(
     line = refusal(capsys, flags(settings))
     assert "data.tokenizer" in line and "model.config.vocab_size to at least 400" in line
     assert not (tmp_path / "out").exists()
+
+
+def test_data_of_two_tokens(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "short.jsonl").write_text('{"text": "a"}\n')
+    settings = tiny(tmp_path / "out", corpus, data__source=str(tmp_path / "short.jsonl"))
+    assert refusal(capsys, flags(settings)).strip().endswith("; give more text")
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "words"),
+    [
+        (portable_report, [], "RUN (see portable-report --help)"),
+        (main, ["init", "--task", "chatt"], "'chat', 'classification'"),
+        (main, ["completion", "fish"], "'bash', 'zsh'"),
+        (main, ["--data.sources", "[{source: x}]"], "error: --data.sources: source 1: has no name"),
+        (main, ["--output_dir", "ftp://host/x", "--dry-run"], "ftp:// is no object store; use s3://"),
+        (main, ["--help", "everything"], "no setting named 'everything'; --help alone lists the sections"),
+    ],
+)
+def test_words_that_are_missing_or_unknown_are_one_line(
+    command: Callable[[list[str]], int], arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        assert command(arguments) == 2
+    except SystemExit as ended:
+        assert ended.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and words in line
 
 
 def test_another_run_in_the_folder(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:

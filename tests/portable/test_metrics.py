@@ -17,6 +17,7 @@ from portable.evaluation.evaluate import evaluate
 from portable.evaluation.generation import rouge_l
 from portable.model.loss import added
 from portable.model.training_loss import IGNORED, Outputs
+from portable.reporting.metrics import Throughput
 from portable.run.batches import eval_batches
 from tests.parity import opened
 from tests.runs import configured, write_labelled
@@ -408,3 +409,24 @@ def test_generated_texts_on_engines(
     assert found["exact_match"] == generated_alone["exact_match"]
     assert found["rouge_l"] == pytest.approx(generated_alone["rouge_l"], rel=1e-12)
     assert all(count == 1 for count in found.get("graphs", {}).values())
+
+
+def test_the_rates_of_the_bar_and_of_the_summary_count_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("portable.reporting.metrics.time.perf_counter", lambda: now)
+    throughput = Throughput()
+    now = 50.0  # the first step compiles
+    throughput.add(8)
+    assert throughput.launch() == pytest.approx(8 / 50) and throughput.first_step == 50
+    now = 60.0
+    throughput.pause(10.0)  # it is saved
+    for _ in range(4):
+        now += 2.0
+        throughput.add(8)
+    assert throughput.window() == pytest.approx(4.0) == throughput.launch()
+    now += 7.0
+    throughput.pause(7.0)
+    now += 2.0
+    throughput.add(8)
+    assert throughput.window() == pytest.approx(4.0) == throughput.launch()
+    assert throughput.paused == 17

@@ -115,3 +115,16 @@ def test_colours_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert coloured("error: x") == "\x1b[1;31merror:\x1b[0m x" and coloured("step 3") == "step 3"
     monkeypatch.setenv("NO_COLOR", "1")
     assert coloured("error: x") == "error: x"
+
+
+def test_attempts_to_reach_the_hub_are_told_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the real client, at an address where nobody listens."""
+    from huggingface_hub.utils import http_backoff
+
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)
+    with pytest.raises(Exception, match="refused"):
+        http_backoff("HEAD", "http://127.0.0.1:9/config.json", max_retries=3)
+    shown = capsys.readouterr().err.splitlines()
+    assert shown == ["warning: 127.0.0.1:9 does not answer; trying again, for up to half a minute a file"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +77,8 @@ def _check_model(model: type[BaseModel], values: dict[str, Any], path: tuple[str
         first = error.errors()[0]
         inside = [str(part) for part in first["loc"] if str(part) in _names_in(given)]
         got = f", not {shown(first['input'])}" if inside and not isinstance(first["input"], dict) else ""
-        raise UserError(one_line(f"{where}: {'.'.join((*path, *inside))}: {first['msg']}{got}")) from error
+        told = re.sub(r", (\w+) or \1$", r", \1", first["msg"])  # of an enum with two names for a value
+        raise UserError(one_line(f"{where}: {'.'.join((*path, *inside))}: {told}{got}")) from error
     for name, field in model.model_fields.items():
         key = name if name in given else field.alias or name
         value, old = getattr(read, name, None), given.get(key)

@@ -130,9 +130,10 @@ def packed_samples(tokens: int, seq_len: int, *, shifted: bool) -> int:
     """
     count = (tokens - shifted) // seq_len
     if count < 1:
+        most = tokens - shifted
+        remedy = f"give at most {most}, or more text" if most >= 2 else "give more text"
         raise UserError(
-            f"data.seq_len: the source has {tokens} tokens, too few for one sample of {seq_len}; "
-            f"give at most {max(1, tokens - shifted)}, or more text"
+            f"data.seq_len: the source has {tokens} tokens, too few for one sample of {seq_len}; {remedy}"
         )
     return count
 
