@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 GUIDE, ROOFLINE, SAVING = "guide", "roofline", "saving"
-PARTS = ("llama-1.2b", "llama-8b-lora", SAVING, ROOFLINE, "qwen3-1.7b", "qwen3-0.6b", GUIDE)
-PARTS += tuple(name for name in CASES if name not in PARTS)
+_FIRST = ("llama-1.2b", "llama-8b-lora", SAVING, ROOFLINE, "qwen3-1.7b", "qwen3-0.6b", GUIDE)
+PARTS = (*_FIRST, *(name for name in CASES if name not in _FIRST))
 """In the order of worth."""
 OF_PART = {SAVING: "qwen3-0.6b", ROOFLINE: "llama-1.2b"}
 SAME_LOSS = {"fp32": 1e-5, "bf16": 2e-2}

@@ -133,7 +133,7 @@ CASES = {
             LLAMA_8B,
             (4, 1),
             settings={"train.optimizer": "adamw_8bit", "memory.activation_checkpointing": "full"},
-            plan=Plan(warmup=1, steps=2, rounds=1),
+            plan=Plan(warmup=1, steps=2, rounds=1, share=0.15),
             together=False,
         ),
     )

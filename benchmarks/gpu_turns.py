@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 ANSWER = "answer: "
-SHARE_FOR_TURNS = 0.35
-"""Of the time: when the rest is over, loops that are not ready yet are left out."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +36,13 @@ class Plan:
         warmup: steps of the first turn, in which a loop compiles.
         steps: counted ones of each later turn; one more before them fills the allocator again.
         rounds: turns of each loop that count.
+        share: of the time; when the rest is over, loops that are not ready yet are left out.
     """
 
     warmup: int
     steps: int
     rounds: int
+    share: float = 0.35
 
     @property
     def lengths(self) -> list[int]:
@@ -130,7 +130,7 @@ def take_turns(
             contestant.order()
         ready = []
         for contestant in contestants:
-            left = begun + (1 - SHARE_FOR_TURNS) * seconds - time.monotonic()
+            left = begun + (1 - plan.share) * seconds - time.monotonic()
             for phase in ("load", "warm up"):
                 if phase == "warm up":
                     contestant.order()

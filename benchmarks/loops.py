@@ -197,9 +197,10 @@ class Setting:
         groups = parameter_groups(named, groups_of(model, settings), settings.learning_rate)
         common: dict[str, Any] = {"lr": settings.learning_rate, "betas": settings.betas, "eps": settings.eps}
         if settings.optimizer == "adamw_8bit":
-            from bitsandbytes.optim import AdamW8bit
+            import bitsandbytes
 
-            return AdamW8bit(groups, **common)
+            made: Any = bitsandbytes.optim
+            return cast("torch.optim.Optimizer", made.AdamW8bit(groups, **common))
         return torch.optim.AdamW(groups, fused=True, **common)
 
     def rows(self) -> Rows:

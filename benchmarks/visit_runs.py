@@ -280,35 +280,36 @@ def _exported(folder: Path) -> list[bytes]:
 
 
 def lora(place: Place) -> dict[str, Any]:
-    """Adapters on a base of half a billion parameters: rates, bits, kills, moves, and a base in 4 bits."""
-    sizes = TINY if place.small else HALF_BILLION
-    base = place.tiny("base", model__config=sizes, train__steps=2, checkpoint__every_steps=None) / "final"
-    given: dict[str, Any] = {"model__config": None, "model__name_or_path": str(base), "adapter__type": "lora"}
-    given |= {"train__learning_rate": 1e-2, "checkpoint__every_steps": None}
-    found: dict[str, Any] = {}
+    """Adapters: moves from and to the CPU, kills; rates and resumed bits on half a billion frozen weights."""
 
-    whole = place.tiny("lora-cpu", backend="cpu", **given) if place.small else place.tiny("lora", **given)
-    place.tiny("lora-moved", backend="cpu" if place.small else place.device, train__stop_after=4, **given)
-    place.tiny("lora-moved", train__stop_after=8, strategy="full_shard", **given)
-    found["moved"] = difference(losses(place.tiny("lora-moved", **given)), losses(whole))
-    _require(found["moved"] < CLOSE, f"losses differ by {found['moved']:.1e} after a move")
-    found["moved"] = f"{found['moved']:.1e}"
+    def base(name: str, sizes: dict[str, Any]) -> dict[str, Any]:
+        folder = place.tiny(name, model__config=sizes, train__steps=2, checkpoint__every_steps=None)
+        return {"model__config": None, "model__name_or_path": str(folder / "final"), "adapter__type": "lora"}
 
-    fast = given | {"precision": "bf16", "train__steps": 20, "data__max_samples": 200}
+    small = base("small", TINY)
+    given = {**small, "train__learning_rate": 1e-2, "checkpoint__every_steps": None}
+    whole = losses(place.tiny("stays", backend="cpu", **given))
+    place.tiny("moved", backend="cpu", train__stop_after=4, **given)
+    place.tiny("moved", train__stop_after=8, strategy="full_shard", **given)
+    far = difference(losses(place.tiny("moved", backend="cpu", **given)), whole)
+    _require(far < CLOSE, f"losses differ by {far:.1e} after moves")
+    found: dict[str, Any] = {"moved": f"{far:.1e}"}
+    _killed(place, {key.replace("__", "."): value for key, value in small.items()}, 2)
+
+    given |= {"precision": "bf16", "train__steps": 20, "data__max_samples": 200}
     if not place.small:
-        fast |= {"data__seq_len": 1024, "train__global_batch_size": 16, "train__micro_batch_size": 8}
+        given |= base("large", HALF_BILLION)
+        given |= {"data__seq_len": 1024, "train__global_batch_size": 16, "train__micro_batch_size": 8}
     for name in ("auto", "nf4", "int8"):
-        more = fast | {"adapter__base": name}
-        folder = place.tiny(f"lora-{name}", **more)
+        more = {**given, "adapter__base": name}
+        folder = place.tiny(name, **more)
         _falls(losses(folder), 0.05)
         found |= {f"{name} {key}": value for key, value in _rate(folder).items()}
         found[f"{name} loss"] = round(losses(folder)[-1], 4)
-        place.tiny(f"lora-{name}-parts", train__stop_after=9, **more)
-        parts = place.tiny(f"lora-{name}-parts", **more)
+        place.tiny(f"{name}-parts", train__stop_after=9, **more)
+        parts = place.tiny(f"{name}-parts", **more)
         _require(losses(parts) == losses(folder), f"{name}: the resumed run's losses are others")
         _require(_exported(parts) == _exported(folder), f"{name}: the resumed run's adapter is another")
-    small = place.tiny("small", train__steps=2, checkpoint__every_steps=None) / "final"
-    _killed(place, {"model.config": None, "model.name_or_path": str(small), "adapter.type": "lora"}, 2)
     return {**found, "equal bit for bit": "resumed, killed"}
 
 
@@ -386,6 +387,7 @@ def llama(place: Place) -> dict[str, Any]:
         "train__steps": 12 if place.small else 40,
         "train__global_batch_size": 4 if place.small else 16,
         "train__micro_batch_size": 2 if place.small else 8,
+        "train__learning_rate": 3e-3 if place.small else 3e-4,
         "checkpoint__every_steps": None,
         "log__every_steps": 2,
     }
