@@ -2,10 +2,11 @@
 
 ``python -m benchmarks.gpu_visit --out FOLDER --minutes 9`` describes the machine, runs
 ``tests/gpu/test_cuda.py``, trains through ``portable-train`` (:mod:`benchmarks.visit_runs`), and measures
-(:mod:`benchmarks.gpu`). Each part is a process with a time limit of its own. ``FOLDER/visit.json`` and
-``visit.md`` are rewritten after each part, so a visit that is cut short keeps what was done. The same command
+(:mod:`benchmarks.gpu`). Each part is a process with a time limit of its own. Parts that measure nothing run
+beside each other, as many as the machine has cores for; the others have it to themselves. The six files of
+``FOLDER`` are rewritten as results come, so a visit that is cut short keeps what was done. The same command
 with the same folder goes on with the parts that are missing; ``--again PART`` repeats one. Without a GPU
-everything runs small on the CPU: a rehearsal.
+everything runs small on the CPU: a rehearsal, with more time for each part.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
@@ -26,13 +30,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from benchmarks.gpu import read_rows, tables
 from benchmarks.machine import command_line, describe_machine
 from portable.durable import write_durably
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-VISIT, TABLE, LOG, TESTS = "visit.json", "visit.md", "log.txt", "tests.jsonl"
+VISIT, TABLE, LOG, TESTS, FIGURES = "visit.json", "visit.md", "log.txt", "tests.jsonl", "figures.jsonl"
 PASSED, FAILED, CUT, SLOW = "passed", "failed", "cut short", "over its limit"
 FINAL = (PASSED, FAILED, SLOW)
 """A part with one of these is not run again."""
@@ -47,7 +52,10 @@ OPTIONAL = (
     "peft",
 )
 LEAST = 15.0  # seconds left under which no part is started
+SHARE = 0.6  # of its limit, under which no part is started that measures
 GRACE = 5.0  # seconds that a part has after SIGTERM
+SLOWER = 6  # times the limits where there is no GPU
+CORES_A_PART = 3
 
 
 @dataclass(frozen=True)
@@ -61,33 +69,63 @@ class Part:
     """Seconds."""
     resumes: bool = False
     """Whether the part goes on where it was cut short, so that its limit holds for each visit."""
+    alone: bool = False
+    """Whether it measures time, so that nothing may run beside it."""
 
-    def command(self, out: Path, *, small: bool) -> list[str]:
-        """The part's command. ``{out}`` in an argument is the visit's folder."""
-        arguments = [argument.replace("{out}", str(out)) for argument in self.arguments]
+    def command(self, out: Path, seconds: float, *, small: bool) -> list[str]:
+        """The part's command.
+
+        In an argument, ``{out}`` is the visit's folder, ``{seconds}`` the time it has, and ``{workers}`` as
+        many processes as it may start.
+        """
+        workers = (os.cpu_count() or 1) // 4
+        values = {"{out}": str(out), "{seconds}": f"{seconds:.0f}", "{workers}": str(workers)}
+        arguments = list(self.arguments)
+        for name, value in values.items():
+            arguments = [argument.replace(name, value) for argument in arguments]
         small_too = ["--small"] * (small and self.module.startswith("benchmarks"))
         return [sys.executable, "-m", self.module, *arguments, *small_too]
 
 
 def _tests(*more: str) -> tuple[str, ...]:
     plugins = ("-p", "benchmarks.visit_tests", "--outcomes", f"{{out}}/{TESTS}")
-    return (*plugins, "-q", "-n0", "-p", "no:cacheprovider", *more)
+    return (*plugins, "-q", "-n{workers}", "-p", "no:cacheprovider", *more)
+
+
+def _run(name: str, limit: float) -> Part:
+    return Part(name, "benchmarks.visit_runs", (name,), limit)
+
+
+def _measured(name: str, limit: float) -> Part:
+    arguments = ("--parts", name, "--seconds", "{seconds}", "--rows", f"{{out}}/{FIGURES}")
+    more = ("--trace", "{out}/trace.json.gz") if name == "roofline" else ()
+    return Part(name, "benchmarks.gpu", (*arguments, *more), limit, resumes=True, alone=True)
 
 
 PARTS = (
-    Part("tests", "pytest", _tests("tests/gpu/test_cuda.py"), 240, resumes=True),
-    Part("quickstart", "benchmarks.visit_runs", ("quickstart",), 90),
-    Part("parity", "benchmarks.visit_runs", ("parity",), 90),
-    Part("resume", "benchmarks.visit_runs", ("resume",), 200),
-    Part("move", "benchmarks.visit_runs", ("move",), 120),
-    Part("kill", "benchmarks.visit_runs", ("kill",), 150),
-    Part("llama", "benchmarks.visit_runs", ("llama",), 120),
-    Part("bert", "benchmarks.visit_runs", ("bert",), 90),
-    Part("step", "benchmarks.gpu", ("--parts", "step", "--json", "{out}/step.json"), 400),
-    Part("roofline", "benchmarks.gpu", ("--parts", "roofline", "--json", "{out}/roofline.json"), 120),
-    Part("guide", "benchmarks.gpu", ("--parts", "guide", "--json", "{out}/guide.json"), 400),
+    Part("tests", "pytest", _tests("tests/gpu/test_cuda.py"), 300, resumes=True),
+    _run("quickstart", 120),
+    _run("parity", 120),
+    _run("resume", 240),
+    _run("move", 150),
+    _run("kill", 240),
+    _run("llama", 150),
+    _run("bert", 120),
+    _run("lora", 240),
+    _run("zero", 300),
+    _run("eight_bits", 120),
+    _run("float8", 150),
+    _measured("llama-1.2b", 300),
+    _measured("llama-8b-lora", 260),
+    _measured("saving", 100),
+    _measured("roofline", 120),
+    _measured("qwen3-1.7b", 200),
+    _measured("qwen3-0.6b", 160),
+    _measured("guide", 200),
+    _measured("llama-1.2b-fp8", 200),
+    _measured("llama-8b-full", 280),
 )
-"""Correctness first: a short visit is of more use with it than with speed."""
+"""Correctness first: a short visit is of more use with it than with speed. Then the most wanted figures."""
 
 
 def machine() -> dict[str, str]:
@@ -110,10 +148,16 @@ def _output(*command: str) -> str:
 
 
 class Visit:
-    """The results in a folder, read at the start and rewritten after each part."""
+    """The results in a folder, read at the start and rewritten after each part.
+
+    Args:
+        out: the folder.
+        command: that repeats the visit.
+    """
 
     def __init__(self, out: Path, command: str) -> None:
         self._out = out
+        self._lock = threading.Lock()
         out.mkdir(parents=True, exist_ok=True)
         path = out / VISIT
         self.results: dict[str, dict[str, Any]] = {}
@@ -129,53 +173,71 @@ class Visit:
         write_durably(self._out / TABLE, self.table() + "\n")
 
     def table(self) -> str:
-        """The machine and one row for each part."""
+        """The machine, one row for each part, and the tables of what was measured."""
         lines = [f"`{self._about['command']}`", ""]
         lines += [f"- {name}: {value}" for name, value in self._about["machine"].items()]
         lines += ["", "| part | result | seconds | figures |", "| --- | --- | ---: | --- |"]
-        for name, result in self.results.items():
+        order = [part.name for part in PARTS]
+        for name, result in sorted(self.results.items(), key=lambda item: order.index(item[0])):
             figures = ", ".join(f"{key} {value}" for key, value in result.get("figures", {}).items())
             lines.append(
                 f"| {name} | {result['status']} | {result['seconds']:.0f} | {figures or result['last']} |"
             )
+        if measured := tables(read_rows(self._out / FIGURES)):
+            lines += ["", "```", measured, "```"]
         return "\n".join(lines)
 
-    def run(self, part: Part, seconds: float, *, small: bool) -> str:
-        """Run a part for at most ``seconds``, and record how it ended."""
-        limit = min(seconds, part.limit)
+    def run(self, part: Part, seconds: float, stopped: threading.Event, *, small: bool) -> str:
+        """Run a part for at most ``seconds``, and record how it ended. Parts may run at once."""
+        most = part.limit * (1 if torch.cuda.is_available() else SLOWER)
+        limit = min(seconds, most)
         begun = time.monotonic()
-        with (self._out / LOG).open("a+", encoding="utf-8") as log:
-            command = part.command(self._out, small=small)
-            log.write(f"\n$ python {' '.join(command[1:])}\n")
-            log.flush()
-            start = log.tell()
-            code = _within(command, limit, log.fileno())
-            log.seek(start)
-            lines = log.read().strip().splitlines()
+        command = part.command(self._out, limit, small=small)
+        with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
+            code = _within(command, limit, log.fileno(), stopped, threads=None if part.alone else 1)
+            log.seek(0)
+            output = log.read()
+        lines = output.strip().splitlines()
         status = PASSED if code == 0 else FAILED
         if code is None:
-            status = CUT if seconds < part.limit or part.resumes else SLOW
+            status = CUT if seconds < most or part.resumes or stopped.is_set() else SLOW
         last = lines[-1][:300] if lines else ""
         result: dict[str, Any] = {"status": status, "seconds": time.monotonic() - begun, "last": last}
         with suppress(ValueError):
             figures = json.loads(last)
             if isinstance(figures, dict):
                 result["figures"] = figures
-        self.results[part.name] = result
-        self.write()
+        with self._lock:
+            with (self._out / LOG).open("a", encoding="utf-8") as file:
+                file.write(f"\n$ python {' '.join(command[1:])}\n{output}")
+            self.results[part.name] = result
+            self.write()
+            print(f"{part.name}: {status} after {result['seconds']:.0f} s", flush=True)
         return status
 
 
-def _within(command: Sequence[str], seconds: float, output: int) -> int | None:
-    """Run a command and all that it starts for at most ``seconds``; its exit code, or None."""
+def _within(
+    command: Sequence[str], seconds: float, output: int, stopped: threading.Event, *, threads: int | None
+) -> int | None:
+    """Run a command and all that it starts, for at most ``seconds`` or until ``stopped``.
+
+    Args:
+        threads: of each process's arithmetic; parts beside each other would only wait for one another.
+
+    Returns:
+        its exit code, or None if it was ended.
+    """
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "true"}
+    if threads is not None:
+        environment["OMP_NUM_THREADS"] = str(threads)
     process = subprocess.Popen(
         command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
     )
+    end = time.monotonic() + seconds
     try:
-        return process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return None
+        while process.poll() is None and time.monotonic() < end and not stopped.is_set():
+            stopped.wait(0.05)
+        return process.poll()
     finally:
         for number, patience in ((signal.SIGTERM, GRACE), (signal.SIGKILL, None)):
             with suppress(ProcessLookupError):
@@ -190,7 +252,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER", help="for the results")
     parser.add_argument("--minutes", type=float, default=9.0, help="end within this time; default 9")
     parser.add_argument("--parts", nargs="+", choices=names, default=names, help="only these")
-    parser.add_argument("--again", nargs="+", choices=names, default=[], help="repeat these")
+    parser.add_argument(
+        "--again", nargs="+", choices=names, default=[], help="repeat these; of the tests, those that failed"
+    )
+    jobs = max(1, (os.cpu_count() or 1) // CORES_A_PART)
+    parser.add_argument("--jobs", type=int, default=jobs, help=f"parts at once; default {jobs}")
     parser.add_argument("--small", action="store_true", help="tiny models; the default without a GPU")
     return parser.parse_args(argv)
 
@@ -204,19 +270,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     visit = Visit(options.out.resolve(), command_line("benchmarks.gpu_visit", argv))
     for name in options.again:
         visit.results.pop(name, None)
-        if name == "tests":
-            (options.out / TESTS).unlink(missing_ok=True)
-    for part in PARTS:
-        done = visit.results.get(part.name, {}).get("status") in FINAL
-        if done or part.name not in options.parts:
-            continue
-        left = end - time.monotonic()
-        if left < LEAST:
-            print("out of time; the same command goes on with the parts that are missing")
-            break
-        print(f"{part.name}: ", end="", flush=True)
-        print(visit.run(part, left, small=small), flush=True)
+    done = {name for name, result in visit.results.items() if result["status"] in FINAL}
+    missing = [part for part in PARTS if part.name in options.parts and part.name not in done]
+    stopped = threading.Event()
+
+    def run(part: Part) -> None:
+        least = max(LEAST, SHARE * part.limit * part.alone)
+        if (left := end - time.monotonic()) >= least and not stopped.is_set():
+            visit.run(part, left, stopped, small=small)
+
+    before = signal.signal(signal.SIGTERM, lambda *_: stopped.set())
+    try:
+        with ThreadPoolExecutor(options.jobs) as pool:
+            try:
+                for running in [pool.submit(run, part) for part in missing if not part.alone]:
+                    running.result()
+            except BaseException:  # the pool waits for its threads
+                stopped.set()
+                raise
+        for part in missing:
+            if part.alone:
+                run(part)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     print(visit.table())
+    status = {name: result["status"] for name, result in visit.results.items()}
+    if left := [part.name for part in missing if status.get(part.name) not in FINAL]:
+        print(f"out of time; the same command goes on with {', '.join(left)}")
     return int(any(result["status"] != PASSED for result in visit.results.values()))
 
 

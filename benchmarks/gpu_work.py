@@ -1,77 +1,56 @@
-"""The pieces that :mod:`benchmarks.gpu` measures: a loop, a row of the guide's table, the roofline."""
+"""What :mod:`benchmarks.gpu` measures beside loops: the guide's rows, a roofline, saving and offloading."""
 
 from __future__ import annotations
 
-import gc
 import json
 import random
 import statistics
 import time
-from contextlib import redirect_stderr
-from dataclasses import dataclass
-from io import StringIO
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.loops import AccelerateLoop, BareLoop, Loop, PortableLoop, Setting, TrainerLoop
-from benchmarks.train_overhead import forget_accelerators
-from portable.config import load_config
+from benchmarks.gpu_cases import (
+    OURS,
+    Case,
+    common_settings,
+    free_memory,
+    prepared,
+    prepared_case,
+    start_counting,
+)
+from benchmarks.loops import PortableLoop
+from portable.checkpoint.store import CheckpointFolder
 from portable.errors import UserError
+from portable.loop import Progress
 from portable.registry import create_backend
-from portable.run.prepare import Prepared, prepare
-from portable.run.settle import settle
+from portable.run.restore import restore
+from portable.run.save import save
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from benchmarks.loops import Turn
-    from portable.backend import Backend
+    from portable.run.prepare import Prepared
 
-CONTESTANTS = ("bare PyTorch", "portable-train", "Accelerate", "Trainer")
+# -- the table of the guide --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Scale:
-    """Sizes of models and data."""
+class Bert:
+    """A classifier and its data."""
 
-    llama: dict[str, Any]
+    config: dict[str, Any]
+    samples: int
     seq_len: int
-    global_batch_size: int
-    micro_batch_size: int
-    precision: str
-    compile: bool
-    lines: int
-    warmup: int
-    steps: int
-    bert: dict[str, Any]
-    bert_samples: int
-    bert_seq_len: int
 
 
-FULL = Scale(
-    llama={
-        "model_type": "llama",
-        "vocab_size": 49152,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 4096,
-        "tie_word_embeddings": False,
-    },
-    seq_len=4096,
-    global_batch_size=16,
-    micro_batch_size=4,
-    precision="bf16",
-    compile=True,
-    lines=60_000,
-    warmup=3,
-    steps=6,
-    # bert-large-uncased
-    bert={
+# bert-large-uncased; an epoch of the guide has 512 samples.
+FULL_BERT = Bert(
+    {
         "model_type": "bert",
         "vocab_size": 30522,
         "hidden_size": 1024,
@@ -80,30 +59,11 @@ FULL = Scale(
         "num_attention_heads": 16,
         "max_position_embeddings": 512,
     },
-    bert_samples=512,
-    bert_seq_len=512,
+    samples=512,
+    seq_len=512,
 )
-SMALL = Scale(
-    llama={
-        "model_type": "llama",
-        "vocab_size": 384,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 32,
-        "tie_word_embeddings": False,
-    },
-    seq_len=32,
-    global_batch_size=4,
-    micro_batch_size=2,
-    precision="fp32",
-    compile=False,
-    lines=600,
-    warmup=1,
-    steps=2,
-    bert={
+SMALL_BERT = Bert(
+    {
         "model_type": "bert",
         "vocab_size": 384,
         "hidden_size": 32,
@@ -112,113 +72,19 @@ SMALL = Scale(
         "num_attention_heads": 2,
         "max_position_embeddings": 32,
     },
-    bert_samples=16,
-    bert_seq_len=32,
+    samples=16,
+    seq_len=32,
 )
-SCALES = {"full": FULL, "small": SMALL}
 
 
-def write_texts(folder: Path, scale: Scale) -> None:
-    """The data of both measurements; the tokens are cached beside it, so that one process makes them."""
+def write_classes(bert: Bert, folder: Path) -> None:
+    """The guide's data: random texts of two classes."""
     words = random.Random(0)
-    (folder / "text.txt").write_text(
-        "\n".join(f"line {i} of a text with {i * i} words" for i in range(scale.lines))
-    )
     with (folder / "classes.jsonl").open("w") as file:
-        for i in range(scale.bert_samples):
-            text = " ".join(str(words.randrange(10**6)) for _ in range(scale.bert_seq_len))
+        for i in range(bert.samples):
+            text = " ".join(str(words.randrange(10**6)) for _ in range(bert.seq_len))
             file.write(json.dumps({"text": text, "label": i % 2}) + "\n")
 
-
-def _settings(folder: Path) -> dict[str, Any]:
-    return {
-        "output_dir": str(folder / "run"),
-        "data.cache_dir": str(folder / "cache"),
-        "data.eval_fraction": 0.0,
-        "train.schedule": "constant",
-        "train.warmup_steps": 0,
-        "train.eval_every": None,
-        "log.trackers": [],
-    }
-
-
-def _prepared(settings: dict[str, Any], backend: Backend) -> Prepared:
-    settled = settle(load_config(None, settings), backend.name)
-    backend.start()
-    with redirect_stderr(StringIO()):
-        return prepare(settled, backend)
-
-
-def _llama(scale: Scale, folder: Path, backend: Backend) -> Prepared:
-    settings = {
-        **_settings(folder),
-        "model.config": scale.llama,
-        "data.source": str(folder / "text.txt"),
-        "data.seq_len": scale.seq_len,
-        "precision": scale.precision,
-        "compile": scale.compile,
-        "train.steps": scale.warmup + scale.steps,
-        "train.global_batch_size": scale.global_batch_size,
-        "train.micro_batch_size": scale.micro_batch_size,
-    }
-    return _prepared(settings, backend)
-
-
-# -- the training step -------------------------------------------------------------------------------------
-
-
-def measure_loop(name: str, scale: Scale, device: str, folder: Path) -> dict[str, Any]:
-    """Train the Llama with one contestant: its steps' seconds, tokens/s, MFU, memory and last loss."""
-    backend = create_backend(device)
-    prepared = _llama(scale, folder, backend)
-    scratch = _fresh(folder / "loop")
-    loop: Loop | TrainerLoop
-    if name == PortableLoop.name:
-        loop = PortableLoop(prepared, scratch, time.perf_counter)
-    else:
-        loop = _peer(name, prepared, scratch, scale)
-    _start_counting(device)
-    try:
-        turn, loss = _two_turns(loop, scale)
-        seconds = statistics.median(turn.seconds)
-        tokens = scale.global_batch_size * scale.seq_len / seconds
-        peak = backend.peak_flops(prepared.config.precision)
-        return {
-            "name": name,
-            "step_seconds": turn.seconds,
-            "tokens_per_second": tokens,
-            "mfu": None if peak is None else tokens * prepared.flops_per_token / peak,
-            "peak_memory": torch.cuda.max_memory_allocated() if device == "cuda" else None,
-            "loss": loss,
-        }
-    finally:
-        if isinstance(loop, PortableLoop):
-            loop.close()
-        backend.stop()
-        forget_accelerators()
-
-
-def _peer(name: str, prepared: Prepared, folder: Path, scale: Scale) -> Loop | TrainerLoop:
-    setting = Setting.from_scratch(prepared, time.perf_counter, steps=scale.warmup + scale.steps)
-    if name == AccelerateLoop.name:
-        return AccelerateLoop(setting)
-    if name == TrainerLoop.name:
-        return TrainerLoop(setting, folder, logging_steps=scale.steps)
-    return BareLoop(setting, name)
-
-
-def _two_turns(loop: Loop | TrainerLoop, scale: Scale) -> tuple[Turn, float | None]:
-    """A turn to warm up, and one that counts."""
-    if isinstance(loop, TrainerLoop):
-        turns: list[Turn] = []
-        loop.run([scale.warmup, scale.steps], lambda _, turn: turns.append(turn))
-        return turns[-1], None
-    loop.turn(scale.warmup)
-    turn = loop.turn(scale.steps)
-    return turn, turn.loss
-
-
-# -- the table of the guide --------------------------------------------------------------------------------
 
 _ONE = {"train.micro_batch_size": 1}
 _RECOMPUTED = {**_ONE, "memory.activation_checkpointing": "full"}
@@ -252,41 +118,41 @@ ROWS = (
 )
 
 
-def measure_row(row: Row, scale: Scale, device: str, folder: Path) -> dict[str, Any]:
+def measure_row(row: Row, bert: Bert, device: str, folder: Path) -> dict[str, Any]:
     """An epoch of BERT classification: seconds, samples a second, and memory reported by the driver.
 
     Two steps before it are not counted.
     """
+    found: dict[str, Any] = {"name": row.name, "guide": row.guide}
     backend = create_backend(device)
-    steps = scale.bert_samples // 4
+    steps = bert.samples // 4
     settings = {
-        **_settings(folder),
-        "model.config": scale.bert,
+        **common_settings(folder),
+        "model.config": bert.config,
         "model.task": "sequence-classification",
         "data.source": str(folder / "classes.jsonl"),
         "data.packing": False,
-        "data.seq_len": scale.bert_seq_len,
+        "data.seq_len": bert.seq_len,
         "precision": "fp32",
         "train.steps": 2 + steps,
         "train.global_batch_size": 4,
         "train.micro_batch_size": 4,
         **row.settings,
     }
+    free_memory(device)
+    start_counting(device)
     try:
-        prepared = _prepared(settings, backend)
-        _start_counting(device)
-        loop = PortableLoop(prepared, _fresh(folder / "row"), time.perf_counter)
+        loop = PortableLoop(prepared(settings, backend), _fresh(folder / "row"), time.perf_counter)
         loop.turn(2)
         seconds = sum(loop.turn(steps).seconds)
         loop.close()
         counted = backend.diagnostics.driver_memory()
     except UserError as error:  # a precision that this device lacks
-        return {"name": row.name, "guide": row.guide, "refused": str(error)}
+        return {**found, "refused": str(error)}
     finally:
         backend.stop()
     return {
-        "name": row.name,
-        "guide": row.guide,
+        **found,
         "seconds": seconds,
         "samples_per_second": steps * 4 / seconds,
         "driver_memory": None if counted is None else counted[0],
@@ -305,42 +171,49 @@ KINDS = {
 }
 
 
-def measure_roofline(scale: Scale, device: str, folder: Path) -> dict[str, Any]:
-    """The time of a step at the measured ceilings, and where the real time went."""
+def measure_roofline(case: Case, device: str, folder: Path, trace: Path | None) -> dict[str, Any]:
+    """The time of a step at the measured ceilings, and where the real time went.
+
+    Args:
+        case: whose files are in ``folder``.
+        device: cuda or cpu.
+        folder: for all files.
+        trace: receives the kernels of a step, as chrome://tracing reads them.
+    """
     backend = create_backend(device)
-    prepared = _llama(scale, folder, backend)
-    loop = PortableLoop(prepared, _fresh(folder / "roofline"), time.perf_counter)
+    run = prepared_case(case, OURS, folder, backend)
+    loop = PortableLoop(run, _fresh(folder / "roofline"), time.perf_counter)
     try:
-        loop.turn(scale.warmup)
-        step = statistics.median(loop.turn(scale.steps).seconds)
-        spent = _profiled(loop, device)
-        ceilings = _ceilings(scale, backend.device)
-        bounds = _bounds(scale, prepared, ceilings)
+        loop.turn(case.plan.warmup)
+        step = statistics.median(loop.turn(case.plan.steps).seconds)
+        spent = _profiled(loop, device, trace)
+        ceilings = _ceilings(case, backend.device)
+        bounds = _bounds(case, run, ceilings)
         return {"step_seconds": step, **ceilings, "bounds_seconds": bounds, "spent_seconds": spent}
     finally:
         loop.close()
         backend.stop()
 
 
-def _bounds(scale: Scale, prepared: Prepared, ceilings: dict[str, float]) -> dict[str, float]:
+def _bounds(case: Case, run: Prepared, ceilings: dict[str, float]) -> dict[str, float]:
     """The least seconds that each part of a step can take, by FLOPs or by bytes, at the measured ceilings."""
-    config = prepared.model_config
+    config = run.model_config
     flops, bandwidth = ceilings["matrix_flops"], ceilings["bytes_per_second"]
-    tokens = scale.global_batch_size * scale.seq_len
+    whole, micro = case.sequences
+    tokens = whole * case.seq_len
     hidden, vocabulary, layers = config.hidden_size, config.vocab_size, config.num_hidden_layers
-    weights = prepared.parameters - vocabulary * hidden  # the embedding is looked up
-    width = 4 if scale.precision == "fp32" else 2
-    micro_batches = scale.global_batch_size // scale.micro_batch_size
+    weights = run.parameters - vocabulary * hidden  # the embedding is looked up
+    width = 4 if case.precision == "fp32" else 2
     return {
         # Forward once, backward twice; 2 FLOPs a weight and token each.
         "matrix products": 6 * weights * tokens / flops,
         # Two products forward, five backward with what flash attention computes again; half is masked.
-        "attention": 7 * layers * hidden * scale.seq_len * tokens / flops,
+        "attention": 7 * layers * hidden * case.seq_len * tokens / flops,
         # Reads weight, gradient and both moments, writes all but the gradient; the norm reads it, the
         # clipping reads and writes it. All of fp32.
-        "optimizer and clipping": 4 * (7 + 3) * prepared.parameters / bandwidth,
+        "optimizer and clipping": 4 * (7 + 3) * run.parameters / bandwidth,
         # Reads the fp32 weights and writes them in the compute type, for every micro-batch.
-        "casting weights": (0 if width == 4 else (4 + 2) * weights * micro_batches / bandwidth),
+        "casting weights": (0 if width == 4 else (4 + 2) * weights * (whole // micro) / bandwidth),
         # Logits are written and read forward, and once more backward with their gradient, in fp32.
         "loss": 6 * 4 * vocabulary * tokens / bandwidth,
         # Of a layer, at the least: two norms, the rotation, the gated product and two sums, each input read
@@ -354,11 +227,11 @@ def _bounds(scale: Scale, prepared: Prepared, ceilings: dict[str, float]) -> dic
     }
 
 
-def _ceilings(scale: Scale, device: torch.device) -> dict[str, float]:
+def _ceilings(case: Case, device: torch.device) -> dict[str, float]:
     """FLOP/s of the step's largest common product, and bytes a second of a copy."""
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[scale.precision]
-    tokens = scale.micro_batch_size * scale.seq_len
-    hidden, inner = scale.llama["hidden_size"], scale.llama["intermediate_size"]
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[case.precision]
+    tokens = case.sequences[1] * case.seq_len
+    hidden, inner = case.model["hidden_size"], case.model["intermediate_size"]
     left = torch.randn(tokens, hidden, device=device).to(dtype)
     right = torch.randn(hidden, inner, device=device).to(dtype)
     product = _seconds(lambda: left @ right, device)
@@ -384,13 +257,15 @@ def _seconds(work: Callable[[], object], device: torch.device, times: int = 20) 
     return statistics.median(rounds[1:])
 
 
-def _profiled(loop: PortableLoop, device: str) -> dict[str, float]:
+def _profiled(loop: PortableLoop, device: str, file: Path | None) -> dict[str, float]:
     """Seconds of one step by kind of kernel (on the CPU: of operator), and those with none running."""
     from torch.profiler import ProfilerActivity, profile
 
     cuda = device == "cuda"
     with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as trace:
         wall = sum(loop.turn(1).seconds)
+    if file is not None:
+        trace.export_chrome_trace(str(file))
     spent = dict.fromkeys([*KINDS, "other kernels"], 0.0)
     for event in trace.key_averages():
         micros = event.self_device_time_total if cuda else event.self_cpu_time_total
@@ -403,12 +278,99 @@ def _kind(kernel: str) -> str:
     return next((kind for kind, words in KINDS.items() if any(w in kernel for w in words)), "other kernels")
 
 
-def _start_counting(device: str) -> None:
-    """Free memory and reset statistics."""
-    gc.collect()
+# -- saving and offloading ---------------------------------------------------------------------------------
+
+STAGED, BLOCKED, COMPLETE = "a bare copy to page-locked memory", "save: blocked", "save: complete"
+TO_HOST, TO_DEVICE = "gradients to the host", "parameters to the device"
+
+
+def measure_saving(case: Case, device: str, folder: Path, rounds: int = 3) -> dict[str, Any]:
+    """What a save in the background blocks, and how fast offloading copies, beside bare copies.
+
+    Args:
+        case: whose files are in ``folder``.
+        device: cuda or cpu.
+        folder: for all files.
+        rounds: of each; the first of a kind, which allocates page-locked memory, is told apart.
+
+    Returns:
+        seconds by name, a list each, and the bytes of the state and of the parameters.
+    """
+    found: dict[str, Any] = {"seconds": {}}
+    with _engine(case, device, folder) as (run, engine):
+        checkpoints = CheckpointFolder(folder / "saves", keep=1, rank=0)
+        state = [t for t in _tensors(engine) if t.numel()]
+        found["state_bytes"] = sum(t.numel() * t.itemsize for t in state)
+        times: dict[str, list[float]] = {STAGED: [], BLOCKED: [], COMPLETE: []}
+        held = [torch.empty(t.shape, dtype=t.dtype, pin_memory=device == "cuda") for t in state]
+        for turn in range(rounds):
+            times[STAGED].append(_timed(partial(_copy_all, state, held), device))
+            begun = time.perf_counter()
+            saving = partial(save, run, checkpoints, engine, Progress(turn + 1, turn + 1))
+            times[BLOCKED].append(_timed(saving, device))
+            checkpoints.finish()
+            times[COMPLETE].append(time.perf_counter() - begun)
+        found["seconds"] |= times
+        state.clear()
+        held.clear()
+    free_memory(device)
+    with _engine(case, device, folder, {"memory.offload_optimizer": "cpu"}) as (run, engine):
+        host: Any = engine._host
+        parameters = [p for p in engine.model.parameters() if p.requires_grad]
+        found["parameter_bytes"] = sum(p.numel() * p.itemsize for p in parameters)
+        times = {TO_HOST: [], TO_DEVICE: []}
+        for _ in range(rounds):
+            for parameter in parameters:
+                parameter.grad = torch.ones_like(parameter)
+            times[TO_HOST].append(_timed(host.fetch_gradients, device))
+            times[TO_DEVICE].append(_timed(host.copy_back, device))
+        found["seconds"] |= times
+    return found
+
+
+@contextmanager
+def _engine(
+    case: Case, device: str, folder: Path, more: dict[str, Any] | None = None
+) -> Iterator[tuple[Prepared, Any]]:
+    """The run of ``case``, strategy full_shard, and its engine after one step, with optimizer state."""
+    from benchmarks.big_state import step
+
+    backend = create_backend(device)
+    settings = {**case.settings, "strategy": "full_shard", "compile": False, **(more or {})}
+    run = prepared_case(replace(case, settings=settings), OURS, folder, backend)
+    try:
+        engine: Any = restore(run, None).engine
+        step(run, engine)
+        yield run, engine
+    finally:
+        backend.stop()
+
+
+def _tensors(engine: Any) -> list[torch.Tensor]:
+    """The tensors of a checkpoint: weights and moments."""
+    from benchmarks.big_state import dcp_state
+
+    state = dcp_state(engine)
+    moments = [value for values in state["optim"]["state"].values() for value in values.values()]
+    return [
+        value.detach() for value in [*state["model"].values(), *moments] if isinstance(value, torch.Tensor)
+    ]
+
+
+def _copy_all(sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target.copy_(source, non_blocking=True)
+
+
+def _timed(work: Callable[[], object], device: str) -> float:
+    """Seconds of a call, and of what it queued on the device."""
     if device == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.synchronize()
+    begun = time.perf_counter()
+    work()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - begun
 
 
 def _fresh(folder: Path) -> Path:

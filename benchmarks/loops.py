@@ -14,7 +14,7 @@ import os
 import sys
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch.nn import functional
@@ -22,8 +22,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from portable.loop import Cadence, Events, train
 from portable.model.groups import groups_of
-from portable.model.initialize import Blueprint
-from portable.model.tensors import to_torch
 from portable.optim.optimizers import parameter_groups
 from portable.output.output_dir import LocalOutput
 from portable.reporting.run_log import RunLog
@@ -110,8 +108,8 @@ class Setting:
     """What the peers share with this project's loop."""
 
     prepared: Prepared
-    weights: dict[str, Tensor]
-    """Of the model at the start, on the CPU."""
+    weights: dict[str, Tensor] | None
+    """Of the model at the start, on the CPU; None for those in the folder that the run names."""
     batches: list[Batch]
     """The run's micro-batches in order, on the CPU; some more than the loops take."""
     now: Callable[[], float]
@@ -123,15 +121,9 @@ class Setting:
         return cls(prepared, weights, _batches(prepared, steps), now)
 
     @classmethod
-    def from_scratch(cls, prepared: Prepared, now: Callable[[], float], *, steps: int) -> Setting:
-        """The same from the weights that a run starts from, with no model of this project's beside it."""
-        blueprint = Blueprint.of(prepared.model)
-        weights = {
-            name: to_torch(tensor.read()).clone()
-            for part in blueprint.initial_weights(prepared.config.seed)
-            for name, tensor in part.items()
-        }
-        return cls(prepared, weights, _batches(prepared, steps), now)
+    def of_files(cls, prepared: Prepared, now: Callable[[], float], *, steps: int) -> Setting:
+        """The same from the files of ``model.name_or_path``, with no model of this project's beside it."""
+        return cls(prepared, None, _batches(prepared, steps), now)
 
     @property
     def config(self) -> RunConfig:
@@ -156,6 +148,8 @@ class Setting:
         """The transformers model as anyone builds it, with the common starting weights."""
         from transformers import AutoModelForCausalLM
 
+        if self.weights is None:
+            return self._from_files()
         model: nn.Module = AutoModelForCausalLM.from_config(
             copy.deepcopy(self.prepared.model_config),
             attn_implementation=self.config.model.attention,
@@ -175,17 +169,39 @@ class Setting:
         found: nn.Module = wrapped.to(self.device)
         return found
 
-    def build_optimizer(self, model: nn.Module) -> torch.optim.AdamW:
-        settings = self.config.train
-        return torch.optim.AdamW(
-            parameter_groups(
-                dict(model.named_parameters()), groups_of(model, settings), settings.learning_rate
-            ),
-            lr=settings.learning_rate,
-            betas=settings.betas,
-            eps=settings.eps,
-            fused=True,
+    def _from_files(self) -> nn.Module:
+        from transformers import AutoModelForCausalLM
+
+        config, adapter = self.config, self.prepared.adapter
+        compute = AUTOCAST[config.precision] or torch.float32
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            config.model.name_or_path,
+            attn_implementation=config.model.attention,
+            dtype=torch.float32 if adapter is None else compute,
+            device_map=str(self.device),
         )
+        model.config.use_cache = False
+        if config.memory.activation_checkpointing == "full":
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+        if adapter is None:
+            return cast("nn.Module", model)
+        import peft
+
+        return cast("nn.Module", peft.get_peft_model(model, adapter.config))
+
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """torch's fused AdamW, or bitsandbytes' in 8 bits."""
+        settings = self.config.train
+        named = dict(model.named_parameters())
+        groups = parameter_groups(named, groups_of(model, settings), settings.learning_rate)
+        common: dict[str, Any] = {"lr": settings.learning_rate, "betas": settings.betas, "eps": settings.eps}
+        if settings.optimizer == "adamw_8bit":
+            import bitsandbytes
+
+            made: Any = bitsandbytes.optim
+            return cast("torch.optim.Optimizer", made.AdamW8bit(groups, **common))
+        return torch.optim.AdamW(groups, fused=True, **common)
 
     def rows(self) -> Rows:
         return Rows(self.batches)
@@ -452,7 +468,7 @@ class TrainerLoop:
             max_steps=sum(turns),
             per_device_train_batch_size=plan.micro_batch_size,
             gradient_accumulation_steps=plan.accumulation_steps,
-            optim="adamw_torch_fused",
+            optim="adamw_bnb_8bit" if settings.optimizer == "adamw_8bit" else "adamw_torch_fused",
             learning_rate=settings.learning_rate,
             lr_scheduler_type="constant",
             weight_decay=settings.weight_decay,

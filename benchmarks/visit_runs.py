@@ -242,16 +242,21 @@ def move(place: Place) -> dict[str, Any]:
 
 def kill(place: Place) -> dict[str, Any]:
     """SIGKILL at random moments; the run that ends equals an undisturbed one byte for byte."""
-    changes = {"backend": place.device, "train.steps": 40}
-    whole = Run(place.folder, place.folder / "whole", 40, ranks=1, changes=changes)
+    return _killed(place, {}, KILLS)
+
+
+def _killed(place: Place, changes: dict[str, Any], kills: int) -> dict[str, Any]:
+    changes = {"backend": place.device, "train.steps": 40, **changes}
+    whole = Run(place.folder, place.folder / "never killed", 40, ranks=1, changes=changes)
     whole.start("no_shard")
-    _require(whole.wait()[0] == 0, "the undisturbed run failed")
+    code, output = whole.wait()
+    _require(code == 0, f"the undisturbed run ended with {code}: {output[-500:]}")
     run = Run(place.folder, place.folder / "killed", 40, ranks=1, changes=changes)
     dice = random.Random(0)
     reached = []
     for number in count():
         run.start("no_shard")
-        if number == KILLS:
+        if number == kills:
             code, output = run.wait()
             _require(code == 0, f"the last launch ended with {code}: {output[-500:]}")
             break
@@ -261,9 +266,114 @@ def kill(place: Place) -> dict[str, Any]:
         run.kill_everything()
         run.wait()
         reached.append(run.step())
-    _require(run.model() == whole.model(), "the weights differ from those of an undisturbed run")
+    same = _exported(run.folder) == _exported(whole.folder)
+    _require(same, "the weights differ from those of an undisturbed run")
     _require(run.losses() == whole.losses(), "the losses differ from those of an undisturbed run")
-    return {"kills": KILLS, "at steps": " ".join(map(str, reached))}
+    return {"kills": kills, "at steps": " ".join(map(str, reached))}
+
+
+def _exported(folder: Path) -> list[bytes]:
+    """The weights that a run exported, of the model or of its adapter."""
+    files = sorted((folder / "final").glob("*.safetensors"))
+    _require(bool(files), f"{folder.name}: nothing was exported")
+    return [path.read_bytes() for path in files]
+
+
+def lora(place: Place) -> dict[str, Any]:
+    """Adapters: moves from and to the CPU, kills; rates and resumed bits on half a billion frozen weights."""
+
+    def base(name: str, sizes: dict[str, Any]) -> dict[str, Any]:
+        folder = place.tiny(name, model__config=sizes, train__steps=2, checkpoint__every_steps=None)
+        return {"model__config": None, "model__name_or_path": str(folder / "final"), "adapter__type": "lora"}
+
+    small = base("small", TINY)
+    given = {**small, "train__learning_rate": 1e-2, "checkpoint__every_steps": None}
+    whole = losses(place.tiny("stays", backend="cpu", **given))
+    place.tiny("moved", backend="cpu", train__stop_after=4, **given)
+    place.tiny("moved", train__stop_after=8, strategy="full_shard", **given)
+    far = difference(losses(place.tiny("moved", backend="cpu", **given)), whole)
+    _require(far < CLOSE, f"losses differ by {far:.1e} after moves")
+    found: dict[str, Any] = {"moved": f"{far:.1e}"}
+    _killed(place, {key.replace("__", "."): value for key, value in small.items()}, 2)
+
+    given |= {"precision": "bf16", "train__steps": 20, "data__max_samples": 200}
+    if not place.small:
+        given |= base("large", HALF_BILLION)
+        given |= {"data__seq_len": 1024, "train__global_batch_size": 16, "train__micro_batch_size": 8}
+    for name in ("auto", "nf4", "int8"):
+        more = {**given, "adapter__base": name}
+        folder = place.tiny(name, **more)
+        _falls(losses(folder), 0.05)
+        found |= {f"{name} {key}": value for key, value in _rate(folder).items()}
+        found[f"{name} loss"] = round(losses(folder)[-1], 4)
+        place.tiny(f"{name}-parts", train__stop_after=9, **more)
+        parts = place.tiny(f"{name}-parts", **more)
+        _require(losses(parts) == losses(folder), f"{name}: the resumed run's losses are others")
+        _require(_exported(parts) == _exported(folder), f"{name}: the resumed run's adapter is another")
+    return {**found, "equal bit for bit": "resumed, killed"}
+
+
+def zero(place: Place) -> dict[str, Any]:
+    """DeepSpeed's stages, its optimizer for the host, and moves between it and FSDP2."""
+    expected = losses(place.tiny("cpu", backend="cpu"))
+    on_host = {"memory__offload_optimizer": "cpu"}
+    forced = {"zero_force_ds_cpu_optimizer": True, "zero_optimization": {"stage": 2}}
+    kinds: dict[str, dict[str, Any]] = {
+        "zero1": {"strategy": "zero1"},
+        "zero2": {"strategy": "zero2"},
+        "zero3": {"strategy": "zero3"},
+        "zero2, optimizer offloaded": {"strategy": "zero2", **on_host},
+        "zero3, all offloaded": {"strategy": "zero3", **on_host, "memory__offload_params": "cpu"},
+        "zero2, DeepSpeedCPUAdam": {"strategy": "zero2", **on_host, "deepspeed__config": forced},
+    }
+    found = {}
+    for name, settings in kinds.items():
+        far = difference(losses(place.tiny(name, **settings)), expected)
+        _require(far < CLOSE, f"{name}: losses differ by {far:.1e}")
+        found[name] = f"{far:.1e}"
+    for until_step, strategy in ((3, "full_shard"), (6, "zero2"), (9, "zero3"), (STEPS, "full_shard")):
+        moved = place.tiny("moved", strategy=strategy, train__stop_after=until_step)
+    far = difference(losses(moved), expected)
+    _require(far < CLOSE, f"losses differ by {far:.1e} after moves")
+    settings = {"strategy": "zero3", "precision": "bf16"}
+    whole = place.tiny("bf16", **settings)
+    place.tiny("bf16-parts", train__stop_after=5, **settings)
+    parts = place.tiny("bf16-parts", **settings)
+    _require(losses(parts) == losses(whole), "zero3: the resumed run's losses are others")
+    return {**found, "moved": f"{far:.1e}", "equal bit for bit": "zero3 resumed"}
+
+
+def eight_bits(place: Place) -> dict[str, Any]:
+    """AdamW with moments in 8 bits: ours, and bitsandbytes' by import path."""
+    sizes = {"model__config": TINY, "train__learning_rate": 1e-3}
+    expected = losses(place.tiny("adamw", **sizes))
+    found = {}
+    for name in ("adamw_8bit", "bitsandbytes.optim:AdamW8bit"):
+        folder = name.partition(":")[0]
+        given = {**sizes, "train__optimizer": name}
+        far = difference(losses(place.tiny(folder, **given)), expected)
+        _require(far < 1e-2, f"{name}: losses differ by {far:.1e} from those of AdamW")
+        place.tiny(f"{folder}-parts", train__stop_after=5, **given)
+        parts = place.tiny(f"{folder}-parts", **given)
+        _require(
+            losses(parts) == losses(place.folder / folder), f"{name}: the resumed run's losses are others"
+        )
+        found[folder] = f"{far:.1e}"
+    return {**found, "equal bit for bit": "resumed"}
+
+
+def float8(place: Place) -> dict[str, Any]:
+    """Products in fp8 by torchao, as a function of the user's: losses, and a resumed run's bits."""
+    given = {"precision": "bf16", "train__learning_rate": 1e-3}
+    expected = losses(place.tiny("bf16", **given))
+    given["model__function"] = "benchmarks.float8:converted"
+    whole = losses(place.tiny("fp8", **given))
+    far = difference(whole, expected)
+    _require(whole != expected, "fp8: the losses are those of bf16")
+    _require(far < 2e-2, f"fp8: losses differ by {far:.1e} from those of bf16")
+    place.tiny("fp8-parts", train__stop_after=5, **given)
+    _require(losses(place.tiny("fp8-parts", **given)) == whole, "fp8: the resumed run's losses are others")
+    return {"from bf16": f"{far:.1e}", "equal bit for bit": "resumed"}
 
 
 def llama(place: Place) -> dict[str, Any]:
@@ -277,6 +387,7 @@ def llama(place: Place) -> dict[str, Any]:
         "train__steps": 12 if place.small else 40,
         "train__global_batch_size": 4 if place.small else 16,
         "train__micro_batch_size": 2 if place.small else 8,
+        "train__learning_rate": 3e-3 if place.small else 3e-4,
         "checkpoint__every_steps": None,
         "log__every_steps": 2,
     }
@@ -318,7 +429,8 @@ def bert(place: Place) -> dict[str, Any]:
 
 
 CHECKS: dict[str, Callable[[Place], dict[str, Any]]] = {
-    check.__name__: check for check in (quickstart, parity, resume, move, kill, llama, bert)
+    check.__name__: check
+    for check in (quickstart, parity, resume, move, kill, llama, bert, lora, zero, eight_bits, float8)
 }
 
 

@@ -58,5 +58,6 @@ class _Recorder:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if (path := config.getoption("--outcomes")) is not None:
+    # With pytest-xdist, all outcomes reach the process that leads the workers.
+    if (path := config.getoption("--outcomes")) is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Recorder(Path(path)))

@@ -47,7 +47,7 @@ class TorchBackend:
         self._engine: MeasuredEngine | None = None
         self._at_stop = ExitStack()
         self._left_groups: list[Any] = []
-        self._matmul_before: str | None = None
+        self._products_before: tuple[str, bool] | None = None
         self.rank = int(os.environ.get("RANK", "0"))
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -72,18 +72,19 @@ class TorchBackend:
                 dist.init_process_group(transport(self.device), timeout=COLLECTIVE_TIMEOUT)
 
     def stop(self) -> None:
-        if self._matmul_before is not None:
-            torch.set_float32_matmul_precision(self._matmul_before)
-            self._matmul_before = None
+        if self._products_before is not None:
+            _set_fp32_products(*self._products_before)
+            self._products_before = None
         self._engine = None
         self._at_stop.close()
         if dist.is_initialized():
             dist.destroy_process_group()
 
     def prepare(self, model: nn.Module, config: RunConfig) -> Engine:
-        if self._matmul_before is None:
-            self._matmul_before = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("high" if config.precision == "tf32" else "highest")
+        if self._products_before is None:
+            self._products_before = (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32)
+        tf32 = config.precision == "tf32"
+        _set_fp32_products("high" if tf32 else "highest", tf32)
         self._engine = engine_module(config.strategy).prepare(
             model, config, self._machine(self.rank), self._at_stop
         )
@@ -166,6 +167,12 @@ class TorchBackend:
 
     def metrics(self) -> dict[str, float]:
         return {} if self._engine is None else self._engine.metrics()
+
+
+def _set_fp32_products(precision: str, tf32_convolutions: bool) -> None:
+    """Set how exact fp32 is. By default cuDNN's convolutions round to tf32, whatever matrix products do."""
+    torch.set_float32_matmul_precision(precision)
+    torch.backends.cudnn.allow_tf32 = tf32_convolutions
 
 
 class CudaDiagnostics(Diagnostics):

@@ -62,8 +62,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "packed documents see each other": Mutant(
         "portable/model/document_attention.py",
-        "apart = packed_sequence_compatibility_function(mask_function, positions, documents)",
-        "apart = mask_function",
+        "return within & (documents[batch, query] == documents[batch, key])",
+        "return within",
         ("tests/portable/test_document_attention.py::test_compiled_layers_are_compiled_once",),
     ),
     "packed prompts are trained": Mutant(

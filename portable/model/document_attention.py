@@ -164,14 +164,16 @@ def _within_documents(
     documents = (positions == 0).cumsum(-1)
 
     def wrap(make_mask: Callable[..., Tensor]) -> Callable[..., Any]:
-        from transformers.masking_utils import packed_sequence_compatibility_function
-
         def mask(*, mask_function: Callable[..., Tensor], **given: Any) -> Any:
             if _BOTH_DIRECTIONS in given:  # of another sequence, such as an image
                 return make_mask(mask_function=mask_function, **given)
             if rows is not None and not given["use_vmap"]:  # which is for functions of the model's own
                 return _Documents(rows, mask_function, given.get("local_size"), make_mask)
-            apart = packed_sequence_compatibility_function(mask_function, positions, documents)
+
+            def apart(batch: Any, head: Any, query: Any, key: Any) -> Any:
+                within = mask_function(batch, head, positions[batch, query], positions[batch, key])
+                return within & (documents[batch, query] == documents[batch, key])
+
             return make_mask(**{**given, "mask_function": apart, "allow_is_causal_skip": False})
 
         return mask

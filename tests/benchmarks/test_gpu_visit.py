@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+import zipfile
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks import gpu_visit
 from benchmarks.gpu_visit import CUT, FAILED, PASSED, SLOW, Part, main
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from benchmarks.visit_wheels import SETS, keep_libraries, requirement
 
 HANG = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(99)'])"
 
@@ -29,7 +29,10 @@ def parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Part]:
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(gpu_visit, "LEAST", 0.0)
     monkeypatch.setattr(gpu_visit, "GRACE", 0.0)
-    found = [Part("figures", "figures", (), 9), Part("fails", "fails", (), 9), Part("hangs", "hangs", (), 99)]
+    monkeypatch.setattr(gpu_visit, "SLOWER", 1)
+    monkeypatch.setattr(gpu_visit, "SHARE", 0.0)
+    hangs = Part("hangs", "hangs", (), 99, alone=True)
+    found = [Part("figures", "figures", ("{out}",), 9), Part("fails", "fails", (), 9), hangs]
     monkeypatch.setattr(gpu_visit, "PARTS", found)
     return found
 
@@ -80,3 +83,27 @@ def test_tests_that_passed_are_left_out(
     rows = [json.loads(line) for line in pytester.path.joinpath("outcomes.jsonl").read_text().splitlines()]
     assert [row["outcome"] for row in rows] == ["passed", "failed", "passed"]
     assert "assert" in rows[1]["error"]
+
+
+def test_bitsandbytes_keeps_one_library_and_its_licence(tmp_path: Path) -> None:
+    wheel = tmp_path / "bitsandbytes-1-py3-none-any.whl"
+    inside = [f"bitsandbytes/libbitsandbytes_{name}.so" for name in ("cpu", "cuda126", "cuda130")]
+    inside += ["bitsandbytes/__init__.py", "bitsandbytes-1.dist-info/licenses/LICENSE"]
+    record = "bitsandbytes-1.dist-info/RECORD"
+    with zipfile.ZipFile(wheel, "w") as whole:
+        for name in inside:
+            whole.writestr(name, name)
+        whole.writestr(record, "".join(f"{name},sha256=x,1\n" for name in [*inside, record]))
+    keep_libraries(wheel, ("cpu", "cuda130"))
+    kept = [*(name for name in inside if "126" not in name), record]
+    with zipfile.ZipFile(wheel) as small:
+        assert small.namelist() == kept
+        assert [line.split(",")[0] for line in small.read(record).decode().splitlines()] == kept
+    assert list(tmp_path.iterdir()) == [wheel]
+
+
+def test_every_wheel_has_a_version() -> None:
+    constraints = (Path(__file__).parents[2] / "constraints.txt").read_text("utf-8")
+    assert all("==" in requirement(name, constraints) for group in SETS.values() for name in group)
+    with pytest.raises(SystemExit, match="names no version of numby"):
+        requirement("numby", constraints)

@@ -2,13 +2,14 @@
 
 ``pytest -m gpu tests/gpu/test_cuda.py`` runs what needs a GPU; without one it is skipped. The same tests run
 on the CPU wherever they mean something there, so that they cannot rot. Neither DeepSpeed nor a library beyond
-the base install is needed.
+the base install is needed. ``docs/gpu.md`` says which test stands for which risk.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import pickle
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -16,20 +17,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from converters import Tensor as StoredTensor
+from converters import open_checkpoint
+from gpu.backend import CudaDiagnostics
 from gpu.common.machine import transport
 from gpu.fsdp import sharding
 from portable.errors import UserError
-from portable.loop import train_step
+from portable.model.tensors import to_torch
+from portable.optim.sharded import local
 from portable.registry import create_backend
 from portable.reporting.metrics import read_metrics
 from portable.reporting.reporter import Reporter
 from portable.run import finish
-from portable.run.batches import train_loader
-from portable.run.prepare import prepare
 from portable.run.rank import run_rank
-from portable.run.restore import restore
-from portable.run.settle import settle
-from tests.parity import take_steps
+from tests.parity import opened, take_steps
 from tests.runs import TINY_MODEL, configured
 
 if TYPE_CHECKING:
@@ -41,6 +42,12 @@ if TYPE_CHECKING:
 STEPS = 6
 CLOSE = {"cpu": 1e-5, "cuda": 1e-4}
 """Relative difference from the CPU's losses: a GPU sums in another order, and Adam magnifies it."""
+
+OPTIMIZERS = ["adamw", "sgd", "adafactor", "adamw_8bit", "muon"]
+HEADS_OF_16 = {**TINY_MODEL, "hidden_size": 64}
+"""Fused kernels of attention want heads of a multiple of 8."""
+GPT2 = {"model_type": "gpt2", "vocab_size": 384, "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 64}
+"""It has dropout."""
 
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 
@@ -105,9 +112,14 @@ def test_strategies(
 
 
 @pytest.mark.parametrize("parts", [("params", "optimizer"), ("optimizer",)], ids=["all", "optimizer"])
-def test_offloading(parts: tuple[str, ...], device: str, run: Run, truth: list[float]) -> None:
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_offloading(
+    precision: str, parts: tuple[str, ...], device: str, run: Run, truth: list[float]
+) -> None:
+    """In fp16, gradients in host memory meet a loss scale on the device."""
     settings = {f"memory__offload_{part}": "cpu" for part in parts}
-    assert run(device, **settings) == pytest.approx(truth, rel=CLOSE[device])
+    tolerance = CLOSE[device] if precision == "fp32" else 1e-2
+    assert run(device, precision=precision, **settings) == pytest.approx(truth, rel=tolerance)
 
 
 def test_micro_batches_that_fit(device: str, run: Run, truth: list[float]) -> None:
@@ -158,7 +170,7 @@ def test_precisions(
     assert precision == "fp32" or losses != truth  # it did compute in something else
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adafactor", "adamw_8bit"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("sharded", [False, True], ids=["alone", "sharded"])
 def test_optimizers(
     optimizer: str, sharded: bool, device: str, run: Run, one_rank: Callable[[str], None]
@@ -227,12 +239,34 @@ def leg(folder: Path, corpus: Path, device: str, **settings: Any) -> list[float]
     return [row["loss"] for row in read_metrics(folder) if "loss" in row]
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw_8bit"])
-def test_a_run_goes_on_bit_for_bit(optimizer: str, device: str, tmp_path: Path, corpus: Path) -> None:
-    settings = {"train__optimizer": optimizer}
-    whole = leg(tmp_path / "whole", corpus, device, **settings)
-    leg(tmp_path / "parts", corpus, device, train__stop_after=3, **settings)
-    assert leg(tmp_path / "parts", corpus, device, **settings) == whole
+SECOND = pytest.mark.exhaustive  # on a CPU, other tests hold it
+RESUMED: dict[str, dict[str, Any]] = {
+    "adamw": {},
+    "adamw_8bit": {"train__optimizer": "adamw_8bit"},
+    "sharded": {"strategy": "full_shard", "precision": "bf16"},
+    "offloaded": {"memory__offload_params": "cpu", "memory__offload_optimizer": "cpu"},
+    "optimizer offloaded": {"memory__offload_optimizer": "cpu"},
+    "fp16": {"precision": "fp16", "fp16__initial_scale_power": 20},
+    "dropout": {"model__config": GPT2, "memory__activation_checkpointing": "full"},
+    "lora": {"adapter__type": "lora", "precision": "bf16"},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "device"),
+    [
+        *(pytest.param(kind, "cuda", marks=pytest.mark.gpu) for kind in RESUMED),
+        *(pytest.param(kind, "cpu", marks=() if "adamw" in kind else SECOND) for kind in RESUMED),
+    ],
+)
+def test_a_run_goes_on_bit_for_bit(
+    kind: str, device: str, tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kind == "sharded":
+        monkeypatch.setattr(sharding, "stands_alone", lambda *_, **__: False)
+    whole = leg(tmp_path / "whole", corpus, present(device), **RESUMED[kind])
+    leg(tmp_path / "parts", corpus, device, train__stop_after=3, **RESUMED[kind])
+    assert leg(tmp_path / "parts", corpus, device, **RESUMED[kind]) == whole
 
 
 def test_checkpoints_move_between_devices(device: str, tmp_path: Path, corpus: Path) -> None:
@@ -245,7 +279,30 @@ def test_checkpoints_move_between_devices(device: str, tmp_path: Path, corpus: P
 # -- what only a GPU has -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adafactor", "adamw_8bit"])
+@contextmanager
+def no_waits(device: str) -> Iterator[None]:
+    """Fail where the host waits for the device. On a CPU, test_waits looks for what would."""
+    if device == "cpu":
+        yield
+        return
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def steps_without_waiting(device: str, config: Any) -> None:
+    with opened(config) as trial:
+        results = [trial.step() for _ in range(2)]  # libraries may wait while they warm up
+        with no_waits(device):
+            results += [trial.step() for _ in range(3)]
+        losses = trial.backend.read([result.loss for result in results])
+        assert all(after < before + 0.5 for before, after in pairwise(losses))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("sharded", [False, True], ids=["alone", "sharded"])
 @pytest.mark.parametrize("packing", [True, "documents"])
 def test_the_host_waits_for_nothing_between_logs(
@@ -260,37 +317,191 @@ def test_the_host_waits_for_nothing_between_logs(
     if sharded:
         one_rank(cuda)
     settings = {"precision": "bf16", "train__optimizer": optimizer, "data__packing": packing}
-    config = configured(tmp_path, corpus, backend=cuda, **settings)
-    backend = create_backend(cuda)
-    settled = settle(config, backend.name)
-    backend.start()
-    try:
-        prepared = prepare(settled, backend)
-        engine = restore(prepared, None).engine
-        batches = iter(train_loader(prepared, 0))
-        results = []
-        for step in range(5):
-            if step == 2:  # libraries may wait while they warm up
-                torch.cuda.synchronize()
-                torch.cuda.set_sync_debug_mode("error")
-            results.append(
-                train_step(
-                    backend,
-                    engine,
-                    batches,
-                    plan=prepared.plan,
-                    first_sample=step * prepared.plan.global_batch_size,
-                    learning_rate=1e-3,
-                    max_grad_norm=1.0,
-                )
-            )
-        torch.cuda.set_sync_debug_mode("default")
-        losses = backend.read([result.loss for result in results])
-        assert all(after < before + 0.5 for before, after in pairwise(losses))
-        batches.close()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-        backend.stop()
+    steps_without_waiting(cuda, configured(tmp_path, corpus, backend=cuda, **settings))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"precision": "fp16", "train__micro_batch_size": 2},
+        {"memory__activation_checkpointing": "full", "model__config": GPT2},
+        {"memory__activation_checkpointing": "selective"},
+        {"memory__loss_chunk_tokens": 7},
+        {"data__packing": False},
+        {"adapter__type": "lora"},
+        {"adapter__type": "lora", "adapter__base": "nf4", "model__config": HEADS_OF_16},
+        {"train__ema": 0.9},
+        {"strategy": "no_shard"},
+    ],
+    ids=lambda settings: "-".join(str(value) for value in settings.values() if not isinstance(value, dict)),
+)
+def test_nor_does_it_with_other_settings(
+    settings: dict[str, Any], device: str, tmp_path: Path, corpus: Path, one_rank: Callable[[str], None]
+) -> None:
+    if "adapter__base" in settings:
+        pytest.importorskip("bitsandbytes")
+    if "strategy" in settings:  # DDP
+        one_rank(device)
+    given = {"precision": "bf16", **settings}
+    steps_without_waiting(device, configured(tmp_path, corpus, backend=device, **given))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"strategy": "full_shard"},
+        {"memory__offload_optimizer": "cpu"},
+        {"memory__offload_params": "cpu", "memory__offload_optimizer": "cpu"},
+    ],
+    ids=lambda settings: "-".join(settings) or "alone",
+)
+def test_a_save_has_the_state_of_its_step(
+    settings: dict[str, Any], device: str, tmp_path: Path, corpus: Path, one_rank: Callable[[str], None]
+) -> None:
+    """Copies to page-locked memory, while steps that follow at once overwrite what is copied."""
+    if "strategy" in settings:
+        one_rank(device)
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    with opened(configured(tmp_path, corpus, backend=device, **settings)) as trial:
+        engine = trial.engine
+        for _ in range(2):
+            trial.step()
+        handle = engine.save(folder, background=True)
+        parameters = engine._trained
+        kept = {name: local(p.detach()).cpu().clone() for name, p in parameters.items()}
+        moments = {name: local(engine._optimizer.state[p]["exp_avg"]).cpu() for name, p in parameters.items()}
+        moments = {name: moment.clone() for name, moment in moments.items()}
+        for _ in range(3):
+            trial.step()
+        handle.wait()
+        pinned = [local(p).is_pinned() for p in parameters.values()]
+    stored = open_checkpoint(folder)
+    assert stored.optimizer is not None
+    for name, value in kept.items():
+        state = stored.optimizer.state[name]["exp_avg"]
+        assert isinstance(state, StoredTensor)
+        assert torch.equal(to_torch(stored.tensors[name].read()), value), name
+        assert torch.equal(to_torch(state.read()), moments[name]), name
+    assert all(pinned) == (device == "cuda" and any("offload" in key for key in settings))
+
+
+def test_dropout_is_drawn_again_alike(device: str, run: Run) -> None:
+    """By the generator of the device: in another run, and in layers that are computed twice."""
+    drawn = run(device, model__config=GPT2)
+    assert run(device, model__config=GPT2) == drawn
+    again = run(device, model__config=GPT2, memory__activation_checkpointing="full")
+    assert again == pytest.approx(drawn, rel=1e-5)
+    none = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
+    assert run(device, model__config={**GPT2, **none}) != pytest.approx(drawn, rel=1e-3)
+
+
+def test_a_loss_scale_that_is_too_high_comes_down(device: str, tmp_path: Path, corpus: Path) -> None:
+    settings = {"precision": "fp16", "fp16__initial_scale_power": 30, "fp16__hysteresis": 1}
+    with opened(configured(tmp_path, corpus, backend=device, **settings)) as trial:
+        before = [local(p.detach()).clone() for p in trial.engine.model.parameters()]
+        trial.step()
+        same = [
+            torch.equal(local(p), old) for p, old in zip(trial.engine.model.parameters(), before, strict=True)
+        ]
+        assert all(same)  # the update overflowed, and was left out
+        results = [trial.step() for _ in range(19)]
+        counted = trial.backend.metrics()
+        assert trial.engine.health().first_bad_update is None
+        losses = trial.backend.read([result.loss for result in results])
+    assert counted["loss_scale"] == 2.0 ** (30 - counted["overflows"])
+    assert 1 < counted["overflows"] < 20
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("packing", [True, False, "documents"])
+def test_layers_are_compiled_once(packing: bool | str, device: str, tmp_path: Path, corpus: Path) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiler = "inductor" if device == "cuda" else "eager"
+    settings = {"compile": True, "compile_backend": compiler, "data__packing": packing}
+    with opened(configured(tmp_path, corpus, backend=device, train__micro_batch_size=2, **settings)) as trial:
+        graphs = []
+        for _ in range(5):
+            trial.step()
+            graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert 1 <= graphs[0] == graphs[-1], graphs
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"memory__activation_checkpointing": "full"}], ids=["plain", "recomputed"]
+)
+def test_cuda_graphs(more: dict[str, Any], cuda: str, run: Run, truth: list[float]) -> None:
+    """With gradients of several micro-batches, which graphs must not overwrite."""
+    given = {"compile": True, "compile_mode": "reduce-overhead", "train__micro_batch_size": 2, **more}
+    assert run(cuda, **given) == pytest.approx(truth, rel=1e-4)
+
+
+@pytest.mark.parametrize("packing", [True, "documents"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_attention_runs_in_fused_kernels(precision: str, packing: bool | str, device: str, run: Run) -> None:
+    """None of them takes queries of another dtype than the values, or falls back to the formula."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    given = {"precision": precision, "data__packing": packing, "model__config": HEADS_OF_16}
+    expected = run(device, model__attention="eager", **given)
+    fused = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
+    with sdpa_kernel(fused):
+        found = run(device, **given)
+    assert found == pytest.approx(expected, rel=CLOSE[device] if precision == "fp32" else 1e-2)
+
+
+@pytest.mark.parametrize(("precision", "least", "most"), [("fp32", 0.0, 1e-6), ("tf32", 1e-5, 1e-2)])
+def test_what_tf32_rounds(
+    precision: str, least: float, most: float, cuda: str, tmp_path: Path, corpus: Path
+) -> None:
+    """Products of matrices, and convolutions, which torch rounds by default."""
+    with opened(configured(tmp_path, corpus, backend=cuda, precision=precision)):
+        torch.manual_seed(0)
+        left, right = torch.randn(2, 256, 256, device=cuda)
+        images, weight = torch.randn(8, 64, 32, 32, device=cuda), torch.randn(64, 64, 3, 3, device=cuda)
+        cases: list[tuple[Any, torch.Tensor, torch.Tensor]] = [
+            (torch.mm, left, right),
+            (torch.conv2d, images, weight),
+        ]
+        for function, one, other in cases:
+            exact = function(one.double(), other.double())
+            error = float((function(one, other) - exact).norm() / exact.norm())
+            assert least <= error < most, function
+
+
+def test_nccl_records_its_collectives(
+    cuda: str, tmp_path: Path, one_rank: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
+        monkeypatch.setenv(name, "100")
+    one_rank(cuda)
+    dist.all_reduce(torch.ones(4, device=cuda))
+    torch.cuda.synchronize()
+    CudaDiagnostics(torch.device(cuda, 0), rank=0, world_size=2).dump_collectives(tmp_path)
+    record = pickle.loads((tmp_path / "nccl_trace_rank_0").read_bytes())  # noqa: S301
+    assert any("all_reduce" in entry["profiling_name"] for entry in record["entries"])
+
+
+@pytest.mark.parametrize("base", ["auto", "nf4", "int8"])
+def test_adapters(base: str, device: str, tmp_path: Path, corpus: Path) -> None:
+    """Beside a loop with peft on the CPU."""
+    given: dict[str, Any] = {"adapter__type": "lora", "train__learning_rate": 1e-2, "train__steps": STEPS}
+    if base == "auto":
+        from tests.test_adapters import peft_losses
+
+        expected = [loss for loss, _ in peft_losses(configured(tmp_path, corpus, **given), STEPS)]
+    else:
+        pytest.importorskip("bitsandbytes")
+        from tests.test_qlora import peft_losses as quantized_losses
+
+        given |= {"adapter__base": base, "model__config": {**HEADS_OF_16, "intermediate_size": 96}}
+        expected = quantized_losses(configured(tmp_path, corpus, **given))
+    found = take_steps(configured(tmp_path / device, corpus, backend=device, **given), STEPS).losses
+    # The card's kernels quantise inputs, and some weights, to a neighbouring level.
+    tolerance = CLOSE[device] if base == "auto" or device == "cpu" else 1e-2
+    assert found == pytest.approx(expected, rel=tolerance)
 
 
 @pytest.mark.parametrize(

@@ -61,11 +61,14 @@ def test_the_precision_of_fp32_products_is_set_and_put_back(
     backend = TorchBackend("cpu")
     usual = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
+    assert torch.backends.cudnn.allow_tf32
     try:
         restore(prepare(settled, backend), None)
         assert torch.get_float32_matmul_precision() == expected
+        assert torch.backends.cudnn.allow_tf32 == (precision == "tf32")
         backend.stop()
         assert torch.get_float32_matmul_precision() == "medium"
+        assert torch.backends.cudnn.allow_tf32
     finally:
         torch.set_float32_matmul_precision(usual)
 
