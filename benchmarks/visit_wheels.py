@@ -88,6 +88,7 @@ def keep_libraries(wheel: Path, kinds: Sequence[str]) -> None:
                 if name.endswith(".dist-info/RECORD"):
                     data = _of(data, names)
                 small.writestr(name, data)
+    Path(file.name).chmod(0o644)
     Path(file.name).replace(wheel)
 
 
