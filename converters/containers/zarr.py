@@ -21,7 +21,7 @@ import numpy as np
 from converters.containers.crc32c import crc32c
 from converters.containers.pickle_reader import shown
 from converters.errors import CheckpointError
-from converters.storage.bytes import Deferred, FileSpan, Slice
+from converters.storage.bytes import Deferred, Slice
 from converters.storage.compressed import CODECS, Compressed
 from converters.tensors.dtypes import FROM_NUMPY, itemsize
 from converters.tensors.tensor import MAX_DIMS, Box, Tensor, View, possible_shape, row_major
@@ -118,7 +118,10 @@ def _chunk(
         if index is None and value.nbytes != nbytes:
             raise CheckpointError(f"{where}: damaged, a chunk of {nbytes:,} bytes has {value.nbytes:,}")
         return value if index is None else Deferred(nbytes, lambda: index.chunk(number, nbytes))
-    stored = value if index is None else index.deferred(number)
+
+    def stored() -> Source:
+        return value if index is None else index.chunk(number)
+
     return Compressed(stored, header.codec, nbytes, used, where)
 
 
@@ -143,9 +146,6 @@ class _Index:
             raise CheckpointError(f"{self._where}: damaged, the index of a shard is wrong")
         return Slice(self._value, offset, length)
 
-    def deferred(self, number: int) -> Source:
-        return _DeferredChunk(self, number)
-
     def _table(self) -> list[tuple[int, int]]:
         nbytes = 16 * self._count + 4 * self._summed
         if nbytes > self._value.nbytes:
@@ -155,21 +155,6 @@ class _Index:
         if self._summed and crc32c(memoryview(raw)[:-4]) != struct.unpack("<I", raw[-4:])[0]:
             raise CheckpointError(f"{self._where}: damaged, the checksum of a shard's index does not match")
         return list(struct.iter_unpack("<QQ", memoryview(raw)[: 16 * self._count]))
-
-
-class _DeferredChunk:
-    """A compressed chunk of a shard, whose length its index tells."""
-
-    def __init__(self, index: _Index, number: int) -> None:
-        self._index = index
-        self._number = number
-
-    @property
-    def nbytes(self) -> int:
-        return self._index.chunk(self._number).nbytes
-
-    def read_into(self, buffer: memoryview, at: int, touched: set[FileSpan]) -> None:
-        self._index.chunk(self._number).read_into(buffer, at, touched)
 
 
 class _RefusedError(Exception):
@@ -194,7 +179,7 @@ def _version2(header: Any) -> _Header:
     dtype = _dtype(fields.get("dtype"))
 
     def key(position: Shape) -> str:
-        return separator.join(map(str, position)) or "0"
+        return str(separator).join(map(str, position)) or "0"
 
     return _Header(dtype, shape, chunk, chunk, codec, sharded=False, summed=False, key=key)
 
@@ -238,7 +223,7 @@ def _version3(header: Any) -> _Header:
     dtype = _dtype(fields.get("data_type"))
 
     def key(position: Shape) -> str:
-        return separator.join(("c", *map(str, position)))
+        return str(separator).join(("c", *map(str, position)))
 
     return _Header(dtype, shape, chunk, inner, names[1] if len(names) > 1 else None, sharded, summed, key)
 

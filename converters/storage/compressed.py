@@ -20,6 +20,8 @@ from converters.errors import CheckpointError
 from converters.storage.bytes import Held, Source, Touched
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import pyarrow
 
 # The largest run that is kept in memory, and all of them together.
@@ -33,16 +35,16 @@ class Compressed(Held):
     """A run of compressed bytes, seen decompressed.
 
     Args:
-        source: the compressed bytes.
+        locate: the compressed bytes; called at each decompression.
         codec: one of `CODECS`.
         nbytes: of the content; another size is refused.
         used: how many of them a reader of everything reads; the rest is padding.
         where: the file, for error messages.
     """
 
-    def __init__(self, source: Source, codec: str, nbytes: int, used: int, where: str) -> None:
+    def __init__(self, locate: Callable[[], Source], codec: str, nbytes: int, used: int, where: str) -> None:
         self.nbytes = nbytes
-        self._source = source
+        self._locate = locate
         self._codec = codec
         self._used = used
         self._where = where
@@ -77,7 +79,7 @@ class Compressed(Held):
         import pyarrow  # not at the top: slow to import
 
         target = memoryview(bytearray(self.nbytes)) if self.nbytes <= MEMORY_BYTES else self._spooled()
-        raw = pyarrow.PythonFile(_Reader(self._source, touched), mode="r")
+        raw = pyarrow.PythonFile(_Reader(self._locate(), touched), mode="r")
         try:
             self._fill(target, pyarrow.CompressedInputStream(raw, self._codec))
         except OSError as error:

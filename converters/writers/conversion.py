@@ -22,6 +22,7 @@ from converters.errors import CheckpointError, OptimizerStateError
 from converters.options import EXPANSION
 from converters.storage.bytes import Memory
 from converters.storage.object_store import RemotePath
+from converters.storage.retries import connections
 from converters.tensors.casting import BLOCK_BYTES, cast_blocks, cast_dtype, parse_dtype
 from converters.tensors.dtypes import itemsize
 from converters.tensors.tensor import Tensor
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
 
 # Outputs up to this size are never refused as an expansion.
 FREE_BYTES = 64 << 20
-# Threads that read from an object store mostly wait.
-_REMOTE_THREADS = 4
 # A run of a million parameters lists each of them.
 _MAX_GROUP_VALUES = 10_000_000
 
@@ -248,7 +247,7 @@ def carry_out(
     )
     output = new_output(target, needed=plan.nbytes, overwrite=overwrite, names=plan.names, facts=facts or {})
     with bar, output as draft:
-        workers = draft.threads or (_REMOTE_THREADS if isinstance(checkpoint.root, RemotePath) else None)
+        workers = draft.threads or (connections() if isinstance(checkpoint.root, RemotePath) else None)
         touched: Touched = set()
         late: list[Job] = []
         in_parallel(_write_jobs(draft, plan, touched, late), bar.update, workers)
