@@ -13,6 +13,7 @@ import struct
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from isal import isal_zlib
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from converters.checkpoint import Checkpoint, OptimizerState, ParamGroups, Scalar
-    from converters.storage.bytes import Touched
+    from converters.storage.bytes import FileSpan, Touched
     from converters.storage.path_or_url import Place
     from converters.writers.draft import Draft, OutPiece
     from converters.writers.parallel import Job, Progress
@@ -245,7 +246,14 @@ def carry_out(
         desc=target.name.removeprefix(".").removesuffix(".new"),
         disable=None if progress else True,
     )
-    output = new_output(target, needed=plan.nbytes, overwrite=overwrite, names=plan.names, facts=facts or {})
+    output = new_output(
+        target,
+        needed=plan.nbytes,
+        overwrite=overwrite,
+        names=plan.names,
+        facts=facts or {},
+        copied=lambda: _copied(plan),
+    )
     with bar, output as draft:
         workers = draft.threads or (connections() if isinstance(checkpoint.root, RemotePath) else None)
         touched: Touched = set()
@@ -262,6 +270,16 @@ def carry_out(
         if verify:
             in_parallel(_verify_jobs(draft.folder, plan), bar.update, workers)
     return plan
+
+
+def _copied(plan: Plan) -> Iterator[FileSpan]:
+    """The spans that `_write_entry` lets the kernel copy."""
+    for file in plan.files:
+        for part, after in zip_longest(file.parts, file.parts[1:]):
+            if isinstance(part, Entry) and part.dtype == part.tensor.dtype and not isinstance(after, Trailer):
+                span = part.tensor.whole_span(located=True)
+                if span is not None:
+                    yield span
 
 
 def check_expansion(checkpoint: Checkpoint, plan: Plan, *, allowed: bool) -> None:
