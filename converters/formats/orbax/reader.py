@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 Path = tuple[str, ...]
 _METADATA, _TREE = "_METADATA", b'"tree_metadata"'
 _TEMPORARY = ".orbax-checkpoint-tmp"
+_EASYDEL = "tensorstore_index.json"
 _ITEMS = ("items", "default", "state", "params")
 _OPTIMIZERS = ("opt_state", "optimizer_state")
 # A count may be an array; a float may be a parameter.
@@ -85,6 +86,11 @@ def _incomplete(source: Source) -> str | None:
         listed = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
     except OSError:
         return None
+    if _EASYDEL in listed:
+        return (
+            f"{path}: TensorStore arrays of EasyDeL are not read; export the model with "
+            "model.to_torch().save_pretrained(...)"
+        )
     if MANIFEST in listed or any(name.startswith("ocdbt.process_") for name in listed):
         return f"{path}: an Orbax checkpoint without {_METADATA}, which lists its tensors: it is incomplete"
     if _METADATA in listed:
