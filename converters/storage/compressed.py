@@ -1,8 +1,8 @@
 """Compressed bytes with random access: each run is decompressed whole, at its first use.
 
-Zarr compresses chunks of any size, and a stack of layers is read from one chunk layer by layer. A small run
-is kept in memory, a large one in an unnamed file of the temporary folder (`TMPDIR`), which the kernel may
-write out; both are dropped as soon as every byte has been read once.
+Zarr compresses chunks of any size, and a stack of layers is read from one chunk layer by layer. What was
+decompressed stays in memory while it is little, else in an unnamed file of the temporary folder (`TMPDIR`),
+which the kernel may write out; both are dropped as soon as every byte has been read once.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     import pyarrow
 
-# The largest run that is kept in memory, and all of them together.
-MEMORY_BYTES, CACHE_BYTES = 16 << 20, 256 << 20
+# Runs up to this size are always kept in memory; others as long as all together are not more than that.
+MEMORY_BYTES, CACHE_BYTES = 1 << 20, 512 << 20
 # Bytes that are decompressed at once.
 _STEP = 4 << 20
 CODECS = ("zstd", "gzip")
@@ -67,8 +67,8 @@ class Compressed(Held):
             if self._served >= self._used:
                 self._content = None
                 _kept.drop(self)
-            elif self.nbytes <= MEMORY_BYTES:
-                _kept.use(self)
+            else:
+                _kept.touch(self)
         return content
 
     def forget(self) -> None:
@@ -78,7 +78,8 @@ class Compressed(Held):
     def _decompressed(self, touched: Touched) -> memoryview:
         import pyarrow  # not at the top: slow to import
 
-        target = memoryview(bytearray(self.nbytes)) if self.nbytes <= MEMORY_BYTES else self._spooled()
+        small = self.nbytes <= MEMORY_BYTES or _kept.has_room(self.nbytes)
+        target = memoryview(bytearray(self.nbytes)) if small else self._spooled()
         raw = pyarrow.PythonFile(_Reader(self._locate(), touched), mode="r")
         try:
             self._fill(target, pyarrow.CompressedInputStream(raw, self._codec))
@@ -89,6 +90,8 @@ class Compressed(Held):
             ) from None
         if isinstance(target.obj, mmap.mmap):
             target.obj.madvise(mmap.MADV_DONTNEED)  # the pages stay in the page cache
+        else:
+            _kept.use(self)
         return target
 
     def _fill(self, target: memoryview, stream: pyarrow.NativeFile) -> None:
@@ -153,6 +156,15 @@ class _Kept:
                 self._nbytes -= nbytes
                 if (found := oldest()) is not None:
                     found.forget()
+
+    def has_room(self, nbytes: int) -> bool:
+        with self._lock:
+            return self._nbytes + nbytes <= CACHE_BYTES
+
+    def touch(self, run: Compressed) -> None:
+        with self._lock:
+            if id(run) in self._runs:
+                self._runs.move_to_end(id(run))
 
     def drop(self, run: Compressed) -> None:
         with self._lock:
