@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from isal import isal_zlib
 
 from converters.storage.bytes import SourceFile
-from converters.storage.output_file import FLUSH_BYTES
+from converters.storage.output_file import FLUSH_BYTES, WRITE_BYTES
 from converters.tensors.tensor import Tensor
 from converters.writers.conversion import Entry, Plan, PlannedFile
 from converters.writers.parallel import in_parallel
@@ -85,7 +85,11 @@ class Out:
         return self
 
     def write(self, data: memoryview | bytes) -> None:
-        self._disk.wait(len(data), len(data) * self._cost)
+        left = memoryview(data)
+        while left:  # as `Piece.write` does
+            count = len(left[:WRITE_BYTES])
+            left = left[count:]
+            self._disk.wait(count, count * self._cost)
 
     def copy(self, span: Any, progress: Any) -> bool:
         return False
@@ -127,7 +131,7 @@ def convert(
     stored: Any = import_module("converters.storage.bytes")
     conversion: Any = import_module("converters.writers.conversion")
     file = File(disks[0], read)
-    per_file = FILE_BYTES // TENSOR_BYTES
+    per_file = max(1, min(FILE_BYTES, round(gigabytes * GB / threads)) // TENSOR_BYTES)
     files = []
     for number in range(max(threads, round(gigabytes * GB / FILE_BYTES))):
         entries = []
