@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -462,6 +463,69 @@ def test_a_node_that_decompresses_to_gigabytes_is_refused(tmp_path: Path) -> Non
     assert (tmp_path / "d" / "data").stat().st_size < 1 << 16
     with pytest.raises(CheckpointError, match="has more than 134,217,728 bytes"):
         ocdbt.read_ocdbt(Folder(tmp_path))
+
+
+def bodies() -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Bodies of nodes: a leaf of Orbax's, and one above others."""
+    for path in sorted((SAMPLES / "ocdbt" / "d").iterdir()):
+        data = path.read_bytes()
+        yield ocdbt._body(data, craft.NODE, str(path)), {}
+    yield craft.interior(1, "d/data", [("a", 1, 0, 80), ("b", 1, 80, 90)]), {"height": 1}
+
+
+@pytest.mark.timeout(120)
+def test_any_node_under_a_right_checksum_is_refused_or_read(tmp_path: Path) -> None:
+    """Whoever makes a hostile file makes its checksum, too."""
+    rng = random.Random(4)
+    ended: set[bool] = set()
+    for body, more in bodies():
+        for _ in range(300):
+            bad = bytearray(body)
+            for _ in range(rng.choice([1, 1, 2, 8])):
+                at = rng.randrange(min(len(bad), rng.choice([40, len(bad)])))
+                bad[at] = rng.choice([bad[at] ^ 1 << rng.randrange(8), rng.randrange(256), 255])
+            if rng.random() < 0.1:
+                del bad[rng.randrange(len(bad)) :]
+            craft.database(tmp_path, craft.sealed(craft.NODE, bytes(bad)), **more)
+            try:
+                ocdbt.read_ocdbt(Folder(tmp_path))
+                ended.add(True)
+            except CheckpointError as error:
+                assert str(tmp_path) in str(error) and "\n" not in str(error)
+                ended.add(False)
+    assert ended == {True, False}
+
+
+@pytest.mark.parametrize("name", [".zarray", "zarr.json"])
+def test_any_header_of_an_array_is_refused_or_read(name: str) -> None:
+    run = "zarr" if name == ".zarray" else "zarr3"
+    folder = SAMPLES / run / "layers.0.both"
+    header = json.loads((folder / name).read_text())
+    odd: list[Any] = [None, -1, 0, 1 << 70, 1.5, "x", [], {}, [[]], {"name": []}, True, [1 << 62] * 3]
+
+    def changed(value: Any) -> Iterator[Any]:
+        yield from odd
+        for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+            for other in changed(value[key]):
+                made = value.copy()
+                made[key] = other
+                yield made
+
+    def values(key: str) -> Memory:
+        try:
+            return Memory((folder / key).read_bytes())
+        except OSError:
+            raise CheckpointError(f"{key} is missing") from None
+
+    ended: set[bool] = set()
+    for bad in changed(header):
+        try:
+            read_zarr("a", bad, 3 if name == "zarr.json" else 2, values, "here", 100).read()
+            ended.add(True)
+        except CheckpointError as error:
+            assert "\n" not in str(error)
+            ended.add(False)
+    assert ended == {True, False}
 
 
 def test_what_is_missing_is_told(tmp_path: Path) -> None:
