@@ -284,6 +284,7 @@ def test_transformers_loads_a_converted_llama(tmp_path: Path) -> None:
         ({"vocab_size": 13}, "does not hold 13 tokens of 8"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "models with 'yarn' positions are not read"),
         ({"head_dim": 1 << 40}, "has no head_dim"),
+        ({"rope_parameters": {"rope_type": "llama3"}, "head_dim": 5}, "an odd head_dim, 5"),
     ],
 )
 def test_a_config_that_does_not_fit_is_refused(change: dict[str, Any], told: str) -> None:

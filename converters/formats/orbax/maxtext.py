@@ -128,7 +128,7 @@ class _Place:
         names: transformers' names, one for each layer of a stack.
         stacked: whether the second dimension counts layers.
         kernel: whether the first dimensions are the inputs.
-        halves: whether the elements of a head are paired one with the next.
+        paired: whether the elements of a head are rotated one with the next.
         rows: of the result, where MaxText has padded it.
         scale: what the weights of transformers are multiplied by ...
         divided: ... or divided by ...
@@ -138,7 +138,7 @@ class _Place:
     names: tuple[str, ...]
     stacked: bool = False
     kernel: bool = False
-    halves: bool = False
+    paired: bool = False
     rows: int | None = None
     scale: float = 1.0
     divided: float = 1.0
@@ -184,7 +184,7 @@ def _outputs_first(tensor: Tensor, place: _Place, name: str) -> Tensor:
         return turned(tensor, (1, 0))
     if name.endswith("o_proj.weight"):
         return reshaped(turned(tensor, (2, 0, 1)), (shape[2], shape[0] * shape[1]))
-    if place.halves:
+    if place.paired:
         pairs = reshaped(tensor, (*shape[:2], shape[2] // 2, 2))
         return reshaped(turned(pairs, (1, 3, 2, 0)), (shape[1] * shape[2], shape[0]))
     return reshaped(turned(tensor, (1, 2, 0)), (shape[1] * shape[2], shape[0]))
@@ -228,7 +228,9 @@ class _Model:
             "M": self._number("intermediate_size"),
         }
         self.vocabulary = self._number("vocab_size")
-        self.halves = self._rope() == "llama3"
+        self.paired = self._rope() == "llama3"
+        if self.paired and self.sizes["D"] % 2:
+            raise CheckpointError(f"{where}: its config.json has an odd head_dim, {self.sizes['D']}")
 
     def _number(self, name: str, default: int | None = None) -> int:
         value = self.config.get(name)
@@ -303,7 +305,7 @@ class _Model:
             tuple(f"model.layers.{layer}.{found}.weight" for layer in layers),
             stacked=number is None,
             kernel=kernel,
-            halves=rotary and self.halves,
+            paired=rotary and self.paired,
             scale=self._query_scale() if query and self.family.scaled_query else 1.0,
             term=-1.0 if self.family.gemma and not kernel else 0.0,
         )
@@ -338,12 +340,13 @@ class _Model:
             wanted += [f"model.layers.{layer}.{module}.weight" for layer in range(self.layers)]
         if not self.family.tied or self.config.get("tie_word_embeddings") is False:
             wanted.append("lm_head.weight")
-        lost = next((name for name in wanted if name not in set(names)), None)
+        held = set(names)
+        lost = next((name for name in wanted if name not in held), None)
         if lost == "lm_head.weight" and not self.family.tied:
             raise CheckpointError(
                 f"{self.where}: holds no decoder.logits_dense: MaxText may divide the logits of tied "
                 "embeddings, and its checkpoint does not say whether; "
                 "convert without config.json to keep MaxText's names"
             )
-        if lost is not None or len(names) != len(set(names)):
+        if lost is not None or len(names) != len(held):
             raise CheckpointError(f"{self.where}: damaged, {lost or 'a tensor'} is missing or there twice")
