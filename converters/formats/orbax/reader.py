@@ -39,7 +39,7 @@ Path = tuple[str, ...]
 _METADATA, _TREE = "_METADATA", b'"tree_metadata"'
 _TEMPORARY = ".orbax-checkpoint-tmp"
 _EASYDEL = "tensorstore_index.json"
-_ITEMS = ("items", "default", "state", "params")
+_ITEMS = ("items", "default", "pytree", "state", "params", "model_params")
 _OPTIMIZERS = ("opt_state", "optimizer_state")
 # A count may be an array; a float may be a parameter.
 _COUNTS = ("I32", "I64", "U32")
