@@ -213,9 +213,8 @@ def _convert(options: argparse.Namespace) -> int:
     sources = [source] if options.merge_into is None else [source, place(options.merge_into)]
     if not options.dry_run:
         check_output(out, sources, overwrite=options.overwrite)
-    checkpoint = open_checkpoint(source, options.tag)
-    if options.config_from is not None:
-        checkpoint = checkpoint.with_companions(companions_from(options.config_from))
+    given = None if options.config_from is None else companions_from(options.config_from)
+    checkpoint = open_checkpoint(source, options.tag, companions=given)
     checkpoint, adapter = _adapter(checkpoint, options)
     choices = Choices(options.dtype, options.max_shard_size, options.optimizer)
 
@@ -283,9 +282,11 @@ def _adapter(checkpoint: Checkpoint, options: argparse.Namespace) -> tuple[Check
         raise CheckpointError("--optimizer: a merged model has no optimizer state; leave it out")
     where = place(options.merge_into)
     itself = where.exists() and where.resolve() in (checkpoint.root.resolve(), place(options.src).resolve())
-    base = adapter.own_base() if itself else open_checkpoint(where)
-    if options.config_from is not None:
-        base = base.with_companions(companions_from(options.config_from))
+    given_files = None if options.config_from is None else companions_from(options.config_from)
+    if itself:
+        base = adapter.own_base().with_companions(given_files or {})
+    else:
+        base = open_checkpoint(where, companions=given_files)
     merged = merge(adapter, base, dtype=options.dtype)
     if merged.config.get("tie_word_embeddings") is False and not options.quiet:
         _note(

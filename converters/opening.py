@@ -15,17 +15,23 @@ from converters.storage.object_store import RemotePath
 from converters.storage.path_or_url import place
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from converters.checkpoint import Checkpoint
     from converters.storage.path_or_url import Place
 
-# step-000100 (ours, torchtitan), checkpoint-500 (Trainer), global_step7 (DeepSpeed), epoch_3-step-100 ...
-_STEP = re.compile(r"(?:.*[^0-9])?(?:step|checkpoint|iter|epoch)[-_]?(\d+)")
+# step-000100 (ours, torchtitan), checkpoint-500 (Trainer), global_step7 (DeepSpeed), epoch_3-step-100, 100
+# (Orbax) ...
+_STEP = re.compile(r"(?:(?:.*[^0-9])?(?:step|checkpoint|iter|epoch)[-_]?)?(\d+)")
 
 
 def open_checkpoint(
-    path: str | Place, tag: str | None = None, *, verify: bool = True, order: Sequence[str] = ()
+    path: str | Place,
+    tag: str | None = None,
+    *,
+    verify: bool = True,
+    order: Sequence[str] = (),
+    companions: Mapping[str, Place] | None = None,
 ) -> Checkpoint:
     """Open a checkpoint of any supported format.
 
@@ -37,6 +43,8 @@ def open_checkpoint(
             checked just before.
         order: the names of the model's parameters in the order of its modules, if the caller has the model.
             It names optimizer state that is keyed by index where the files do not record the order.
+        companions: files (name -> path) in place of those found beside the shards, such as the model's
+            `config.json`, which says how the tensors of some formats are named.
 
     Returns:
         A `Checkpoint`; only headers have been read.
@@ -52,7 +60,9 @@ def open_checkpoint(
         raise CheckpointError(f"{root}: is neither a file nor a folder")
     found, source = _locate(root, tag, verify)
     try:
-        return found.open(replace(source, order=tuple(order)))
+        config = companions.get("config.json") if companions else None
+        checkpoint = found.open(replace(source, order=tuple(order), config=config))
+        return checkpoint.with_companions(companions) if companions else checkpoint
     except OSError as error:
         raise CheckpointError(f"{error.filename or source.path}: {error.strerror or error}") from None
     except RecursionError:

@@ -26,6 +26,7 @@ _MODULES = (
     "converters.formats.deepspeed.reader",
     "converters.formats.xla_fsdp.reader",
     "converters.formats.fsdp_ranks.reader",
+    "converters.formats.orbax.reader",
     "converters.formats.torch_save.reader",
     "converters.formats.dcp_safetensors",
     "converters.formats.safetensors",
@@ -42,12 +43,14 @@ class Source:
             `latest`); None for the newest.
         verify: check stored CRCs.
         order: the names of the model's parameters in module order, where the caller knows them.
+        config: the model's config.json, where the caller names it; else formats look beside the files.
     """
 
     path: Place
     tag: str | None = None
     verify: bool = True
     order: tuple[str, ...] = ()
+    config: Place | None = None
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import struct
+import tempfile
 import threading
 from typing import TYPE_CHECKING
 
@@ -25,6 +27,8 @@ FLUSH_BYTES = 32 << 20
 _KERNEL_COPY = 8 << 20
 # Of a file system. XFS and btrfs share whole blocks of two files.
 BLOCK_BYTES = 4096
+# Linux's ioctl: source file, its offset, length, offset in the target.
+_FICLONERANGE = 0x4020940D
 
 
 class OutputFile:
@@ -125,6 +129,26 @@ class Piece:
             # For dirty pages this starts writeback without waiting for it.
             os.posix_fadvise(self._fd, self._flushed, count, os.POSIX_FADV_DONTNEED)
         self._flushed = self._at
+
+
+def shares_blocks(path: Path, folder: Path) -> bool:
+    """Whether a new file in `folder` may share a block of the file `path` (XFS, btrfs), by a trial."""
+    try:
+        import fcntl
+    except ImportError:  # not on Windows
+        return False
+    try:
+        source = open_regular(path)
+    except OSError:
+        return False
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            fcntl.ioctl(file, _FICLONERANGE, struct.pack("=qQQQ", source, 0, BLOCK_BYTES, 0))
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(source)
 
 
 def write_file(path: Place, data: bytes) -> None:

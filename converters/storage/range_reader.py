@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from converters.errors import CheckpointError
 from converters.storage.bytes import SourceFile
+from converters.storage.retries import connections
 
 if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
@@ -55,7 +56,7 @@ class _Cache:
         if self._pool is None:
             from concurrent.futures import ThreadPoolExecutor  # not at the top: slow to import
 
-            self._pool = ThreadPoolExecutor(_THREADS, "fetch")
+            self._pool = ThreadPoolExecutor(max(_THREADS, 2 * connections()), "fetch")
         return self._pool.submit(path.read_range, start, stop)
 
     def add(self, file: RemoteFile, run: _Run) -> None:

@@ -30,6 +30,7 @@ _log = logging.getLogger(__name__)
 # The environment variables that set the limits, and their defaults.
 ATTEMPTS, DEFAULT_ATTEMPTS = "PORTABLE_STORAGE_ATTEMPTS", 8
 TIMEOUT, DEFAULT_TIMEOUT = "PORTABLE_STORAGE_TIMEOUT", 60.0
+CONNECTIONS, DEFAULT_CONNECTIONS = "PORTABLE_STORAGE_CONNECTIONS", 4
 _FIRST_WAIT, _LONGEST_WAIT = 0.1, 20.0  # seconds
 
 _TRANSIENT_STATUS = {408, 429, 500, 502, 503, 504}
@@ -67,6 +68,11 @@ def attempts() -> int:
 def timeout() -> float:
     """Seconds without a response after which a request fails (`PORTABLE_STORAGE_TIMEOUT`, default 60)."""
     return max(0.1, _setting(TIMEOUT, DEFAULT_TIMEOUT))
+
+
+def connections() -> int:
+    """Parts that a conversion reads and sends at a time (`PORTABLE_STORAGE_CONNECTIONS`, default 4)."""
+    return max(1, int(_setting(CONNECTIONS, DEFAULT_CONNECTIONS)))
 
 
 def _setting(name: str, default: float) -> float:

@@ -1,4 +1,4 @@
-"""Tensors made of regions of other tensors, read lazily: parts, joints, transposes.
+"""Tensors made of regions of other tensors, read lazily: parts, joints, transposes, reshapes.
 
 A region of a tensor is a strided view of its row-major bytes; `source_of` gives those for a tensor in any
 pieces.
@@ -155,3 +155,42 @@ def permuted(tensor: Tensor, split: Sequence[int], order: Sequence[int]) -> Tens
     box = Box((0,) * len(shape), tuple(shape), lambda: View(source_of(tensor), 0, steps))
     turned = Tensor(tensor.name, tensor.dtype, shape, [box])
     return Tensor.contiguous(tensor.name, tensor.dtype, tensor.shape, _RowMajor(turned))
+
+
+def selected(tensor: Tensor, dim: int, index: int) -> Tensor:
+    """`tensor.select(dim, index)`: one layer of a stack."""
+
+    def without(sizes: Sequence[int]) -> Shape:
+        return (*sizes[:dim], *sizes[dim + 1 :])
+
+    def cut(box: Box) -> Box:
+        def view() -> View:
+            held = box.view
+            at = held.offset + (index - box.offsets[dim]) * held.strides[dim]
+            return View(held.source, at, without(held.strides))
+
+        return Box(without(box.offsets), without(box.sizes), view)
+
+    boxes = [cut(box) for box in tensor.boxes if 0 <= index - box.offsets[dim] < box.sizes[dim]]
+    return Tensor(tensor.name, tensor.dtype, without(tensor.shape), boxes)
+
+
+def turned(tensor: Tensor, order: Sequence[int]) -> Tensor:
+    """`tensor.permute(order)`."""
+
+    def along(values: Sequence[int]) -> Shape:
+        return tuple(values[dim] for dim in order)
+
+    def turn(box: Box) -> Box:
+        def view() -> View:
+            held = box.view
+            return View(held.source, held.offset, along(held.strides))
+
+        return Box(along(box.offsets), along(box.sizes), view)
+
+    return Tensor(tensor.name, tensor.dtype, along(tensor.shape), [turn(box) for box in tensor.boxes])
+
+
+def reshaped(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """`tensor.reshape(shape)`."""
+    return Tensor.contiguous(tensor.name, tensor.dtype, shape, _RowMajor(tensor))

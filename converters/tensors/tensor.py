@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from converters.errors import CheckpointError
-from converters.storage.bytes import FileSpan, Joined, Slice, Source, Touched
+from converters.storage.bytes import FileSpan, Held, Joined, Slice, Source, Touched
 from converters.tensors.dtypes import numpy_dtype
 from converters.tensors.tiling import check_boxes_tile
 
@@ -337,6 +337,10 @@ def _gather(out: Array, source: Source, at: int, strides: Shape, touched: Touche
         strides = tuple(strides[dim] for dim in dims)
     if out.flags.c_contiguous and strides == row_major(out.shape, width):
         source.read_into(out.reshape(-1).view(np.uint8).data, at, touched)
+        return
+    if isinstance(source, Held):
+        whole = source.held(out.nbytes, touched)
+        out[...] = np.ndarray(out.shape, out.dtype, buffer=whole, offset=at, strides=strides)
         return
     span = width + sum((size - 1) * stride for size, stride in zip(out.shape, strides, strict=True))
     if span <= SCRATCH_BYTES:

@@ -13,6 +13,7 @@ import struct
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from isal import isal_zlib
@@ -22,6 +23,7 @@ from converters.errors import CheckpointError, OptimizerStateError
 from converters.options import EXPANSION
 from converters.storage.bytes import Memory
 from converters.storage.object_store import RemotePath
+from converters.storage.retries import connections
 from converters.tensors.casting import BLOCK_BYTES, cast_blocks, cast_dtype, parse_dtype
 from converters.tensors.dtypes import itemsize
 from converters.tensors.tensor import Tensor
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from converters.checkpoint import Checkpoint, OptimizerState, ParamGroups, Scalar
-    from converters.storage.bytes import Touched
+    from converters.storage.bytes import FileSpan, Touched
     from converters.storage.path_or_url import Place
     from converters.writers.draft import Draft, OutPiece
     from converters.writers.parallel import Job, Progress
@@ -40,8 +42,6 @@ if TYPE_CHECKING:
 
 # Outputs up to this size are never refused as an expansion.
 FREE_BYTES = 64 << 20
-# Threads that read from an object store mostly wait.
-_REMOTE_THREADS = 4
 # A run of a million parameters lists each of them.
 _MAX_GROUP_VALUES = 10_000_000
 
@@ -246,9 +246,16 @@ def carry_out(
         desc=target.name.removeprefix(".").removesuffix(".new"),
         disable=None if progress else True,
     )
-    output = new_output(target, needed=plan.nbytes, overwrite=overwrite, names=plan.names, facts=facts or {})
+    output = new_output(
+        target,
+        needed=plan.nbytes,
+        overwrite=overwrite,
+        names=plan.names,
+        facts=facts or {},
+        copied=lambda: _copied(plan),
+    )
     with bar, output as draft:
-        workers = draft.threads or (_REMOTE_THREADS if isinstance(checkpoint.root, RemotePath) else None)
+        workers = draft.threads or (connections() if isinstance(checkpoint.root, RemotePath) else None)
         touched: Touched = set()
         late: list[Job] = []
         in_parallel(_write_jobs(draft, plan, touched, late), bar.update, workers)
@@ -263,6 +270,16 @@ def carry_out(
         if verify:
             in_parallel(_verify_jobs(draft.folder, plan), bar.update, workers)
     return plan
+
+
+def _copied(plan: Plan) -> Iterator[FileSpan]:
+    """The spans that `_write_entry` lets the kernel copy."""
+    for file in plan.files:
+        for part, after in zip_longest(file.parts, file.parts[1:]):
+            if isinstance(part, Entry) and part.dtype == part.tensor.dtype and not isinstance(after, Trailer):
+                span = part.tensor.whole_span(located=True)
+                if span is not None:
+                    yield span
 
 
 def check_expansion(checkpoint: Checkpoint, plan: Plan, *, allowed: bool) -> None:

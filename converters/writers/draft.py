@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from converters.errors import CheckpointError
 from converters.storage.object_store import RemotePath
-from converters.storage.output_file import FLUSH_BYTES, OutputFile, copy_file, write_file
+from converters.storage.output_file import (
+    BLOCK_BYTES,
+    FLUSH_BYTES,
+    OutputFile,
+    copy_file,
+    shares_blocks,
+    write_file,
+)
 from converters.writers.remote_draft import check_prefix, new_prefix
 from converters.writers.replace_folder import let_go, new_temporary, recover, replace_folder
 
@@ -82,7 +89,13 @@ class Draft(Protocol):
 
 
 def new_output(
-    target: Place, *, needed: int, overwrite: bool, names: Iterable[str], facts: Mapping[str, Any]
+    target: Place,
+    *,
+    needed: int,
+    overwrite: bool,
+    names: Iterable[str],
+    facts: Mapping[str, Any],
+    copied: Callable[[], Iterable[FileSpan]] = tuple,
 ) -> AbstractContextManager[Draft]:
     """A draft that becomes `target` at the end of the block, and is removed after an exception.
 
@@ -90,10 +103,11 @@ def new_output(
         needed: bytes that will be written.
         names: of all files that will be written.
         facts: extra fields for the completion marker in an object store.
+        copied: the spans of files that are copied unchanged, which may take no space.
     """
     if isinstance(target, RemotePath):
         return new_prefix(target, overwrite=overwrite, names=names, facts=facts)
-    return _new_local(target, needed=needed, overwrite=overwrite)
+    return _new_local(target, needed=needed, overwrite=overwrite, copied=copied)
 
 
 def check_output(out: Place, sources: Sequence[Place], *, overwrite: bool) -> Place:
@@ -187,19 +201,24 @@ class _LocalFile:
 
 
 @contextmanager
-def _new_local(target: Path, *, needed: int, overwrite: bool) -> Iterator[Draft]:
-    with new_folder(target, needed=needed, overwrite=overwrite) as folder:
+def _new_local(
+    target: Path, *, needed: int, overwrite: bool, copied: Callable[[], Iterable[FileSpan]]
+) -> Iterator[Draft]:
+    with new_folder(target, needed=needed, overwrite=overwrite, copied=copied) as folder:
         draft = _LocalDraft(folder)
         yield draft
         draft.sync()
 
 
 @contextmanager
-def new_folder(target: Path, *, needed: int, overwrite: bool) -> Iterator[Path]:
+def new_folder(
+    target: Path, *, needed: int, overwrite: bool, copied: Callable[[], Iterable[FileSpan]] = tuple
+) -> Iterator[Path]:
     """A temporary folder beside `target` that replaces it at the end of the block.
 
     Args:
         needed: bytes that will be written, checked against the free disk space first.
+        copied: spans of files among them; those whose blocks the file system shares need no space.
 
     A killed process leaves `target` old or new, never partial; `check_output` removes its leftovers.
 
@@ -211,7 +230,7 @@ def new_folder(target: Path, *, needed: int, overwrite: bool) -> Iterator[Path]:
     held: int | None = None
     try:
         free = shutil.disk_usage(target.parent).free
-        if needed > free:
+        if needed > free and needed - _shared_bytes(copied(), target.parent) > free:
             raise CheckpointError(f"{target}: needs {needed:,} bytes, {free:,} are free on its disk")
         temporary, held = new_temporary(target)
         yield temporary
@@ -229,6 +248,20 @@ def new_folder(target: Path, *, needed: int, overwrite: bool) -> Iterator[Path]:
                 folder.rmdir()
             except OSError:
                 break
+
+
+def _shared_bytes(spans: Iterable[FileSpan], folder: Path) -> int:
+    """Bytes of the whole blocks of `spans` that a new file in `folder` shares, by a trial for each file."""
+    tried: dict[object, bool] = {}
+    total = 0
+    for span in spans:
+        path, blocks = span.file.path, span.nbytes // BLOCK_BYTES - 1
+        if isinstance(path, RemotePath) or blocks < 1:
+            continue
+        if path not in tried:
+            tried[path] = shares_blocks(path, folder)
+        total += blocks * BLOCK_BYTES * tried[path]
+    return total
 
 
 def sync_folder(folder: Path) -> None:

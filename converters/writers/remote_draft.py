@@ -28,6 +28,7 @@ from converters.storage.completion_markers import (
 )
 from converters.storage.object_store import RemotePath
 from converters.storage.output_file import FLUSH_BYTES
+from converters.storage.retries import connections
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,9 +36,6 @@ if TYPE_CHECKING:
     from converters.storage.bytes import FileSpan
     from converters.storage.object_store import Upload
     from converters.storage.path_or_url import Place
-
-# Each mostly waits for the network, and holds up to two parts of output and two runs of input.
-THREADS = 4
 
 Version = tuple[int, str]
 """Size in bytes and version of an object."""
@@ -116,12 +114,12 @@ def new_prefix(
 class _Draft:
     """Uploads, until `commit` makes objects of them."""
 
-    threads = THREADS
-
     def __init__(
         self, folder: RemotePath, *, overwrite: bool, names: Iterable[str], facts: Mapping[str, Any]
     ) -> None:
         self.folder = folder
+        # Each mostly waits for the network, and holds up to two parts of output and two runs of input.
+        self.threads = connections()
         self._overwrite = overwrite
         self._planned = sorted(names)
         self._facts = dict(facts)

@@ -6,15 +6,19 @@ A format takes part by a line in `_WRITTEN`: a folder that a session fixture of 
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from tests.converters.orbax_damage import unchecked_spans
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 Span = tuple[int, int]
+_ORBAX = Path(__file__).parent / "orbax_samples"
 
 
 # The fixture of `conftest.py` -> the module that fills its folder.
@@ -62,8 +66,22 @@ class Sample:
 
 
 def _no_checksum(path: Path) -> list[Span]:
-    """safetensors keeps no checksum, also not of DCP's offsets in its header."""
+    """safetensors keeps no checksum, also not of DCP's offsets in its header; nor does zarr."""
     return [(0, path.stat().st_size)]
+
+
+def _between_nodes(path: Path) -> list[Span]:
+    """OCDBT's nodes have checksums; the tree's list, and the values between the nodes, have none."""
+    if path.name == "_METADATA":
+        return [(0, path.stat().st_size)]
+    return unchecked_spans(path.read_bytes()) if path.parent.name == "d" else []
+
+
+def _kept(name: str) -> Callable[[Path], None]:
+    def make(folder: Path) -> None:
+        shutil.copytree(_ORBAX / name, folder, dirs_exist_ok=True)
+
+    return make
 
 
 _EXTRA = tuple(f"extra_state_world_size_{n}_rank_{rank}.pt" for n in (3, 4) for rank in range(n))
@@ -83,6 +101,20 @@ _WRITTEN = [
     *(
         Sample(f"ranks-{run}", "fsdp-ranks", fixture="written_ranks", folder=run, untouched=_EXTRA)
         for run in ("fsdp2-3", "fsdp1-plain-3", "tensor-parallel-4")
+    ),
+    Sample(
+        "orbax-maxtext",
+        "orbax",
+        make=_kept("maxtext/checkpoints/7"),
+        unchecked=_between_nodes,
+        same_layout=lambda left, right: left.parent.name == right.parent.name == "d",
+    ),
+    Sample(
+        "orbax-zarr",
+        "orbax",
+        make=_kept("zarr"),
+        unchecked=_no_checksum,
+        same_layout=lambda left, right: True,
     ),
     Sample("dcp", "dcp", fixture="written", folder="fsdp3-ours"),
     Sample("dcp-accelerate", "dcp", fixture="written", folder="fsdp2-accelerate"),

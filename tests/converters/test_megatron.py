@@ -120,6 +120,14 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, more: dict[str, An
         open_checkpoint(tmp_path)
 
 
+def test_the_vocabulary_of_a_config_that_is_given(tmp_path: Path) -> None:
+    split(tmp_path / "run")
+    given = tmp_path / "config.json"
+    given.write_text('{"model_type": "llama", "vocab_size": 9}')
+    found = open_checkpoint(tmp_path / "run", companions={"config.json": given})
+    assert found.tensors["lm_head.weight"].shape[0] == 9 and "config.json" in found.companions
+
+
 def test_a_rank_in_the_folder_of_another_is_refused(tmp_path: Path) -> None:
     """The args of a file hold the rank of the process that wrote it."""
     split(tmp_path, world_size=2)

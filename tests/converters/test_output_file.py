@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from converters import open_checkpoint, write_safetensors
+from converters import CheckpointError, open_checkpoint, write_safetensors
 from converters.storage import output_file as outfile
 from converters.storage.folder import Folder
 from converters.storage.output_file import OutputFile, write_file
@@ -121,6 +121,7 @@ def test_data_keeps_its_place_in_a_block(tmp_path: Path, monkeypatch: pytest.Mon
     reason="mounts an XFS file system: needs root and xfsprogs",
 )
 def test_xfs_shares_the_blocks(tmp_path: Path) -> None:
+    """Also where the disk has no room for a copy, which is refused where blocks are not shared."""
     image, disk = tmp_path / "image", tmp_path / "disk"
     disk.mkdir()
     with image.open("wb") as file:
@@ -136,5 +137,13 @@ def test_xfs_shares_the_blocks(tmp_path: Path) -> None:
         os.sync()
         assert shutil.disk_usage(disk).used - before < 1 << 20
         _same(source, disk / "out")
+        assert not outfile.shares_blocks(tmp_path / "image", disk)
+        with (disk / "rest").open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(disk).free - (8 << 20))
+        other = _written_by_others(tmp_path / "elsewhere", {"a": 5_000_000, "b": 3_000_000})
+        with pytest.raises(CheckpointError, match=r"needs 32,\d{3},\d{3} bytes, .* are free on its disk"):
+            write_safetensors(open_checkpoint(other), disk / "refused", progress=False)
+        write_safetensors(open_checkpoint(source), disk / "again", max_shard_size=20_000_000, progress=False)
+        _same(source, disk / "again")
     finally:
         subprocess.run(["umount", disk], check=True)

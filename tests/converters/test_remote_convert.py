@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from converters.storage import object_store as remote
 from converters.storage import range_reader as remote_file
 from converters.storage.completion_markers import COMPLETE, INCOMPLETE
 from converters.storage.object_store import RemotePath
+from converters.writers import remote_draft as remote_output
 from tests.converters.samples import Sample, all_samples
 from tests.object_store import SECRET_KEY, ObjectStore, scale_down
 
@@ -169,6 +171,46 @@ def test_converting_fetches_and_sends_each_byte_once(large: Path, s3: ObjectStor
     # A few requests for each 8 MiB, not one for each tensor.
     assert s3.count("GET", ".safetensors") < 40
     assert s3.count("PUT", "out/") < total / remote.PART_BYTES + 20
+
+
+@pytest.mark.parametrize("connections", [4, 6])
+def test_ranges_and_parts_travel_side_by_side(
+    s3: ObjectStore, monkeypatch: pytest.MonkeyPatch, connections: int
+) -> None:
+    """Each part waits until so many are on their way at once: with fewer, it would wait in vain."""
+    state = {f"w{i}": np.full((100, 1000), i, np.float32) for i in range(2 * connections)}
+    s3.put("src/model.safetensors", safetensors.numpy.save(state))
+    if connections != 4:
+        monkeypatch.setenv("PORTABLE_STORAGE_CONNECTIONS", str(connections))
+    together = threading.Barrier(connections)
+    count, lock = [0, 0, 0], threading.Lock()  # ranges on their way, at most, and parts sent
+    read, part = remote.RemotePath.read_range, remote._S3Upload.part
+
+    def slow_read(self: RemotePath, start: int, stop: int) -> bytes:
+        with lock:
+            count[0] += 1
+            count[1] = max(count[:2])
+        try:
+            time.sleep(0.02)
+            return read(self, start, stop)
+        finally:
+            with lock:
+                count[0] -= 1
+
+    def waiting_part(self: Any, number: int, data: bytes | memoryview) -> None:
+        with lock:
+            count[2] += 1
+            first = count[2] <= connections
+        if first:
+            together.wait(timeout=30)
+        part(self, number, data)
+
+    monkeypatch.setattr(remote.RemotePath, "read_range", slow_read)
+    monkeypatch.setattr(remote._S3Upload, "part", waiting_part)
+    monkeypatch.setattr(remote_output, "FLUSH_BYTES", remote.PART_BYTES // 2)
+    assert convert(s3.url("src"), s3.url("out")) == 0
+    assert not together.broken and count[1] >= 2, count
+    assert safetensors.numpy.load(published(s3, "out")["model.safetensors"])["w1"].min() == 1
 
 
 def test_checksums_do_not_cost_a_second_fetch(s3: ObjectStore, tmp_path: Path) -> None:
@@ -408,9 +450,8 @@ def test_memory_does_not_grow_with_the_model(s3: ObjectStore, tmp_path: Path) ->
     few = (
         "import pytest\nfrom tests.object_store import scale_down\nscale_down(pytest.MonkeyPatch())\n"
         "from converters.storage import range_reader\n"
-        "from converters.writers import conversion, remote_draft\n"
         "range_reader.CACHE_BYTES = 1 << 20\n"
-        "remote_draft._Draft.threads = conversion._REMOTE_THREADS = 1"
+        "import os\nos.environ['PORTABLE_STORAGE_CONNECTIONS'] = '1'"
     )
     small, large = peaks(s3, tmp_path, (2, 8), 4, few)
     assert large < small + 5 * MB, (small, large)

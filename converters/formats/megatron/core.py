@@ -64,7 +64,7 @@ def _open(source: Source) -> Checkpoint:
     if not isinstance(common, dict):
         raise CheckpointError(f"{path / _COMMON}: not the common state of a Megatron-Core checkpoint")
     companions = find_companions(path)
-    shape = shape_of(args_of(common), companions.get("config.json"), where)
+    shape = shape_of(args_of(common), source.config or companions.get("config.json"), where)
     stored = read_tensors(path)
     merged: dict[str, Tensor] = {}
     with blame(path):

@@ -77,7 +77,7 @@ def _detect(source: Source) -> bool:
 def _open(source: Source) -> Checkpoint:
     path = _folder(source.path)
     assert path is not None
-    return _Ranks(Folder(path, verify=source.verify)).checkpoint(source.path)
+    return _Ranks(Folder(path, verify=source.verify)).checkpoint(source)
 
 
 class _Ranks:
@@ -149,10 +149,10 @@ class _Ranks:
             raise CheckpointError(f"{self.folder.path / name}: not a Megatron-LM checkpoint")
         return content
 
-    def checkpoint(self, root: Place) -> Checkpoint:
+    def checkpoint(self, source: Source) -> Checkpoint:
         companions = find_companions(self.folder.path)
         first = self.contents[0, 0]
-        shape = shape_of(args_of(first), companions.get("config.json"), self.where)
+        shape = shape_of(args_of(first), source.config or companions.get("config.json"), self.where)
         with blame(self.folder.path):
             merged = self._merged(shape)
             tensors = as_transformers(merged, shape, self.where)
@@ -160,7 +160,7 @@ class _Ranks:
         optimizer = any("optimizer" in content for content in self.contents.values())
         return Checkpoint(
             format="megatron",
-            root=root,
+            root=source.path,
             tensors=tensors,
             optimizer=self._refuse if optimizer else None,
             metadata={"world_size": self.tp * self.pp, **({"step": step} if type(step) is int else {})},

@@ -1,0 +1,270 @@
+"""OCDBT, the key-value store of TensorStore in which Orbax keeps its arrays.
+
+`manifest.ocdbt` names the root of a B+ tree for each version; the newest is read. Its nodes lie in data files
+(`d/...`, also below `ocdbt.process_<n>/`), each with its length and a CRC-32C. A leaf holds the keys and
+small values; larger ones lie in the data files, without a checksum. Integers are little-endian base-128.
+
+Source: https://google.github.io/tensorstore/kvstore/ocdbt/index.html ("Storage format"),
+tensorstore/kvstore/ocdbt/format/.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from converters.containers.crc32c import crc32c
+from converters.errors import CheckpointError
+from converters.storage.bytes import Memory
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from converters.storage.bytes import Source
+    from converters.storage.folder import Folder
+
+MANIFEST = "manifest.ocdbt"
+_MANIFEST_MAGIC, _NODE_MAGIC = 0x0CDB3A2A, 0x0CDB20DE
+# What one node may decompress to (Orbax's own limit is 100 MB), and what all of them may hold together.
+_MAX_NODE, _MAX_TREE = 128 << 20, 1 << 30
+# Names of tensors are shorter; so are paths of data files.
+_MAX_KEY = 8192
+_MAX_MANIFEST = 16 << 20
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Bytes [offset, offset + length) of a data file; names in it begin with `base`."""
+
+    base: str
+    name: str
+    offset: int
+    length: int
+
+
+def read_ocdbt(folder: Folder) -> dict[str, Source]:
+    """The newest version of the database in `folder`: key -> value, which is not read yet.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, or the database is of a kind that Orbax does not write.
+    """
+    file = folder.file(MANIFEST)
+    if file.nbytes > _MAX_MANIFEST:
+        raise CheckpointError(f"{file.path}: damaged, no manifest has {file.nbytes:,} bytes")
+    manifest = _Fields(_body(file.read(0, file.nbytes), _MANIFEST_MAGIC, str(file.path)), str(file.path))
+    height, root = _newest(manifest)
+    found: dict[str, Source] = {}
+    seen: set[tuple[str, int]] = set()
+    budget = _MAX_TREE
+    pending = [(root, height, b"")]
+    while pending:
+        place, height, prefix = pending.pop()
+        if (place.name, place.offset) in seen:
+            raise CheckpointError(f"{folder.path / place.name}: damaged, a node has two parents")
+        seen.add((place.name, place.offset))
+        data = folder.file(place.name)
+        where = str(data.path)
+        fields = _Fields(_body(data.read(place.offset, place.length), _NODE_MAGIC, where), where)
+        budget -= len(fields.data)
+        if fields.byte() != height:
+            raise fields.damaged("a node has another height than its parent says")
+        names = _data_files(fields, place.base)
+        count = fields.varint()
+        if not 0 < count <= len(fields.data):
+            raise fields.damaged(f"a node has {count:,} entries")
+        keys, shared = _keys(fields, count, interior=height > 0)
+        budget -= sum(map(len, keys))
+        if budget < 0:
+            raise fields.damaged(f"its tree holds more than {_MAX_TREE:,} bytes")
+        if height:
+            places = _places(fields, names, count)
+            fields.varints(3 * count)  # statistics
+            below = zip(places, keys, shared, strict=True)
+            pending += [(child, height - 1, prefix + key[:length]) for child, key, length in below]
+        else:
+            _leaf(folder, fields, names, [prefix + key for key in keys], found)
+        fields.end()
+    return found
+
+
+def _newest(fields: _Fields) -> tuple[int, _Place]:
+    """The height and the place of the newest root."""
+    fields.take(16)  # uuid
+    if fields.varint() != 0:
+        raise CheckpointError(f"{fields.where}: an OCDBT database with numbered manifests is not supported")
+    fields.varints(2)  # limits of the writer
+    fields.byte()  # arity of the tree of versions
+    if fields.varint():
+        fields.take(4)  # level of the compression
+    names = _data_files(fields, "")
+    count = fields.varint()
+    if not 0 < count <= len(fields.data):
+        raise CheckpointError(f"{fields.where}: the database is empty")
+    fields.varints(count)  # generations
+    heights = fields.take(count)
+    return heights[-1], _places(fields, names, count)[-1]
+
+
+def _leaf(
+    folder: Folder,
+    fields: _Fields,
+    names: Sequence[tuple[str, str]],
+    keys: Sequence[bytes],
+    found: dict[str, Source],
+) -> None:
+    lengths = fields.varints(len(keys))
+    kinds = fields.varints(len(keys))
+    apart = kinds.count(1)
+    if apart + kinds.count(0) != len(keys):
+        raise fields.damaged("a value is of an unknown kind")
+    files, offsets = iter(fields.varints(apart)), iter(fields.varints(apart))
+    for key, length, kind in zip(keys, lengths, kinds, strict=True):
+        try:
+            name = key.decode()
+        except UnicodeDecodeError:
+            raise fields.damaged("a key is no UTF-8") from None
+        if name in found:
+            raise fields.damaged(f"holds {name!r} twice")
+        if kind:
+            data = folder.file(fields.pick(names, next(files))[1])
+            found[name] = data.span(next(offsets), length, what=name)
+        else:
+            found[name] = Memory(fields.take(length))
+
+
+def _keys(fields: _Fields, count: int, *, interior: bool) -> tuple[list[bytes], list[int]]:
+    """The keys, and how long a prefix the keys below each share."""
+    prefixes = [0, *fields.varints(count - 1)]
+    suffixes = fields.varints(count)
+    shared = fields.varints(count) if interior else []
+    total, longest = 0, 0
+    for prefix, suffix in zip(prefixes, suffixes, strict=True):
+        longest = prefix + suffix
+        total += longest
+        if longest > _MAX_KEY or total > _MAX_TREE:
+            raise fields.damaged(f"a key has {longest:,} bytes")
+    keys: list[bytes] = []
+    last = b""
+    for prefix, suffix in zip(prefixes, suffixes, strict=True):
+        key = last[:prefix] + fields.take(suffix)
+        if prefix > len(last) or (keys and key <= last):
+            raise fields.damaged("its keys are out of order")
+        keys.append(key)
+        last = key
+    if any(length > len(key) for length, key in zip(shared, keys, strict=False)):
+        raise fields.damaged("a prefix is longer than its key")
+    return keys, shared
+
+
+def _data_files(fields: _Fields, base: str) -> list[tuple[str, str]]:
+    """The table of data files: (what precedes the names in nodes of this file, the file)."""
+    count = fields.varint()
+    if count > len(fields.data):
+        raise fields.damaged(f"names {count:,} data files")
+    prefixes = [0, *fields.varints(count - 1)] if count else []
+    suffixes, bases = fields.varints(count), fields.varints(count)
+    found = []
+    last, total = b"", 0
+    for prefix, suffix, length in zip(prefixes, suffixes, bases, strict=True):
+        total += prefix + suffix
+        if prefix > len(last) or prefix + suffix > _MAX_KEY or length > prefix + suffix or total > _MAX_NODE:
+            raise fields.damaged("the names of its data files do not fit")
+        last = last[:prefix] + fields.take(suffix)
+        try:
+            found.append((base + last[:length].decode(), base + last.decode()))
+        except UnicodeDecodeError:
+            raise fields.damaged("the name of a data file is no UTF-8") from None
+    return found
+
+
+def _places(fields: _Fields, names: Sequence[tuple[str, str]], count: int) -> list[_Place]:
+    files, offsets, lengths = (fields.varints(count) for _ in range(3))
+    return [
+        _Place(*fields.pick(names, file), offset, length)
+        for file, offset, length in zip(files, offsets, lengths, strict=True)
+    ]
+
+
+def _body(raw: bytes, magic: int, where: str) -> bytes:
+    """What follows the header of a manifest or node, decompressed; its length and checksum are checked."""
+    if len(raw) < 18 or raw[:4] != magic.to_bytes(4, "big"):
+        raise CheckpointError(
+            f"{where}: damaged, no OCDBT {'node' if magic == _NODE_MAGIC else 'manifest'} there"
+        )
+    if int.from_bytes(raw[4:12], "little") != len(raw):
+        raise CheckpointError(f"{where}: truncated or damaged, a length in it is wrong")
+    if crc32c(memoryview(raw)[:-4]) != int.from_bytes(raw[-4:], "little"):
+        raise CheckpointError(f"{where}: damaged, the checksum of the OCDBT tree does not match")
+    fields = _Fields(raw[12:-4], where)
+    version, compression = fields.varint(), fields.varint()
+    if version != 0 or compression not in (0, 1):
+        raise CheckpointError(f"{where}: OCDBT version {version}, compression {compression} is not supported")
+    body = fields.data[fields.at :]
+    return _decompressed(body, where) if compression else body
+
+
+def _decompressed(data: bytes, where: str) -> bytes:
+    import pyarrow  # not at the top: slow to import
+
+    try:
+        body: bytes = pyarrow.CompressedInputStream(pyarrow.BufferReader(data), "zstd").read(_MAX_NODE + 1)
+    except OSError:
+        raise CheckpointError(f"{where}: damaged, the OCDBT tree is no zstd data") from None
+    if len(body) > _MAX_NODE:
+        raise CheckpointError(f"{where}: a node of the OCDBT tree has more than {_MAX_NODE:,} bytes")
+    return body
+
+
+class _Fields:
+    """The fields of a manifest or node, read one after another."""
+
+    def __init__(self, data: bytes, where: str) -> None:
+        self.data = data
+        self.where = where
+        self.at = 0
+
+    def damaged(self, what: str) -> CheckpointError:
+        return CheckpointError(f"{self.where}: damaged, {what}")
+
+    def take(self, count: int) -> bytes:
+        if count > len(self.data) - self.at:
+            raise self.damaged("the OCDBT tree ends early")
+        self.at += count
+        return self.data[self.at - count : self.at]
+
+    def byte(self) -> int:
+        return self.take(1)[0]
+
+    def varint(self) -> int:
+        return self.varints(1)[0]
+
+    def varints(self, count: int) -> list[int]:
+        """`count` integers, each of up to ten bytes with seven bits, the lowest first."""
+        if count == 0:
+            return []
+        window = np.frombuffer(self.data, np.uint8, offset=self.at)[: 10 * count]
+        ends = np.flatnonzero(window < 0x80)[:count]
+        if len(ends) < count:
+            raise self.damaged("the OCDBT tree ends early")
+        starts = np.concatenate(([0], ends[:-1] + 1))
+        sizes = ends - starts + 1
+        if sizes.max() > 9:  # 63 bits
+            raise self.damaged("a number is too large")
+        values = np.zeros(count, np.int64)
+        for place in range(int(sizes.max())):
+            held = sizes > place
+            values[held] |= (window[starts[held] + place].astype(np.int64) & 0x7F) << (7 * place)
+        self.at += int(ends[-1]) + 1
+        made: list[int] = values.tolist()
+        return made
+
+    def pick(self, names: Sequence[tuple[str, str]], number: int) -> tuple[str, str]:
+        if number >= len(names):
+            raise self.damaged(f"names data file {number}, of {len(names)}")
+        return names[number]
+
+    def end(self) -> None:
+        if self.at != len(self.data):
+            raise self.damaged(f"a node has {len(self.data) - self.at:,} bytes more than its entries")

@@ -1,0 +1,352 @@
+"""MaxText's models with the names and the rows of transformers.
+
+MaxText keeps kernels as [in, heads, size of a head] or [in, out], and stacks scanned layers along their
+second dimension. It folds what transformers computes into the weights: the query kernel is divided by the
+square root of a head's size, Gemma's norms hold 1 more, Gemma's embedding is multiplied by the square root of
+its width. With the rotary embedding of Llama 3.1 the elements of a head are paired one with the next, else
+the first half with the second, as in transformers. The checkpoint records none of this: config.json says
+which model it is.
+
+Source: MaxText's src/MaxText/utils/ckpt_conversion/utils/param_mapping.py,
+llama_mistral_mixtral_orbax_to_hf.py, convert_gemma_chkpt.py, convert_gemma2_chkpt.py.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from converters.containers.pickle_reader import shown
+from converters.errors import CheckpointError
+from converters.tensors.computed import computed
+from converters.tensors.rearranged import part, reshaped, selected, turned
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from converters.tensors.tensor import Array, Shape, Tensor
+
+Path = tuple[str, ...]
+
+_LAYER = re.compile(r"layers(?:_(\d{1,6}))?")
+_MAX_SIZE = 1 << 20
+_KERNELS = {
+    "self_attention{}.query.kernel": "self_attn.q_proj",
+    "self_attention{}.key.kernel": "self_attn.k_proj",
+    "self_attention{}.value.kernel": "self_attn.v_proj",
+    "self_attention{}.out.kernel": "self_attn.o_proj",
+    "mlp{}.wi_0.kernel": "mlp.gate_proj",
+    "mlp{}.wi_1.kernel": "mlp.up_proj",
+    "mlp{}.wo.kernel": "mlp.down_proj",
+}
+_LLAMA_NORMS = {
+    "pre_self_attention_layer_norm.scale": "input_layernorm",
+    "post_self_attention_layer_norm.scale": "post_attention_layernorm",
+}
+_QWEN_NORMS = {
+    "self_attention.query_norm.scale": "self_attn.q_norm",
+    "self_attention.key_norm.scale": "self_attn.k_norm",
+}
+_GEMMA_NORMS = {
+    "pre_self_attention_norm.scale": "input_layernorm",
+    "pre_ffw_norm.scale": "post_attention_layernorm",
+}
+_GEMMA2_NORMS = {
+    "pre_self_attention_norm{}.scale": "input_layernorm",
+    "post_self_attention_norm{}.scale": "post_attention_layernorm",
+    "pre_ffw_norm{}.scale": "pre_feedforward_layernorm",
+    "post_ffw_norm{}.scale": "post_feedforward_layernorm",
+}
+# A head's size: of a norm within the attention; heads x size, in: of the query, and so on.
+_SHAPES = {
+    "self_attn.q_proj": "EHD",
+    "self_attn.k_proj": "EKD",
+    "self_attn.v_proj": "EKD",
+    "self_attn.o_proj": "HDE",
+    "mlp.gate_proj": "EM",
+    "mlp.up_proj": "EM",
+    "mlp.down_proj": "ME",
+    "self_attn.q_norm": "D",
+    "self_attn.k_norm": "D",
+}
+
+
+@dataclass(frozen=True)
+class _Family:
+    """What MaxText does differently for a `model_type` of transformers.
+
+    Attributes:
+        norms: MaxText's names within a layer -> transformers'.
+        scaled_query: whether the query kernel is divided by the square root of a head's size.
+        gemma: whether norms hold 1 more, and the embedding is multiplied.
+        pairs: whether two layers of transformers are one, called local and global.
+        tied: whether the logits of tied embeddings are those of transformers.
+    """
+
+    norms: Mapping[str, str]
+    scaled_query: bool = True
+    gemma: bool = False
+    pairs: bool = False
+    tied: bool = False
+
+
+_FAMILIES = {
+    "llama": _Family(_LLAMA_NORMS),
+    "mistral": _Family(_LLAMA_NORMS),
+    "qwen3": _Family({**_LLAMA_NORMS, **_QWEN_NORMS}, scaled_query=False, tied=True),
+    "gemma": _Family(_GEMMA_NORMS, gemma=True, tied=True),
+    "gemma2": _Family(_GEMMA2_NORMS, gemma=True, pairs=True, tied=True),
+}
+
+
+class _Affine:
+    """Each element times `factor`, or divided by `divisor`, plus `term`, in float32."""
+
+    def __init__(self, factor: float = 1.0, divisor: float = 1.0, term: float = 0.0) -> None:
+        self.factor, self.divisor, self.term = np.float32(factor), np.float32(divisor), np.float32(term)
+
+    def prepare(self, before: Callable[[Callable[[Array, int], None]], None]) -> None:
+        """Nothing: each element depends on itself alone."""
+
+    def apply(self, block: Array, first: int) -> None:
+        if self.factor != 1:
+            block *= self.factor
+        if self.divisor != 1:
+            block /= self.divisor
+        if self.term:
+            block += self.term
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a parameter of MaxText goes.
+
+    Attributes:
+        names: transformers' names, one for each layer of a stack.
+        stacked: whether the second dimension counts layers.
+        kernel: whether the first dimensions are the inputs.
+        paired: whether the elements of a head are rotated one with the next.
+        rows: of the result, where MaxText has padded it.
+        scale: what the weights of transformers are multiplied by ...
+        divided: ... or divided by ...
+        term: ... and what is then added.
+    """
+
+    names: tuple[str, ...]
+    stacked: bool = False
+    kernel: bool = False
+    paired: bool = False
+    rows: int | None = None
+    scale: float = 1.0
+    divided: float = 1.0
+    term: float = 0.0
+
+
+@dataclass
+class Layout:
+    """How the parameters of one checkpoint become those of transformers."""
+
+    places: dict[Path, _Place] = field(default_factory=dict)
+
+    def weights(self, path: Path, tensor: Tensor) -> dict[str, Tensor]:
+        """One parameter of MaxText as transformers' parameters."""
+        place = self.places[path]
+        edit = _Affine(place.scale, place.divided, place.term)
+        return dict(self._made(place, tensor, edit))
+
+    def moments(self, path: Path, tensor: Tensor, moment: str) -> dict[str, Tensor]:
+        """The first (`mu`) or second (`nu`) moment of its gradient, which a weight's factor divides."""
+        place = self.places[path]
+        factor, divisor = (
+            (place.divided, place.scale) if moment == "mu" else (place.divided**2, place.scale**2)
+        )
+        return dict(self._made(place, tensor, _Affine(factor, divisor)))
+
+    def _made(self, place: _Place, tensor: Tensor, edit: _Affine) -> Iterator[tuple[str, Tensor]]:
+        for number, name in enumerate(place.names):
+            layer = selected(tensor, 1, number) if place.stacked else tensor
+            if place.kernel:
+                layer = _outputs_first(layer, place, name)
+            if place.rows is not None and place.rows < layer.shape[0]:
+                layer = part(layer, 0, 0, place.rows)
+            if (edit.factor, edit.divisor, edit.term) != (1, 1, 0):
+                layer = computed(layer, layer.dtype, 1, [edit])
+            yield name, layer
+
+
+def _outputs_first(tensor: Tensor, place: _Place, name: str) -> Tensor:
+    """A kernel as [out, in]: the heads and their elements are one dimension."""
+    shape = tensor.shape
+    if len(shape) == 2:
+        return turned(tensor, (1, 0))
+    if name.endswith("o_proj.weight"):
+        return reshaped(turned(tensor, (2, 0, 1)), (shape[2], shape[0] * shape[1]))
+    if place.paired:
+        pairs = reshaped(tensor, (*shape[:2], shape[2] // 2, 2))
+        return reshaped(turned(pairs, (1, 3, 2, 0)), (shape[1] * shape[2], shape[0]))
+    return reshaped(turned(tensor, (1, 2, 0)), (shape[1] * shape[2], shape[0]))
+
+
+def maxtext_layout(shapes: Mapping[Path, Shape], config: Mapping[str, Any], where: str) -> Layout | None:
+    """The layout of MaxText's parameters; None where the tree is another program's, or has no config.json.
+
+    Args:
+        shapes: of the arrays that are no optimizer state, by their path in the tree.
+        config: the content of the model's config.json; empty where it is unknown.
+
+    Raises:
+        CheckpointError: a model that is not read, or one that does not fit config.json.
+    """
+    prefix = next((path[: path.index("decoder")] for path in shapes if "decoder" in path), None)
+    if prefix is None or (*prefix, "token_embedder", "embedding") not in shapes or not config:
+        return None
+    return _Model(config, where).layout(shapes, prefix)
+
+
+class _Model:
+    def __init__(self, config: Mapping[str, Any], where: str) -> None:
+        self.config = config
+        self.where = where
+        kind = config.get("model_type")
+        family = _FAMILIES.get(kind) if isinstance(kind, str) else None
+        if family is None:
+            raise CheckpointError(
+                f"{where}: MaxText's model of type {shown(kind)} is not read; export it with MaxText's "
+                "to_huggingface, or convert it without config.json to keep MaxText's names"
+            )
+        self.family = family
+        self.layers = self._number("num_hidden_layers")
+        heads, hidden = self._number("num_attention_heads"), self._number("hidden_size")
+        self.sizes = {
+            "E": hidden,
+            "H": heads,
+            "K": self._number("num_key_value_heads", heads),
+            "D": self._number("head_dim", hidden // heads),
+            "M": self._number("intermediate_size"),
+        }
+        self.vocabulary = self._number("vocab_size")
+        self.paired = self._rope() == "llama3"
+        if self.paired and self.sizes["D"] % 2:
+            raise CheckpointError(f"{where}: its config.json has an odd head_dim, {self.sizes['D']}")
+
+    def _number(self, name: str, default: int | None = None) -> int:
+        value = self.config.get(name)
+        value = default if value is None else value
+        if type(value) is not int or not 0 < value <= _MAX_SIZE:
+            raise CheckpointError(f"{self.where}: its config.json has no {name}")
+        return value
+
+    def _rope(self) -> str:
+        rope = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
+        kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else rope
+        if kind not in (None, "default", "llama3") or (
+            kind == "llama3" and self.config["model_type"] != "llama"
+        ):
+            raise CheckpointError(f"{self.where}: MaxText's models with {shown(kind)} positions are not read")
+        return str(kind)
+
+    def layout(self, shapes: Mapping[Path, Shape], prefix: Path) -> Layout:
+        made = Layout()
+        for path, shape in shapes.items():
+            place = self._place(path[len(prefix) :], shape) if path[: len(prefix)] == prefix else None
+            if place is None:
+                raise CheckpointError(
+                    f"{self.where}: {shown('.'.join(path))} has no place in a model of type "
+                    f"{self.config['model_type']}; convert without config.json to keep MaxText's names"
+                )
+            made.places[path] = place
+        self._check_all_there(made)
+        return made
+
+    def _place(self, path: Path, shape: Shape) -> _Place | None:
+        gemma = self.family.gemma
+        width = float(np.sqrt(np.float32(self.sizes["E"]))) if gemma else 1.0
+        if path == ("token_embedder", "embedding"):
+            self._check_vocabulary(path, shape, 0)
+            return _Place(("model.embed_tokens.weight",), rows=self.vocabulary, divided=width)
+        if path == ("decoder", "decoder_norm", "scale"):
+            self._check(path, shape, "E")
+            return _Place(("model.norm.weight",), term=-1.0 if gemma else 0.0)
+        if path == ("decoder", "logits_dense", "kernel") and not gemma:
+            self._check_vocabulary(path, shape, 1)
+            return _Place(("lm_head.weight",), kernel=True, rows=self.vocabulary)
+        match = _LAYER.fullmatch(path[1]) if len(path) > 2 and path[0] == "decoder" else None
+        return None if match is None else self._in_layer(path, shape, match[1])
+
+    def _in_layer(self, path: Path, shape: Shape, number: str | None) -> _Place | None:
+        inside = ".".join(path[2:])
+        names = {**_KERNELS, **self.family.norms}
+        variants = ("_local", "_global") if self.family.pairs else ("",)
+        by_name = {
+            key.format(suffix): (name, place)
+            for place, suffix in enumerate(variants)
+            for key, name in names.items()
+        }
+        if inside not in by_name:
+            return None
+        found, variant = by_name[inside]
+        count = len(variants)
+        if number is None:
+            layers = range(variant, self.layers, count)
+        else:
+            layers = range(int(number) * count + variant, int(number) * count + variant + 1)
+            if layers[0] >= self.layers:
+                raise CheckpointError(
+                    f"{self.where}: holds layer {layers[0]}, config.json says {self.layers} layers"
+                )
+        kernel = found in _SHAPES and len(_SHAPES[found]) > 1
+        self._check(path, shape, _SHAPES.get(found, "E"), None if number is not None else len(layers))
+        query = found == "self_attn.q_proj"
+        rotary = query or found == "self_attn.k_proj"
+        return _Place(
+            tuple(f"model.layers.{layer}.{found}.weight" for layer in layers),
+            stacked=number is None,
+            kernel=kernel,
+            paired=rotary and self.paired,
+            scale=self._query_scale() if query and self.family.scaled_query else 1.0,
+            term=-1.0 if self.family.gemma and not kernel else 0.0,
+        )
+
+    def _query_scale(self) -> float:
+        scalar = self.config.get("query_pre_attn_scalar", self.sizes["D"])
+        if not isinstance(scalar, int | float) or not 0 < scalar < _MAX_SIZE:
+            raise CheckpointError(f"{self.where}: its config.json has no query_pre_attn_scalar")
+        return float(np.sqrt(np.float32(scalar)))
+
+    def _check(self, path: Path, shape: Shape, sizes: str, layers: int | None = None) -> None:
+        wanted = [self.sizes[size] for size in sizes]
+        if layers is not None:
+            wanted.insert(1, layers)
+        if list(shape) != wanted:
+            raise CheckpointError(
+                f"{self.where}: {'.'.join(path)} is {list(shape)}, by config.json it would be {wanted}; "
+                "give the config.json of this model"
+            )
+
+    def _check_vocabulary(self, path: Path, shape: Shape, dim: int) -> None:
+        if len(shape) != 2 or shape[1 - dim] != self.sizes["E"] or shape[dim] < self.vocabulary:
+            raise CheckpointError(
+                f"{self.where}: {'.'.join(path)} is {list(shape)}, which does not hold "
+                f"{self.vocabulary} tokens of {self.sizes['E']}; give the config.json of this model"
+            )
+
+    def _check_all_there(self, made: Layout) -> None:
+        names = [name for place in made.places.values() for name in place.names]
+        wanted = ["model.norm.weight"]
+        for module in (*_KERNELS.values(), *self.family.norms.values()):
+            wanted += [f"model.layers.{layer}.{module}.weight" for layer in range(self.layers)]
+        if not self.family.tied or self.config.get("tie_word_embeddings") is False:
+            wanted.append("lm_head.weight")
+        held = set(names)
+        lost = next((name for name in wanted if name not in held), None)
+        if lost == "lm_head.weight" and not self.family.tied:
+            raise CheckpointError(
+                f"{self.where}: holds no decoder.logits_dense: MaxText may divide the logits of tied "
+                "embeddings, and its checkpoint does not say whether; "
+                "convert without config.json to keep MaxText's names"
+            )
+        if lost is not None or len(names) != len(held):
+            raise CheckpointError(f"{self.where}: damaged, {lost or 'a tensor'} is missing or there twice")

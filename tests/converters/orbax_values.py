@@ -1,0 +1,72 @@
+"""The values of the samples that `make_orbax.py` writes: each follows from its name."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+Arrays = dict[str, tuple[str, tuple[int, ...], tuple[str | None, ...]]]
+
+STEP = 7
+# name -> dtype, shape, the axes of the mesh (of 2 x 2) that shard it
+ODD: Arrays = {
+    "layers.0.both": ("bfloat16", (6, 4), ("fsdp", "tensor")),
+    "layers.0.last": ("float32", (3, 5, 4), (None, None, "tensor")),
+    "layers.1.whole": ("float16", (7,), ()),
+    "layers.1.number": ("float32", (), ()),
+    "layers.1.large": ("int32", (300, 2), ("fsdp",)),
+    "layers.1.truth": ("bool", (4,), ("tensor",)),
+}
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "vocab_size": 10,
+    "tie_word_embeddings": False,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+}
+
+
+def pattern(name: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray[Any, np.dtype[Any]]:
+    """Numbers in [-1, 1), spread by a multiplication; the second moment's are positive."""
+    count = int(np.prod(shape))
+    bits = (np.arange(count, dtype=np.uint64) + zlib.crc32(name.encode())) * 2654435761 % 2**32
+    values = bits.astype(np.float64) / 2**31 - 1
+    if name.startswith("nu."):
+        values = values**2
+    kind = np.dtype(getattr(ml_dtypes, dtype, None) or dtype)
+    if kind.kind in "ib":
+        return (bits % 2 if kind.kind == "b" else bits >> 4).astype(kind).reshape(shape)
+    return values.astype(np.float32).astype(kind).reshape(shape)
+
+
+def maxtext_llama() -> Arrays:
+    """The parameters of `LLAMA` below `params.params`, its layers scanned, the vocabulary padded."""
+    layers, hidden, heads, groups, head, inner, words = 3, 8, 4, 2, 6, 12, 12
+    kind = "bfloat16"
+    stacked = {
+        "self_attention.query.kernel": ((hidden, layers, heads, head), ("fsdp", None, "tensor")),
+        "self_attention.key.kernel": ((hidden, layers, groups, head), ("fsdp", None, "tensor")),
+        "self_attention.value.kernel": ((hidden, layers, groups, head), ("fsdp", None, "tensor")),
+        "self_attention.out.kernel": ((heads, layers, head, hidden), ("tensor", None, None, "fsdp")),
+        "mlp.wi_0.kernel": ((hidden, layers, inner), ("fsdp", None, "tensor")),
+        "mlp.wi_1.kernel": ((hidden, layers, inner), ("fsdp", None, "tensor")),
+        "mlp.wo.kernel": ((inner, layers, hidden), ("tensor", None, "fsdp")),
+        "pre_self_attention_layer_norm.scale": ((hidden, layers), ("tensor",)),
+        "post_self_attention_layer_norm.scale": ((hidden, layers), ("tensor",)),
+    }
+    around = {
+        "token_embedder.embedding": ((words, hidden), ("tensor", "fsdp")),
+        "decoder.decoder_norm.scale": ((hidden,), ("tensor",)),
+        "decoder.logits_dense.kernel": ((hidden, words), ("fsdp", "tensor")),
+    }
+    named = {**around, **{f"decoder.layers.{name}": what for name, what in stacked.items()}}
+    return {name: (kind, shape, axes) for name, (shape, axes) in named.items()}

@@ -1,0 +1,589 @@
+"""Orbax's checkpoints, read without JAX, bit for bit.
+
+`orbax_samples/` was written by Orbax itself (`make_orbax.py`); where Orbax is installed, the same is written
+again and read. What MaxText folds into its weights is undone as MaxText's own exporter does it: the expected
+values here are its formulas in numpy.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import transformers
+
+from converters import CheckpointError, Tensor, open_checkpoint, write_checkpoint
+from converters.cli import main
+from converters.containers import ocdbt
+from converters.containers.crc32c import crc32c
+from converters.containers.zarr import read_zarr
+from converters.formats.orbax.maxtext import maxtext_layout
+from converters.storage import compressed
+from converters.storage.bytes import Memory
+from converters.storage.folder import Folder
+from converters.tensors.dtypes import FROM_NUMPY
+from tests.converters import orbax_damage as craft
+from tests.converters.making import once
+from tests.converters.orbax_values import LLAMA, ODD, STEP, maxtext_llama, pattern
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SAMPLES = Path(__file__).parent / "orbax_samples"
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@pytest.fixture(scope="module", params=["kept", "written now"])
+def samples(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if request.param == "kept":
+        return SAMPLES
+    if not all(map(find_spec, ("jax", "orbax", "flax", "optax"))):
+        pytest.skip("jax, orbax-checkpoint, flax or optax is not installed; the kept samples are theirs")
+
+    def write(out: Path) -> None:
+        command = [sys.executable, "-m", "tests.converters.make_orbax", str(out)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-4000:]
+
+    return once("make_orbax", tmp_path_factory, write)
+
+
+@pytest.mark.parametrize("run", ["ocdbt", "zarr", "zarr3"])
+def test_a_tree_bit_for_bit(samples: Path, run: str) -> None:
+    """Sharded over two dimensions or one, whole, empty of dimensions; numbers, a string and None beside."""
+    checkpoint = open_checkpoint(samples / run)
+    assert checkpoint.format == "orbax" and checkpoint.optimizer is None
+    assert checkpoint.tensors.keys() == ODD.keys()
+    for name, (dtype, shape, _) in ODD.items():
+        value = checkpoint.tensors[name].read()
+        wanted = pattern(name, dtype, shape)
+        assert (value.dtype, value.shape, value.tobytes()) == (wanted.dtype, shape, wanted.tobytes()), name
+    assert checkpoint.counters == {"count": 3, "rate": 0.5}
+    both = checkpoint.tensors["layers.0.both"]
+    assert both.read((slice(2, 5), slice(1, 3))).tobytes() == both.read()[2:5, 1:3].tobytes()
+
+
+def test_two_processes_and_the_optimizer_bit_for_bit(samples: Path) -> None:
+    checkpoint = open_checkpoint(samples / "maxtext")
+    assert checkpoint.metadata["step"] == STEP and checkpoint.counters["step"] == STEP
+    optimizer = checkpoint.optimizer
+    assert optimizer is not None and optimizer.param_groups == [{"params": sorted(optimizer.state)}]
+    assert checkpoint.tensors.keys() == optimizer.state.keys()
+    for name, (dtype, shape, _) in maxtext_llama().items():
+        full = f"params.params.{name}"
+        assert checkpoint.tensors[full].read().tobytes() == pattern(f"params.{name}", dtype, shape).tobytes()
+        state = optimizer.state[full]
+        assert state["step"] == STEP
+        for moment, ours in (("mu", "exp_avg"), ("nu", "exp_avg_sq")):
+            value = state[ours]
+            assert isinstance(value, Tensor)
+            assert value.read().tobytes() == pattern(f"{moment}.{name}", "float32", shape).tobytes()
+
+
+@pytest.mark.parametrize("path", ["maxtext", "maxtext/checkpoints", "maxtext/checkpoints/7/items/_METADATA"])
+def test_any_folder_above_finds_it(path: str) -> None:
+    assert len(open_checkpoint(SAMPLES / path).tensors) == len(maxtext_llama())
+
+
+def test_from_a_url() -> None:
+    checkpoint = open_checkpoint(f"file://{SAMPLES}/maxtext")
+    local = open_checkpoint(SAMPLES / "maxtext")
+    for name, tensor in local.tensors.items():
+        assert checkpoint.tensors[name].read().tobytes() == tensor.read().tobytes()
+
+
+# -- MaxText's models ----------------------------------------------------------------------------------------
+
+SIZES = {"E": 8, "H": 4, "K": 2, "D": 6, "M": 12, "V": 10, "P": 12, "L": 4}
+KERNELS = {
+    "self_attention.query.kernel": ("EHD", "self_attn.q_proj"),
+    "self_attention.key.kernel": ("EKD", "self_attn.k_proj"),
+    "self_attention.value.kernel": ("EKD", "self_attn.v_proj"),
+    "self_attention.out.kernel": ("HDE", "self_attn.o_proj"),
+    "mlp.wi_0.kernel": ("EM", "mlp.gate_proj"),
+    "mlp.wi_1.kernel": ("EM", "mlp.up_proj"),
+    "mlp.wo.kernel": ("ME", "mlp.down_proj"),
+}
+LLAMA_NORMS = {
+    "pre_self_attention_layer_norm.scale": ("E", "input_layernorm"),
+    "post_self_attention_layer_norm.scale": ("E", "post_attention_layernorm"),
+}
+NORMS = {
+    "llama": LLAMA_NORMS,
+    "llama-3.1": LLAMA_NORMS,
+    "mistral": LLAMA_NORMS,
+    "qwen3": {
+        **LLAMA_NORMS,
+        "self_attention.query_norm.scale": ("D", "self_attn.q_norm"),
+        "self_attention.key_norm.scale": ("D", "self_attn.k_norm"),
+    },
+    "gemma": {
+        "pre_self_attention_norm.scale": ("E", "input_layernorm"),
+        "pre_ffw_norm.scale": ("E", "post_attention_layernorm"),
+    },
+    "gemma2": {
+        "pre_self_attention_norm.scale": ("E", "input_layernorm"),
+        "post_self_attention_norm.scale": ("E", "post_attention_layernorm"),
+        "pre_ffw_norm.scale": ("E", "pre_feedforward_layernorm"),
+        "post_ffw_norm.scale": ("E", "post_feedforward_layernorm"),
+    },
+}
+
+
+def config(kind: str, **more: Any) -> dict[str, Any]:
+    made = {**LLAMA, "num_hidden_layers": SIZES["L"], "model_type": kind.partition("-")[0], **more}
+    made["tie_word_embeddings"] = kind.startswith("gemma")
+    if kind == "llama-3.1":
+        made["rope_parameters"] = {"rope_type": "llama3"}
+    return made
+
+
+def model(kind: str, *, scanned: bool) -> dict[str, Array]:
+    """Parameters of MaxText, in bfloat16, by their paths below `params`."""
+    shapes: dict[str, list[int]] = {}
+    pairs = kind == "gemma2"
+    count = SIZES["L"] // (2 if pairs else 1)
+    for name, (sizes, _) in {**KERNELS, **NORMS[kind]}.items():
+        module, _, rest = name.partition(".")
+        for suffix in ("_local", "_global") if pairs else ("",):
+            shape = [SIZES[size] for size in sizes]
+            if scanned:
+                shapes[f"decoder.layers.{module}{suffix}.{rest}"] = [shape[0], count, *shape[1:]]
+            else:
+                shapes |= {f"decoder.layers_{i}.{module}{suffix}.{rest}": shape for i in range(count)}
+    shapes["token_embedder.embedding"] = [SIZES["P"], SIZES["E"]]
+    shapes["decoder.decoder_norm.scale"] = [SIZES["E"]]
+    if not kind.startswith("gemma"):
+        shapes["decoder.logits_dense.kernel"] = [SIZES["E"], SIZES["P"]]
+    return {name: pattern(name, "bfloat16", tuple(shape)) for name, shape in shapes.items()}
+
+
+def layer_of(kind: str, arrays: dict[str, Array], name: str, number: int, *, scanned: bool) -> Array:
+    module, _, rest = name.partition(".")
+    if kind == "gemma2":
+        module, number = f"{module}_{('local', 'global')[number % 2]}", number // 2
+    if not scanned:
+        return arrays[f"decoder.layers_{number}.{module}.{rest}"]
+    return arrays[f"decoder.layers.{module}.{rest}"][:, number]
+
+
+def expected(kind: str, arrays: dict[str, Array], *, scanned: bool, power: int = 0) -> dict[str, Array]:
+    """transformers' weights; with a power, moments of gradients, which a weight's factor divides."""
+    gemma, made = kind.startswith("gemma"), {}
+
+    def times(value: Array, factor: Any) -> Array:
+        single = value.astype(np.float32)
+        if power:
+            return np.asarray(single / np.float32(factor**power)).astype(value.dtype)
+        return np.asarray(single * np.float32(factor)).astype(value.dtype)
+
+    def over(value: Array, divisor: Any) -> Array:
+        single = value.astype(np.float32)
+        if power:
+            return np.asarray(single * np.float32(divisor**power)).astype(value.dtype)
+        return np.asarray(single / np.float32(divisor)).astype(value.dtype)
+
+    def norm(value: Array) -> Array:
+        return np.asarray(value.astype(np.float32) - 1).astype(value.dtype) if gemma and not power else value
+
+    root = np.float32(np.sqrt(np.float32(SIZES["D"])))
+    for number in range(SIZES["L"]):
+        for name, (sizes, theirs) in {**KERNELS, **NORMS[kind]}.items():
+            value = layer_of(kind, arrays, name, number, scanned=scanned)
+            if "query.kernel" in name and kind != "qwen3":
+                value = times(value, root)
+            if kind == "llama-3.1" and ("query." in name or "key." in name):
+                value = np.concatenate([value[..., ::2], value[..., 1::2]], axis=-1)
+            if len(sizes) == 1:
+                value = norm(value)
+            elif "out" in name:
+                value = value.reshape(-1, value.shape[-1]).T
+            else:
+                value = value.reshape(value.shape[0], -1).T
+            made[f"model.layers.{number}.{theirs}.weight"] = value
+    embedding = arrays["token_embedder.embedding"][: SIZES["V"]]
+    width = np.float32(np.sqrt(np.float32(SIZES["E"])))
+    made["model.embed_tokens.weight"] = over(embedding, width) if gemma else embedding
+    made["model.norm.weight"] = norm(arrays["decoder.decoder_norm.scale"])
+    if not gemma:
+        made["lm_head.weight"] = arrays["decoder.logits_dense.kernel"][:, : SIZES["V"]].T
+    return made
+
+
+def as_tensors(arrays: dict[str, Array]) -> dict[tuple[str, ...], Tensor]:
+    return {
+        ("params", *name.split(".")): Tensor.contiguous(
+            name, FROM_NUMPY[value.dtype], value.shape, Memory(value.tobytes())
+        )
+        for name, value in arrays.items()
+    }
+
+
+def assert_equal(made: dict[str, Tensor], wanted: dict[str, Array]) -> None:
+    assert made.keys() == wanted.keys()
+    for name, tensor in made.items():
+        assert tensor.shape == wanted[name].shape, name
+        assert tensor.read().tobytes() == np.ascontiguousarray(wanted[name]).tobytes(), name
+
+
+@pytest.mark.parametrize("scanned", [True, False], ids=["scanned", "layer by layer"])
+@pytest.mark.parametrize("kind", list(NORMS))
+def test_maxtext_with_the_names_and_rows_of_transformers(kind: str, scanned: bool) -> None:
+    arrays = model(kind, scanned=scanned)
+    tensors = as_tensors(arrays)
+    layout = maxtext_layout({path: tensor.shape for path, tensor in tensors.items()}, config(kind), "here")
+    assert layout is not None
+    made: dict[str, Tensor] = {}
+    for path, tensor in tensors.items():
+        made |= layout.weights(path, tensor)
+    assert_equal(made, expected(kind, arrays, scanned=scanned))
+    for power, moment in ((1, "mu"), (2, "nu")):
+        made = {}
+        for path, tensor in tensors.items():
+            made |= layout.moments(path, tensor, moment)
+        assert_equal(made, expected(kind, arrays, scanned=scanned, power=power))
+
+
+def test_transformers_loads_a_converted_llama(tmp_path: Path) -> None:
+    """Scanned layers of two processes, through the command; the optimizer goes the same way."""
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text(json.dumps(LLAMA))
+    source, out = str(SAMPLES / "maxtext"), str(tmp_path / "out")
+    given = ["--config-from", str(tmp_path / "base"), "--optimizer", "--verify", "--quiet"]
+    assert main([source, out, *given]) == 0
+    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not any(info.values())
+    weight = loaded.state_dict()["model.layers.1.self_attn.q_proj.weight"]
+    stored = pattern("params.decoder.layers.self_attention.query.kernel", "bfloat16", (8, 3, 4, 6))[:, 1]
+    scaled = (stored.astype(np.float32) * np.float32(np.sqrt(np.float32(6)))).astype(ml_dtypes.bfloat16)
+    assert weight.view(dtype=__import__("torch").int16).numpy().tobytes() == scaled.reshape(8, 24).T.tobytes()
+    again = open_checkpoint(out)
+    assert again.optimizer is not None
+    moment = again.optimizer.state["model.layers.1.mlp.up_proj.weight"]["exp_avg"]
+    assert isinstance(moment, Tensor)
+    wanted = pattern("mu.decoder.layers.mlp.wi_1.kernel", "float32", (8, 3, 12))[:, 1].T
+    assert moment.read().tobytes() == np.ascontiguousarray(wanted).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"model_type": "mixtral"}, "MaxText's model of type 'mixtral' is not read; export it with"),
+        ({"num_hidden_layers": 5}, r"is \[8, 4, 4, 6\], by config.json it would be \[8, 5, 4, 6\]"),
+        ({"vocab_size": 13}, "does not hold 13 tokens of 8"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "models with 'yarn' positions are not read"),
+        ({"head_dim": 1 << 40}, "has no head_dim"),
+        ({"rope_parameters": {"rope_type": "llama3"}, "head_dim": 5}, "an odd head_dim, 5"),
+    ],
+)
+def test_a_config_that_does_not_fit_is_refused(change: dict[str, Any], told: str) -> None:
+    shapes = {path: tensor.shape for path, tensor in as_tensors(model("llama", scanned=True)).items()}
+    with pytest.raises(CheckpointError, match=told):
+        maxtext_layout(shapes, config("llama", **change), "here")
+
+
+def test_a_model_that_does_not_fit_is_refused() -> None:
+    whole = {path: tensor.shape for path, tensor in as_tensors(model("llama", scanned=True)).items()}
+    odd = {**whole, ("params", "decoder", "layers", "mlp", "wi", "kernel"): (8, 4, 24)}
+    with pytest.raises(
+        CheckpointError, match=r"decoder\.layers\.mlp\.wi\.kernel' has no place in a model of type"
+    ):
+        maxtext_layout(odd, config("llama"), "here")
+    tied = {path: shape for path, shape in whole.items() if "logits_dense" not in path}
+    with pytest.raises(CheckpointError, match="MaxText may divide the logits of tied embeddings"):
+        maxtext_layout(tied, config("llama"), "here")
+    lost = {path: shape for path, shape in whole.items() if "wi_0" not in path}
+    with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.gate_proj\.weight is missing"):
+        maxtext_layout(lost, config("llama"), "here")
+    assert maxtext_layout(whole, {}, "here") is None
+
+
+# -- chunks --------------------------------------------------------------------------------------------------
+
+
+def test_large_chunks_are_decompressed_into_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(compressed, "MEMORY_BYTES", 0)
+    monkeypatch.setattr(compressed, "CACHE_BYTES", 0)
+    large = open_checkpoint(SAMPLES / "zarr").tensors["layers.1.large"]
+    assert large.read().tobytes() == pattern("layers.1.large", "int32", (300, 2)).tobytes()
+
+    def full(fd: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(CheckpointError, match=r"No space left .* chunk of 600 bytes .* TMPDIR"):
+        open_checkpoint(SAMPLES / "zarr").tensors["layers.1.large"].read()
+
+
+def test_a_chunk_is_decompressed_once_for_all_layers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its content goes when all of it has been read; what is padding never is."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    real, times = compressed.Compressed._decompressed, []
+
+    def counted(self: compressed.Compressed, touched: Any) -> memoryview:
+        times.append(self)
+        return real(self, touched)
+
+    monkeypatch.setattr(compressed.Compressed, "_decompressed", counted)
+    checkpoint = open_checkpoint(SAMPLES / "maxtext", companions={"config.json": tmp_path / "config.json"})
+    times.clear()
+    write_checkpoint(checkpoint, tmp_path / "out", progress=False)
+    assert len(times) == len(set(map(id, times))) > 20
+    held = [chunk._where for chunk in times if chunk._content is not None]
+    assert all("token_embedder" in where or "logits_dense" in where for where in held)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"filters": [{"id": "delta"}]}, "filters are not supported"),
+        ({"order": "F"}, "order 'F' is not supported"),
+        ({"compressor": {"id": "blosc"}}, "compressor 'blosc' is not supported"),
+        ({"dtype": "|O"}, r"element type '\|O' is not supported"),
+        ({"dtype": ">f4"}, "element type '>f4' is not supported"),
+        ({"chunks": [1 << 40]}, r"chunks of \[1099511627776\] in an array of \[4\]"),
+        ({"chunks": [0]}, r"chunks of \[0\]"),
+        ({"shape": [1 << 60], "chunks": [1]}, "it would have 1,152,921,504,606,846,976 chunks"),
+        ({"shape": [-4]}, "its shape is"),
+        ({"zarr_format": 3}, "no header of zarr version 2"),
+    ],
+)
+def test_an_array_that_is_not_read_is_refused_by_name(change: dict[str, Any], told: str) -> None:
+    header = {
+        "zarr_format": 2,
+        "shape": [4],
+        "chunks": [2],
+        "dtype": "<f4",
+        "compressor": None,
+        "fill_value": None,
+    }
+    with pytest.raises(CheckpointError, match=told):
+        read_zarr("a", {**header, **change}, 2, lambda key: Memory(bytes(8)), "here", 100)
+    assert read_zarr("a", header, 2, lambda key: Memory(bytes(8)), "here", 100).read().tolist() == [0] * 4
+
+
+def test_a_chunk_that_decompresses_to_another_size_is_refused() -> None:
+    import pyarrow
+
+    header = {"zarr_format": 2, "shape": [4], "chunks": [4], "dtype": "<f4", "compressor": {"id": "zstd"}}
+    for count, told in ((15, "ends after 15 of 16"), (1 << 20, "has more than its 16 bytes")):
+        data = pyarrow.Codec("zstd").compress(bytes(count), asbytes=True)
+        with pytest.raises(CheckpointError, match=told):
+            read_zarr("a", header, 2, lambda key, data=data: Memory(data), "here", 100).read()  # type: ignore[misc]
+
+
+# -- the database --------------------------------------------------------------------------------------------
+
+
+def test_crc32c_is_the_one_of_rfc_3720() -> None:
+    assert crc32c(b"123456789") == 0xE3069283
+    assert crc32c(bytes(32)) == 0x8A9136AA
+    data = bytes(range(256)) * 260  # side by side, and bytes left over
+
+    def bitwise(data: bytes) -> int:
+        crc = 0xFFFFFFFF
+        for byte in data:
+            crc ^= byte
+            for _ in range(8):
+                crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+        return crc ^ 0xFFFFFFFF
+
+    for count in (5001, 66001):
+        assert crc32c(data[:count]) == bitwise(data[:count])
+
+
+def test_a_deep_tree_is_read(tmp_path: Path) -> None:
+    leaves = [{"a": b"1", "b": b"2"}, {"x": b"3"}]
+    nodes = [craft.sealed(craft.NODE, craft.leaf(values), compress=True) for values in leaves]
+    root = craft.sealed(
+        craft.NODE,
+        craft.interior(1, "d/low", [("k/a", 2, 0, len(nodes[0])), ("l/x", 2, len(nodes[0]), len(nodes[1]))]),
+    )
+    craft.database(tmp_path, root, height=1)
+    (tmp_path / "d" / "low").write_bytes(b"".join(nodes))
+    found = ocdbt.read_ocdbt(Folder(tmp_path))
+    assert {key: bytes(value.data) for key, value in found.items() if isinstance(value, Memory)} == {
+        "k/a": b"1",
+        "k/b": b"2",
+        "l/x": b"3",
+    }
+
+
+def hostile() -> Iterator[tuple[str, bytes, dict[str, Any], str]]:
+    good = craft.leaf({"a": b"1"})
+    yield "outside", craft.apart("../../etc/passwd", "a", 0, 4), {}, "leaves the checkpoint folder"
+    yield "absolute", craft.apart("/etc/passwd", "a", 0, 4), {}, "leaves the checkpoint folder"
+    yield "beyond", craft.apart("d/data", "a", 1 << 40, 4), {}, "truncated or damaged, a would end at byte"
+    yield "huge", craft.apart("d/data", "a", 0, 1 << 50), {}, "truncated or damaged"
+    yield "missing", craft.apart("d/other", "a", 0, 4), {}, "d/other: No such file"
+    yield "height", good, {"height": 3}, "another height than its parent says"
+    yield "numbered", good, {"kind": 1}, "numbered manifests is not supported"
+    yield "rest", good + b"!", {}, "1 bytes more than its entries"
+    yield "short", good[:-1], {}, "ends early"
+    yield "entries", b"\0" + craft.files() + craft.varint(1 << 40), {}, "entries"
+    yield "files", b"\0" + craft.varint(1 << 40), {}, "data files"
+    yield "order", craft.leaf({"b": b"1", "a": b"2"}), {}, "keys are out of order"
+    yield "number", b"\0" + b"\xff" * 10, {}, "number is too large|ends early"
+    loop = craft.interior(2, "d/data", [("a", 0, 0, 64), ("b", 0, 0, 64)])
+    yield "loop", loop, {"height": 2}, "truncated or damaged, a length in it is wrong|two parents"
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "more", "told"), [pytest.param(*case, id=case[0]) for case in hostile()]
+)
+def test_a_hostile_database_is_refused(
+    tmp_path: Path, name: str, body: bytes, more: dict[str, Any], told: str
+) -> None:
+    craft.database(tmp_path, craft.sealed(craft.NODE, body), **more)
+    with pytest.raises(CheckpointError, match=told):
+        ocdbt.read_ocdbt(Folder(tmp_path))
+
+
+def test_a_node_that_is_its_own_child_is_refused(tmp_path: Path) -> None:
+    length = len(craft.sealed(craft.NODE, craft.interior(2, "d/data", [("a", 0, 0, 64), ("b", 0, 0, 64)])))
+    body = craft.interior(2, "d/data", [("a", 0, 0, length), ("b", 0, 0, length)])
+    craft.database(tmp_path, craft.sealed(craft.NODE, body), height=2)
+    with pytest.raises(CheckpointError, match="a node has two parents"):
+        ocdbt.read_ocdbt(Folder(tmp_path))
+
+
+@pytest.mark.timeout(60)
+def test_a_node_that_decompresses_to_gigabytes_is_refused(tmp_path: Path) -> None:
+    craft.database(tmp_path, craft.sealed(craft.NODE, bytes(1 << 28), compress=True))
+    assert (tmp_path / "d" / "data").stat().st_size < 1 << 16
+    with pytest.raises(CheckpointError, match="has more than 134,217,728 bytes"):
+        ocdbt.read_ocdbt(Folder(tmp_path))
+
+
+def bodies() -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Bodies of nodes: a leaf of Orbax's, and one above others."""
+    for path in sorted((SAMPLES / "ocdbt" / "d").iterdir()):
+        data = path.read_bytes()
+        yield ocdbt._body(data, craft.NODE, str(path)), {}
+    yield craft.interior(1, "d/data", [("a", 1, 0, 80), ("b", 1, 80, 90)]), {"height": 1}
+
+
+@pytest.mark.timeout(120)
+def test_any_node_under_a_right_checksum_is_refused_or_read(tmp_path: Path) -> None:
+    """Whoever makes a hostile file makes its checksum, too."""
+    rng = random.Random(4)
+    ended: set[bool] = set()
+    for body, more in bodies():
+        for _ in range(300):
+            bad = bytearray(body)
+            for _ in range(rng.choice([1, 1, 2, 8])):
+                at = rng.randrange(min(len(bad), rng.choice([40, len(bad)])))
+                bad[at] = rng.choice([bad[at] ^ 1 << rng.randrange(8), rng.randrange(256), 255])
+            if rng.random() < 0.1:
+                del bad[rng.randrange(len(bad)) :]
+            craft.database(tmp_path, craft.sealed(craft.NODE, bytes(bad)), **more)
+            try:
+                ocdbt.read_ocdbt(Folder(tmp_path))
+                ended.add(True)
+            except CheckpointError as error:
+                assert str(tmp_path) in str(error) and "\n" not in str(error)
+                ended.add(False)
+    assert ended == {True, False}
+
+
+@pytest.mark.parametrize("name", [".zarray", "zarr.json"])
+def test_any_header_of_an_array_is_refused_or_read(name: str) -> None:
+    run = "zarr" if name == ".zarray" else "zarr3"
+    folder = SAMPLES / run / "layers.0.both"
+    header = json.loads((folder / name).read_text())
+    odd: list[Any] = [None, -1, 0, 1 << 70, 1.5, "x", [], {}, [[]], {"name": []}, True, [1 << 62] * 3]
+
+    def changed(value: Any) -> Iterator[Any]:
+        yield from odd
+        for key in value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ():
+            for other in changed(value[key]):
+                made = value.copy()
+                made[key] = other
+                yield made
+
+    def values(key: str) -> Memory:
+        try:
+            return Memory((folder / key).read_bytes())
+        except OSError:
+            raise CheckpointError(f"{key} is missing") from None
+
+    ended: set[bool] = set()
+    for bad in changed(header):
+        try:
+            read_zarr("a", bad, 3 if name == "zarr.json" else 2, values, "here", 100).read()
+            ended.add(True)
+        except CheckpointError as error:
+            assert "\n" not in str(error)
+            ended.add(False)
+    assert ended == {True, False}
+
+
+def test_what_is_missing_is_told(tmp_path: Path) -> None:
+    def copy(name: str) -> Path:
+        shutil.rmtree(tmp_path / "c", ignore_errors=True)
+        return Path(shutil.copytree(SAMPLES / name, tmp_path / "c"))
+
+    (copy("ocdbt") / "_METADATA").unlink()
+    with pytest.raises(CheckpointError, match="without _METADATA, which lists its tensors"):
+        open_checkpoint(tmp_path / "c")
+    (copy("ocdbt") / "manifest.ocdbt").unlink()
+    with pytest.raises(CheckpointError, match=r"manifest\.ocdbt: No such file"):
+        open_checkpoint(tmp_path / "c")
+    shutil.rmtree(copy("zarr") / "layers.0.both")
+    with pytest.raises(CheckpointError, match=r"layers\.0\.both/\.zarray: No such file"):
+        open_checkpoint(tmp_path / "c")
+    (copy("zarr") / "layers.0.both" / "1.1").unlink()
+    with pytest.raises(CheckpointError, match=r"layers\.0\.both/1\.1: No such file"):
+        open_checkpoint(tmp_path / "c")
+    (copy("zarr")).rename(tmp_path / "7.orbax-checkpoint-tmp")
+    with pytest.raises(CheckpointError, match="an Orbax checkpoint that was not finished"):
+        open_checkpoint(tmp_path / "7.orbax-checkpoint-tmp")
+
+
+def test_arrays_of_easydel_are_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "tensorstore_index.json").write_text('{"format": "tensorstore", "prefixes": {}}')
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(
+        CheckpointError, match=r"of EasyDeL are not read; export the model with model\.to_torch"
+    ):
+        open_checkpoint(tmp_path)
+
+
+def test_a_tree_and_a_database_that_disagree_are_refused(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(SAMPLES / "ocdbt", tmp_path / "c"))
+    content = json.loads((folder / "_METADATA").read_text())
+    tree = content["tree_metadata"]
+    lost = next(key for key in tree if "both" in key)
+    (folder / "_METADATA").write_text(
+        json.dumps({**content, "tree_metadata": {k: v for k, v in tree.items() if k != lost}})
+    )
+    with pytest.raises(CheckpointError, match=r"holds 'layers\.0\.both', which _METADATA does not list"):
+        open_checkpoint(folder)
+    more = {**tree[lost], "key_metadata": [{"key": "more", "key_type": 2}]}
+    (folder / "_METADATA").write_text(json.dumps({**content, "tree_metadata": {**tree, "more": more}}))
+    with pytest.raises(CheckpointError, match=r"'more/\.zarray' is missing from the database"):
+        open_checkpoint(folder)
+
+
+def test_an_unknown_optimizer_is_refused_and_the_model_converts(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(SAMPLES / "zarr", tmp_path / "c"))
+    content = json.loads((folder / "_METADATA").read_text())
+    entry = next(value for key, value in content["tree_metadata"].items() if "both" in key)
+    entry["key_metadata"] = [{"key": key, "key_type": 2} for key in ("opt_state", "v_row", "both")]
+    (folder / "_METADATA").write_text(json.dumps(content))
+    (folder / "layers.0.both").rename(folder / "opt_state.v_row.both")
+    checkpoint = open_checkpoint(folder)
+    assert len(checkpoint.tensors) == len(ODD) - 1
+    with pytest.raises(CheckpointError, match=r"'opt_state\.v_row\.both' is no moment of optax's Adam"):
+        _ = checkpoint.optimizer
