@@ -142,7 +142,7 @@ class XlaEngine:
                     whole = layout.sharding(layout.replicated(parameter.dim()))
                     places[own] = whole, layout.sharding(spec)
         if places:
-            gathered(layer, places)
+            gathered(layer, places, alone=layout.sums_whole)
 
     def _constrain_activations(self, model: nn.Module, segments: Iterable[Segment]) -> None:
         """Keep activations and logits sharded along the batch. Propagation from the parameters would choose
@@ -277,7 +277,10 @@ class XlaEngine:
                 whole = self._layout.sharding(self._layout.replicated(parameter.dim()))
                 cut = self._layout.sharding(self._spec_of(name, parameter))
                 # The head's gradient is reduced unsharded: a shard would need the gradients of all logits.
-                copy = constrain(copy, whole, whole if parameter is self._head else cut)
+                if parameter is self._head:
+                    copy = constrain(copy, whole, whole)
+                else:
+                    copy = constrain(copy, whole, cut, alone=self._layout.sums_whole)
             if copy is not parameter:
                 yield self._caller.name(name), copy
         if self._buffer_dtype is not None:

@@ -21,13 +21,14 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def gathered(layer: nn.Module, places: Mapping[str, tuple[Any, Any]]) -> None:
+def gathered(layer: nn.Module, places: Mapping[str, tuple[Any, Any]], *, alone: bool) -> None:
     """Make ``layer`` compute with gathered copies of its parameters.
 
     Args:
         layer: its ``forward`` is replaced.
         places: for the parameters to gather, the sharding of the copy and that of the gradient, in the
             bindings' form.
+        alone: see :func:`tpu.layout.constrain`.
     """
     forward = layer.forward
     caller = Caller(layer)
@@ -37,7 +38,9 @@ def gathered(layer: nn.Module, places: Mapping[str, tuple[Any, Any]]) -> None:
         # An adapter on stacked experts renames them while it computes; those are gathered by the compiler.
         parameters = dict(layer.named_parameters())
         here = {name: to for name, to in places.items() if name in parameters}
-        copies = {f"module.{name}": constrain(parameters[name], *to) for name, to in here.items()}
+        copies = {
+            f"module.{name}": constrain(parameters[name], *to, alone=alone) for name, to in here.items()
+        }
         return torch.func.functional_call(caller, copies, (functools.partial(forward, *args, **kwargs),))
 
     layer.forward = gathering

@@ -86,6 +86,11 @@ class Layout:
         """Whether any parameter may be sharded."""
         return self._rules.sharded
 
+    @property
+    def sums_whole(self) -> bool:
+        """Whether the TPU's compiler adds up gradients as a whole, and cuts them afterwards."""
+        return self.group > 32
+
     def batch(self, dims: int) -> Spec:
         """The spec of batches and activations: sharded along dim 0 over all devices."""
         return (self._batch_axes, *(None,) * (dims - 1))
@@ -179,21 +184,28 @@ class Layout:
         return values
 
 
-def constrain(tensor: Tensor, sharding: Any, gradient: Any) -> Tensor:
-    """Annotate ``tensor`` with a sharding, and its gradient with another."""
-    constrained: Tensor = _Constrain.apply(tensor, sharding, gradient)  # type: ignore[no-untyped-call]
+def constrain(tensor: Tensor, sharding: Any, gradient: Any, *, alone: bool = False) -> Tensor:
+    """Annotate ``tensor`` with a sharding, and its gradient with another.
+
+    Args:
+        alone: write the gradient by itself. The compiler might put off what cuts it, and keep it whole.
+    """
+    constrained: Tensor = _Constrain.apply(tensor, sharding, gradient, alone)  # type: ignore[no-untyped-call]
     return constrained
 
 
 class _Constrain(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, sharding: Any, gradient: Any) -> Tensor:
-        ctx.gradient = gradient
+    def forward(ctx: Any, tensor: Tensor, sharding: Any, gradient: Any, alone: bool) -> Tensor:
+        ctx.gradient, ctx.alone = gradient, alone
         return marked(tensor, sharding)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return marked(gradients[0], ctx.gradient), None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        gradient = marked(gradients[0], ctx.gradient)
+        if ctx.alone:
+            xla._xla_optimization_barrier_([gradient])
+        return gradient, None, None, None
 
 
 def marked(tensor: Tensor, sharding: Any) -> Tensor:

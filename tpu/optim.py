@@ -19,7 +19,7 @@ from portable.optim import adafactor
 from portable.optim.average import AVERAGE
 from portable.optim.muon import orthogonalized, rate_factor
 from portable.optim.optimizers import muon, parameter_groups, rate_of
-from tpu.layout import FSDP, Spec, constrain
+from tpu.layout import FSDP, Spec, marked
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -193,28 +193,38 @@ class Muon:
         return decayed - adjusted * given.gradient, given.state
 
     def prepared(
-        self, gradients: Mapping[str, Tensor], states: Mapping[str, State]
+        self, gradients: Mapping[str, Tensor], states: Mapping[str, State], specs: Mapping[str, Spec]
     ) -> tuple[dict[str, Tensor], dict[str, State]]:
         """The orthogonalized updates, fp32, and the new states, by name.
 
-        Matrices of one shape are put together and spread over the devices, each of which has some as a whole.
+        Matrices of one shape and cut are put together and spread over the devices, each of which has some as
+        a whole.
         """
         made: dict[str, State] = {}
-        by_shape: dict[tuple[int, ...], dict[str, Tensor]] = {}
+        alike: dict[tuple[tuple[int, ...], Spec | None], dict[str, Tensor]] = {}
         for name, gradient in gradients.items():
             buffer = states[name]["momentum_buffer"].lerp(gradient, 1 - self._momentum)
             update = gradient.lerp(buffer, self._momentum).to(self._compute)
             shape = tuple(update.shape[-2:])
-            by_shape.setdefault(shape, {})[name] = update.reshape(-1, *shape)
+            *before, rows, columns = specs[name]
+            cut = None if any(before) else (None, rows, columns)  # experts may be spread already
+            alike.setdefault((shape, cut), {})[name] = update.reshape(-1, *shape)
             made[name] = {"momentum_buffer": buffer}
         updates: dict[str, Tensor] = {}
-        for alike in by_shape.values():
-            counts = [len(update) for update in alike.values()]
+        spread = self._layout.sharding((FSDP, None, None))
+        for (_, cut), matrices in alike.items():
+            counts = [len(update) for update in matrices.values()]
             padding = -sum(counts) % self._layout.group
-            parts = [*alike.values(), *[torch.zeros_like(next(iter(alike.values()))[:1])] * padding]
-            place = self._layout.sharding((FSDP, None, None))
-            whole = orthogonalized(constrain(torch.cat(parts), place, place), self._compute)
-            for name, update in zip(alike, whole.split([*counts, *[1] * padding]), strict=False):
+            parts = [*matrices.values(), *[torch.zeros_like(next(iter(matrices.values()))[:1])] * padding]
+            together = torch.cat(parts)
+            if cut is not None:
+                together = marked(together, self._layout.sharding(cut))
+            whole = orthogonalized(marked(together, spread), self._compute)
+            if cut is not None:
+                # Cut as before on both sides: an all-to-all leads there and back. The compiler's own way
+                # takes four times as many bytes.
+                whole = marked(marked(whole, spread), self._layout.sharding(cut))
+            for name, update in zip(matrices, whole.split([*counts, *[1] * padding]), strict=False):
                 updates[name] = update.reshape(gradients[name].shape).float()
         return updates, made
 
@@ -292,7 +302,8 @@ class Optimizer:
                 reached = torch.tensor([float(name in gradients) for name in self._names])
                 counted = self._steps + self._layout.whole(reached)
             own = {n: g.float() for n, g in gradients.items() if self._rules[n] is self._muon}
-            updates, states = self._muon.prepared(own, self._state)
+            specs = {name: self._held.spec(name, gradient.shape) for name, gradient in own.items()}
+            updates, states = self._muon.prepared(own, self._state, specs)
             for index, name in enumerate(self._names):
                 if name not in gradients:
                     continue

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from portable.errors import UserError, one_line
 from tpu import device_specs as devices
+from tpu.libtpu_flags import OURS, VARIABLE, with_missing
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,6 +35,8 @@ def _import() -> Any:
             f"{wanted}; install a pair with: {INSTALL}"
         )
     os.environ.setdefault("PJRT_DEVICE", "TPU" if devices.uses_tpu() else "CPU")
+    if os.environ["PJRT_DEVICE"] == "TPU":
+        os.environ[VARIABLE] = with_missing(os.environ.get(VARIABLE, ""), OURS)
     try:
         import torch_xla
         import torch_xla.core.xla_builder

@@ -28,6 +28,7 @@ from tpu.compile.libtpu import compile_options
 from tpu.compile.protobuf import Message, WireError, field, varint
 from tpu.compile.report import analyse, convolution_flops
 from tpu.compile.slices import GENERATIONS, Slice, find_slice
+from tpu.libtpu_flags import OURS, with_missing
 
 NEVER = 1 << 62
 ALL = ("v4", "v5e", "v5p", "v6e")
@@ -142,7 +143,8 @@ def test_flags_are_those_of_a_run() -> None:
     given = "--mine=1 --xla_latency_hiding_scheduler_rerun=2"
     for device, version in (("v4", 4), ("v5e", 5), ("v5p", 5), ("v6e", 6)):
         ours = Slice(device, FOUR[device]).environment({"LIBTPU_INIT_ARGS": given})["LIBTPU_INIT_ARGS"]
-        assert sorted(ours.split()) == sorted(flags_of_torch_xla(version, given).split()), device
+        begun = with_missing(given, OURS)  # as tpu.runtime, before torch_xla is imported
+        assert sorted(ours.split()) == sorted(flags_of_torch_xla(version, begun).split()), device
 
 
 # -- what is read from a module ----------------------------------------------------------------------------
@@ -600,6 +602,42 @@ def test_no_matrix_is_reduced_whole(library: compiler.Library, tmp_path: Path) -
     assert sent["all-gather"] < 1.03 * (2 * matrices - 512 * 8192) * 2 * 3 / 4
     # Of activations, what is looked up in the table and its gradient.
     assert sent["all-to-all"] == 2 * 2 * 256 * 512 * 2 * 3 / 4
+
+
+@needs_torch_xla
+@pytest.mark.slow
+def test_muon_moves_each_matrix_there_and_back(library: compiler.Library, tmp_path: Path) -> None:
+    """A chip sends what it has of the others' matrices, and later what it has made for them, in bf16."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    settings = {
+        "model.config": {**TINY, "hidden_size": 512, "intermediate_size": 512, **heads},
+        "memory.activation_checkpointing": "full",
+        "train.global_batch_size": 8,
+    }
+    sent = {}
+    for optimizer in ("adamw", "muon"):
+        step = step_of(library, tmp_path / optimizer, "2x2", **settings, **{"train.optimizer": optimizer})
+        sent[optimizer] = sum(one.bytes for one in step.collectives.values())
+    # Seven matrices of one shape in each layer, made up to a multiple of four.
+    layers: int = TINY["num_hidden_layers"]
+    matrices = -(-7 * layers // 4) * 4 * 512 * 512
+    assert sent["muon"] - sent["adamw"] == pytest.approx(2 * 2 * matrices * 3 / 16, rel=0.01)
+
+
+@needs_torch_xla
+@pytest.mark.slow
+def test_gradients_are_cut_at_once(library: compiler.Library, tmp_path: Path) -> None:
+    """On 64 chips they are added up whole. Whole ones do not lie there until the update."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 4}
+    settings = {
+        "model.config": {**TINY, **sizes},
+        "memory.activation_checkpointing": "full",
+        "train.global_batch_size": 128,
+    }
+    step = step_of(library, tmp_path, "8x8", **settings)
+    layer = 2048 * (2 * 2048 + 2 * 1024 + 3 * 8192)
+    assert step.collectives["all-reduce"].bytes > 4 * 2 * layer  # else it is time to measure again
+    assert step.temporary_bytes < 3 * 2 * layer
 
 
 @needs_torch_xla

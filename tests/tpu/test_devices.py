@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -10,10 +11,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tpu import device_specs as devices
+from tpu.libtpu_flags import OURS, VARIABLE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+OWN = [f"--{flag}" for flag in OURS]
 
 
 @pytest.fixture(autouse=True)
@@ -154,3 +158,18 @@ def test_no_framework_is_imported() -> None:
     )
     result = subprocess.run([sys.executable, "-c", found], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("runs_on", "given", "flags"), [("TPU", "--mine=1", ["--mine=1", *OWN]), ("CPU", "", [])]
+)
+def test_flags_of_the_compiler(
+    runs_on: str, given: str, flags: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch_xla")
+    from tpu import runtime
+
+    monkeypatch.setenv("PJRT_DEVICE", runs_on)
+    monkeypatch.setenv(VARIABLE, given)
+    runtime._import()
+    assert os.environ[VARIABLE].split() == flags

@@ -271,6 +271,14 @@ def test_sgd(momentum: float, tmp_path: Path, corpus: Path, xla: XlaPool) -> Non
     assert_close(ours, on_cpu(tmp_path / "cpu", corpus, **settings), 1e-6)
 
 
+@pytest.mark.parametrize("strategy", ["full_shard", "hybrid_shard"])
+def test_muon(strategy: str, tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
+    muon: dict[str, Any] = {**ONE_LAYER, "train__optimizer": "muon", "train__learning_rate": 0.03}
+    group = {"fsdp__shard_group_size": 2} if strategy == "hybrid_shard" else {}
+    ours = on_xla(xla, 4, tmp_path / "xla", corpus, strategy=strategy, **muon, **group)
+    assert_close(ours, on_cpu(tmp_path / "cpu", corpus, **muon), 1e-5)
+
+
 def test_dropout_recomputes_what_was_dropped(tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
     config = {**ONE_LAYER["model__config"], "attention_dropout": 0.2}
     plain = on_xla(xla, 4, tmp_path / "a", corpus, model__config=config)

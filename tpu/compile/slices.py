@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from portable.errors import UserError
+from tpu.libtpu_flags import OURS, VARIABLE, with_missing
 
 if TYPE_CHECKING:
     from tpu.compile.libtpu import Topology, Value
@@ -88,11 +89,7 @@ class Slice:
         Args:
             given: the caller's variables; flags in LIBTPU_INIT_ARGS stay.
         """
-        arguments = given.get("LIBTPU_INIT_ARGS", "").split()
-        named = {re.sub("^-*", "", flag).partition("=")[0] for flag in arguments}
-        for flag in (*_FLAGS, *GENERATIONS[self.generation].flags):
-            if flag.partition("=")[0] not in named:
-                arguments.append(f"--{flag}")
+        flags = (*OURS, *_FLAGS, *GENERATIONS[self.generation].flags)
         settings = {
             "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # it opens no chip, and so needs no lock
             "TPU_SKIP_MDS_QUERY": "1",
@@ -100,7 +97,7 @@ class Slice:
             "TPU_LOG_DIR": "disabled",
             "TF_CPP_MIN_LOG_LEVEL": "3",
         }
-        return {**given, **settings, "LIBTPU_INIT_ARGS": " ".join(arguments)}
+        return {**given, **settings, VARIABLE: with_missing(given.get(VARIABLE, ""), flags)}
 
 
 def find_slice(device: str | None, devices: int, topology: str | None) -> Slice:

@@ -1,0 +1,29 @@
+"""Flags of the TPU's compiler. libtpu reads them from ``LIBTPU_INIT_ARGS`` as it is loaded."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+VARIABLE = "LIBTPU_INIT_ARGS"
+# The state of a step is donated, and libtpu first copies all of it. It then removes each copy that it can
+# show to be useless, and gives up after a total of 150,000 units of work. 32 layers, one by one, need more,
+# and copies of a third of their state stayed. Each copy has a limit of its own, so compilation stays short.
+OURS = ("xla_tpu_copy_elision_analysis_allowance=1000000000",)
+"""What a run adds to the flags of torch_xla."""
+
+
+def with_missing(given: str, flags: Iterable[str]) -> str:
+    """``given`` with those of ``flags`` that it does not set.
+
+    Args:
+        given: a value of ``LIBTPU_INIT_ARGS``.
+        flags: each ``name=value``.
+    """
+    arguments = given.split()
+    named = {re.sub("^-*", "", flag).partition("=")[0] for flag in arguments}
+    missing = [f"--{flag}" for flag in flags if flag.partition("=")[0] not in named]
+    return " ".join([*arguments, *missing])
