@@ -62,6 +62,8 @@ class Compressed(Held):
             if content is None:
                 content = self._content = self._decompressed(touched)
                 self._served = 0
+                if not isinstance(content.obj, mmap.mmap):
+                    _kept.use(self)
             self._served += count
             if self._served >= self._used:
                 self._content = None
@@ -86,7 +88,6 @@ class Compressed(Held):
         while part := self._next(stream, done):
             target[done : done + len(part)] = part
             done += len(part)
-        _kept.use(self)
         return memoryview(target)
 
     def _spooled(self, stream: pyarrow.NativeFile) -> memoryview:
@@ -163,6 +164,8 @@ class _Kept:
 
     def has_room(self, nbytes: int) -> bool:
         with self._lock:
+            while self._runs and next(iter(self._runs.values()))[0]() is None:
+                self._nbytes -= self._runs.popitem(last=False)[1][1]
             return self._nbytes + nbytes <= CACHE_BYTES
 
     def touch(self, run: Compressed) -> None:
