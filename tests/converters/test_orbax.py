@@ -391,7 +391,7 @@ def test_chunks_that_were_not_stored_hold_the_fill_value() -> None:
     with pytest.raises(CheckpointError, match="the fill value a list is not supported"):
         array({**header, "fill_value": [1, 2]}, held.get)
     with pytest.raises(CheckpointError, match=r"here: a/50: damaged, too many chunks .* have no values"):
-        array({**header, "shape": [120], "fill_value": 0}, {}.get)
+        array({**header, "shape": [120], "fill_value": 0}, lambda key: None)
 
 
 def shards(count: int, inner: int = 1) -> dict[str, Any]:
@@ -683,7 +683,7 @@ def test_an_optimizer_beside_its_model(tmp_path: Path) -> None:
     """As flax.nnx is saved: the settings of `inject_hyperparams` are left out, unclear parameters refused."""
     ones, count = np.ones(3, np.float32), np.array(5, np.int32)
     above = "optimizer.opt_state.inner_state.0"
-    arrays = {"model.l.w": ones, f"{above}.mu.l.w": ones * 2, f"{above}.nu.l.w": ones * 3}
+    arrays: dict[str, Array] = {"model.l.w": ones, f"{above}.mu.l.w": ones * 2, f"{above}.nu.l.w": ones * 3}
     arrays |= {f"{above}.count": count, "optimizer.opt_state.hyperparams.learning_rate": ones[0]}
     found = open_checkpoint(saved(tmp_path / "c", arrays))
     assert list(found.tensors) == ["model.l.w"] and found.optimizer is not None
