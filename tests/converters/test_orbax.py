@@ -39,7 +39,7 @@ from tests.converters.making import once
 from tests.converters.orbax_values import LLAMA, ODD, STEP, maxtext_llama, pattern
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
 SAMPLES = Path(__file__).parent / "orbax_samples"
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -625,7 +625,7 @@ def test_any_header_of_an_array_is_refused_or_read(name: str) -> None:
     assert ended == {True, False}
 
 
-def saved(folder: Path, arrays: dict[str, Array], **more: Any) -> Path:
+def saved(folder: Path, arrays: Mapping[str, Array | np.generic], **more: Any) -> Path:
     """A tree of plain arrays, one chunk each, with its flags."""
     listed = {}
     for name, value in arrays.items():
@@ -635,7 +635,8 @@ def saved(folder: Path, arrays: dict[str, Array], **more: Any) -> Path:
         (where / ".zarray").write_text(json.dumps(header))
         (where / ".".join("0" * value.ndim or "0")).write_bytes(value.tobytes())
         keys = [{"key": key, "key_type": 2} for key in name.split(".")]
-        kind = {"value_type": "jax.Array", "skip_deserialize": False}
+        kind: dict[str, Any] = {"value_type": "scalar" if isinstance(value, np.generic) else "jax.Array"}
+        kind["skip_deserialize"] = False
         listed[name] = {"key_metadata": keys, "value_metadata": kind}
     content = {"tree_metadata": listed, "use_ocdbt": False, **more}
     (folder / "_METADATA").write_text(json.dumps(content))
@@ -661,6 +662,13 @@ def test_a_header_that_is_no_json_is_named(tmp_path: Path) -> None:
         open_checkpoint(folder)
 
 
+def test_numbers_are_counters_but_for_parameters(tmp_path: Path) -> None:
+    numbers = {"params.w": np.float32(2), "epoch": np.float32(3), "seen": np.array(4, np.int64)}
+    found = open_checkpoint(saved(tmp_path / "c", numbers))
+    assert found.tensors["params.w"].read() == 2 and list(found.tensors) == ["params.w"]
+    assert found.counters == {"epoch": 3, "seen": 4}
+
+
 def test_items_of_any_name(tmp_path: Path) -> None:
     step = tmp_path / "ckpt_12"
     step.mkdir()
@@ -684,7 +692,7 @@ def test_an_optimizer_beside_its_model(tmp_path: Path) -> None:
     ones, count = np.ones(3, np.float32), np.array(5, np.int32)
     above = "optimizer.opt_state.inner_state.0"
     arrays: dict[str, Array] = {"model.l.w": ones, f"{above}.mu.l.w": ones * 2, f"{above}.nu.l.w": ones * 3}
-    arrays |= {f"{above}.count": count, "optimizer.opt_state.hyperparams.learning_rate": ones[0]}
+    arrays |= {f"{above}.count": count, "optimizer.opt_state.hyperparams.learning_rate": ones[0].reshape(())}
     found = open_checkpoint(saved(tmp_path / "c", arrays))
     assert list(found.tensors) == ["model.l.w"] and found.optimizer is not None
     state = found.optimizer.state["model.l.w"]

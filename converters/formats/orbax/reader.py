@@ -148,7 +148,9 @@ class _Tree:
         self.scalars = {
             path
             for path, array in self.arrays.items()
-            if array.shape in ((), (1,)) and (described[path] == "scalar" or array.dtype in _COUNTS)
+            if array.shape in ((), (1,))
+            and "params" not in path
+            and (described[path] == "scalar" or array.dtype in _COUNTS)
         }
 
     def _array(self, name: str, header: str) -> Tensor:
