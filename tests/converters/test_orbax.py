@@ -698,6 +698,9 @@ def test_an_optimizer_beside_its_model(tmp_path: Path) -> None:
     state = found.optimizer.state["model.l.w"]
     assert state["step"] == 5 and isinstance(state["exp_avg_sq"], Tensor)
     assert state["exp_avg_sq"].read().tolist() == [3, 3, 3]
+    lion = {name: value for name, value in arrays.items() if "nu" not in name}
+    with pytest.raises(CheckpointError, match=r"one moment of model\.l\.w, Adam has two; convert without"):
+        _ = open_checkpoint(saved(tmp_path / "lion", lion)).optimizer
     two = open_checkpoint(saved(tmp_path / "two", {**arrays, "ema.l.w": ones}))
     with pytest.raises(CheckpointError, match=r"mu\.l\.w' is no moment of optax's Adam; convert without"):
         _ = two.optimizer

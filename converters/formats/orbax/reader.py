@@ -47,6 +47,7 @@ _COUNTS = ("I32", "I64", "U32")
 # MaxText's random states.
 _AUXILIARY = "nnx_aux"
 _MOMENTS = {"mu": "exp_avg", "nu": "exp_avg_sq"}
+_BOTH = frozenset(_MOMENTS.values())
 # Chunks of an array that are files; chunks of all arrays that lie within others, or are not stored.
 _MAX_CHUNKS, _MAX_BEYOND = 1 << 22, 1 << 18
 _MAX_METADATA = 64 << 20
@@ -264,6 +265,9 @@ class _Tree:
                 values[_MOMENTS[moment]] = tensor
                 if step is not None:
                     values["step"] = step
+        alone = next((name for name, values in state.items() if not values.keys() >= _BOTH), None)
+        if alone is not None:
+            raise OptimizerStateError(f"{self.where}: the optimizer has one moment of {alone}, Adam has two")
         return OptimizerState(state, [{"params": list(state)}])
 
 
