@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # step-000100 (ours, torchtitan), checkpoint-500 (Trainer), global_step7 (DeepSpeed), epoch_3-step-100, 100
 # (Orbax) ...
-_STEP = re.compile(r"(?:(?:.*[^0-9])?(?:step|checkpoint|iter|epoch)[-_]?)?(\d+)")
+_STEP = re.compile(r"(?:(?:.*[^0-9])?(?:step|checkpoint|ckpt|iter|epoch)[-_]?)?(\d+)")
 
 
 def open_checkpoint(

@@ -22,16 +22,18 @@ from converters.storage.bytes import Memory
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from converters.storage.bytes import Source
+    from converters.storage.bytes import Source, SourceFile
     from converters.storage.folder import Folder
 
 MANIFEST = "manifest.ocdbt"
 _MANIFEST_MAGIC, _NODE_MAGIC = 0x0CDB3A2A, 0x0CDB20DE
-# What one node may decompress to (Orbax's own limit is 100 MB), and what all of them may hold together.
-_MAX_NODE, _MAX_TREE = 128 << 20, 1 << 30
+# What one node may decompress to (Orbax's own limit is 100 MB).
+_MAX_NODE = 128 << 20
+# What a tree may cost in memory: so much in any case, so much for each stored byte of it, and at most.
+_FREE, _FOR_EACH, _MAX_TREE = 256 << 20, 256, 4 << 30
+_ENTRY = 512
 # Names of tensors are shorter; so are paths of data files.
 _MAX_KEY = 8192
-_MAX_MANIFEST = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -50,37 +52,27 @@ def read_ocdbt(folder: Folder) -> dict[str, Source]:
     Raises:
         CheckpointError: a file is missing or damaged, or the database is of a kind that Orbax does not write.
     """
+    cost = _Cost()
     file = folder.file(MANIFEST)
-    if file.nbytes > _MAX_MANIFEST:
-        raise CheckpointError(f"{file.path}: damaged, no manifest has {file.nbytes:,} bytes")
-    manifest = _Fields(_body(file.read(0, file.nbytes), _MANIFEST_MAGIC, str(file.path)), str(file.path))
-    height, root = _newest(manifest)
+    height, root = _newest(_body(file, 0, file.nbytes, _MANIFEST_MAGIC, cost))
     found: dict[str, Source] = {}
-    seen: set[tuple[str, int]] = set()
-    budget = _MAX_TREE
+    seen: set[tuple[object, int]] = set()
     pending = [(root, height, b"")]
     while pending:
         place, height, prefix = pending.pop()
-        if (place.name, place.offset) in seen:
-            raise CheckpointError(f"{folder.path / place.name}: damaged, a node has two parents")
-        seen.add((place.name, place.offset))
         data = folder.file(place.name)
-        where = str(data.path)
-        fields = _Fields(_body(data.read(place.offset, place.length), _NODE_MAGIC, where), where)
-        budget -= len(fields.data)
+        node = data.identity(), place.offset
+        if node in seen:
+            raise CheckpointError(f"{data.path}: damaged, a node has two parents")
+        seen.add(node)
+        fields = _body(data, place.offset, place.length, _NODE_MAGIC, cost)
         if fields.byte() != height:
             raise fields.damaged("a node has another height than its parent says")
         names = _data_files(fields, place.base)
-        count = fields.varint()
-        if not 0 < count <= len(fields.data):
-            raise fields.damaged(f"a node has {count:,} entries")
-        keys, shared = _keys(fields, count, interior=height > 0)
-        budget -= sum(map(len, keys))
-        if budget < 0:
-            raise fields.damaged(f"its tree holds more than {_MAX_TREE:,} bytes")
+        keys, shared = _keys(fields, interior=height > 0)
         if height:
-            places = _places(fields, names, count)
-            fields.varints(3 * count)  # statistics
+            places = _places(fields, names, len(keys))
+            fields.varints(3 * len(keys))  # statistics
             below = zip(places, keys, shared, strict=True)
             pending += [(child, height - 1, prefix + key[:length]) for child, key, length in below]
         else:
@@ -99,8 +91,8 @@ def _newest(fields: _Fields) -> tuple[int, _Place]:
     if fields.varint():
         fields.take(4)  # level of the compression
     names = _data_files(fields, "")
-    count = fields.varint()
-    if not 0 < count <= len(fields.data):
+    count = fields.count("versions")
+    if count == 0:
         raise CheckpointError(f"{fields.where}: the database is empty")
     fields.varints(count)  # generations
     heights = fields.take(count)
@@ -134,17 +126,18 @@ def _leaf(
             found[name] = Memory(fields.take(length))
 
 
-def _keys(fields: _Fields, count: int, *, interior: bool) -> tuple[list[bytes], list[int]]:
-    """The keys, and how long a prefix the keys below each share."""
+def _keys(fields: _Fields, *, interior: bool) -> tuple[list[bytes], list[int]]:
+    """The keys of a node, and how long a prefix the keys below each share."""
+    count = fields.count("entries")
+    if count == 0:
+        raise fields.damaged("a node has no entries")
     prefixes = [0, *fields.varints(count - 1)]
     suffixes = fields.varints(count)
     shared = fields.varints(count) if interior else []
-    total, longest = 0, 0
-    for prefix, suffix in zip(prefixes, suffixes, strict=True):
-        longest = prefix + suffix
-        total += longest
-        if longest > _MAX_KEY or total > _MAX_TREE:
-            raise fields.damaged(f"a key has {longest:,} bytes")
+    lengths = [prefix + suffix for prefix, suffix in zip(prefixes, suffixes, strict=True)]
+    if max(lengths) > _MAX_KEY:
+        raise fields.damaged(f"a key has {max(lengths):,} bytes")
+    fields.spend(sum(lengths))
     keys: list[bytes] = []
     last = b""
     for prefix, suffix in zip(prefixes, suffixes, strict=True):
@@ -160,17 +153,15 @@ def _keys(fields: _Fields, count: int, *, interior: bool) -> tuple[list[bytes], 
 
 def _data_files(fields: _Fields, base: str) -> list[tuple[str, str]]:
     """The table of data files: (what precedes the names in nodes of this file, the file)."""
-    count = fields.varint()
-    if count > len(fields.data):
-        raise fields.damaged(f"names {count:,} data files")
+    count = fields.count("data files")
     prefixes = [0, *fields.varints(count - 1)] if count else []
     suffixes, bases = fields.varints(count), fields.varints(count)
     found = []
-    last, total = b"", 0
+    last = b""
     for prefix, suffix, length in zip(prefixes, suffixes, bases, strict=True):
-        total += prefix + suffix
-        if prefix > len(last) or prefix + suffix > _MAX_KEY or length > prefix + suffix or total > _MAX_NODE:
+        if prefix > len(last) or prefix + suffix > _MAX_KEY or length > prefix + suffix:
             raise fields.damaged("the names of its data files do not fit")
+        fields.spend(prefix + suffix)
         last = last[:prefix] + fields.take(suffix)
         try:
             found.append((base + last[:length].decode(), base + last.decode()))
@@ -187,22 +178,28 @@ def _places(fields: _Fields, names: Sequence[tuple[str, str]], count: int) -> li
     ]
 
 
-def _body(raw: bytes, magic: int, where: str) -> bytes:
+def _body(file: SourceFile, offset: int, length: int, magic: int, cost: _Cost) -> _Fields:
     """What follows the header of a manifest or node, decompressed; its length and checksum are checked."""
+    where = str(file.path)
+    kind = "node" if magic == _NODE_MAGIC else "manifest"
+    if length > _MAX_NODE:
+        raise CheckpointError(f"{where}: damaged, no OCDBT {kind} has {length:,} bytes")
+    raw = file.read(offset, length)
     if len(raw) < 18 or raw[:4] != magic.to_bytes(4, "big"):
-        raise CheckpointError(
-            f"{where}: damaged, no OCDBT {'node' if magic == _NODE_MAGIC else 'manifest'} there"
-        )
+        raise CheckpointError(f"{where}: damaged, no OCDBT {kind} there")
     if int.from_bytes(raw[4:12], "little") != len(raw):
         raise CheckpointError(f"{where}: truncated or damaged, a length in it is wrong")
     if crc32c(memoryview(raw)[:-4]) != int.from_bytes(raw[-4:], "little"):
         raise CheckpointError(f"{where}: damaged, the checksum of the OCDBT tree does not match")
-    fields = _Fields(raw[12:-4], where)
+    cost.stored += len(raw)
+    fields = _Fields(raw[12:-4], where, cost)
     version, compression = fields.varint(), fields.varint()
     if version != 0 or compression not in (0, 1):
         raise CheckpointError(f"{where}: OCDBT version {version}, compression {compression} is not supported")
     body = fields.data[fields.at :]
-    return _decompressed(body, where) if compression else body
+    made = _Fields(_decompressed(body, where) if compression else body, where, cost)
+    made.spend(len(made.data))
+    return made
 
 
 def _decompressed(data: bytes, where: str) -> bytes:
@@ -217,16 +214,39 @@ def _decompressed(data: bytes, where: str) -> bytes:
     return body
 
 
+class _Cost:
+    """What a tree takes in memory, beside the bytes that it is stored in: these may be compressed zeros."""
+
+    def __init__(self) -> None:
+        self.stored = 0
+        self.spent = 0
+
+
 class _Fields:
     """The fields of a manifest or node, read one after another."""
 
-    def __init__(self, data: bytes, where: str) -> None:
+    def __init__(self, data: bytes, where: str, cost: _Cost) -> None:
         self.data = data
         self.where = where
         self.at = 0
+        self._cost = cost
 
     def damaged(self, what: str) -> CheckpointError:
         return CheckpointError(f"{self.where}: damaged, {what}")
+
+    def spend(self, nbytes: int) -> None:
+        cost = self._cost
+        cost.spent += nbytes
+        if cost.spent > min(_FREE + _FOR_EACH * cost.stored, _MAX_TREE):
+            raise self.damaged(f"{cost.stored:,} bytes of an OCDBT tree stand for {cost.spent:,} or more")
+
+    def count(self, what: str) -> int:
+        """How many of these follow, at a byte each or more."""
+        count = self.varint()
+        if count > len(self.data):
+            raise self.damaged(f"holds {count:,} {what}")
+        self.spend(_ENTRY * count)
+        return count
 
     def take(self, count: int) -> bytes:
         if count > len(self.data) - self.at:

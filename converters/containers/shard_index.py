@@ -27,7 +27,7 @@ def read_index(folder: Folder, name: str, read: Callable[[SourceFile], dict[str,
         CheckpointError: not an index, a shard is missing, or its content differs from the index.
     """
     file = folder.file(name)
-    index = read_json(file, file.read(0, file.nbytes))
+    index = read_json(file.path, file.read(0, file.nbytes))
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
         raise CheckpointError(f"{file.path}: not a shard index (no weight_map)")
@@ -57,16 +57,16 @@ def _check_distinct(folder: Folder, name: str, files: Mapping[str, SourceFile]) 
             raise CheckpointError(f"{folder.path / name}: lists one file twice, as {other!r} and {shard!r}")
 
 
-def read_json(file: SourceFile, data: bytes) -> Any:
-    """The parsed JSON; CheckpointError where it is invalid or repeats a key."""
+def read_json(where: object, data: bytes) -> Any:
+    """The parsed JSON; CheckpointError, which names `where`, for text that is invalid or repeats a key."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         made = dict(pairs)
         if len(made) != len(pairs):
-            raise CheckpointError(f"{file.path}: holds a key twice")
+            raise CheckpointError(f"{where}: holds a key twice")
         return made
 
     try:
         return json.loads(data.decode("utf-8"), object_pairs_hook=unique)
     except (ValueError, RecursionError):
-        raise CheckpointError(f"{file.path}: damaged, not readable as JSON") from None
+        raise CheckpointError(f"{where}: damaged, not readable as JSON") from None

@@ -11,23 +11,24 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-import ml_dtypes
 import numpy as np
 
 from converters.containers.crc32c import crc32c
 from converters.containers.pickle_reader import shown
-from converters.errors import CheckpointError
-from converters.storage.bytes import Deferred, Slice
+from converters.containers.shard_index import read_json
+from converters.errors import CheckpointError, blame
+from converters.storage.bytes import Deferred, Memory, Slice
 from converters.storage.compressed import CODECS, Compressed
-from converters.tensors.dtypes import FROM_NUMPY, itemsize
+from converters.tensors.dtypes import FROM_NUMPY, itemsize, numpy_dtype
 from converters.tensors.tensor import MAX_DIMS, Box, Tensor, View, possible_shape, row_major
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from converters.storage.bytes import Source
     from converters.tensors.tensor import Shape
@@ -41,6 +42,7 @@ class _Header:
     """What the JSON of an array says.
 
     Attributes:
+        fill: each element of a chunk that is not stored.
         chunk: shape of a stored value.
         inner: shape of the chunks within it, which is `chunk` where they are not sharded.
         codec: of the inner chunks, None for plain bytes.
@@ -56,64 +58,93 @@ class _Header:
     codec: str | None
     sharded: bool
     summed: bool
+    fill: Any
     key: Callable[[Shape], str]
 
 
+class Budget:
+    """How many chunks an array may have beyond its values: a few bytes of a header can claim any number."""
+
+    def __init__(self, chunks: int) -> None:
+        self._left = chunks
+
+    def take(self, chunks: int, where: str) -> None:
+        self._left -= chunks
+        if self._left < 0:
+            raise CheckpointError(f"{where}: damaged, too many chunks lie within shards, or have no values")
+
+
 def read_zarr(
-    name: str, header: Any, version: int, values: Callable[[str], Source], where: str, limit: int
+    name: str,
+    header: bytes,
+    version: int,
+    values: Callable[[str], Source | None],
+    where: str,
+    limit: int,
+    budget: Budget,
 ) -> Tensor:
     """One array.
 
     Args:
         name: of the tensor, for messages.
-        header: the parsed `.zarray` (version 2) or `zarr.json` (version 3).
-        values: key of a chunk (`0.1`, `c/0/1`) -> its bytes; CheckpointError where it is missing.
+        header: the `.zarray` (version 2) or `zarr.json` (version 3).
+        values: key of a chunk (`0.1`, `c/0/1`) -> its bytes; None for the fill value; CheckpointError where
+            it is missing.
         where: the checkpoint, for messages.
         limit: the array has at most so many chunks.
+        budget: of all arrays of the checkpoint.
 
     Raises:
         CheckpointError: the header is damaged, or holds something that is not read; a chunk is missing.
     """
-    try:
-        found = _version2(header) if version == 2 else _version3(header)
-    except _RefusedError as error:
-        raise CheckpointError(f"{where}: {name}: {error}") from None
-    shape = possible_shape(name, found.dtype, found.shape)
-    grid = [-(-size // step) for size, step in zip(shape, found.chunk, strict=True)]
-    if prod(grid) > limit:
-        raise CheckpointError(f"{where}: {name}: damaged, it would have {prod(grid):,} chunks")
+    with blame(where):
+        with blame(name):
+            found = _parsed(header, version)
+        shape = possible_shape(name, found.dtype, found.shape)
+        grid = [-(-size // step) for size, step in zip(shape, found.chunk, strict=True)]
+        if prod(grid) > limit:
+            raise CheckpointError(f"{name}: damaged, it would have {prod(grid):,} chunks")
     boxes = []
     for position in product(*map(range, grid)):
         key = found.key(position)
         low = tuple(at * step for at, step in zip(position, found.chunk, strict=True))
-        for offset, view in _inner_chunks(found, values(key), low, f"{where}: {name}/{key}"):
-            sizes = tuple(
-                min(step, size - at) for step, size, at in zip(found.inner, shape, offset, strict=True)
-            )
-            boxes.append(Box(offset, sizes, view))
-    return Tensor(name, found.dtype, shape, boxes)
+        boxes += _boxes(found, values(key), low, f"{where}: {name}/{key}", budget)
+    with blame(where):
+        return Tensor(name, found.dtype, shape, boxes)
 
 
-def _inner_chunks(header: _Header, value: Source, low: Shape, where: str) -> Iterator[tuple[Shape, View]]:
-    """Where each chunk of one stored value begins in the array, and its elements."""
-    strides = row_major(header.inner, itemsize(header.dtype))
-    nbytes = prod(header.inner) * itemsize(header.dtype)
+def _boxes(header: _Header, value: Source | None, low: Shape, where: str, budget: Budget) -> list[Box]:
+    """The chunks within one stored value, which begins at `low`."""
+    if value is None:
+        budget.take(1, where)
+        with blame(where):
+            fill = Memory(_element(header.fill, header.dtype))
+        return [Box(low, _sizes(header.chunk, header.shape, low), View(fill, 0, (0,) * len(low)))]
     counts = [whole // step for whole, step in zip(header.chunk, header.inner, strict=True)]
+    if header.inner != header.chunk:
+        budget.take(prod(counts), where)
     index = _Index(value, prod(counts), summed=header.summed, where=where) if header.sharded else None
-    for number, at in enumerate(np.ndindex(*counts)):
-        offset = tuple(low[d] + at[d] * header.inner[d] for d in range(len(low)))
-        if any(start >= size for start, size in zip(offset, header.shape, strict=True)):
-            continue  # beyond the upper edge
-        sizes = [
-            min(n, size - start) for n, size, start in zip(header.inner, header.shape, offset, strict=True)
-        ]
-        used = prod(sizes) * itemsize(header.dtype)
-        yield offset, View(_chunk(header, value, index, number, nbytes, used, where), 0, strides)
+    width = itemsize(header.dtype)
+    strides = row_major(header.inner, width)
+    boxes = []
+    for number, at in enumerate(product(*map(range, counts))):
+        offset = tuple(start + place * step for start, place, step in zip(low, at, header.inner, strict=True))
+        sizes = _sizes(header.inner, header.shape, offset)
+        if min(sizes, default=1) > 0:  # else beyond the upper edge
+            source = _chunk(header, value, index, number, prod(sizes) * width, where)
+            boxes.append(Box(offset, sizes, View(source, 0, strides)))
+    return boxes
+
+
+def _sizes(chunk: Shape, shape: Shape, offset: Shape) -> Shape:
+    """Of a chunk at `offset`, which may reach beyond the upper edge of the array."""
+    return tuple(min(step, size - at) for step, size, at in zip(chunk, shape, offset, strict=True))
 
 
 def _chunk(
-    header: _Header, value: Source, index: _Index | None, number: int, nbytes: int, used: int, where: str
+    header: _Header, value: Source, index: _Index | None, number: int, used: int, where: str
 ) -> Source:
+    nbytes = prod(header.inner) * itemsize(header.dtype)
     if header.codec is None:
         if index is None and value.nbytes != nbytes:
             raise CheckpointError(f"{where}: damaged, a chunk of {nbytes:,} bytes has {value.nbytes:,}")
@@ -129,6 +160,8 @@ class _Index:
     """Where the chunks of a shard lie: two integers for each at its end, read once."""
 
     def __init__(self, value: Source, count: int, *, summed: bool, where: str) -> None:
+        if 16 * count + 4 * summed > value.nbytes:
+            raise CheckpointError(f"{where}: truncated or damaged, a shard has no index")
         self._value = value
         self._count = count
         self._summed = summed
@@ -147,18 +180,17 @@ class _Index:
         return Slice(self._value, offset, length)
 
     def _table(self) -> list[tuple[int, int]]:
-        nbytes = 16 * self._count + 4 * self._summed
-        if nbytes > self._value.nbytes:
-            raise CheckpointError(f"{self._where}: truncated or damaged, a shard has no index")
-        raw = bytearray(nbytes)
-        self._value.read_into(memoryview(raw), self._value.nbytes - nbytes, set())
+        raw = bytearray(16 * self._count + 4 * self._summed)
+        self._value.read_into(memoryview(raw), self._value.nbytes - len(raw), set())
         if self._summed and crc32c(memoryview(raw)[:-4]) != struct.unpack("<I", raw[-4:])[0]:
             raise CheckpointError(f"{self._where}: damaged, the checksum of a shard's index does not match")
         return list(struct.iter_unpack("<QQ", memoryview(raw)[: 16 * self._count]))
 
 
-class _RefusedError(Exception):
-    """Why a header cannot be read."""
+@lru_cache(1024)  # a model has few shapes
+def _parsed(header: bytes, version: int) -> _Header:
+    values = read_json("its header", header)
+    return _version2(values) if version == 2 else _version3(values)
 
 
 def _version2(header: Any) -> _Header:
@@ -166,22 +198,23 @@ def _version2(header: Any) -> _Header:
     shape, chunk = _shape(fields, "shape"), _shape(fields, "chunks")
     _check_chunk(shape, chunk)
     if fields.get("filters"):
-        raise _RefusedError("zarr filters are not supported")
+        raise CheckpointError("zarr filters are not supported")
     if fields.get("order", "C") != "C":
-        raise _RefusedError(f"the zarr order {shown(fields['order'])} is not supported")
+        raise CheckpointError(f"the zarr order {shown(fields['order'])} is not supported")
     compressor = fields.get("compressor")
     codec = compressor.get("id") if isinstance(compressor, dict) else None
     if compressor is not None and codec not in CODECS:
-        raise _RefusedError(f"the zarr compressor {shown(codec)} is not supported")
+        raise CheckpointError(f"the zarr compressor {shown(codec)} is not supported")
     separator = fields.get("dimension_separator", ".")
     if separator not in (".", "/"):
-        raise _RefusedError("damaged, its separator is neither . nor /")
+        raise CheckpointError("damaged, its separator is neither . nor /")
     dtype = _dtype(fields.get("dtype"))
 
     def key(position: Shape) -> str:
         return str(separator).join(map(str, position)) or "0"
 
-    return _Header(dtype, shape, chunk, chunk, codec, sharded=False, summed=False, key=key)
+    fill = fields.get("fill_value")
+    return _Header(dtype, shape, chunk, chunk, codec, sharded=False, summed=False, fill=fill, key=key)
 
 
 def _version3(header: Any) -> _Header:
@@ -191,60 +224,61 @@ def _version3(header: Any) -> _Header:
     _check_chunk(shape, chunk)
     separator = _configuration(fields.get("chunk_key_encoding"), "default").get("separator", "/")
     if separator not in (".", "/"):
-        raise _RefusedError("damaged, its separator is neither . nor /")
+        raise CheckpointError("damaged, its separator is neither . nor /")
     if fields.get("storage_transformers"):
-        raise _RefusedError("zarr storage transformers are not supported")
+        raise CheckpointError("zarr storage transformers are not supported")
     codecs = _codecs(fields.get("codecs"))
     inner, sharded, summed = chunk, False, False
     if codecs and codecs[0][0] == "sharding_indexed":
         if len(codecs) > 1:
-            raise _RefusedError(
+            raise CheckpointError(
                 f"the zarr codec {shown(codecs[1][0])} after sharding_indexed is not supported"
             )
         sharding = codecs[0][1]
         inner = _shape(sharding, "chunk_shape")
         if len(inner) != len(chunk) or any(n < 1 or whole % n for whole, n in zip(chunk, inner, strict=True)):
-            raise _RefusedError("damaged, its chunks do not tile a shard")
+            raise CheckpointError("damaged, its chunks do not tile a shard")
         if prod(whole // n for whole, n in zip(chunk, inner, strict=True)) > 1 << 24:
-            raise _RefusedError("damaged, a shard has too many chunks")
+            raise CheckpointError("damaged, a shard has too many chunks")
         if sharding.get("index_location", "end") != "end":
-            raise _RefusedError("a zarr index at the start of a shard is not supported")
+            raise CheckpointError("a zarr index at the start of a shard is not supported")
         indexed = [name for name, _ in _codecs(sharding.get("index_codecs"))]
         if indexed not in (["bytes"], ["bytes", "crc32c"]):
-            raise _RefusedError(f"the zarr index codecs {shown(indexed)} are not supported")
+            raise CheckpointError(f"the zarr index codecs {shown(indexed)} are not supported")
         sharded, summed = True, len(indexed) == 2
         codecs = _codecs(sharding.get("codecs"))
     names = [name for name, _ in codecs]
     unknown = next((name for name in names if name not in ("bytes", *CODECS)), None)
     if unknown is not None or names[:1] != ["bytes"] or len(names) > 2:
-        raise _RefusedError(f"the zarr codecs {shown(names)} are not supported")
+        raise CheckpointError(f"the zarr codecs {shown(names)} are not supported")
     if codecs[0][1].get("endian", "little") != "little":
-        raise _RefusedError("big-endian values are not supported")
+        raise CheckpointError("big-endian values are not supported")
     dtype = _dtype(fields.get("data_type"))
 
     def key(position: Shape) -> str:
         return str(separator).join(("c", *map(str, position)))
 
-    return _Header(dtype, shape, chunk, inner, names[1] if len(names) > 1 else None, sharded, summed, key)
+    codec = names[1] if len(names) > 1 else None
+    return _Header(dtype, shape, chunk, inner, codec, sharded, summed, fields.get("fill_value"), key)
 
 
 def _fields(header: Any, version: int) -> dict[str, Any]:
     if not isinstance(header, dict) or header.get("zarr_format") != version:
-        raise _RefusedError(f"damaged, no header of zarr version {version}")
+        raise CheckpointError(f"damaged, no header of zarr version {version}")
     return header
 
 
 def _configuration(value: Any, name: str) -> dict[str, Any]:
     """The settings of a named extension of version 3; refused under another name."""
     if not isinstance(value, dict) or value.get("name") != name:
-        raise _RefusedError(f"{shown(value)} where zarr's {name!r} is expected is not supported")
+        raise CheckpointError(f"{shown(value)} where zarr's {name!r} is expected is not supported")
     settings = value.get("configuration", {})
     return settings if isinstance(settings, dict) else {}
 
 
 def _codecs(value: Any) -> list[tuple[str, dict[str, Any]]]:
     if not isinstance(value, list) or not all(isinstance(codec, dict) for codec in value):
-        raise _RefusedError("damaged, it names no codecs")
+        raise CheckpointError("damaged, it names no codecs")
     return [
         (str(codec.get("name")), _configuration(codec, codec["name"])) for codec in value if "name" in codec
     ]
@@ -253,9 +287,9 @@ def _codecs(value: Any) -> list[tuple[str, dict[str, Any]]]:
 def _shape(fields: dict[str, Any], name: str) -> Shape:
     shape = fields.get(name)
     if not isinstance(shape, list) or len(shape) > MAX_DIMS:
-        raise _RefusedError(f"damaged, it has no {name}")
+        raise CheckpointError(f"damaged, it has no {name}")
     if any(type(size) is not int or not 0 <= size < 1 << 62 for size in shape):
-        raise _RefusedError(f"damaged, its {name} is {shown(shape)}")
+        raise CheckpointError(f"damaged, its {name} is {shown(shape)}")
     return tuple(shape)
 
 
@@ -264,20 +298,29 @@ def _check_chunk(shape: Shape, chunk: Shape) -> None:
     if len(chunk) != len(shape) or any(
         not 0 < n <= max(1, size) for n, size in zip(chunk, shape, strict=True)
     ):
-        raise _RefusedError(f"damaged, chunks of {list(chunk)} in an array of {list(shape)}")
+        raise CheckpointError(f"damaged, chunks of {list(chunk)} in an array of {list(shape)}")
 
 
 def _dtype(name: Any) -> str:
     """The safetensors name of an element type."""
-    if isinstance(name, str):
-        kind = getattr(ml_dtypes, name, None) if name in _SPECIAL else None
-        try:
-            kind = np.dtype(kind if kind is not None else name)
-        except TypeError:
-            kind = None
-        if kind is not None and kind in FROM_NUMPY and name[:1] != ">":
-            return FROM_NUMPY[kind]
-    raise _RefusedError(f"the element type {shown(name)} is not supported")
+    if not isinstance(name, str) or name not in _DTYPES:
+        raise CheckpointError(f"the element type {shown(name)} is not supported")
+    return _DTYPES[name]
 
 
-_SPECIAL = frozenset({"bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu"})
+def _element(fill: Any, dtype: str) -> bytes:
+    """One element with the fill value of a header; TensorStore takes null for zero."""
+    try:
+        value = float(fill) if isinstance(fill, str) else fill or 0  # NaN, Infinity
+        with np.errstate(all="ignore"):
+            return np.array(value).astype(numpy_dtype(dtype)).reshape(()).tobytes()
+    except (TypeError, ValueError, OverflowError):
+        raise CheckpointError(f"the fill value {shown(fill)} is not supported") from None
+
+
+# Version 2 has numpy's codes (`<f4`) for the types that numpy knows.
+_DTYPES = {
+    name: ours
+    for kind, ours in FROM_NUMPY.items()
+    for name in ((kind.name, kind.str) if kind.isbuiltin == 1 else (kind.name,))
+}

@@ -124,7 +124,7 @@ def _check_complete(names: list[str], path: Place) -> None:
 
 def _offsets(text: str | None, file: SourceFile) -> dict[str, tuple[int, ...]]:
     """Tensor -> where the part in this file begins."""
-    table = read_json(file, text.encode("utf-8", "surrogatepass")) if text is not None else None
+    table = read_json(file.path, text.encode("utf-8", "surrogatepass")) if text is not None else None
     if not isinstance(table, dict):
         raise CheckpointError(f"{file.path}: holds no {INFO}, so it is no shard of DCP's")
     found: dict[str, tuple[int, ...]] = {}

@@ -117,7 +117,7 @@ def _optimizer(folder: Folder, tensors: dict[str, Tensor]) -> OptimizerState:
             )
         state.setdefault(parameter, {})[what] = tensor
     file = folder.file(GROUPS)
-    document = read_json(file, file.read(0, file.nbytes))
+    document = read_json(file.path, file.read(0, file.nbytes))
     groups = document.get("param_groups") if isinstance(document, dict) else None
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         raise CheckpointError(f"{file.path}: holds no param_groups")
@@ -143,7 +143,7 @@ def read_file(file: SourceFile) -> tuple[dict[str, Tensor], dict[str, str]]:
         raise CheckpointError(
             f"{file.path}: truncated or not a safetensors file (a header of {length} bytes)"
         )
-    header = read_json(file, file.read(8, length))
+    header = read_json(file.path, file.read(8, length))
     if not isinstance(header, dict):
         raise CheckpointError(f"{file.path}: the header is not a table of tensors")
     extra = header.pop("__metadata__", {})

@@ -58,9 +58,9 @@ class Descriptor:
         self.fd = -1  # set first: __del__ runs even when open fails
         self.fd = open_regular(path)
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
         if self.fd >= 0:
-            os.close(self.fd)
+            close(self.fd)  # at the interpreter's end, `os` may be gone
 
 
 class SourceFile:

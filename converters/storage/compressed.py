@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import mmap
-import os
 import tempfile
 import threading
 import weakref
@@ -63,6 +62,8 @@ class Compressed(Held):
             if content is None:
                 content = self._content = self._decompressed(touched)
                 self._served = 0
+                if not isinstance(content.obj, mmap.mmap):
+                    _kept.use(self)
             self._served += count
             if self._served >= self._used:
                 self._content = None
@@ -78,45 +79,49 @@ class Compressed(Held):
     def _decompressed(self, touched: Touched) -> memoryview:
         import pyarrow  # not at the top: slow to import
 
-        small = self.nbytes <= MEMORY_BYTES or _kept.has_room(self.nbytes)
-        target = memoryview(bytearray(self.nbytes)) if small else self._spooled()
         raw = pyarrow.PythonFile(_Reader(self._locate(), touched), mode="r")
-        try:
-            self._fill(target, pyarrow.CompressedInputStream(raw, self._codec))
-        except OSError as error:
-            raise CheckpointError(
-                f"{self._where}: damaged, a chunk is no {self._codec} data "
-                f"({' '.join(str(error).split())[:120]})"
-            ) from None
-        if isinstance(target.obj, mmap.mmap):
-            target.obj.madvise(mmap.MADV_DONTNEED)  # the pages stay in the page cache
-        else:
-            _kept.use(self)
-        return target
-
-    def _fill(self, target: memoryview, stream: pyarrow.NativeFile) -> None:
+        stream = pyarrow.CompressedInputStream(raw, self._codec)
+        if self.nbytes > MEMORY_BYTES and not _kept.has_room(self.nbytes):
+            return self._spooled(stream)
+        target = bytearray(self.nbytes)
         done = 0
-        while done < self.nbytes:
-            count = stream.readinto(target[done : done + _STEP])
-            if not count:
-                raise CheckpointError(
-                    f"{self._where}: damaged, a chunk ends after {done:,} of {self.nbytes:,} bytes"
-                )
-            done += count
-        if stream.read(1):
-            raise CheckpointError(f"{self._where}: damaged, a chunk has more than its {self.nbytes:,} bytes")
+        while part := self._next(stream, done):
+            target[done : done + len(part)] = part
+            done += len(part)
+        return memoryview(target)
 
-    def _spooled(self) -> memoryview:
-        """A mapping of an unnamed file. Its blocks are allocated first: a full disk must be an error here."""
+    def _spooled(self, stream: pyarrow.NativeFile) -> memoryview:
+        """The content as a mapping of an unnamed file, which grows no further than the content."""
+        done = 0
         try:
             with tempfile.TemporaryFile() as file:
-                os.posix_fallocate(file.fileno(), 0, self.nbytes)
-                return memoryview(mmap.mmap(file.fileno(), self.nbytes))
+                while part := self._next(stream, done):
+                    file.write(part)
+                    done += len(part)
+                file.flush()
+                return memoryview(mmap.mmap(file.fileno(), self.nbytes, prot=mmap.PROT_READ))
         except OSError as error:
             raise CheckpointError(
                 f"{tempfile.gettempdir()}: {error.strerror or error}; a chunk of {self.nbytes:,} bytes is "
                 "decompressed there: name a folder with more room in TMPDIR"
             ) from None
+
+    def _next(self, stream: pyarrow.NativeFile, done: int) -> bytes:
+        """The bytes after `done` of them; none at the end of the content."""
+        try:
+            part: bytes = stream.read(min(_STEP, self.nbytes - done) or 1)
+        except OSError as error:
+            raise CheckpointError(
+                f"{self._where}: damaged, a chunk is no {self._codec} data "
+                f"({' '.join(str(error).split())[:120]})"
+            ) from None
+        if done < self.nbytes and not part:
+            raise CheckpointError(
+                f"{self._where}: damaged, a chunk ends after {done:,} of {self.nbytes:,} bytes"
+            )
+        if done == self.nbytes and part:
+            raise CheckpointError(f"{self._where}: damaged, a chunk has more than its {self.nbytes:,} bytes")
+        return part
 
 
 class _Reader(io.RawIOBase):
@@ -159,6 +164,8 @@ class _Kept:
 
     def has_room(self, nbytes: int) -> bool:
         with self._lock:
+            while self._runs and next(iter(self._runs.values()))[0]() is None:
+                self._nbytes -= self._runs.popitem(last=False)[1][1]
             return self._nbytes + nbytes <= CACHE_BYTES
 
     def touch(self, run: Compressed) -> None:

@@ -174,7 +174,7 @@ def knowing(rng: random.Random, path: Path, data: bytes) -> bytes:
     """Damage that the checks of the outer layers do not see."""
     if path.name.endswith(".metadata"):
         return pickle_of(rng, data)
-    if path.suffix in (".json", ".jsonl"):
+    if path.suffix in (".json", ".jsonl") or path.name in ("_METADATA", ".zarray"):
         lines = data.split(b"\n") if path.suffix == ".jsonl" else [data]
         at = rng.randrange(len(lines))
         lines[at] = json_of(rng, lines[at])

@@ -7,13 +7,14 @@ values here are its formulas in numpy.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import random
 import shutil
+import struct
 import subprocess
 import sys
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ from converters import CheckpointError, Tensor, open_checkpoint, write_checkpoin
 from converters.cli import main
 from converters.containers import ocdbt
 from converters.containers.crc32c import crc32c
-from converters.containers.zarr import read_zarr
+from converters.containers.zarr import Budget, read_zarr
 from converters.formats.orbax.maxtext import maxtext_layout
 from converters.storage import compressed
 from converters.storage.bytes import Memory
@@ -38,7 +39,7 @@ from tests.converters.making import once
 from tests.converters.orbax_values import LLAMA, ODD, STEP, maxtext_llama, pattern
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
 SAMPLES = Path(__file__).parent / "orbax_samples"
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -318,10 +319,10 @@ def test_large_chunks_are_decompressed_into_a_file(monkeypatch: pytest.MonkeyPat
     large = open_checkpoint(SAMPLES / "zarr").tensors["layers.1.large"]
     assert large.read().tobytes() == pattern("layers.1.large", "int32", (300, 2)).tobytes()
 
-    def full(fd: int, offset: int, length: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    def full() -> Any:
+        return Path("/dev/full").open("r+b", 0)
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(tempfile, "TemporaryFile", full)
     with pytest.raises(CheckpointError, match=r"No space left .* chunk of 600 bytes .* TMPDIR"):
         open_checkpoint(SAMPLES / "zarr").tensors["layers.1.large"].read()
 
@@ -342,6 +343,90 @@ def test_a_chunk_is_decompressed_once_for_all_layers(monkeypatch: pytest.MonkeyP
     assert len(times) == len(set(map(id, times))) > 20
     held = [chunk._where for chunk in times if chunk._content is not None]
     assert all("token_embedder" in where or "logits_dense" in where for where in held)
+
+
+def test_a_chunk_that_claims_much_takes_no_room_before_its_content(monkeypatch: pytest.MonkeyPatch) -> None:
+    import pyarrow
+
+    written: list[int] = []
+    real = tempfile.TemporaryFile
+
+    def watched() -> Any:
+        file = real()
+        written.append(os.dup(file.fileno()))
+        return file
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", watched)
+    data = pyarrow.Codec("zstd").compress(bytes(100), asbytes=True)
+    chunk = compressed.Compressed(lambda: Memory(data), "zstd", 1 << 50, 1 << 50, "here")
+    with pytest.raises(CheckpointError, match="ends after 100 of"):
+        chunk.held(1, set())
+    assert os.fstat(written[0]).st_size == 100
+    os.close(written[0])
+
+
+def test_what_nobody_holds_any_more_takes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    import pyarrow
+
+    monkeypatch.setattr(compressed, "_kept", compressed._Kept())
+    monkeypatch.setattr(compressed, "CACHE_BYTES", 150)
+    data = pyarrow.Codec("zstd").compress(bytes(100), asbytes=True)
+    for _ in range(2):
+        chunk = compressed.Compressed(lambda: Memory(data), "zstd", 100, 100, "here")
+        assert compressed._kept.has_room(100)
+        chunk.held(1, set())
+        assert not compressed._kept.has_room(100)
+        del chunk
+
+
+def test_chunks_that_were_not_stored_hold_the_fill_value() -> None:
+    """As Orbax left them out until 2024; only with `store_array_data_equal_to_fill_value` is one missing."""
+    header = {"zarr_format": 2, "shape": [5], "chunks": [2], "dtype": "<f4", "compressor": None}
+    values = {"0": np.array([1, 2], np.float32).tobytes()}
+    held = {key: Memory(value) for key, value in values.items()}
+    for fill, wanted in ((None, 0.0), (7, 7.0), ("-Infinity", -np.inf)):
+        made = array({**header, "fill_value": fill}, held.get)
+        assert made.read().tolist() == [1, 2, wanted, wanted, wanted]
+        assert made.read((slice(1, 4),)).tolist() == [2, wanted, wanted]
+    with pytest.raises(CheckpointError, match="the fill value a list is not supported"):
+        array({**header, "fill_value": [1, 2]}, held.get)
+    with pytest.raises(CheckpointError, match=r"here: a/50: damaged, too many chunks .* have no values"):
+        array({**header, "shape": [120], "fill_value": 0}, lambda key: None)
+
+
+def shards(count: int, inner: int = 1) -> dict[str, Any]:
+    """A header of version 3: one shard of `count` bytes in chunks of `inner`, uncompressed."""
+    plain = {"name": "bytes"}
+    sharding = {"chunk_shape": [inner], "codecs": [plain], "index_codecs": [plain]}
+    return {
+        "zarr_format": 3,
+        "shape": [count],
+        "data_type": "uint8",
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [count]}},
+        "chunk_key_encoding": {"name": "default"},
+        "fill_value": 0,
+        "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
+    }
+
+
+def test_chunks_within_a_shard() -> None:
+    index = b"".join(struct.pack("<QQ", at, 2) for at in (4, 0, 2))
+    made = array(shards(6, 2), lambda key: Memory(bytes(range(6)) + index), 3)
+    assert made.read().tolist() == [4, 5, 0, 1, 2, 3]
+    lost = index[:16] + b"\xff" * 16 + index[32:]
+    with pytest.raises(CheckpointError, match="here: a/c/0: a chunk is missing"):
+        array(shards(6, 2), lambda key: Memory(bytes(6) + lost), 3).read()
+    beyond = index[:16] + struct.pack("<QQ", 1 << 63, 2) + index[32:]
+    with pytest.raises(CheckpointError, match="the index of a shard is wrong"):
+        array(shards(6, 2), lambda key: Memory(bytes(6) + beyond), 3).read()
+    with pytest.raises(CheckpointError, match="a shard has no index"):
+        array(shards(1 << 20, 1 << 15), lambda key: Memory(bytes(100)), 3)
+    with pytest.raises(CheckpointError, match="too many chunks lie within shards"):
+        array(shards(1 << 20), lambda key: Memory(bytes(100)), 3)
+
+
+def array(header: Any, values: Callable[[str], Memory | None], version: int = 2) -> Tensor:
+    return read_zarr("a", json.dumps(header).encode(), version, values, "here", 100, Budget(50))
 
 
 @pytest.mark.parametrize(
@@ -369,8 +454,8 @@ def test_an_array_that_is_not_read_is_refused_by_name(change: dict[str, Any], to
         "fill_value": None,
     }
     with pytest.raises(CheckpointError, match=told):
-        read_zarr("a", {**header, **change}, 2, lambda key: Memory(bytes(8)), "here", 100)
-    assert read_zarr("a", header, 2, lambda key: Memory(bytes(8)), "here", 100).read().tolist() == [0] * 4
+        array({**header, **change}, lambda key: Memory(bytes(8)))
+    assert array(header, lambda key: Memory(bytes(8))).read().tolist() == [0] * 4
 
 
 def test_a_chunk_that_decompresses_to_another_size_is_refused() -> None:
@@ -380,7 +465,7 @@ def test_a_chunk_that_decompresses_to_another_size_is_refused() -> None:
     for count, told in ((15, "ends after 15 of 16"), (1 << 20, "has more than its 16 bytes")):
         data = pyarrow.Codec("zstd").compress(bytes(count), asbytes=True)
         with pytest.raises(CheckpointError, match=told):
-            read_zarr("a", header, 2, lambda key, data=data: Memory(data), "here", 100).read()  # type: ignore[misc]
+            array(header, lambda key, data=data: Memory(data)).read()  # type: ignore[misc]
 
 
 # -- the database --------------------------------------------------------------------------------------------
@@ -458,6 +543,14 @@ def test_a_node_that_is_its_own_child_is_refused(tmp_path: Path) -> None:
         ocdbt.read_ocdbt(Folder(tmp_path))
 
 
+def test_compressed_entries_that_would_cost_gigabytes_are_refused(tmp_path: Path) -> None:
+    body = b"\0" + craft.files() + craft.varint(1 << 22) + bytes(5 << 22)
+    craft.database(tmp_path, craft.sealed(craft.NODE, body, compress=True))
+    assert (tmp_path / "d" / "data").stat().st_size < 1 << 12
+    with pytest.raises(CheckpointError, match=r"d/data: damaged, .* bytes of an OCDBT tree stand for"):
+        ocdbt.read_ocdbt(Folder(tmp_path))
+
+
 @pytest.mark.timeout(60)
 def test_a_node_that_decompresses_to_gigabytes_is_refused(tmp_path: Path) -> None:
     craft.database(tmp_path, craft.sealed(craft.NODE, bytes(1 << 28), compress=True))
@@ -470,7 +563,10 @@ def bodies() -> Iterator[tuple[bytes, dict[str, Any]]]:
     """Bodies of nodes: a leaf of Orbax's, and one above others."""
     for path in sorted((SAMPLES / "ocdbt" / "d").iterdir()):
         data = path.read_bytes()
-        yield ocdbt._body(data, craft.NODE, str(path)), {}
+        yield (
+            ocdbt._body(Folder(path.parent).file(path.name), 0, len(data), craft.NODE, ocdbt._Cost()).data,
+            {},
+        )
     yield craft.interior(1, "d/data", [("a", 1, 0, 80), ("b", 1, 80, 90)]), {"height": 1}
 
 
@@ -521,12 +617,93 @@ def test_any_header_of_an_array_is_refused_or_read(name: str) -> None:
     ended: set[bool] = set()
     for bad in changed(header):
         try:
-            read_zarr("a", bad, 3 if name == "zarr.json" else 2, values, "here", 100).read()
+            array(bad, values, 3 if name == "zarr.json" else 2).read()
             ended.add(True)
         except CheckpointError as error:
             assert "\n" not in str(error)
             ended.add(False)
     assert ended == {True, False}
+
+
+def saved(folder: Path, arrays: Mapping[str, Array | np.generic], **more: Any) -> Path:
+    """A tree of plain arrays, one chunk each, with its flags."""
+    listed = {}
+    for name, value in arrays.items():
+        where = folder / name
+        where.mkdir(parents=True)
+        header = {"zarr_format": 2, "shape": value.shape, "chunks": value.shape, "dtype": value.dtype.str}
+        (where / ".zarray").write_text(json.dumps(header))
+        (where / ".".join("0" * value.ndim or "0")).write_bytes(value.tobytes())
+        keys = [{"key": key, "key_type": 2} for key in name.split(".")]
+        kind: dict[str, Any] = {"value_type": "scalar" if isinstance(value, np.generic) else "jax.Array"}
+        kind["skip_deserialize"] = False
+        listed[name] = {"key_metadata": keys, "value_metadata": kind}
+    content = {"tree_metadata": listed, "use_ocdbt": False, **more}
+    (folder / "_METADATA").write_text(json.dumps(content))
+    return folder
+
+
+def test_a_chunk_may_be_missing_only_in_what_older_versions_wrote(tmp_path: Path) -> None:
+    arrays = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones((), np.float32)}
+    older = saved(tmp_path / "older", arrays, use_ocdbt=None)
+    (older / "a" / "0.0").unlink()
+    tensors = open_checkpoint(older).tensors
+    assert not tensors["a"].read().any() and tensors["b"].read() == 1
+    newer = saved(tmp_path / "newer", arrays, store_array_data_equal_to_fill_value=True)
+    (newer / "a" / "0.0").unlink()
+    with pytest.raises(CheckpointError, match=r"newer/a/0\.0: No such file"):
+        open_checkpoint(newer)
+
+
+def test_a_header_that_is_no_json_is_named(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "c", {"a.b": np.ones(2, np.float32)})
+    (folder / "a.b" / ".zarray").write_text("{")
+    with pytest.raises(CheckpointError, match=r"c: a\.b: its header: damaged, not readable as JSON"):
+        open_checkpoint(folder)
+
+
+def test_numbers_are_counters_but_for_parameters(tmp_path: Path) -> None:
+    numbers = {"params.w": np.float32(2), "epoch": np.float32(3), "seen": np.array(4, np.int64)}
+    found = open_checkpoint(saved(tmp_path / "c", numbers))
+    assert found.tensors["params.w"].read() == 2 and list(found.tensors) == ["params.w"]
+    assert found.counters == {"epoch": 3, "seen": 4}
+
+
+def test_items_of_any_name(tmp_path: Path) -> None:
+    step = tmp_path / "ckpt_12"
+    step.mkdir()
+    (step / "_CHECKPOINT_METADATA").write_text("{}")
+    arrays = {"w": np.ones(2, np.float32)}
+    saved(step / "mine", arrays)
+    (step / "metrics").mkdir()
+    found = open_checkpoint(tmp_path)
+    assert list(found.tensors) == ["w"]
+    saved(step / "other", arrays)
+    with pytest.raises(
+        CheckpointError, match="ckpt_12: holds several Orbax checkpoints, mine, other: name one"
+    ):
+        open_checkpoint(tmp_path)
+    saved(step / "default", arrays)
+    assert list(open_checkpoint(tmp_path).tensors) == ["w"]
+
+
+def test_an_optimizer_beside_its_model(tmp_path: Path) -> None:
+    """As flax.nnx is saved: the settings of `inject_hyperparams` are left out, unclear parameters refused."""
+    ones, count = np.ones(3, np.float32), np.array(5, np.int32)
+    above = "optimizer.opt_state.inner_state.0"
+    arrays: dict[str, Array] = {"model.l.w": ones, f"{above}.mu.l.w": ones * 2, f"{above}.nu.l.w": ones * 3}
+    arrays |= {f"{above}.count": count, "optimizer.opt_state.hyperparams.learning_rate": ones[0].reshape(())}
+    found = open_checkpoint(saved(tmp_path / "c", arrays))
+    assert list(found.tensors) == ["model.l.w"] and found.optimizer is not None
+    state = found.optimizer.state["model.l.w"]
+    assert state["step"] == 5 and isinstance(state["exp_avg_sq"], Tensor)
+    assert state["exp_avg_sq"].read().tolist() == [3, 3, 3]
+    lion = {name: value for name, value in arrays.items() if "nu" not in name}
+    with pytest.raises(CheckpointError, match=r"one moment of model\.l\.w, Adam has two; convert without"):
+        _ = open_checkpoint(saved(tmp_path / "lion", lion)).optimizer
+    two = open_checkpoint(saved(tmp_path / "two", {**arrays, "ema.l.w": ones}))
+    with pytest.raises(CheckpointError, match=r"mu\.l\.w' is no moment of optax's Adam; convert without"):
+        _ = two.optimizer
 
 
 def test_what_is_missing_is_told(tmp_path: Path) -> None:

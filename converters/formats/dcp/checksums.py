@@ -65,7 +65,7 @@ def read_checksums(folder: Folder) -> ShardChecksums | None:
             raise CheckpointError(f"{folder.path / CHECKSUMS}: missing, although {MANIFEST} names it")
         return None
     file = folder.file(CHECKSUMS)
-    found = read_json(file, file.read(0, file.nbytes))
+    found = read_json(file.path, file.read(0, file.nbytes))
     if not isinstance(found, dict) or found.get("version") != _VERSION:
         raise CheckpointError(f"{file.path}: damaged, or written by a newer version of this program")
     metadata, items = found.get("metadata"), found.get("items")
