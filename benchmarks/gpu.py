@@ -124,7 +124,7 @@ class Measurement:
         case = cases(small=self.small)[OF_PART[part]]
         write_case(case, self.device, folder)
         if part == SAVING:
-            found = measure_saving(case, self.device, folder)
+            found = measure_saving(case, self.device, folder, seconds=seconds / 2)
         else:
             found = measure_roofline(case, self.device, folder, trace)
         self.record(part, {"case": case.name, **found})
