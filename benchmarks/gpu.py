@@ -86,12 +86,11 @@ class Measurement:
         if case.together:
             take_turns([start() for start in started], case.plan, seconds, make, self._recording(case))
             return
+        end = time.monotonic() + seconds
         make()
         for index, start in enumerate(started):
-            begun = time.monotonic()
-            share = seconds / (len(started) - index)
+            share = (end - time.monotonic()) / (len(started) - index)
             take_turns([start()], case.plan, share, lambda: None, self._recording(case))
-            seconds -= time.monotonic() - begun
 
     def _recording(self, case: Case) -> Callable[[dict[str, Any]], None]:
         # Each loop draws the initial values of its adapter.
