@@ -116,10 +116,11 @@ def _measured(name: str, limit: float) -> Part:
 PARTS = (
     Part("tests", "pytest", _tests("tests/gpu/test_cuda.py"), 300, resumes=True),
     _run("parity", 120),
-    _run("zero", 300),
+    _run("zero", 240),
     _run("kill", 240),
     _run("lora", 240),
     _run("resume", 240),
+    _run("cpu_adam", 240),
     _run("zero_moves", 200),
     _run("quickstart", 120),
     _run("move", 150),
