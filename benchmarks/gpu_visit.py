@@ -194,11 +194,12 @@ class Visit:
         lines += [f"- {name}: {value}" for name, value in self._about["machine"].items()]
         lines += ["", "| part | result | seconds | figures |", "| --- | --- | ---: | --- |"]
         order = [part.name for part in PARTS]
+        measures = [part.name for part in PARTS if part.alone]
         for name, result in sorted(self.results.items(), key=lambda item: order.index(item[0])):
             figures = ", ".join(f"{key} {value}" for key, value in result.get("figures", {}).items())
-            lines.append(
-                f"| {name} | {result['status']} | {result['seconds']:.0f} | {figures or result['last']} |"
-            )
+            below = name in measures and result["status"] == PASSED
+            shown = figures or ("in the tables below" if below else result["last"])
+            lines.append(f"| {name} | {result['status']} | {result['seconds']:.0f} | {shown} |")
         if measured := tables(read_rows(self._out / FIGURES)):
             lines += ["", "```", measured, "```"]
         return "\n".join(lines)
