@@ -86,12 +86,11 @@ class Measurement:
         if case.together:
             take_turns([start() for start in started], case.plan, seconds, make, self._recording(case))
             return
+        end = time.monotonic() + seconds
         make()
         for index, start in enumerate(started):
-            begun = time.monotonic()
-            share = seconds / (len(started) - index)
+            share = (end - time.monotonic()) / (len(started) - index)
             take_turns([start()], case.plan, share, lambda: None, self._recording(case))
-            seconds -= time.monotonic() - begun
 
     def _recording(self, case: Case) -> Callable[[dict[str, Any]], None]:
         # Each loop draws the initial values of its adapter.
@@ -124,7 +123,7 @@ class Measurement:
         case = cases(small=self.small)[OF_PART[part]]
         write_case(case, self.device, folder)
         if part == SAVING:
-            found = measure_saving(case, self.device, folder)
+            found = measure_saving(case, self.device, folder, seconds=seconds / 2)
         else:
             found = measure_roofline(case, self.device, folder, trace)
         self.record(part, {"case": case.name, **found})

@@ -284,48 +284,50 @@ STAGED, BLOCKED, COMPLETE = "a bare copy to page-locked memory", "save: blocked"
 TO_HOST, TO_DEVICE = "gradients to the host", "parameters to the device"
 
 
-def measure_saving(case: Case, device: str, folder: Path, rounds: int = 3) -> dict[str, Any]:
-    """What a save in the background blocks, and how fast offloading copies, beside bare copies.
+def measure_saving(
+    case: Case, device: str, folder: Path, rounds: int = 3, seconds: float = 300.0
+) -> dict[str, Any]:
+    """How fast offloading copies, and what a save in the background blocks, beside bare copies.
 
     Args:
         case: whose files are in ``folder``.
         device: cuda or cpu.
         folder: for all files.
         rounds: of each; the first of a kind, which allocates page-locked memory, is told apart.
+        seconds: after which no other save begins.
 
     Returns:
         seconds by name, a list each, and the bytes of the state and of the parameters.
     """
-    found: dict[str, Any] = {"seconds": {}}
-    with _engine(case, device, folder) as (run, engine):
-        checkpoints = CheckpointFolder(folder / "saves", keep=1, rank=0)
-        state = [t for t in _tensors(engine) if t.numel()]
-        found["state_bytes"] = sum(t.numel() * t.itemsize for t in state)
-        times: dict[str, list[float]] = {STAGED: [], BLOCKED: [], COMPLETE: []}
-        held = [torch.empty(t.shape, dtype=t.dtype, pin_memory=device == "cuda") for t in state]
-        for turn in range(rounds):
-            times[STAGED].append(_timed(partial(_copy_all, state, held), device))
-            begun = time.perf_counter()
-            saving = partial(save, run, checkpoints, engine, Progress(turn + 1, turn + 1))
-            times[BLOCKED].append(_timed(saving, device))
-            checkpoints.finish()
-            times[COMPLETE].append(time.perf_counter() - begun)
-        found["seconds"] |= times
-        state.clear()
-        held.clear()
-    free_memory(device)
+    end = time.monotonic() + seconds
+    offloaded: dict[str, list[float]] = {TO_HOST: [], TO_DEVICE: []}
+    saved: dict[str, list[float]] = {STAGED: [], BLOCKED: [], COMPLETE: []}
     with _engine(case, device, folder, {"memory.offload_optimizer": "cpu"}) as (run, engine):
         host: Any = engine._host
         parameters = [p for p in engine.model.parameters() if p.requires_grad]
-        found["parameter_bytes"] = sum(p.numel() * p.itemsize for p in parameters)
-        times = {TO_HOST: [], TO_DEVICE: []}
+        parameter_bytes = sum(p.numel() * p.itemsize for p in parameters)
         for _ in range(rounds):
             for parameter in parameters:
                 parameter.grad = torch.ones_like(parameter)
-            times[TO_HOST].append(_timed(host.fetch_gradients, device))
-            times[TO_DEVICE].append(_timed(host.copy_back, device))
-        found["seconds"] |= times
-    return found
+            offloaded[TO_HOST].append(_timed(host.fetch_gradients, device))
+            offloaded[TO_DEVICE].append(_timed(host.copy_back, device))
+        del engine, host, parameters, parameter
+    free_memory(device)
+    with _engine(case, device, folder) as (run, engine):
+        checkpoints = CheckpointFolder(folder / "saves", keep=1, rank=0)
+        state = [t for t in _tensors(engine) if t.numel()]
+        held = [torch.empty(t.shape, dtype=t.dtype, pin_memory=device == "cuda") for t in state]
+        for turn in range(rounds):
+            if turn and time.monotonic() > end:
+                break
+            saved[STAGED].append(_timed(partial(_copy_all, state, held), device))
+            begun = time.perf_counter()
+            saving = partial(save, run, checkpoints, engine, Progress(turn + 1, turn + 1))
+            saved[BLOCKED].append(_timed(saving, device))
+            checkpoints.finish()
+            saved[COMPLETE].append(time.perf_counter() - begun)
+        state_bytes = sum(t.numel() * t.itemsize for t in state)
+    return {"seconds": saved | offloaded, "state_bytes": state_bytes, "parameter_bytes": parameter_bytes}
 
 
 @contextmanager

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _DONE = ("passed", "skipped")
+_PASSED_BEFORE = pytest.StashKey[list[str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -31,9 +32,7 @@ def _recorded(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if (path := config.getoption("--outcomes")) is None:
-        return
-    done = {row["test"] for row in _recorded(Path(path)) if row["outcome"] in _DONE}
+    done = config.stash.get(_PASSED_BEFORE, [])
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in done])
     items[:] = [item for item in items if item.nodeid not in done]
 
@@ -44,8 +43,16 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 
 class _Recorder:
-    def __init__(self, path: Path) -> None:
+    """With pytest-xdist, in the process that leads the workers, which all outcomes reach."""
+
+    def __init__(self, path: Path, done: list[str]) -> None:
         self._path = path
+        self._done = done
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        # Also one that replaces another later must find the same tests.
+        node.workerinput["passed_before"] = self._done
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when != "call" and report.passed:
@@ -58,6 +65,11 @@ class _Recorder:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # With pytest-xdist, all outcomes reach the process that leads the workers.
-    if (path := config.getoption("--outcomes")) is not None and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(_Recorder(Path(path)))
+    if (path := config.getoption("--outcomes")) is None:
+        return
+    if (given := getattr(config, "workerinput", None)) is not None:
+        config.stash[_PASSED_BEFORE] = given["passed_before"]
+        return
+    done = [row["test"] for row in _recorded(Path(path)) if row["outcome"] in _DONE]
+    config.stash[_PASSED_BEFORE] = done
+    config.pluginmanager.register(_Recorder(Path(path), done))

@@ -3,7 +3,8 @@
 ``python -m benchmarks.visit_wheels .wheels`` fills the folder and prints what each wheel weighs. The machine
 is expected to have torch, transformers, accelerate and what these need; there, install the rest with::
 
-    python -m pip install --no-index --no-deps --no-compile --target SITE .wheels/*.whl
+    python3 -m pip install --no-index --no-deps --no-compile --target SITE .wheels/*.whl
+    python3 -m compileall -q -j 0 SITE
     export PYTHONPATH=SITE PATH=SITE/bin:$PATH
 
 Versions are those of ``constraints.txt``. bitsandbytes has a library for each version of CUDA, of which one

@@ -106,7 +106,9 @@ def shard(model: nn.Module, config: RunConfig, machine: Machine) -> ShardedModel
     global batch. One rank keeps a plain model, unless its parameters are offloaded.
     """
     device = machine.device
-    replicated = config.strategy == "no_shard" and machine.world_size > 1
+    offload = config.memory.offload_params == "cpu"
+    alone = stands_alone(machine, offload=offload)
+    replicated = config.strategy == "no_shard" and not alone
     # Computed on the plain model. Otherwise DDP searches unused parameters in each backward pass.
     all_count = not replicated or every_parameter_gets_gradient(model)
     zero_missing_gradients(model)
@@ -115,8 +117,7 @@ def shard(model: nn.Module, config: RunConfig, machine: Machine) -> ShardedModel
     compute = COMPUTE_DTYPES[config.precision]
     autocast_dtype = None if compute == torch.float32 else compute
     group = shard_group_size(config, machine.world_size, machine.local_world_size)
-    offload = config.memory.offload_params == "cpu"
-    if stands_alone(machine, offload=offload):
+    if alone:
         materialize(model, device)
         return ShardedModel(model, model, device, autocast_dtype)
     if replicated:

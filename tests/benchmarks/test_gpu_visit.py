@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import threading
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -10,6 +14,7 @@ from typing import Any
 import pytest
 
 from benchmarks import gpu_visit
+from benchmarks.chaos import until
 from benchmarks.gpu_visit import CUT, FAILED, PASSED, SLOW, Part, main
 from benchmarks.visit_wheels import SETS, keep_libraries, requirement
 
@@ -62,6 +67,25 @@ def test_goes_on_where_it_stopped(parts: list[Part], tmp_path: Path) -> None:
     assert second["figures"]["seconds"] != first["figures"]["seconds"]
     assert second["hangs"]["status"] == SLOW
     assert "$ python -m hangs" in (out / "log.txt").read_text()
+
+
+def test_a_part_dies_with_the_visit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "says.py").write_text(
+        "import os, time; open('pid', 'w').write(f'{os.getpid()} '); time.sleep(99)"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(__file__).parents[2]}")
+    visit = os.fork()
+    if visit == 0:
+        with (tmp_path / "log").open("w") as log:
+            gpu_visit._within(["says"], 99, log.fileno(), threading.Event(), threads=None)
+        os._exit(1)
+    said = tmp_path / "pid"
+    until(lambda: said.exists() and said.read_text().endswith(" "))
+    os.kill(visit, signal.SIGKILL)
+    os.waitpid(visit, 0)
+    asked = ["ps", "-o", "stat=", "-p", said.read_text().strip()]
+    until(lambda: subprocess.run(asked, capture_output=True, check=False).stdout[:1] in (b"", b"Z"))
 
 
 def test_tests_that_passed_are_left_out(

@@ -7,6 +7,7 @@ the base install is needed. ``docs/gpu.md`` says which test stands for which ris
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import pickle
 from contextlib import contextmanager
@@ -138,8 +139,11 @@ def test_a_memory_snapshot(cuda: str, tmp_path: Path, corpus: Path, monkeypatch:
 
     monkeypatch.setattr(Reporter, "on_step", fail)
     config = configured(tmp_path, corpus, backend=cuda, log__memory_snapshot=True, train__micro_batch_size=3)
-    with pytest.raises(UserError, match=r"out of memory in step 3 .* memory snapshot"):
-        run_rank(cuda, config)
+    try:
+        with pytest.raises(UserError, match=r"out of memory in step 3 .* memory snapshot"):
+            run_rank(cuda, config)
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
     snapshot = pickle.loads((tmp_path / "memory" / "rank0.pickle").read_bytes())  # noqa: S301
     assert snapshot["segments"]
     assert any(snapshot["device_traces"])
@@ -316,7 +320,8 @@ def test_the_host_waits_for_nothing_between_logs(
 ) -> None:
     if sharded:
         one_rank(cuda)
-    settings = {"precision": "bf16", "train__optimizer": optimizer, "data__packing": packing}
+    given = {"precision": "bf16", "model__config": HEADS_OF_16}
+    settings = {**given, "train__optimizer": optimizer, "data__packing": packing}
     steps_without_waiting(cuda, configured(tmp_path, corpus, backend=cuda, **settings))
 
 
@@ -444,7 +449,9 @@ def test_attention_runs_in_fused_kernels(precision: str, packing: bool | str, de
     """None of them takes queries of another dtype than the values, or falls back to the formula."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    given = {"precision": precision, "data__packing": packing, "model__config": HEADS_OF_16}
+    # In fp32 the fused kernels of torch 2.11 take as many keys as queries only.
+    model = {**HEADS_OF_16, **({"num_key_value_heads": 4} if precision == "fp32" else {})}
+    given = {"precision": precision, "data__packing": packing, "model__config": model}
     expected = run(device, model__attention="eager", **given)
     fused = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
     with sdpa_kernel(fused):
@@ -452,11 +459,14 @@ def test_attention_runs_in_fused_kernels(precision: str, packing: bool | str, de
     assert found == pytest.approx(expected, rel=CLOSE[device] if precision == "fp32" else 1e-2)
 
 
-@pytest.mark.parametrize(("precision", "least", "most"), [("fp32", 0.0, 1e-6), ("tf32", 1e-5, 1e-2)])
+@pytest.mark.parametrize(("precision", "least", "most"), [("fp32", 0.0, 1e-5), ("tf32", 1e-4, 1e-2)])
 def test_what_tf32_rounds(
     precision: str, least: float, most: float, cuda: str, tmp_path: Path, corpus: Path
 ) -> None:
-    """Products of matrices, and convolutions, which torch rounds by default."""
+    """Products of matrices, and convolutions, which torch rounds by default: to 11 bits, 3e-4 in a product.
+
+    cuDNN may convolve by Winograd's method, which in fp32 costs a digit.
+    """
     with opened(configured(tmp_path, corpus, backend=cuda, precision=precision)):
         torch.manual_seed(0)
         left, right = torch.randn(2, 256, 256, device=cuda)
@@ -485,8 +495,12 @@ def test_nccl_records_its_collectives(
 
 
 @pytest.mark.parametrize("base", ["auto", "nf4", "int8"])
-def test_adapters(base: str, device: str, tmp_path: Path, corpus: Path) -> None:
+def test_adapters(
+    base: str, device: str, tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Beside a loop with peft on the CPU."""
+    if device == "cpu":  # where there is a GPU, weights are quantised on it once another test has used it
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     given: dict[str, Any] = {"adapter__type": "lora", "train__learning_rate": 1e-2, "train__steps": STEPS}
     if base == "auto":
         from tests.test_adapters import peft_losses
@@ -526,6 +540,7 @@ def test_savings_save(saving: dict[str, Any], ratio: float, cuda: str, run: Run)
     }
     peaks = []
     for settings in ({}, saving):
+        gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         run(cuda, **{**large, **settings})
