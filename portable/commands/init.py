@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from importlib.resources import files
 from pathlib import Path
@@ -43,7 +44,7 @@ def init(argv: Sequence[str]) -> int:
     file: Path = given.file
     if file.suffix not in (".yaml", ".yml"):
         raise UserError(f"init: {file}: not the name of a YAML file; end it in .yaml")
-    folder = yaml.safe_dump(f"runs/{file.stem}", allow_unicode=True).splitlines()[0]
+    folder = yaml.safe_dump(f"runs/{file.stem}", allow_unicode=True, width=math.inf).splitlines()[0]
     name = shlex.quote(str(file))
     # Comments stand in one column.
     text = starters[given.task].replace("{name}#", f"{folder:<25} #", 1)

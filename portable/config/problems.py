@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 from portable.config import keys
 from portable.config.rules import ConflictError
 from portable.config.suggest import did_you_mean, did_you_mean_word, program_of, what_to_do
+from portable.config.yaml_text import parse_value
 from portable.errors import MistakesError, UserError, one_line
 
 if TYPE_CHECKING:
@@ -129,6 +130,8 @@ def _wrong_value(setting: keys.Setting, value: object, origin: Origin | None) ->
             return message + did_you_mean_word(setting.key, word, setting.choices)
     if isinstance(value, bool | int | float) and setting.takes(str) and not (origin and origin.flag):
         return message + "; quote text that looks like another type"
+    if isinstance(value, str) and not setting.takes(str) and isinstance(parse_value(value), int | float):
+        return message + "; leave out its quotes"
     return message
 
 

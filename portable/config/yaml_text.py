@@ -78,7 +78,10 @@ def parse_value(text: str) -> Any:
 
 def _blame(name: str, error: BaseException) -> str:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        return one_line(f"{name}:{error.problem_mark.line + 1}: not valid YAML: {error.problem}")
+        remedy = (
+            "indent with spaces" if "\\t" in str(error.problem) else "check indentation, quotes and brackets"
+        )
+        return one_line(f"{name}:{error.problem_mark.line + 1}: not valid YAML: {error.problem}; {remedy}")
     if isinstance(error, RecursionError):
         return f"{name}: not a config file: nested too deeply"
     return one_line(f"{name}: not valid YAML: {str(error) or type(error).__name__}")

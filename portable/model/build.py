@@ -22,6 +22,8 @@ from portable.model.layers import one_layer_per_kind, trial_forward
 from portable.model.parameters import token_embedding
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from transformers import PretrainedConfig, PreTrainedModel
 
     from portable.config import ModelConfig, RunConfig
@@ -67,11 +69,12 @@ def model_config(settings: ModelConfig) -> PretrainedConfig:
         try:
             config = AutoConfig.for_model(model_type, **given)
         except ZeroDivisionError as error:
-            zero = ", ".join(key for key, value in given.items() if value == 0) or "one of its numbers"
+            zeros = (key for key, value in given.items() if value == 0)
+            zero = next((key for key in zeros if _divides(key, model_type, given)), "one of its numbers")
             raise UserError(f"model.config: {zero} is 0, and another number is divided by it") from error
         except Exception as error:
             # transformers wraps the reason in the name of its check.
-            reason = re.sub(r"^Class validation error for validator '\w+': \w+: ", "", one_line(error))
+            reason = re.sub(r"^(Class v|V)alidation error for \w+ '\w+': \w+: ", "", one_line(error))
             raise UserError(f"model.config: {reason}") from error
     else:
         name = settings.name_or_path
@@ -96,6 +99,17 @@ def model_config(settings: ModelConfig) -> PretrainedConfig:
         )
     without_quantization(config)  # weights are loaded and saved as floats
     return config
+
+
+def _divides(key: str, model_type: str, given: Mapping[str, Any]) -> bool:
+    """Whether nothing is divided by zero once ``key`` is 1."""
+    from transformers import AutoConfig
+
+    try:
+        AutoConfig.for_model(model_type, **{**given, key: 1})
+    except Exception as error:  # or sizes that do not fit
+        return not isinstance(error, ZeroDivisionError)
+    return True
 
 
 # Keys in published config.json files that no current config class has. They have no effect.

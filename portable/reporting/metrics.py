@@ -6,7 +6,6 @@ import json
 import math
 import os
 import time
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from converters.storage.guarded import open_own
@@ -92,46 +91,37 @@ def _json_number(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-@dataclass
-class _Span:
-    """Samples since a moment, which a pause moves on."""
-
-    start: float
-    samples: int = 0
-
-    def rate(self) -> float:
-        """Samples a second."""
-        return self.samples / max(time.perf_counter() - self.start, 1e-9)
-
-
 class Throughput:
     """Samples a second since the last log, and over the whole launch.
 
     Evaluations and saves do not count, nor does the first step, which compiles and allocates, once there is
-    another.
+    another. What follows the last log, such as the export, does not count either.
     """
 
     def __init__(self) -> None:
         self.started = time.perf_counter()
         self.steps = 0
         self.paused = 0.0
-        self.first_step = 0.0
+        self.launch = 0.0
+        """Samples a second of this launch, until the last log."""
+        self._samples = 0
+        self._start = self._first = self._logged = self._now()
+
+    @property
+    def first_step(self) -> float:
         """Seconds until the end of the first step."""
-        self._window, self._launch = _Span(self.started), _Span(self.started)
-        self._after_first = self._window
+        return self._first[0] - self.started
+
+    def _now(self) -> tuple[float, int]:
+        """Seconds by a clock that stands still in pauses, and samples so far."""
+        return time.perf_counter() - self.paused, self._samples
 
     def add(self, samples: int) -> None:
         """Count one step of ``samples`` sequences."""
         self.steps += 1
+        self._samples += samples
         if self.steps == 1:
-            self._after_first = _Span(time.perf_counter())
-            self.first_step = self._after_first.start - self.started
-        elif self.steps == 2:
-            self._launch = self._after_first
-            if self._window.samples:  # of the first step
-                self._window = replace(self._after_first)
-        self._window.samples += samples
-        self._launch.samples += samples
+            self._first = self._now()
 
     def seconds_per_step(self) -> float:
         """Mean over the launch, evaluations and saves included."""
@@ -139,16 +129,16 @@ class Throughput:
 
     def window(self) -> float:
         """Samples a second since the last call."""
-        rate = self._window.rate()
-        self._window = _Span(time.perf_counter())
+        now = self._now()
+        start = self._first if self.steps > 1 else self._start
+        rate = _rate(max(start, self._logged), now)
+        self.launch, self._logged = _rate(start, now), now
         return rate
-
-    def launch(self) -> float:
-        """Samples a second of this launch."""
-        return self._launch.rate()
 
     def pause(self, seconds: float) -> None:
         """Do not count ``seconds`` of an evaluation or a save."""
         self.paused += seconds
-        for span in {id(span): span for span in (self._window, self._launch, self._after_first)}.values():
-            span.start += seconds
+
+
+def _rate(start: tuple[float, int], end: tuple[float, int]) -> float:
+    return (end[1] - start[1]) / max(end[0] - start[0], 1e-9)

@@ -233,7 +233,7 @@ class Reporter(Events):
     def summary(self, places: Sequence[tuple[str, str]]) -> str:
         """The closing table of a launch."""
         seconds = time.perf_counter() - self._throughput.started
-        rate = self._throughput.launch()
+        rate = self._throughput.launch
         _, peak = self._backend.memory()
         rows = [("time", human_time(seconds))]
         if trained := self._throughput.steps > 0:

@@ -124,10 +124,11 @@ def test_init(
     assert main(["init", "mine.yaml"]) == 2
     assert "is there already" in capsys.readouterr().err
     assert (tmp_path / "mine.yaml").read_text("utf-8") == text
-    assert main(["init", "it's: #1.yaml", "--task", task]) == 0  # quoted for YAML and for the shell
-    assert load_config(Path("it's: #1.yaml")).output_dir == "runs/it's: #1"
+    name = "it's: #1" + " long" * 20  # quoted for YAML and for the shell
+    assert main(["init", f"{name}.yaml", "--task", task]) == 0
+    assert load_config(Path(f"{name}.yaml")).output_dir == f"runs/{name}"
     command = capsys.readouterr().out.splitlines()[-1]
-    assert shlex.split(command)[-1] == "it's: #1.yaml"
+    assert shlex.split(command)[-1] == f"{name}.yaml"
 
 
 BAD_SETTINGS: list[tuple[str, dict[str, Any], list[str]]] = [
@@ -155,13 +156,18 @@ BAD_SETTINGS: list[tuple[str, dict[str, Any], list[str]]] = [
     ("tpu", {"backend": "tpu"}, ["backend", "did you mean xla?"]),
     (
         "a size of 0",
-        {"model.config": {**TINY_MODEL, "num_attention_heads": 0}},
+        {"model.config": {**TINY_MODEL, "pad_token_id": 0, "num_attention_heads": 0}},
         ["model.config: num_attention_heads is 0"],
     ),
     (
         "a size that does not divide",
         {"model.config": {**TINY_MODEL, "hidden_size": 33}},
         ["error: model.config: The hidden size (33)"],
+    ),
+    (
+        "a size that is text",
+        {"model.config": {**TINY_MODEL, "hidden_size": "big"}},
+        ["error: model.config: Field 'hidden_size' expected int"],
     ),
 ]
 

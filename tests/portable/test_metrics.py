@@ -417,16 +417,17 @@ def test_the_rates_of_the_bar_and_of_the_summary_count_the_same(monkeypatch: pyt
     throughput = Throughput()
     now = 50.0  # the first step compiles
     throughput.add(8)
-    assert throughput.launch() == pytest.approx(8 / 50) and throughput.first_step == 50
+    assert throughput.window() == pytest.approx(8 / 50) == throughput.launch and throughput.first_step == 50
     now = 60.0
     throughput.pause(10.0)  # it is saved
     for _ in range(4):
         now += 2.0
         throughput.add(8)
-    assert throughput.window() == pytest.approx(4.0) == throughput.launch()
+    assert throughput.window() == pytest.approx(4.0) == throughput.launch
     now += 7.0
     throughput.pause(7.0)
     now += 2.0
     throughput.add(8)
-    assert throughput.window() == pytest.approx(4.0) == throughput.launch()
-    assert throughput.paused == 17
+    assert throughput.window() == pytest.approx(4.0) == throughput.launch
+    now += 600.0  # the export
+    assert throughput.launch == pytest.approx(4.0) and throughput.paused == 17
