@@ -311,13 +311,20 @@ CASES = (
 )
 
 
+_MODELS: dict[tuple[str, ...], MetaModel] = {}
+
+
 def planner_of(case: Case, folder: str) -> Planner:
-    """The planner of a case's run."""
+    """The planner of a case's run. Cases of one model share it, and the passes that it has run."""
     config = settled(case.config(folder))
-    model = training_model(models.model_config(config.model), config)
+    sections = config.model.model_dump_json(), config.adapter.model_dump_json()
+    model = *sections, config.train.optimizer, config.precision
+    if model not in _MODELS:
+        built = training_model(models.model_config(config.model), config)
+        _MODELS[model] = MetaModel(built, config)
     device = named(case.device)
     target = Target("xla", Cluster(case.devices, device.per_node), device, None)
-    return Planner(config, MetaModel(model, config), target)
+    return Planner(config, _MODELS[model], target)
 
 
 def plan(case: Case, folder: str) -> Option:

@@ -65,10 +65,11 @@ _ROWS = {
     "native_layer_norm",
     "native_layer_norm_backward",
 }
-# Operations that only move elements or make them of nothing.
+# Operations that only move elements or make them of nothing. Dropout makes its numbers of their positions.
 _MOVES = {
     "_to_copy",
     "arange",
+    "bernoulli_",
     "cat",
     "copy_",
     "empty",

@@ -31,15 +31,18 @@ def shard_gradient(head: nn.Module | None, layout: Layout, spec: Spec) -> bool:
     """
     if type(head) is not nn.Linear or layout.devices == 1 or set(spec) == {None}:
         return False
-    whole, cut = layout.sharding(layout.replicated(2)), layout.sharding(spec[::-1])
-    apart = layout.sharding(layout.batch(2))
+    whole = layout.sharding(layout.replicated(2))
+    # The compiler scatters along a major dim, but not along every minor one. But a turned gradient may cost
+    # memory: the update takes its layout, and then copies the state of all matrices of that shape.
+    turned = layout.group >= 8 or spec[1] is None or head.weight.shape[1] // layout.group <= 128
+    cut = layout.sharding(spec[::-1] if turned else spec)
 
     def forward(hidden: Tensor) -> Tensor:
         weight, bias = head.weight, head.bias
         if hidden.dim() != 3 or hidden.shape[0] % layout.devices:
             return nn.functional.linear(hidden, marked(weight, whole), bias)
         function: Any = _Head
-        logits: Tensor = function.apply(hidden, weight, whole, cut, apart)
+        logits: Tensor = function.apply(hidden, weight, whole, cut, turned)
         return logits if bias is None else logits + bias
 
     module: Any = head
@@ -49,10 +52,10 @@ def shard_gradient(head: nn.Module | None, layout: Layout, spec: Spec) -> bool:
 
 class _Head(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, whole: Any, cut: Any, apart: Any) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, whole: Any, cut: Any, turned: bool) -> Tensor:
         gathered = marked(weight, whole)
         ctx.save_for_backward(hidden, gathered)
-        ctx.cut, ctx.apart = cut, apart
+        ctx.cut, ctx.turned = cut, turned
         return hidden @ gathered.t()
 
     @staticmethod
@@ -63,9 +66,12 @@ class _Head(torch.autograd.Function):
         # gradients of the logits would exist twice.
         of_hidden, gradient = gradient @ gathered, another(gradient)
         xla._xla_optimization_barrier_([of_hidden, gradient])
-        tokens, columns = (marked(t.flatten(0, 1), ctx.apart) for t in (hidden, gradient))
-        # Transposed: the compiler scatters along a major dim, but not along every minor one.
-        of_weight = marked(tokens.t() @ columns, ctx.cut)
+        # Not of flattened tensors: the compiler copies gradients of logits to flatten them, where the
+        # vocabulary is no multiple of 128.
+        if ctx.turned:
+            of_weight = marked(torch.einsum("bth,btv->hv", hidden, gradient), ctx.cut)
+        else:
+            of_weight = marked(torch.einsum("btv,bth->vh", gradient, hidden), ctx.cut)
         # The layers wait for it. The compiler might put it off, and keep the gradients of all logits for it.
         xla._xla_optimization_barrier_([of_hidden, of_weight])
-        return of_hidden, of_weight.t(), None, None, None
+        return of_hidden, of_weight.t() if ctx.turned else of_weight, None, None, None

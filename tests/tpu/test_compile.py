@@ -654,3 +654,20 @@ def test_logits_exist_once(library: compiler.Library, tmp_path: Path) -> None:
     logits = 2 * tokens * vocabulary * 2
     assert logits <= step.temporary_bytes < 1.5 * logits
     assert step.collectives["all-reduce"].bytes < width * vocabulary / 100
+
+
+@needs_torch_xla
+@pytest.mark.slow
+@pytest.mark.parametrize(("vocabulary", "tokens", "most"), [(32000, 256, 1.0), (32001, 1024, 1.5)])
+def test_nothing_is_copied_for_a_head(
+    vocabulary: int, tokens: int, most: float, library: compiler.Library, tmp_path: Path
+) -> None:
+    """Neither its state, for a gradient that lies otherwise, nor the gradients of the logits."""
+    settings = {
+        "model.config": {**TINY, "hidden_size": 1024, "vocab_size": vocabulary},
+        "data.seq_len": tokens,
+        "train.global_batch_size": 8,
+    }
+    step = step_of(library, tmp_path, "2x2", **settings)
+    logits, head = 2 * tokens * vocabulary * 2, vocabulary * 1024 * 2
+    assert step.temporary_bytes < most * (logits + head)
