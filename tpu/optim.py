@@ -207,7 +207,7 @@ class Muon:
             update = gradient.lerp(buffer, self._momentum).to(self._compute)
             shape = tuple(update.shape[-2:])
             *before, rows, columns = specs[name]
-            cut = None if any(before) else (None, rows, columns)  # experts may be spread already
+            cut: Spec | None = None if any(before) else (None, rows, columns)  # experts may be spread already
             alike.setdefault((shape, cut), {})[name] = update.reshape(-1, *shape)
             made[name] = {"momentum_buffer": buffer}
         updates: dict[str, Tensor] = {}

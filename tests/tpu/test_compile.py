@@ -619,7 +619,7 @@ def test_muon_moves_each_matrix_there_and_back(library: compiler.Library, tmp_pa
         step = step_of(library, tmp_path / optimizer, "2x2", **settings, **{"train.optimizer": optimizer})
         sent[optimizer] = sum(one.bytes for one in step.collectives.values())
     # Seven matrices of one shape in each layer, made up to a multiple of four.
-    layers: int = TINY["num_hidden_layers"]
+    layers: Any = TINY["num_hidden_layers"]
     matrices = -(-7 * layers // 4) * 4 * 512 * 512
     assert sent["muon"] - sent["adamw"] == pytest.approx(2 * 2 * matrices * 3 / 16, rel=0.01)
 

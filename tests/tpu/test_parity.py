@@ -274,8 +274,10 @@ def test_sgd(momentum: float, tmp_path: Path, corpus: Path, xla: XlaPool) -> Non
 @pytest.mark.parametrize("strategy", ["full_shard", "hybrid_shard"])
 def test_muon(strategy: str, tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
     muon: dict[str, Any] = {**ONE_LAYER, "train__optimizer": "muon", "train__learning_rate": 0.03}
-    group = {"fsdp__shard_group_size": 2} if strategy == "hybrid_shard" else {}
-    ours = on_xla(xla, 4, tmp_path / "xla", corpus, strategy=strategy, **muon, **group)
+    sharded = {**muon, "strategy": strategy}
+    if strategy == "hybrid_shard":
+        sharded["fsdp__shard_group_size"] = 2
+    ours = on_xla(xla, 4, tmp_path / "xla", corpus, **sharded)
     assert_close(ours, on_cpu(tmp_path / "cpu", corpus, **muon), 1e-5)
 
 
