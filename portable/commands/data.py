@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from typing import TYPE_CHECKING
@@ -49,8 +50,12 @@ DATA_OPTIONS = (
 @command
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``portable-data`` and return its exit code, as :data:`converters.commands.EXIT_CODES` has it."""
+    if argv is None:
+        argv = sys.argv[1:]
+        # transformers would import torch_xla, which takes seconds, warns, and is not needed here.
+        os.environ.setdefault("USE_TORCH_XLA", "0")
     try:
-        return run(sys.argv[1:] if argv is None else argv)
+        return run(argv)
     except UserError as error:
         report(error)
         return REFUSED

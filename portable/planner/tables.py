@@ -6,7 +6,7 @@ import textwrap
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from portable.formatting import human_bytes, table
+from portable.formatting import human_bytes, human_count, table
 from portable.registry import backend_package
 
 if TYPE_CHECKING:
@@ -81,7 +81,9 @@ def as_text(
     """
     target = planner.target
     device, cluster = target.device, target.cluster
-    where = f"{cluster.devices} x {device.name}" if device is not None else f"{cluster.devices} devices"
+    where = (
+        f"{cluster.devices} x {device.name}" if device is not None else human_count(cluster.devices, "device")
+    )
     rows = [
         ("model", f"{planner.model.architecture}, {planner.model.parameters:,} parameters"),
         ("devices", where + ("" if device is None else f", {human_bytes(device.memory)} each")),
@@ -109,7 +111,8 @@ def as_text(
     if best is not None:
         parts.append("* is recommended; the row shows it as it would run")
     if device is None:
-        parts.append("name a device to see what fits: --device h100, --device v5e, or --device-memory 80GB")
+        advice = "name a device to see what fits: --device h100, --device v5e, or --device-memory 80GB"
+        parts.append(folded(advice, width))
     return "\n\n".join(parts)
 
 

@@ -162,6 +162,7 @@ def finish(
     checkpoint: Place | None,
     profiler: Profiler | None,
     *,
+    step: int,
     complete: bool,
     exported: Place | None,
     uploads: Uploads | None,
@@ -170,7 +171,7 @@ def finish(
     """Export the model, draw the pictures, upload and print where everything is; on rank 0 only.
 
     Args:
-        checkpoint: the newest. exported: the one that ``final`` is made from.
+        checkpoint: the newest. step: the last that is done. exported: the one that ``final`` is made from.
         warnings: of libraries, in the run's log.
     """
     folder, place = output.work, output.place
@@ -204,8 +205,7 @@ def finish(
     for line in missing:
         reporter.say(f"warning: {line}")
     if not complete:
-        stopped = prepared.config.train.stop_after
-        reporter.say(f"stopped at step {stopped} of {prepared.steps}, as train.stop_after says")
+        reporter.say(f"stopped at step {step} of {prepared.steps}, as train.stop_after says")
 
 
 def export_with_card(prepared: Prepared, folder: Path, checkpoint: Place, out: Place) -> None:

@@ -212,6 +212,7 @@ def _train(prepared: Prepared, opened: Open, hub: Hub | None) -> int:
             reporter,
             checkpoints.latest(),
             opened.profiler,
+            step=progress.step,
             complete=complete,
             exported=checkpoint_to_export(prepared, checkpoints, progress, reporter),
             uploads=uploads,

@@ -234,12 +234,14 @@ def test_words_that_are_missing_or_unknown_are_one_line(
 
 
 def test_another_run_in_the_folder(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(flags(tiny(tmp_path, corpus, train__steps=2))) == 0
+    assert main(flags(tiny(tmp_path, corpus, train__steps=3, train__stop_after=2))) == 0
     capsys.readouterr()
     before = snapshot(tmp_path)
-    line = refusal(capsys, flags(tiny(tmp_path, corpus, train__steps=2, seed=1)))
+    line = refusal(capsys, flags(tiny(tmp_path, corpus, train__steps=3, seed=1)))
     assert str(tmp_path) in line and "seed: 0 and 1" in line
     assert snapshot(tmp_path) == before
+    assert main(flags(tiny(tmp_path, corpus, train__steps=3, train__stop_after=1))) == 0  # has been passed
+    assert "stopped at step 2 of 3, as train.stop_after says" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
