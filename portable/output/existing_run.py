@@ -76,7 +76,8 @@ def _digest(path: Place) -> str | None:
 def check_same_run(folder: Place, existing: ExistingRun, config: RunConfig) -> None:
     """Raise UserError if the existing run differs from ``config`` in a setting that defines the run."""
     if existing.config is not None and (changed := difference(existing.config, config)):
-        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        others = len(changed) - 1
+        more = f"; {others} more {'settings differ' if others > 1 else 'setting differs'}" if others else ""
         raise UserError(
             f"output_dir: {folder} has another run ({changed[0]}{more}); "
             "choose another folder, or delete this one to start over"

@@ -71,7 +71,7 @@ def named(name: str) -> Device:
         if candidate in known:
             return known[candidate]
     hint = did_you_mean(key, known) or f"; known are {', '.join(known)}"
-    raise UserError(f"--device: unknown device {name!r}{hint}; or give its memory with --device-memory 80GB")
+    raise UserError(f"--device: unknown device {name!r} (--device-memory 80GB is for any other){hint}")
 
 
 _UNITS = {"": 1, "B": 1} | {
