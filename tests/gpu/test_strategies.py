@@ -53,7 +53,7 @@ def test_the_flag_of_the_deepspeed_launcher_is_let_pass(
 
 @pytest.mark.parametrize(("precision", "expected"), [("tf32", "high"), ("fp32", "highest")])
 def test_the_precision_of_fp32_products_is_set_and_put_back(
-    precision: str, expected: str, tmp_path: Path, corpus: Path
+    precision: str, expected: str, tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The flag alone: what it changes is on NVIDIA GPUs, and a CPU's check, left out here, refuses tf32."""
     settled = settle(configured(tmp_path, corpus), "cpu")
@@ -61,7 +61,7 @@ def test_the_precision_of_fp32_products_is_set_and_put_back(
     backend = TorchBackend("cpu")
     usual = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
-    assert torch.backends.cudnn.allow_tf32
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
     try:
         restore(prepare(settled, backend), None)
         assert torch.get_float32_matmul_precision() == expected
