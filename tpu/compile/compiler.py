@@ -53,12 +53,22 @@ def find_library() -> Library:
     Raises:
         UserError: there is none.
     """
-    named = os.environ.get("TPU_LIBRARY_PATH")
+    installed = _installed()
+    named = os.environ.get("TPU_LIBRARY_PATH")  # torch_xla sets it, too
     if named:
         path = Path(named)
         if not path.is_file():
             raise UserError(f"TPU_LIBRARY_PATH: {named} is no file")
-        return Library(path, None)
+        return installed if installed is not None and installed.path == path else Library(path, None)
+    if installed is not None:
+        return installed
+    raise UserError(
+        "--compile: needs libtpu, the TPU's compiler; install it with: "
+        "pip install 'portable-trainer[tpu-compile]', or name the library in TPU_LIBRARY_PATH"
+    )
+
+
+def _installed() -> Library | None:
     spec = find_spec("libtpu")
     for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
         path = Path(folder) / "libtpu.so"
@@ -66,10 +76,7 @@ def find_library() -> Library:
             with suppress(metadata.PackageNotFoundError):
                 return Library(path, metadata.version("libtpu"))
             return Library(path, None)
-    raise UserError(
-        "--compile: needs libtpu, the TPU's compiler; install it with: "
-        "pip install 'portable-trainer[tpu-compile]', or name the library in TPU_LIBRARY_PATH"
-    )
+    return None
 
 
 def compile_run(config: RunConfig, target: CompileTarget) -> Compiled:
