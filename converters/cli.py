@@ -18,7 +18,7 @@ from converters.errors import CheckpointError, printable
 from converters.options import ADAPTER_CONFIG, DTYPES, EXPANSION, WRITERS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from converters.adapters.adapter import Adapter
     from converters.checkpoint import Checkpoint
@@ -215,7 +215,7 @@ def _convert(options: argparse.Namespace) -> int:
         check_output(out, sources, overwrite=options.overwrite)
     given = None if options.config_from is None else companions_from(options.config_from)
     checkpoint = open_checkpoint(source, options.tag, companions=given)
-    checkpoint, adapter = _adapter(checkpoint, options)
+    checkpoint, adapter = _adapter(checkpoint, given, options)
     choices = Choices(options.dtype, options.max_shard_size, options.optimizer)
 
     def make_plan() -> Plan:
@@ -246,12 +246,13 @@ def _convert(options: argparse.Namespace) -> int:
     return 0
 
 
-def _adapter(checkpoint: Checkpoint, options: argparse.Namespace) -> tuple[Checkpoint, Adapter | None]:
+def _adapter(
+    checkpoint: Checkpoint, companions: Mapping[str, Place] | None, options: argparse.Namespace
+) -> tuple[Checkpoint, Adapter | None]:
     """What to write: where SRC holds an adapter, the merged model, or the adapter and its checkpoint."""
     from converters.adapters.adapter import find_adapter
     from converters.adapters.config import given_config
     from converters.adapters.merging import merge
-    from converters.companions import companions_from
     from converters.opening import open_checkpoint
     from converters.storage.path_or_url import place
 
@@ -282,11 +283,10 @@ def _adapter(checkpoint: Checkpoint, options: argparse.Namespace) -> tuple[Check
         raise CheckpointError("--optimizer: a merged model has no optimizer state; leave it out")
     where = place(options.merge_into)
     itself = where.exists() and where.resolve() in (checkpoint.root.resolve(), place(options.src).resolve())
-    given_files = None if options.config_from is None else companions_from(options.config_from)
     if itself:
-        base = adapter.own_base().with_companions(given_files or {})
+        base = adapter.own_base().with_companions(companions or {})
     else:
-        base = open_checkpoint(where, companions=given_files)
+        base = open_checkpoint(where, companions=companions)
     merged = merge(adapter, base, dtype=options.dtype)
     if merged.config.get("tie_word_embeddings") is False and not options.quiet:
         _note(

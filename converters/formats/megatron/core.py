@@ -25,13 +25,12 @@ from converters.formats.megatron.names import args_of, as_transformers, plain_ke
 from converters.formats.megatron.reader import PREFIXES, STANDINS
 from converters.storage.folder import Folder
 from converters.storage.guarded import read_small
-from converters.tensors.dtypes import itemsize
-from converters.tensors.rearranged import source_of
-from converters.tensors.tensor import Tensor, row_major
+from converters.tensors.rearranged import selected
 
 if TYPE_CHECKING:
     from converters.checkpoint import Aliases, OptimizerState
     from converters.storage.path_or_url import Place
+    from converters.tensors.tensor import Tensor
 
 _COMMON = "common.pt"
 _LAYERS = re.compile(r"decoder\.layers\.(?!\d)(.+)")
@@ -81,7 +80,7 @@ def _open(source: Source) -> Checkpoint:
                     f"{where}: {key} is {list(tensor.shape)}, its args say {shape.layers} layers"
                 )
             for layer in range(shape.layers):
-                merged[f"decoder.layers.{layer}.{match[1]}"] = _layer(tensor, layer)
+                merged[f"decoder.layers.{layer}.{match[1]}"] = selected(tensor, 0, layer)
         tensors = as_transformers(merged, shape, where)
     has_optimizer = any(key.startswith("optimizer.") for key in stored)
 
@@ -97,12 +96,6 @@ def _open(source: Source) -> Checkpoint:
         metadata={"step": step} if type(step) is int else {},
         companions=companions,
     )
-
-
-def _layer(tensor: Tensor, number: int) -> Tensor:
-    """One layer of a tensor that has the layers as its first dimension."""
-    step = row_major(tensor.shape, itemsize(tensor.dtype))[0]
-    return Tensor.contiguous(tensor.name, tensor.dtype, tensor.shape[1:], source_of(tensor), number * step)
 
 
 FORMAT = Format(
