@@ -154,14 +154,16 @@ def describe(
             "dtype": tensor.dtype,
             "shape": list(tensor.shape),
             "bytes": tensor.nbytes,
-            "pieces": len(tensor.boxes),
-            **({"statistics": found[name].document()} if name in found else {}),
+            "pieces": tensor.pieces,
         }
         for name, tensor in tensors.items()
     }
+    for name, statistic in found.items():
+        listed[name]["statistics"] = statistic.document()
     by_dtype: dict[str, int] = {}
-    for tensor in tensors.values():
-        by_dtype[tensor.dtype] = by_dtype.get(tensor.dtype, 0) + tensor.numel
+    for known in listed.values():
+        dtype = known["dtype"]
+        by_dtype[dtype] = by_dtype.get(dtype, 0) + known["bytes"] // itemsize(dtype)
     about = {key: checkpoint.metadata[key] for key in ("step", "world_size") if key in checkpoint.metadata}
     adapter = _adapter(checkpoint)
     return {

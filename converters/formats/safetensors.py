@@ -21,10 +21,10 @@ from converters.names.canonical import plain_names, split_state_key
 from converters.names.module_order import module_order
 from converters.storage.folder import Folder
 from converters.tensors.dtypes import NUMPY, itemsize
-from converters.tensors.tensor import Tensor
+from converters.tensors.tensor import MAX_DIMS, Tensor
 
 if TYPE_CHECKING:
-    from converters.storage.bytes import FileSpan, SourceFile
+    from converters.storage.bytes import SourceFile
     from converters.storage.path_or_url import Place
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -149,15 +149,18 @@ def read_file(file: SourceFile) -> tuple[dict[str, Tensor], dict[str, str]]:
     extra = header.pop("__metadata__", {})
     start = 8 + length
     spans: list[tuple[int, int, str]] = []
-    made: list[tuple[str, str, list[int], FileSpan]] = []
-    for name, entry in header.items():
-        dtype, shape, low, high = _entry(file, name, entry)
-        if high - low != prod(shape) * itemsize(dtype):
-            raise CheckpointError(f"{file.path}: {name!r} has {high - low} bytes for {dtype} {shape}")
-        made.append((name, dtype, shape, file.span(start + low, high - low, what=repr(name))))
-        spans.append((low, high, name))
+    tensors: dict[str, Tensor] = {}
     with blame(file.path):
-        tensors = {about[0]: Tensor.contiguous(*about) for about in made}
+        for name, entry in header.items():
+            dtype, shape, low, high = _entry(name, entry)
+            if high - low != prod(shape) * itemsize(dtype):
+                raise CheckpointError(f"{name!r} has {high - low} bytes for {dtype} {shape}")
+            if start + high > file.nbytes:
+                where = f"byte {start + high} of {file.nbytes}"
+                raise CheckpointError(f"truncated or damaged, {name!r} would end at {where}")
+            span = file.span(start + low, high - low, what=repr(name))
+            tensors[name] = Tensor.contiguous(name, dtype, shape, span)
+            spans.append((low, high, name))
     spans.sort()
     bounds = [(0, 0, ""), *spans, (file.nbytes - start, file.nbytes - start, "")]
     for (_, stop, left), (low, _, right) in pairwise(bounds):
@@ -169,23 +172,18 @@ def read_file(file: SourceFile) -> tuple[dict[str, Tensor], dict[str, str]]:
     return tensors, extra if plain else {}
 
 
-def _entry(file: SourceFile, name: str, entry: Any) -> tuple[str, list[int], int, int]:
+def _entry(name: str, entry: Any) -> tuple[str, list[int], int, int]:
     """(dtype, shape, start, stop) of one header entry."""
-    if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
-        raise CheckpointError(f"{file.path}: damaged header entry for {name!r}")
-    dtype, shape, offsets = entry["dtype"], _counts(entry.get("shape")), _counts(entry.get("data_offsets"))
-    if shape is None or offsets is None or len(offsets) != 2:
-        raise CheckpointError(f"{file.path}: damaged header entry for {name!r}")
+    try:
+        dtype, shape, (low, high) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        sound = type(dtype) is str and type(shape) is list and 0 <= low <= high
+    except (TypeError, KeyError, ValueError):
+        sound = False
+    if not sound or len(shape) > MAX_DIMS or not set(map(type, (low, high, *shape))) <= {int}:
+        raise CheckpointError(f"damaged header entry for {name!r}")
     if dtype not in NUMPY:
-        raise CheckpointError(f"{file.path}: {name!r} has the element type {dtype[:20]!r}, not supported")
-    return dtype, shape, offsets[0], offsets[1]
-
-
-def _counts(value: Any) -> list[int] | None:
-    """`value` if it is a short list of sizes, else None."""
-    if not isinstance(value, list) or len(value) > 64 or not set(map(type, value)) <= {int}:
-        return None
-    return value if not value or (min(value) >= 0 and max(value) < 1 << 63) else None
+        raise CheckpointError(f"{name!r} has the element type {dtype[:20]!r}, not supported")
+    return dtype, shape, low, high
 
 
 FORMAT = Format(

@@ -106,7 +106,10 @@ def _candidates(stored: Mapping[str, Tensor]) -> list[tuple[str, str]]:
     """(alias, owner) pairs that transformers may tie, by name and shape. The caller compares their values."""
     by_end: dict[str, list[str]] = {end: [] for alias, owners in _PAIRS for end in (alias, *owners)}
     depth = max(end.count(".") for end in by_end)
+    last = {end.rpartition(".")[2] for end in by_end}
     for name in stored:
+        if name.rpartition(".")[2] not in last:
+            continue
         parts = name.split(".")
         for count in range(1, min(len(parts), depth + 1) + 1):
             found = by_end.get(".".join(parts[-count:]))

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -30,8 +29,7 @@ MAX_DIMS = 64
 _local = threading.local()
 
 
-@dataclass(frozen=True)
-class View:
+class View(NamedTuple):
     """Where an n-dimensional piece lies in a source: a torch tensor's view of its storage, in bytes."""
 
     source: Source
@@ -79,13 +77,14 @@ class Tensor:
         name: for error messages.
         dtype: the element type by its safetensors name (`"F32"`, `"BF16"`, `"I64"`, `"BOOL"`, ...).
         shape: the full shape, whatever world size wrote it; `()` for a scalar.
-        boxes: the pieces, which tile the shape exactly once (checked on construction).
 
     Raises:
         CheckpointError: the pieces leave a gap, overlap or exceed the shape, or the dtype is unknown.
     """
 
-    __slots__ = ("_reach", "_starts", "boxes", "dtype", "name", "shape")
+    __slots__ = ("_boxes", "_reach", "_starts", "_whole", "dtype", "name", "shape")
+    _boxes: list[Box] | None
+    _whole: tuple[Source, int]
 
     def __init__(self, name: str, dtype: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
         shape = possible_shape(name, dtype, shape)
@@ -96,10 +95,11 @@ class Tensor:
         self.name = name
         self.dtype = dtype
         self.shape = shape
-        self.boxes = sorted((box for box in boxes if prod(box.sizes)), key=lambda box: box.offsets)
+        held = sorted((box for box in boxes if prod(box.sizes)), key=lambda box: box.offsets)
+        self._boxes = held
         # For finding the boxes that meet a region along dim 0: the start of each, and the largest end so far.
-        self._starts = [box.offsets[0] for box in self.boxes] if self.shape else []
-        ends = (box.offsets[0] + box.sizes[0] for box in self.boxes) if self.shape else ()
+        self._starts = [box.offsets[0] for box in held] if self.shape else []
+        ends = (box.offsets[0] + box.sizes[0] for box in held) if self.shape else ()
         self._reach = list(accumulate(ends, max))
 
     @classmethod
@@ -107,14 +107,10 @@ class Tensor:
         cls, name: str, dtype: str, shape: Sequence[int], source: Source, offset: int = 0
     ) -> Tensor:
         """A tensor stored whole and row-major in `source`, from byte `offset`."""
-        shape = possible_shape(name, dtype, shape)
-        strides = row_major(shape, numpy_dtype(dtype).itemsize)
-        # One box tiles its own shape. This is quick: a checkpoint may have 100,000 of them.
+        # Its one box is made when it is asked for: a checkpoint may have 100,000 of them.
         made = cls.__new__(cls)
-        made.name, made.dtype, made.shape = name, dtype, shape
-        whole = [Box((0,) * len(shape), shape, View(source, offset, strides))]
-        made.boxes = whole if 0 not in shape else []
-        made._starts, made._reach = ([0], [shape[0]]) if made.boxes and shape else ([], [])
+        made.name, made.dtype, made.shape = name, dtype, possible_shape(name, dtype, shape)
+        made._boxes, made._whole = None, (source, offset)
         return made
 
     @classmethod
@@ -137,6 +133,20 @@ class Tensor:
                 raise CheckpointError(f"{name}: elements {min(start, stop)} to {max(start, stop)} {what}")
         parts = [Slice(source, at, (stop - start) * width) for start, stop, source, at in ordered]
         return cls.contiguous(name, dtype, shape, Joined(parts))
+
+    @property
+    def boxes(self) -> Sequence[Box]:
+        """The pieces, which tile the shape exactly once (checked on construction)."""
+        if self._boxes is None:
+            source, offset = self._whole
+            view = View(source, offset, row_major(self.shape, numpy_dtype(self.dtype).itemsize))
+            self._boxes = [] if 0 in self.shape else [Box((0,) * len(self.shape), self.shape, view)]
+        return self._boxes
+
+    @property
+    def pieces(self) -> int:
+        """Number of boxes."""
+        return int(0 not in self.shape) if self._boxes is None else len(self._boxes)
 
     @property
     def numel(self) -> int:
@@ -237,7 +247,7 @@ class Tensor:
 
     def release(self) -> None:
         """Free what reading has cached, once the tensor has been written."""
-        for box in self.boxes:
+        for box in self._boxes or ():
             box.release()
 
     def whole_span(self, *, located: bool = False) -> FileSpan | None:
@@ -292,11 +302,12 @@ class Tensor:
 
     def _overlapping(self, lows: Shape, sizes: Shape) -> Sequence[Box]:
         """The boxes that may meet the region, judged along dim 0."""
-        if not lows or len(self.boxes) == 1:
-            return self.boxes
+        boxes = self.boxes
+        if not lows or len(boxes) <= 1:
+            return boxes
         first = bisect_right(self._reach, lows[0])
         last = bisect_right(self._starts, lows[0] + sizes[0] - 1)
-        return self.boxes[first:last]
+        return boxes[first:last]
 
 
 def possible_shape(name: str, dtype: str, shape: Sequence[int]) -> Shape:
