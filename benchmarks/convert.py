@@ -2,7 +2,8 @@
 
 ``python -m benchmarks.convert`` has each framework write a checkpoint, then times whole processes, in turns,
 with a warm page cache. Every result is compared, tensor by tensor. ``--memory`` measures what
-`portable-convert` alone uses as checkpoints grow; ``--cores`` how its time falls with more cores, in memory.
+`portable-convert` alone uses as checkpoints grow; ``--cores`` how its time falls with more cores, in memory;
+``--inspect`` the time of `portable-convert inspect` on 100,000 tensors.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from importlib.util import find_spec
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -307,14 +309,14 @@ def medians(results: Sequence[Result], beside: Mapping[str, Result]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def sparse_checkpoint(folder: Path, gigabytes: float) -> None:
-    """A sparse safetensors file of zeros, in tensors of 32 MB."""
-    count = max(1, round(gigabytes * 1e9 / (8_000_000 * 4)))
+def sparse_checkpoint(folder: Path, count: int, shape: tuple[int, int] = (2000, 4000)) -> None:
+    """A sparse safetensors file of zeros: ``count`` fp32 tensors of ``shape``."""
+    nbytes = 4 * prod(shape)
     header = {
         f"layers.{i}.weight": {
             "dtype": "F32",
-            "shape": [2000, 4000],
-            "data_offsets": [i * 32_000_000, (i + 1) * 32_000_000],
+            "shape": shape,
+            "data_offsets": [i * nbytes, (i + 1) * nbytes],
         }
         for i in range(count)
     }
@@ -322,7 +324,7 @@ def sparse_checkpoint(folder: Path, gigabytes: float) -> None:
     folder.mkdir(parents=True)
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + count * 32_000_000)
+        file.truncate(8 + len(text) + count * nbytes)
 
 
 def memory(work: Path, sizes: Sequence[float]) -> str:
@@ -333,7 +335,7 @@ def memory(work: Path, sizes: Sequence[float]) -> str:
     ]
     plain, dcp, out, log = (work / name for name in ("plain", "dcp", "out", "log"))
     for size in sizes:
-        sparse_checkpoint(plain, size)
+        sparse_checkpoint(plain, max(1, round(size * 1e9 / 32_000_000)))
         for what, source, target, flags in (
             ("safetensors to safetensors", plain, out, ()),
             ("safetensors to DCP", plain, dcp, ("--to", "dcp")),
@@ -398,6 +400,41 @@ def scaling(work: Path, gigabytes: float, rounds: int) -> str:
     return "\n".join(lines) + "\n"
 
 
+SAFE_OPEN = """
+import sys
+from safetensors import safe_open
+with safe_open(sys.argv[1] + "/model.safetensors", "np") as file:
+    for name in file.keys():
+        entry = file.get_slice(name)
+        print(name, entry.get_dtype(), entry.get_shape())
+"""
+
+
+def inspecting(work: Path, tensors: int, rounds: int) -> str:
+    """The time to list ``tensors`` small tensors in each of our formats, and in safetensors' own library."""
+    made = work / "safetensors"
+    sparse_checkpoint(made, tensors, shape=(4, 4))
+    for to in ("dcp", "torch"):
+        _, code = measure(portable(made, work / to, "--to", to), work / "log")
+        if code:
+            raise RuntimeError(last_line(work / "log"))
+
+    def contestant(name: str, *command: str) -> Contestant:
+        return Contestant(name, lambda _, __: python(*command), writes=False)
+
+    everyone = [
+        contestant("safetensors, `safe_open`", "-c", SAFE_OPEN, str(made)),
+        *(
+            contestant(f"{name}, ours", "-m", "converters.cli", "inspect", str(work / name))
+            for name in ("safetensors", "torch", "dcp")
+        ),
+    ]
+    results = take_turns(everyone, made, work, rounds, lambda _, __: None)
+    for name in ("safetensors", "torch", "dcp"):
+        shutil.rmtree(work / name)
+    return medians(results, {"x `safe_open`": results[0]})
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.convert", description=__doc__)
     parser.add_argument("--gigabytes", type=float, default=1.4, help="of fp32 weights in the result")
@@ -408,6 +445,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--small", action="store_true", help="2 MB and one round: does it run?")
     parser.add_argument("--memory", action="store_true", help="our memory from 0.1 to 4 GB instead")
     parser.add_argument("--cores", action="store_true", help="our time on 1, 2, 4 ... cores instead")
+    parser.add_argument("--inspect", action="store_true", help="listing 100,000 tensors instead")
     parser.add_argument("--folder", type=Path, help="keep the checkpoints there for the next run")
     parser.add_argument("--json", type=Path, help="also write every run to this file")
     options = parser.parse_args(argv)
@@ -431,6 +469,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         if options.cores:
             print(scaling(work, options.gigabytes, options.rounds))
+            return 0
+        if options.inspect:
+            print(inspecting(work, 1_000 if options.small else 100_000, options.rounds))
             return 0
         for kind in options.only:
             source, missing = provide(kind, work, options.gigabytes)

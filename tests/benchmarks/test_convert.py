@@ -61,6 +61,12 @@ def test_cores_mode(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_inspect_mode(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["--inspect", "--small", "--folder", str(tmp_path)]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if "safe_open" in line or "ours" in line]
+    assert len(rows) == 5 and not any("fails" in row for row in rows)
+
+
 @pytest.mark.usefixtures("quick_python")
 def test_results_agree_with_the_frameworks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "runs.json"
