@@ -75,6 +75,8 @@ class Instance:
 _SIZED = (str, bytes, tuple, list, dict, set, frozenset)
 # Types that nest values; sets hold only scalars.
 _NESTING = (tuple, list, dict)
+# Types that count as one value each.
+_SINGLE = frozenset({int, float, bool, type(None), Global})
 _TOO_MUCH = "copies more data than any valid pickle of its length; no code was run"
 
 
@@ -387,7 +389,10 @@ def _check_size(root: Any, limit: int) -> None:
                 size += len(value) + sum(len(key) for key in value if type(key) is tuple)
             for part in value.values() if kind is dict else value:
                 kind = type(part)
-                if kind in _NESTING:
+                if kind is tuple and _SINGLE.issuperset(map(type, part)):  # most are sizes and offsets
+                    size += 1 + len(part)
+                    depth = depth or 1
+                elif kind in _NESTING:
                     found = known.get(id(part))
                     if found is None:
                         pending.append(part)

@@ -60,11 +60,12 @@ class Persistent:
 def pickle(value: Any) -> bytes:
     """A protocol 2 pickle of plain containers and the objects above; TypeError for anything else."""
     out = bytearray(b"\x80\x02")
-    _emit(value, out)
+    _emit(value, out, {})
     return bytes(out + b".")
 
 
-def _emit(value: Any, out: bytearray) -> None:
+def _emit(value: Any, out: bytearray, memo: dict[str | Name, bytes]) -> None:
+    """Append what makes `value`; names and strings that came before are fetched from the memo."""
     if value is None:
         out += b"N"
     elif value is True or value is False:
@@ -74,33 +75,43 @@ def _emit(value: Any, out: bytearray) -> None:
         out += b"\x8a" + bytes([len(data)]) + data if value < 0 or value > 255 else bytes([0x4B, value])
     elif isinstance(value, float):
         out += b"G" + struct.pack(">d", value)
-    elif isinstance(value, str):
-        data = value.encode("utf-8", "surrogatepass")
-        out += b"X" + struct.pack("<L", len(data)) + data
+    elif isinstance(value, (str, Name)):
+        known = memo.get(value)
+        if known is not None:
+            out += known
+            return
+        if isinstance(value, Name):
+            out += b"c" + f"{value.module}\n{value.name}\n".encode()
+        else:
+            data = value.encode("utf-8", "surrogatepass")
+            out += b"X" + struct.pack("<L", len(data)) + data
+        number = len(memo)
+        short = number < 256
+        at = bytes([number]) if short else struct.pack("<L", number)
+        out += (b"q" if short else b"r") + at
+        memo[value] = (b"h" if short else b"j") + at
     elif isinstance(value, (tuple, list)):
         out += b"(" if isinstance(value, tuple) else b"]("
         for item in value:
-            _emit(item, out)
+            _emit(item, out, memo)
         out += b"t" if isinstance(value, tuple) else b"e"
     elif isinstance(value, dict):
         out += b"}("
         for key, item in value.items():
-            _emit(key, out)
-            _emit(item, out)
+            _emit(key, out, memo)
+            _emit(item, out, memo)
         out += b"u"
-    elif isinstance(value, Name):
-        out += b"c" + f"{value.module}\n{value.name}\n".encode()
     elif isinstance(value, Call):
-        _emit(value.function, out)
-        _emit(value.args, out)
+        _emit(value.function, out, memo)
+        _emit(value.args, out, memo)
         out += b"R"
     elif isinstance(value, Made):
-        _emit(value.kind, out)
+        _emit(value.kind, out, memo)
         out += b")\x81"
-        _emit(value.state, out)
+        _emit(value.state, out, memo)
         out += b"b"
     elif isinstance(value, Persistent):
-        _emit(value.value, out)
+        _emit(value.value, out, memo)
         out += b"Q"
     else:
         raise TypeError(f"{type(value).__name__} cannot be pickled here")
