@@ -80,9 +80,14 @@ def quiet_checkpoint_warnings() -> None:
         warnings.filterwarnings("ignore", message=message)
 
 
+def shows_bars() -> bool:
+    """Whether this process may draw progress bars: stderr is a terminal, and nobody wants quiet."""
+    return not is_quiet() and sys.stderr.isatty()
+
+
 def at_a_terminal() -> bool:
-    """Whether bars are shown: this process is rank 0, stderr is a terminal, and nobody wants quiet."""
-    return not is_quiet() and sys.stderr.isatty() and os.environ.get("RANK", "0") == "0"
+    """Whether this process draws the bars of a run: as :func:`shows_bars`, on rank 0 alone."""
+    return shows_bars() and os.environ.get("RANK", "0") == "0"
 
 
 @contextmanager

@@ -35,7 +35,7 @@ from portable.durable import sync_folder, write_durably
 from portable.errors import UserError, one_line
 from portable.optim.average import AVERAGE
 from portable.paths import storage_errors
-from portable.terminal import tell
+from portable.terminal import at_a_terminal, tell
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -99,6 +99,7 @@ def _write(
     opened = open_checkpoint(checkpoint).with_companions(beside)
     if average:
         opened = opened.with_state_as_weights(AVERAGE)
+    options["progress"] = at_a_terminal()
     adapter = find_adapter(opened)
     if adapter is None:
         write_safetensors(opened, out, **options)

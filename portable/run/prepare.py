@@ -35,6 +35,7 @@ from portable.run.evaluation import judge_of
 from portable.run.micro_batch import Search, batch_plan
 from portable.run.once import with_computed
 from portable.run.settle import on_device
+from portable.terminal import shows_bars
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -194,7 +195,7 @@ def open_data(config: RunConfig, model_config: PretrainedConfig, special_tokens:
         problem=problem_of(model_config, config.model),
         pad_left=classifies_last_position(model_config),
         global_batch_size=config.train.global_batch_size,
-        progress=True,  # only the rank that builds the cache shows it
+        progress=shows_bars(),  # only the rank that builds the cache shows it
         **tokenizer_hints(config, model_config),
     )
 

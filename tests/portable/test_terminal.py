@@ -90,8 +90,11 @@ def test_a_refused_run_shows_what_libraries_warned_of(
 
 
 def test_quiet_prints_warnings_only_and_the_log_has_all(
-    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)  # where bars would be drawn
+    monkeypatch.setenv("COLUMNS", "1000")
+    monkeypatch.setenv("NO_COLOR", "1")
     broken = tmp_path / "run" / "checkpoints" / "step-000009"
     broken.mkdir(parents=True)
     train(own(tmp_path / "run", corpus, log__quiet=True))
