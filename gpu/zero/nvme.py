@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gpu.zero import private_api
+from gpu.zero.builds import wait_for_build
 from portable.errors import UserError, one_line, require, unsupported
 from portable.formatting import human_bytes
 from portable.plugins import names_code
-from portable.terminal import tell
 
 if TYPE_CHECKING:
     from portable.config import RunConfig
@@ -91,19 +91,7 @@ def check_async_io(deepspeed: Any) -> None:
         "memory: offloading to nvme needs DeepSpeed's async_io, which cannot be built here; install the "
         "system's libaio (Debian: apt install libaio-dev) and a C++ compiler, or offload to cpu",
     )
-    if os.environ.get("RANK", "0") == "0" and (lock := _lock_of_a_build()):
-        tell(
-            "note: waiting for another process to build DeepSpeed's async_io; if that process was killed, "
-            f"remove {lock}"
-        )
-
-
-def _lock_of_a_build() -> Path | None:
-    """torch's lock file on the op's build folder. A process killed while building leaves it behind."""
-    from torch.utils.cpp_extension import _get_build_directory
-
-    lock = Path(_get_build_directory("async_io", verbose=False)) / "lock"
-    return lock if lock.exists() else None
+    wait_for_build(builder.name)
 
 
 def check_room(config: RunConfig, needed: int) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from gpu.common.machine import COMPUTE_DTYPES
 from gpu.zero import private_api
+from gpu.zero.builds import wait_for_build
 from portable.errors import UserError, one_line, require, unsupported
 from portable.optim import own
 from portable.optim.average import keep_average
@@ -54,8 +55,10 @@ def check(config: RunConfig, document: Document | None) -> None:
     from deepspeed.ops.op_builder import CPUAdamBuilder
 
     try:
+        builder = CPUAdamBuilder()
+        wait_for_build(builder.name)
         with native_stdout_closed():
-            CPUAdamBuilder().load()
+            builder.load()
     except Exception as error:
         raise UserError(
             f"{document.name}: {_KEY} true: DeepSpeed's cpu_adam cannot be built ({one_line(error)}); "

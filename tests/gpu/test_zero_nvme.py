@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -128,30 +127,6 @@ def test_state_that_cannot_be_swapped_is_refused(
 def test_without_libaio_there_is_one_line(ranks: RankPool) -> None:
     """The linker is made to find no libaio."""
     assert "libaio-dev" in ranks.run(1, without_libaio)
-
-
-def with_a_lock(folder: Path) -> str:
-    from torch.utils import cpp_extension
-
-    printed = folder / "printed"  # a file: the trial compilation wants a descriptor
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        printed.open("w", buffering=1) as file,
-        contextlib.redirect_stderr(file),
-    ):
-        patch.setattr(cpp_extension, "_get_build_directory", lambda *_, **__: str(folder))
-        nvme.check_async_io(zero_runtime.import_deepspeed("cpu"))
-        assert not printed.read_text()
-        (folder / "lock").touch()
-        nvme.check_async_io(zero_runtime.import_deepspeed("cpu"))
-    return printed.read_text()
-
-
-@pytest.mark.ops("async_io")
-def test_a_build_that_was_killed_is_reported(tmp_path: Path, ranks: RankPool) -> None:
-    printed = ranks.run(1, with_a_lock, tmp_path)
-    assert str(tmp_path / "lock") in printed
-    assert printed.count("\n") == 1
 
 
 @pytest.mark.parametrize("settings", ["single_sequential", "block_overlap"])

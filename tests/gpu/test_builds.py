@@ -1,0 +1,61 @@
+"""Waiting for torch's lock on the build of an op, of a process that builds and of one that was killed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+from torch.utils import cpp_extension
+from torch.utils.file_baton import FileBaton
+
+from gpu.zero import builds
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+OLD = time.time() - 2 * builds.DEAD
+
+
+@pytest.fixture
+def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(cpp_extension, "_get_build_directory", lambda *_, **__: str(tmp_path))
+    monkeypatch.setattr(builds, "_PATIENCE", 0.0)
+    return tmp_path / "lock"
+
+
+def age(lock: Path) -> None:
+    for path in (lock, lock.parent):
+        os.utime(path, (OLD, OLD))
+
+
+def test_a_build_of_another_process_is_waited_for(lock: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    baton = FileBaton(str(lock))
+    assert baton.try_acquire()
+    age(lock)  # it may take long: the process lives
+    timer = threading.Timer(0.5, baton.release)
+    timer.start()
+    builds.wait_for_build("cpu_adam")
+    timer.join()
+    printed = capsys.readouterr().err
+    assert (
+        printed.count("\n") == 1 and "waiting for another process to build DeepSpeed's cpu_adam; " in printed
+    )
+    assert f"remove {lock}" in printed
+
+
+def test_the_lock_of_a_killed_build_is_removed(lock: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = "import os, sys; from torch.utils.file_baton import FileBaton as B\n"
+    code += "B(sys.argv[1]).try_acquire() and os.kill(os.getpid(), 9)"
+    subprocess.run([sys.executable, "-c", code, str(lock)], check=False)
+    assert lock.exists()
+    age(lock)
+    builds.wait_for_build("cpu_adam")
+    assert not lock.exists()
+    assert f"removed {lock}, which a killed build of DeepSpeed's cpu_adam left" in capsys.readouterr().err
+    builds.wait_for_build("cpu_adam")
+    assert not capsys.readouterr().err
