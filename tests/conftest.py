@@ -3,6 +3,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -102,6 +103,12 @@ def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
     process = Zygote(tmp_path_factory.mktemp("bin"))
     yield process
     process.close()
+
+
+@pytest.fixture
+def traces_in_forks(zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that traces the graphs of a run is a fork, without its seconds of imports."""
+    monkeypatch.setattr("tpu.compile.trace.sys", SimpleNamespace(executable=str(zygote.folder / "python")))
 
 
 @pytest.fixture(scope="session")

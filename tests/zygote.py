@@ -171,6 +171,7 @@ def answer(connection: socket.socket) -> None:
         for number, file in enumerate(files):
             os.dup2(file, number)
             os.close(file)
+        sys.stdin = os.fdopen(0, closefd=False)  # multiprocessing has put /dev/null in its place
         os.chdir(folder)
         os.environ.clear()
         os.environ.update(environment)
