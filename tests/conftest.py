@@ -17,7 +17,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-from tests import ops, order
+from tests import forkserver, ops, order
 from tests.durations import Durations, starting
 from tests.engines import Engines
 from tests.object_store import ObjectStore
@@ -46,6 +46,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Durations(getattr(config, "workeroutput", None)))
+    if hasattr(config, "workerinput"):
+        forkserver.connect(config.workerinput["forkserver"])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """By xdist's controller, of each process that will run tests."""
+    node.workerinput["forkserver"] = forkserver.start()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from unittest.mock import Mock
 
 from tests.durations import starting
+from tests.forkserver import write_where_parent_does
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,6 +54,7 @@ def serve(connection: Connection) -> None:
 
     Each answer is whether it went well, what it returned or its traceback, and how many threads there are.
     """
+    write_where_parent_does()
     os.environ["USE_TORCH_XLA"] = "0"
     import torch
 
