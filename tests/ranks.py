@@ -39,7 +39,7 @@ PRELOADED = (
     "torch.distributed.fsdp",
     "transformers.models.llama.modeling_llama",
     "deepspeed",
-    "peft",
+    "portable.adapters.peft_package",
     "tests.preloaded",
 )
 """What ranks have imported when they start; what is not installed is left out."""
