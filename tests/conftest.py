@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -17,6 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+import tests.no_collections  # noqa: F401  (first; until the tests are collected)
 from tests import forkserver, ops, order
 from tests.durations import Durations, starting
 from tests.engines import Engines
@@ -73,6 +75,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Build the ops of DeepSpeed that tests will wait for, beside the tests before them."""
+    gc.freeze()
+    gc.enable()
     wanted = {mark.args[0] for item in session.items for mark in item.iter_markers("ops")}
     worker = getattr(session.config, "workerinput", {"workerid": "gw0"})["workerid"]
     if wanted and worker == "gw0" and not session.config.getoption("collectonly"):

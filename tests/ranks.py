@@ -32,6 +32,7 @@ GRACE = 10.0  # seconds that the others have to notice that a rank has failed
 MOST_THREADS = 40
 """Of a rank; one that has more by the end of a test is replaced."""
 PRELOADED = (
+    "tests.no_collections",
     "portable.run.rank",
     "gpu.backend",
     "torch._dynamo",

@@ -139,10 +139,12 @@ def serve(listener: socket.socket) -> None:
     os.register_at_fork(after_in_child=begin)
     os.setsid()
     torch.set_num_threads(1)
+    gc.disable()
     for name in LOADED:
         with suppress(ImportError):
             importlib.import_module(name)
     gc.freeze()
+    gc.enable()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # who answers, is not waited for
     parent = multiprocessing.parent_process()
     assert parent is not None
