@@ -21,6 +21,7 @@ from portable.run.prepare import prepare
 from portable.run.rank import run_rank
 from portable.run.restore import restore
 from portable.run.settle import settle
+from tests.engines import accumulated
 from tests.gpu.test_pretrained_memory import peak_of
 from tests.parity import opened, plain_steps
 from tests.runs import TINY_MODEL, configured
@@ -121,7 +122,8 @@ def test_equals_a_loop_with_peft_and_bitsandbytes(
     corpus: Path,
     tmp_path: Path,
 ) -> None:
-    config = configured(tmp_path, corpus, **COMMON, adapter__base=kind, **settings)
+    settings = {**COMMON, **accumulated(size), **settings}
+    config = configured(tmp_path, corpus, adapter__base=kind, **settings)
     losses = engines.run("full_shard", size, our_losses, config)
     assert losses[-1] < losses[0] - 0.1
     assert truth["nf4"] != pytest.approx(truth["int8"], rel=1e-4)
