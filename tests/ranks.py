@@ -14,6 +14,8 @@ import signal
 import socket
 import time
 import traceback
+from contextlib import suppress
+from itertools import count
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -165,8 +167,16 @@ class RankPool:
         self._ranks = []
 
 
+_ports = count(os.getpid() * 100)
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port that nobody listens on, below those that Linux gives to whoever asks for any.
+
+    One of these could be given to another process before the rank that it is meant for listens on it.
+    """
+    while True:
+        port = 10_000 + next(_ports) % 20_000
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
