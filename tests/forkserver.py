@@ -20,13 +20,13 @@ Address = tuple[str, int, int]
 def start() -> Address:
     """Start the server, or take the one that is there."""
     forkserver.ensure_running()
-    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = forkserver._forkserver
     return server._forkserver_address, os.getpid(), server._forkserver_alive_fd
 
 
 def connect(address: Address) -> None:
     """Have this process's forks made by the server at ``address``."""
-    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = forkserver._forkserver
     server._forkserver_address, pid, pipe = address
     server._forkserver_alive_fd = os.open(f"/proc/{pid}/fd/{pipe}", os.O_WRONLY)
     server.ensure_running = resource_tracker.ensure_running
