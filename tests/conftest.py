@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -16,7 +18,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-from tests import ops, order
+import tests.no_collections  # noqa: F401  (first; until the tests are collected)
+from tests import forkserver, ops, order
 from tests.durations import Durations, starting
 from tests.engines import Engines
 from tests.object_store import ObjectStore
@@ -45,6 +48,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Durations(getattr(config, "workeroutput", None)))
+    if hasattr(config, "workerinput"):
+        forkserver.connect(config.workerinput["forkserver"])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """By xdist's controller, of each process that will run tests."""
+    node.workerinput["forkserver"] = forkserver.start()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -64,6 +75,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Build the ops of DeepSpeed that tests will wait for, beside the tests before them."""
+    gc.freeze()
+    gc.enable()
     wanted = {mark.args[0] for item in session.items for mark in item.iter_markers("ops")}
     worker = getattr(session.config, "workerinput", {"workerid": "gw0"})["workerid"]
     if wanted and worker == "gw0" and not session.config.getoption("collectonly"):
@@ -102,6 +115,12 @@ def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
     process = Zygote(tmp_path_factory.mktemp("bin"))
     yield process
     process.close()
+
+
+@pytest.fixture
+def traces_in_forks(zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that traces the graphs of a run is a fork, without its seconds of imports."""
+    monkeypatch.setattr("tpu.compile.trace.sys", SimpleNamespace(executable=str(zygote.folder / "python")))
 
 
 @pytest.fixture(scope="session")

@@ -37,3 +37,4 @@ if not torch.cuda.is_available():
 
 gc.collect()
 gc.freeze()
+gc.enable()

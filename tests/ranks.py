@@ -14,12 +14,15 @@ import signal
 import socket
 import time
 import traceback
+from contextlib import suppress
+from itertools import count
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from unittest.mock import Mock
 
 from tests.durations import starting
+from tests.forkserver import write_where_parent_does
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -31,6 +34,7 @@ GRACE = 10.0  # seconds that the others have to notice that a rank has failed
 MOST_THREADS = 40
 """Of a rank; one that has more by the end of a test is replaced."""
 PRELOADED = (
+    "tests.no_collections",
     "portable.run.rank",
     "gpu.backend",
     "torch._dynamo",
@@ -38,7 +42,7 @@ PRELOADED = (
     "torch.distributed.fsdp",
     "transformers.models.llama.modeling_llama",
     "deepspeed",
-    "peft",
+    "portable.adapters.peft_package",
     "tests.preloaded",
 )
 """What ranks have imported when they start; what is not installed is left out."""
@@ -53,6 +57,7 @@ def serve(connection: Connection) -> None:
 
     Each answer is whether it went well, what it returned or its traceback, and how many threads there are.
     """
+    write_where_parent_does()
     os.environ["USE_TORCH_XLA"] = "0"
     import torch
 
@@ -162,8 +167,16 @@ class RankPool:
         self._ranks = []
 
 
+_ports = count(os.getpid() * 100)
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port that nobody listens on, below those that Linux gives to whoever asks for any.
+
+    One of these could be given to another process before the rank that it is meant for listens on it.
+    """
+    while True:
+        port = 10_000 + next(_ports) % 20_000
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port

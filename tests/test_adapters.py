@@ -14,7 +14,7 @@ from portable.registry import create_backend
 from portable.run.prepare import prepare
 from portable.run.restore import restore
 from portable.run.settle import settle
-from tests.engines import ENGINES, Engines
+from tests.engines import ENGINES, Engines, accumulated
 from tests.parity import opened, plain_steps
 from tests.runs import TINY_MODEL, configured
 from tests.test_engines import Seen, exercise
@@ -253,7 +253,8 @@ def one(engines: Engines, corpus: Path, tmp_path_factory: pytest.TempPathFactory
 def test_evaluates_generates_masks_and_lets_go(
     name: str, one: Seen, engines: Engines, corpus: Path, tmp_path: Path
 ) -> None:
-    settings = settings_of("dora", data__packing=False, train__steps=4, **ENGINES[name].settings)
+    more = {**accumulated(2), **ENGINES[name].settings}
+    settings = settings_of("dora", data__packing=False, train__steps=4, **more)
     seen: Seen = engines.run(name, 2, exercise, configured(tmp_path / "run", corpus, **settings), tmp_path)
     assert seen.losses == pytest.approx(one.losses, rel=1e-5)
     assert seen.evaluated == pytest.approx(one.evaluated, rel=1e-5)

@@ -17,6 +17,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,7 @@ from portable.run.rank import run_rank
 from portable.run.settle import settle
 from tests.runs import TINY_MODEL, configured
 from tests.xla import QUICK
+from tests.zygote import LIBRARY
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -114,6 +116,9 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
         log__every_steps=50,
     )
     assert run_rank("cpu", quick) == 0
+    (folder / "library").mkdir()
+    for module in Path(sysconfig.get_path("stdlib")).glob("[a-c]*.py"):
+        shutil.copy(module, folder / "library")
     (folder / "run.yaml").write_text(files(FIRST_PAGE)["run.yaml"])
     (folder / "ds_config.json").write_text(json.dumps({"zero_optimization": {"stage": 2}}))
     accelerate = {"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": {"fsdp_version": 2}}
@@ -158,6 +163,7 @@ def test_commands_run(page: Path, reader: Path, zygote: Zygote) -> None:
         "XDG_CACHE_HOME": str(reader / "cache"),
         "HF_HUB_OFFLINE": "1",
         "XLA_FLAGS": QUICK,
+        LIBRARY: str(reader / "library"),
     }
     ran = 0
     for block in blocks(page):

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from converters import open_checkpoint
 from portable.evaluation.evaluate import evaluate
 from portable.run.batches import eval_batches
-from tests.engines import ENGINES, Engines
+from tests.engines import ENGINES, Engines, accumulated
 from tests.gpu.test_parity import LONG, STEPS, plain_losses
 from tests.parity import opened
 from tests.runs import TINY_MODEL, configured, write_pretrained
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 COMMON: dict[str, Any] = {
     "data__packing": False,
-    "train__micro_batch_size": 1,
     "train__global_batch_size": 12,
     "train__steps": STEPS,
 }
@@ -115,8 +114,10 @@ def exercised(
     def of(name: str) -> tuple[Seen, Path]:
         if name not in done:
             folder = tmp_path_factory.mktemp("exercise")
-            config = configured(folder / "run", corpus, **COMMON, **ENGINES[name].settings)
-            done[name] = engines.run(name, ENGINES[name].sizes[0], exercise, config, folder), folder
+            size = ENGINES[name].sizes[0]
+            settings = {**COMMON, **accumulated(size), **ENGINES[name].settings}
+            config = configured(folder / "run", corpus, **settings)
+            done[name] = engines.run(name, size, exercise, config, folder), folder
         return done[name]
 
     return of
@@ -189,7 +190,6 @@ def test_lets_everything_go(name: str, exercised: Callable[[str], tuple[Seen, Pa
 
 CONVERSATIONS: dict[str, Any] = {
     "data__seq_len": 64,
-    "train__micro_batch_size": 1,
     "train__global_batch_size": 12,
     "train__steps": STEPS,
 }
@@ -238,7 +238,7 @@ def test_conversations(
     conversations: Path,
     tmp_path: Path,
 ) -> None:
-    settings = {**CONVERSATIONS, **ENGINES[name].settings, "data__packing": packing}
+    settings = {**CONVERSATIONS, **accumulated(size), **ENGINES[name].settings, "data__packing": packing}
     seen = engines.run(name, size, losses_and_norms, configured(tmp_path, conversations, **settings))
     expected = answered(packing)
     assert [loss for loss, _ in seen] == pytest.approx([loss for loss, _ in expected], rel=LOSSES)
@@ -275,7 +275,6 @@ def test_thirty_steps(
 
 PART: dict[str, Any] = {
     "train__frozen": [r"embed_tokens", r"layers\.0\.mlp"],
-    "train__micro_batch_size": 1,
     "train__global_batch_size": 12,
     "train__steps": STEPS,
     "data__packing": False,
@@ -321,8 +320,10 @@ def in_groups(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tu
 def test_groups_of_parameters(
     name: str, in_groups: list[tuple[float, float]], engines: Engines, corpus: Path, tmp_path: Path
 ) -> None:
-    config = configured(tmp_path, corpus, **PART, **GROUPS, **ENGINES[name].settings)
-    seen = engines.run(name, ENGINES[name].sizes[0], stored, config, tmp_path / "saved")
+    size = ENGINES[name].sizes[0]
+    settings = {**PART, **GROUPS, **accumulated(size), **ENGINES[name].settings}
+    config = configured(tmp_path, corpus, **settings)
+    seen = engines.run(name, size, stored, config, tmp_path / "saved")
     tolerance = 1e-6 if name == "no_shard" else LOSSES
     assert seen == pytest.approx([loss for loss, _ in in_groups], rel=tolerance)
     state = open_checkpoint(tmp_path / "saved").optimizer
@@ -354,9 +355,10 @@ def test_frozen_parameters_stay_bit_for_bit(
 ) -> None:
     """In 16 bits, too, and where the engine itself has only a rounded copy."""
     chosen = {"train__frozen": ["embed_tokens", r"layers\.0\."], "precision": "bf16", "model__config": None}
-    settings = {**PART, **ENGINES[name].settings, **chosen}
+    size = ENGINES[name].sizes[0]
+    settings = {**PART, **accumulated(size), **ENGINES[name].settings, **chosen}
     config = configured(tmp_path, corpus, **settings, model__name_or_path=str(pretrained))
-    losses = engines.run(name, ENGINES[name].sizes[0], stored, config, tmp_path / "saved")
+    losses = engines.run(name, size, stored, config, tmp_path / "saved")
     assert losses[-1] < losses[0] - 0.3
     ours, theirs = open_checkpoint(tmp_path / "saved"), open_checkpoint(pretrained)
     frozen = [n for n in theirs.tensors if re.search(r"embed_tokens|layers\.0\.", n)]

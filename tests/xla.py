@@ -6,6 +6,7 @@ Importing torch_xla takes seconds but starts no runtime: one process imports it,
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -106,8 +107,11 @@ class XlaPool:
 def fork_workers(connections: list[Connection]) -> None:
     """Fork a process for each of ``connections``, once there is a task on it."""
     os.setsid()
+    gc.disable()
     import tpu.backend  # noqa: F401
 
+    gc.freeze()
+    gc.enable()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
     while connections:
         for connection in wait(connections):

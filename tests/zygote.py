@@ -14,7 +14,8 @@ import socket
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import subprocess
@@ -38,6 +39,9 @@ PROGRAMS = (
 )
 
 MARK = "for "
+LIBRARY = "TESTS_STANDARD_LIBRARY"
+"""A variable with a folder that stands in for the standard library, of which runs without a source read
+megabytes."""
 
 
 class Zygote:
@@ -131,17 +135,20 @@ def serve(listener: socket.socket) -> None:
         thread._threads_queues.clear()  # type: ignore[attr-defined]
         for number in (signal.SIGTERM, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
-        # torch makes its thread pool anew at its first use in a fork, and crashes if that is in two threads
-        # at once (pthreadpool-cpp.cc, torch 2.9): those of the first backward, one for each device of XLA.
+        # torch makes its thread pool anew at its first use in a fork, and crashes where that is in two
+        # threads at once (pthreadpool-cpp.cc, torch 2.9): those of the first backward, one for each device
+        # of XLA.
         torch.set_num_threads(torch.get_num_threads())
 
     os.register_at_fork(after_in_child=begin)
     os.setsid()
     torch.set_num_threads(1)
+    gc.disable()
     for name in LOADED:
         with suppress(ImportError):
             importlib.import_module(name)
     gc.freeze()
+    gc.enable()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # who answers, is not waited for
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -171,6 +178,7 @@ def answer(connection: socket.socket) -> None:
         for number, file in enumerate(files):
             os.dup2(file, number)
             os.close(file)
+        sys.stdin = os.fdopen(0, closefd=False)  # multiprocessing has put /dev/null in its place
         os.chdir(folder)
         os.environ.clear()
         os.environ.update(environment)
@@ -209,6 +217,9 @@ def execute(words: list[str]) -> object:
 
     # What was read from the environment once, when it was loaded.
     importlib.reload(constants)
+    if library := os.environ.get(LIBRARY):
+        source: Any = importlib.import_module("portable.data.sources.standard_library")
+        source.sysconfig = SimpleNamespace(get_path=lambda _: library)
     tempfile.tempdir = None
     sys.argv = words
     if words[0] != "python":

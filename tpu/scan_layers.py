@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from portable.errors import UserError, one_line, require
-from portable.model.layers import layer_kinds, one_layer_per_kind, transformer_layers, trial_forward
+from portable.model.layers import layer_kinds, transformer_layers, trial_forward
 from portable.model.parameters import tied_names
 from portable.model.tensors import to_numpy
 from tpu.calling import Caller
@@ -176,7 +176,7 @@ def _returned(model: nn.Module, kind: str) -> dict[str, Returned]:
             found.update(dict.fromkeys(names, Returned(structure, tuple(forms))))
 
     try:
-        trial_forward(one_layer_per_kind(model), watch)
+        trial_forward(model, watch)
     except Exception as error:
         reason = one_line(error)
         raise UserError(f"xla.scan_layers: {kind} cannot be run without values ({reason}); {OFF}") from error

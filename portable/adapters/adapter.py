@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import logging
 import re
 import warnings
 from contextlib import contextmanager
@@ -321,9 +320,7 @@ def adapt(model: PreTrainedModel, model_config: PretrainedConfig, config: RunCon
     """
     if config.adapter.type is None:
         return None
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # its kernels are of no use here
-    import peft
-    from peft.tuners.lora.dora import DoraLinearLayer
+    from portable.adapters.peft_package import peft
 
     heads = _heads(model) if config.model.task == "sequence-classification" else []
     settings = peft_config(config, getattr(model_config, "_commit_hash", None), heads)
@@ -345,7 +342,7 @@ def adapt(model: PreTrainedModel, model_config: PretrainedConfig, config: RunCon
     if config.adapter.base in KINDS:
         adapter.quantize(model)
     for module in model.modules():
-        if type(module) is DoraLinearLayer:
+        if type(module) is peft.tuners.lora.dora.DoraLinearLayer:
             module.get_lora_weight = _product
     for name, (lengths, _) in adapter._lengths.items():
         lengths.dtype = model.get_submodule(name.partition(".lora_magnitude_vector.")[0]).weight.dtype

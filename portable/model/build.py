@@ -18,7 +18,7 @@ from torch import nn
 from portable import plugins
 from portable.errors import UserError, one_line, require
 from portable.model.freezing import COMPUTE, freeze_by_pattern
-from portable.model.layers import one_layer_per_kind, trial_forward
+from portable.model.layers import trial_forward
 from portable.model.parameters import token_embedding
 
 if TYPE_CHECKING:
@@ -285,7 +285,7 @@ _SHAPES_DISAGREE = re.compile(r"must match|cannot be multiplied|is invalid for i
 def _check_forward(model: PreTrainedModel, key: str) -> None:
     """Raise UserError if the sizes in the config are inconsistent. Uses no memory and computes nothing."""
     try:
-        trial_forward(one_layer_per_kind(model))
+        trial_forward(model)
     except Exception as error:
         if isinstance(error, RuntimeError) and _SHAPES_DISAGREE.search(str(error)):
             raise UserError(

@@ -25,7 +25,7 @@ import torch
 from torch.nn import functional
 
 from portable.errors import UserError
-from portable.model.layers import one_layer_per_kind, trial_forward
+from portable.model.layers import trial_forward
 from portable.model.transformers_patches import replaced
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def _is_causal(model: PreTrainedModel) -> bool:
 
     # Masks come first. Some layers cannot run on the meta device.
     with _masks_made_by(watched, model.config._attn_implementation), suppress(Exception):
-        trial_forward(one_layer_per_kind(model))
+        trial_forward(model)
     return bool(causal) and all(causal)
 
 

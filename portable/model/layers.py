@@ -32,7 +32,7 @@ def layers_without_hooks(model: nn.Module) -> set[str]:
             layer.register_forward_pre_hook(lambda *_, number=number: silent.discard(number))
 
     try:
-        trial_forward(one_layer_per_kind(model), watch)
+        trial_forward(model, watch)
     except Exception:
         return reversible
     return reversible | {name for number in silent for name in kinds[number]}
@@ -47,9 +47,12 @@ def every_parameter_gets_gradient(model: nn.Module) -> bool:
     if any(value for key, value in settings.items() if key.endswith("layerdrop")):
         return False
     tried: list[nn.Module] = []
+
+    def watch(trial: nn.Module) -> None:
+        tried.append(trial.to(torch.bfloat16))  # the only dtype that every kernel supports
+
     try:
-        small = one_layer_per_kind(model).to(torch.bfloat16)  # the only dtype that every kernel supports
-        output = trial_forward(small, tried.append, gradients=True)
+        output = trial_forward(model, watch, gradients=True)
         output.logits.sum().backward()
     except Exception:
         return False
@@ -59,14 +62,14 @@ def every_parameter_gets_gradient(model: nn.Module) -> bool:
 def trial_forward(
     model: nn.Module, prepare: Callable[[nn.Module], None] = lambda _: None, *, gradients: bool = False
 ) -> Any:
-    """Run a copy of ``model`` on two tokens on the meta device and return its output.
+    """Run a copy of ``model``, one layer of each kind, on two tokens on the meta device; return its output.
 
     Args:
         model: on the meta device, with buffers anywhere.
         prepare: called with the copy before its forward pass.
         gradients: whether a backward pass may follow.
     """
-    trial: Any = copy.deepcopy(model)
+    trial = one_layer_per_kind(model)
     trial.to("meta").eval()
     prepare(trial)
     tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")

@@ -33,18 +33,26 @@ _ALIGNED = 16
 
 @cache
 def bitsandbytes() -> Any:
-    """The package.
+    """The package, without torch's compiler.
+
+    It compiles what stands in for kernels that a device lacks. That imports the compiler, which takes two
+    seconds, and on a CPU compiles a function for each shape, which takes longer than a small run.
 
     Raises:
         UserError: if it is not installed.
     """
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+    compiler: Any = torch.compile
+    stand_in: Any = lambda function=None, **_: function or (lambda later: later)  # noqa: E731
+    torch.compile = stand_in
     try:
         import bitsandbytes as package
     except ImportError as error:
         raise UserError(
             "adapter.base: nf4 and int8 need bitsandbytes; pip install 'portable-trainer[qlora]'"
         ) from error
+    finally:
+        torch.compile = compiler
     return package
 
 

@@ -82,8 +82,8 @@ def test_the_first_error_ends_all(where: str) -> None:
 def test_ctrl_c_ends_all() -> None:
     before = threading.active_count()
     timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
     with pytest.raises(KeyboardInterrupt):
+        timer.start()
         in_parallel(iter([forever] * 5), lambda _: None)
     timer.join()
     assert threading.active_count() == before
@@ -92,7 +92,8 @@ def test_ctrl_c_ends_all() -> None:
 def test_threads_do_not_wait_for_one_file() -> None:
     """Eight threads and as many files, in each of which one thread can write at a time, for 1 ms a run.
 
-    File by file, 8 x 48 runs take almost 384 ms; by turns, about 48. Sleeping takes no core.
+    File by file, 8 x 48 runs take almost 384 ms; by turns, about 48. Sleeping takes no core, and the quickest
+    of three attempts was held up least by whatever else the machine does.
     """
     locks = [threading.Lock() for _ in range(8)]
 
@@ -105,9 +106,12 @@ def test_threads_do_not_wait_for_one_file() -> None:
 
     taken = []
     for width in (1, 8):
-        started = time.perf_counter()
-        in_parallel(interleaved(files(), width), lambda count: None, workers=8)
-        taken.append(time.perf_counter() - started)
+        attempts = []
+        for _ in range(3):
+            started = time.perf_counter()
+            in_parallel(interleaved(files(), width), lambda count: None, workers=8)
+            attempts.append(time.perf_counter() - started)
+        taken.append(min(attempts))
     assert taken[0] > 2.5 * taken[1], taken
 
 

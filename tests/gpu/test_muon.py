@@ -20,7 +20,7 @@ from portable.optim.muon import Muon, spread
 from portable.planner.memory_model import Cluster
 from portable.planner.meta_model import inspect
 from portable.run.rank import run_rank
-from tests.engines import ENGINES, Engines
+from tests.engines import ENGINES, Engines, accumulated
 from tests.gpu.test_fsdp import losses
 from tests.gpu.test_parity import Losses, assert_close, our_losses, plain_losses
 from tests.parity import opened
@@ -119,7 +119,7 @@ CASES = [
 def test_every_engine(
     name: str, size: int, truth: Losses, engines: Engines, corpus: Path, tmp_path: Path
 ) -> None:
-    config = configured(tmp_path, corpus, **MUON, **ENGINES[name].settings)
+    config = configured(tmp_path, corpus, **{**MUON, **accumulated(size), **ENGINES[name].settings})
     assert_close(engines.run(name, size, our_losses, config), truth, 1e-5)
 
 

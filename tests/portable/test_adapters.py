@@ -6,11 +6,11 @@ import json
 import warnings
 from typing import TYPE_CHECKING, Any
 
-import peft
 import pytest
 import torch
 
 from portable.adapters.adapter import adapt
+from portable.adapters.peft_package import peft
 from portable.adapters.settings import as_json, settled
 from portable.errors import UserError
 from portable.model import build as models

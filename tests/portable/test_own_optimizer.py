@@ -24,7 +24,7 @@ from portable.planner.memory_model import Cluster
 from portable.planner.meta_model import inspect
 from portable.run.rank import run_rank
 from portable.run.settle import settle
-from tests.engines import ENGINES
+from tests.engines import ENGINES, accumulated
 from tests.gpu.test_fsdp import losses
 from tests.gpu.test_parity import Losses, assert_close, our_losses, plain_losses
 from tests.parity import opened
@@ -184,8 +184,9 @@ CASES = [
 def test_every_engine(
     kind: str, name: str, truths: Any, engines: Engines, corpus: Path, tmp_path: Path
 ) -> None:
-    config = configured(tmp_path, corpus, **settings(kind), **ENGINES[name].settings)
-    assert_close(engines.run(name, ENGINES[name].sizes[0], our_losses, config), truths(kind), 1e-5)
+    size = ENGINES[name].sizes[0]
+    config = configured(tmp_path, corpus, **{**settings(kind), **accumulated(size), **ENGINES[name].settings})
+    assert_close(engines.run(name, size, our_losses, config), truths(kind), 1e-5)
 
 
 def test_layers_in_a_loop(truths: Any, engines: Engines, corpus: Path, tmp_path: Path) -> None:

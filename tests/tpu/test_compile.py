@@ -523,6 +523,7 @@ TINY = {
 
 
 @needs_torch_xla
+@pytest.mark.usefixtures("traces_in_forks")
 @pytest.mark.slow
 def test_the_step_compiles_for_each_generation(
     library: compiler.Library,
@@ -583,6 +584,7 @@ def step_of(library: compiler.Library, folder: Path, chips: str, **settings: Any
 
 
 @needs_torch_xla
+@pytest.mark.usefixtures("traces_in_forks")
 @pytest.mark.slow
 def test_no_matrix_is_reduced_whole(library: compiler.Library, tmp_path: Path) -> None:
     """Gradients go to shards: also that of a tied head, and that of a matrix with a long second dim."""
@@ -605,6 +607,7 @@ def test_no_matrix_is_reduced_whole(library: compiler.Library, tmp_path: Path) -
 
 
 @needs_torch_xla
+@pytest.mark.usefixtures("traces_in_forks")
 @pytest.mark.slow
 def test_muon_moves_each_matrix_there_and_back(library: compiler.Library, tmp_path: Path) -> None:
     """A chip sends what it has of the others' matrices, and later what it has made for them, in bf16."""
@@ -625,6 +628,7 @@ def test_muon_moves_each_matrix_there_and_back(library: compiler.Library, tmp_pa
 
 
 @needs_torch_xla
+@pytest.mark.usefixtures("traces_in_forks")
 @pytest.mark.slow
 def test_gradients_are_cut_at_once(library: compiler.Library, tmp_path: Path) -> None:
     """On 64 chips they are added up whole. Whole ones do not lie there until the update."""
@@ -641,6 +645,7 @@ def test_gradients_are_cut_at_once(library: compiler.Library, tmp_path: Path) ->
 
 
 @needs_torch_xla
+@pytest.mark.usefixtures("traces_in_forks")
 @pytest.mark.slow
 def test_logits_exist_once(library: compiler.Library, tmp_path: Path) -> None:
     """Their gradients take their place, and the gradient of the head is not added up whole."""
@@ -657,6 +662,7 @@ def test_logits_exist_once(library: compiler.Library, tmp_path: Path) -> None:
 
 
 @needs_torch_xla
+@pytest.mark.usefixtures("traces_in_forks")
 @pytest.mark.slow
 @pytest.mark.parametrize(("vocabulary", "tokens", "most"), [(32000, 256, 1.0), (32001, 1024, 1.5)])
 def test_nothing_is_copied_for_a_head(

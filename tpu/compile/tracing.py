@@ -283,6 +283,7 @@ def main() -> int:
     answers, hardware = Path(sys.argv[1]), sys.argv[2]
     folder = answers.parent
     config: RunConfig = pickle.load(sys.stdin.buffer)  # noqa: S301  (from the parent)
+    gc.freeze()  # what was imported holds no tensor of a device: no search need visit it
     answer: dict[str, Any]
     try:
         answer = {"graphs": trace(config, folder, hardware)}
