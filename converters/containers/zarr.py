@@ -208,7 +208,7 @@ def _version2(header: Any) -> _Header:
     separator = fields.get("dimension_separator", ".")
     if separator not in (".", "/"):
         raise CheckpointError("damaged, its separator is neither . nor /")
-    dtype = _dtype(fields.get("dtype"))
+    dtype = element_type(fields.get("dtype"))
 
     def key(position: Shape) -> str:
         return str(separator).join(map(str, position)) or "0"
@@ -253,7 +253,7 @@ def _version3(header: Any) -> _Header:
         raise CheckpointError(f"the zarr codecs {shown(names)} are not supported")
     if codecs[0][1].get("endian", "little") != "little":
         raise CheckpointError("big-endian values are not supported")
-    dtype = _dtype(fields.get("data_type"))
+    dtype = element_type(fields.get("data_type"))
 
     def key(position: Shape) -> str:
         return str(separator).join(("c", *map(str, position)))
@@ -301,7 +301,7 @@ def _check_chunk(shape: Shape, chunk: Shape) -> None:
         raise CheckpointError(f"damaged, chunks of {list(chunk)} in an array of {list(shape)}")
 
 
-def _dtype(name: Any) -> str:
+def element_type(name: Any) -> str:
     """The safetensors name of an element type."""
     if not isinstance(name, str) or name not in _DTYPES:
         raise CheckpointError(f"the element type {shown(name)} is not supported")
