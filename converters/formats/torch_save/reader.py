@@ -50,6 +50,8 @@ _OTHER = re.compile(
 _PARTS = re.compile(
     r".*(?:mp_rank_\d+|zero_pp_rank_\d+|_optim_states|rank-?\d+-of-\d+|_rank\d+|layer_\d+-model_\d+|expert_\d+).*"
 )
+# Accelerate's files of FSDP1's LOCAL_STATE_DICT.
+_LOCAL = re.compile(r"pytorch_model_fsdp_rank\d+\.bin")
 OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
 _MAX_VALUES = 5_000_000
 _MAX_DEPTH = 16
@@ -87,11 +89,17 @@ def _detect(source: Source) -> bool:
 
 def _incomplete(source: Source) -> str | None:
     path = source.path
+    names = [path.name] if path.is_file() else [entry.name for entry in path.iterdir()]
+    if any(_LOCAL.fullmatch(name) for name in names):
+        return (
+            f"{path}: one rank's part of FSDP1's LOCAL_STATE_DICT, which does not record shapes; load it "
+            "where it was saved, and save with SHARDED_STATE_DICT or FULL_STATE_DICT"
+        )
     if path.is_file():
         if _PARTS.fullmatch(path.name) and path.name.endswith(_SUFFIXES):
             return f"{path}: one rank's part of a checkpoint, by its name; give the folder with all parts"
         return None
-    found = sorted(entry.name for entry in path.iterdir() if entry.name.endswith(_SUFFIXES))
+    found = sorted(name for name in names if name.endswith(_SUFFIXES))
     parts = [name for name in found if _PARTS.fullmatch(name)]
     if parts:
         return (
