@@ -84,13 +84,14 @@ class Roles:
         state: parameter name (or index) -> state name -> key.
         groups: path below `param_groups` -> key; `()` if the whole list is one item.
         other: the rest: schedulers, counters, data loaders.
+        optimizers: the containers of the optimizers, whose state above is one's alone if there is one.
     """
 
     model: dict[str, str] = field(default_factory=dict)
     state: dict[str, dict[str, str]] = field(default_factory=dict)
     groups: dict[Path, str] = field(default_factory=dict)
     other: list[str] = field(default_factory=list)
-    has_optimizer: bool = False
+    optimizers: set[Path] = field(default_factory=set)
 
 
 def assign_roles(paths: Mapping[str, Path], tensors: frozenset[str], *, where: str) -> Roles:
@@ -116,8 +117,8 @@ def assign_roles(paths: Mapping[str, Path], tensors: frozenset[str], *, where: s
         if parts is None:
             remaining[key] = path
             continue
-        roles.has_optimizer = True
-        table, rest = parts
+        container, table, rest = parts
+        roles.optimizers.add(container)
         if table == "param_groups":
             roles.groups[rest] = key
         elif len(rest) >= 2:
@@ -195,16 +196,16 @@ def _optimizer_containers(paths: Mapping[str, Path]) -> set[Path]:
     return found
 
 
-def _below_optimizer(path: Path, containers: set[Path]) -> tuple[str, Path] | None:
-    """(`state` or `param_groups`, the path below it) for a key of an optimizer, else None."""
+def _below_optimizer(path: Path, containers: set[Path]) -> tuple[Path, str, Path] | None:
+    """(the container, `state` or `param_groups`, the path below it) for a key of an optimizer, else None."""
     for i in range(len(path)):
         part = path[i]
         if path[:i] in containers and isinstance(part, str):
             for table in ("state", "param_groups"):
                 if part == table:
-                    return table, path[i + 1 :]
+                    return path[:i], table, path[i + 1 :]
                 if part.startswith(table + "."):
-                    return table, (part[len(table) + 1 :], *path[i + 1 :])
+                    return path[:i], table, (part[len(table) + 1 :], *path[i + 1 :])
     return None
 
 

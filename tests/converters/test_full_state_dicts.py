@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import collections
 import copy
 import json
@@ -149,6 +150,17 @@ def test_shards_with_an_index(tmp_path: Path) -> None:
     index.write_text(json.dumps({"weight_map": places}))
     with pytest.raises(CheckpointError, match=r"holds 'f\.base'"):
         open_checkpoint(tmp_path)
+
+
+def test_settings_of_the_program_beside_the_model(tmp_path: Path) -> None:
+    """Research code saves its parsed arguments (DETR, fairseq): they are left out, and no code is run."""
+    weight = torch.randn(2, 3)
+    content = {
+        "model": {"weight": weight},
+        "args": argparse.Namespace(lr=1e-3, milestones=[1, 2], inner=argparse.Namespace(name="x")),
+    }
+    torch.save(content, tmp_path / "checkpoint.pth")
+    assert_model(open_checkpoint(tmp_path / "checkpoint.pth"), {"weight": weight})
 
 
 def test_what_is_refused_and_why(tmp_path: Path) -> None:
