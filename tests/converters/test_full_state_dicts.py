@@ -152,6 +152,20 @@ def test_shards_with_an_index(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.module.", "module._orig_mod.", "_orig_mod."])
+def test_wrapped_models_in_any_order(prefix: str, tmp_path: Path) -> None:
+    """A compiled model in DDP, or DDP compiled: also where the optimizer names its parameters."""
+    model = nn.Linear(2, 3)
+    named = [(f"{prefix}{name}", value) for name, value in model.named_parameters()]
+    optimizer = torch.optim.AdamW(named)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    torch.save({"model": dict(named), "optimizer": optimizer.state_dict()}, tmp_path / "checkpoint.pt")
+    checkpoint = open_checkpoint(tmp_path / "checkpoint.pt")
+    assert_model(checkpoint, model.state_dict())
+    assert checkpoint.optimizer is not None and list(checkpoint.optimizer.state) == ["weight", "bias"]
+
+
 def test_settings_of_the_program_beside_the_model(tmp_path: Path) -> None:
     """Research code saves its parsed arguments (DETR, fairseq): they are left out, and no code is run."""
     weight = torch.randn(2, 3)
