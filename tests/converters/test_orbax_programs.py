@@ -154,6 +154,11 @@ def test_lists_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"Levanter's without metadata\.json: it is incomplete"):
         open_checkpoint(step)
     step = unpacked("levanter_zarr", tmp_path) / f"step-{STEP}"
+    header = step / "model/lm_head/weight/.zarray"
+    header.rename(tmp_path / "header")
+    with pytest.raises(CheckpointError, match=r"'model/lm_head/weight' has chunks and no \.zarray"):
+        open_checkpoint(step)
+    (tmp_path / "header").rename(header)
     shutil.rmtree(step / "model")
     shutil.rmtree(step / "opt_state")
     for name in ("step", "training_key"):

@@ -11,6 +11,7 @@ levanter/checkpoint.py, tensorstore_serialization.py, checkpoint_manifest.py.
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,7 @@ MARKS = (METADATA, INDEX, COMMITTED)
 _CONTENT = {METADATA: b'"tree_metadata"', INDEX: b'"tensorstore"', COMMITTED: b'"is_temporary"'}
 _LISTED = "manifest.json"
 _OPTIMIZER = "opt_state"
+_CHUNK = re.compile(r"\d+(?:\.\d+)*")
 _MAX_BYTES = 64 << 20
 
 
@@ -158,9 +160,14 @@ def _levanter(folder: Folder) -> Leaves:
     _table(folder, COMMITTED)
     database = read_ocdbt(folder) if (folder.path / MANIFEST).exists() else None
     header = V2 if database is None else V3
-    keys = _files(folder.path) if database is None else database
+    keys = list(_files(folder.path) if database is None else database)
     names = sorted(key[: -len(header) - 1] for key in keys if key.endswith(f"/{header}"))
     where = str(folder.path)
+    if database is None:
+        chunks = {above for above, _, last in (key.rpartition("/") for key in keys) if _CHUNK.fullmatch(last)}
+        lost = min(chunks.difference(names, ("",)), default=None)
+        if lost is not None:
+            raise CheckpointError(f"{where}: damaged, {shown(lost)} has chunks and no {header}")
     if not names:
         raise CheckpointError(f"{where}: Levanter's {COMMITTED} lies here, and no arrays: it is incomplete")
     described = {}
