@@ -122,8 +122,8 @@ class _Tree:
         self.arrays = {path: self._array(path, name) for path, name in self.leaves.stored.items()}
         if self.absent:
             _log.warning(
-                "warning: %s: %s chunks are not stored and are read as zeros, which TensorStore leaves out; "
-                "a lost file looks the same",
+                "warning: %s: zeros are read for chunks that are not stored (%s), since TensorStore leaves "
+                "out zeros; a lost file looks the same",
                 printable(self.where),
                 f"{self.absent:,}",
             )
@@ -142,17 +142,21 @@ class _Tree:
             raise CheckpointError(f"{self.where}: {name}: damaged, its header has {raw.nbytes:,} bytes")
         content = bytearray(raw.nbytes)
         raw.read_into(memoryview(content), 0, set())
+        absent: list[str] = []
         limit = _MAX_CHUNKS if leaves.database is None else len(leaves.database) + _MAX_BEYOND
 
         def chunk(key: str) -> stored_bytes.Source | None:
             key = f"{stored}/{key}"
             if leaves.complete or self._has(key):
                 return self._value(key)
-            self.absent += 1
+            absent.append(key)
             return None
 
         version = 3 if leaves.header == V3 else 2
         array = read_zarr(name, bytes(content), version, chunk, self.where, limit, self.budget)
+        # The database says which are zeros; a number that is zero is common.
+        if leaves.database is None and array.shape and path[0] not in _AUXILIARY:
+            self.absent += len(absent)
         shape, dtype = leaves.described.get(path, (array.shape, array.dtype))
         if (array.shape, array.dtype) != (shape, dtype):
             raise CheckpointError(
