@@ -131,8 +131,9 @@ def serve(listener: socket.socket) -> None:
         thread._threads_queues.clear()  # type: ignore[attr-defined]
         for number in (signal.SIGTERM, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
-        # torch makes its thread pool anew at its first use in a fork, and crashes where that is in two threads
-        # at once (pthreadpool-cpp.cc, torch 2.9): those of the first backward, one for each device of XLA.
+        # torch makes its thread pool anew at its first use in a fork, and crashes where that is in two
+        # threads at once (pthreadpool-cpp.cc, torch 2.9): those of the first backward, one for each device
+        # of XLA.
         torch.set_num_threads(torch.get_num_threads())
 
     os.register_at_fork(after_in_child=begin)
