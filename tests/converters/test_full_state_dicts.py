@@ -9,6 +9,7 @@ import json
 import zipfile
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -200,6 +201,7 @@ def test_what_is_refused_and_why(tmp_path: Path) -> None:
     conjugate = torch.randn(2, dtype=torch.complex64).conj()  # lazily: the stored bytes are not its value
     assert "not a readable pickle" in said({"a": conjugate})
     assert "ComplexDoubleStorage" in said({"a": tensor.to(torch.complex128)})
+    assert "'model.b' is a numpy array; save it as" in said({"model": {"a": tensor, "b": np.ones(2)}})
     assert "one rank's part" in said({"a": tensor}, "pytorch_model_fsdp_rank0.bin")
     assert "one rank's part" in said({"a": tensor}, "layer_00-model_00-model_states.pt")
     loop: dict[str, Any] = {"a": tensor}

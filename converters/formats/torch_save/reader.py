@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import Aliases, Checkpoint, OptimizerState
 from converters.companions import find_companions, trainer_metadata
+from converters.containers.pickle_reader import Instance, shown
 from converters.containers.shard_index import read_index
 from converters.containers.torchzip import StoredTensor, TorchZip
 from converters.errors import CheckpointError, OptimizerStateError, blame
@@ -50,6 +51,8 @@ _OTHER = re.compile(
 _PARTS = re.compile(
     r".*(?:mp_rank_\d+|zero_pp_rank_\d+|_optim_states|rank-?\d+-of-\d+|_rank\d+|layer_\d+-model_\d+|expert_\d+).*"
 )
+# numpy's arrays, as they are pickled.
+_ARRAYS = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct")
 # Accelerate's files of FSDP1's LOCAL_STATE_DICT.
 _LOCAL = re.compile(r"pytorch_model_fsdp_rank\d+\.bin")
 OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
@@ -207,6 +210,7 @@ def split(saved: Any, where: str) -> tuple[dict[str, Any], list[Any], dict[str, 
     found: dict[KeyPath, Leaf] = {}
     optimizers: list[Any] = []
     counted: dict[str, Any] = {}
+    arrays: list[KeyPath] = []
     left = _MAX_VALUES
     # A stack, since a file may nest deeper than the recursion limit.
     pending: list[tuple[KeyPath, Any]] = [((), saved)]
@@ -226,9 +230,18 @@ def split(saved: Any, where: str) -> tuple[dict[str, Any], list[Any], dict[str, 
             pending.extend(((*path, key), item) for key, item in reversed(items))
         elif isinstance(value, (list, tuple)):
             pending.extend(((*path, at), item) for at, item in reversed(list(enumerate(value))))
+        elif isinstance(value, Instance) and value.key in _ARRAYS:
+            arrays.append(path)
         elif isinstance(value, int) and len(path) == 1 and path[0] in ("step", "global_step"):
             counted["step"] = value
     container = model_container(list(found))
+    if container:  # beside a state dict without one, they are random states
+        inside = (path for path in arrays if path[:-1] == container)
+        lost = next((path for path in inside if not str(path[-1]).endswith("_extra_state")), None)
+        if lost is not None:
+            raise CheckpointError(
+                f"{where}: {shown('.'.join(map(str, lost)))} is a numpy array; save it as a tensor"
+            )
     model: dict[str, Leaf] = {}
     for path, stored in found.items():
         if container is None or path[:-1] == container:
