@@ -270,12 +270,14 @@ class _Fields:
             raise self.damaged("the OCDBT tree ends early")
         starts = np.concatenate(([0], ends[:-1] + 1))
         sizes = ends - starts + 1
-        if sizes.max() > 9:  # 63 bits
+        # 64 bits: all of them are set where an empty version has no root.
+        if sizes.max() > 10 or (sizes.max() == 10 and window[ends[sizes == 10]].max() > 1):
             raise self.damaged("a number is too large")
-        values = np.zeros(count, np.int64)
+        values = np.zeros(count, np.uint64)
         for place in range(int(sizes.max())):
             held = sizes > place
-            values[held] |= (window[starts[held] + place].astype(np.int64) & 0x7F) << (7 * place)
+            bits = window[starts[held] + place].astype(np.uint64) & np.uint64(0x7F)
+            values[held] |= bits << np.uint64(7 * place)
         self.at += int(ends[-1]) + 1
         made: list[int] = values.tolist()
         return made

@@ -412,6 +412,8 @@ TORCH_STANDINS: dict[str, Standin | None] = {
     "builtins.float": None,
     "_codecs.encode": _text,
     "copyreg._reconstructor": _instance,
+    "argparse.Namespace": None,
+    "types.SimpleNamespace": None,
     "pathlib.Path": _path,
     "pathlib.PosixPath": _path,
     "pathlib._local.PosixPath": _path,

@@ -97,20 +97,30 @@ def read_zarr(
     Raises:
         CheckpointError: the header is damaged, or holds something that is not read; a chunk is missing.
     """
-    with blame(where):
-        with blame(name):
-            found = _parsed(header, version)
-        shape = possible_shape(name, found.dtype, found.shape)
-        grid = [-(-size // step) for size, step in zip(shape, found.chunk, strict=True)]
-        if prod(grid) > limit:
-            raise CheckpointError(f"{name}: damaged, it would have {prod(grid):,} chunks")
+    try:
+        found = _parsed(header, version)
+    except CheckpointError as error:  # not `blame`, which takes its time for 100,000 arrays
+        raise type(error)(f"{where}: {name}: {error.args[0]}") from None
+    shape = found.shape
+    grid = [-(-size // step) for size, step in zip(shape, found.chunk, strict=True)]
+    if prod(grid) > limit:
+        raise CheckpointError(f"{where}: {name}: damaged, it would have {prod(grid):,} chunks")
     boxes = []
     for position in product(*map(range, grid)):
         key = found.key(position)
+        value = values(key)
+        if value is not None and found.inner == shape:  # the only chunk
+            return Tensor.contiguous(name, found.dtype, shape, _only(found, value, f"{where}: {name}/{key}"))
         low = tuple(at * step for at, step in zip(position, found.chunk, strict=True))
-        boxes += _boxes(found, values(key), low, f"{where}: {name}/{key}", budget)
+        boxes += _boxes(found, value, low, f"{where}: {name}/{key}", budget)
     with blame(where):
         return Tensor(name, found.dtype, shape, boxes)
+
+
+def _only(header: _Header, value: Source, where: str) -> Source:
+    """The chunk of an array that has one."""
+    index = _Index(value, 1, summed=header.summed, where=where) if header.sharded else None
+    return _chunk(header, value, index, 0, prod(header.shape) * itemsize(header.dtype), where)
 
 
 def _boxes(header: _Header, value: Source | None, low: Shape, where: str, budget: Budget) -> list[Box]:
@@ -190,7 +200,9 @@ class _Index:
 @lru_cache(1024)  # a model has few shapes
 def _parsed(header: bytes, version: int) -> _Header:
     values = read_json("its header", header)
-    return _version2(values) if version == 2 else _version3(values)
+    found = _version2(values) if version == 2 else _version3(values)
+    possible_shape("its header", found.dtype, found.shape)
+    return found
 
 
 def _version2(header: Any) -> _Header:
@@ -208,7 +220,7 @@ def _version2(header: Any) -> _Header:
     separator = fields.get("dimension_separator", ".")
     if separator not in (".", "/"):
         raise CheckpointError("damaged, its separator is neither . nor /")
-    dtype = _dtype(fields.get("dtype"))
+    dtype = element_type(fields.get("dtype"))
 
     def key(position: Shape) -> str:
         return str(separator).join(map(str, position)) or "0"
@@ -253,7 +265,7 @@ def _version3(header: Any) -> _Header:
         raise CheckpointError(f"the zarr codecs {shown(names)} are not supported")
     if codecs[0][1].get("endian", "little") != "little":
         raise CheckpointError("big-endian values are not supported")
-    dtype = _dtype(fields.get("data_type"))
+    dtype = element_type(fields.get("data_type"))
 
     def key(position: Shape) -> str:
         return str(separator).join(("c", *map(str, position)))
@@ -301,7 +313,7 @@ def _check_chunk(shape: Shape, chunk: Shape) -> None:
         raise CheckpointError(f"damaged, chunks of {list(chunk)} in an array of {list(shape)}")
 
 
-def _dtype(name: Any) -> str:
+def element_type(name: Any) -> str:
     """The safetensors name of an element type."""
     if not isinstance(name, str) or name not in _DTYPES:
         raise CheckpointError(f"the element type {shown(name)} is not supported")

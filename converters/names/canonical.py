@@ -22,6 +22,7 @@ _WRAPPERS = frozenset(
 _MODEL_KEYS = ("model", "module", "state_dict", "model_state_dict", "model_state")
 _OPTIMIZER_KEYS = frozenset({"optim", "optimizer", "optimizers", "optimizer_state_dict", "optim_state"})
 _MOMENTS = frozenset({"step", "exp_avg", "exp_avg_sq", "momentum_buffer", "max_exp_avg_sq"})
+_PARALLEL = "module."
 _HOLDER, _HELD = "model.", ("model.model.", "model.lm_head.", "model.transformer.")
 # No module nests this deep; work on a name is quadratic in its length.
 MAX_TENSOR_NAME = 4096
@@ -56,12 +57,13 @@ def plain_names(named: Mapping[str, V], *, where: str) -> dict[str, V]:
             raise CheckpointError(f"{where}: the tensor name {shown(name)} is not a string")
         if len(name) > MAX_TENSOR_NAME:
             raise CheckpointError(f"{where}: a tensor name has {len(name):,} characters: {shown(name)}")
-    prefix = "module." if named and all(name.startswith("module.") for name in named) else ""
-    if any(name.startswith(_HELD) for name in named) and all(name.startswith(_HOLDER) for name in named):
-        prefix = _HOLDER
+    names = [plain_name(name) for name in named]
+    if all(name.startswith(_PARALLEL) for name in names):
+        names = [name.removeprefix(_PARALLEL) for name in names]
+    if any(name.startswith(_HELD) for name in names) and all(name.startswith(_HOLDER) for name in names):
+        names = [name.removeprefix(_HOLDER) for name in names]
     plain: dict[str, V] = {}
-    for name, value in named.items():
-        short = plain_name(name.removeprefix(prefix))
+    for short, value in zip(names, named.values(), strict=True):
         if short in plain:
             raise CheckpointError(f"{where}: two tensors are called {short!r} without their wrapper prefixes")
         plain[short] = value
@@ -71,8 +73,9 @@ def plain_names(named: Mapping[str, V], *, where: str) -> dict[str, V]:
 def known_name(name: str, names: Container[str]) -> str:
     """The plain name of a parameter that an optimizer names, without a prefix that `plain_names` removed."""
     plain = plain_name(name)
-    inner = plain.removeprefix(_HOLDER)
-    return inner if plain not in names and inner in names else plain
+    outer = plain.removeprefix(_PARALLEL)
+    found = (plain, outer, plain.removeprefix(_HOLDER), outer.removeprefix(_HOLDER))
+    return next((short for short in found if short in names), plain)
 
 
 @dataclass
@@ -84,13 +87,14 @@ class Roles:
         state: parameter name (or index) -> state name -> key.
         groups: path below `param_groups` -> key; `()` if the whole list is one item.
         other: the rest: schedulers, counters, data loaders.
+        optimizers: the containers of the optimizers, whose state above is one's alone if there is one.
     """
 
     model: dict[str, str] = field(default_factory=dict)
     state: dict[str, dict[str, str]] = field(default_factory=dict)
     groups: dict[Path, str] = field(default_factory=dict)
     other: list[str] = field(default_factory=list)
-    has_optimizer: bool = False
+    optimizers: set[Path] = field(default_factory=set)
 
 
 def assign_roles(paths: Mapping[str, Path], tensors: frozenset[str], *, where: str) -> Roles:
@@ -116,8 +120,8 @@ def assign_roles(paths: Mapping[str, Path], tensors: frozenset[str], *, where: s
         if parts is None:
             remaining[key] = path
             continue
-        roles.has_optimizer = True
-        table, rest = parts
+        container, table, rest = parts
+        roles.optimizers.add(container)
         if table == "param_groups":
             roles.groups[rest] = key
         elif len(rest) >= 2:
@@ -195,16 +199,16 @@ def _optimizer_containers(paths: Mapping[str, Path]) -> set[Path]:
     return found
 
 
-def _below_optimizer(path: Path, containers: set[Path]) -> tuple[str, Path] | None:
-    """(`state` or `param_groups`, the path below it) for a key of an optimizer, else None."""
+def _below_optimizer(path: Path, containers: set[Path]) -> tuple[Path, str, Path] | None:
+    """(the container, `state` or `param_groups`, the path below it) for a key of an optimizer, else None."""
     for i in range(len(path)):
         part = path[i]
         if path[:i] in containers and isinstance(part, str):
             for table in ("state", "param_groups"):
                 if part == table:
-                    return table, path[i + 1 :]
+                    return path[:i], table, path[i + 1 :]
                 if part.startswith(table + "."):
-                    return table, (part[len(table) + 1 :], *path[i + 1 :])
+                    return path[:i], table, (part[len(table) + 1 :], *path[i + 1 :])
     return None
 
 

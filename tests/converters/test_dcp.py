@@ -127,6 +127,24 @@ def test_plain_torch_container_names(tmp_path: Path) -> None:
     assert set(open_checkpoint(tmp_path / "two").tensors) == {"g.w", "d.w"}
 
 
+def test_two_optimizers_are_not_mixed(tmp_path: Path) -> None:
+    """As reinforcement learning saves an actor and a critic, whose parameters have the same names."""
+    models = {"actor": torch.nn.Linear(2, 3), "critic": torch.nn.Linear(2, 3)}
+    state: dict[str, Any] = {name: model.state_dict() for name, model in models.items()}
+    for name, model in models.items():
+        optimizer = torch.optim.AdamW(model.named_parameters())
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        state[f"{name}_optim"] = optimizer.state_dict()
+    dcp_save(state, checkpoint_id=tmp_path / "run", no_dist=True)
+    checkpoint = open_checkpoint(tmp_path / "run")
+    assert set(checkpoint.tensors) == {f"{name}.{part}" for name in models for part in ("weight", "bias")}
+    with pytest.raises(
+        CheckpointError, match="several optimizers, 'actor_optim', 'critic_optim'; convert wit"
+    ):
+        _ = checkpoint.optimizer
+
+
 def test_state_keyed_by_index(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(5, 3), torch.nn.Linear(3, 2))
     optimizer = torch.optim.AdamW(model.parameters())

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import collections
 import copy
 import json
 import zipfile
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -151,6 +153,31 @@ def test_shards_with_an_index(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.module.", "module._orig_mod.", "_orig_mod."])
+def test_wrapped_models_in_any_order(prefix: str, tmp_path: Path) -> None:
+    """A compiled model in DDP, or DDP compiled: also where the optimizer names its parameters."""
+    model = nn.Linear(2, 3)
+    named = [(f"{prefix}{name}", value) for name, value in model.named_parameters()]
+    optimizer = torch.optim.AdamW(named)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    torch.save({"model": dict(named), "optimizer": optimizer.state_dict()}, tmp_path / "checkpoint.pt")
+    checkpoint = open_checkpoint(tmp_path / "checkpoint.pt")
+    assert_model(checkpoint, model.state_dict())
+    assert checkpoint.optimizer is not None and list(checkpoint.optimizer.state) == ["weight", "bias"]
+
+
+def test_settings_of_the_program_beside_the_model(tmp_path: Path) -> None:
+    """Research code saves its parsed arguments (DETR, fairseq): they are left out, and no code is run."""
+    weight = torch.randn(2, 3)
+    content = {
+        "model": {"weight": weight},
+        "args": argparse.Namespace(lr=1e-3, milestones=[1, 2], inner=argparse.Namespace(name="x")),
+    }
+    torch.save(content, tmp_path / "checkpoint.pth")
+    assert_model(open_checkpoint(tmp_path / "checkpoint.pth"), {"weight": weight})
+
+
 def test_what_is_refused_and_why(tmp_path: Path) -> None:
     def said(value: Any, name: str = "m.pt", **how: Any) -> str:
         torch.save(value, tmp_path / name, **how)
@@ -174,6 +201,7 @@ def test_what_is_refused_and_why(tmp_path: Path) -> None:
     conjugate = torch.randn(2, dtype=torch.complex64).conj()  # lazily: the stored bytes are not its value
     assert "not a readable pickle" in said({"a": conjugate})
     assert "ComplexDoubleStorage" in said({"a": tensor.to(torch.complex128)})
+    assert "'model.b' is a numpy array; save it as" in said({"model": {"a": tensor, "b": np.ones(2)}})
     assert "one rank's part" in said({"a": tensor}, "pytorch_model_fsdp_rank0.bin")
     assert "one rank's part" in said({"a": tensor}, "layer_00-model_00-model_states.pt")
     loop: dict[str, Any] = {"a": tensor}

@@ -728,15 +728,6 @@ def test_what_is_missing_is_told(tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "7.orbax-checkpoint-tmp")
 
 
-def test_arrays_of_easydel_are_refused_by_name(tmp_path: Path) -> None:
-    (tmp_path / "tensorstore_index.json").write_text('{"format": "tensorstore", "prefixes": {}}')
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(
-        CheckpointError, match=r"of EasyDeL are not read; export the model with model\.to_torch"
-    ):
-        open_checkpoint(tmp_path)
-
-
 def test_a_tree_and_a_database_that_disagree_are_refused(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(SAMPLES / "ocdbt", tmp_path / "c"))
     content = json.loads((folder / "_METADATA").read_text())

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import Checkpoint, Scalar
 from converters.companions import find_companions, trainer_metadata
+from converters.containers.pickle_reader import shown
 from converters.containers.torchzip import StoredTensor, TorchZip
-from converters.errors import CheckpointError, blame
+from converters.errors import CheckpointError, OptimizerStateError, blame
 from converters.formats import Format, Source
 from converters.formats.dcp.checksums import CHECKSUMS
 from converters.formats.dcp.files import is_metadata_file, metadata_files
@@ -89,8 +90,13 @@ def _open(source: Source) -> Checkpoint:
     tensors = plain_names(stored, where=where)
 
     def optimizer(aliases: Aliases) -> OptimizerState | None:
-        if not roles.has_optimizer:
+        if not roles.optimizers:
             return None
+        if len(roles.optimizers) > 1:
+            names = sorted(".".join(map(str, path)) for path in roles.optimizers)
+            raise OptimizerStateError(
+                f"{where}: holds several optimizers, {', '.join(map(shown, names[:8]))}"
+            )
         return build_optimizer(
             roles,
             tensors,

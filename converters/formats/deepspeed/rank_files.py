@@ -41,8 +41,6 @@ def _integer(value: Any = 0) -> int:
 # Classes that DeepSpeed and its common clients pickle; those of `deepspeed.` are inert too.
 STANDINS: Mapping[str, Standin | None] = {
     "deepspeed.runtime.zero.config.ZeroStageEnum": _integer,
-    "argparse.Namespace": None,
-    "types.SimpleNamespace": None,
 }
 PREFIXES = ("deepspeed.",)
 

@@ -158,7 +158,8 @@ class _Ranks:
         if any(str(key).rpartition(".")[2] == _FLAT for key in merged):
             raise CheckpointError(
                 f"{self.where}: holds flat parameters of FSDP1 (LOCAL_STATE_DICT), which do not record the "
-                "names and shapes in them; save with SHARDED_STATE_DICT or FULL_STATE_DICT"
+                "shapes in them; load it where it was saved, and save with SHARDED_STATE_DICT or "
+                "FULL_STATE_DICT"
             )
         made: dict[int, Parts] = {}
         found, _, counted = split(_finished(merged, made), self.where)

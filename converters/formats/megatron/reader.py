@@ -33,8 +33,6 @@ _RANK = re.compile(r"mp_rank_(?P<tp>\d{2,6})(?:_(?P<pp>\d{3,6}))?(?P<ep>_\d{3,6}
 _FILE = "model_optim_rng.pt"
 _LATEST = "latest_checkpointed_iteration.txt"
 STANDINS = {
-    "argparse.Namespace": None,
-    "types.SimpleNamespace": None,
     "_io.BytesIO": None,
     "signal.Signals": None,
 }

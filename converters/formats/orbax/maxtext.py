@@ -121,25 +121,27 @@ class _Affine:
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where a parameter of MaxText goes.
+class Place:
+    """Where a parameter goes.
 
     Attributes:
         names: transformers' names, one for each layer of a stack.
-        stacked: whether the second dimension counts layers.
+        stack: the dimension that counts layers.
         kernel: whether the first dimensions are the inputs.
         paired: whether the elements of a head are rotated one with the next.
-        rows: of the result, where MaxText has padded it.
+        rows: of the result, where it is padded.
+        shape: of the result, where its dimensions are merged.
         scale: what the weights of transformers are multiplied by ...
         divided: ... or divided by ...
         term: ... and what is then added.
     """
 
     names: tuple[str, ...]
-    stacked: bool = False
+    stack: int | None = None
     kernel: bool = False
     paired: bool = False
     rows: int | None = None
+    shape: Shape | None = None
     scale: float = 1.0
     divided: float = 1.0
     term: float = 0.0
@@ -149,7 +151,7 @@ class _Place:
 class Layout:
     """How the parameters of one checkpoint become those of transformers."""
 
-    places: dict[Path, _Place] = field(default_factory=dict)
+    places: dict[Path, Place] = field(default_factory=dict)
 
     def weights(self, path: Path, tensor: Tensor) -> dict[str, Tensor]:
         """One parameter of MaxText as transformers' parameters."""
@@ -165,11 +167,13 @@ class Layout:
         )
         return dict(self._made(place, tensor, _Affine(factor, divisor)))
 
-    def _made(self, place: _Place, tensor: Tensor, edit: _Affine) -> Iterator[tuple[str, Tensor]]:
+    def _made(self, place: Place, tensor: Tensor, edit: _Affine) -> Iterator[tuple[str, Tensor]]:
         for number, name in enumerate(place.names):
-            layer = selected(tensor, 1, number) if place.stacked else tensor
+            layer = tensor if place.stack is None else selected(tensor, place.stack, number)
             if place.kernel:
                 layer = _outputs_first(layer, place, name)
+            if place.shape is not None and layer.shape != place.shape:
+                layer = reshaped(layer, place.shape)
             if place.rows is not None and place.rows < layer.shape[0]:
                 layer = part(layer, 0, 0, place.rows)
             if (edit.factor, edit.divisor, edit.term) != (1, 1, 0):
@@ -177,7 +181,7 @@ class Layout:
             yield name, layer
 
 
-def _outputs_first(tensor: Tensor, place: _Place, name: str) -> Tensor:
+def _outputs_first(tensor: Tensor, place: Place, name: str) -> Tensor:
     """A kernel as [out, in]: the heads and their elements are one dimension."""
     shape = tensor.shape
     if len(shape) == 2:
@@ -261,22 +265,22 @@ class _Model:
         self._check_all_there(made)
         return made
 
-    def _place(self, path: Path, shape: Shape) -> _Place | None:
+    def _place(self, path: Path, shape: Shape) -> Place | None:
         gemma = self.family.gemma
         width = float(np.sqrt(np.float32(self.sizes["E"]))) if gemma else 1.0
         if path == ("token_embedder", "embedding"):
             self._check_vocabulary(path, shape, 0)
-            return _Place(("model.embed_tokens.weight",), rows=self.vocabulary, divided=width)
+            return Place(("model.embed_tokens.weight",), rows=self.vocabulary, divided=width)
         if path == ("decoder", "decoder_norm", "scale"):
             self._check(path, shape, "E")
-            return _Place(("model.norm.weight",), term=-1.0 if gemma else 0.0)
+            return Place(("model.norm.weight",), term=-1.0 if gemma else 0.0)
         if path == ("decoder", "logits_dense", "kernel") and not gemma:
             self._check_vocabulary(path, shape, 1)
-            return _Place(("lm_head.weight",), kernel=True, rows=self.vocabulary)
+            return Place(("lm_head.weight",), kernel=True, rows=self.vocabulary)
         match = _LAYER.fullmatch(path[1]) if len(path) > 2 and path[0] == "decoder" else None
         return None if match is None else self._in_layer(path, shape, match[1])
 
-    def _in_layer(self, path: Path, shape: Shape, number: str | None) -> _Place | None:
+    def _in_layer(self, path: Path, shape: Shape, number: str | None) -> Place | None:
         inside = ".".join(path[2:])
         names = {**_KERNELS, **self.family.norms}
         variants = ("_local", "_global") if self.family.pairs else ("",)
@@ -301,9 +305,9 @@ class _Model:
         self._check(path, shape, _SHAPES.get(found, "E"), None if number is not None else len(layers))
         query = found == "self_attn.q_proj"
         rotary = query or found == "self_attn.k_proj"
-        return _Place(
+        return Place(
             tuple(f"model.layers.{layer}.{found}.weight" for layer in layers),
-            stacked=number is None,
+            stack=1 if number is None else None,
             kernel=kernel,
             paired=rotary and self.paired,
             scale=self._query_scale() if query and self.family.scaled_query else 1.0,

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import Aliases, Checkpoint, OptimizerState
 from converters.companions import find_companions, trainer_metadata
+from converters.containers.pickle_reader import Instance, shown
 from converters.containers.shard_index import read_index
 from converters.containers.torchzip import StoredTensor, TorchZip
 from converters.errors import CheckpointError, OptimizerStateError, blame
@@ -50,6 +51,10 @@ _OTHER = re.compile(
 _PARTS = re.compile(
     r".*(?:mp_rank_\d+|zero_pp_rank_\d+|_optim_states|rank-?\d+-of-\d+|_rank\d+|layer_\d+-model_\d+|expert_\d+).*"
 )
+# numpy's arrays, as they are pickled.
+_ARRAYS = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct")
+# Accelerate's files of FSDP1's LOCAL_STATE_DICT.
+_LOCAL = re.compile(r"pytorch_model_fsdp_rank\d+\.bin")
 OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
 _MAX_VALUES = 5_000_000
 _MAX_DEPTH = 16
@@ -87,11 +92,17 @@ def _detect(source: Source) -> bool:
 
 def _incomplete(source: Source) -> str | None:
     path = source.path
+    names = [path.name] if path.is_file() else [entry.name for entry in path.iterdir()]
+    if any(_LOCAL.fullmatch(name) for name in names):
+        return (
+            f"{path}: one rank's part of FSDP1's LOCAL_STATE_DICT, which does not record shapes; load it "
+            "where it was saved, and save with SHARDED_STATE_DICT or FULL_STATE_DICT"
+        )
     if path.is_file():
         if _PARTS.fullmatch(path.name) and path.name.endswith(_SUFFIXES):
             return f"{path}: one rank's part of a checkpoint, by its name; give the folder with all parts"
         return None
-    found = sorted(entry.name for entry in path.iterdir() if entry.name.endswith(_SUFFIXES))
+    found = sorted(name for name in names if name.endswith(_SUFFIXES))
     parts = [name for name in found if _PARTS.fullmatch(name)]
     if parts:
         return (
@@ -199,6 +210,7 @@ def split(saved: Any, where: str) -> tuple[dict[str, Any], list[Any], dict[str, 
     found: dict[KeyPath, Leaf] = {}
     optimizers: list[Any] = []
     counted: dict[str, Any] = {}
+    arrays: list[KeyPath] = []
     left = _MAX_VALUES
     # A stack, since a file may nest deeper than the recursion limit.
     pending: list[tuple[KeyPath, Any]] = [((), saved)]
@@ -218,9 +230,18 @@ def split(saved: Any, where: str) -> tuple[dict[str, Any], list[Any], dict[str, 
             pending.extend(((*path, key), item) for key, item in reversed(items))
         elif isinstance(value, (list, tuple)):
             pending.extend(((*path, at), item) for at, item in reversed(list(enumerate(value))))
+        elif isinstance(value, Instance) and value.key in _ARRAYS:
+            arrays.append(path)
         elif isinstance(value, int) and len(path) == 1 and path[0] in ("step", "global_step"):
             counted["step"] = value
     container = model_container(list(found))
+    if container:  # beside a state dict without one, they are random states
+        inside = (path for path in arrays if path[:-1] == container)
+        lost = next((path for path in inside if not str(path[-1]).endswith("_extra_state")), None)
+        if lost is not None:
+            raise CheckpointError(
+                f"{where}: {shown('.'.join(map(str, lost)))} is a numpy array; save it as a tensor"
+            )
     model: dict[str, Leaf] = {}
     for path, stored in found.items():
         if container is None or path[:-1] == container:
