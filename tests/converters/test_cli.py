@@ -186,7 +186,7 @@ def test_failure_leaves_everything_as_it_was(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_in_the_middle_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
-    sparse_checkpoint(tmp_path / "in", gigabytes=8)
+    sparse_checkpoint(tmp_path / "in", 250)
     argv = [str(tmp_path / "in"), str(tmp_path / "out"), "--dtype", "bfloat16"]
     child = subprocess.Popen([sys.executable, "-m", "converters.cli", *argv], stderr=subprocess.PIPE)
     try:
