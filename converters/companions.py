@@ -79,6 +79,16 @@ def _upwards(root: Place) -> list[Place]:
     return upwards
 
 
+def check_one_model(folder: Place, name: str) -> None:
+    """Refuse a folder where Accelerate's `save_state` wrote several models, of which `name` is the first."""
+    stem, _, suffix = name.partition(".")
+    for second in (f"{stem}_1.{suffix}", f"{stem}_1.{suffix.removesuffix('.index.json')}"):
+        if (folder / second).is_file():
+            raise CheckpointError(
+                f"{folder}: holds several models, {name} and {second}; give the file of one of them"
+            )
+
+
 def companions_from(named: str) -> dict[str, Place]:
     """The files (name -> path) of a model given by its folder, its `config.json` or its hub id.
 

@@ -12,7 +12,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import Aliases, Checkpoint, OptimizerState, Scalar
-from converters.companions import find_companions, trainer_metadata
+from converters.companions import check_one_model, find_companions, trainer_metadata
 from converters.containers.shard_index import read_index, read_json
 from converters.errors import CheckpointError, blame
 from converters.formats import Format, Source
@@ -71,6 +71,8 @@ def _open(source: Source) -> Checkpoint:
     root = source.path if source.path.is_dir() else source.path.parent
     folder = Folder(root, verify=source.verify)
     (name,) = _names(source.path)
+    if source.path.is_dir():
+        check_one_model(root, name)
     extra: dict[str, str] = {}
     if name.endswith(".index.json"):
 

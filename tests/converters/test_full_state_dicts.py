@@ -213,6 +213,23 @@ def test_what_is_refused_and_why(tmp_path: Path) -> None:
     assert "is too large" in said({"a": wide})
 
 
+@pytest.mark.parametrize("safe", [True, False])
+def test_several_models_of_accelerate(safe: bool, tmp_path: Path) -> None:
+    """Each converts by its file; the folder is refused."""
+    from accelerate.checkpointing import save_accelerator_state
+
+    states = [{"weight": torch.full((2, 2), float(value))} for value in (1, 2)]
+    save_accelerator_state(str(tmp_path), states, [], [], [], 0, 0, safe_serialization=safe)
+    names = (
+        ["model.safetensors", "model_1.safetensors"] if safe else ["pytorch_model.bin", "pytorch_model_1.bin"]
+    )
+    with pytest.raises(CheckpointError, match=f"several models, {names[0]} and {names[1]}; give the file"):
+        open_checkpoint(tmp_path)
+    for name, state in zip(names, states, strict=True):
+        read = open_checkpoint(tmp_path / name).tensors["weight"].read()
+        assert np.array_equal(read, state["weight"].numpy())
+
+
 def test_folders_that_leave_a_choice(tmp_path: Path) -> None:
     tensor = torch.randn(2)
     torch.save({"a.w": tensor}, tmp_path / "a.pt")

@@ -16,7 +16,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import Aliases, Checkpoint, OptimizerState
-from converters.companions import find_companions, trainer_metadata
+from converters.companions import check_one_model, find_companions, trainer_metadata
 from converters.containers.pickle_reader import Instance, shown
 from converters.containers.shard_index import read_index
 from converters.containers.torchzip import StoredTensor, TorchZip
@@ -119,6 +119,8 @@ def _open(source: Source) -> Checkpoint:
     root = source.path if source.path.is_dir() else source.path.parent
     folder = Folder(root, verify=source.verify)
     (name,) = _names(source.path)
+    if source.path.is_dir():
+        check_one_model(root, name)
     where = str(root / name)
     optimizers: list[Any] = []
     counted: dict[str, Any] = {}
