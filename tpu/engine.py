@@ -190,7 +190,8 @@ class XlaEngine:
             loss, numbers = self.objective(self.model, waiting or batch, valid)
             # The backward pass waits for the loss. The compiler would put it off, and keep the logits for it.
             start = torch.ones_like(loss)
-            xla._xla_optimization_barrier_([loss, start, *waiting.values()])
+            # Sorted: the graph is one, in whatever order a sample has its tensors.
+            xla._xla_optimization_barrier_([loss, start, *(waiting[name] for name in sorted(waiting))])
             loss.backward(start)
             return shares(loss, numbers)
 
