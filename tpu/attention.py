@@ -1,8 +1,9 @@
-"""Attention a few rows at a time (``xla.attention_rows``): the scores of all tokens never exist at once.
+"""Attention as a TPU's compiler takes little memory for it.
 
 torch_xla computes ``scaled_dot_product_attention`` by its formula: scores and probabilities of a layer take
-``[batch, heads, tokens, tokens]``. Here a loop goes over the queries, and its backward pass computes their
-scores again. A row of the softmax is whole, so the results are those of the formula.
+``[batch, heads, tokens, tokens]``. With ``xla.attention_rows``, a loop goes over the queries, and its
+backward pass computes their scores again. A row of the softmax is whole, so the results are those of the
+formula.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch.nn import functional
 
 from portable.errors import require
+from tpu.runtime import xla
 from tpu.scan import Scan
 
 if TYPE_CHECKING:
@@ -45,8 +47,7 @@ def attend_by_rows(model: Any, rows: int | None, layout: Layout) -> None:
         f"xla.attention_rows: {model.config.model_type} computes its attention itself ({used}); remove it",
     )
     _Setting.rows, _Setting.layout, _Setting.loops = rows, layout, {}
-    if rows is not None:
-        _replace()
+    _replace()
 
 
 @cache  # once per process
@@ -64,6 +65,10 @@ def _replace() -> None:
     ) -> Tensor:
         rows, layout = _Setting.rows, _Setting.layout
         known = query.device.type == "xla" and query.dim() == 4
+        # In fp32 the compiler would write the probabilities then, which takes more than it saves.
+        short = known and query.dtype != torch.float32 and options.keys() <= {"scale"}
+        if short and rows is None and attn_mask is not None and attn_mask.requires_grad:
+            return _biased(query, key, value, attn_mask, dropout_p, **options)
         if rows is None or layout is None or not known or query.shape[2] <= rows:
             result: Tensor = whole(query, key, value, attn_mask, dropout_p, is_causal, **options)
             return result
@@ -89,6 +94,18 @@ def _replace() -> None:
         return chunks.movedim(0, 2).flatten(2, 3)[:, :, : query.shape[2]]
 
     functional.scaled_dot_product_attention = attention  # type: ignore[assignment]
+
+
+def _biased(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, dropout: float, scale: float | None = None
+) -> Tensor:
+    """The formula, with a bias that learns. The compiler would add it again where it makes its gradient, and
+    keep the scores before it for that, beside those after it."""
+    root = (query.shape[-1] ** -0.5 if scale is None else scale) ** 0.5
+    scores = (query * root) @ (key * root).transpose(-2, -1) + bias
+    xla._xla_optimization_barrier_([scores])
+    shares: Tensor = torch.ops.aten._safe_softmax.default(scores, -1)
+    return functional.dropout(shares, dropout) @ value
 
 
 def _chunks(tensor: Tensor, rows: int) -> Tensor:

@@ -21,7 +21,7 @@ from tpu.calling import Caller
 from tpu.checks import GATHERED_ONCE, recomputed
 from tpu.gather import gathered
 from tpu.head import shard_gradient
-from tpu.layout import constrain
+from tpu.layout import another, constrain
 from tpu.own_optimizer import optimizer_of
 from tpu.parameters import Parameters
 from tpu.runtime import xla
@@ -66,6 +66,7 @@ class XlaEngine:
         buffers = config.xla.buffer_dtype
         self._buffer_dtype = None if buffers is None else DTYPES[buffers]
         self._gather_once = config.strategy in GATHERED_ONCE
+        self._recomputed = recomputed(config)
         attend_by_rows(model, config.xla.attention_rows, layout)
         segments = find_segments(model) if config.xla.scan_layers else []
         stacks = [names for segment in segments for names in segment.parameters(model)]
@@ -74,19 +75,19 @@ class XlaEngine:
         self._caller = _Caller(model, self._held)
         self._constrain_activations(model, segments)
         for segment in segments:
-            self._loop(model, segment, recompute=recomputed(config))
+            self._loop(model, segment, recompute=self._recomputed)
         in_loops = {name for segment in segments for name in segment.names}
         for name, layer in transformer_layers(model):
             if name in in_loops:
                 continue  # a loop gathers and recomputes its layers itself, and does not interleave them
             self._gather(name, layer)
-            if recomputed(config):
+            if self._recomputed:
                 recompute(layer)
             if config.xla.optimization_barrier_in_backward:
                 layer.register_full_backward_hook(_barrier)
         self.objective = Objective.of(model, config)
         require(
-            not (self.objective.of_routers and recomputed(config)),
+            not (self.objective.of_routers and self._recomputed),
             "memory.activation_checkpointing: on XLA, the router loss has no gradient through recomputed "
             "layers; use none, or set output_router_logits: false in the model's config",
         )
@@ -109,11 +110,11 @@ class XlaEngine:
     def _gathered_head(self, head: nn.Module | None) -> Tensor | None:
         """The matrix that makes the logits, where it is gathered like those of ``shard_grad_op``."""
         weight = getattr(head, "weight", None)
-        if weight is None or not self._layout.shards:
+        if weight is None:
             return None
         name = next((name for name, held in self._parameters.items() if held is weight), None)
         spec = self._layout.replicated(2) if name is None else self._spec_of(name, weight)
-        return None if shard_gradient(head, self._layout, spec) else weight
+        return None if shard_gradient(head, self._layout, spec) or not self._layout.shards else weight
 
     def _loop(self, model: nn.Module, segment: Segment, *, recompute: bool) -> None:
         """Make the layers of ``segment`` one loop over the stacks of their parameters."""
@@ -181,10 +182,16 @@ class XlaEngine:
 
     def accumulate(self, batch: Batch, valid: Tensor, *, last: bool) -> Tensor:
         def passes() -> Tensor:
-            loss, numbers = self.objective(self.model, batch, valid)
+            # The gradients of lookup tables gather tokens. The compiler would do so inside the product that
+            # makes the logits, and what comes out of such a fusion is not overwritten: logits would lie
+            # beside their gradients. So tokens wait for the loss. If layers are recomputed, they are gathered
+            # late anyway.
+            waiting = {} if self._recomputed else {name: another(tensor) for name, tensor in batch.items()}
+            loss, numbers = self.objective(self.model, waiting or batch, valid)
             # The backward pass waits for the loss. The compiler would put it off, and keep the logits for it.
             start = torch.ones_like(loss)
-            xla._xla_optimization_barrier_([loss, start])
+            # Sorted: the graph is one, in whatever order a sample has its tensors.
+            xla._xla_optimization_barrier_([loss, start, *(waiting[name] for name in sorted(waiting))])
             loss.backward(start)
             return shares(loss, numbers)
 

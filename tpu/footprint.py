@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from portable.errors import unsupported
 from portable.planner.memory_model import (
@@ -22,7 +22,7 @@ from portable.planner.memory_model import (
 )
 from portable.planner.passes import Compiler
 from tpu.checks import GATHERED_ONCE, recomputed, unsupported_settings
-from tpu.sharding import HYBRID, ShardingRules
+from tpu.sharding import HYBRID, LANES, ShardingRules, turned
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -66,12 +66,14 @@ _ROWS = {
     "native_layer_norm_backward",
 }
 # Operations that only move elements or make them of nothing. Dropout makes its numbers of their positions.
+# The gradient of a lookup table is added up in shards, which `footprint` counts.
 _MOVES = {
     "_to_copy",
     "arange",
     "bernoulli_",
     "cat",
     "copy_",
+    "embedding_dense_backward",
     "empty",
     "empty_like",
     "expand",
@@ -102,6 +104,13 @@ def result(operation: str, *, elementwise: bool) -> Result:
     return "computed" if elementwise or operation in _MOVES else "written"
 
 
+def every_expert(model: Any) -> None:
+    """Make mixtures of experts compute every expert for every token, as the engine does."""
+    from tpu.transformers_patches import use_fixed_shapes  # which needs torch
+
+    use_fixed_shapes(model, lambda tensor: tensor)
+
+
 def footprint(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprint:
     """See :class:`portable.planner.memory_model.FootprintModule`."""
     group = cluster.devices
@@ -126,24 +135,32 @@ def footprint(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprin
             shape[dim] //= group
         size = weight.elements // group if dim is not None else weight.elements
         parameters += weight.itemsize * size
-        copied += compute * size if compute != weight.itemsize else 0
+        # Casts are copies. What is not cast is copied by the barriers that make it be gathered again.
+        again = weight.trained and not kept and (weight.head or not weight.table)
+        if compute != weight.itemsize or again:
+            copied += compute * size
         if weight.trained:
             gradients += MASTER * size
             rows = shape[0] if shape else 1
-            moments += moment_bytes(config.train, shape, rows, exact=True, matrices=weight.matrices)
+            own = moment_bytes(config.train, shape, rows, exact=True, matrices=weight.matrices)
+            moments += own
+            tied = weight.table and weight.head and dim == 1
+            if tied and shape[1] % LANES and not turned(shape[1], group):
+                # Its state lies transposed, which takes less. Its gradient does not: the update copies it.
+                copied += (MASTER * size + own) * -(-shape[1] // LANES) * LANES // shape[1]
     # One replicated vector of step counts, also of parameters whose rule has none.
     uncounted = [w for w in model.trained if w.matrices or config.train.optimizer == "sgd"]
     moments += MASTER * len(uncounted)
     layers = model.sizes("layer")
-    whole = model.elements
-    outside = whole - sum(layers)
+    outside = model.elements - sum(layers)
     largest = max(layers, default=0)
     outside -= sum(w.elements for w in model.weights if w.table and not w.head)
     gathered = compute * (outside + (sum(layers) if kept else 0))
-    if group in SCATTERED_WHILE_MULTIPLYING:
-        # The pass has the whole gradient of the head; here, there are the pieces of two neighbours.
-        head = sum(w.elements for w in model.trained if w.head and rules.dim(w.name, w.shape) is not None)
-        gathered -= compute * head * (group - 2) // group
+    # The whole gradient of the head, which the pass has, takes the place of its gathered matrix, which only
+    # makes the gradients for the layers. If it is scattered meanwhile, there are pieces of two neighbours.
+    head = sum(w.elements for w in model.trained if w.head and rules.dim(w.name, w.shape) is not None)
+    pieces = 2 if group in SCATTERED_WHILE_MULTIPLYING else 0
+    gathered -= compute * head * (group - pieces) // group
     in_layers = compute * (sum(layers) if kept else largest)
     # In the graph of a whole step, gradients are kept as they are reduced: in the compute type.
     whole_step = config.train.global_batch_size == config.train.micro_batch_size * cluster.devices
@@ -164,7 +181,7 @@ def footprint(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprin
         gradients=0 if whole_step else gradients,
         optimizer=moments,
         compute="cast",
-        compiler=Compiler(result, bool(config.xla.scan_layers), config.xla.attention_rows),
+        compiler=Compiler(result, bool(config.xla.scan_layers), config.xla.attention_rows, every_expert),
         gathered=gathered + copied,
         in_layers=in_layers + copied,
         # The state is updated in place.

@@ -14,6 +14,7 @@ from torch import nn
 
 from tpu.layout import another, marked
 from tpu.runtime import xla
+from tpu.sharding import turned
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,20 +30,19 @@ def shard_gradient(head: nn.Module | None, layout: Layout, spec: Spec) -> bool:
         layout: of the mesh.
         spec: of the head's matrix ``[vocabulary, hidden size]``.
     """
-    if type(head) is not nn.Linear or layout.devices == 1 or set(spec) == {None}:
+    if type(head) is not nn.Linear or layout.devices == 1:
         return False
     whole = layout.sharding(layout.replicated(2))
-    # The compiler scatters along a major dim, but not along every minor one. But a turned gradient may cost
-    # memory: the update takes its layout, and then copies the state of all matrices of that shape.
-    turned = layout.group >= 8 or spec[1] is None or head.weight.shape[1] // layout.group <= 128
-    cut = layout.sharding(spec[::-1] if turned else spec)
+    scattered = set(spec) != {None}
+    turn = scattered and (spec[1] is None or turned(head.weight.shape[1] // layout.group, layout.group))
+    cut = layout.sharding(spec[::-1] if turn else spec)
 
     def forward(hidden: Tensor) -> Tensor:
         weight, bias = head.weight, head.bias
         if hidden.dim() != 3 or hidden.shape[0] % layout.devices:
             return nn.functional.linear(hidden, marked(weight, whole), bias)
         function: Any = _Head
-        logits: Tensor = function.apply(hidden, weight, whole, cut, turned)
+        logits: Tensor = function.apply(hidden, weight, whole, cut, turn)
         return logits if bias is None else logits + bias
 
     module: Any = head
@@ -52,10 +52,10 @@ def shard_gradient(head: nn.Module | None, layout: Layout, spec: Spec) -> bool:
 
 class _Head(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, whole: Any, cut: Any, turned: bool) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, whole: Any, cut: Any, turn: bool) -> Tensor:
         gathered = marked(weight, whole)
         ctx.save_for_backward(hidden, gathered)
-        ctx.cut, ctx.turned = cut, turned
+        ctx.cut, ctx.turn = cut, turn
         return hidden @ gathered.t()
 
     @staticmethod
@@ -68,10 +68,10 @@ class _Head(torch.autograd.Function):
         xla._xla_optimization_barrier_([of_hidden, gradient])
         # Not of flattened tensors: the compiler copies gradients of logits to flatten them, where the
         # vocabulary is no multiple of 128.
-        if ctx.turned:
+        if ctx.turn:
             of_weight = marked(torch.einsum("bth,btv->hv", hidden, gradient), ctx.cut)
         else:
             of_weight = marked(torch.einsum("btv,bth->vh", gradient, hidden), ctx.cut)
         # The layers wait for it. The compiler might put it off, and keep the gradients of all logits for it.
         xla._xla_optimization_barrier_([of_hidden, of_weight])
-        return of_hidden, of_weight.t() if ctx.turned else of_weight, None, None, None
+        return of_hidden, of_weight.t() if ctx.turn else of_weight, None, None, None

@@ -24,6 +24,22 @@ _TABLES = re.compile(
 _SHORT = 8
 """A dim is short beside one of this many times its size."""
 
+LANES = 128
+"""Values that a chip holds side by side: a row takes a multiple of them."""
+
+
+def turned(width: int, group: int) -> bool:
+    """Whether the head's gradient is computed transposed, ``[hidden size, vocabulary]``.
+
+    The compiler scatters along a major dim, but not along every minor one. But a turned gradient may cost
+    memory: the update takes its layout, and then copies the state of all matrices of that shape.
+
+    Args:
+        width: of a shard that is cut along the hidden dim.
+        group: devices that the head is sharded over.
+    """
+    return group >= 8 or width <= LANES
+
 
 class ShardingRules:
     """The default rule of a run, and the exceptions of ``xla.sharding``.

@@ -51,7 +51,10 @@ def activations(model: nn.Module, request: Request) -> Activations:
     kinds = layer_kinds(model)
     # Where much is frozen, the first gradient of a layer comes late in its backward pass, and a second layer
     # shows what is there before.
-    base = {kind: min(len(names), 1 + _mostly_frozen(model, names[0])) for kind, names in kinds.items()}
+    base = {
+        kind: min(len(names), 1 + (request.compiler is not None or _mostly_frozen(model, names[0])))
+        for kind, names in kinds.items()
+    }
     first = _passes(model, request, kinds, base)
     found = [list(phase) for phase in first]
     for kind, names in kinds.items():
@@ -86,6 +89,8 @@ def _passes(
     with FakeTensorMode(allow_non_fake_inputs=True), ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # about fake tensors
+        if request.compiler is not None and request.compiler.prepare is not None:
+            request.compiler.prepare(small)
         _fake(small, dtype if request.compute == "cast" else None)
         checkpoint_activations(small, request.recompute)
         small.train()

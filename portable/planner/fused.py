@@ -153,6 +153,11 @@ def peaks(values: Sequence[Value], ends: Sequence[int], left: set[int]) -> list[
             for j in needs:
                 last[j] = i
         sources.append(needs if computed else frozenset((i,)))
+    # A loop keeps what it has saved of all its layers until its end.
+    end = max((last[i] for i, value in enumerate(values) if value.result == "saved"), default=0)
+    for i, value in enumerate(values):
+        if value.result == "saved":
+            last[i] = end
     for i, value in enumerate(values):
         if sources[i] == {i}:
             change[i] += value.bytes

@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from portable.config import RunConfig
 
 Compute = Literal["plain", "autocast", "cast"]
@@ -68,6 +70,8 @@ class Compiler:
     """Whether layers run in a loop: what autograd saves of them is then written."""
     attention_rows: int | None = None
     """Rows of attention scores that exist at once, computed again in the backward pass; None for all."""
+    prepare: Callable[[Any], None] | None = None
+    """Changes a model's modules as the engine does before it runs them."""
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,12 @@ def test_what_leaves_the_pass_is_gone() -> None:
     assert (of(*values), of(*values, left=(0,))) == (13, 10)
 
 
+def test_a_loop_keeps_what_it_has_saved_until_its_end() -> None:
+    saved = [(10, (), "saved"), (10, (), "saved")]
+    backward = [(1, (1,), "written"), (5, (2,), "written"), (1, (0, 3), "written")]
+    assert of(*saved, *backward) == 26
+
+
 def test_the_loss_keeps_the_logits_once_in_their_dtype() -> None:
     """Eagerly they exist in fp32 three times."""
     with FakeTensorMode():

@@ -96,6 +96,40 @@ def test_the_loss_is_that_of_all_rows(
     assert_frugal(steps, {"step": 1})
 
 
+def with_a_bias(device: str) -> list[torch.Tensor]:
+    """The result in bf16 of attention with a bias that learns, and the gradients."""
+    draws = torch.Generator().manual_seed(0)
+    given = [torch.randn(2, 4, TOKENS, 8, generator=draws) for _ in range(4)]
+    given.append(torch.randn(1, 4, TOKENS, TOKENS, generator=draws))
+    # A row that attends to nothing.
+    given[-1][:, :, 3] = -torch.inf
+    query, key, value, weights, bias = (tensor.bfloat16().to(device) for tensor in given)
+    inputs = [tensor.requires_grad_() for tensor in (query, key, value, bias)]
+    result = functional.scaled_dot_product_attention(query, key, value, attn_mask=bias, scale=0.5)
+    (result * weights).sum().backward()
+    return [
+        tensor.detach().float().cpu() for tensor in (result, *(i.grad for i in inputs if i.grad is not None))
+    ]
+
+
+def on_a_device() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    from tpu import attention, runtime
+    from tpu.layout import Layout
+
+    runtime.start()
+    model = SimpleNamespace(config=SimpleNamespace(_attn_implementation="sdpa", model_type="t5"))
+    theirs = with_a_bias("xla:0")
+    attention.attend_by_rows(model, None, Layout(load_config(None, {"backend": "xla"}), 1))
+    return with_a_bias("xla:0"), theirs
+
+
+def test_a_bias_that_learns_changes_no_result(xla: XlaPool) -> None:
+    ours, theirs = xla.run(1, on_a_device)
+    assert len(ours) == 5
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=5e-2)  # a bf16 of 4 to 8 is within 0.03
+
+
 def test_a_model_with_attention_of_its_own_is_refused(tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
     settings = {**MODELS["bert"], "model__attention": "eager", "xla__attention_rows": 8}
     said = xla.run(1, refusal, tmp_path, corpus, settings)

@@ -17,26 +17,9 @@ VECTOR_MEMORY = 128 << 20
 WITHIN = 0.05
 OTHERWISE = {
     # The scheduler spends free memory on overlap.
-    "llama-8b/v5e-16/full_shard/full/rows-512/1x4096": 0.17,
-    # The head's gathered matrix and its whole gradient are not there at once.
-    "llama-8b/v5e-64/full_shard/full/scan/rows-512/1x4096": -0.18,
-    "qwen2/v5e-4/full_shard/full/2x1024": -0.20,
-    "qwen2/v5e-4/full_shard/full/scan/2x1024": -0.21,
-    "qwen3/v5e-4/full_shard/full/2x1024": -0.19,
-    "qwen3/v5e-4/full_shard/full/scan/2x1024": -0.19,
-    "gemma2/v5e-4/full_shard/full/2x1024": -0.21,
-    "mixtral/v5e-4/full_shard/full/fp32/2x256": -0.34,
-    # Logits are there beside their gradients.
-    "qwen2/v5e-4/full_shard/none/2x1024": 0.12,
-    "qwen3/v5e-4/full_shard/none/2x1024": 0.08,
-    "gemma2/v5e-4/full_shard/none/2x1024": 0.09,
-    # Scores before the position bias are there beside those after it.
-    "t5/v5e-4/full_shard/full/2x1024": 0.09,
-    "t5/v5e-4/full_shard/none/2x1024": 0.32,
-    "t5/v5e-4/full_shard/full/fp32/2x1024": 0.07,
-    "t5/v5e-4/shard_grad_op/full/2x1024": 0.06,
-    # What a loop has saved of a layer is copied out of the stacks.
-    "wide-llama/v5e-4/full_shard/none/scan/rows-512/4x2048": 0.11,
+    "llama-8b/v5e-16/full_shard/full/rows-512/1x4096": 0.14,
+    # In fp32, scores before the position bias are there beside those after it.
+    "t5/v5e-4/full_shard/full/fp32/2x1024": 0.08,
 }
 """The share by which a step takes more or less than planned: docs/tpu.md has the reasons."""
 
