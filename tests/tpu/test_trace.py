@@ -146,7 +146,7 @@ def test_needs_no_memory_for_the_model(
     instructions = [i for c in Module(step).computations.values() for i in c.instructions]
     shapes = {array.dimensions for i in instructions for array in i.arrays if array.type == "pred"}
     assert (16, 1, 4096, 4096) not in shapes  # no mask for each sequence
-    # The backward pass waits for the loss, and so do tokens and labels: two numbers and both behind one barrier.
+    # The backward pass waits for the loss, and so do tokens and labels: two numbers and both, one barrier.
     barriers = [[a.dimensions for a in i.arrays] for i in instructions if i.opcode == "opt-barrier"]
     assert [(), (), (16, 4096), (16, 4096)] in barriers
 
