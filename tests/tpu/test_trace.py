@@ -142,9 +142,9 @@ def test_needs_no_memory_for_the_model(looped: bool, tmp_path: Path, corpus: Pat
     instructions = [i for c in Module(step).computations.values() for i in c.instructions]
     shapes = {array.dimensions for i in instructions for array in i.arrays if array.type == "pred"}
     assert (16, 1, 4096, 4096) not in shapes  # no mask for each sequence
-    # The backward pass waits for the loss: two numbers behind one barrier.
+    # The backward pass waits for the loss, and so do tokens and labels: all behind one barrier.
     barriers = [[a.dimensions for a in i.arrays] for i in instructions if i.opcode == "opt-barrier"]
-    assert [(), ()] in barriers
+    assert [(), (), (16, 4096), (16, 4096)] in barriers
 
 
 def entry_parameter_bytes(found: Message, devices: int) -> int:
