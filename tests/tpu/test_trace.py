@@ -110,12 +110,8 @@ def digest(text: str) -> str:
 
 
 @pytest.mark.parametrize("looped", [False, True])
-def test_needs_no_memory_for_the_model(
-    looped: bool, tmp_path: Path, corpus: Path, request: pytest.FixtureRequest
-) -> None:
+def test_needs_no_memory_for_the_model(looped: bool, tmp_path: Path, corpus: Path) -> None:
     """A billion parameters, of which a run keeps 12 bytes each."""
-    if looped:  # and without a loop in a process that begins with its imports, as in a plan
-        request.getfixturevalue("traces_in_forks")
     large = {
         **TINY_MODEL,
         "vocab_size": 128256,
@@ -146,7 +142,7 @@ def test_needs_no_memory_for_the_model(
     instructions = [i for c in Module(step).computations.values() for i in c.instructions]
     shapes = {array.dimensions for i in instructions for array in i.arrays if array.type == "pred"}
     assert (16, 1, 4096, 4096) not in shapes  # no mask for each sequence
-    # The backward pass waits for the loss, and so do tokens and labels: two numbers and both, one barrier.
+    # The backward pass waits for the loss, and so do tokens and labels: all behind one barrier.
     barriers = [[a.dimensions for a in i.arrays] for i in instructions if i.opcode == "opt-barrier"]
     assert [(), (), (16, 4096), (16, 4096)] in barriers
 
