@@ -156,7 +156,7 @@ def test_a_run_has_few_optimizers() -> None:
 
 @pytest.mark.parametrize(
     ("key", "why"),
-    [("optimizer.param_groups.1000000000000.lr", "param_groups 0 of the optimizer is missing"),
+    [("optim.param_groups.1000000000000.lr", "param_groups 0 of the optimizer is missing"),
      (".".join(["param_groups"] * 300), "the path of"),
      ("optimizer." + "a" * 5000, "too long for a parameter")],
 )  # fmt: skip

@@ -26,7 +26,7 @@ from converters.formats import Format, Source
 from converters.formats.orbax.leaves import COMMITTED, INDEX, MARKS, METADATA, mark, read_leaves
 from converters.formats.orbax.llama import easydel_layout, levanter_layout
 from converters.formats.orbax.maxtext import Layout, maxtext_layout
-from converters.names.canonical import is_number
+from converters.names.canonical import is_number, plain_names
 from converters.storage.folder import Folder
 from converters.storage.guarded import child, read_small_table
 
@@ -192,10 +192,13 @@ class _Tree:
         shapes = {path: array.shape for path, array in model.items()}
         found = (make(shapes, config, self.where) for make in _LAYOUTS)
         layout = next((made for made in found if made is not None), None)
+        # Of a tree without a layout, the names in it; the wrapper's prefix is removed as in every format.
+        joined = {".".join(path): ".".join(path) for path in model}
+        names = {} if layout else {old: new for new, old in plain_names(joined, where=self.where).items()}
         tensors: dict[str, Tensor] = {}
         with blame(folder):
             for path, array in model.items():
-                tensors |= layout.weights(path, array) if layout else {".".join(path): array}
+                tensors |= layout.weights(path, array) if layout else {names[".".join(path)]: array}
         step = self.number(("step",)) if ("step",) in self.scalars else None
         name = folder.name if is_number(folder.name) else folder.absolute().parent.name
         if type(step) is not int and is_number(name):
@@ -210,7 +213,7 @@ class _Tree:
 
         # The tree outlives this call in both of these.
         def optimizer(aliases: Aliases) -> OptimizerState | None:
-            return self._optimizer(moments, model, layout)
+            return self._optimizer(moments, model, layout, names)
 
         def read_counters() -> Mapping[str, Scalar]:
             with blame(folder):
@@ -227,7 +230,11 @@ class _Tree:
         )
 
     def _optimizer(
-        self, moments: Sequence[Path], model: Mapping[Path, Tensor], layout: Layout | None
+        self,
+        moments: Sequence[Path],
+        model: Mapping[Path, Tensor],
+        layout: Layout | None,
+        names: Mapping[str, str],
     ) -> OptimizerState | None:
         """The moments of Adam by parameter, and its count as `step`."""
         # A parameter without the first keys of its path, such as the name of the model.
@@ -254,7 +261,7 @@ class _Tree:
                     f"{list(model[owner].shape)}"
                 )
             with blame(self.folder.path):
-                made = layout.moments(owner, array, moment) if layout else {".".join(owner): array}
+                made = layout.moments(owner, array, moment) if layout else {names[".".join(owner)]: array}
                 count = (*path[:at], "count")
                 step = self.number(count) if count in self.scalars else None
             for name, tensor in made.items():
