@@ -21,6 +21,7 @@ import numpy as np
 
 from converters.containers.pickle_reader import shown
 from converters.errors import CheckpointError
+from converters.names.canonical import plain_names
 from converters.tensors.computed import computed
 from converters.tensors.rearranged import part, reshaped, selected, turned
 
@@ -208,6 +209,12 @@ def maxtext_layout(shapes: Mapping[Path, Shape], config: Mapping[str, Any], wher
     if prefix is None or (*prefix, "token_embedder", "embedding") not in shapes or not config:
         return None
     return _Model(config, where).layout(shapes, prefix)
+
+
+def named_layout(shapes: Mapping[Path, Shape], config: Mapping[str, Any], where: str) -> Layout:
+    """The layout of any tree: each parameter as it is, by its keys, without a wrapper's prefix."""
+    plain = plain_names({".".join(path): path for path in shapes}, where=where)
+    return Layout({path: Place((name,)) for name, path in plain.items()})
 
 
 class _Model:

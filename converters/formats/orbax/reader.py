@@ -25,8 +25,8 @@ from converters.errors import CheckpointError, OptimizerStateError, blame, print
 from converters.formats import Format, Source
 from converters.formats.orbax.leaves import COMMITTED, INDEX, MARKS, METADATA, mark, read_leaves
 from converters.formats.orbax.llama import easydel_layout, levanter_layout
-from converters.formats.orbax.maxtext import Layout, maxtext_layout
-from converters.names.canonical import is_number, plain_names
+from converters.formats.orbax.maxtext import Layout, maxtext_layout, named_layout
+from converters.names.canonical import is_number
 from converters.storage.folder import Folder
 from converters.storage.guarded import child, read_small_table
 
@@ -54,7 +54,7 @@ _BOTH = frozenset(_MOMENTS.values())
 # Chunks of an array that are files; chunks of all arrays that lie within others, or are not stored.
 _MAX_CHUNKS, _MAX_BEYOND = 1 << 22, 1 << 18
 _MAX_HEADER = 1 << 20
-_LAYOUTS = (maxtext_layout, levanter_layout, easydel_layout)
+_LAYOUTS = (maxtext_layout, levanter_layout, easydel_layout, named_layout)
 
 
 def _folder(path: Place) -> Place | None:
@@ -191,14 +191,11 @@ class _Tree:
         model = {path: array for path, array in self.arrays.items() if path not in beside}
         shapes = {path: array.shape for path, array in model.items()}
         found = (make(shapes, config, self.where) for make in _LAYOUTS)
-        layout = next((made for made in found if made is not None), None)
-        # Of a tree without a layout, the names in it; the wrapper's prefix is removed as in every format.
-        joined = {".".join(path): ".".join(path) for path in model}
-        names = {} if layout else {old: new for new, old in plain_names(joined, where=self.where).items()}
+        layout = next(made for made in found if made is not None)
         tensors: dict[str, Tensor] = {}
         with blame(folder):
             for path, array in model.items():
-                tensors |= layout.weights(path, array) if layout else {names[".".join(path)]: array}
+                tensors |= layout.weights(path, array)
         step = self.number(("step",)) if ("step",) in self.scalars else None
         name = folder.name if is_number(folder.name) else folder.absolute().parent.name
         if type(step) is not int and is_number(name):
@@ -213,7 +210,7 @@ class _Tree:
 
         # The tree outlives this call in both of these.
         def optimizer(aliases: Aliases) -> OptimizerState | None:
-            return self._optimizer(moments, model, layout, names)
+            return self._optimizer(moments, model, layout)
 
         def read_counters() -> Mapping[str, Scalar]:
             with blame(folder):
@@ -230,11 +227,7 @@ class _Tree:
         )
 
     def _optimizer(
-        self,
-        moments: Sequence[Path],
-        model: Mapping[Path, Tensor],
-        layout: Layout | None,
-        names: Mapping[str, str],
+        self, moments: Sequence[Path], model: Mapping[Path, Tensor], layout: Layout
     ) -> OptimizerState | None:
         """The moments of Adam by parameter, and its count as `step`."""
         # A parameter without the first keys of its path, such as the name of the model.
@@ -261,7 +254,7 @@ class _Tree:
                     f"{list(model[owner].shape)}"
                 )
             with blame(self.folder.path):
-                made = layout.moments(owner, array, moment) if layout else {names[".".join(owner)]: array}
+                made = layout.moments(owner, array, moment)
                 count = (*path[:at], "count")
                 step = self.number(count) if count in self.scalars else None
             for name, tensor in made.items():
