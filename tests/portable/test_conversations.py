@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from portable.data import build_data, inspect_data
 from portable.data.samples.base import IGNORED
 from portable.data.samples.truncation import KeptOrder
 from portable.data.sources.conversations import Completion, Conversation, read_conversation, recognise
+from portable.data.tokens import parallel
 from portable.data.tokens import tokenize as tokenizing
 from portable.data.tokens.parallel import ordered_map
 from portable.errors import RunError, UserError
@@ -30,7 +32,9 @@ from tests.portable.parallel_work import wait_for_the_last, work
 from tests.runs import TINY_MODEL, configured, flags, tiny
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
     from pathlib import Path
+
 
 QUESTION, ANSWER = GREETING
 SHAREGPT = {
@@ -513,6 +517,19 @@ def test_any_number_of_processes_writes_the_same(
 def test_a_process_that_is_done_takes_the_next_batch(tmp_path: Path) -> None:
     items = ((number, str(tmp_path / "last")) for number in range(7))
     assert list(ordered_map(wait_for_the_last, items, processes=2)) == [*range(7)]
+
+
+def test_processes_that_are_done_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None is at work when the items turn out to have ended; a wait for none would never end."""
+
+    def all_of(busy: Collection[Any]) -> list[Any]:
+        assert busy
+        while len(wait(busy)) < len(busy):
+            pass
+        return [*busy]
+
+    monkeypatch.setattr(parallel, "ready", all_of)
+    assert list(ordered_map(work, range(4), processes=2)) == [n * n for n in range(4)]
 
 
 def test_a_map_in_processes() -> None:

@@ -56,13 +56,15 @@ def ordered_map(work: Callable[[T], R], items: Iterable[T], *, processes: int, a
     with ExitStack() as stack:
         free = [stack.enter_context(Worker(work)) for _ in range(processes)]
         busy: dict[Worker, int] = {}
-        while left or busy:
+        while True:
             while left and free and len(busy) + len(done) < _AT_A_TIME * processes:
                 number, item = next(numbered, (-1, first))
                 if left := number >= 0:
                     worker = free.pop()
                     worker.send(item)
                     busy[worker] = number
+            if not busy:  # each may have been done before the last item was known to be the last
+                return
             for worker in cast("list[Worker]", ready(cast("Any", busy))):
                 number = busy.pop(worker)
                 try:
