@@ -1,8 +1,13 @@
-"""Every check of the project: ``python -m tests [--fast | --all] [pytest arguments]``.
+"""Every check of the project: python -m tests [--fast | --all] [--xla] [pytest arguments]
 
-``--fast`` leaves out the tests marked slow. ``--all`` adds those marked exhaustive, which the others imply.
-The static checks run beside the tests. Several processes share the tests; ``-n0`` or tests that are named run
-in one. ``.durations.json`` records where the time went. The exit code is 0 only where every check passed.
+  --fast   leave out the tests marked slow: {fast} on two cores instead of {whole}
+  --all    also those marked exhaustive, which the others imply: all pairs of engines, fuzzing, scale
+  --xla    only the tests that need torch_xla, and no static checks: {xla}; in an environment of their own,
+           pip install -c constraints-xla.txt -e '.[test-xla]'. Without it they are left out
+
+The static checks (ruff, mypy, import-linter, the generated reference, budget.toml) run beside the tests.
+Several processes share the tests; -n0, or tests that are named, run in one. .durations.json records where the
+time went. The exit code is 0 only where every check passed. pytest's own options: python -m pytest --help
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,6 +38,7 @@ STATIC: dict[str, list[str]] = {
     "ruff format": ["-m", "ruff", "format", "--check"],
     "import-linter": ["-c", "from importlinter.cli import lint_imports_command as main; main()"],
     "reference": ["-m", "portable.config.reference", "--check"],
+    "budget": ["-m", "tests.budget"],
     "mypy": ["-m", "mypy"],
 }
 """The quick ones first, each as what follows this Python."""
@@ -48,13 +55,20 @@ class Result(NamedTuple):
         return f"{self.name} {'passed' if self.passed else 'FAILED'}"
 
 
+TIMES = {"whole": "18 minutes", "fast": "7 minutes", "xla": "4 minutes"}
+XLA_ELSEWHERE = (
+    "The tests that need torch_xla are left out; in the environment of constraints-xla.txt, "
+    "`python -m tests --xla` runs them."
+)
+
+
 def pytest_command(arguments: list[str]) -> list[str]:
-    fast = ["-m", "not slow"] if "--fast" in arguments else []
-    rest = [argument for argument in arguments if argument != "--fast"]
+    marks = ["xla" if "--xla" in arguments else "not xla", *["not slow"] * ("--fast" in arguments)]
+    rest = [argument for argument in arguments if argument not in ("--fast", "--xla")]
     named = any(not argument.startswith("-") for argument in rest)
     alone = named or any(argument.startswith(("-n", "-s", "--pdb")) for argument in rest)
-    spread = [] if alone else [f"-n{processes()}", "--dist=loadscope", "--no-loadscope-reorder"]
-    return ["-m", "pytest", *fast, *spread, *rest]
+    spread = [] if alone else [f"-n{processes()}", "--dist=loadfile", "--no-loadscope-reorder"]
+    return ["-m", "pytest", "-m", " and ".join(marks), *spread, *rest]
 
 
 def processes() -> int:
@@ -112,9 +126,19 @@ def record(results: list[Result], seconds: float) -> None:
 
 def main(arguments: list[str]) -> int:
     """Run all checks, also after one has failed, and close with a line on each."""
+    if {"--help", "-h"} & set(arguments):
+        print((__doc__ or "").format(**TIMES), end="")
+        return 0
+    xla = "--xla" in arguments
+    if xla and find_spec("torch_xla") is None:
+        install = "pip install -c constraints-xla.txt -e '.[test-xla]'"
+        print(f"error: --xla: torch_xla is not installed; in a new environment: {install}", file=sys.stderr)
+        return 2
+    print("" if xla else XLA_ELSEWHERE, flush=True)
     start = time.monotonic()
     with ThreadPoolExecutor(1) as pool:
-        static = [pool.submit(run, name, command, aside=True) for name, command in STATIC.items()]
+        checks = {} if xla else STATIC  # they are those of the first environment
+        static = [pool.submit(run, name, command, aside=True) for name, command in checks.items()]
         tests = run("pytest", pytest_command(arguments))
         results = [*(check.result() for check in static), tests]
     good = all(result.passed for result in results)

@@ -67,12 +67,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = order.ordered(items)
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Only for ``--dist=loadscope``, which is what ``python -m tests`` asks for."""
-    return order.scheduler(config, log) if config.getoption("dist") == "loadscope" else None
-
-
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Build the ops of DeepSpeed that tests will wait for, beside the tests before them."""
     gc.freeze()

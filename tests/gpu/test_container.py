@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
-
-import pytest
-
-tomllib = pytest.importorskip("tomllib")  # since Python 3.11
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,3 +20,5 @@ def test_it_installs_extras_that_exist_from_files_that_exist() -> None:
     assert (ROOT / constraints[1]).is_file()
     ignored = (ROOT / ".dockerignore").read_text().split()
     assert not {"constraints.txt", "pyproject.toml", "portable", "configs"} & set(ignored)
+    cuda = re.search(r"nvidia-cuda-runtime==(\d+)", (ROOT / constraints[1]).read_text())
+    assert cuda is not None and f"FROM nvidia/cuda:{cuda[1]}." in text

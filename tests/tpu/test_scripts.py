@@ -39,8 +39,8 @@ if asks:
 """
 
 
-def cloud(*words: str | Path, path: Path | None = None) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "TMPDIR": "/tmp"}
+def cloud(*words: str | Path, path: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "TMPDIR": "/tmp", **variables}
     if path is not None:
         environment |= {"PATH": f"{path}:{os.environ['PATH']}", "FAKE_GCLOUD": str(path)}
     return subprocess.run(
@@ -210,12 +210,26 @@ def test_runtime_versions(kind: str, version: str) -> None:
 
 def test_a_clone_is_installed_from_its_last_commit() -> None:
     lines = printed("install", *VM)
-    assert lines[0] == (
+    folder = "/tmp/portable-trainer.XXXXXX"  # which mktemp makes for nobody else
+    assert lines[0] == f"mktemp -d {folder}"
+    assert lines[1] == (
         f"git -C {SCRIPTS.parents[1]} archive --format=tar.gz --prefix=portable-trainer/ "
-        "--output=/tmp/portable-trainer.tar.gz HEAD"
+        f"--output={folder}/portable-trainer.tar.gz HEAD"
     )
-    assert "/tmp/portable-trainer.tar.gz" in lines[2].split()
-    assert "'portable/portable-trainer.tar.gz[tpu]'" in shlex.split(lines[3])[-1]
+    assert f"{folder}/portable-trainer.tar.gz" in lines[3].split()
+    assert lines[4] == f"rm -r {folder}"
+    assert "'portable/portable-trainer.tar.gz[tpu]'" in shlex.split(lines[5])[-1]
+
+
+def test_the_archive_of_a_clone_goes_through_a_folder_of_its_own(gcloud: Path, tmp_path: Path) -> None:
+    """A file that another user has put where the archive was expected is neither written nor sent."""
+    trap = tmp_path / "portable-trainer.tar.gz"
+    trap.write_text("a stranger's")
+    result = cloud("install", *VM, path=gcloud, TMPDIR=str(tmp_path))
+    assert (result.returncode, result.stderr) == (0, "")
+    sent = next(word for call in calls(gcloud) for word in call if word.endswith("portable-trainer.tar.gz"))
+    assert Path(sent).parent.parent == tmp_path and Path(sent) != trap
+    assert trap.read_text() == "a stranger's" and [*tmp_path.glob("portable-trainer.*")] == [trap]
 
 
 def test_printing_runs_nothing_and_running_runs_what_was_printed(gcloud: Path, tmp_path: Path) -> None:

@@ -109,10 +109,12 @@ wait_until_active() {
 }
 
 install_it() {
-  local requirement files=("$here/worker.sh") first='' archive
+  local requirement files=("$here/worker.sh") first='' own='' archive
   if [[ -d $package ]]; then
-    # pip takes the archive of a clone as it takes a source distribution.
-    archive=${TMPDIR:-/tmp}/portable-trainer.tar.gz
+    # The archive of a clone is installed as a source distribution is. Nobody else may change it on its way.
+    own=${TMPDIR:-/tmp}/portable-trainer.XXXXXX
+    if [[ $print ]]; then run mktemp -d "$own"; else own=$(mktemp -d "$own") || return; fi
+    archive=$own/portable-trainer.tar.gz
     run git -C "$package" archive --format=tar.gz --prefix=portable-trainer/ "--output=$archive" HEAD || return
     files+=("$archive")
     requirement="portable/portable-trainer.tar.gz[tpu]"
@@ -128,6 +130,7 @@ install_it() {
     first='bash portable/setup.sh && '
   fi
   copy_to_all "${files[@]}" "$name:portable/" || return
+  if [[ $own ]]; then run rm -r "$own"; fi
   on_worker all "${first}bash portable/worker.sh install $(quoted "$requirement")"
 }
 

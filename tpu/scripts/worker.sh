@@ -13,15 +13,24 @@ home=${PORTABLE_HOME:-$HOME/portable}
 trainer=$home/venv/bin/portable-train
 
 install() {
-  if [[ ! -x $home/venv/bin/pip ]]; then
+  local archive=${1%\[*} constraints=()
+  if [[ ! -x $home/uv/bin/uv ]]; then
     if ! python3 -c 'import ensurepip' 2>/dev/null; then
       # Ubuntu leaves it out; a new machine may be updating itself, hence the patience.
       sudo apt-get -o DPkg::Lock::Timeout=600 update
       sudo apt-get -o DPkg::Lock::Timeout=600 install --yes python3-venv
     fi
-    python3 -m venv "$home/venv"
+    python3 -m venv "$home/uv"
+    "$home/uv/bin/pip" install uv
   fi
-  "$home/venv/bin/pip" install --upgrade "$1"
+  # torch_xla has wheels up to Python 3.12, and Ubuntu 22.04, which most images are, has 3.10: uv brings one.
+  if [[ ! -x $home/venv/bin/python ]]; then "$home/uv/bin/uv" venv --python '>=3.11,<3.13' "$home/venv"; fi
+  # The archive of a clone has the versions that its tests were run with.
+  if tar -xzOf "$archive" portable-trainer/constraints-xla.txt >"$home/constraints.txt" 2>/dev/null; then
+    constraints=(--constraints "$home/constraints.txt")
+  fi
+  "$home/uv/bin/uv" pip install --python "$home/venv/bin/python" --upgrade --reinstall-package portable-trainer \
+    ${constraints[@]+"${constraints[@]}"} "$1"
 }
 
 running() {

@@ -1,0 +1,169 @@
+"""A look ahead, and one back: what works with the newest or the lowest versions that pyproject.toml allows.
+
+    python -m tests.versions newest|lowest [--python VERSION]
+    python -m tests.versions pin
+
+The first makes fresh environments without constraints, one for CPU, CUDA and ZeRO and one for XLA, and runs
+in them what a user does first: the quick start, its resume, the model it made, LoRA, two ranks of ZeRO and of
+FSDP2, a conversion, the contract of the engines, two steps on XLA, and a plan by the TPU's compiler. The
+second writes ``constraints.txt`` and ``constraints-xla.txt`` with the newest versions that go together. Both
+need ``uv``, which is part of the extra ``test``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+
+TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis")
+"""What the engines' contract needs; always the newest."""
+
+Command = tuple[str, ...]
+
+
+class World(NamedTuple):
+    """An environment, and what has to work there.
+
+    Attributes:
+        extras: of the project.
+        variables: of the environment of all commands.
+        commands: by what they show; run in an empty folder. The first word is a program of the environment.
+    """
+
+    extras: str
+    variables: dict[str, str]
+    commands: dict[str, Command]
+
+
+RUN = ("portable-train", "--log.trackers", "[]", "--train.steps", "12", "--train.warmup_steps", "2")
+TUNED = (*RUN, "--model.name_or_path", "runs/quickstart/final", "--data.seq_len", "128")
+
+WORLDS = {
+    "main": World(
+        "deepspeed,qlora",
+        {"DS_ACCELERATOR": "cpu"},
+        {
+            "quick start": (*RUN, "--train.stop_after", "6"),
+            "resume": RUN,
+            "pretrained": (*TUNED, "--output_dir", "tuned"),
+            "LoRA": (*TUNED, "--output_dir", "lora", "--adapter.type", "lora"),
+            "QLoRA": (*TUNED, "--output_dir", "qlora", "--adapter.type", "lora", "--adapter.base", "nf4"),
+            "FSDP2": (*TUNED, "--output_dir", "fsdp", "--strategy", "full_shard", "--nproc", "2"),
+            "ZeRO-2": (*TUNED, "--output_dir", "zero2", "--strategy", "zero2", "--nproc", "2"),
+            "ZeRO-2 resumed by FSDP2": (
+                *TUNED,
+                *("--output_dir", "zero2", "--strategy", "full_shard", "--nproc", "2", "--train.steps", "16"),
+                *("--checkpoint.resume", "zero2/checkpoints/step-000012", "--output_dir", "moved"),
+            ),
+            "conversion": ("portable-convert", "zero2", "out", "--optimizer", "--verify"),
+            "its result": (
+                *("python", "-c"),
+                "import transformers; transformers.AutoModelForCausalLM.from_pretrained('out')",
+            ),
+            "engines": ("python", "-m", "pytest", "-q", f"{ROOT}/tests/test_engines.py", "-m", "not xla"),
+        },
+    ),
+    "xla": World(
+        "tpu-compile",
+        {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2"},
+        {
+            "dry run": (*RUN, "--backend", "xla", "--dry-run"),
+            "two steps": (*RUN, "--backend", "xla", "--train.stop_after", "2"),
+            "conversion": ("portable-convert", "runs/quickstart", "out", "--optimizer", "--verify"),
+            "plan": ("portable-plan", "--device", "v5e", "--devices", "4", "--compile"),
+        },
+    ),
+}
+
+
+def environment(folder: Path, extras: str, bound: str, python: str) -> Path:
+    """A new environment in ``folder`` with the project; the folder of its programs."""
+    uv = [sys.executable, "-m", "uv"]
+    install = [*uv, "pip", "install", "--quiet", "--python", str(folder)]
+    resolution = "highest" if bound == "newest" else "lowest-direct"
+    subprocess.run([*uv, "venv", "--quiet", "--python", python, str(folder)], check=True)
+    subprocess.run([*install, "--resolution", resolution, "-e", f"{ROOT}[{extras}]"], check=True)
+    subprocess.run([*install, *TOOLS], check=True)
+    return folder / "bin"
+
+
+def tried(world: World, programs: Path, folder: Path) -> list[tuple[str, bool, float]]:
+    """What each command came to, and its seconds; the output of one that failed is printed."""
+    variables = {**os.environ, **world.variables, "PATH": f"{programs}:{os.environ['PATH']}"}
+    results = []
+    for name, command in world.commands.items():
+        start = time.monotonic()
+        done = subprocess.run(
+            [str(programs / command[0]), *command[1:]],
+            cwd=folder,
+            env={**variables, "PYTHONPATH": str(ROOT)} if "pytest" in command else variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            check=False,
+        )
+        results.append((name, done.returncode == 0, time.monotonic() - start))
+        print(f"  {name}: {'passed' if results[-1][1] else 'FAILED'} in {results[-1][2]:.0f} s", flush=True)
+        if done.returncode != 0:
+            print("\n".join(done.stdout.splitlines()[-40:]), flush=True)
+    return results
+
+
+def look(bound: str, python: str) -> int:
+    """Try each of :data:`WORLDS`; 1 if something failed."""
+    failed = []
+    for name, world in WORLDS.items():
+        with tempfile.TemporaryDirectory() as scratch:
+            programs = environment(Path(scratch, "env"), world.extras, bound, python)
+            packages = ("torch", "torch_xla", "transformers", "accelerate", "peft", "deepspeed", "datasets")
+            told = "import importlib.metadata as m, sys; print(*sys.version.split()[:1], *sorted("
+            told += f"d.name + ' ' + d.version for d in m.distributions() if d.name in {packages}), sep=', ')"
+            said = subprocess.run(
+                [programs / "python", "-c", told], check=True, capture_output=True, text=True
+            )
+            print(f"{name}, {bound}: Python {said.stdout.strip()}", flush=True)
+            work = Path(scratch, "work")
+            work.mkdir()
+            failed += [f"{name}: {what}" for what, passed, _ in tried(world, programs, work) if not passed]
+    print(f"FAILED: {', '.join(failed)}" if failed else f"all works with the {bound} versions")
+    return 1 if failed else 0
+
+
+def pin() -> int:
+    """Write the constraints of both environments, for the oldest Python that is supported."""
+    for name, extra in {"constraints.txt": "test", "constraints-xla.txt": "test-xla"}.items():
+        command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--upgrade", "--python-version"]
+        command += ["3.11", "--no-annotate", "--no-header", "--no-emit-package", "portable-trainer"]
+        command += ["--extra", extra, "pyproject.toml"]
+        text = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+        head = (
+            "# The versions that the tests were run with: "
+            f"pip install -c {name} -e '.[{extra}]'\n"
+            "# Others within the bounds of pyproject.toml should work too: python -m tests.versions newest\n"
+            "# Written by: python -m tests.versions pin\n"
+        )
+        (ROOT / name).write_text(head + text, "utf-8")
+    return 0
+
+
+def main(arguments: list[str]) -> int:
+    """See the module's text."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.versions", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("what", choices=["newest", "lowest", "pin"])
+    parser.add_argument("--python", default="3.11", help="version of the new environments (default 3.11)")
+    chosen = parser.parse_args(arguments)
+    return pin() if chosen.what == "pin" else look(chosen.what, chosen.python)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
