@@ -132,7 +132,7 @@ def _peers(engine: Any, strategy: str, folder: Path) -> dict[str, Callable[[], o
         from torch.distributed.checkpoint.state_dict_saver import async_save
         from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-        group = dist.new_group(backend="gloo")
+        group: Any = dist.new_group(backend="gloo")
 
         return {
             "torch's async_save: blocked": lambda: async_save(

@@ -4,6 +4,7 @@ import gc
 import multiprocessing
 import os
 import signal
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from tests.engines import Engines
 from tests.object_store import ObjectStore
 from tests.ranks import PRELOADED, RankPool
 from tests.runs import write_conversations, write_corpus
-from tests.xla import XlaPool
+from tests.xla import NEEDS_XLA, XlaPool, needs_xla
 from tests.zygote import Zygote
 
 if TYPE_CHECKING:
@@ -50,6 +51,11 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Durations(getattr(config, "workeroutput", None)))
     if hasattr(config, "workerinput"):
         forkserver.connect(config.workerinput["forkserver"])
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if needs_xla(item):
+        item.add_marker("xla")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -78,6 +84,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("xla") and find_spec("torch_xla") is None:  # its import would start it
+        pytest.skip(NEEDS_XLA)
     for mark in item.iter_markers("ops"):
         pytest.importorskip("deepspeed")
         if mark.args[0] == "async_io" and not ops.libaio():
@@ -95,9 +103,14 @@ def ranks() -> Iterator[RankPool]:
 
 
 @pytest.fixture(scope="session")
-def xla() -> Iterator[XlaPool]:
+def torch_xla() -> None:
+    """For whatever asks for torch_xla or libtpu: its tests have the marker ``xla``."""
+    assert find_spec("torch_xla"), "give the test the marker xla"
+
+
+@pytest.fixture(scope="session")
+def xla(torch_xla: None) -> Iterator[XlaPool]:
     """Processes with virtual XLA devices."""
-    pytest.importorskip("torch_xla")
     pool = XlaPool()
     yield pool
     pool.close()

@@ -23,12 +23,30 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from multiprocessing.process import BaseProcess
 
+    import pytest
+
+NEEDS_XLA = "needs torch_xla: run the tests of the XLA environment (python -m tests --xla)"
+"""Why a test marked ``xla`` is skipped."""
 MOST_WORKERS = 12
 QUICK = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
 """XLA_FLAGS with which XLA optimizes a graph as ever, and LLVM does not optimize the code for it. Compiling,
 which is most of a test, takes a sixth of the time."""
 
 Worker = tuple[tuple[str, str], ...]
+
+
+def needs_xla(item: pytest.Item) -> bool:
+    """Whether a test can run only where torch_xla is: by a fixture, or by the engine that it is for.
+
+    What is known in neither way has the marker ``xla`` in its file.
+    """
+    fixtures = getattr(item, "fixturenames", ())
+    values = list(item.callspec.params.values()) if hasattr(item, "callspec") else []
+    return "torch_xla" in fixtures or ("engines" in fixtures and _names_xla(values))
+
+
+def _names_xla(value: object) -> bool:
+    return value == "xla" or (isinstance(value, (list, tuple)) and any(map(_names_xla, value)))
 
 
 class XlaPool:

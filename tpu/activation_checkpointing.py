@@ -45,7 +45,7 @@ def recompute(layer: nn.Module) -> None:
         # Autograd sees the inputs only, and with frozen parameters before the layer none may need a gradient.
         learns = any(parameter.requires_grad for parameter in layer.parameters())
         anchor = torch.empty(0, requires_grad=learns)
-        outputs: Any = _Recompute.apply(compute, layer, anchor, *tensors)  # type: ignore[no-untyped-call]
+        outputs: Any = _Recompute.apply(compute, layer, anchor, *tensors)  # type: ignore[no-untyped-call, unused-ignore]
         others, structure_out = returned
         return tree_unflatten(_joined(others, outputs), structure_out)
 

@@ -190,7 +190,7 @@ def constrain(tensor: Tensor, sharding: Any, gradient: Any, *, alone: bool = Fal
     Args:
         alone: write the gradient by itself. The compiler might put off what cuts it, and keep it whole.
     """
-    constrained: Tensor = _Constrain.apply(tensor, sharding, gradient, alone)  # type: ignore[no-untyped-call]
+    constrained: Tensor = _Constrain.apply(tensor, sharding, gradient, alone)  # type: ignore[no-untyped-call, unused-ignore]
     return constrained
 
 

@@ -87,7 +87,7 @@ class Scan:
         if not learns:
             carried, results = traced.forward(carry, stacked, shared, seeds)
             return tuple(carried), tuple(results)
-        outputs: Any = _Loops.apply(traced, counts, *inputs, *seeds)  # type: ignore[no-untyped-call]
+        outputs: Any = _Loops.apply(traced, counts, *inputs, *seeds)  # type: ignore[no-untyped-call, unused-ignore]
         return outputs[: len(carry)], outputs[len(carry) :]
 
 

@@ -49,7 +49,7 @@ def zero_missing_gradients(model: nn.Module) -> None:
 
 def _reach_all(module: nn.Module, _: Any, output: Tensor) -> Tensor:
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    reached: Tensor = _Reach.apply(output, *trained)  # type: ignore[no-untyped-call]
+    reached: Tensor = _Reach.apply(output, *trained)  # type: ignore[no-untyped-call, unused-ignore]
     return reached
 
 

@@ -30,6 +30,8 @@ from portable.model.layers import every_parameter_gets_gradient
 from portable.model.parameters import materialize
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -158,6 +160,7 @@ def _fully_shard(
     model: nn.Module, config: RunConfig, mesh: DeviceMesh, compute: torch.dtype, offload: OffloadPolicy
 ) -> None:
     ordered = units(model, config)
+    model.register_forward_hook(_show_values)  # FSDP's own hook comes between the two
     for module in [*reversed(ordered), model]:  # inner units first
         wrapped = fully_shard(
             module,
@@ -168,7 +171,20 @@ def _fully_shard(
         )
         wrapped.set_gradient_divide_factor(1.0)
         wrapped.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+    model.register_forward_hook(_take_output)
     order_prefetches([m for m in (model, *ordered) if isinstance(m, FSDPModule)], config)
+
+
+def _show_values(module: nn.Module, args: Any, output: Any) -> tuple[Any, Callable[[], Any]]:
+    """Let FSDP see every tensor that a model returns, to gather parameters before its backward pass.
+
+    Of a dataclass, as models return it, torch 2.15 sees the fields, and not the keys that were added to it.
+    """
+    return list(output.values()) if isinstance(output, dict) else output, lambda: output
+
+
+def _take_output(module: nn.Module, args: Any, shown: tuple[Any, Callable[[], Any]]) -> Any:
+    return shown[1]()
 
 
 def _offload_policy(offload: bool, device: torch.device) -> OffloadPolicy:

@@ -96,7 +96,7 @@ class ChunkedHead(nn.Linear):
             losses = _forward(rows, self.weight, self.bias, labels, parts, dtype, ("losses",), predicted)
             self._predicted.append(predicted.view_as(self._labels))
             return losses.view(*self._labels.shape, 1)
-        losses = _TokenLosses.apply(  # type: ignore[no-untyped-call]
+        losses = _TokenLosses.apply(  # type: ignore[no-untyped-call, unused-ignore]
             hidden.reshape(-1, hidden.shape[-1]),
             self.weight,
             self.bias,

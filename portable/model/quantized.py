@@ -101,7 +101,7 @@ class QuantizedLinear(nn.Module):
             return functional.linear(inputs, inputs.new_empty(self.out_features, self.in_features), None)
         inputs = inputs.to(self.bits.dtype)
         if isinstance(inputs, FakeTensor):
-            planned: Tensor = _Planned.apply(inputs, self)  # type: ignore[no-untyped-call]
+            planned: Tensor = _Planned.apply(inputs, self)  # type: ignore[no-untyped-call, unused-ignore]
             return planned
         bias = None if self.bias is None else self.bias.to(inputs.dtype)
         package = bitsandbytes()

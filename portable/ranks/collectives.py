@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 from contextlib import suppress
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -92,5 +92,5 @@ def background_group() -> dist.ProcessGroup | None:
     if not dist.is_initialized():
         return None
     with native_stdout_closed():
-        group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=1))
-    return group
+        group = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=1))
+    return cast("dist.ProcessGroup", group)  # of all ranks, so this one is in it

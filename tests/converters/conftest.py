@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import pytest
@@ -33,10 +32,8 @@ def written_dcp_safetensors(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def written_xla(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def written_xla(torch_xla: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of PyTorch/XLA checkpoints, with `<name>.ref.pt` beside each."""
-    if find_spec("torch_xla") is None:  # its import would start it
-        pytest.skip("torch_xla is not installed")
     return written_by(MAKERS["written_xla"], tmp_path_factory)
 
 

@@ -4,17 +4,25 @@ Each folder holds `{model,optim,extra_state}_world_size_<n>_rank_<r>.pt`, and `<
 as `make_dcp.py` gathers it from the live run. FSDP2 leaves DTensors; FSDP1 leaves DTensors where it was given
 a mesh, else ShardedTensors. verl saves the optimizer's own state dict, so that of FSDP1 is keyed by flat
 parameter.
+
+torch pickles a mesh differently from one version to the next. `rank_samples/` holds what some of them wrote:
+
+    PYTHONPATH=. python -m tests.converters.make_ranks tests/converters/rank_samples
 """
 
 from __future__ import annotations
 
+import sys
+import tarfile
 import warnings
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp
 from torch.distributed.fsdp import (
     ShardedOptimStateDictConfig,
@@ -23,12 +31,13 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.converters.make_dcp import full, launch, reference, trained
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Sequence
 
 
 class Block(nn.Module):
@@ -115,6 +124,29 @@ def replicated(rank: int, world: int, out: Path) -> None:
     finish(out, "hybrid-4", model, steps(model))
 
 
+def meshes(rank: int, world: int, out: Path) -> None:
+    """A parameter on each kind of mesh: ranks column by column, a dimension of one rank, a flattened one."""
+    crossed = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("dp", "tp"))
+    thin = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("ddp", "cp", "fsdp"))
+    ways: dict[str, tuple[DeviceMesh, Sequence[Placement]]] = {
+        "crossed": (crossed, (Shard(1), Shard(0))),
+        "column": (crossed["dp"], (Shard(0),)),
+        "thin": (thin, (Replicate(), Shard(1), Shard(0))),
+        "one": (thin["cp"], (Shard(0),)),
+        "flat": (thin._flatten("all"), (Shard(0),)),
+        "pair": (thin["ddp", "cp"]._flatten("some"), (Shard(1),)),
+    }
+    torch.manual_seed(0)
+    model: Any = nn.Module()
+    for name, (mesh, placements) in ways.items():
+        model.register_parameter(name, nn.Parameter(distribute_tensor(torch.randn(5, 7), mesh, placements)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    for value in model.parameters():
+        value.grad = value.detach().clone()
+    optimizer.step()
+    finish(out, "meshes-4", model, optimizer)
+
+
 def finish(out: Path, name: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     save(out, name, model, optimizer)
     ref = reference(model, optimizer)
@@ -182,3 +214,21 @@ def main(out: Path) -> None:
     launch(3, out, fsdp1)
     launch(4, out, with_tensor_parallel)
     launch(4, out, replicated)
+    launch(4, out, meshes)
+
+
+def sample(folder: Path) -> None:
+    """Write what this version of torch makes of every kind of mesh, in one small file."""
+    version = torch.__version__.partition("+")[0]
+    with TemporaryDirectory() as made:
+        launch(4, Path(made), with_tensor_parallel)
+        launch(4, Path(made), meshes)
+        with tarfile.open(folder / f"torch-{version}.tar.xz", "w:xz", preset=9) as archive:
+            for path in sorted(Path(made).rglob("*.pt")):
+                if not path.name.startswith("extra_state"):
+                    archive.add(path, str(path.relative_to(made)))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    sample(Path(sys.argv[1]))

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import pytest
 
 from tests.converters.orbax_damage import unchecked_spans
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 Span = tuple[int, int]
 _ORBAX = Path(__file__).parent / "orbax_samples"
@@ -50,7 +51,7 @@ class Sample:
         unchecked: the bytes of a file that nothing in the format vouches for, so that a change in them
             may come through: spans (start, stop). Say why at the definition.
         same_layout: file name -> files it may be swapped with unnoticed, for want of a rank or name inside.
-        needs: packages without which it is skipped.
+        needs: packages without which it cannot be made.
         untouched: files that carry no part of the values (companions, states that are not read).
     """
 
@@ -158,8 +159,16 @@ _WRITTEN = [
 
 
 def all_samples() -> list[Sample]:
-    """Every sample whose packages are installed."""
+    """Every sample; a test that cannot have it made is skipped."""
     from tests.converters import make_full, megatron_layout
 
-    every = [*_WRITTEN, *make_full.SAMPLES, *megatron_layout.SAMPLES]
-    return [sample for sample in every if all(find_spec(package) for package in sample.needs)]
+    return [*_WRITTEN, *make_full.SAMPLES, *megatron_layout.SAMPLES]
+
+
+def parameters(names: Iterable[str], *values: Any) -> list[Any]:
+    """Parameters of a test or a fixture: each name, followed by `values`."""
+    needs = {sample.name: sample.needs for sample in all_samples()}
+    return [
+        pytest.param(name, *values, marks=pytest.mark.xla if "torch_xla" in needs[name] else [])
+        for name in names
+    ]

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import shutil
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from converters import CheckpointError, open_checkpoint
+from converters.containers.pickle_reader import Instance
 from converters.formats.fsdp_ranks.flat import _units
+from converters.formats.fsdp_ranks.sharded import _cuts_of_layout
 from tests.converters.compare import assert_model, assert_optimizer
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-RUNS = ("fsdp2-2", "fsdp2-3", "hybrid-4", "tensor-parallel-4")
+SAMPLES = Path(__file__).parent / "rank_samples"
+RUNS = ("fsdp2-2", "fsdp2-3", "hybrid-4", "tensor-parallel-4", "meshes-4")
 RUNS1 = ("fsdp1-mesh-3", "fsdp1-plain-3", "fsdp1-originals-3")
 
 
@@ -33,6 +34,40 @@ def test_every_placement_bit_for_bit(written_ranks: Path, run: str) -> None:
     assert checkpoint.counters == {"lr_scheduler.last_epoch": 0}
     assert_model(checkpoint, reference["model"])
     assert_optimizer(checkpoint, reference)
+
+
+@pytest.mark.parametrize("run", ["tensor-parallel-4", "meshes-4"])
+@pytest.mark.parametrize("torch_version", ["2.9.1", "2.10.0", "2.15.0"])
+def test_meshes_of_older_and_newer_torch(torch_version: str, run: str, tmp_path: Path) -> None:
+    shutil.unpack_archive(SAMPLES / f"torch-{torch_version}.tar.xz", tmp_path, filter="data")
+    checkpoint, reference = open_checkpoint(tmp_path / run), load(tmp_path / f"{run}.ref.pt")
+    assert_model(checkpoint, reference["model"])
+    assert_optimizer(checkpoint, reference)
+
+
+def record(**fields: Any) -> Instance:
+    made = Instance("torch.distributed._mesh_layout._MeshLayout", ())
+    made.state = fields
+    return made
+
+
+def test_layouts_of_a_mesh() -> None:
+    """Of 8 ranks: the sizes and strides of each dimension."""
+    found = _cuts_of_layout(record(shape=((2, 2), 2), stride=((4, 1), 2)), 8)
+    assert found == [[(2, 4), (2, 1)], [(2, 2)]]
+    axes = (record(shape=(2, 2), stride=(4, 1)), record(shape=(), stride=()), record(shape=(2,), stride=(2,)))
+    assert _cuts_of_layout(record(axes=axes), 8) == [[(2, 4), (2, 1)], [], [(2, 2)]]
+    assert _cuts_of_layout(record(shape=8, stride=1), 8) == [[(8, 1)]]
+    for shape, stride in (
+        *(((2, 2), (1, 1)), ((4, 2), (1, 2)), ((3,), (1,)), ((2,), (3,)), ((16,), (1,)), ((2,), (8,))),
+        *(((0,), (1,)), ((2,), (0,)), ((2,), (-1,)), ((2.0,), (1,)), (("a",), (1,)), ((2, 2), (1,))),
+        *(((((2,),),), (((1,),),)), (None, None), ((1 << 200,), (1,)), ((2,) * 100, (2,) * 100)),
+    ):
+        assert _cuts_of_layout(record(shape=shape, stride=stride), 8) is None, (shape, stride)
+    for damaged in ((None,), ({},), (record(shape=(2,)),), (record(shape=2, stride=1),) * 2):
+        assert _cuts_of_layout(record(axes=damaged), 8) is None, damaged
+    for other in (None, 8, record(), record(axes=[])):
+        assert _cuts_of_layout(other, 8) is None
 
 
 def test_the_folders_of_a_run(written_ranks: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from converters.cli import main
-from tests.converters.samples import all_samples
+from tests.converters.samples import all_samples, parameters
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,7 +33,9 @@ def saved(path: Path, **tensors: Any) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["dcp", "deepspeed-zero3-fp32-2", "universal-zero2-bf16-3", "xla-flat3"])
+@pytest.mark.parametrize(
+    "name", parameters(["dcp", "deepspeed-zero3-fp32-2", "universal-zero2-bf16-3", "xla-flat3"])
+)
 def test_every_format_is_shown_and_equals_its_conversion(
     name: str, request: pytest.FixtureRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

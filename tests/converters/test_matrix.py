@@ -10,7 +10,7 @@ from converters import Checkpoint, CheckpointError, Tensor, open_checkpoint, wri
 from converters.formats import formats
 from converters.options import WRITERS
 from converters.writers.targets import target
-from tests.converters.samples import all_samples
+from tests.converters.samples import all_samples, parameters
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,7 +20,7 @@ SAMPLES = {sample.name: sample for sample in all_samples()}
 TARGETS = [name for name in WRITERS if name != "gguf"]
 
 
-@pytest.fixture(scope="module", params=list(SAMPLES))
+@pytest.fixture(scope="module", params=parameters(SAMPLES))
 def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
     sample = SAMPLES[request.param]
     if sample.fixture is not None:

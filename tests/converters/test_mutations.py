@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from converters import Checkpoint, CheckpointError, Tensor, open_checkpoint
-from tests.converters.samples import Sample, all_samples
+from tests.converters.samples import Sample, all_samples, parameters
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -77,7 +77,7 @@ class Damaged:
         assert found == self.good or not vouched, f"{what}: other values"
 
 
-@pytest.fixture(scope="module", params=list(SAMPLES))
+@pytest.fixture(scope="module", params=parameters(SAMPLES))
 def damaged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Damaged]:
     sample = SAMPLES[request.param]
     if sample.fixture is not None:

@@ -24,7 +24,7 @@ from converters.storage import range_reader as remote_file
 from converters.storage.completion_markers import COMPLETE, INCOMPLETE
 from converters.storage.object_store import RemotePath
 from converters.writers import remote_draft as remote_output
-from tests.converters.samples import Sample, all_samples
+from tests.converters.samples import Sample, all_samples, parameters
 from tests.object_store import SECRET_KEY, ObjectStore, scale_down
 
 if TYPE_CHECKING:
@@ -35,17 +35,14 @@ SAMPLES = {sample.name: sample for sample in all_samples()}
 # One of each way of lying: several rank files, items within files, flat shards, an index, one zip.
 NAMES = ["dcp", "dcp-accelerate", "deepspeed-zero2-bf16-2", "deepspeed-zero3-fp32-2", "xla-flat3"]
 NAMES += [name for name, sample in SAMPLES.items() if sample.make is not None]
-NAMES = [name for name in NAMES if name in SAMPLES]
 # What is read does not depend on what is written: each is read once, and DCP is written once of DCP, and once
 # of what is in one file.
-CONVERSIONS: list[Any] = [(name, "safetensors") for name in NAMES] + [
-    ("dcp", "dcp"),
-    ("torch-one-file", "dcp"),
-]
-CONVERSIONS += [
-    pytest.param(name, "dcp", marks=pytest.mark.exhaustive)
-    for name in NAMES
-    if (name, "dcp") not in CONVERSIONS
+INTO_DCP = ("dcp", "torch-one-file")
+OTHERS = parameters([name for name in NAMES if name not in INTO_DCP], "dcp")
+CONVERSIONS = [
+    *parameters(NAMES, "safetensors"),
+    *parameters(INTO_DCP, "dcp"),
+    *(pytest.param(*other.values, marks=[*other.marks, pytest.mark.exhaustive]) for other in OTHERS),
 ]
 MB = 1_000_000
 # Of the shards of `large`: all it has in two, one for each large tensor. The sizes are those of `scale_down`.

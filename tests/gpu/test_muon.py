@@ -123,6 +123,7 @@ def test_every_engine(
     assert_close(engines.run(name, size, our_losses, config), truth, 1e-5)
 
 
+@pytest.mark.xla
 def test_layers_in_a_loop(truth: Losses, engines: Engines, corpus: Path, tmp_path: Path) -> None:
     config = configured(tmp_path, corpus, **MUON, backend="xla", xla__scan_layers=True)
     assert_close(engines.run("xla", 2, our_losses, config), truth, 1e-5)

@@ -157,7 +157,8 @@ class TorchMuon:
     def step(self) -> None:
         with pytest.MonkeyPatch.context() as patch:
             if self._fp32:  # torch's own code always multiplies in bf16, whose rounding is not that of shards
-                patch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)
+                patch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)  # torch 2.9
+                patch.setattr(torch, "bfloat16", torch.float32)  # torch 2.15
             for part in self._parts:
                 part.step()
 

@@ -101,6 +101,7 @@ def test_the_average_is_that_of_a_plain_loop(
     assert abs(found["average"] - found["weights"]) > 1e-4
 
 
+@pytest.mark.xla
 def test_the_average_moves_and_is_exported(corpus: Path, tmp_path: Path, engines: Engines) -> None:
     given: dict[str, Any] = {
         **BATCH,

@@ -97,6 +97,7 @@ def test_what_waits_is_named(settings: dict[str, Any], told: str, tmp_path: Path
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.xla
 @pytest.mark.parametrize(
     ("loss", "told"), [("quiet", ""), ("Changing", "graphs were compiled in 4 steps after the first")]
 )

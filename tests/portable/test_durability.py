@@ -28,8 +28,7 @@ from tests.runs import configured
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.ranks import RankPool
-    from tests.xla import XlaPool
+    from tests.engines import Engines
 
 pytestmark = pytest.mark.usefixtures("brief_runs")
 Synced = dict[str, list[int]]
@@ -79,18 +78,13 @@ def test_all_is_synced_before_the_name(
     background: bool,
     tmp_path: Path,
     corpus: Path,
-    ranks: RankPool,
-    request: pytest.FixtureRequest,
+    engines: Engines,
 ) -> None:
-    settings = SETTINGS | {"checkpoint__async": background}
-    if strategy.startswith("zero"):
-        pytest.importorskip("deepspeed")
-    if strategy == "xla":
-        xla: XlaPool = request.getfixturevalue("xla")
-        assert xla.run(2, leg_watched, tmp_path / "run", corpus, "xla", settings, tmp_path) == 0
-    else:
-        settings |= {"strategy": strategy, "train__micro_batch_size": 3}
-        assert ranks.run(2, leg_watched, tmp_path / "run", corpus, "cpu", settings, tmp_path) == 0
+    settings, backend = SETTINGS | {"checkpoint__async": background}, "xla"
+    if strategy != "xla":
+        settings, backend = settings | {"strategy": strategy, "train__micro_batch_size": 3}, "cpu"
+    run = (strategy, 2, leg_watched, tmp_path / "run", corpus, backend, settings, tmp_path)
+    assert engines.run(*run) == 0
     logs = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("*.json"))]
     final = tmp_path / "run" / "checkpoints" / "step-000004"
     (named,) = logs[0]["renames"][str(final)]

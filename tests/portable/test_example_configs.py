@@ -25,14 +25,19 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from portable.config import RunConfig
-    from tests.ranks import RankPool
-    from tests.xla import XlaPool
+    from tests.engines import Engines
 
 pytestmark = pytest.mark.usefixtures("passes_known")
 CONFIGS = [
     pytest.param(path, id=path.stem, marks=pytest.mark.ops("async_io") if "nvme" in path.stem else ())
     for path in sorted((ROOT / "configs").glob("*.yaml"))
     if path.stem != "quickstart"
+]
+TRAINED = [
+    pytest.param(
+        *one.values, id=one.id, marks=[*one.marks, pytest.mark.xla] if "tpu" in str(one.id) else one.marks
+    )
+    for one in CONFIGS
 ]
 SMALL: dict[str, Any] = {
     "vocab_size": 512,
@@ -136,7 +141,6 @@ def test_a_dry_run(
 ) -> None:
     settings = here(path, tmp_path / "run", models, corpus, reviews)
     if settings["backend"] == "xla":
-        pytest.importorskip("torch_xla")
         settings["backend"] = "cpu"  # XLA's runtime starts once in a process, elsewhere
     require_what_it_needs(load_config(path, settings))
     arguments = [
@@ -149,24 +153,19 @@ def test_a_dry_run(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("path", CONFIGS)
+@pytest.mark.parametrize("path", TRAINED)
 def test_trains(
     path: Path,
     tmp_path: Path,
     models: dict[str, Path],
     corpus: Path,
     reviews: Path,
-    request: pytest.FixtureRequest,
+    engines: Engines,
 ) -> None:
     settings = here(path, tmp_path / "run", models, corpus, reviews) | SHORT
     config = load_config(path, settings)
-    require_what_it_needs(config)
-    if config.backend == "xla":
-        xla: XlaPool = request.getfixturevalue("xla")
-        assert xla.run(4, leg, config) == 0
-    else:
-        ranks: RankPool = request.getfixturevalue("ranks")
-        assert ranks.run(RANKS.get(config.strategy, 2), leg, config) == 0
+    name, size = ("xla", 4) if config.backend == "xla" else (config.strategy, RANKS.get(config.strategy, 2))
+    assert engines.run(name, size, leg, config) == 0
     losses = [row["loss"] for row in read_metrics(tmp_path / "run") if "loss" in row]
     assert len(losses) == 2 and all(0 < loss < 10 for loss in losses)
     assert (tmp_path / "run" / "final" / "model.safetensors").is_file()

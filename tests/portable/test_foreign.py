@@ -6,10 +6,10 @@ held in memory, on the same batches.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,8 +39,7 @@ from tests.runs import TINY_MODEL, configured, flags, tiny
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.ranks import RankPool
-    from tests.xla import XlaPool
+    from tests.engines import Engines
     from tests.zygote import Zygote
 
 pytestmark = pytest.mark.usefixtures("brief_runs")
@@ -79,9 +78,6 @@ ENGINES: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
-WITH_XLA = importlib.util.find_spec("torch_xla") is not None
-
-
 @pytest.fixture(scope="module")
 def foreign(tmp_path_factory: pytest.TempPathFactory, zygote: Zygote) -> Path:
     """A folder of other programs' checkpoints, with `<name>.ref.pt` beside each."""
@@ -90,7 +86,7 @@ def foreign(tmp_path_factory: pytest.TempPathFactory, zygote: Zygote) -> Path:
     def fill(out: Path) -> None:
         command = ["python", "-m", "tests.portable.make_external", str(out)]
         making = [zygote.start(*command, DS_ACCELERATOR="cpu", USE_TORCH_XLA="0")]
-        if WITH_XLA:
+        if find_spec("torch_xla") is not None:
             making.append(zygote.start(*command, "xla", PJRT_DEVICE="CPU", USE_TORCH_XLA="1"))
         for process in making:
             _, errors = process.communicate()
@@ -225,8 +221,8 @@ def cases() -> Iterator[Any]:
         for engine in ENGINES:
             needed = engine == "no_shard" or source == "trainer-zero2"
             marks = [] if needed else [pytest.mark.exhaustive]
-            if not WITH_XLA and "xla" in (engine, source.partition("-")[0]):
-                marks.append(pytest.mark.skip("torch_xla is not installed"))
+            if "xla" in (engine, source.partition("-")[0]):
+                marks.append(pytest.mark.xla)
             yield pytest.param(source, engine, marks=marks, id=f"{source}-{engine}")
 
 
@@ -238,15 +234,15 @@ def test_goes_on_as_the_writing_run_would(
     oracle: Oracle,
     corpus: Path,
     tmp_path: Path,
-    ranks: RankPool,
-    request: pytest.FixtureRequest,
+    engines: Engines,
 ) -> None:
     held: dict[str, Any] = torch.load(foreign / f"{source}.ref.pt", weights_only=False)
     settings, done = SOURCES[source]
     choice, size = ENGINES[engine]
-    pool: RankPool | XlaPool = request.getfixturevalue("xla") if engine == "xla" else ranks
     loaded = tmp_path / "loaded"
-    step, samples, losses = pool.run(size, go_on, loaded, corpus, foreign / source, settings | choice)
+    step, samples, losses = engines.run(
+        engine, size, go_on, loaded, corpus, foreign / source, settings | choice
+    )
     assert step == done
     # DeepSpeed counts its samples: two sequences on each of two ranks, as many as a step has here.
     assert samples == done * BATCH

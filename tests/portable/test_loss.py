@@ -250,6 +250,7 @@ def test_every_engine_adds_it(name: str, truth: Any, tmp_path: Path, corpus: Pat
     assert truth[0][0] > 6.5
 
 
+@pytest.mark.xla
 def test_so_does_xla(tmp_path: Path, corpus: Path, engines: Engines) -> None:
     """Two devices take two sequences at a time as one micro-batch; the first step has a rate of exactly 0."""
     settings = {**ROWS, "train__warmup_steps": 1}
@@ -258,6 +259,7 @@ def test_so_does_xla(tmp_path: Path, corpus: Path, engines: Engines) -> None:
     assert_close(engines.run("xla", 2, our_losses, config), our_losses(pairs), 1e-5, falls=0.1)
 
 
+@pytest.mark.xla
 def test_layers_computed_again_by_xla_have_none(tmp_path: Path, corpus: Path, engines: Engines) -> None:
     config = configured(
         tmp_path, corpus, **{**ROWS, "backend": "xla", "memory__activation_checkpointing": "full"}

@@ -29,15 +29,13 @@ from tests.runs import TINY_MODEL, configured
 from tests.views import View, assert_same_bits, view
 
 pytest.importorskip("deepspeed")
-pytest.importorskip("torch_xla")
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
     from portable.config import RunConfig
-    from tests.ranks import RankPool
-    from tests.xla import XlaPool
+    from tests.engines import Engines
 
 GLOBAL_BATCH, BAD_STEP, BAD_ROW = 8, 3, 6  # the row is the last rank's
 BAD_SAMPLE = (BAD_STEP - 1) * GLOBAL_BATCH + BAD_ROW
@@ -119,10 +117,10 @@ def leg(config: RunConfig, kind: str, bad_tokens: list[int], step: int | None = 
 class Run:
     """Legs of one engine over a data set with one bad sample."""
 
-    def __init__(self, name: str, corpus: Path, ranks: RankPool, xla: XlaPool, bad_tokens: list[int]) -> None:
+    def __init__(self, name: str, corpus: Path, engines: Engines, bad_tokens: list[int]) -> None:
         self._name = name
         self._corpus = corpus
-        self._pool = xla if name == "xla" else ranks
+        self._engines = engines
         self._bad_tokens = bad_tokens
 
     def __call__(
@@ -130,15 +128,14 @@ class Run:
     ) -> tuple[str, str]:
         config = settings(self._name, folder, self._corpus, **more)
         tokens = [] if always else self._bad_tokens
-        found: tuple[str, str] = self._pool.run(ENGINES[self._name][0], leg, config, kind, tokens, step)
+        size, _ = ENGINES[self._name]
+        found: tuple[str, str] = self._engines.run(self._name, size, leg, config, kind, tokens, step)
         return found
 
 
 @pytest.fixture
-def run(
-    request: pytest.FixtureRequest, corpus: Path, ranks: RankPool, xla: XlaPool, bad_tokens: list[int]
-) -> Run:
-    return Run(request.param, corpus, ranks, xla, bad_tokens)
+def run(request: pytest.FixtureRequest, corpus: Path, engines: Engines, bad_tokens: list[int]) -> Run:
+    return Run(request.param, corpus, engines, bad_tokens)
 
 
 def on(*engines: str) -> pytest.MarkDecorator:

@@ -189,6 +189,7 @@ def test_every_engine(
     assert_close(engines.run(name, size, our_losses, config), truths(kind), 1e-5)
 
 
+@pytest.mark.xla
 def test_layers_in_a_loop(truths: Any, engines: Engines, corpus: Path, tmp_path: Path) -> None:
     config = configured(tmp_path, corpus, **settings("lion"), backend="xla", xla__scan_layers=True)
     assert_close(engines.run("xla", 2, our_losses, config), truths("lion"), 1e-5)
@@ -220,13 +221,18 @@ ROUTES = {
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [pytest.param(k, marks=pytest.mark.exhaustive if k in ("sgd", "adafactor") else []) for k in ROUTES],
+    ("kind", "route"),
+    [
+        pytest.param(k, route, id=k, marks=pytest.mark.exhaustive if k in ("sgd", "adafactor") else [])
+        for k, route in ROUTES.items()
+    ],
 )
-def test_moves(kind: str, engines: Engines, corpus: Path, tmp_path: Path) -> None:
+def test_moves(
+    kind: str, route: list[tuple[str, int, int]], engines: Engines, corpus: Path, tmp_path: Path
+) -> None:
     given = settings(kind)
     assert leg(tmp_path / "whole", corpus, {**given, "strategy": "no_shard"}) == 0
-    for name, size, until in ROUTES[kind]:
+    for name, size, until in route:
         there = {**given, **ENGINES[name].settings, "train__stop_after": until}
         assert engines.run(name, size, leg, tmp_path / "moving", corpus, there) == 0
     assert losses(tmp_path / "moving") == pytest.approx(losses(tmp_path / "whole"), rel=2e-5)
@@ -333,6 +339,7 @@ def test_state_that_differs_between_ranks_is_refused(corpus: Path, tmp_path: Pat
         ranks.run(2, leg, tmp_path, corpus, given)
 
 
+@pytest.mark.xla
 @pytest.mark.parametrize(
     ("name", "told"),
     [

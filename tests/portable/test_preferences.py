@@ -396,6 +396,7 @@ def leg(config: RunConfig) -> int:
     return run_rank(config.backend, config)
 
 
+@pytest.mark.xla
 def test_a_run_moves_from_full_shard_to_zero2_to_xla(
     adapted: Any, data: Path, tmp_path: Path, engines: Engines
 ) -> None:

@@ -217,6 +217,7 @@ def leg(folder: Path, sources: Path, settings: dict[str, Any], stop_after: int) 
 
 
 @pytest.mark.exhaustive
+@pytest.mark.xla
 def test_a_run_that_moves_takes_the_same_samples(tmp_path: Path, engines: Engines) -> None:
     """Real runs: on each engine from the checkpoint of the one before, on some with an empty cache."""
     sources = tmp_path / "data"

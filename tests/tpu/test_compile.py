@@ -34,11 +34,9 @@ NEVER = 1 << 62
 ALL = ("v4", "v5e", "v5p", "v6e")
 FOUR = {"v4": "2x2x1", "v5e": "2x2", "v5p": "2x2x1", "v6e": "2x2"}
 
-needs_torch_xla = pytest.mark.skipif(find_spec("torch_xla") is None, reason="torch_xla is not installed")
-
 
 @pytest.fixture(scope="module")
-def library() -> compiler.Library:
+def library(torch_xla: None) -> compiler.Library:
     try:
         return find_library()
     except UserError:
@@ -138,7 +136,7 @@ def flags_of_torch_xla(version: int, given: str) -> str:
     return environment["LIBTPU_INIT_ARGS"]
 
 
-@needs_torch_xla
+@pytest.mark.xla
 def test_flags_are_those_of_a_run() -> None:
     given = "--mine=1 --xla_latency_hiding_scheduler_rerun=2"
     for device, version in (("v4", 4), ("v5e", 5), ("v5p", 5), ("v6e", 6)):
@@ -522,7 +520,6 @@ TINY = {
 }
 
 
-@needs_torch_xla
 @pytest.mark.usefixtures("traces_in_forks")
 @pytest.mark.slow
 def test_the_step_compiles_for_each_generation(
@@ -583,7 +580,6 @@ def step_of(library: compiler.Library, folder: Path, chips: str, **settings: Any
     return found.graphs[0]
 
 
-@needs_torch_xla
 @pytest.mark.usefixtures("traces_in_forks")
 @pytest.mark.slow
 def test_no_matrix_is_reduced_whole(library: compiler.Library, tmp_path: Path) -> None:
@@ -606,7 +602,6 @@ def test_no_matrix_is_reduced_whole(library: compiler.Library, tmp_path: Path) -
     assert sent["all-to-all"] == 2 * 2 * 256 * 512 * 2 * 3 / 4
 
 
-@needs_torch_xla
 @pytest.mark.usefixtures("traces_in_forks")
 @pytest.mark.slow
 def test_muon_moves_each_matrix_there_and_back(library: compiler.Library, tmp_path: Path) -> None:
@@ -627,7 +622,6 @@ def test_muon_moves_each_matrix_there_and_back(library: compiler.Library, tmp_pa
     assert sent["muon"] - sent["adamw"] == pytest.approx(2 * 2 * matrices * 3 / 16, rel=0.01)
 
 
-@needs_torch_xla
 @pytest.mark.usefixtures("traces_in_forks")
 @pytest.mark.slow
 def test_gradients_are_cut_at_once(library: compiler.Library, tmp_path: Path) -> None:
@@ -644,7 +638,6 @@ def test_gradients_are_cut_at_once(library: compiler.Library, tmp_path: Path) ->
     assert step.temporary_bytes < 3 * 2 * layer
 
 
-@needs_torch_xla
 @pytest.mark.usefixtures("traces_in_forks")
 @pytest.mark.slow
 def test_logits_exist_once(library: compiler.Library, tmp_path: Path) -> None:
@@ -661,7 +654,6 @@ def test_logits_exist_once(library: compiler.Library, tmp_path: Path) -> None:
     assert step.collectives["all-reduce"].bytes < width * vocabulary / 100
 
 
-@needs_torch_xla
 @pytest.mark.usefixtures("traces_in_forks")
 @pytest.mark.slow
 @pytest.mark.parametrize(("vocabulary", "tokens", "most"), [(32000, 256, 1.0), (32001, 1024, 1.5)])

@@ -160,13 +160,13 @@ def test_no_framework_is_imported() -> None:
     assert result.stdout.strip() == "[]"
 
 
+@pytest.mark.xla
 @pytest.mark.parametrize(
     ("runs_on", "given", "flags"), [("TPU", "--mine=1", ["--mine=1", *OWN]), ("CPU", "", [])]
 )
 def test_flags_of_the_compiler(
     runs_on: str, given: str, flags: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("torch_xla")
     from tpu import runtime
 
     monkeypatch.setenv("PJRT_DEVICE", runs_on)

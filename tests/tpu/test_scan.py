@@ -371,7 +371,7 @@ def keeps_a_tensor() -> None:
     ones = torch.ones(4, 8, device="xla:0", requires_grad=True)
 
     def careless(carry: Any, slices: Any, _: Any) -> Any:
-        return carry, (Careless.apply(slices[0]),)  # type: ignore[no-untyped-call]
+        return carry, (Careless.apply(slices[0]),)  # type: ignore[no-untyped-call, unused-ignore]
 
     Scan(careless, recompute=False)((torch.zeros(1, device="xla:0"),), (ones,))
 

@@ -4,7 +4,7 @@ A DTensor's pickle holds this rank's part, the mesh, and one placement for each 
 the part lies in the whole follows from the rank's place in the mesh. A ShardedTensor's records the offsets.
 
 Source: torch/distributed/tensor/_utils.py (`_compute_local_shape_and_global_offset`), placement_types.py,
-torch/distributed/_shard/sharded_tensor/api.py.
+torch/distributed/device_mesh.py, _mesh_layout.py, torch/distributed/_shard/sharded_tensor/api.py.
 """
 
 from __future__ import annotations
@@ -120,14 +120,64 @@ def boxes(value: Sharded, rank: int, where: str) -> list[tuple[Dims, StoredTenso
 
 def _place_in_mesh(mesh: Any, rank: int, where: str) -> tuple[Dims, Dims]:
     """(the sizes of the mesh, the rank's coordinates in it)."""
-    stored = _fields(mesh).get("mesh")
+    fields = _fields(mesh)
+    stored = fields.get("mesh", fields.get("_rank_map"))  # before torch 2.10; since
     if not isinstance(stored, StoredTensor) or not 0 < prod(stored.shape) <= _MAX_MESH:
         raise CheckpointError(f"{where}: damaged, or of a newer torch: a DTensor without its mesh of ranks")
     ranks = as_tensor(stored, f"{where}: mesh").read()
     at = (ranks == rank).nonzero()
     if ranks.dtype.kind not in "iu" or len({*ranks.reshape(-1).tolist()}) != ranks.size or at[0].size != 1:
         raise CheckpointError(f"{where}: the mesh of a tensor does not hold rank {rank} once")
-    return ranks.shape, tuple(int(axis[0]) for axis in at)
+    if "mesh" in fields:
+        return ranks.shape, tuple(int(axis[0]) for axis in at)
+    cuts = _cuts_of_layout(fields.get("_layout"), ranks.size) if ranks.ndim == 1 else None
+    if cuts is None:
+        raise CheckpointError(f"{where}: damaged, or of a newer torch: the layout of a tensor's mesh")
+    place = []
+    for dimension in cuts:
+        coordinate = 0
+        for size, stride in dimension:
+            coordinate = coordinate * size + int(at[0][0]) // stride % size
+        place.append(coordinate)
+    return tuple(prod(size for size, _ in dimension) for dimension in cuts), tuple(place)
+
+
+def _cuts_of_layout(layout: Any, ranks: int) -> list[list[tuple[int, int]]] | None:
+    """How each dimension of a mesh cuts the list of `ranks` ranks: (size, stride), the outermost first.
+
+    A mesh is the part of that list that its rank is in, so ranks that it leaves out are in other parts. torch
+    2.10 has all sizes and strides in one record, newer ones have a record for each dimension. A flattened
+    dimension may have several cuts.
+
+    Returns:
+        None where it does not cut the list evenly.
+    """
+    fields = _fields(layout)
+    axes = fields.get("axes")
+    records = [_fields(axis) for axis in axes] if type(axes) is tuple else [fields]
+    shapes, strides = ([record.get(name) for record in records] for name in ("shape", "stride"))
+    if type(axes) is not tuple:
+        shapes, strides = _listed(shapes[0]), _listed(strides[0])
+    if [len(_listed(shape)) for shape in shapes] != [len(_listed(stride)) for stride in strides]:
+        return None
+    cuts = [
+        [(size, stride) for size, stride in zip(_listed(shape), _listed(stride), strict=True) if size != 1]
+        for shape, stride in zip(shapes, strides, strict=True)
+    ]
+    every = [cut for dimension in cuts for cut in dimension]
+    if not all(type(number) is int and 0 < number <= ranks for cut in every for number in cut):
+        return None
+    inner = 1
+    for size, stride in sorted(every, key=lambda cut: cut[1]):
+        if stride % inner or ranks % (size * stride):
+            return None
+        inner = size * stride
+    return cuts
+
+
+def _listed(value: Any) -> list[Any]:
+    """What is a number where there is one of it, a tuple where there are several."""
+    return list(value) if type(value) in (tuple, list) else [value]
 
 
 def _local(shape: Dims, sizes: Dims, place: Dims, placements: Sequence[Any], where: str) -> tuple[Dims, Dims]:
