@@ -24,7 +24,7 @@ from tpu.engine import XlaEngine
 from tpu.graphs import Graphs
 from tpu.layout import Layout
 from tpu.runtime import torch_xla, xla, xr
-from tpu.transformers_patches import count_tokens_on_device, keep_padding_masks_lazy, use_fixed_shapes
+from tpu.transformers_patches import count_on_device, use_fixed_shapes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -54,8 +54,7 @@ class XlaBackend:
         self.device = torch.device("xla:0")
         self.diagnostics: Diagnostics = TpuDiagnostics()
         self._layout: Layout  # set by prepare
-        keep_padding_masks_lazy()
-        count_tokens_on_device()
+        count_on_device()
         draw_by_position()
 
     @property

@@ -13,15 +13,11 @@ if TYPE_CHECKING:
 def no_value_checks() -> Iterator[None]:
     """Keep transformers from reading masks and positions in a forward pass, which is a host sync.
 
-    transformers looks for packed sequences, and skips masks that mask nothing. Here, every mask that is given
-    is used. :mod:`portable.model.document_attention` says where the documents of a packed sample are.
+    transformers looks for packed sequences, and skips masks that mask nothing, unless it is being traced. Here,
+    every mask that is given is used. :mod:`portable.model.document_attention` says where the documents of a
+    packed sample are.
     """
-    from transformers import masking_utils
-
-    module: Any = masking_utils
-    skips = ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")
-    functions = {name: _unless_given(getattr(module, name)) for name in skips if hasattr(module, name)}
-    with replaced(find_packed_sequence_indices=_none, **functions):
+    with replaced(find_packed_sequence_indices=_none, is_tracing=_always):
         yield
 
 
@@ -45,10 +41,6 @@ def _none(position_ids: Any) -> None:
     """No packed sequences."""
 
 
-def _unless_given(may_skip: Callable[..., bool]) -> Callable[..., bool]:
-    """Wrap ``may_skip``, the test whether a mask can be skipped, so that it never reads ``padding_mask``."""
-
-    def skips(padding_mask: Any, *arguments: Any, **keywords: Any) -> bool:
-        return padding_mask is None and may_skip(padding_mask, *arguments, **keywords)
-
-    return skips
+def _always(tensor: Any = None) -> bool:
+    """Values must not be read."""
+    return True
