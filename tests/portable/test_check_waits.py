@@ -13,7 +13,7 @@ from portable.config import Invocation, ModelConfig
 from portable.model.build import build_model, model_config
 from portable.model.parameters import replace_tensors
 from portable.model.training_loss import IGNORED
-from portable.model.transformers_patches import no_value_checks
+from portable.private.of_transformers import no_value_checks
 from portable.run.check_waits import Waits
 from portable.run.rank import run_rank
 from tests.runs import configured
@@ -119,9 +119,9 @@ def test_no_mask_is_read(model_type: str) -> None:
     settings = ModelConfig(config=tiny_config(model_type), task=task)
     model = build_model(model_config(settings), settings)
     replace_tensors(model, lambda _, p: torch.nn.Parameter(torch.zeros(p.shape)), lambda _, b: b)
-    waits = Waits()
-    with waits, no_value_checks():
-        model(input_ids=torch.ones(2, 8, dtype=torch.int64), attention_mask=torch.ones(2, 8, dtype=torch.int64))
+    waits, tokens = Waits(), torch.ones(2, 8, dtype=torch.int64)
+    with waits.looking(), no_value_checks():
+        model(input_ids=tokens, attention_mask=tokens)
     assert not waits.found
 
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import library
 
+from portable.private import of_transformers
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -19,14 +21,11 @@ def use_fixed_shapes(model: Any, along_tokens: Callable[[torch.Tensor], torch.Te
         model: is changed.
         along_tokens: shards a tensor ``[experts, tokens, ...]`` along its tokens.
     """
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
     experts = [module for module in model.modules() if type(module).__name__.endswith("Experts")]
     for module in experts:
         module.along_tokens = along_tokens
     if experts and hasattr(model, "set_experts_implementation"):
-        ALL_EXPERTS_FUNCTIONS.register(EVERY_EXPERT, every_expert)
-        model.set_experts_implementation(EVERY_EXPERT)
+        of_transformers.compute_experts_by(model, EVERY_EXPERT, every_expert)
 
 
 EVERY_EXPERT = "every_expert"
@@ -54,7 +53,7 @@ def every_expert(
     name = "gate_up_proj" if experts.has_gate else "up_proj"
     # Else the products take the sharding of the weights, and all tokens are sent to every device.
     inner = experts.along_tokens(_products(experts, name, hidden.unsqueeze(0)))
-    inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
+    inner = of_transformers.gated(experts, inner) if experts.has_gate else experts.act_fn(inner)
     outer = experts.along_tokens(_products(experts, "down_proj", experts.along_tokens(inner)))
     if experts.has_post_expert_norm:
         outer = experts.post_expert_norm(outer)
@@ -78,7 +77,7 @@ def count_on_device() -> None:
     library.impl("aten::histc", "XLA", _histc)
 
 
-def _histc(values: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> torch.Tensor:  # noqa: A002
+def _histc(values: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> torch.Tensor:
     if values.is_floating_point() or bins != max - min:  # with one bin an integer, the last two share one
         return torch.histc(values.cpu(), bins, min, max).to(values.device)
     numbers = torch.arange(min, max, dtype=values.dtype, device=values.device)
