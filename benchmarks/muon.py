@@ -120,11 +120,11 @@ def steps_of(strategy: str, config: RunConfig, steps: int) -> dict[str, float]:
 
     def timed(*given: Any, **named: Any) -> Any:
         if compiles:
-            engine._layout.execute(wait=True)
+            engine.layout.execute(wait=True)
         sent.counting, began = True, time.process_time()
         result = update(*given, **named)
         if compiles:
-            engine._layout.execute(wait=True)
+            engine.layout.execute(wait=True)
         updates.append((time.process_time() - began) / devices)
         sent.counting = False
         return result

@@ -132,11 +132,11 @@ def measure(config: RunConfig) -> Step:
 
         def passes() -> None:
             losses.append(engine.accumulate(batch, valid, last=False))
-            xla._xla_wait_device_ops([])
+            xla.wait([])
 
         def update() -> None:
             engine.update(1e-4, 1.0, losses[-1])
-            xla._xla_wait_device_ops([])
+            xla.wait([])
 
         in_passes, in_update = graph_of(passes), graph_of(update)
     finally:

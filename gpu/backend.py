@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 from gpu import device_specs as devices
 from gpu import memory_trial
-from gpu.common import torch_private
 from gpu.common.machine import Machine, transport
 from gpu.strategies import engine_module
 from portable.backend import Diagnostics
 from portable.errors import RunError, UserError, one_line, require
+from portable.private import of_torch
 from portable.ranks.collectives import any_rank, gather_text
 from portable.ranks.process_memory import host_memory as memory_of_this_process
 from portable.terminal import native_stdout_closed
@@ -108,7 +108,7 @@ class TorchBackend:
 
     def leave(self) -> None:
         self._engine = None
-        self._left_groups += torch_private.detach_process_groups()
+        self._left_groups += of_torch.detach_process_groups()
         self._at_stop.close()
 
     def seed(self, value: int) -> None:
@@ -202,15 +202,15 @@ class CudaDiagnostics(Diagnostics):
         self._world_size = world_size
 
     def record_memory(self) -> None:
-        torch_private.record_memory_history(_RECORDED_ALLOCATIONS)
+        of_torch.record_memory_history(_RECORDED_ALLOCATIONS)
 
     def dump_memory(self, path: Path) -> None:
-        torch_private.dump_memory_snapshot(path)
+        of_torch.dump_memory_snapshot(path)
 
     def dump_collectives(self, folder: Path) -> None:
         if self._world_size > 1:
             # torchfrtrace expects this name.
-            (folder / f"nccl_trace_rank_{self._rank}").write_bytes(torch_private.dump_nccl_trace())
+            (folder / f"nccl_trace_rank_{self._rank}").write_bytes(of_torch.dump_nccl_trace())
 
     def driver_memory(self) -> tuple[int, int] | None:
         free, total = torch.cuda.mem_get_info(self._device)

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from gpu.common import torch_private
 from gpu.strategies import engine_module
 from portable.planner.device_lookup import KEPT_FOR_COLLECTIVES, SHARE_NOT_SEARCHED
+from portable.private import of_torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -87,7 +87,7 @@ def fits(
 def fake_ranks(machine: Machine) -> Iterator[ExitStack]:
     """Start a fake process group of ``machine.world_size`` ranks; yield callbacks to run before it ends."""
     if machine.world_size > 1:
-        torch_private.start_fake_group(machine.rank, machine.world_size)
+        of_torch.start_fake_group(machine.rank, machine.world_size)
     try:
         with ExitStack() as at_stop:
             yield at_stop

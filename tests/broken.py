@@ -91,7 +91,7 @@ MUTANTS: dict[str, Mutant] = {
         ("tests/portable/test_durability.py",),
     ),
     "each rank reads the first rank's shard": Mutant(
-        "gpu/common/torch_private.py",
+        "portable/private/of_torch.py",
         "slice(start, start + size) for start, size in zip(offset, shape, strict=True)",
         "slice(0, size) for start, size in zip(offset, shape, strict=True)",
         ("tests/portable/test_moves.py::test_goes_on_from_the_reference",),

@@ -42,7 +42,7 @@ PRELOADED = (
     "torch.distributed.fsdp",
     "transformers.models.llama.modeling_llama",
     "deepspeed",
-    "portable.adapters.peft_package",
+    "portable.private.of_peft",
     "tests.preloaded",
 )
 """What ranks have imported when they start; what is not installed is left out."""

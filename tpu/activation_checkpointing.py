@@ -11,8 +11,8 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from portable.private.of_torch import tree_flatten, tree_unflatten
 from tpu.runtime import xla
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class _Recompute(torch.autograd.Function):
         ctx.compute, ctx.layer = compute, layer
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs)
-        ctx.seed = xla._xla_get_rng_seed(_DEVICE)
+        ctx.seed = xla.rng_seed(_DEVICE)
         return compute(*inputs)  # autograd records nothing inside a Function
 
     @staticmethod
@@ -82,14 +82,14 @@ class _Recompute(torch.autograd.Function):
         arrived = [gradient for gradient in gradients if gradient is not None]
         weights = [*ctx.layer.parameters(), *ctx.layer.buffers()]
         # In place on the lazy values, so that from here on the saved inputs are behind the barrier, too.
-        xla._xla_optimization_barrier_([*inputs, *arrived, *weights])
+        xla.barrier_([*inputs, *arrived, *weights])
         for tensor, saved in zip(inputs, ctx.saved_tensors, strict=True):
             tensor.requires_grad_(saved.requires_grad)
-        after = xla._xla_get_rng_seed(_DEVICE)
-        xla._xla_set_rng_seed(ctx.seed, _DEVICE)  # the same dropout as the first time
+        after = xla.rng_seed(_DEVICE)
+        xla.set_rng_seed(ctx.seed, _DEVICE)  # the same dropout as the first time
         with torch.enable_grad():
             outputs = ctx.compute(*inputs)
-        xla._xla_set_rng_seed(after, _DEVICE)
+        xla.set_rng_seed(after, _DEVICE)
         pairs = [
             (output, gradient)
             for output, gradient in zip(outputs, gradients, strict=True)

@@ -15,6 +15,8 @@ import torch
 from torch.nn import functional
 
 from portable.errors import require
+from portable.private import of_torch
+from portable.private.of_transformers import attention_kernel
 from tpu.runtime import xla
 from tpu.scan import Scan
 
@@ -41,7 +43,7 @@ def attend_by_rows(model: Any, rows: int | None, layout: Layout) -> None:
     Raises:
         UserError: if it does not go through ``scaled_dot_product_attention``.
     """
-    used = getattr(model.config, "_attn_implementation", None)
+    used = attention_kernel(model.config)
     require(
         rows is None or used == "sdpa",
         f"xla.attention_rows: {model.config.model_type} computes its attention itself ({used}); remove it",
@@ -52,8 +54,10 @@ def attend_by_rows(model: Any, rows: int | None, layout: Layout) -> None:
 
 @cache  # once per process
 def _replace() -> None:
-    whole: Any = functional.scaled_dot_product_attention
+    of_torch.replace_attention(_attention)
 
+
+def _attention(whole: Any) -> Any:
     def attention(
         query: Tensor,
         key: Tensor,
@@ -93,7 +97,7 @@ def _replace() -> None:
         # [chunks, batch, heads, rows, width] to [batch, heads, tokens, width]
         return chunks.movedim(0, 2).flatten(2, 3)[:, :, : query.shape[2]]
 
-    functional.scaled_dot_product_attention = attention  # type: ignore[assignment]
+    return attention
 
 
 def _biased(
@@ -103,8 +107,8 @@ def _biased(
     keep the scores before it for that, beside those after it."""
     root = (query.shape[-1] ** -0.5 if scale is None else scale) ** 0.5
     scores = (query * root) @ (key * root).transpose(-2, -1) + bias
-    xla._xla_optimization_barrier_([scores])
-    shares: Tensor = torch.ops.aten._safe_softmax.default(scores, -1)
+    xla.barrier_([scores])
+    shares: Tensor = of_torch.aten("safe_softmax")(scores, -1)
     return functional.dropout(shares, dropout) @ value
 
 

@@ -21,10 +21,10 @@ from tpu import device_specs as devices
 from tpu import graphs, runtime
 from tpu.dropout import draw_by_position
 from tpu.engine import XlaEngine
+from tpu.fixed_shapes import count_on_device, use_fixed_shapes
 from tpu.graphs import Graphs
 from tpu.layout import Layout
 from tpu.runtime import torch_xla, xla, xr
-from tpu.transformers_patches import count_tokens_on_device, keep_padding_masks_lazy, use_fixed_shapes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -54,8 +54,7 @@ class XlaBackend:
         self.device = torch.device("xla:0")
         self.diagnostics: Diagnostics = TpuDiagnostics()
         self._layout: Layout  # set by prepare
-        keep_padding_masks_lazy()
-        count_tokens_on_device()
+        count_on_device()
         draw_by_position()
 
     @property
@@ -80,7 +79,7 @@ class XlaBackend:
 
     def prepare(self, model: nn.Module, config: RunConfig) -> Engine:
         # By default a TPU multiplies fp32 in one bf16 pass, even where a bf16 model asks for fp32.
-        xla._xla_set_mat_mul_precision("highest")
+        xla.set_matmul_precision("highest")
         if (folder := _compilation_cache(config.xla.compilation_cache)) is not None:
             runtime.cache_graphs(folder)
         self._layout = self._make_layout(config)
@@ -109,7 +108,7 @@ class XlaBackend:
         """A no-op: this backend does not try what fits."""
 
     def seed(self, value: int) -> None:
-        xla._xla_set_rng_seed(value, str(self.device))
+        xla.set_rng_seed(value, str(self.device))
 
     def place(self, batch: Batch) -> Batch:
         return {name: self._layout.place_batch(tensor) for name, tensor in batch.items()}
@@ -174,5 +173,5 @@ def _compilation_cache(setting: str) -> Path | None:
 
 def _memory_info() -> dict[str, int]:
     # On a pod, process 0 may not have device 0.
-    info = torch_xla.core.xla_model.get_memory_info(str(xla._xla_real_devices()[0]))
+    info = torch_xla.core.xla_model.get_memory_info(str(xla.real_devices()[0]))
     return {name: int(count) for name, count in info.items()}

@@ -12,9 +12,9 @@ from portable.checkpoint.match_to_model import stored_state
 from portable.errors import require
 from portable.model.layers import transformer_layers
 from portable.model.loss import Objective, added, no_totals, shares
-from portable.model.transformers_patches import no_value_checks
 from portable.optim.average import exchange
 from portable.optim.non_finite import NEW_COUNTERS, Health, allowed_streak, count_update
+from portable.private.of_transformers import no_value_checks
 from tpu.activation_checkpointing import recompute
 from tpu.attention import attend_by_rows
 from tpu.calling import Caller
@@ -60,7 +60,7 @@ class XlaEngine:
 
     def __init__(self, model: nn.Module, config: RunConfig, layout: Layout, graphs: Graphs) -> None:
         self.model = model
-        self._layout = layout
+        self.layout = layout
         self.graphs = graphs
         self._compute = DTYPES[config.precision]
         buffers = config.xla.buffer_dtype
@@ -70,9 +70,9 @@ class XlaEngine:
         attend_by_rows(model, config.xla.attention_rows, layout)
         segments = find_segments(model) if config.xla.scan_layers else []
         stacks = [names for segment in segments for names in segment.parameters(model)]
-        self._held = Parameters(model, layout, {names[0]: names for names in stacks})
-        self._parameters = self._held.by_name
-        self._caller = _Caller(model, self._held)
+        self.held = Parameters(model, layout, {names[0]: names for names in stacks})
+        self._parameters = self.held.by_name
+        self._caller = _Caller(model, self.held)
         self._constrain_activations(model, segments)
         for segment in segments:
             self._loop(model, segment, recompute=self._recomputed)
@@ -98,7 +98,7 @@ class XlaEngine:
         )
         ends: Any = model
         self._head = self._gathered_head(ends.get_output_embeddings())
-        self._optimizer = optimizer_of(config.train, model, layout, self._held, self._compute)
+        self._optimizer = optimizer_of(config.train, model, layout, self.held, self._compute)
         self._rate = config.train.learning_rate
         self._accumulated: dict[str, Tensor] | None = None
         self._saver = Saver()
@@ -113,12 +113,12 @@ class XlaEngine:
         if weight is None:
             return None
         name = next((name for name, held in self._parameters.items() if held is weight), None)
-        spec = self._layout.replicated(2) if name is None else self._spec_of(name, weight)
-        return None if shard_gradient(head, self._layout, spec) or not self._layout.shards else weight
+        spec = self.layout.replicated(2) if name is None else self._spec_of(name, weight)
+        return None if shard_gradient(head, self.layout, spec) or not self.layout.shards else weight
 
     def _loop(self, model: nn.Module, segment: Segment, *, recompute: bool) -> None:
         """Make the layers of ``segment`` one loop over the stacks of their parameters."""
-        layout, stacks = self._layout, []
+        layout, stacks = self.layout, []
         for names in segment.parameters(model):
             stack = self._parameters[names[0]]
             # Gathered as a whole. Where each product gathers its operand, the compiler may do so in several
@@ -131,7 +131,7 @@ class XlaEngine:
 
     def _gather(self, prefix: str, layer: nn.Module) -> None:
         """Gather each sharded matrix of ``layer`` as a whole, once a pass; see :meth:`_loop`."""
-        layout = self._layout
+        layout = self.layout
         if self._gather_once:
             return
         places: dict[str, tuple[Any, Any]] = {}
@@ -175,7 +175,7 @@ class XlaEngine:
     def _along_batch(self, tensor: Any) -> Any:
         if not isinstance(tensor, torch.Tensor) or tensor.dim() < 2:
             return tensor
-        sharding = self._layout.sharding(self._layout.batch(tensor.dim()))
+        sharding = self.layout.sharding(self.layout.batch(tensor.dim()))
         return constrain(tensor, sharding, sharding)
 
     # -- the step ----------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ class XlaEngine:
             # The backward pass waits for the loss. The compiler would put it off, and keep the logits for it.
             start = torch.ones_like(loss)
             # Sorted: the graph is one, in whatever order a sample has its tensors.
-            xla._xla_optimization_barrier_([loss, start, *(waiting[name] for name in sorted(waiting))])
+            xla.barrier_([loss, start, *(waiting[name] for name in sorted(waiting))])
             loss.backward(start)
             return shares(loss, numbers)
 
@@ -207,7 +207,7 @@ class XlaEngine:
         gradients = self._take_gradients()
         if self._accumulated is None:
             self._accumulated = {
-                name: self._layout.zeros(gradient.shape, gradient.dtype, self._spec_of(name, gradient))
+                name: self.layout.zeros(gradient.shape, gradient.dtype, self._spec_of(name, gradient))
                 for name, gradient in gradients.items()
             }
         with torch.no_grad():
@@ -220,17 +220,17 @@ class XlaEngine:
         for name, parameter in self._parameters.items():
             if parameter.grad is not None:
                 gradient, parameter.grad = parameter.grad, None
-                xla._xla_mark_sharding(gradient, self._layout.sharding(self._spec_of(name, gradient)))
+                xla.mark_sharding(gradient, self.layout.sharding(self._spec_of(name, gradient)))
                 gradients[name] = gradient
         return gradients
 
     def _spec_of(self, name: str, tensor: Tensor) -> Spec:
-        return self._held.spec(name, tensor.shape)
+        return self.held.spec(name, tensor.shape)
 
     def _spec(self, name: str, tensor: Tensor) -> Spec:
         if isinstance(tensor, nn.Parameter):
             return self._spec_of(name, tensor)
-        return self._layout.replicated(tensor.dim())
+        return self.layout.replicated(tensor.dim())
 
     def update(
         self,
@@ -242,7 +242,7 @@ class XlaEngine:
     ) -> Tensor:
         # betas are constants of the graph: the backend refuses a schedule that changes them.
         self._rate = learning_rate
-        norm = self._updated(self._layout.whole(torch.tensor(learning_rate)), max_norm, loss)
+        norm = self._updated(self.layout.whole(torch.tensor(learning_rate)), max_norm, loss)
         self.graphs.run("step" if self._accumulated is None else "update", [loss, norm, self._account])
         return norm
 
@@ -281,13 +281,13 @@ class XlaEngine:
             if parameter.is_floating_point() and parameter.dtype != self._compute:
                 copy = parameter.to(self._compute)
             if self._gather_once or parameter is self._head:
-                whole = self._layout.sharding(self._layout.replicated(parameter.dim()))
-                cut = self._layout.sharding(self._spec_of(name, parameter))
+                whole = self.layout.sharding(self.layout.replicated(parameter.dim()))
+                cut = self.layout.sharding(self._spec_of(name, parameter))
                 # The head's gradient is reduced unsharded: a shard would need the gradients of all logits.
                 if parameter is self._head:
                     copy = constrain(copy, whole, whole)
                 else:
-                    copy = constrain(copy, whole, cut, alone=self._layout.sums_whole)
+                    copy = constrain(copy, whole, cut, alone=self.layout.sums_whole)
             if copy is not parameter:
                 yield self._caller.name(name), copy
         if self._buffer_dtype is not None:
@@ -296,17 +296,17 @@ class XlaEngine:
                     yield self._caller.name(name), buffer.to(self._buffer_dtype)
 
     def health(self) -> Health:
-        return Health.of(self._layout.read([self._account])[0].tolist(), self._limit)
+        return Health.of(self.layout.read([self._account])[0].tolist(), self._limit)
 
     def unsound_gradients(self) -> list[str]:
         present = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
         gradients = present if self._accumulated is None else self._accumulated
-        names = [self._held.names(name) for name in gradients]
+        names = [self.held.names(name) for name in gradients]
         finite = [
             torch.isfinite(gradient).reshape(len(held), -1).all(dim=1)
             for held, gradient in zip(names, gradients.values(), strict=True)
         ]
-        sound = self._layout.read(finite)
+        sound = self.layout.read(finite)
         pairs = (
             pair for held, values in zip(names, sound, strict=True) for pair in zip(held, values, strict=True)
         )
@@ -320,11 +320,11 @@ class XlaEngine:
         )
         self.model.train()
         # Zeros are buffers like later totals, so the first micro-batch has the graph of all others.
-        totals = dict(totals) or {name: self._layout.whole(zero) for name, zero in no_totals(sums).items()}
+        totals = dict(totals) or {name: self.layout.whole(zero) for name, zero in no_totals(sums).items()}
         totals = added(totals, sums)
         for total in totals.values():
-            whole = self._layout.sharding(self._layout.replicated(total.dim()))
-            xla._xla_mark_sharding(total, whole)
+            whole = self.layout.sharding(self.layout.replicated(total.dim()))
+            xla.mark_sharding(total, whole)
         self.graphs.run(measure.kind, list(totals.values()))
         return totals
 
@@ -335,14 +335,14 @@ class XlaEngine:
         start = prompt.shape[1]
         padded = torch.nn.functional.pad(prompt, (0, max_new_tokens))
         # One identical row per device: activations are sharded along the batch.
-        tokens = self._layout.whole(padded.repeat(self._layout.devices, 1))
+        tokens = self.layout.whole(padded.repeat(self.layout.devices, 1))
         draws = torch.Generator().manual_seed(seed)
         for position in range(start, start + max_new_tokens):
             noise = -torch.log(-torch.log(torch.rand(1, 50, generator=draws).clamp(1e-9, 1 - 1e-7)))
-            tokens = self._with_sampled_token(tokens, self._layout.whole(torch.tensor([position])), noise)
+            tokens = self._with_sampled_token(tokens, self.layout.whole(torch.tensor([position])), noise)
             self.graphs.run("sampled token", [tokens])
         self.model.train()
-        result: Tensor = self._layout.read([tokens])[0][:1]
+        result: Tensor = self.layout.read([tokens])[0][:1]
         return result
 
     def _with_sampled_token(self, tokens: Tensor, position: Tensor, noise: Tensor) -> Tensor:
@@ -350,13 +350,13 @@ class XlaEngine:
         logits = self._with_compute_copies(lambda: self.model(input_ids=tokens, use_cache=False).logits)
         before = logits.index_select(1, position - 1).squeeze(1).float()
         top = torch.topk(before, min(noise.shape[1], before.shape[1]))
-        chosen = (top.values / 0.8 + self._layout.whole(noise)[:, : top.values.shape[1]]).argmax(
+        chosen = (top.values / 0.8 + self.layout.whole(noise)[:, : top.values.shape[1]]).argmax(
             dim=1, keepdim=True
         )
         drawn = top.indices.gather(1, chosen)
         here = torch.arange(tokens.shape[1], device=tokens.device)[None, :] == position
         extended = torch.where(here, drawn, tokens)
-        xla._xla_mark_sharding(extended, self._layout.sharding(self._layout.replicated(2)))
+        xla.mark_sharding(extended, self.layout.sharding(self.layout.replicated(2)))
         return extended
 
     # -- weights and checkpoints -------------------------------------------------------------------------
@@ -364,11 +364,11 @@ class XlaEngine:
     def exchange_average(self) -> None:
         state = self._optimizer.tensors()
         exchange((self._parameters[name], values) for name, values in state.items())
-        self._layout.execute(wait=True)
+        self.layout.execute(wait=True)
 
     def load_weights(self, weights: Mapping[str, ReadableTensor]) -> None:
-        for name, tensor in self._held.state().items():
-            self._held.fill(name, tensor, self._spec(name, tensor), weights)
+        for name, tensor in self.held.state().items():
+            self.held.fill(name, tensor, self._spec(name, tensor), weights)
         self._optimizer.begin()
 
     def load(self, checkpoint: Checkpoint) -> None:
@@ -380,12 +380,12 @@ class XlaEngine:
         scalars = self._optimizer.scalars()
         moments: dict[str, dict[str, Any]] = {}
         for name, tensors in self._optimizer.tensors().items():
-            for one in self._held.names(name):
+            for one in self.held.names(name):
                 moments[one] = dict(scalars.get(one, {}))
             for key, staged in self._staged(tensors).items():
                 for one, part in self._apart(name, staged).items():
                     moments[one][key] = part
-        model = self._staged(self._held.stored())
+        model = self._staged(self.held.stored())
         state = {
             "model": {one: part for name, s in model.items() for one, part in self._apart(name, s).items()},
             "optim": {"state": moments, "param_groups": self._optimizer.groups(self._rate)},
@@ -395,18 +395,18 @@ class XlaEngine:
     def _staged(self, tensors: Mapping[str, Tensor]) -> dict[str, Staged]:
         if not tensors:
             return {}
-        shards = self._layout.local_shards(list(tensors.values()))
+        shards = self.layout.local_shards(list(tensors.values()))
         return {
             name: Staged(tensor.shape, tensor.dtype, parts)
             for (name, tensor), parts in zip(tensors.items(), shards, strict=True)
         }
 
     def _apart(self, name: str, staged: Staged) -> dict[str, Staged]:
-        stacked = name in self._held.stacks
+        stacked = name in self.held.stacks
         shape = staged.shape[1:] if stacked else staged.shape
         return {
             one: Staged(shape, staged.dtype, shards)
-            for one, shards in self._held.apart(name, staged.shards).items()
+            for one, shards in self.held.apart(name, staged.shards).items()
         }
 
 
@@ -433,9 +433,9 @@ def _keep_apart(_: nn.Module, __: Any, logits: Any) -> None:
     """Keep the compiler from fusing the product that makes the logits with the loss. Logits that come out of
     such a fusion are not overwritten by their gradients: both would exist."""
     if torch.is_grad_enabled() and isinstance(logits, torch.Tensor):
-        xla._xla_optimization_barrier_([logits])
+        xla.barrier_([logits])
 
 
 def _barrier(_: nn.Module, gradients: Any, __: Any) -> None:
     """Keep the compiler from interleaving the backward passes of layers."""
-    xla._xla_optimization_barrier_([gradient for gradient in gradients if gradient is not None])
+    xla.barrier_([gradient for gradient in gradients if gradient is not None])

@@ -106,7 +106,7 @@ def result(operation: str, *, elementwise: bool) -> Result:
 
 def every_expert(model: Any) -> None:
     """Make mixtures of experts compute every expert for every token, as the engine does."""
-    from tpu.transformers_patches import use_fixed_shapes  # which needs torch
+    from tpu.fixed_shapes import use_fixed_shapes  # which needs torch
 
     use_fixed_shapes(model, lambda tensor: tensor)
 

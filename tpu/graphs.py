@@ -51,10 +51,10 @@ class Graphs:
             results: tensors that the graph computes; their hash identifies it.
         """
         known = self._known.setdefault(kind, {})
-        fingerprint = xla._get_graph_hash(list(results))
+        fingerprint = xla.graph_hash(list(results))
         before = _samples("CompileTime")
         if fingerprint not in known:
-            text = xla._get_xla_tensors_text(list(results))[:MOST_TEXT]
+            text = xla.graph_text(list(results))[:MOST_TEXT]
             nearest = _nearest(text, known.values()) if known else None
             known[fingerprint] = text
             if nearest is not None:

@@ -65,7 +65,7 @@ class _Head(torch.autograd.Function):
         # One after the other. The second may be a loop, which copies operands that are read after it: the
         # gradients of the logits would exist twice.
         of_hidden, gradient = gradient @ gathered, another(gradient)
-        xla._xla_optimization_barrier_([of_hidden, gradient])
+        xla.barrier_([of_hidden, gradient])
         # Not of flattened tensors: the compiler copies gradients of logits to flatten them, where the
         # vocabulary is no multiple of 128.
         if ctx.turn:
@@ -73,5 +73,5 @@ class _Head(torch.autograd.Function):
         else:
             of_weight = marked(torch.einsum("btv,bth->vh", gradient, hidden), ctx.cut)
         # The layers wait for it. The compiler might put it off, and keep the gradients of all logits for it.
-        xla._xla_optimization_barrier_([of_hidden, of_weight])
+        xla.barrier_([of_hidden, of_weight])
         return of_hidden, of_weight.t() if ctx.turn else of_weight, None, None, None

@@ -115,7 +115,7 @@ class Layout:
     def place_batch(self, tensor: Tensor) -> Tensor:
         """Send this host's part of a batch to its devices; the result is the global batch."""
         spec = xs.ShardingSpec(self.mesh, self.batch(tensor.dim()), minibatch=xr.process_count() > 1)
-        placed: Tensor = xla._xla_tensors_from_aten([tensor], [str(self.device)], [spec.xla_spec(tensor)])[0]
+        placed: Tensor = xla.from_host([tensor], [str(self.device)], [spec.xla_spec(tensor)])[0]
         return placed
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype, spec: Spec) -> Tensor:
@@ -132,7 +132,7 @@ class Layout:
         return self._assembled([tensor] * self._local_devices, self.replicated(tensor.dim()), tensor.shape)
 
     def _assembled(self, shards: list[Tensor], spec: Spec, shape: Sequence[int]) -> Tensor:
-        tensor: Tensor = xla._global_tensor_from_cpu_shards(shards, self.sharding(spec), torch.Size(shape))
+        tensor: Tensor = xla.from_cpu_shards(shards, self.sharding(spec), torch.Size(shape))
         return tensor
 
     @cached_property
@@ -143,7 +143,7 @@ class Layout:
         """Fill this host's shards of ``tensor``, placed by ``spec``, from ``source``."""
         read: dict[tuple[tuple[int, int], ...], Tensor] = {}
         shards = []
-        for _, index in xla._get_local_shard_replica_and_indices([tensor])[0]:
+        for _, index in xla.shard_places([tensor])[0]:
             slices = _slices(index, tensor.shape)
             key = tuple((s.start, s.stop) for s in slices)
             if key not in read:
@@ -157,8 +157,8 @@ class Layout:
         return [self._shards(tensor) for tensor in tensors]  # one at a time: replicas are copied as well
 
     def _shards(self, tensor: Tensor) -> list[Shard]:
-        (places,) = xla._get_local_shard_replica_and_indices([tensor])
-        (copies,) = xla._get_local_shards([tensor])
+        (places,) = xla.shard_places([tensor])
+        (copies,) = xla.local_shards([tensor])
         shards = []
         for (replica, index), (values, _) in zip(places, copies, strict=True):
             if replica == 0:
@@ -168,7 +168,7 @@ class Layout:
 
     def read(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """CPU copies of whole tensors. Executes what they still need, and waits for it."""
-        copies: list[Tensor] = xla._xla_get_cpu_tensors(list(tensors))
+        copies: list[Tensor] = xla.cpu_tensors(list(tensors))
         return copies
 
     def execute(self, *, wait: bool = False) -> None:
@@ -180,7 +180,7 @@ class Layout:
     def own_copy(self, tensor: Tensor) -> Tensor:
         """A CPU copy of a replicated tensor, from one of this host's devices."""
         _wait()
-        values: Tensor = xla._get_local_shards([tensor])[0][0][0]
+        values: Tensor = xla.local_shards([tensor])[0][0][0]
         return values
 
 
@@ -204,7 +204,7 @@ class _Constrain(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         gradient = marked(gradients[0], ctx.gradient)
         if ctx.alone:
-            xla._xla_optimization_barrier_([gradient])
+            xla.barrier_([gradient])
         return gradient, None, None, None
 
 
@@ -212,7 +212,7 @@ def marked(tensor: Tensor, sharding: Any) -> Tensor:
     """A copy of ``tensor`` that is annotated with a sharding."""
     # Marking works in place, and a clone would inherit the sharding of a placed tensor.
     copy = another(tensor)
-    xla._xla_mark_sharding(copy, sharding)
+    xla.mark_sharding(copy, sharding)
     return copy
 
 
@@ -223,7 +223,7 @@ def another(tensor: Tensor) -> Tensor:
 
 def _wait() -> None:
     """Wait for started computations; shards can be copied only then."""
-    xla._xla_wait_device_ops([])
+    xla.wait([])
 
 
 def _slices(index: Any, shape: Sequence[int]) -> tuple[slice, ...]:

@@ -99,7 +99,7 @@ class Parameters:
             self._layout.fill(layer, spec[1:], sources[one])
             here = torch.arange(len(tensor)).eq(index).view(-1, *[1] * layer.dim())
             tensor.copy_(torch.where(self._layout.whole(here), layer, tensor))
-            xla._xla_mark_sharding(tensor, self._layout.sharding(spec))
+            xla.mark_sharding(tensor, self._layout.sharding(spec))
             self._layout.execute()
 
     def apart(self, name: str, shards: Sequence[Shard]) -> dict[str, list[Shard]]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from portable.errors import UserError, one_line
 from tpu import device_specs as devices
 from tpu.libtpu_flags import OURS, VARIABLE, with_missing
+from tpu.of_torch_xla import xla
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -58,8 +59,6 @@ xr: Any = torch_xla.runtime
 xb: Any = torch_xla.core.xla_builder
 xs: Any = torch_xla.distributed.spmd.xla_sharding
 xla_metrics: Any = torch_xla.debug.metrics
-xla: Any = torch_xla._XLAC
-"""torch_xla's private bindings: sharded transfers, seeds, barriers and metrics have no public API."""
 
 
 def start() -> None:
@@ -92,7 +91,7 @@ def local_devices() -> int:
 
 def cache_graphs(folder: Path) -> None:
     """Cache compiled graphs in ``folder``; call it before the first compilation."""
-    if not xla._xla_computation_cache_is_initialized():
+    if not xla.caches_graphs():
         folder.mkdir(parents=True, exist_ok=True)
         xr.initialize_cache(str(folder))
 

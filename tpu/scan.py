@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from portable.private.of_torch import changes, root_and_replay
 from tpu.layout import another, constrain
 from tpu.runtime import xb, xla
 
@@ -74,7 +75,7 @@ class Scan:
         learns = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
         signature = (key, counts, learns, *((tuple(t.shape), t.dtype, t.requires_grad) for t in inputs))
         # The body's random numbers come from seeds of its own, so that tracing does not move the run's.
-        seed = xla._xla_get_rng_seed(_DEVICE)
+        seed = xla.rng_seed(_DEVICE)
         if signature not in self._traced:
             trace = _Trace(self._body, counts, inputs, tuple(shardings) or (None,) * len(stacked))
             self._traced[signature] = trace.taken(learns, self._recompute)
@@ -224,28 +225,25 @@ class _Trace:
         def know(seen: Sequence[Tensor]) -> None:
             for place, tensor in enumerate(seen):
                 if place >= self._counts[0]:
-                    inputs[xla._xla_get_tensor_id(tensor)] = place
+                    inputs[xla.tensor_id(tensor)] = place
 
-        def pack(tensor: Tensor) -> tuple[int, Tensor | None]:
-            root = tensor._base if tensor._is_view() else tensor
-            assert root is not None
-            view = None if root is tensor else tensor
-            name = xla._xla_get_tensor_id(root)
+        def pack(tensor: Tensor) -> tuple[int, Callable[[Tensor], Tensor] | None]:
+            root, view = root_and_replay(tensor)
+            name = xla.tensor_id(root)
             if name in inputs:
                 return inputs[name], view
-            roots.setdefault(name, (root, root._version))
+            roots.setdefault(name, (root, changes(root)))
             return len(given) + list(roots).index(name), view
 
-        def unpack(packed: tuple[int, Tensor | None]) -> Tensor:
+        def unpack(packed: tuple[int, Callable[[Tensor], Tensor] | None]) -> Tensor:
             place, view = packed
             if view is None:
                 return again[place]
-            replayed: Tensor = view._view_func(again[place])  # type: ignore[attr-defined]
-            return replayed
+            return view(again[place])
 
         with torch.enable_grad(), saved_tensors_hooks(pack, unpack):
             outputs, _ = self._called(given, know)
-        assert all(root._version == version for root, version in roots.values()), "a saved tensor was changed"
+        assert all(changes(root) == version for root, version in roots.values()), "a saved tensor was changed"
         kept = [root.detach() for root, _ in roots.values()]
         forward = self._loop(given, [*outputs, *kept])
         anew = self._placeholders()
@@ -427,16 +425,16 @@ class _Loop:
         seeds: Sequence[Tensor],
     ) -> tuple[list[Tensor], list[Tensor]]:
         given = [*carry, *stacked, *shared, *seeds[: self.seeds], *self._constants]
-        outputs = xla._xla_user_computation("portable::scan", given, self._computation)
+        outputs = xla.user_computation("portable::scan", given, self._computation)
         return outputs[: self._carries], outputs[self._carries :]
 
 
 def _start_from(seed: int) -> None:
     """Draw what follows from ``seed``. A body that is being recorded has one more seed from here on."""
-    xla._xla_set_rng_seed(seed, _DEVICE)
+    xla.set_rng_seed(seed, _DEVICE)
     if _seeds:
         # The seed becomes an input of graphs when something is drawn.
-        _, inputs = xla._get_tensors_xla_device_data_node([torch.rand((), device=_DEVICE)])
+        _, inputs = xla.device_data([torch.rand((), device=_DEVICE)])
         _seeds[-1] += [tensor for tensor in inputs if tensor.dtype == torch.int64]
 
 

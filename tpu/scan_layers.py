@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from portable.errors import UserError, one_line, require
 from portable.model.layers import layer_kinds, transformer_layers, trial_forward
 from portable.model.parameters import tied_names
 from portable.model.tensors import to_numpy
+from portable.private.of_torch import tree_flatten, tree_flatten_with_path, tree_unflatten
 from tpu.calling import Caller
 from tpu.scan import Scan
 

@@ -213,8 +213,10 @@ class RemotePath:
             )
         if {".", ".."} & set(rest.split("/")):
             raise RemoteError(f"{redact(url)}: . and .. are not supported in a URL; write the full path")
+        from fsspec.core import strip_protocol  # not at the top: slow to import
+
         fs = _filesystem(protocol, url)
-        key = str(fs._strip_protocol(url)).rstrip("/")
+        key = str(strip_protocol(url)).rstrip("/")
         if not key:
             raise RemoteError(f"{redact(url)}: names no bucket; write s3://bucket/path")
         return cls(_Store(protocol, fs, key), key)

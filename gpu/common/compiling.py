@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gpu.common import torch_private
 from portable.errors import require
 from portable.model.layers import transformer_layers
+from portable.private import of_torch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -50,7 +50,7 @@ def compile_layers(model: nn.Module, config: RunConfig) -> None:
     if not config.compile:
         return
     layers = transformer_layers(model)
-    torch_private.keep_compiling(_GRAPHS_PER_LAYER * len(layers))
+    of_torch.keep_compiling(_GRAPHS_PER_LAYER * len(layers))
     mode = None if config.compile_mode == "default" else config.compile_mode
     for _, layer in layers:
         layer.compile(backend=config.compile_backend, mode=mode)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from gpu.common import torch_private
+from portable.private import of_torch
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -49,7 +49,7 @@ class _Copier:
 
     def copied(self, value: Any) -> Any:
         if isinstance(value, DTensor):
-            return torch_private.with_local(value, self._tensor(value.to_local()))
+            return of_torch.sharded_like(value, self._tensor(value.to_local()))
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
         if type(value) is tuple:
@@ -67,7 +67,7 @@ class _Copier:
     def _tensor(self, tensor: Tensor) -> Tensor:
         tensor = tensor.detach()
         storage = tensor.untyped_storage()
-        number = torch_private.storage_id(storage)
+        number = of_torch.storage_id(storage)
         if number not in self._storages:
             self._storages[number] = self._storage(storage)
         view = torch.empty(0, dtype=tensor.dtype)

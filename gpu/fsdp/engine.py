@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from gpu.common import torch_private
 from gpu.common.compiling import CapturedMemory
 from gpu.common.generation import continue_text
 from gpu.common.loss_scale import LossScale
@@ -25,12 +24,13 @@ from portable.model.chunked_loss import chunked_head
 from portable.model.groups import groups_of
 from portable.model.loss import Objective, added, shares
 from portable.model.parameters import embeddings, state_tensors, stored_tensors
-from portable.model.transformers_patches import no_value_checks
 from portable.optim.average import exchange
 from portable.optim.muon import Muon
 from portable.optim.non_finite import NEW_COUNTERS, Health, allowed_streak, count_update
 from portable.optim.optimizers import build_optimizer, set_rates
 from portable.optim.sharded import local
+from portable.private import of_torch
+from portable.private.of_transformers import no_value_checks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -151,7 +151,7 @@ class TorchEngine:
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         if self._scaler is not None and gradients:
             parts = [local(gradient) for gradient in gradients]
-            torch_private.scale_(parts, self._scaler.scale.reciprocal().to(parts[0].device))
+            of_torch.scale_(parts, self._scaler.scale.reciprocal().to(parts[0].device))
         norm = torch.nn.utils.get_total_norm(gradients)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()

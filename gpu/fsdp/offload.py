@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from gpu.common import torch_private
 from portable.optim.sharded import local
+from portable.private import of_torch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -72,4 +72,4 @@ def _on_host(tensor: Tensor) -> Tensor:
     """Uninitialized host memory for ``tensor``, pinned if it is on a GPU; sharded as ``tensor`` is."""
     part = local(tensor.detach())
     memory = torch.empty_like(part, device="cpu", pin_memory=part.device.type == "cuda")
-    return torch_private.with_local(tensor, memory) if isinstance(tensor, DTensor) else memory
+    return of_torch.sharded_like(tensor, memory) if isinstance(tensor, DTensor) else memory

@@ -8,10 +8,10 @@ from torch.distributed.tensor import DTensor
 
 from converters import CheckpointError
 from converters import Tensor as StoredTensor
-from gpu.common import torch_private
 from portable.model.tensors import fill
 from portable.optim.average import AVERAGE
 from portable.optim.own import OwnOptimizer, number_like, plain_group
+from portable.private import of_torch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -79,4 +79,4 @@ def fill_shard(target: Tensor, source: ReadableTensor) -> None:
     if not isinstance(target, DTensor):
         fill(target, source)
     elif (shard := target.to_local()).numel():
-        fill(shard, source, torch_private.local_slices(target))
+        fill(shard, source, of_torch.local_slices(target))

@@ -10,6 +10,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from portable.private import of_torch
 from portable.terminal import tell
 
 DEAD = 300.0
@@ -20,9 +21,7 @@ _PATIENCE, _PAUSE = 2.0, 0.2
 
 def wait_for_build(op: str) -> None:
     """Wait until no other process builds DeepSpeed's ``op``; remove the lock of one that was killed."""
-    from torch.utils.cpp_extension import _get_build_directory
-
-    lock = Path(_get_build_directory(op, verbose=False)) / "lock"
+    lock = Path(of_torch.build_folder(op)) / "lock"
     began, told = time.monotonic(), False
     while lock.exists():
         if not _is_open(lock) and time.time() - _last_change(lock.parent) > DEAD:

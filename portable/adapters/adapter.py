@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers.pytorch_utils import Conv1D
+from transformers import Conv1D
 
 from converters import (
     Checkpoint,
@@ -35,6 +35,7 @@ from portable.model.parameters import state_tensors, tied_names
 from portable.model.pretrained import snapshot
 from portable.model.quantized import KINDS, QuantizedLinear, QuantizedTensor, bitsandbytes, quantize
 from portable.model.tensors import to_torch
+from portable.private import of_transformers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -320,10 +321,10 @@ def adapt(model: PreTrainedModel, model_config: PretrainedConfig, config: RunCon
     """
     if config.adapter.type is None:
         return None
-    from portable.adapters.peft_package import peft
+    from portable.private.of_peft import is_magnitude, peft
 
     heads = _heads(model) if config.model.task == "sequence-classification" else []
-    settings = peft_config(config, getattr(model_config, "_commit_hash", None), heads)
+    settings = peft_config(config, of_transformers.revision(model_config), heads)
     _check_targets(model, settings, config)
     _check_ties(model, settings)
     _check_grown(model, settings)
@@ -342,7 +343,7 @@ def adapt(model: PreTrainedModel, model_config: PretrainedConfig, config: RunCon
     if config.adapter.base in KINDS:
         adapter.quantize(model)
     for module in model.modules():
-        if type(module) is peft.tuners.lora.dora.DoraLinearLayer:
+        if is_magnitude(module):
             module.get_lora_weight = _product
     for name, (lengths, _) in adapter._lengths.items():
         lengths.dtype = model.get_submodule(name.partition(".lora_magnitude_vector.")[0]).weight.dtype
@@ -557,9 +558,7 @@ def _base_dtype(config: RunConfig) -> torch.dtype:
 
 def _freeze(model: PreTrainedModel, names: Mapping[str, str], dtype: torch.dtype) -> None:
     """Cast what peft has frozen to ``dtype``, except what transformers keeps in fp32."""
-    kept = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
-    if dtype == torch.float16:
-        kept |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    kept = of_transformers.kept_in_fp32(model, fp16=dtype == torch.float16)
     pattern = re.compile("|".join(rf"(^|\.){re.escape(name)}($|\.)" for name in kept) or "$^")
     stays = {name for name in frozen_names(model) if pattern.search(names[name])}
     freeze(model, [name for name in frozen_names(model) if name not in stays], dtype)

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from portable.model.groups import CONVOLUTIONS
 from portable.model.initialize import derived_seed
 from portable.model.tensors import to_numpy, to_torch
+from portable.private import of_torch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -71,9 +73,9 @@ class _Layer:
         return _Layer._latest[1]
 
     def _computed(self) -> dict[str, torch.Tensor]:
-        module = copy.copy(self._module)
-        module._modules = {name: copy.deepcopy(child) for name, child in self._module._modules.items()}
-        for child in module._modules.values():
+        parts = {name: copy.deepcopy(child) for name, child in self._module.named_children()}
+        module = of_torch.with_children(self._module, parts)
+        for child in parts.values():
             child.to_empty(device="cpu")
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(self._seed)
@@ -88,7 +90,7 @@ def _reset(module: Any, init: Any) -> None:
         module.reset_ia3_parameters(NAME)
         return
     for child in module.modules():  # what peft leaves as it was made
-        if isinstance(child, nn.Linear | nn.modules.conv._ConvNd):
+        if isinstance(child, (nn.Linear, *CONVOLUTIONS)):
             child.reset_parameters()
     for holder in (module.lora_embedding_A, module.lora_embedding_B):
         for parameter in holder.values():
@@ -109,14 +111,12 @@ class _Nothing(nn.Module):
 
 def _without_base(module: Any) -> Any:
     """A copy of one of peft's layers, on the meta device, around nothing."""
-    shell = copy.copy(module)
-    shell._modules = {
+    kept = {
         name: copy.deepcopy(child)
-        for name, child in module._modules.items()
+        for name, child in module.named_children()
         if name not in ("base_layer", "lora_magnitude_vector")
     }
-    shell._modules["base_layer"] = _Nothing()
-    return shell
+    return of_torch.with_children(module, {**kept, "base_layer": _Nothing()})
 
 
 class _Value:

@@ -171,13 +171,13 @@ def _with_targets(
     lacking = [name for name in _BY_MODEL[kind] if document.get(name) is None]
     if not lacking:
         return document
-    from portable.adapters.peft_package import peft
     from portable.model.build import model_config
+    from portable.private.of_peft import target_modules
 
     model_type = model_config(config.model).model_type
     found = dict(document)
     for name in lacking:
-        modules = getattr(peft.utils.constants, _BY_MODEL[kind][name]).get(model_type)
+        modules = target_modules(_BY_MODEL[kind][name], model_type)
         require(
             modules is not None or (name == "target_modules" and bool(document.get("target_parameters"))),
             f"{key}: {path}: has no {name}, and peft has none for models of type {model_type}; add them",
@@ -228,7 +228,7 @@ def _defaults(kind: str) -> dict[str, Any]:
 
 
 def _class_of(kind: str) -> Any:
-    from portable.adapters.peft_package import peft
+    from portable.private.of_peft import peft
 
     return {"lora": peft.LoraConfig, "ia3": peft.IA3Config}[kind]
 

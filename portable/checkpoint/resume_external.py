@@ -21,6 +21,7 @@ from portable.errors import DamagedError, UserError
 from portable.model.groups import groups_of
 from portable.model.parameters import embeddings, stored_tensors, tied_names
 from portable.optim.optimizers import build_optimizer
+from portable.private.of_transformers import ignored_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -143,7 +144,7 @@ def _match_weights(
         if stored:
             held[name] = held.pop(stored[0])
     missing = [name for name in wanted if name not in held]
-    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    ignored = ignored_names(model)
     unexpected = [
         name
         for name in held

@@ -8,6 +8,7 @@ import torch
 from torch.autograd.graph import save_on_cpu
 
 from portable.errors import UserError, one_line
+from portable.private import of_torch, of_transformers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,28 +38,18 @@ def checkpoint_activations(model: nn.Module, kind: str, *, inputs_on_host: bool 
             aten.mm.default,
             aten.addmm.default,
             aten.bmm.default,
-            aten._scaled_dot_product_flash_attention.default,
-            aten._scaled_dot_product_efficient_attention.default,
-            aten._scaled_dot_product_cudnn_attention.default,
-            aten._scaled_dot_product_flash_attention_for_cpu.default,
+            *(of_torch.aten(f"scaled_dot_product_{kernel}") for kernel in _KERNELS),
         ]
         options["context_fn"] = lambda: create_selective_checkpoint_contexts(kept)
-    # Newer versions of transformers have a new name. Both take the options first.
-    enable: Any = (
-        getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    )
     try:
-        enable(options)
+        model.activation_checkpointing_enable(options)
     except ValueError as error:
         raise UserError(f"memory.activation_checkpointing: {one_line(error)}") from error
     if inputs_on_host:
-        for module in model.modules():
-            if hasattr(module, _RECOMPUTED_BY):
-                setattr(module, _RECOMPUTED_BY, _with_inputs_on_host(getattr(module, _RECOMPUTED_BY)))
+        of_transformers.recompute_by(model, _with_inputs_on_host)
 
 
-_RECOMPUTED_BY = "_gradient_checkpointing_func"
-"""The attribute with the function through which transformers calls a recomputed layer."""
+_KERNELS = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
 
 
 def _with_inputs_on_host(checkpoint: Callable[..., Any]) -> Callable[..., Any]:

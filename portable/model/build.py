@@ -20,6 +20,7 @@ from portable.errors import UserError, one_line, require
 from portable.model.freezing import COMPUTE, freeze_by_pattern
 from portable.model.layers import trial_forward
 from portable.model.parameters import token_embedding
+from portable.private.of_transformers import model_types
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -55,7 +56,7 @@ def model_config(settings: ModelConfig) -> PretrainedConfig:
         try:
             known = AutoConfig.for_model(model_type)
         except ValueError as error:
-            near = _nearest(model_type, _model_types())
+            near = _nearest(model_type, model_types())
             raise UserError(
                 f"model.config.model_type: transformers has no model type {model_type!r}{near}"
             ) from error
@@ -229,9 +230,9 @@ def _from_config(config: PretrainedConfig, settings: ModelConfig, attention: str
         if settings.function is not None:
             model = changed(model, settings.function)
     for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:  # created as a parameter, so it has no value
-                module._buffers[name] = torch.zeros_like(buffer, device="cpu")
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if buffer.is_meta:  # created as a parameter, so it has no value
+                setattr(module, name, torch.zeros_like(buffer, device="cpu"))
     return model
 
 
@@ -286,6 +287,8 @@ def _check_forward(model: PreTrainedModel, key: str) -> None:
     """Raise UserError if the sizes in the config are inconsistent. Uses no memory and computes nothing."""
     try:
         trial_forward(model)
+    except UserError:
+        raise
     except Exception as error:
         if isinstance(error, RuntimeError) and _SHAPES_DISAGREE.search(str(error)):
             raise UserError(
@@ -356,13 +359,6 @@ def _reserved_positions(config: PretrainedConfig) -> int:
         if isinstance(module, nn.Embedding) and "position" in name and module.padding_idx is not None:
             reserved = max(reserved, module.padding_idx + 1)
     return reserved
-
-
-def _model_types() -> list[str]:
-    from transformers.models.auto import configuration_auto
-
-    names: Any = configuration_auto.CONFIG_MAPPING_NAMES
-    return list(names)
 
 
 def _nearest(word: str, names: Any) -> str:

@@ -26,7 +26,8 @@ from torch.nn import functional
 
 from portable.errors import UserError
 from portable.model.layers import trial_forward
-from portable.model.transformers_patches import replaced
+from portable.private import of_torch
+from portable.private.of_transformers import attention_kernel, masks_made_by, no_packed_sequences
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -89,7 +90,7 @@ def _is_causal(model: PreTrainedModel) -> bool:
         return mask
 
     # Masks come first. Some layers cannot run on the meta device.
-    with _masks_made_by(watched, model.config._attn_implementation), suppress(Exception):
+    with masks_made_by(watched, attention_kernel(model.config)), suppress(Exception):
         trial_forward(model)
     return bool(causal) and all(causal)
 
@@ -103,7 +104,7 @@ class DocumentAttention:
 
     def __init__(self, model: nn.Module) -> None:
         config: Any = model.config
-        self._kernel: str = config._attn_implementation
+        self._kernel = attention_kernel(config)
         self._reads_mask = config.model_type in READ_THEIR_MASK
         self._model = model
 
@@ -116,7 +117,7 @@ class DocumentAttention:
             yield arguments
             return
         # The positions are known: transformers would read them to find out.
-        with replaced(find_packed_sequence_indices=lambda _: None):
+        with no_packed_sequences():
             if self._kernel == "flash_attention_2" and lengths is not None:
                 yield arguments | _flash_arguments(lengths, inputs["input_ids"].shape[1])
                 return
@@ -124,32 +125,17 @@ class DocumentAttention:
             if lengths is not None and self._calls_per_document(lengths.device):
                 _let_sdpa_take_documents()
                 rows = [[length for length in row if length] for row in lengths.tolist()]
-            with _masks_made_by(_within_documents(inputs["position_ids"], rows), self._kernel):
+            with masks_made_by(_within_documents(inputs["position_ids"], rows), self._kernel):
                 yield arguments
 
     def _calls_per_document(self, device: torch.device) -> bool:
         if self._kernel != "sdpa" or self._reads_mask or device.type != "cpu":
             return False
-        return all(module._compiled_call_impl is None for module in self._model.modules())
+        return not any(map(of_torch.is_compiled, self._model.modules()))
 
 
 _BOTH_DIRECTIONS = "allow_is_bidirectional_skip"
 """An argument of masks that are not causal."""
-
-
-@contextmanager
-def _masks_made_by(
-    wrap: Callable[[Callable[..., Tensor]], Callable[..., Any]], kernel: str
-) -> Iterator[None]:
-    """Within this context, wrap the function with which transformers makes masks for an attention kernel."""
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-
-    functions: Any = ALL_MASK_ATTENTION_FUNCTIONS
-    functions[kernel] = wrap(functions[kernel])
-    try:
-        yield
-    finally:
-        del functions[kernel]
 
 
 def _within_documents(
@@ -250,10 +236,9 @@ class _Documents:
 
 @cache  # once per process: layers that are recomputed run outside of any context
 def _let_sdpa_take_documents() -> None:
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+    from transformers import AttentionInterface
 
-    functions: Any = ALL_ATTENTION_FUNCTIONS
-    attention = functions["sdpa"]
+    attention = AttentionInterface()["sdpa"]
 
     def with_documents(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **keywords: Any
@@ -263,4 +248,4 @@ def _let_sdpa_take_documents() -> None:
         result: tuple[Tensor, None] = attention(module, query, key, value, attention_mask, **keywords)
         return result
 
-    functions["sdpa"] = with_documents
+    AttentionInterface.register("sdpa", with_documents)

@@ -30,8 +30,14 @@ def decaying(model: nn.Module) -> set[str]:
             norms.append(f"{prefix}.")
         dotted = f"{prefix}." if prefix else ""
         if not dotted.startswith(tuple(norms)):
-            names.update(dotted + name for name in module._parameters if not _spared(dotted + name))
+            own = (
+                dotted + name for name, _ in module.named_parameters(recurse=False, remove_duplicate=False)
+            )
+            names.update(name for name in own if not _spared(name))
     return names
+
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 def layer_matrices(model: nn.Module) -> set[str]:
@@ -43,7 +49,7 @@ def layer_matrices(model: nn.Module) -> set[str]:
     lists = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
     found = set()
     for prefix, module in model.named_modules():
-        if not prefix.startswith(lists) or isinstance(module, nn.Embedding | nn.modules.conv._ConvNd):
+        if not prefix.startswith(lists) or isinstance(module, (nn.Embedding, *CONVOLUTIONS)):
             continue
         for name, parameter in module.named_parameters(prefix, recurse=False):
             if 2 <= parameter.dim() <= 3 and min(parameter.shape[-2:]) > 1 and name in decays:

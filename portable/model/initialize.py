@@ -17,11 +17,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.utils.deterministic
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from portable.model.build import changed
 from portable.model.layers import transformer_layers
 from portable.model.parameters import state_tensors
 from portable.model.tensors import InMemoryTensor, ReadableTensor
+from portable.private.of_torch import constructors_replaced
+from portable.private.of_transformers import from_config
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -76,10 +79,9 @@ class Blueprint:
             raise RuntimeError(f"no initial values for {', '.join(sorted(left))}")
 
     def _built(self, seed: int) -> PreTrainedModel:
-        kind: Any = type(self.model)
         with torch.random.fork_rng(devices=[]), _nothing_left_to_chance():
             torch.default_generator.manual_seed(seed)
-            model: PreTrainedModel = kind._from_config(copy.deepcopy(self.model.config), dtype=torch.float32)
+            model = from_config(type(self.model), copy.deepcopy(self.model.config), torch.float32)
             if (function := self.model.__dict__.get("changed_by")) is not None:
                 model = changed(model, function)
         for parameter in model.parameters():
@@ -147,17 +149,16 @@ def _made_in_part(
     """
     made: list[nn.Module] = []
     inside: list[int] = []  # the index of the outermost layer under construction
-    base: Any = nn.Module
     deterministic: Any = torch.utils.deterministic
-    register, filled = base.register_parameter, deterministic.fill_uninitialized_memory
+    filled = deterministic.fill_uninitialized_memory
 
-    def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        register(module, name, parameter)
+    def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         real = inside[0] in real_layers if inside else rest_is_real
-        if parameter is not None and not real and not parameter.is_meta:
-            meta = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-            meta.__dict__.update(parameter.__dict__)
-            module._parameters[name] = meta
+        if parameter is None or real or parameter.is_meta:
+            return None  # as it is
+        meta = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+        meta.__dict__.update(parameter.__dict__)
+        return meta
 
     def following(construct: Callable[..., None]) -> Callable[..., None]:
         @wraps(construct)
@@ -176,22 +177,14 @@ def _made_in_part(
 
         return constructor
 
-    own: dict[Any, Any] = {kind: kind.__dict__.get("__init__") for kind in classes}
-    constructors: dict[Any, Any] = {kind: following(kind.__init__) for kind in classes}
+    hook = register_module_parameter_registration_hook(registered)
     try:
         deterministic.fill_uninitialized_memory = rest_is_real
-        base.register_parameter = registered
-        for kind, constructor in constructors.items():
-            kind.__init__ = constructor
-        yield made
+        with constructors_replaced(classes, following):
+            yield made
     finally:
         deterministic.fill_uninitialized_memory = filled
-        base.register_parameter = register
-        for kind, construct in own.items():
-            if construct is None:
-                del kind.__init__
-            else:
-                kind.__init__ = construct
+        hook.remove()
 
 
 @contextmanager

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from portable.data import KnownClasses
 from portable.data.samples.classes import PROBLEMS, SINGLE
 from portable.errors import UserError
+from portable.private.of_transformers import model_class
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -72,7 +73,7 @@ def classifies_end_token(config: PretrainedConfig) -> bool:
     from transformers import AutoModelForSequenceClassification
 
     try:
-        kind: Any = AutoModelForSequenceClassification._model_mapping[type(config)]
+        kind = model_class(AutoModelForSequenceClassification, config)
     except KeyError:  # code from the hub, or not a classifier
         return False
     return "eos_token_id" in inspect.unwrap(kind.forward).__code__.co_names

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from portable.model.transformers_patches import no_value_checks
+from portable.private import of_torch
+from portable.private.of_transformers import no_value_checks, repeated_layers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -82,7 +83,7 @@ def trial_forward(
 
 def transformer_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """The outermost repeated layers by name: the units of sharding, recomputation and initialization."""
-    classes = {name for m in model.modules() for name in (getattr(m, "_no_split_modules", None) or ())}
+    classes = repeated_layers(model)
     # Only members of a list: some models also declare their embeddings, whose weights the head may share.
     lists = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)]
     members = [(f"{name}.{child}", m) for name, entries in lists for child, m in entries.named_children()]
@@ -141,8 +142,9 @@ def shortened(model: nn.Module, kept: Collection[str]) -> Any:
     small = copy.deepcopy(model, memo)
     for parent, children in lists.items():
         holder = small.get_submodule(parent)
-        remaining = [m for child in children if (m := holder._modules[child]) is not None]
-        holder._modules.clear()
+        held = of_torch.children(holder)
+        remaining = [m for child in children if (m := held[child]) is not None]
+        held.clear()
         for i, layer in enumerate(remaining):
             holder.add_module(str(i), layer)
     return small

@@ -22,6 +22,7 @@ from portable import plugins
 from portable.errors import UserError
 from portable.model.document_attention import DocumentAttention
 from portable.model.model_terms import ModelTerms
+from portable.model.parameters import adapted
 from portable.model.training_loss import (
     IGNORED,
     LOGITS,
@@ -345,16 +346,12 @@ def without_adapter(model: nn.Module) -> Iterator[None]:
     Raises:
         UserError: if it has none.
     """
-    layers: list[Any] = [one for one in model.modules() if getattr(one, "_disable_adapters", None) is False]
-    if not layers:
+    if not adapted(model):
         raise UserError("the model has no adapter to switch off; set adapter.type, or name another reference")
-    for layer in layers:  # peft's own switch also changes what is trained, which engines have taken in
-        layer._disable_adapters = True
-    try:
+    from portable.private.of_peft import switched_off  # which imports peft
+
+    with switched_off(model):
         yield
-    finally:
-        for layer in layers:
-            layer._disable_adapters = False
 
 
 _INPUTS = (

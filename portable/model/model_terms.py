@@ -10,6 +10,8 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from portable.private import of_torch, of_transformers
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -52,22 +54,15 @@ class ModelTerms:
             with _CrossEntropyIs(nothing):
                 yield {"labels": labels, **self._more}
             return
-        attributes = self._model.__dict__  # `loss_function` is a property over this attribute
-        own = attributes.get("_loss_function")
-        attributes["_loss_function"] = lambda *_, **__: nothing
-        try:
+        with of_transformers.loss_function(self._model, lambda *_, **__: nothing):
             yield {"labels": labels, **self._more}
-        finally:
-            attributes.pop("_loss_function")
-            if own is not None:
-                attributes["_loss_function"] = own
 
     def added(self, loss: Tensor, output: Any, *, share: float) -> Tensor:
         """Add ``share`` of the model's terms in ``output`` to ``loss``."""
         own: Tensor | None = output.loss if self._given else None
         nothing, self._nothing = self._nothing, None
         # Most models add nothing, not even in place: skip the addition.
-        if own is None or (own is nothing and own._version == 0):
+        if own is None or (own is nothing and of_torch.changes(own) == 0):
             return loss
         return loss + own.float() * share
 

@@ -45,15 +45,12 @@ def replace_tensors(
     replaced: dict[int, nn.Parameter] = {}
     for prefix, module in model.named_modules():
         dotted = f"{prefix}." if prefix else ""
-        for name, old in module._parameters.items():
-            if old is None:
-                continue
+        for name, old in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if id(old) not in replaced:
                 replaced[id(old)] = parameter(dotted + name, old)
-            module._parameters[name] = replaced[id(old)]
-        for name, value in module._buffers.items():
-            if value is not None:
-                module._buffers[name] = buffer(dotted + name, value)
+            setattr(module, name, replaced[id(old)])
+        for name, value in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            setattr(module, name, buffer(dotted + name, value))
 
 
 def embeddings(model: nn.Module) -> list[nn.Parameter]:

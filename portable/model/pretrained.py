@@ -12,7 +12,6 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from portable.model.build import without_quantization
 from portable.model.grown import GrownTensor
 from portable.model.parameters import embeddings, state_tensors, tied_names
 from portable.model.tensors import InMemoryTensor, ReadableTensor, to_numpy, to_torch
+from portable.private import of_transformers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -127,7 +127,7 @@ def _matched(
             f"{type(model).__name__}; choose a checkpoint of this architecture"
         )
     missing = [name for name in wanted if name not in found]
-    return PretrainedWeights(found, missing, _reported(model, unclaimed))
+    return PretrainedWeights(found, missing, of_transformers.unexpected_names(model, unclaimed))
 
 
 Sources = dict[str, ReadableTensor]
@@ -142,40 +142,25 @@ def _translated(
 
     Returns:
         The converted tensors by the model's names, and a map from unused checkpoint names to transformers'
-        names. None if this version of transformers has no readable conversion table.
+        names. None if what converts them cannot be applied to tensors that are read later.
     """
+    renamed, converters = of_transformers.renamed(model, tensors)
+    names = model.state_dict()
+    sources: Sources = {}
+    unclaimed: dict[str, str] = {}
+    groups: dict[str, _Group] = {}
+    for key, name, pattern in renamed:
+        if name not in names:
+            unclaimed[key] = name
+        elif pattern is None:
+            sources[name] = tensors[key]
+        else:
+            group = groups.setdefault(name, _Group(name, converters[pattern], model))
+            group.add(key, pattern, tensors[key])
     try:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import (
-            WeightConverter,
-            WeightRenaming,
-            dot_natural_key,
-            rename_source_key,
-        )
-
-        mapping: list[Any] = get_model_conversion_mapping(model)
-        state = model.state_dict()
-        prefix = model.base_model_prefix
-        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-        by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
-        sources: Sources = {}
-        unclaimed: dict[str, str] = {}
-        groups: dict[str, _Group] = {}
-        for key in sorted(tensors, key=dot_natural_key):
-            name, pattern = rename_source_key(key, renamings, converters, prefix, state)
-            if name not in state and key in state:
-                name, pattern = rename_source_key(key, [], [], prefix, state)
-            if name not in state:
-                unclaimed[key] = name
-            elif pattern is None:
-                sources[name] = tensors[key]
-            else:
-                group = groups.setdefault(name, _Group(name, by_pattern[pattern], model))
-                group.add(key, pattern, tensors[key])
         for group in groups.values():
             sources.update(group.results())
-    except (ImportError, AttributeError, TypeError, NotImplementedError):
+    except (AttributeError, TypeError, NotImplementedError):  # what converts them needs their values
         return None
     return sources, unclaimed
 
@@ -244,15 +229,6 @@ class _Converted:
         return to_numpy((tensor if index is None else tensor[index]).contiguous())
 
 
-def _reported(model: PreTrainedModel, unclaimed: Mapping[str, str]) -> list[str]:
-    """The unused names that the user should know about: without those that the architecture ignores."""
-    info = SimpleNamespace(missing_keys=set[str](), unexpected_keys=set(unclaimed.values()))
-    adjust = getattr(model, "_adjust_missing_and_unexpected_keys", None)
-    if adjust is not None:
-        adjust(info)
-    return [key for key, name in unclaimed.items() if name in info.unexpected_keys]
-
-
 def _shortened(names: list[str]) -> str:
     """List the names, with one pattern for repeated layers."""
     alike: dict[str, list[str]] = defaultdict(list)
@@ -305,7 +281,7 @@ def _check_head(model: PreTrainedModel, weights: PretrainedWeights) -> None:
     missing = set(weights.missing)
     matrix = getattr(model.get_output_embeddings(), "weight", None)
     tables = {id(table) for table in embeddings(model)}
-    tieable = getattr(model, "_tied_weights_keys", None) or ()  # includes the head
+    tieable = of_transformers.tieable_names(model)
     lost = [
         name
         for name, parameter in model.named_parameters()
@@ -350,9 +326,7 @@ def _dequantized(settings: ModelConfig, model: PreTrainedModel, method: str) -> 
     try:
         config = copy.deepcopy(model.config)
         given = without_quantization(_own_config(settings)) or {}
-        from transformers.quantizers.auto import AutoQuantizationConfig
-
-        if hasattr(AutoQuantizationConfig.from_dict(dict(given)), "dequantize"):
+        if of_transformers.dequantizes_on_loading(given):
             given["dequantize"] = True  # during loading
         config.quantization_config = given
         loaded, info = _load(settings, model, config)

@@ -6,17 +6,16 @@ like any other parameter, and casts nothing.
 
 from __future__ import annotations
 
-import logging
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
-from portable.errors import UserError
 from portable.model.tensors import to_numpy, to_torch
+from portable.private import of_torch
+from portable.private.of_bitsandbytes import bitsandbytes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -29,31 +28,6 @@ BLOCK, OUTER = 64, 256
 """Elements with one scale, and scales with one scale of their own: those of the QLoRA paper."""
 _CHUNK = 1 << 20  # elements that are quantized at a time, a multiple of BLOCK
 _ALIGNED = 16
-
-
-@cache
-def bitsandbytes() -> Any:
-    """The package, without torch's compiler.
-
-    It compiles what stands in for kernels that a device lacks. That imports the compiler, which takes two
-    seconds, and on a CPU compiles a function for each shape, which takes longer than a small run.
-
-    Raises:
-        UserError: if it is not installed.
-    """
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    compiler: Any = torch.compile
-    stand_in: Any = lambda function=None, **_: function or (lambda later: later)  # noqa: E731
-    torch.compile = stand_in
-    try:
-        import bitsandbytes as package
-    except ImportError as error:
-        raise UserError(
-            "adapter.base: nf4 and int8 need bitsandbytes; pip install 'portable-trainer[qlora]'"
-        ) from error
-    finally:
-        torch.compile = compiler
-    return package
 
 
 class QuantizedLinear(nn.Module):
@@ -100,7 +74,7 @@ class QuantizedLinear(nn.Module):
         if inputs.is_meta:  # a trial pass, which may have another compute type
             return functional.linear(inputs, inputs.new_empty(self.out_features, self.in_features), None)
         inputs = inputs.to(self.bits.dtype)
-        if isinstance(inputs, FakeTensor):
+        if of_torch.is_fake(inputs):
             planned: Tensor = _Planned.apply(inputs, self)  # type: ignore[no-untyped-call, unused-ignore]
             return planned
         bias = None if self.bias is None else self.bias.to(inputs.dtype)

@@ -13,6 +13,7 @@ from torch import nn
 from portable.data import LAST_LABEL
 from portable.data.tokens.tokenizer import Vocabulary
 from portable.errors import UserError, one_line
+from portable.private.of_transformers import generation_of_config, model_class
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -170,7 +171,7 @@ class LabelShift:
 
 def _without_layers(auto_class: Any, config: Any) -> Any:
     """A model with only its config, which is all that the label shift reads."""
-    kind = auto_class._model_mapping[type(config)]
+    kind = model_class(auto_class, config)
     model = object.__new__(kind)
     nn.Module.__init__(model)
     model.config = config
@@ -189,7 +190,7 @@ def _pretrained_generation(settings: ModelConfig) -> Any:
     except OSError:  # no generation_config.json: read the generation settings of config.json
         pass
     try:
-        return GenerationConfig.from_pretrained(name, config_file_name="config.json", _from_model_config=True)
+        return generation_of_config(name)
     except (OSError, ValueError) as error:
         raise UserError(f"model.name_or_path: {one_line(error)}") from error
 

@@ -15,6 +15,7 @@ from portable.config.training_sources import training_names
 from portable.errors import UserError
 from portable.model.loss_by_source import LossBySource
 from portable.model.whole_values import WholeValues
+from portable.private import of_torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -131,14 +132,14 @@ class TrainingLoss:
     def __call__(self, outputs: Outputs, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """The summed loss, and the numbers beside it, as scalars."""
         labels = batch["labels"]
-        before = [(name, one, one._version) for name, one in batch.items()]
+        before = [(name, one, of_torch.changes(one)) for name, one in batch.items()]
         first = self._names is None
         whole = WholeValues(self.key, differentiated=True) if first else nullcontext()
         with plugins.told_as(self.key):
             with whole:
                 value: Any = self._loss(outputs, batch)
             for name, one, version in before:
-                if one._version != version:
+                if of_torch.changes(one) != version:
                     raise UserError(f"{self.key}: changes batch[{name!r}] in place; change a copy of it")
             if not isinstance(value, tuple) or len(value) not in (2, 3):
                 what = "a tensor" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from portable.errors import UserError
+from portable.private.of_torch import tree_leaves
 
 _READS = {
     torch.Tensor.item,

@@ -14,6 +14,7 @@ from portable.optim.muon import Muon
 from portable.optim.own import OwnOptimizer
 from portable.optim.sharded import local
 from portable.plugins import names_code
+from portable.private import of_torch
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -208,7 +209,7 @@ class FusedSGD(torch.optim.Optimizer):
                         self.state[parameter] = self.initial_state(parameter)
                 buffers = [self.state[parameter]["momentum_buffer"] for parameter in trained]
             if trained:
-                torch._fused_sgd_(
+                of_torch.fused_sgd_(
                     [local(p) for p in trained],
                     [local(p.grad) for p in trained],
                     [local(buffer) for buffer in buffers],

@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
 
 from portable import plugins
 from portable.errors import UserError, require
 from portable.optim.sharded import local, shard_group
+from portable.private import of_torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -102,7 +102,7 @@ class OwnOptimizer:
             f"{self.key}: is a {type(self.inner).__name__}; give a torch.optim.Optimizer, or a function that "
             "returns one",
         )
-        supports = getattr(self.inner, "_step_supports_amp_scaling", False)
+        supports = of_torch.masks_its_steps(self.inner)
         self.param_groups: list[dict[str, Any]] = self.inner.param_groups
         self.state: Any = self.inner.state
         self._masks = supports or hasattr(type(self.inner), "found_inf")
@@ -381,7 +381,9 @@ class _Completed(TorchFunctionMode):
         if func in (torch.mean, torch.Tensor.mean) and args and isinstance(args[0], DTensor):
             total = torch.sum(*args, **(kwargs or {}))
             return _completed(total) * (total.numel() / args[0].numel())  # type: ignore[arg-type]
-        return tree_map_only(DTensor, _completed, func(*args, **(kwargs or {})))
+        leaves, structure = of_torch.tree_flatten(func(*args, **(kwargs or {})))
+        completed = [_completed(leaf) if isinstance(leaf, DTensor) else leaf for leaf in leaves]
+        return of_torch.tree_unflatten(completed, structure)
 
 
 def _completed(value: DTensor) -> DTensor:

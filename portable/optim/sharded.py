@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from portable.private import of_torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,11 +37,7 @@ def zeros_sharded_like(
     part = torch.zeros((local(parameter).shape[0], *shape[1:]), dtype=dtype, device=parameter.device)
     if not isinstance(parameter, DTensor):
         return part
-    stride = torch.empty(shape, device="meta").stride()
-    meta = TensorMeta(torch.Size(shape), stride, dtype)
-    spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=meta)
-    # DTensor.from_local would move tensors in host memory to the devices of the mesh.
-    return DTensor(part, spec, requires_grad=False)
+    return of_torch.sharded_like(parameter, part, shape)
 
 
 def shard_group(parameter: Tensor) -> dist.ProcessGroup | None:

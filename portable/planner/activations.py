@@ -11,16 +11,13 @@ import functools
 import warnings
 import weakref
 from collections import Counter
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from portable.model.activation_checkpointing import checkpoint_activations
@@ -28,13 +25,12 @@ from portable.model.chunked_loss import chunked_head
 from portable.model.layers import LayerKinds, layer_kinds, shortened, transformer_layers
 from portable.model.loss import token_loss
 from portable.model.parameters import replace_tensors
-from portable.model.transformers_patches import no_value_checks
 from portable.planner.fused import Tape
 from portable.planner.passes import Activations, Peak
+from portable.private import of_torch
+from portable.private.of_transformers import no_value_checks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from portable.backend import Batch
     from portable.planner.passes import Request
 
@@ -86,7 +82,7 @@ def _passes(
     chunked = chunked_head(small, request.loss_chunk_tokens)
     if chunked is not None:
         chunked.most_parts = 2  # further parts have the same peak, and a large vocabulary has hundreds
-    with FakeTensorMode(allow_non_fake_inputs=True), ExitStack() as stack:
+    with of_torch.fake_tensors(), ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # about fake tensors
         if request.compiler is not None and request.compiler.prepare is not None:
@@ -96,10 +92,11 @@ def _passes(
         small.train()
         batch = fake_batch(small, request)
         watch = Watch(small) if request.compiler is None else Tape(small, request.compiler)
-        stack.enter_context(watch)
+        stack.enter_context(of_torch.every_operation(watch.operation))
         if request.compiler is not None:
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-            stack.enter_context(_attention_by_rows(request.compiler.attention_rows))
+            if (rows := request.compiler.attention_rows) is not None:
+                stack.callback(of_torch.replace_attention(functools.partial(_by_rows, rows)))
         with no_value_checks():
             if request.compute == "autocast":
                 if request.on_gpu:
@@ -153,7 +150,7 @@ def fake_batch(model: nn.Module, request: Request) -> Batch:
     return batch
 
 
-class Watch(TorchDispatchMode):
+class Watch:
     """Counts the bytes of all live storages and records the peak.
 
     Args:
@@ -161,7 +158,6 @@ class Watch(TorchDispatchMode):
     """
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self._kinds: dict[int, int] = {}
         self._references: dict[int, Any] = {}
         self._live: Counter[int] = Counter()
@@ -182,17 +178,16 @@ class Watch(TorchDispatchMode):
         """The peak of each phase as (work, copies), in bytes."""
         return self._peaks
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in _GROUPED and args[0].dtype != torch.bfloat16:
-            results = _grouped(func, args, kwargs or {})
+    def operation(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """The results of an operation, which are counted."""
+        if func is _GROUPED and args[0].dtype != torch.bfloat16:
+            results = _grouped(func, args, kwargs)
         else:
-            results = func(*args, **(kwargs or {}))
+            results = func(*args, **kwargs)
         kind = _WORK
-        if func is torch.ops.aten._to_copy.default and self._kind_of(args[0]) == _MODEL:
+        if func is _TO_COPY and self._kind_of(args[0]) == _MODEL:
             kind = _COPY
-        for result in tree_leaves(results):
+        for result in of_torch.tree_leaves(results):
             if isinstance(result, torch.Tensor):
                 self._see(result, kind)
         if sum(self._peak) < self._live[_WORK] + self._live[_COPY]:
@@ -200,11 +195,11 @@ class Watch(TorchDispatchMode):
         return results
 
     def _kind_of(self, tensor: torch.Tensor) -> int | None:
-        return self._kinds.get(tensor.untyped_storage()._cdata)
+        return self._kinds.get(of_torch.storage_id(tensor.untyped_storage()))
 
     def _see(self, tensor: torch.Tensor, kind: int) -> None:
         storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
+        key, size = of_torch.storage_id(storage), storage.nbytes()
         if key in self._kinds:
             return
 
@@ -219,14 +214,14 @@ class Watch(TorchDispatchMode):
     def _accumulated(self, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
         storage = parameter.grad.untyped_storage()
-        key = storage._cdata
+        key = of_torch.storage_id(storage)
         if self._kinds.get(key) in (_WORK, _COPY):
             self._live[self._kinds[key]] -= storage.nbytes()
             self._kinds[key] = _GRADIENT
             self._live[_GRADIENT] += storage.nbytes()
 
 
-_GROUPED = (torch.ops.aten._grouped_mm.default,)
+_GROUPED, _TO_COPY = of_torch.aten("grouped_mm"), of_torch.aten("to_copy")
 
 
 def _grouped(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
@@ -238,10 +233,8 @@ def _grouped(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
     return torch.empty_like(found, dtype=args[0].dtype)
 
 
-@contextmanager
-def _attention_by_rows(rows: int | None) -> Iterator[None]:
+def _by_rows(rows: int, whole: Any) -> Any:
     """Attention whose scores exist for ``rows`` tokens at a time, and again in the backward pass."""
-    whole: Any = nn.functional.scaled_dot_product_attention
 
     def attention(query: Any, key: Any, value: Any, attn_mask: Any = None, *rest: Any, **options: Any) -> Any:
         parts = []
@@ -253,12 +246,7 @@ def _attention_by_rows(rows: int | None) -> Iterator[None]:
             parts.append(checkpoint(attend, chunk, key, value, mask, *rest, use_reentrant=False))
         return torch.cat(parts, dim=2)
 
-    if rows is not None:
-        nn.functional.scaled_dot_product_attention = attention
-    try:
-        yield
-    finally:
-        nn.functional.scaled_dot_product_attention = whole
+    return attention
 
 
 class _CudaAutocast(TorchFunctionMode):

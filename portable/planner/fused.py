@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from portable.model.layers import transformer_layers
+from portable.private import of_torch
+from portable.private.of_torch import tree_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,7 +38,7 @@ class Value:
     result: Result
 
 
-class Tape(TorchDispatchMode):
+class Tape:
     """Records the operations of a pass on fake tensors.
 
     Args:
@@ -47,7 +47,6 @@ class Tape(TorchDispatchMode):
     """
 
     def __init__(self, model: nn.Module, compiler: Compiler) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self._compiler = compiler
         self._values: list[Value] = []
         self._newest: dict[int, int] = {}  # by storage; those of the model have none
@@ -69,10 +68,9 @@ class Tape(TorchDispatchMode):
         """The peak of each phase as (work, copies), in bytes."""
         return [(peak, 0) for peak in peaks(self._values, self._ends, self._left)]
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        results = func(*args, **(kwargs or {}))
+    def operation(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """The results of an operation, which are recorded."""
+        results = func(*args, **kwargs)
         given = [_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         inputs = tuple(dict.fromkeys(self._newest[key] for key in given if key in self._newest))
         name = func.overloadpacket.__name__
@@ -80,7 +78,7 @@ class Tape(TorchDispatchMode):
         for tensor in tree_leaves(results):
             if not isinstance(tensor, torch.Tensor):
                 continue
-            if _storage(tensor) in given and not func._schema.is_mutable:
+            if _storage(tensor) in given and not of_torch.changes_its_inputs(func):
                 continue  # a view
             self._values.append(Value(tensor.untyped_storage().nbytes(), inputs, kind))
             self._is_now(tensor, len(self._values) - 1)
@@ -88,7 +86,7 @@ class Tape(TorchDispatchMode):
 
     def _is_now(self, tensor: torch.Tensor, value: int) -> None:
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = of_torch.storage_id(storage)
         if key not in self._references:
 
             def gone(_: Any) -> None:
@@ -122,8 +120,7 @@ class Tape(TorchDispatchMode):
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    key: int = tensor.untyped_storage()._cdata
-    return key
+    return of_torch.storage_id(tensor.untyped_storage())
 
 
 def peaks(values: Sequence[Value], ends: Sequence[int], left: set[int]) -> list[int]:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from portable.errors import RUN_ERROR, USER_ERROR, ReportedElsewhereError, UserError, one_line
+from portable.private import of_torch
 from portable.terminal import native_stdout_closed
 
 T = TypeVar("T")
@@ -67,7 +68,7 @@ def publish_error(error: Exception) -> None:
         return
     code = USER_ERROR if isinstance(error, UserError) else RUN_ERROR
     with suppress(Exception):  # the rank that hosts the store may be dead
-        store = dist.distributed_c10d._get_default_store()
+        store = of_torch.default_store()
         if not store.check([_ERROR_KEY]):
             store.set(_ERROR_KEY, json.dumps({"code": code, "message": one_line(error)}))
 
@@ -77,7 +78,7 @@ def peer_error() -> ReportedElsewhereError | None:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     with suppress(Exception):
-        store = dist.distributed_c10d._get_default_store()
+        store = of_torch.default_store()
         if store.check([_ERROR_KEY]):
             published = json.loads(store.get(_ERROR_KEY))
             return ReportedElsewhereError(published["message"], published["code"])

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import datetime
 import socket
-from typing import TYPE_CHECKING
 
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -18,9 +17,6 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
-
-if TYPE_CHECKING:
-    from typing import Any
 
 LOOPBACK = "127.0.0.1"
 BACKEND = "portable-loopback"
@@ -74,9 +70,9 @@ class LoopbackRendezvous(RendezvousHandler):
 def register() -> str:
     """Register it with torch and return its name."""
 
-    def create(parameters: RendezvousParameters) -> Any:
-        return LoopbackRendezvous(parameters.run_id)
-
-    if BACKEND not in rendezvous_handler_registry._registry:
-        rendezvous_handler_registry.register(BACKEND, create)
+    rendezvous_handler_registry.register(BACKEND, _create)
     return BACKEND
+
+
+def _create(parameters: RendezvousParameters) -> RendezvousHandler:
+    return LoopbackRendezvous(parameters.run_id)

@@ -10,6 +10,7 @@ from portable import plugins
 from portable.errors import UserError
 from portable.loop import Events
 from portable.model.whole_values import WholeValues, is_part
+from portable.private import of_torch
 from portable.run.batches import LONG_WAIT
 
 if TYPE_CHECKING:
@@ -173,7 +174,7 @@ def _versions(model: nn.Module) -> dict[int, int]:
 
     A pass through the model may leave others in their place, such as gathered ones.
     """
-    return {id(parameter): parameter._version for parameter in model.parameters()}
+    return {id(parameter): of_torch.changes(parameter) for parameter in model.parameters()}
 
 
 class Callbacks(Events):

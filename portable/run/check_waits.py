@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from portable import plugins
 from portable.checkpoint.resume_source import checkpoints_of, resume_source
 from portable.errors import UserError
 from portable.formatting import human_count
 from portable.loop import train_step
+from portable.private import of_torch
 from portable.run.batches import train_loader
 from portable.run.callbacks import Run, call, check
 from portable.run.own_code import named_code
@@ -28,16 +28,19 @@ from portable.run.restore import restore
 from portable.terminal import tell
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from portable.run.prepare import Prepared
 
 _FIRST, _LOOKED_AT = 2, 4  # steps: what is made once may wait
 _aten = torch.ops.aten
 _READS = {
-    _aten._local_scalar_dense.default: "a value is read (item, float, bool, tolist or a comparison)",
+    of_torch.aten("local_scalar_dense"): "a value is read (item, float, bool, tolist or a comparison)",
     _aten.nonzero.default: "the number of results depends on values (nonzero)",
     _aten.masked_select.default: "the number of results depends on values (masked_select)",
     _aten.equal.default: "tensors are compared (equal)",
 }
+_TO_COPY = of_torch.aten("to_copy")
 _MASK = "the number of results depends on values (a boolean mask as an index)"
 _COPY = "a tensor is copied between host and device"
 
@@ -54,7 +57,7 @@ class Wait:
         return f"{self.why} at {Path(self.file).name}, line {self.line}"
 
 
-class Waits(TorchDispatchMode):
+class Waits:
     """Notes where operations read values, or copy between devices.
 
     Args:
@@ -62,14 +65,16 @@ class Waits(TorchDispatchMode):
     """
 
     def __init__(self, own: frozenset[str] = frozenset()) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self._own = own
         self.found: list[Wait] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def looking(self) -> AbstractContextManager[None]:
+        """A context in which waits are noted."""
+        return of_torch.every_operation(self._look)
+
+    def _look(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         why = _READS.get(func)
-        if func is _aten._to_copy.default:
+        if func is _TO_COPY:
             to = torch.device(kwargs.get("device") or args[0].device)
             why = _COPY if to.type != args[0].device.type else None
         if func is _aten.index.Tensor and any(i is not None and i.dtype == torch.bool for i in args[1]):
@@ -127,7 +132,7 @@ def check_waits(prepared: Prepared) -> int:
         for _ in range(_FIRST):
             step()
         before = backend.metrics()
-        with waits:
+        with waits.looking():
             for _ in range(_LOOKED_AT):
                 step()
         compiled = {name: value - before.get(name, 0) for name, value in backend.metrics().items()}

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from gpu.backend import CudaDiagnostics, TorchBackend
-from gpu.common import torch_private
 from portable.backend import Diagnostics
+from portable.private import of_torch
 from portable.ranks.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def made(name: str, world_size: int) -> TorchBackend:
 
 
 def test_a_hang_dumps_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_private, "dump_nccl_trace", lambda: b"a pickle")
+    monkeypatch.setattr(of_torch, "dump_nccl_trace", lambda: b"a pickle")
     ended: list[int] = []
     monkeypatch.setattr("portable.ranks.watchdog.os._exit", ended.append)
     monkeypatch.setattr("portable.ranks.watchdog.GRACE", 0)

@@ -20,10 +20,10 @@ from portable.model.freezing import freeze, frozen_names
 from portable.model.layers import every_parameter_gets_gradient, layer_kinds
 from portable.model.loss import token_loss
 from portable.model.parameters import replace_tensors
-from portable.model.transformers_patches import no_value_checks
 from portable.planner import activations as planner
 from portable.planner.activations import DTYPES, activations, fake_batch
 from portable.planner.passes import Compute, Request
+from portable.private.of_transformers import no_value_checks
 
 if TYPE_CHECKING:
     from portable.config import RunConfig

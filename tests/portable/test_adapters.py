@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from portable.adapters.adapter import adapt
-from portable.adapters.peft_package import peft
 from portable.adapters.settings import as_json, settled
 from portable.errors import UserError
 from portable.model import build as models
 from portable.model.initialize import derived_seed
 from portable.model.parameters import materialize, stored_tensors
+from portable.private.of_peft import peft
 from tests.parity import opened
 from tests.runs import TINY_MODEL, configured
 

@@ -9,10 +9,15 @@ import torch
 
 from portable import UserError
 from portable.cli import run
-from portable.config import Invocation
+from portable.config import Invocation, ModelConfig
+from portable.model.build import build_model, model_config
+from portable.model.parameters import replace_tensors
 from portable.model.training_loss import IGNORED
+from portable.private.of_transformers import no_value_checks
+from portable.run.check_waits import Waits
 from portable.run.rank import run_rank
 from tests.runs import configured
+from tests.tiny_models import tiny_config
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -107,6 +112,18 @@ def test_what_compiles_again_is_named(
     config = configured(tmp_path / "run", corpus, backend="xla", train__loss=f"{HERE}:{loss}")
     found = engines.run("xla", 2, checked, config)
     assert told in found and bool(told) == bool(found)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "bert", "lfm2"])  # causal, in both directions, recurrent
+def test_no_mask_is_read(model_type: str) -> None:
+    task = "masked-lm" if model_type == "bert" else "causal-lm"
+    settings = ModelConfig(config=tiny_config(model_type), task=task)
+    model = build_model(model_config(settings), settings)
+    replace_tensors(model, lambda _, p: torch.nn.Parameter(torch.zeros(p.shape)), lambda _, b: b)
+    waits, tokens = Waits(), torch.ones(2, 8, dtype=torch.int64)
+    with waits.looking(), no_value_checks():
+        model(input_ids=tokens, attention_mask=tokens)
+    assert not waits.found
 
 
 def test_by_the_switch(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from portable.model.activation_checkpointing import checkpoint_activations
 from portable.model.build import build_model, model_config
 from portable.model.document_attention import KEEP_DOCUMENTS_APART, READ_THEIR_MASK, check_documents
 from portable.model.loss import token_loss
-from portable.model.transformers_patches import no_value_checks
+from portable.private.of_transformers import no_value_checks
 from portable.run.batches import eval_batches
 from tests.architectures import pairs
 from tests.parity import opened

@@ -51,7 +51,7 @@ def attended(name: str, device: str) -> list[torch.Tensor]:
 def by_rows(names: list[str]) -> tuple[dict[str, list[torch.Tensor]], list[int]]:
     from tpu import attention, runtime
     from tpu.layout import Layout
-    from tpu.runtime import xla
+    from tpu.runtime import torch_xla
 
     runtime.start()
     model = SimpleNamespace(config=SimpleNamespace(_attn_implementation="sdpa", model_type="llama"))
@@ -59,9 +59,10 @@ def by_rows(names: list[str]) -> tuple[dict[str, list[torch.Tensor]], list[int]]
     attention.attend_by_rows(model, 8, layout)
     found = {name: attended(name, "xla:0") for name in names}
     query = torch.zeros(2, 4, TOKENS, 8, device="xla:0")
-    text = xla._get_xla_tensors_hlo([functional.scaled_dot_product_attention(query, query, query)])
+    hlo = torch_xla._XLAC._get_xla_tensors_hlo
+    text = hlo([functional.scaled_dot_product_attention(query, query, query)])
     attention.attend_by_rows(model, None, layout)
-    whole = xla._get_xla_tensors_hlo([functional.scaled_dot_product_attention(query, query, query)])
+    whole = hlo([functional.scaled_dot_product_attention(query, query, query)])
     scores = f"[2,4,{TOKENS},{TOKENS}]"
     flat = f"[8,{TOKENS},{TOKENS}]"
     return found, [t.count(scores) + t.count(flat) for t in (text, whole)]

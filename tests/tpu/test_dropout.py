@@ -64,9 +64,9 @@ def dropped() -> list[torch.Tensor]:
     runtime.start()
     draw_by_position()
     layout = Layout(load_config(None, {"backend": "xla"}), int(xr.addressable_runtime_device_count()))
-    xla._xla_set_rng_seed(7, "xla:0")
+    xla.set_rng_seed(7, "xla:0")
     ones = torch.ones(8, 16, 33, device="xla:0")
-    xla._xla_mark_sharding(ones, layout.sharding(layout.batch(3)))
+    xla.mark_sharding(ones, layout.sharding(layout.batch(3)))
     first, second = (torch.nn.functional.dropout(ones, 0.25) for _ in range(2))
     return [first.cpu(), second.cpu()]
 

@@ -47,7 +47,7 @@ def on_first_device(tensors: Any) -> int:
 
     held = 0
     for tensor in tensors:
-        (shards,) = xla._get_local_shards([tensor])
+        (shards,) = xla.local_shards([tensor])
         values, device = shards[0]
         assert device.endswith(":0")
         held += values.nbytes

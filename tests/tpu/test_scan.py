@@ -230,11 +230,11 @@ def test_what_cannot_be_a_loop_is_refused(
 
 def unsound(config: RunConfig) -> list[str]:
     with opened(config) as trial:
-        weight = trial.engine._held.by_name["model.layers.0.mlp.up_proj.weight"]
+        weight = trial.engine.held.by_name["model.layers.0.mlp.up_proj.weight"]
         nan = torch.full((len(weight), 1, 1), 1.0)
         nan[1] = float("nan")
         with torch.no_grad():
-            weight.mul_(trial.engine._layout.whole(nan))
+            weight.mul_(trial.engine.layout.whole(nan))
         batch = next(trial.batches)
         trial.engine.accumulate(trial.backend.place(batch), trial.backend.total(1), last=False)
         names: list[str] = trial.engine.unsound_gradients()

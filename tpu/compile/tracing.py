@@ -38,6 +38,7 @@ from tpu.backend import XlaBackend
 from tpu.compile.protobuf import field
 from tpu.graphs import Graphs
 from tpu.layout import Layout
+from tpu.of_torch_xla import lowering_context
 from tpu.runtime import xla
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class TracedLayout(Layout):
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype, spec: Spec) -> Tensor:
         tensor = torch.zeros(tuple(shape), dtype=dtype, device=self.device)
-        xla._xla_mark_sharding(tensor, self.sharding(spec))
+        xla.mark_sharding(tensor, self.sharding(spec))
         return tensor
 
     def whole(self, tensor: Tensor) -> Tensor:
@@ -110,7 +111,7 @@ class TracedGraphs(Graphs):
 
     def _write(self, name: str) -> None:
         pending = pending_tensors()
-        context = xla.lowering.LoweringContext("SyncTensorsGraph")
+        context = lowering_context()
         context.build(pending)
         module = context.hlo()
         donors = donated(context, pending)
@@ -141,7 +142,7 @@ class TracingBackend(XlaBackend):
         engine: Any = super().prepare(model, config)
         # As a run does: the order in which tensors were made is that of a graph's parameters and results.
         # One layer of a loop stands for all: they are written into the same tensor.
-        others = {name for names in engine._held.stacks.values() for name in names[1:]}
+        others = {name for names in engine.held.stacks.values() for name in names[1:]}
         engine.load_weights(dict.fromkeys(name for name in state_tensors(model) if name not in others))
         forget_values()
         return engine  # type: ignore[no-any-return]
@@ -156,12 +157,12 @@ class TracingBackend(XlaBackend):
 def forget_values() -> None:
     """Make every tensor that an operation would compute an input of later graphs, without a value."""
     tensors = pending_tensors()
-    xla._clear_pending_irs(DEVICE)
+    xla.clear_pending(DEVICE)
     # An input gets the sharding of its tensor when the tensor has an operation and is asked for it, in that
     # order. The first call makes the operation.
-    xla._get_tensors_xla_device_data_node(tensors, [])
+    xla.device_data(tensors, [])
     for tensor in tensors:
-        xla._get_xla_sharding_spec(tensor)
+        xla.sharding_of(tensor)
 
 
 DEVICE = "xla:0"
@@ -173,21 +174,21 @@ def live_tensors() -> list[Tensor]:
     for thing in gc.get_objects():
         # By type: an isinstance asks lazy modules for their class, which imports them.
         if issubclass(type(thing), torch.Tensor) and thing.device.type == "xla":
-            found.setdefault(xla._xla_get_tensor_id(thing), thing)
+            found.setdefault(xla.tensor_id(thing), thing)
     return [found[number] for number in sorted(found)]
 
 
 def pending_tensors() -> list[Tensor]:
     """The tensors that a sync would compute, in its order."""
     tensors = live_tensors()
-    needed = xla._check_tensor_need_materialization(tensors)
+    needed = xla.are_pending(tensors)
     return [tensor for tensor, pending in zip(tensors, needed, strict=True) if pending]
 
 
 def donated(context: Any, pending: Sequence[Tensor]) -> list[int]:
     """The parameters of a lowered graph whose buffers it may overwrite: those of tensors that it replaces."""
     replaced = {_owner(tensor) for tensor in pending}
-    owners, data = xla._get_tensors_xla_device_data_node(list(pending), [])
+    owners, data = xla.device_data(list(pending), [])
     return sorted(
         context.tensor_parameter_id(tensor)
         for owner, tensor in zip(owners, data, strict=True)
@@ -197,7 +198,7 @@ def donated(context: Any, pending: Sequence[Tensor]) -> list[int]:
 
 def _owner(tensor: Tensor) -> int:
     """The number by which a buffer knows its tensor; an update in place keeps it."""
-    found = re.search(r"^AliasID: (\d+)$", xla._get_xla_tensor_debug_info(tensor), re.MULTILINE)
+    found = re.search(r"^AliasID: (\d+)$", xla.debug_info(tensor), re.MULTILINE)
     assert found is not None
     return int(found[1])
 
@@ -271,7 +272,7 @@ class _OneMicroBatch:
 
     def accumulate(self, batch: Batch, valid: Tensor, *, last: bool) -> Tensor:
         if self._recorded:
-            return self._engine._layout.whole(torch.tensor(0.0))
+            return self._engine.layout.whole(torch.tensor(0.0))
         self._recorded = True
         return self._engine.accumulate(batch, valid, last=last)
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from portable.data.sources.documents import Document, Fields, Source, read_rows
 from portable.data.sources.parquet_rows import without_nulls
 from portable.errors import UserError, one_line
+from portable.private.of_datasets import fingerprint
 from portable.temporary_folder import scratch_folder
 
 if TYPE_CHECKING:
@@ -130,8 +131,7 @@ class HubDataset(Source):
 
     @property
     def key(self) -> str:
-        # The library's fingerprint covers the repository, its revision, the configuration and the split.
-        content = (self._rows()._fingerprint, self._fields.key, self._max_samples)
+        content = (fingerprint(self._rows()), self._fields.key, self._max_samples)
         return hashlib.blake2b(repr(content).encode(), digest_size=16).hexdigest()
 
     @property

@@ -29,6 +29,7 @@ import numpy.typing as npt
 from portable.data.sources.conversations import Conversation, valid
 from portable.data.sources.documents import listed
 from portable.errors import UserError, one_line
+from portable.private import of_transformers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -278,10 +279,10 @@ class ChatTemplate:
         return self._templates[name]
 
     def _compiled(self, text: str) -> Any:
-        from transformers.utils.chat_template_utils import _compile_jinja_template
-
         try:
-            return _compile_jinja_template(text)
+            return of_transformers.compiled_template(text)
+        except UserError:
+            raise
         except Exception as error:
             raise UserError(
                 f"data.chat_template: it is no valid template ({one_line(error)}); correct it"
@@ -312,15 +313,13 @@ class ChatTemplate:
 
     def _marked(self, conversation: Conversation, messages: Sequence[Message]) -> tuple[str, list[_Span]]:
         """The rendered text, and what the template marks in it."""
-        from transformers.utils.chat_template_utils import _render_with_assistant_indices
-
         try:
-            text, spans = _render_with_assistant_indices(
-                compiled_template=self._compiled(self._template(conversation)),
-                messages=list(messages),
-                add_generation_prompt=False,
-                **self._variables(conversation),
+            template = self._compiled(self._template(conversation))
+            text, spans = of_transformers.rendered_with_marks(
+                template, messages, self._variables(conversation)
             )
+        except UserError:
+            raise
         except Exception as error:
             raise self._failure(conversation, f"the template fails ({_reason(error)})") from error
         return valid(text), [(start, end) for start, end in spans if end > start]

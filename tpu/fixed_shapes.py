@@ -1,4 +1,4 @@
-"""Patches of transformers and torch that keep models from reading tensor values while they are traced."""
+"""Operations of transformers and torch with fixed shapes, which read no values while they are traced."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import library
+
+from portable.private import of_transformers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,14 +21,11 @@ def use_fixed_shapes(model: Any, along_tokens: Callable[[torch.Tensor], torch.Te
         model: is changed.
         along_tokens: shards a tensor ``[experts, tokens, ...]`` along its tokens.
     """
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
     experts = [module for module in model.modules() if type(module).__name__.endswith("Experts")]
     for module in experts:
         module.along_tokens = along_tokens
     if experts and hasattr(model, "set_experts_implementation"):
-        ALL_EXPERTS_FUNCTIONS.register(EVERY_EXPERT, every_expert)
-        model.set_experts_implementation(EVERY_EXPERT)
+        of_transformers.compute_experts_by(model, EVERY_EXPERT, every_expert)
 
 
 EVERY_EXPERT = "every_expert"
@@ -53,7 +53,7 @@ def every_expert(
     name = "gate_up_proj" if experts.has_gate else "up_proj"
     # Else the products take the sharding of the weights, and all tokens are sent to every device.
     inner = experts.along_tokens(_products(experts, name, hidden.unsqueeze(0)))
-    inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
+    inner = of_transformers.gated(experts, inner) if experts.has_gate else experts.act_fn(inner)
     outer = experts.along_tokens(_products(experts, "down_proj", experts.along_tokens(inner)))
     if experts.has_post_expert_norm:
         outer = experts.post_expert_norm(outer)
@@ -69,43 +69,16 @@ def _products(experts: Any, name: str, inputs: torch.Tensor) -> torch.Tensor:
 
 
 @cache  # once per process
-def keep_padding_masks_lazy() -> None:
-    """Keep transformers from reading the values of padding masks.
+def count_on_device() -> None:
+    """Make ``torch.histc`` count integers on the device: it counts each expert's tokens.
 
-    It drops a mask that is all true, which on a lazy tensor executes the graph so far and syncs. It does not
-    check if it believes that it is being traced, which is the case here.
+    torch_xla runs it on the CPU, where it does not exist for integers.
     """
-    from transformers import masking_utils, modeling_attn_mask_utils
-
-    modules: tuple[Any, ...] = (masking_utils, modeling_attn_mask_utils)
-    for module in modules:
-        module.is_tracing = _true_on_xla(module.is_tracing)
+    library.impl("aten::histc", "XLA", _histc)
 
 
-@cache  # once per process
-def count_tokens_on_device() -> None:
-    """Make transformers count the tokens of each expert on the device, for the load-balancing loss.
-
-    It uses ``torch.histc``, which torch_xla runs on the CPU, where it does not exist for integers.
-    """
-    torch.histc = _integers_on_xla(torch.histc)
-
-
-def _integers_on_xla(histc: Any) -> Any:
-    def counted(values: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        first, last = kwargs.get("min", 0), kwargs.get("max", 0)
-        one_bin_per_integer = kwargs.get("bins") == last - first  # the last two share one
-        if values.device.type != "xla" or values.is_floating_point() or not one_bin_per_integer:
-            return histc(values, *args, **kwargs)  # type: ignore[no-any-return]
-        numbers = torch.arange(first, last, dtype=values.dtype, device=values.device)
-        return (values.reshape(-1, 1) == numbers).sum(dim=0).to(values.dtype)
-
-    return counted
-
-
-def _true_on_xla(is_tracing: Any) -> Any:
-    def patched(tensor: Any = None) -> bool:
-        lazy = isinstance(tensor, torch.Tensor) and tensor.device.type == "xla"
-        return lazy or bool(is_tracing(tensor))
-
-    return patched
+def _histc(values: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> torch.Tensor:
+    if values.is_floating_point() or bins != max - min:  # with one bin an integer, the last two share one
+        return torch.histc(values.cpu(), bins, min, max).to(values.device)
+    numbers = torch.arange(min, max, dtype=values.dtype, device=values.device)
+    return (values.reshape(-1, 1) == numbers).sum(dim=0).to(values.dtype)

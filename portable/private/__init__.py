@@ -1,0 +1,83 @@
+"""The room for what other packages keep private: one module for each, and no other file uses such names.
+
+``of_torch``, ``of_transformers`` and ``of_peft`` are here, ``gpu/zero/private_api.py`` is DeepSpeed's,
+``tpu/of_torch_xla.py`` torch_xla's. A package may rename what it keeps private in any release. Names are
+therefore looked up when they are used, so that only what needs them ends, in one line
+(:meth:`Package.needed_for`). ``tests/test_private_names.py`` holds all other files to public names.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import traceback
+from functools import wraps
+from importlib import metadata
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from portable.errors import UserError, one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    Function = TypeVar("Function", bound=Callable[..., Any])
+
+_CALL = re.compile(r"\(\) (takes|got|missing) ")
+"""In Python's words for arguments that a function does not have."""
+
+
+class Package:
+    """A package whose private names its room uses.
+
+    Args:
+        name: of the distribution.
+        seen: the newest version that was seen to work.
+    """
+
+    def __init__(self, name: str, seen: str) -> None:
+        self._name, self.seen = name, seen
+
+    def needed_for(self, feature: str) -> Callable[[Function], Function]:
+        """Decorate a function of a room, or one that makes a context manager.
+
+        A name that is gone, or takes other arguments, raises UserError, if the room's own lines use it.
+        Errors inside other packages stay as they are.
+        """
+
+        def decorated(function: Function) -> Function:
+            file = function.__code__.co_filename
+
+            def refuse(error: Exception) -> None:
+                codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+                while codes[-1].co_name == "__getattr__":  # says that a name is missing where it is read
+                    codes.pop()
+                here = codes[-1].co_filename == file
+                if not here or (isinstance(error, TypeError) and not _CALL.search(str(error))):
+                    return
+                reason = re.sub(r" \((/|unknown location).*", "", one_line(error))
+                raise UserError(
+                    f"{feature}: does not work with {self._name} {metadata.version(self._name)} ({reason}); "
+                    f"pip install '{self._name}=={self.seen.rpartition('.')[0]}.*'"
+                ) from error
+
+            @wraps(function)
+            def called(*args: Any, **kwargs: Any) -> Any:
+                try:
+                    return function(*args, **kwargs)
+                except (ImportError, AttributeError, TypeError) as error:
+                    refuse(error)
+                    raise
+
+            @wraps(function)
+            def generated(*args: Any, **kwargs: Any) -> Iterator[Any]:
+                try:
+                    yield from function(*args, **kwargs)
+                except (ImportError, AttributeError, TypeError) as error:
+                    refuse(error)
+                    raise
+
+            chosen: Any = generated if inspect.isgeneratorfunction(function) else called
+            found: Function = chosen
+            return found
+
+        return decorated

@@ -1,0 +1,61 @@
+"""peft, and every private name of it. Import peft from here: it comes without torch's compiler."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+from portable.errors import UserError
+from portable.private import Package
+from portable.private.of_bitsandbytes import bitsandbytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import nn
+
+# peft imports it where it is installed, and it imports the compiler.
+with suppress(UserError):
+    bitsandbytes()
+
+import peft
+
+__all__ = ["peft"]
+
+_peft = Package("peft", "0.21.2")
+
+
+@_peft.needed_for("adapter")
+def target_modules(table: str, model_type: str) -> list[str] | None:
+    """The modules that peft adapts in models of a type; None if it does not say.
+
+    Args:
+        table: the name of peft's own.
+        model_type: of transformers.
+    """
+    found: dict[str, list[str]] = getattr(peft.utils.constants, table)
+    return found.get(model_type)
+
+
+@_peft.needed_for("adapter.use_dora")
+def is_magnitude(module: nn.Module) -> bool:
+    """Whether ``module`` holds the lengths of DoRA for a linear layer."""
+    return type(module) is peft.tuners.lora.dora.DoraLinearLayer
+
+
+@contextmanager
+@_peft.needed_for("a reference model without the adapter")
+def switched_off(model: nn.Module) -> Iterator[None]:
+    """Within this context, the layers of ``model`` compute without their adapters.
+
+    peft's own switch also changes what is trained, which engines have taken in.
+    """
+    layers: list[Any] = [one for one in model.modules() if getattr(one, "_disable_adapters", None) is False]
+    assert layers
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False

@@ -1,0 +1,261 @@
+"""Every private or undocumented name of transformers, and all that is replaced in it."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from portable.private import Package
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+
+    import torch
+    from torch import nn
+    from transformers import PretrainedConfig, PreTrainedModel
+
+_transformers = Package("transformers", "5.24.0")
+
+# -- masks -------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def no_value_checks() -> Iterator[None]:
+    """Keep transformers from reading masks and positions in a forward pass, which is a host sync.
+
+    transformers looks for packed sequences, and skips masks that mask nothing, unless it is being traced.
+    Here, every mask that is given is used. :mod:`portable.model.document_attention` says where the documents
+    of a packed sample are.
+    """
+    with no_packed_sequences(), _replaced(is_tracing=_always):
+        yield
+
+
+def no_packed_sequences() -> Any:
+    """A context in which transformers does not look for packed sequences."""
+    return _replaced(find_packed_sequence_indices=_none)
+
+
+@contextmanager
+@_transformers.needed_for("masks that are not read")
+def _replaced(**functions: Callable[..., Any]) -> Iterator[None]:
+    """Replace functions of ``transformers.masking_utils`` by name."""
+    from transformers import masking_utils
+
+    module: Any = masking_utils
+    before = {name: getattr(module, name) for name in functions}
+    for name, function in functions.items():
+        setattr(module, name, function)
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(module, name, function)
+
+
+def _none(position_ids: Any) -> None:
+    """No packed sequences."""
+
+
+def _always(tensor: Any = None) -> bool:
+    """Values must not be read."""
+    return True
+
+
+@_transformers.needed_for("model.attention")
+def attention_kernel(config: PretrainedConfig) -> str:
+    """The kernel that the layers use: ``sdpa``, ``eager``, ..."""
+    return str(config._attn_implementation)
+
+
+@contextmanager
+@_transformers.needed_for("data.packing: documents")
+def masks_made_by(wrap: Callable[[Callable[..., Any]], Callable[..., Any]], kernel: str) -> Iterator[None]:
+    """Within this context, wrap the function with which transformers makes masks for an attention kernel."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    functions: Any = ALL_MASK_ATTENTION_FUNCTIONS
+    functions[kernel] = wrap(functions[kernel])
+    try:
+        yield
+    finally:
+        del functions[kernel]
+
+
+# -- models ------------------------------------------------------------------------------------------------
+
+
+@_transformers.needed_for("model.init: scratch")
+def from_config(kind: type[PreTrainedModel], config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """A model of the class itself with initial weights, whichever class an Auto class would choose."""
+    model: PreTrainedModel = kind._from_config(config, dtype=dtype)
+    return model
+
+
+@_transformers.needed_for("model.task")
+def model_class(auto_class: Any, config: PretrainedConfig) -> Any:
+    """The class that an Auto class builds for ``config``; raises KeyError if it has none."""
+    return auto_class._model_mapping[type(config)]
+
+
+@_transformers.needed_for("model.config.model_type")
+def model_types() -> list[str]:
+    """The names of all model types."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    return list(CONFIG_MAPPING_NAMES)
+
+
+def repeated_layers(model: nn.Module) -> set[str]:
+    """The class names of layers that must stay on one device."""
+    return {name for m in model.modules() for name in (getattr(m, "_no_split_modules", None) or ())}
+
+
+def tieable_names(model: PreTrainedModel) -> Collection[str]:
+    """The names of parameters that may be tied, the head among them."""
+    return getattr(model, "_tied_weights_keys", None) or ()
+
+
+def ignored_names(model: Any) -> Iterable[str]:
+    """Patterns of the names in a checkpoint that an architecture leaves unused on purpose."""
+    return getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+
+
+def kept_in_fp32(model: PreTrainedModel, *, fp16: bool) -> set[str]:
+    """Parts of the names of parameters that an architecture keeps in fp32, in fp16 or in any type."""
+    kept = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    return kept | (set(getattr(model, "_keep_in_fp32_modules", None) or ()) if fp16 else set())
+
+
+def revision(config: Any) -> str | None:
+    """The hub's commit that a config was loaded from; None for a folder."""
+    return getattr(config, "_commit_hash", None)
+
+
+@contextmanager
+def loss_function(model: Any, function: Callable[..., Any]) -> Iterator[None]:
+    """Within this context, ``model`` computes its loss of labels by ``function``."""
+    attributes = model.__dict__  # `loss_function` is a property over this attribute
+    own = attributes.get("_loss_function")
+    attributes["_loss_function"] = function
+    try:
+        yield
+    finally:
+        attributes.pop("_loss_function")
+        if own is not None:
+            attributes["_loss_function"] = own
+
+
+def recompute_by(model: nn.Module, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Wrap the function with which layers checkpoint their activations."""
+    name = "_gradient_checkpointing_func"
+    for module in model.modules():
+        if hasattr(module, name):
+            setattr(module, name, wrap(getattr(module, name)))
+
+
+# -- weights -----------------------------------------------------------------------------------------------
+
+
+@_transformers.needed_for("model.name_or_path")
+def renamed(
+    model: PreTrainedModel, keys: Iterable[str]
+) -> tuple[list[tuple[str, str, str | None]], dict[str, Any]]:
+    """The model's names for the names in a checkpoint.
+
+    Returns:
+        (name in the checkpoint, name in the model, pattern or None) for each, sorted, and by its pattern what
+        converts the tensors of a group.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
+
+    mapping: list[Any] = get_model_conversion_mapping(model)
+    state, prefix = model.state_dict(), model.base_model_prefix
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    found = []
+    for key in sorted(keys, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, prefix, state)
+        if name not in state and key in state:
+            name, pattern = rename_source_key(key, [], [], prefix, state)
+        found.append((key, name, pattern))
+    return found, {pattern: entry for entry in converters for pattern in entry.source_patterns}
+
+
+@_transformers.needed_for("model.name_or_path")
+def unexpected_names(model: PreTrainedModel, unclaimed: Mapping[str, str]) -> list[str]:
+    """The names in a checkpoint that neither the model has nor its architecture ignores.
+
+    Args:
+        model: the model.
+        unclaimed: by a checkpoint's names, transformers' names for them.
+    """
+    info = SimpleNamespace(missing_keys=set[str](), unexpected_keys=set(unclaimed.values()))
+    model._adjust_missing_and_unexpected_keys(info)
+    return [key for key, name in unclaimed.items() if name in info.unexpected_keys]
+
+
+@_transformers.needed_for("model.name_or_path: a quantized checkpoint")
+def dequantizes_on_loading(quantization: Mapping[str, Any]) -> bool:
+    """Whether a quantization config can ask for floats, by its key ``dequantize``."""
+    from transformers.quantizers.auto import AutoQuantizationConfig
+
+    return hasattr(AutoQuantizationConfig.from_dict(dict(quantization)), "dequantize")
+
+
+@_transformers.needed_for("model.name_or_path")
+def generation_of_config(name: str) -> Any:
+    """The generation config in the keys of a ``config.json``."""
+    from transformers import GenerationConfig
+
+    return GenerationConfig.from_pretrained(name, config_file_name="config.json", _from_model_config=True)
+
+
+# -- chat templates ----------------------------------------------------------------------------------------
+
+
+@_transformers.needed_for("data.chat_template")
+def compiled_template(text: str) -> Any:
+    """A Jinja template in transformers' sandbox, with its marks of what an assistant says."""
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    return _compile_jinja_template(text)
+
+
+@_transformers.needed_for("data.chat_template")
+def rendered_with_marks(
+    template: Any, messages: Sequence[Any], variables: Mapping[str, Any]
+) -> tuple[str, list[tuple[int, int]]]:
+    """The text that a template makes of ``messages``, and the spans of it that the template marks."""
+    from transformers.utils.chat_template_utils import _render_with_assistant_indices
+
+    text, spans = _render_with_assistant_indices(
+        compiled_template=template, messages=list(messages), add_generation_prompt=False, **variables
+    )
+    return text, spans
+
+
+# -- mixtures of experts -----------------------------------------------------------------------------------
+
+
+@_transformers.needed_for("backend: xla")
+def compute_experts_by(model: Any, name: str, function: Callable[..., Any]) -> None:
+    """Compute the experts of ``model`` by ``function``, which is called ``name``."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(name, function)
+    model.set_experts_implementation(name)
+
+
+@_transformers.needed_for("backend: xla")
+def gated(experts: Any, inner: torch.Tensor) -> torch.Tensor:
+    """The gate and the activation of a layer's experts."""
+    found: torch.Tensor = experts._apply_gate(inner)
+    return found

@@ -1,0 +1,293 @@
+"""Private names of other packages, and what is replaced in them, are in one file for each package."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import sys
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from portable.cli import main
+from portable.config import Invocation
+from portable.errors import UserError
+from portable.private import of_torch, of_transformers
+from tests.runs import configured
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+ROOT = Path(__file__).resolve().parents[1]
+ROOMS = {
+    "torch": "portable/private/of_torch.py",
+    "transformers": "portable/private/of_transformers.py",
+    "peft": "portable/private/of_peft.py",
+    "bitsandbytes": "portable/private/of_bitsandbytes.py",
+    "datasets": "portable/private/of_datasets.py",
+    "deepspeed": "gpu/zero/private_api.py",
+    "torch_xla": "tpu/of_torch_xla.py",
+    **dict.fromkeys(("accelerate", "huggingface_hub", "safetensors", "tokenizers")),
+}
+"""The one file that may use what a package keeps private. The last need none."""
+ANY_MODULE = ("torch", "torch_xla")
+"""Packages whose modules are public if no part of their name begins with an underscore."""
+DOCUMENTED = {
+    "datasets.logging",
+    "deepspeed.accelerator",
+    "deepspeed.accelerator.cpu_accelerator",
+    "deepspeed.accelerator.cuda_accelerator",
+    "deepspeed.comm",
+    "deepspeed.ops.adam",
+    "deepspeed.ops.op_builder",
+    "deepspeed.utils",
+    "huggingface_hub.constants",
+    "huggingface_hub.errors",
+    "huggingface_hub.utils",
+    "peft.tuners.tuners_utils",
+    "tokenizers.decoders",
+    "tokenizers.models",
+    "tokenizers.pre_tokenizers",
+    "tokenizers.processors",
+    "tokenizers.trainers",
+}
+"""Of other packages, the names of the package itself are public, and those of these modules, which their
+documentation describes."""
+SETTINGS = ("torch.backends.", "torch.utils.deterministic.")
+"""Attributes that torch's documentation tells users to set."""
+
+
+def private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__")
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text("utf-8"))
+
+
+def product() -> list[Path]:
+    return [path for room in ("portable", "converters", "gpu", "tpu") for path in (ROOT / room).rglob("*.py")]
+
+
+def defined(tree: ast.Module) -> Iterator[str]:
+    """The private names that a file gives to something of its own."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and is_own(node.value):
+            yield node.attr
+
+
+@cache
+def ours() -> frozenset[str]:
+    """The private names that the product gives to something of its own: a class may inherit them."""
+    return frozenset(name for path in product() for name in defined(tree_of(path)))
+
+
+def is_own(value: ast.expr) -> bool:
+    return isinstance(value, ast.Name) and value.id in ("self", "cls")
+
+
+def violations(tree: ast.Module, room_of: frozenset[str] = frozenset()) -> list[str]:
+    """What a file does that belongs into a room.
+
+    Args:
+        tree: the file.
+        room_of: the packages whose room the file is.
+    """
+    packages = ROOMS.keys() - room_of
+    names: dict[str, str] = {}  # what a name of the file stands for, by its full name
+    found: list[str] = []
+
+    def full(node: ast.expr) -> str | None:
+        """The full name of something of another package; None for anything else."""
+        if isinstance(node, ast.Name):
+            return names.get(node.id)
+        if isinstance(node, ast.Attribute) and (owner := full(node.value)) is not None:
+            return f"{owner}.{node.attr}"
+        return None
+
+    def check(name: str) -> None:
+        package, *parts = name.split(".")
+        if package not in packages:
+            return
+        documented = package in ANY_MODULE or not parts or name in DOCUMENTED
+        if not documented or any(private(part) for part in parts):
+            found.append(f"import {name}")
+
+    own = frozenset(defined(tree))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for one in node.names:
+                check(one.name)
+                names[one.asname or one.name.partition(".")[0]] = (
+                    one.name if one.asname else one.name.partition(".")[0]
+                )
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            check(node.module)
+            for one in node.names:
+                names[one.asname or one.name] = f"{node.module}.{one.name}"
+                if private(one.name) and node.module.partition(".")[0] in packages:
+                    found.append(f"import {node.module}.{one.name}")
+    for node in ast.walk(tree):  # another name for the same thing
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            for target in targets:
+                if isinstance(target, ast.Name) and (same := full(node.value)) is not None:
+                    names.setdefault(target.id, same)
+    for node in ast.walk(tree):
+        reached: tuple[ast.expr, str] | None = None
+        stored = False
+        if isinstance(node, ast.Attribute):
+            reached, stored = (node.value, node.attr), not isinstance(node.ctx, ast.Load)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) > 1:
+            name = node.args[1]
+            if node.func.id in ("getattr", "hasattr", "setattr", "delattr"):
+                constant = name.value if isinstance(name, ast.Constant) else ""
+                reached, stored = (node.args[0], str(constant)), node.func.id in ("setattr", "delattr")
+        if reached is None:
+            continue
+        owner, attribute = reached
+        whole = full(owner)
+        told = f"{whole or ast.unparse(owner)}.{attribute}"
+        package, _, module = (whole or "").partition(".")
+        if private(attribute) and not room_of and package not in sys.stdlib_module_names:
+            known = own | ours() if is_own(owner) else own
+            if package in packages or attribute not in known:
+                found.append(told)
+        if module and module.islower():  # its names, reached through the package
+            check(f"{package}.{module}")
+        foreign = package in packages or (attribute == "__init__" and not room_of)
+        if stored and foreign and not is_own(owner) and not told.startswith(SETTINGS):
+            found.append(f"{told} = ")
+    return found
+
+
+def test_only_rooms_use_private_names() -> None:
+    rooms = {path: frozenset(name for name, room in ROOMS.items() if room == path) for path in ROOMS.values()}
+    found = {
+        path: told
+        for file in product()
+        if (told := violations(tree_of(file), rooms.get(path := str(file.relative_to(ROOT)), frozenset())))
+    }
+    assert not found
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("from torch.utils._pytree import tree_map", "import torch.utils._pytree"),
+        ("import torch._dynamo", "import torch._dynamo"),
+        ("from torch.utils.cpp_extension import _nt_quote_args", "torch.utils.cpp_extension._nt_quote_args"),
+        ("from transformers.masking_utils import is_tracing", "import transformers.masking_utils"),
+        ("import transformers.masking_utils as masks", "import transformers.masking_utils"),
+        ("import peft\npeft.utils.constants.X", "import peft.utils"),
+        ("def f(tensor): return tensor._spec", "tensor._spec"),
+        ("class C:\n    def f(self): return self._buffers", "self._buffers"),
+        ("def f(model): return getattr(model, '_no_split_modules', None)", "model._no_split_modules"),
+        ("import torch\ntorch.compile = None", "torch.compile = "),
+        ("from torch.nn import functional\nfunctional.linear = None", "torch.nn.functional.linear = "),
+        ("from torch import nn\nbase: type = nn.Module\nbase.train = None", "torch.nn.Module.train = "),
+        ("import transformers\nsetattr(transformers, 'x', 1)", "transformers.x = "),
+        ("def f(kind): kind.__init__ = None", "kind.__init__ = "),
+    ],
+)
+def test_a_private_name_is_found(code: str, found: str) -> None:
+    told = violations(ast.parse(code))
+    assert any(found in one for one in told), told
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from torch.distributed.tensor import DTensor\nfrom transformers import AutoModel",
+        "from huggingface_hub.errors import HfHubHTTPError\nimport torch_xla.runtime",
+        "class C:\n    def f(self):\n        self._a = 1\ndef g(c): return c._a",
+        "import torch\ntorch.backends.cudnn.benchmark = True\nimport os\nos._exit(0)",
+        "def f(layer): layer.forward = None",
+    ],
+)
+def test_a_public_name_is_not(code: str) -> None:
+    assert not violations(ast.parse(code))
+
+
+def call_without(monkeypatch: pytest.MonkeyPatch, module: str, name: str, function: Callable[[], Any]) -> str:
+    """What ``function`` tells where a package has lost a name."""
+    owner: Any = importlib.import_module(module)
+    for part in name.split(".")[:-1]:
+        owner = getattr(owner, part)
+    monkeypatch.delattr(owner, name.rpartition(".")[2])
+    with pytest.raises(UserError) as raised:
+        function()
+    return str(raised.value)
+
+
+def masked() -> None:
+    with of_transformers.no_value_checks():
+        pass
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "function", "feature"),
+    [
+        ("transformers.masking_utils", "is_tracing", masked, "masks that are not read"),
+        (
+            "transformers.utils.chat_template_utils",
+            "_compile_jinja_template",
+            lambda: of_transformers.compiled_template(""),
+            "data.chat_template",
+        ),
+        ("torch.utils._pytree", "tree_flatten", lambda: of_torch.tree_leaves([]), "nested inputs"),
+        ("torch", "_foreach_mul_", lambda: of_torch.scale_([], torch.ones(())), "precision: fp16"),
+    ],
+)
+def test_a_name_that_is_gone_is_one_line(
+    module: str, name: str, function: Callable[[], Any], feature: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = call_without(monkeypatch, module, name, function)
+    package = module.partition(".")[0]
+    installed = metadata.version(package)
+    assert told.startswith(feature) and f"does not work with {package} {installed}" in told
+    assert name in told and f"pip install '{package}==" in told and "\n" not in told
+
+
+def test_arguments_that_are_gone_are_one_line() -> None:
+    class Changed:
+        def _adjust_missing_and_unexpected_keys(self) -> None: ...
+
+    model: Any = Changed()
+    with pytest.raises(UserError, match=r"takes 1 positional argument but 2 were given\); pip install"):
+        of_transformers.unexpected_names(model, {})
+
+
+def test_errors_inside_other_packages_stay() -> None:
+    def broken(values: Any) -> None:
+        raise AttributeError("a bug of the package's own")
+
+    model = SimpleNamespace(_adjust_missing_and_unexpected_keys=broken)
+    with pytest.raises(AttributeError, match="of the package's own"):
+        of_transformers.unexpected_names(model, {})  # type: ignore[arg-type]
+    with pytest.raises(AttributeError, match="of the caller"), of_transformers.no_value_checks():
+        raise AttributeError("of the caller")
+
+
+def test_the_command_ends_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    from transformers import masking_utils
+
+    monkeypatch.delattr(masking_utils, "is_tracing")
+    (tmp_path / "data.txt").write_text("some words " * 2000)
+    config = configured(tmp_path / "run", tmp_path / "data.txt")
+    monkeypatch.setattr("portable.config.parse_args", lambda _: Invocation(config))
+    assert main([]) == 2
+    (line,) = [line for line in capfd.readouterr().err.splitlines() if "error" in line]
+    assert line.startswith("error: masks that are not read: does not work with transformers")
