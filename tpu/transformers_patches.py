@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -75,11 +77,10 @@ def keep_padding_masks_lazy() -> None:
     It drops a mask that is all true, which on a lazy tensor executes the graph so far and syncs. It does not
     check if it believes that it is being traced, which is the case here.
     """
-    from transformers import masking_utils, modeling_attn_mask_utils
-
-    modules: tuple[Any, ...] = (masking_utils, modeling_attn_mask_utils)
-    for module in modules:
-        module.is_tracing = _true_on_xla(module.is_tracing)
+    for name in ("masking_utils", "modeling_attn_mask_utils"):  # the second ended with transformers 5.23
+        if find_spec(f"transformers.{name}") is not None:
+            module: Any = import_module(f"transformers.{name}")
+            module.is_tracing = _true_on_xla(module.is_tracing)
 
 
 @cache  # once per process
