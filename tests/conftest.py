@@ -47,7 +47,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+LARGE = "large(*packages): needs packages too large for the extra `test`; left out where one is not installed"
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", LARGE)
     config.pluginmanager.register(Durations(getattr(config, "workeroutput", None)))
     if hasattr(config, "workerinput"):
         forkserver.connect(config.workerinput["forkserver"])
@@ -64,11 +68,16 @@ def pytest_configure_node(node: Any) -> None:
     node.workerinput["forkserver"] = forkserver.start()
 
 
+def is_left_out(item: pytest.Item) -> bool:
+    if item.get_closest_marker("exhaustive") and not item.config.getoption("--all"):
+        return True
+    return not all(find_spec(package) for mark in item.iter_markers("large") for package in mark.args)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--all"):
-        left = [item for item in items if item.get_closest_marker("exhaustive")]
-        config.hook.pytest_deselected(items=left)
-        items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
+    out = {item: is_left_out(item) for item in items}
+    config.hook.pytest_deselected(items=[item for item in items if out[item]])
+    items[:] = [item for item in items if not out[item]]
     if hasattr(config, "workerinput"):
         items[:] = order.ordered(items)
 

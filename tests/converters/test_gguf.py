@@ -1,7 +1,4 @@
-"""GGUF files, read again by the `gguf` package, and run by llama.cpp where it is installed.
-
-`python -m pip install xllamacpp` brings llama.cpp as a wheel; without it the comparison of logits is skipped.
-"""
+"""GGUF files, read again by the `gguf` package, and run by llama.cpp, which `xllamacpp` brings as a wheel."""
 
 from __future__ import annotations
 
@@ -9,10 +6,10 @@ import json
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -23,8 +20,6 @@ from converters import CheckpointError, open_checkpoint, write_checkpoint
 from converters.cli import main
 from converters.tensors.quantised import quantise
 from converters.writers.gguf_writer import _LLAMA3, MODEL_TYPES, _byte_level_bpe
-
-gguf = pytest.importorskip("gguf")
 
 VOCAB = 320
 SHAPE = {
@@ -211,7 +206,6 @@ os._exit(0)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(find_spec("xllamacpp") is None, reason="llama.cpp (xllamacpp) is not installed")
 @pytest.mark.parametrize("name", CONFIGS)
 def test_llama_cpp_computes_the_same(tmp_path: Path, name: str) -> None:
     model = saved(tmp_path / "in", name)

@@ -1,8 +1,8 @@
 """Megatron-LM's rank files against Megatron-Core's own logits, through transformers.
 
-The files are written by `make_megatron.py`, by Megatron-Core's parallel modules on the CPU, and skipped where
-`megatron-core` is not installed. The damage is done to files of the same layout that this module writes
-itself: an independent splitter (`megatron_layout.py`), whose inverse is checked bit for bit.
+The files are written by `make_megatron.py`, by Megatron-Core's parallel modules on the CPU. The damage is
+done to files of the same layout that this module writes itself: an independent splitter
+(`megatron_layout.py`), whose inverse is checked bit for bit.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ CONFIGS: dict[str, transformers.PretrainedConfig] = {
 
 @pytest.fixture(scope="session")
 def written_megatron(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("megatron.core")
     return written_by("make_megatron", tmp_path_factory)
 
 

@@ -15,7 +15,6 @@ import struct
 import subprocess
 import sys
 import tempfile
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,12 +44,13 @@ SAMPLES = Path(__file__).parent / "orbax_samples"
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
-@pytest.fixture(scope="module", params=["kept", "written now"])
+NOW = pytest.param("written now", marks=pytest.mark.large("jax", "orbax", "flax", "optax"))
+
+
+@pytest.fixture(scope="module", params=["kept", NOW])
 def samples(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     if request.param == "kept":
         return SAMPLES
-    if not all(map(find_spec, ("jax", "orbax", "flax", "optax"))):
-        pytest.skip("jax, orbax-checkpoint, flax or optax is not installed; the kept samples are theirs")
 
     def write(out: Path) -> None:
         command = [sys.executable, "-m", "tests.converters.make_orbax", str(out)]

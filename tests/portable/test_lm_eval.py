@@ -18,7 +18,7 @@ from tests.runs import configured
 if TYPE_CHECKING:
     from typing import Any
 
-pytest.importorskip("lm_eval", reason="lm_eval is not installed, with 300 MB of scikit-learn, scipy and more")
+pytestmark = pytest.mark.large("lm_eval")  # 300 MB, with scikit-learn, scipy and more
 PAIRS = [("the loss", "falls", "zebra"), ("a small", "text", "model"), ("one line of", "text", "a")]
 
 

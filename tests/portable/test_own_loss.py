@@ -111,7 +111,7 @@ def plain_by_column(logits: Tensor, batch: Batch) -> tuple[Tensor, float]:
 
 LOSSES: dict[str, tuple[dict[str, Any], Any]] = {
     "focal": ({"train__loss": f"{HERE}:Focal(gamma=2.0)"}, plain_focal),
-    "squared": ({"train__loss": f"{HERE}:squared", "train__learning_rate": 1e-2}, plain_squared),
+    "squared": ({"train__loss": f"{HERE}:squared", "train__learning_rate": 1e-3}, plain_squared),
     "column": (
         {"train__loss": f"{HERE}:by_column", "data__columns": ["share", "group"], "data__source": "columns"},
         plain_by_column,

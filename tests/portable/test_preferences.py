@@ -57,7 +57,7 @@ PAIRS: dict[str, Any] = {
     "train__global_batch_size": 4,
     "train__micro_batch_size": 1,
     "train__steps": 4,
-    "train__learning_rate": 2e-2,
+    "train__learning_rate": 1e-2,
     "train__loss": "dpo",
 }
 
@@ -109,11 +109,13 @@ def test_losses_by_their_formulas() -> None:
 # -- beside TRL --------------------------------------------------------------------------------------------
 
 STEPS = 10
+RATE = 1e-3
+"""At ten times as much each step multiplies the rounding of those before it."""
 AS_OURS: dict[str, Any] = {
     "per_device_train_batch_size": 2,
     "gradient_accumulation_steps": 2,
     "max_steps": STEPS,
-    "learning_rate": 1e-2,
+    "learning_rate": RATE,
     "lr_scheduler_type": "linear",
     "warmup_steps": 0,
     "max_length": 64,
@@ -143,7 +145,7 @@ def beside_trl(folder: Path, rows: list[dict[str, Any]], tokens: Any, loss: str)
         train__global_batch_size=4,
         train__micro_batch_size=2,
         train__steps=STEPS,
-        train__learning_rate=1e-2,
+        train__learning_rate=RATE,
         train__betas=[0.9, 0.999],
         train__weight_decay=0.0,
         train__schedule="linear",
@@ -155,10 +157,10 @@ def check_the_losses_of(trainer: Any, ours: list[dict[str, Any]]) -> None:
     trainer.train()
     theirs = [row for row in trainer.state.log_history if "loss" in row]
     for one, other in zip(ours, theirs, strict=True):
-        # TRL rounds what it logs to a number of digits.
-        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5, abs=1e-5), (one, other)
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5), (one, other)
         for name in ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"):
-            assert one[name] == pytest.approx(other[name], rel=1e-3, abs=1e-4), name
+            assert one[name] == pytest.approx(other[name], rel=1e-4, abs=1e-5), name
+    assert ours[0]["loss"] - ours[-1]["loss"] > 0.1  # it is learning, so that equal losses mean equal updates
 
 
 @pytest.mark.parametrize("kind", ["dpo", "ipo"])
@@ -171,7 +173,7 @@ def test_the_losses_are_those_of_trl(kind: str, tmp_path: Path, brief_runs: None
     from portable.data.samples.order import locate
 
     rows, tokens = pairs(40), tokenizer("chatml")
-    config = beside_trl(tmp_path, rows, tokens, f"{kind}(beta=0.3)")
+    config = beside_trl(tmp_path, rows, tokens, f"{kind}(beta=0.1)")
     run_rank("cpu", config)
     ours = [row for row in read_metrics(tmp_path / "run") if "loss" in row]
     with opened(config.replaced({"output_dir": str(tmp_path / "again")})) as trial:
@@ -191,7 +193,7 @@ def test_the_losses_are_those_of_trl(kind: str, tmp_path: Path, brief_runs: None
         ref_model=copy.deepcopy(model),
         args=trl.DPOConfig(
             output_dir=str(tmp_path / "theirs"),
-            beta=0.3,
+            beta=0.1,
             loss_type=["sigmoid" if kind == "dpo" else "ipo"],
             **AS_OURS,
         ),
@@ -273,7 +275,6 @@ def test_the_losses_without_reference_are_those_of_trl(
         processing_class=tokens,
     )
     check_the_losses_of(trainer, ours)
-    assert ours[0]["loss"] - ours[-1]["loss"] > 0.1
 
 
 # -- on engines --------------------------------------------------------------------------------------------
@@ -361,7 +362,7 @@ LORA: dict[str, Any] = {
     "adapter__type": "lora",
     "adapter__r": 4,
     "adapter__dropout": 0.0,
-    "train__learning_rate": 2e-2,
+    "train__learning_rate": 5e-3,
     "train__steps": 6,
     "train__warmup_steps": 0,
 }
