@@ -15,10 +15,9 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from datetime import date
 from pathlib import Path
-
-import tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
 BUDGET = ROOT / "budget.toml"
