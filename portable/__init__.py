@@ -61,7 +61,8 @@ def is_beside(place: str) -> bool:
 
 def _refuse_others() -> None:
     for name in SIBLINGS:
-        place = getattr(sys.modules.get(name), "__file__", None)
+        module = sys.modules.get(name)
+        place = getattr(module, "__file__", None) or next(iter(getattr(module, "__path__", ())), None)
         if place is not None and not is_beside(place):
             raise ImportError(
                 f"{name} is a package of portable-trainer, and {place} was imported under that name before; "
