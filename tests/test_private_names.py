@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from portable.cli import main
+from portable.cli import main, run
 from portable.config import Invocation
 from portable.errors import UserError
 from portable.private import of_torch, of_transformers
+from portable.private.of_bitsandbytes import bitsandbytes
 from tests.runs import configured
 
 if TYPE_CHECKING:
@@ -245,7 +246,7 @@ def masked() -> None:
             lambda: of_transformers.compiled_template(""),
             "data.chat_template",
         ),
-        ("torch.utils._pytree", "tree_flatten", lambda: of_torch.tree_leaves([]), "nested inputs"),
+        ("torch.utils._pytree", "tree_leaves", lambda: of_torch.tree_leaves([]), "nested inputs"),
         ("torch", "_foreach_mul_", lambda: of_torch.scale_([], torch.ones(())), "precision: fp16"),
     ],
 )
@@ -291,3 +292,38 @@ def test_the_command_ends_in_one_line(
     assert main([]) == 2
     (line,) = [line for line in capfd.readouterr().err.splitlines() if "error" in line]
     assert line.startswith("error: masks that are not read: does not work with transformers")
+
+
+@pytest.mark.parametrize("version", ["0.18.3", None])
+@pytest.mark.parametrize(
+    ("package", "extra", "settings"),
+    [
+        ("deepspeed", "deepspeed", {"strategy": "zero2"}),
+        ("bitsandbytes", "qlora", {"adapter__type": "lora", "adapter__base": "nf4"}),
+    ],
+)
+def test_an_extra_that_is_missing_or_too_old(
+    package: str,
+    extra: str,
+    settings: dict[str, Any],
+    version: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    def installed(name: str) -> str:
+        if name != package:
+            return found(name)
+        if version is None:
+            raise metadata.PackageNotFoundError(name)
+        return version
+
+    found = metadata.version
+    monkeypatch.setattr(metadata, "version", installed)
+    bitsandbytes.cache_clear()
+    (tmp_path / "data.txt").write_text("some words " * 2000)
+    config = configured(tmp_path / "run", tmp_path / "data.txt", **settings)
+    with pytest.raises(UserError) as raised:
+        run(Invocation(config, dry_run=True))
+    told = str(raised.value)
+    assert f"needs {package}>=" in told and f"and {version or 'none'} is installed" in told
+    assert f"pip install 'portable-trainer[{extra}]'" in told and not (tmp_path / "run").exists()
