@@ -273,9 +273,9 @@ def test_errors_inside_other_packages_stay() -> None:
     def broken(values: Any) -> None:
         raise AttributeError("a bug of the package's own")
 
-    model = SimpleNamespace(_adjust_missing_and_unexpected_keys=broken)
+    model: Any = SimpleNamespace(_adjust_missing_and_unexpected_keys=broken)
     with pytest.raises(AttributeError, match="of the package's own"):
-        of_transformers.unexpected_names(model, {})  # type: ignore[arg-type]
+        of_transformers.unexpected_names(model, {})
     with pytest.raises(AttributeError, match="of the caller"), of_transformers.no_value_checks():
         raise AttributeError("of the caller")
 

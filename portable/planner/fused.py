@@ -120,7 +120,8 @@ class Tape:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return of_torch.storage_id(tensor.untyped_storage())
+    key: int = of_torch.storage_id(tensor.untyped_storage())
+    return key
 
 
 def peaks(values: Sequence[Value], ends: Sequence[int], left: set[int]) -> list[int]:

@@ -111,7 +111,7 @@ class Package:
 
         return called
 
-    def attribute(self, name: str, feature: str, *default: Any) -> Callable[[Any], Any]:
+    def attribute(self, name: str, feature: str, *default: Any) -> Callable[..., Any]:
         """A function that reads an attribute, or calls a method, of what it gets."""
 
         @self.needed_for(feature)

@@ -6,6 +6,7 @@ import logging
 from functools import cache
 from typing import Any
 
+from portable.errors import UserError, one_line
 from portable.private import Package
 from portable.private.of_torch import no_compiler
 
@@ -18,12 +19,16 @@ def bitsandbytes() -> Any:
     seconds, and on a CPU compiles a function for each shape, which takes longer than a small run.
 
     Raises:
-        UserError: if it is not installed, or too old.
+        UserError: if it is not installed, too old, or broken.
     """
     _bitsandbytes.check_installed("adapter.base: nf4 and int8", "qlora")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    with no_compiler():
-        import bitsandbytes as package
+    try:
+        with no_compiler():
+            import bitsandbytes as package
+    except ImportError as error:
+        reason = f"bitsandbytes cannot be imported ({one_line(error)})"
+        raise UserError(f"adapter.base: {reason}; pip install 'portable-trainer[qlora]'") from error
     return package
 
 
