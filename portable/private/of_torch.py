@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from portable.private import Package
 
@@ -208,6 +207,8 @@ def detach_process_groups() -> list[Any]:
 
     Keep the result: dropping a group closes its connections, and other ranks would fail.
     """
+    import torch.distributed as dist
+
     world: Any = dist.distributed_c10d._world
     groups = list(world.pg_map)
     world.default_pg = None
@@ -219,6 +220,7 @@ def detach_process_groups() -> list[Any]:
 @_torch.needed_for("train.micro_batch_size: auto")
 def start_fake_group(rank: int, world_size: int) -> None:
     """Start a process group whose collectives move nothing and never wait."""
+    import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
