@@ -239,7 +239,7 @@ def masked() -> None:
 @pytest.mark.parametrize(
     ("module", "name", "function", "feature"),
     [
-        ("transformers.masking_utils", "is_tracing", masked, "masks that are not read"),
+        ("transformers.masking_utils", "is_tracing", masked, "training"),
         (
             "transformers.utils.chat_template_utils",
             "_compile_jinja_template",
@@ -258,6 +258,12 @@ def test_a_name_that_is_gone_is_one_line(
     installed = metadata.version(package)
     assert told.startswith(feature) and f"does not work with {package} {installed}" in told
     assert name in told and f"pip install '{package}==" in told and "\n" not in told
+
+
+def test_a_module_that_is_gone_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers.utils.chat_template_utils", None)
+    with pytest.raises(UserError, match=r"^data.chat_template: does not work with transformers .*halted"):
+        of_transformers.compiled_template("")
 
 
 def test_arguments_that_are_gone_are_one_line() -> None:
@@ -291,7 +297,7 @@ def test_the_command_ends_in_one_line(
     monkeypatch.setattr("portable.config.parse_args", lambda _: Invocation(config))
     assert main([]) == 2
     (line,) = [line for line in capfd.readouterr().err.splitlines() if "error" in line]
-    assert line.startswith("error: masks that are not read: does not work with transformers")
+    assert line.startswith("error: training: does not work with transformers")
 
 
 @pytest.mark.parametrize("version", ["0.18.3", None])

@@ -68,7 +68,8 @@ class Package:
 
             def refuse(error: Exception) -> None:
                 codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
-                while codes[-1].co_name == "__getattr__":  # says that a name is missing where it is read
+                # These say that a name or module is missing where it is asked for.
+                while codes[-1].co_name == "__getattr__" or "importlib" in codes[-1].co_filename:
                     codes.pop()
                 here = codes[-1].co_filename == file
                 if not here or (isinstance(error, TypeError) and not _CALL.search(str(error))):

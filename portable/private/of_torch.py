@@ -122,7 +122,6 @@ def replace_attention(wrap: Callable[[Any], Any]) -> Callable[[], None]:
 
 # -- modules -----------------------------------------------------------------------------------------------
 
-
 children = _torch.attribute("_modules", "model")
 """The submodules of a module by name, a dict to change."""
 
@@ -187,15 +186,15 @@ def no_compiler() -> Iterator[None]:
 
 build_folder = _torch.function("torch.utils.cpp_extension:_get_build_directory", "ops of DeepSpeed")
 """The folder in which torch builds a C++ extension."""
-# -- the GPU's memory --------------------------------------------------------------------------------------
 
+# -- the GPU's memory --------------------------------------------------------------------------------------
 
 record_memory_history = _torch.function("torch.cuda.memory:_record_memory_history", "log.memory_snapshot")
 """Record allocations on the GPU."""
 dump_memory_snapshot = _torch.function("torch.cuda.memory:_dump_snapshot", "log.memory_snapshot")
 """Write them to a file as https://pytorch.org/memory_viz reads them."""
-# -- process groups ----------------------------------------------------------------------------------------
 
+# -- process groups ----------------------------------------------------------------------------------------
 
 dump_nccl_trace = _torch.function("torch._C._distributed_c10d:_dump_nccl_trace", "NCCL's flight recorder")
 """NCCL's flight recorder: a pickle, as ``torchfrtrace`` reads it."""

@@ -37,7 +37,7 @@ def no_packed_sequences() -> Any:
 
 
 @contextmanager
-@_transformers.needed_for("masks that are not read")
+@_transformers.needed_for("training")
 def _replaced(**functions: Callable[..., Any]) -> Iterator[None]:
     """Replace functions of ``transformers.masking_utils`` by name."""
     from transformers import masking_utils
@@ -81,7 +81,6 @@ def masks_made_by(wrap: Callable[[Callable[..., Any]], Callable[..., Any]], kern
 
 
 # -- models ------------------------------------------------------------------------------------------------
-
 
 from_config = _transformers.attribute("_from_config", "model.init: scratch")
 """A model of a class with initial weights, from a config, whichever class an Auto class would choose."""
@@ -209,7 +208,6 @@ def generation_of_config(name: str) -> Any:
 
 # -- chat templates ----------------------------------------------------------------------------------------
 
-
 compiled_template = _transformers.function(
     "transformers.utils.chat_template_utils:_compile_jinja_template", "data.chat_template"
 )
@@ -218,6 +216,7 @@ rendered_with_marks = _transformers.function(
     "transformers.utils.chat_template_utils:_render_with_assistant_indices", "data.chat_template"
 )
 """The text that a template makes of messages, and the spans of it that the template marks."""
+
 # -- mixtures of experts -----------------------------------------------------------------------------------
 
 
