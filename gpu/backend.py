@@ -202,10 +202,10 @@ class CudaDiagnostics(Diagnostics):
         self._world_size = world_size
 
     def record_memory(self) -> None:
-        of_torch.record_memory_history(_RECORDED_ALLOCATIONS)
+        of_torch.record_memory_history(max_entries=_RECORDED_ALLOCATIONS)
 
     def dump_memory(self, path: Path) -> None:
-        of_torch.dump_memory_snapshot(path)
+        of_torch.dump_memory_snapshot(str(path))
 
     def dump_collectives(self, folder: Path) -> None:
         if self._world_size > 1:

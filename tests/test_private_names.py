@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from portable.cli import main
+from portable.cli import main, run
 from portable.config import Invocation
 from portable.errors import UserError
 from portable.private import of_torch, of_transformers
+from portable.private.of_bitsandbytes import bitsandbytes
 from tests.runs import configured
 
 if TYPE_CHECKING:
@@ -238,14 +239,14 @@ def masked() -> None:
 @pytest.mark.parametrize(
     ("module", "name", "function", "feature"),
     [
-        ("transformers.masking_utils", "is_tracing", masked, "masks that are not read"),
+        ("transformers.masking_utils", "is_tracing", masked, "training"),
         (
             "transformers.utils.chat_template_utils",
             "_compile_jinja_template",
             lambda: of_transformers.compiled_template(""),
             "data.chat_template",
         ),
-        ("torch.utils._pytree", "tree_flatten", lambda: of_torch.tree_leaves([]), "nested inputs"),
+        ("torch.utils._pytree", "tree_leaves", lambda: of_torch.tree_leaves([]), "nested inputs"),
         ("torch", "_foreach_mul_", lambda: of_torch.scale_([], torch.ones(())), "precision: fp16"),
     ],
 )
@@ -257,6 +258,12 @@ def test_a_name_that_is_gone_is_one_line(
     installed = metadata.version(package)
     assert told.startswith(feature) and f"does not work with {package} {installed}" in told
     assert name in told and f"pip install '{package}==" in told and "\n" not in told
+
+
+def test_a_module_that_is_gone_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers.utils.chat_template_utils", None)
+    with pytest.raises(UserError, match=r"^data.chat_template: does not work with transformers .*halted"):
+        of_transformers.compiled_template("")
 
 
 def test_arguments_that_are_gone_are_one_line() -> None:
@@ -272,9 +279,9 @@ def test_errors_inside_other_packages_stay() -> None:
     def broken(values: Any) -> None:
         raise AttributeError("a bug of the package's own")
 
-    model = SimpleNamespace(_adjust_missing_and_unexpected_keys=broken)
+    model: Any = SimpleNamespace(_adjust_missing_and_unexpected_keys=broken)
     with pytest.raises(AttributeError, match="of the package's own"):
-        of_transformers.unexpected_names(model, {})  # type: ignore[arg-type]
+        of_transformers.unexpected_names(model, {})
     with pytest.raises(AttributeError, match="of the caller"), of_transformers.no_value_checks():
         raise AttributeError("of the caller")
 
@@ -290,4 +297,39 @@ def test_the_command_ends_in_one_line(
     monkeypatch.setattr("portable.config.parse_args", lambda _: Invocation(config))
     assert main([]) == 2
     (line,) = [line for line in capfd.readouterr().err.splitlines() if "error" in line]
-    assert line.startswith("error: masks that are not read: does not work with transformers")
+    assert line.startswith("error: training: does not work with transformers")
+
+
+@pytest.mark.parametrize("version", ["0.18.3", None])
+@pytest.mark.parametrize(
+    ("package", "extra", "settings"),
+    [
+        ("deepspeed", "deepspeed", {"strategy": "zero2"}),
+        ("bitsandbytes", "qlora", {"adapter__type": "lora", "adapter__base": "nf4"}),
+    ],
+)
+def test_an_extra_that_is_missing_or_too_old(
+    package: str,
+    extra: str,
+    settings: dict[str, Any],
+    version: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    def installed(name: str) -> str:
+        if name != package:
+            return found(name)
+        if version is None:
+            raise metadata.PackageNotFoundError(name)
+        return version
+
+    found = metadata.version
+    monkeypatch.setattr(metadata, "version", installed)
+    bitsandbytes.cache_clear()
+    (tmp_path / "data.txt").write_text("some words " * 2000)
+    config = configured(tmp_path / "run", tmp_path / "data.txt", **settings)
+    with pytest.raises(UserError) as raised:
+        run(Invocation(config, dry_run=True))
+    told = str(raised.value)
+    assert f"needs {package}>=" in told and f"and {version or 'none'} is installed" in told
+    assert f"pip install 'portable-trainer[{extra}]'" in told and not (tmp_path / "run").exists()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from portable.private.of_torch import tree_flatten, tree_unflatten
-from tpu.runtime import xla
+from tpu.of_torch_xla import xla
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

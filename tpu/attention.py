@@ -17,7 +17,7 @@ from torch.nn import functional
 from portable.errors import require
 from portable.private import of_torch
 from portable.private.of_transformers import attention_kernel
-from tpu.runtime import xla
+from tpu.of_torch_xla import xla
 from tpu.scan import Scan
 
 if TYPE_CHECKING:

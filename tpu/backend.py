@@ -24,7 +24,8 @@ from tpu.engine import XlaEngine
 from tpu.fixed_shapes import count_on_device, use_fixed_shapes
 from tpu.graphs import Graphs
 from tpu.layout import Layout
-from tpu.runtime import torch_xla, xla, xr
+from tpu.of_torch_xla import xla
+from tpu.runtime import torch_xla, xr
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -22,9 +22,9 @@ from tpu.checks import GATHERED_ONCE, recomputed
 from tpu.gather import gathered
 from tpu.head import shard_gradient
 from tpu.layout import another, constrain
+from tpu.of_torch_xla import xla
 from tpu.own_optimizer import optimizer_of
 from tpu.parameters import Parameters
-from tpu.runtime import xla
 from tpu.saving import Saver, Staged
 from tpu.scan_layers import LoopedLayers, Segment, find_segments
 

@@ -8,7 +8,8 @@ from collections import Counter
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from tpu.runtime import torch_xla, xla, xla_metrics
+from tpu.of_torch_xla import xla
+from tpu.runtime import torch_xla, xla_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from tpu.layout import another, marked
-from tpu.runtime import xla
+from tpu.of_torch_xla import xla
 from tpu.sharding import turned
 
 if TYPE_CHECKING:

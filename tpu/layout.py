@@ -16,7 +16,8 @@ import torch
 
 from portable.errors import UserError
 from portable.model.tensors import to_torch
-from tpu.runtime import torch_xla, xla, xr, xs
+from tpu.of_torch_xla import xla
+from tpu.runtime import torch_xla, xr, xs
 from tpu.sharding import HYBRID, ShardingRules
 
 if TYPE_CHECKING:

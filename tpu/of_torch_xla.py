@@ -52,9 +52,5 @@ class _Bindings:
 xla = _Bindings()
 
 
-@_torch_xla.needed_for("portable-plan --compile")
-def lowering_context() -> Any:
-    """An empty graph, to build from tensors."""
-    import torch_xla
-
-    return torch_xla._XLAC.lowering.LoweringContext("SyncTensorsGraph")
+lowering_context = _torch_xla.function("torch_xla:_XLAC.lowering.LoweringContext", "backend: xla")
+"""An empty graph with a name, to build from tensors."""

@@ -10,7 +10,7 @@ from torch import nn
 from portable.errors import require
 from portable.model.parameters import replace_tensors, state_tensors, stored_tensors
 from tpu.layout import Shard
-from tpu.runtime import xla
+from tpu.of_torch_xla import xla
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -16,7 +16,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from portable.private.of_torch import changes, root_and_replay
 from tpu.layout import another, constrain
-from tpu.runtime import xb, xla
+from tpu.of_torch_xla import lowering_context, xla
+from tpu.runtime import xb
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -333,7 +334,7 @@ class _Loop:
         reverse: bool,
     ) -> None:
         self._carries = len(carry)
-        self._lowered = lowered = xla.lowering.LoweringContext("scan")
+        self._lowered = lowered = lowering_context("scan")
         lowered.set_name_string("scan")
         lowered.build(list(outputs))
         # Constants that the body made itself are arguments of its computation, too, and so are the seeds.

@@ -184,7 +184,7 @@ def _returned(model: nn.Module, kind: str) -> dict[str, Returned]:
 
 
 def _flat(args: Any, kwargs: Any) -> list[tuple[Any, Any]]:
-    leaves, _ = tree_flatten_with_path((tuple(args), dict(kwargs)))
+    leaves: list[tuple[Any, Any]] = tree_flatten_with_path((tuple(args), dict(kwargs)))[0]
     return leaves
 
 

@@ -21,7 +21,7 @@ _PATIENCE, _PAUSE = 2.0, 0.2
 
 def wait_for_build(op: str) -> None:
     """Wait until no other process builds DeepSpeed's ``op``; remove the lock of one that was killed."""
-    lock = Path(of_torch.build_folder(op)) / "lock"
+    lock = Path(of_torch.build_folder(op, verbose=False)) / "lock"
     began, told = time.monotonic(), False
     while lock.exists():
         if not _is_open(lock) and time.time() - _last_change(lock.parent) > DEAD:

@@ -19,18 +19,16 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 PACKAGE = Package("deepspeed", "0.19.8")
-_zero = PACKAGE.needed_for("strategy: zero1, zero2 and zero3")
+_FEATURE = "strategy: zero1, zero2 and zero3"
 
 # -- process-wide state ----------------------------------------------------------------------------------
 
 
-@_zero
 def disable_shared_memory_collectives(deepspeed: Any) -> None:
     """Keep DeepSpeed from compiling its C++ collectives for CPU ranks, which takes a minute at start-up."""
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
-@_zero
 def restart_numbering(deepspeed: Any) -> None:
     """Number parameters and modules from 0 again.
 
@@ -42,19 +40,16 @@ def restart_numbering(deepspeed: Any) -> None:
     offload._register_deepspeed_module.__defaults__[0][0] = 0
 
 
-@_zero
 def has_communicator(deepspeed: Any) -> bool:
     """Whether DeepSpeed holds a communication backend."""
     return deepspeed.comm.comm.cdb is not None
 
 
-@_zero
 def drop_communicator(deepspeed: Any) -> None:
     """Make DeepSpeed start a new communication backend the next time."""
     deepspeed.comm.comm.cdb = None
 
 
-@_zero
 def release_models(deepspeed: Any) -> None:
     """Drop the references to models that stage 3 keeps for the life of the process, and free their memory."""
     zero = deepspeed.runtime.zero
@@ -70,38 +65,32 @@ def release_models(deepspeed: Any) -> None:
 # -- the engine ------------------------------------------------------------------------------------------
 
 
-@_zero
 def basic_optimizer(engine: Any) -> Any:
     """The optimizer that was passed to ``deepspeed.initialize``."""
     return engine.basic_optimizer
 
 
-@_zero
 def set_steps(engine: Any, steps: int) -> None:
     """Set the step count, by which DeepSpeed names its folder inside a checkpoint."""
     engine.global_steps = steps
 
 
-@_zero
 def set_max_norm(zero_optimizer: Any, max_norm: float) -> None:
     """Set the gradient norm to clip to; 0 disables clipping."""
     zero_optimizer.clip_grad = max_norm
 
 
-@_zero
 def dynamic_loss_scaler(zero_optimizer: Any) -> Any:
     """DeepSpeed's loss scaler; None if the loss scale is fixed."""
     scaler = zero_optimizer.loss_scaler
     return scaler if scaler.dynamic else None
 
 
-@_zero
 def is_scale_exhausted(error: Exception) -> bool:
     """Whether DeepSpeed's ``error`` means that gradients overflow at the lowest loss scale."""
     return "loss scale already at minimum" in str(error)
 
 
-@_zero
 def replace_checkpoint_engine(engine: Any, make: Any) -> Any:
     """Replace the writer of checkpoint files by ``make(zipfile_serialization)``; return the new one."""
     engine.checkpoint_engine = made = make(engine.checkpoint_engine.zipfile_serialization)
@@ -111,13 +100,11 @@ def replace_checkpoint_engine(engine: Any, make: Any) -> Any:
 # -- stages 1 and 2 --------------------------------------------------------------------------------------
 
 
-@_zero
 def flat_groups(zero_optimizer: Any) -> Iterator[tuple[list[Any], Tensor]]:
     """For each parameter group its compute-type parameters, and the flat tensor that they are views of."""
     return zip(zero_optimizer.bit16_groups, zero_optimizer.bit16_groups_flat, strict=True)
 
 
-@_zero
 def gather_compute_copies(zero_optimizer: Any) -> None:
     """Cast the master weights and all-gather them into the compute copies. A collective."""
     zero_optimizer.update_lp_params()
@@ -126,32 +113,28 @@ def gather_compute_copies(zero_optimizer: Any) -> None:
 # -- stage 3 ---------------------------------------------------------------------------------------------
 
 
-@_zero
 def partition(context: Any, parameter: nn.Parameter) -> None:
     """Partition ``parameter`` in place. ``context`` is a ``deepspeed.zero.Init``."""
     context._convert_to_zero_parameters([parameter])
 
 
-@_zero
 def is_partitioned(tensor: Any) -> bool:
     """Whether ``tensor`` is a parameter that stage 3 has partitioned."""
     return hasattr(tensor, "ds_tensor")
 
 
-@_zero
 def full_size(parameter: Any) -> int:
     """Elements of the whole parameter."""
     return int(parameter.ds_numel)
 
 
-@_zero
 def full_shape(parameter: Any) -> tuple[int, ...]:
     """The shape of the whole parameter."""
     return tuple(parameter.ds_shape)
 
 
 @contextmanager
-@_zero
+@PACKAGE.needed_for(_FEATURE)
 def shard(parameter: Any) -> Iterator[Tensor]:
     """This rank's flat shard of the compute copy, padding included, to fill; in memory or on NVMe."""
     swapped = parameter.ds_tensor.status.name == "NOT_AVAILABLE"
@@ -163,63 +146,53 @@ def shard(parameter: Any) -> Iterator[Tensor]:
         parameter.nvme_swapper.swap_out_and_release([parameter])
 
 
-@_zero
 def shard_size(parameter: Any) -> int:
     """Elements of a shard; the same on all ranks, since the last shards are padded."""
     return int(parameter.ds_tensor.ds_numel)
 
 
-@_zero
 def drop_secondary_shard(parameter: Any) -> None:
     """Drop hpZ's second copy of a frozen parameter. The optimizer step, which refreshes others, skips it."""
     parameter.ds_secondary_tensor = None
 
 
-@_zero
 def drop_secondary_shards(zero_optimizer: Any) -> None:
     """Drop hpZ's second copies, from which a forward pass would gather stale values."""
     zero_optimizer.invalidate_secondary_tensor()
 
 
-@_zero
 def sub_groups(zero_optimizer: Any) -> list[list[Any]]:
     """The parameters that stage 3 updates together, by sub-group."""
     found: list[list[Any]] = zero_optimizer.fp16_groups
     return found
 
 
-@_zero
 def is_swapped(zero_optimizer: Any, sub_group: int) -> bool:
     """Whether the sub-group's optimizer state is on NVMe."""
     return bool(zero_optimizer._swappable_optimizer_subgroup(sub_group))
 
 
-@_zero
 def swap_in(zero_optimizer: Any, sub_group: int) -> None:
     """Read a sub-group's master weights and state from NVMe."""
     zero_optimizer._optimizer_states_and_gradient_swap_in(sub_group)
 
 
-@_zero
 def swap_out(zero_optimizer: Any, sub_group: int) -> None:
     """Write a sub-group's master weights and state back to NVMe."""
     zero_optimizer._optimizer_states_and_gradient_swap_out(sub_group)
 
 
-@_zero
 def master_weights(zero_optimizer: Any, sub_group: int) -> Tensor:
     """A sub-group's flat fp32 master weights on this rank."""
     found: Tensor = zero_optimizer.fp32_partitioned_groups_flat[sub_group]
     return found
 
 
-@_zero
 def update_compute_copies(zero_optimizer: Any, sub_group: int) -> None:
     """Cast a sub-group's master weights into its compute copies, in memory or on NVMe."""
     zero_optimizer._reassign_or_swap_out_partitioned_parameters(sub_group)
 
 
-@_zero
 def gather_persistent(zero_optimizer: Any) -> None:
     """Gather the small parameters anew, which stay gathered between steps. A collective."""
     zero_optimizer._partition_all_parameters()
@@ -227,7 +200,6 @@ def gather_persistent(zero_optimizer: Any) -> None:
         zero_optimizer.persistent_parameters[0].all_gather(zero_optimizer.persistent_parameters)
 
 
-@_zero
 def release_swap_buffers(zero_optimizer: Any, parameters: Sequence[Any]) -> None:
     """Free the buffers that ``parameters`` were swapped in to, after waiting for reads under way."""
     zero_optimizer.empty_partition_cache()
@@ -240,7 +212,6 @@ def release_swap_buffers(zero_optimizer: Any, parameters: Sequence[Any]) -> None
 # -- optimizers ------------------------------------------------------------------------------------------
 
 
-@_zero
 def replay_cpu_adam(optimizer: Any, steps: int, nothing: Sequence[Tensor]) -> None:
     """Run ``steps`` updates of DeepSpeedCPUAdam on ``nothing``; a no-op for other optimizers.
 
@@ -260,7 +231,6 @@ def replay_cpu_adam(optimizer: Any, steps: int, nothing: Sequence[Tensor]) -> No
         optimizer.ds_opt_adam.adam_update(optimizer.opt_id, step, 0.0, *betas, eps, 0.0, correct, *nothing)
 
 
-@_zero
 def optimizer_classes() -> dict[str, tuple[type, ...]]:
     """By name, torch's class and then DeepSpeed's own, which it prefers."""
     import torch
@@ -277,7 +247,6 @@ def optimizer_classes() -> dict[str, tuple[type, ...]]:
     }
 
 
-@_zero
 def adam_switches() -> dict[str, Any]:
     """Params that DeepSpeed itself reads from an Adam block, with their defaults."""
     from deepspeed.runtime.config import ADAM_W_MODE, ADAM_W_MODE_DEFAULT, TORCH_ADAM_PARAM
@@ -285,7 +254,6 @@ def adam_switches() -> dict[str, Any]:
     return {TORCH_ADAM_PARAM: False, ADAM_W_MODE: ADAM_W_MODE_DEFAULT}
 
 
-@_zero
 def optimizer_names() -> Sequence[str]:
     """The values of ``optimizer.type`` that DeepSpeed builds itself, in lower case."""
     from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
@@ -294,7 +262,6 @@ def optimizer_names() -> Sequence[str]:
     return names
 
 
-@_zero
 def scheduler_class(kind: Any) -> type | None:
     """The class behind ``scheduler.type``; None if DeepSpeed has no such scheduler."""
     from deepspeed.runtime import lr_schedules
@@ -314,7 +281,6 @@ CONSTANTS = (
 """Modules with pairs of key and default: ``GRADIENT_CLIPPING`` and ``GRADIENT_CLIPPING_DEFAULT``."""
 
 
-@_zero
 def config_models() -> dict[tuple[str, ...], type[BaseModel]]:
     """The pydantic models that DeepSpeed reads sections of its configuration with, by section."""
     from deepspeed.comm.config import CommsLoggerConfig
@@ -337,7 +303,6 @@ def config_models() -> dict[tuple[str, ...], type[BaseModel]]:
     }
 
 
-@_zero
 def monitor_model() -> type[BaseModel]:
     """The pydantic model whose fields are the monitors' sections."""
     from deepspeed.monitor.config import DeepSpeedMonitorConfig
@@ -346,7 +311,6 @@ def monitor_model() -> type[BaseModel]:
     return found
 
 
-@_zero
 def config_classes() -> dict[str, Any]:
     """The plain classes that read other sections: their attributes, built from ``{}``, are the keys."""
     from deepspeed.autotuning.config import DeepSpeedAutotuningConfig
@@ -355,7 +319,6 @@ def config_classes() -> dict[str, Any]:
     return {"flops_profiler": DeepSpeedFlopsProfilerConfig, "autotuning": DeepSpeedAutotuningConfig}
 
 
-@_zero
 def removed_keys() -> Iterable[str]:
     """Top-level keys of earlier releases, which DeepSpeed refuses with a message of its own."""
     from deepspeed.runtime.config import _REMOVED_TOP_LEVEL_CONFIG_KEYS
@@ -364,7 +327,6 @@ def removed_keys() -> Iterable[str]:
     return keys
 
 
-@_zero
 def removed_key_error(values: Mapping[str, Any]) -> Exception | None:
     """DeepSpeed's error for a key that it has removed; None if ``values`` has none."""
     from deepspeed.runtime.config import DeepSpeedConfigError, _reject_removed_config_keys
@@ -377,7 +339,6 @@ def removed_key_error(values: Mapping[str, Any]) -> Exception | None:
     return None
 
 
-@_zero
 def parse(values: dict[str, Any]) -> None:
     """Parse a configuration as DeepSpeed does; raises whatever DeepSpeed raises."""
     from deepspeed.runtime.config import DeepSpeedConfig, DtypeEnum
@@ -386,3 +347,8 @@ def parse(values: dict[str, Any]) -> None:
     for name, value in values.get("data_types", {}).items():
         if name.endswith("_dtype"):
             DtypeEnum(value)
+
+
+for _name, _one in list(globals().items()):
+    if inspect.isfunction(_one) and _one.__module__ == __name__ and _name != shard.__name__:
+        globals()[_name] = PACKAGE.needed_for(_FEATURE)(_one)

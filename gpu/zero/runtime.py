@@ -25,17 +25,14 @@ def import_deepspeed(device_type: str) -> Any:
     """Import deepspeed for ``device_type``.
 
     Raises:
-        UserError: if it is not installed, or its import fails.
+        UserError: if it is not installed, too old, or its import fails.
     """
     os.environ["DS_ACCELERATOR"] = device_type
     os.environ.setdefault("DS_LOGGING_LEVEL", "error")  # it logs every detail at INFO
+    private_api.PACKAGE.check_installed("strategy: zero1, zero2 and zero3", "deepspeed")
     try:
         with native_stdout_closed():
             import deepspeed
-    except ModuleNotFoundError as error:
-        if error.name != "deepspeed":
-            raise
-        raise UserError(f"strategy: zero1, zero2 and zero3 need the package deepspeed; {REMEDY}") from error
     except Exception as error:  # built for another torch, or a CUDA toolkit is missing
         raise UserError(f"strategy: deepspeed cannot be imported ({one_line(error)}); {REMEDY}") from error
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)

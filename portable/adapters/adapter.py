@@ -33,9 +33,10 @@ from portable.model.freezing import COMPUTE, freeze, frozen_names
 from portable.model.initialize import Blueprint
 from portable.model.parameters import state_tensors, tied_names
 from portable.model.pretrained import snapshot
-from portable.model.quantized import KINDS, QuantizedLinear, QuantizedTensor, bitsandbytes, quantize
+from portable.model.quantized import KINDS, QuantizedLinear, QuantizedTensor, quantize
 from portable.model.tensors import to_torch
 from portable.private import of_transformers
+from portable.private.of_bitsandbytes import bitsandbytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -144,7 +144,7 @@ def _match_weights(
         if stored:
             held[name] = held.pop(stored[0])
     missing = [name for name in wanted if name not in held]
-    ignored = ignored_names(model)
+    ignored = ignored_names(model) or ()
     unexpected = [
         name
         for name in held

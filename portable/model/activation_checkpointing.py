@@ -41,8 +41,9 @@ def checkpoint_activations(model: nn.Module, kind: str, *, inputs_on_host: bool 
             *(of_torch.aten(f"scaled_dot_product_{kernel}") for kernel in _KERNELS),
         ]
         options["context_fn"] = lambda: create_selective_checkpoint_contexts(kept)
+    transformer: Any = model
     try:
-        model.activation_checkpointing_enable(options)
+        transformer.activation_checkpointing_enable(options)
     except ValueError as error:
         raise UserError(f"memory.activation_checkpointing: {one_line(error)}") from error
     if inputs_on_host:

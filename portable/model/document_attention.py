@@ -131,7 +131,7 @@ class DocumentAttention:
     def _calls_per_document(self, device: torch.device) -> bool:
         if self._kernel != "sdpa" or self._reads_mask or device.type != "cpu":
             return False
-        return not any(map(of_torch.is_compiled, self._model.modules()))
+        return all(of_torch.compiled_call(module) is None for module in self._model.modules())
 
 
 _BOTH_DIRECTIONS = "allow_is_bidirectional_skip"

@@ -81,7 +81,7 @@ class Blueprint:
     def _built(self, seed: int) -> PreTrainedModel:
         with torch.random.fork_rng(devices=[]), _nothing_left_to_chance():
             torch.default_generator.manual_seed(seed)
-            model = from_config(type(self.model), copy.deepcopy(self.model.config), torch.float32)
+            model = from_config(type(self.model), copy.deepcopy(self.model.config), dtype=torch.float32)
             if (function := self.model.__dict__.get("changed_by")) is not None:
                 model = changed(model, function)
         for parameter in model.parameters():
@@ -177,7 +177,7 @@ def _made_in_part(
 
         return constructor
 
-    hook = register_module_parameter_registration_hook(registered)
+    hook = register_module_parameter_registration_hook(registered)  # type: ignore[arg-type]
     try:
         deterministic.fill_uninitialized_memory = rest_is_real
         with constructors_replaced(classes, following):

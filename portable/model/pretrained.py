@@ -281,7 +281,7 @@ def _check_head(model: PreTrainedModel, weights: PretrainedWeights) -> None:
     missing = set(weights.missing)
     matrix = getattr(model.get_output_embeddings(), "weight", None)
     tables = {id(table) for table in embeddings(model)}
-    tieable = of_transformers.tieable_names(model)
+    tieable = of_transformers.tieable_names(model) or ()
     lost = [
         name
         for name, parameter in model.named_parameters()

@@ -82,7 +82,7 @@ def _passes(
     chunked = chunked_head(small, request.loss_chunk_tokens)
     if chunked is not None:
         chunked.most_parts = 2  # further parts have the same peak, and a large vocabulary has hundreds
-    with of_torch.fake_tensors(), ExitStack() as stack:
+    with of_torch.fake_tensors(allow_non_fake_inputs=True), ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # about fake tensors
         if request.compiler is not None and request.compiler.prepare is not None:

@@ -78,7 +78,7 @@ class Tape:
         for tensor in tree_leaves(results):
             if not isinstance(tensor, torch.Tensor):
                 continue
-            if _storage(tensor) in given and not of_torch.changes_its_inputs(func):
+            if _storage(tensor) in given and not of_torch.schema(func).is_mutable:
                 continue  # a view
             self._values.append(Value(tensor.untyped_storage().nbytes(), inputs, kind))
             self._is_now(tensor, len(self._values) - 1)
@@ -120,7 +120,8 @@ class Tape:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return of_torch.storage_id(tensor.untyped_storage())
+    key: int = of_torch.storage_id(tensor.untyped_storage())
+    return key
 
 
 def peaks(values: Sequence[Value], ends: Sequence[int], left: set[int]) -> list[int]:

@@ -8,11 +8,13 @@ therefore looked up when they are used, so that only what needs them ends, in on
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 import traceback
 from functools import wraps
 from importlib import metadata
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from portable.errors import UserError, one_line
@@ -37,6 +39,23 @@ class Package:
     def __init__(self, name: str, seen: str) -> None:
         self._name, self.seen = name, seen
 
+    def check_installed(self, feature: str, extra: str) -> None:
+        """Raise UserError unless a version is installed that ``extra`` of this distribution asks for."""
+        from packaging.requirements import Requirement
+        from packaging.specifiers import SpecifierSet
+
+        asked = map(Requirement, metadata.requires("portable-trainer") or ())
+        wanted = next((one.specifier for one in asked if one.name == self._name), SpecifierSet())
+        try:
+            version = metadata.version(self._name)
+        except metadata.PackageNotFoundError:
+            version = "none"
+        if version == "none" or not wanted.contains(version, prereleases=True):
+            raise UserError(
+                f"{feature} needs {self._name}{wanted}, and {version} is installed; install it with: "
+                f"pip install 'portable-trainer[{extra}]'"
+            )
+
     def needed_for(self, feature: str) -> Callable[[Function], Function]:
         """Decorate a function of a room, or one that makes a context manager.
 
@@ -49,7 +68,8 @@ class Package:
 
             def refuse(error: Exception) -> None:
                 codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
-                while codes[-1].co_name == "__getattr__":  # says that a name is missing where it is read
+                # These say that a name or module is missing where it is asked for.
+                while codes[-1].co_name == "__getattr__" or "importlib" in codes[-1].co_filename:
                     codes.pop()
                 here = codes[-1].co_filename == file
                 if not here or (isinstance(error, TypeError) and not _CALL.search(str(error))):
@@ -81,3 +101,23 @@ class Package:
             return found
 
         return decorated
+
+    def function(self, path: str, feature: str) -> Callable[..., Any]:
+        """A function that calls the one called ``path``: ``module:name`` or ``module:name.name``."""
+        module, _, name = path.partition(":")
+
+        @self.needed_for(feature)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            return attrgetter(name)(importlib.import_module(module))(*args, **kwargs)
+
+        return called
+
+    def attribute(self, name: str, feature: str, *default: Any) -> Callable[..., Any]:
+        """A function that reads an attribute, or calls a method, of what it gets."""
+
+        @self.needed_for(feature)
+        def read(owner: Any, *args: Any, **kwargs: Any) -> Any:
+            found = getattr(owner, name, *default)
+            return found(*args, **kwargs) if args or kwargs else found
+
+        return read

@@ -6,7 +6,8 @@ import logging
 from functools import cache
 from typing import Any
 
-from portable.errors import UserError
+from portable.errors import UserError, one_line
+from portable.private import Package
 from portable.private.of_torch import no_compiler
 
 
@@ -18,14 +19,17 @@ def bitsandbytes() -> Any:
     seconds, and on a CPU compiles a function for each shape, which takes longer than a small run.
 
     Raises:
-        UserError: if it is not installed.
+        UserError: if it is not installed, too old, or broken.
     """
+    _bitsandbytes.check_installed("adapter.base: nf4 and int8", "qlora")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     try:
         with no_compiler():
             import bitsandbytes as package
     except ImportError as error:
-        raise UserError(
-            "adapter.base: nf4 and int8 need bitsandbytes; pip install 'portable-trainer[qlora]'"
-        ) from error
+        reason = f"bitsandbytes cannot be imported ({one_line(error)})"
+        raise UserError(f"adapter.base: {reason}; pip install 'portable-trainer[qlora]'") from error
     return package
+
+
+_bitsandbytes = Package("bitsandbytes", "0.50.2")

@@ -8,13 +8,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from portable.private import Package
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
-    from pathlib import Path
 
     from torch import Tensor, nn
     from torch.distributed.tensor import DTensor
@@ -55,16 +53,10 @@ def local_slices(tensor: DTensor) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
 
 
-@_torch.needed_for("checkpoints and portable-plan")
-def storage_id(storage: torch.UntypedStorage) -> int:
-    """A number that is the same for all Python objects of one storage."""
-    return int(storage._cdata)
-
-
-@_torch.needed_for("train.loss and train.callbacks")
-def changes(tensor: Tensor) -> int:
-    """What rises with each change of ``tensor`` in place. A host number: no sync."""
-    return tensor._version
+storage_id = _torch.attribute("_cdata", "checkpoints and portable-plan")
+"""A number that is the same for all Python objects of one storage."""
+changes = _torch.attribute("_version", "train.loss and train.callbacks")
+"""What rises with each change of a tensor in place. A host number: no sync."""
 
 
 @_torch.needed_for("xla.scan_layers")
@@ -77,50 +69,15 @@ def root_and_replay(tensor: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor] 
     return root, replay
 
 
-@_torch.needed_for("portable-plan")
-def is_fake(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is one of :func:`fake_tensors`."""
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return isinstance(tensor, FakeTensor)
-
-
-@_torch.needed_for("portable-plan")
-def fake_tensors() -> Any:
-    """A context in which tensors have shapes and no values."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    return FakeTensorMode(allow_non_fake_inputs=True)
-
-
-def tree_leaves(tree: Any) -> list[Any]:
-    """The values in nested lists, tuples and dicts."""
-    return tree_flatten(tree)[0]
-
-
-@_torch.needed_for("nested inputs and outputs of layers")
-def tree_flatten(tree: Any) -> tuple[list[Any], Any]:
-    """The values in nested lists, tuples and dicts, and their structure."""
-    from torch.utils import _pytree
-
-    return _pytree.tree_flatten(tree)
-
-
-@_torch.needed_for("nested inputs and outputs of layers")
-def tree_flatten_with_path(tree: Any) -> tuple[list[tuple[Any, Any]], Any]:
-    """As :func:`tree_flatten`, each value with its place."""
-    from torch.utils import _pytree
-
-    return _pytree.tree_flatten_with_path(tree)
-
-
-@_torch.needed_for("nested inputs and outputs of layers")
-def tree_unflatten(leaves: Sequence[Any], structure: Any) -> Any:
-    """The inverse of :func:`tree_flatten`."""
-    from torch.utils import _pytree
-
-    return _pytree.tree_unflatten(leaves, structure)
-
+fake_tensors = _torch.function("torch._subclasses.fake_tensor:FakeTensorMode", "portable-plan")
+"""A context in which tensors have shapes and no values."""
+is_fake = _torch.function("torch._subclasses.fake_tensor:is_fake", "portable-plan")
+"""Whether a tensor is one of these."""
+_TREES = "nested inputs and outputs of layers"
+tree_leaves = _torch.function("torch.utils._pytree:tree_leaves", _TREES)
+tree_flatten = _torch.function("torch.utils._pytree:tree_flatten", _TREES)
+tree_flatten_with_path = _torch.function("torch.utils._pytree:tree_flatten_with_path", _TREES)
+tree_unflatten = _torch.function("torch.utils._pytree:tree_unflatten", _TREES)
 
 # -- operations --------------------------------------------------------------------------------------------
 
@@ -145,30 +102,14 @@ def aten(name: str) -> Any:
     return getattr(torch.ops.aten, f"_{name}").default
 
 
-@_torch.needed_for("portable-plan --compile")
-def changes_its_inputs(operation: Any) -> bool:
-    """Whether an operation writes to a tensor that it gets."""
-    return bool(operation._schema.is_mutable)
-
-
-@_torch.needed_for("train.optimizer: sgd")
-def fused_sgd_(
-    parameters: list[Tensor], gradients: list[Tensor], moments: list[Tensor], **settings: Any
-) -> None:
-    """Update ``parameters`` in one kernel."""
-    torch._fused_sgd_(parameters, gradients, moments, **settings)
-
-
-@_torch.needed_for("precision: fp16")
-def scale_(tensors: list[Tensor], factor: Tensor) -> None:
-    """Multiply all ``tensors`` in place, in one kernel where the device has one."""
-    torch._foreach_mul_(tensors, factor)
-
-
-@_torch.needed_for("train.optimizer")
-def masks_its_steps(optimizer: Any) -> bool:
-    """Whether an optimizer skips a step by itself where a gradient is not finite."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+schema = _torch.attribute("_schema", "portable-plan --compile")
+"""The arguments of an operation, and which of them it changes."""
+fused_sgd_ = _torch.function("torch:_fused_sgd_", "train.optimizer: sgd")
+"""Update parameters in one kernel."""
+scale_ = _torch.function("torch:_foreach_mul_", "precision: fp16")
+"""Multiply tensors in place, in one kernel where the device has one."""
+masks_its_steps = _torch.attribute("_step_supports_amp_scaling", "train.optimizer", False)
+"""Whether an optimizer skips a step by itself where a gradient is not finite."""
 
 
 def replace_attention(wrap: Callable[[Any], Any]) -> Callable[[], None]:
@@ -181,11 +122,8 @@ def replace_attention(wrap: Callable[[Any], Any]) -> Callable[[], None]:
 
 # -- modules -----------------------------------------------------------------------------------------------
 
-
-@_torch.needed_for("model")
-def children(module: nn.Module) -> dict[str, nn.Module | None]:
-    """The submodules of ``module`` by name, a dict to change."""
-    return module._modules
+children = _torch.attribute("_modules", "model")
+"""The submodules of a module by name, a dict to change."""
 
 
 @_torch.needed_for("adapter")
@@ -196,10 +134,8 @@ def with_children(module: Any, changed: dict[str, Any]) -> Any:
     return made
 
 
-@_torch.needed_for("data.packing: documents")
-def is_compiled(module: nn.Module) -> bool:
-    """Whether ``module.compile`` was called."""
-    return module._compiled_call_impl is not None
+compiled_call = _torch.attribute("_compiled_call_impl", "data.packing: documents")
+"""What `module.compile` made; None without it."""
 
 
 @contextmanager
@@ -248,38 +184,20 @@ def no_compiler() -> Iterator[None]:
         torch.compile = compiler
 
 
-@_torch.needed_for("ops of DeepSpeed")
-def build_folder(op: str) -> str:
-    """The folder in which torch builds a C++ extension."""
-    from torch.utils.cpp_extension import _get_build_directory
-
-    return _get_build_directory(op, verbose=False)
-
+build_folder = _torch.function("torch.utils.cpp_extension:_get_build_directory", "ops of DeepSpeed")
+"""The folder in which torch builds a C++ extension."""
 
 # -- the GPU's memory --------------------------------------------------------------------------------------
 
-
-@_torch.needed_for("log.memory_snapshot")
-def record_memory_history(entries: int) -> None:
-    """Record up to ``entries`` allocations on the GPU."""
-    torch.cuda.memory._record_memory_history(max_entries=entries)
-
-
-@_torch.needed_for("log.memory_snapshot")
-def dump_memory_snapshot(path: Path) -> None:
-    """Write the recorded allocations as https://pytorch.org/memory_viz reads them."""
-    torch.cuda.memory._dump_snapshot(str(path))
-
+record_memory_history = _torch.function("torch.cuda.memory:_record_memory_history", "log.memory_snapshot")
+"""Record allocations on the GPU."""
+dump_memory_snapshot = _torch.function("torch.cuda.memory:_dump_snapshot", "log.memory_snapshot")
+"""Write them to a file as https://pytorch.org/memory_viz reads them."""
 
 # -- process groups ----------------------------------------------------------------------------------------
 
-
-@_torch.needed_for("NCCL's flight recorder")
-def dump_nccl_trace() -> bytes:
-    """The contents of NCCL's flight recorder: a pickle, as ``torchfrtrace`` reads it."""
-    from torch._C import _distributed_c10d
-
-    return bytes(_distributed_c10d._dump_nccl_trace())  # type: ignore[attr-defined]
+dump_nccl_trace = _torch.function("torch._C._distributed_c10d:_dump_nccl_trace", "NCCL's flight recorder")
+"""NCCL's flight recorder: a pickle, as ``torchfrtrace`` reads it."""
 
 
 @_torch.needed_for("train.micro_batch_size: auto")
@@ -288,6 +206,8 @@ def detach_process_groups() -> list[Any]:
 
     Keep the result: dropping a group closes its connections, and other ranks would fail.
     """
+    import torch.distributed as dist
+
     world: Any = dist.distributed_c10d._world
     groups = list(world.pg_map)
     world.default_pg = None
@@ -299,12 +219,13 @@ def detach_process_groups() -> list[Any]:
 @_torch.needed_for("train.micro_batch_size: auto")
 def start_fake_group(rank: int, world_size: int) -> None:
     """Start a process group whose collectives move nothing and never wait."""
+    import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
 
 
-@_torch.needed_for("errors of other ranks")
-def default_store() -> Any:
-    """The store of the default process group."""
-    return dist.distributed_c10d._get_default_store()
+default_store = _torch.function(
+    "torch.distributed.distributed_c10d:_get_default_store", "errors of other ranks"
+)
+"""The store of the default process group."""

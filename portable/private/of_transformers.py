@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 from portable.private import Package
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    import torch
     from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel
 
@@ -38,7 +37,7 @@ def no_packed_sequences() -> Any:
 
 
 @contextmanager
-@_transformers.needed_for("masks that are not read")
+@_transformers.needed_for("training")
 def _replaced(**functions: Callable[..., Any]) -> Iterator[None]:
     """Replace functions of ``transformers.masking_utils`` by name."""
     from transformers import masking_utils
@@ -63,10 +62,8 @@ def _always(tensor: Any = None) -> bool:
     return True
 
 
-@_transformers.needed_for("model.attention")
-def attention_kernel(config: PretrainedConfig) -> str:
-    """The kernel that the layers use: ``sdpa``, ``eager``, ..."""
-    return str(config._attn_implementation)
+attention_kernel = _transformers.attribute("_attn_implementation", "model.attention")
+"""The kernel of the layers of a config: ``sdpa``, ``eager``, ..."""
 
 
 @contextmanager
@@ -85,12 +82,8 @@ def masks_made_by(wrap: Callable[[Callable[..., Any]], Callable[..., Any]], kern
 
 # -- models ------------------------------------------------------------------------------------------------
 
-
-@_transformers.needed_for("model.init: scratch")
-def from_config(kind: type[PreTrainedModel], config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """A model of the class itself with initial weights, whichever class an Auto class would choose."""
-    model: PreTrainedModel = kind._from_config(config, dtype=dtype)
-    return model
+from_config = _transformers.attribute("_from_config", "model.init: scratch")
+"""A model of a class with initial weights, from a config, whichever class an Auto class would choose."""
 
 
 @_transformers.needed_for("model.task")
@@ -112,14 +105,10 @@ def repeated_layers(model: nn.Module) -> set[str]:
     return {name for m in model.modules() for name in (getattr(m, "_no_split_modules", None) or ())}
 
 
-def tieable_names(model: PreTrainedModel) -> Collection[str]:
-    """The names of parameters that may be tied, the head among them."""
-    return getattr(model, "_tied_weights_keys", None) or ()
-
-
-def ignored_names(model: Any) -> Iterable[str]:
-    """Patterns of the names in a checkpoint that an architecture leaves unused on purpose."""
-    return getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+tieable_names = _transformers.attribute("_tied_weights_keys", "model.name_or_path", None)
+"""The names of parameters that may be tied, the head among them; or None."""
+ignored_names = _transformers.attribute("_keys_to_ignore_on_load_unexpected", "checkpoint.resume", None)
+"""Patterns of names in a checkpoint that an architecture leaves unused on purpose; or None."""
 
 
 def kept_in_fp32(model: PreTrainedModel, *, fp16: bool) -> set[str]:
@@ -128,9 +117,8 @@ def kept_in_fp32(model: PreTrainedModel, *, fp16: bool) -> set[str]:
     return kept | (set(getattr(model, "_keep_in_fp32_modules", None) or ()) if fp16 else set())
 
 
-def revision(config: Any) -> str | None:
-    """The hub's commit that a config was loaded from; None for a folder."""
-    return getattr(config, "_commit_hash", None)
+revision = _transformers.attribute("_commit_hash", "adapter", None)
+"""The hub's commit that a config was loaded from; None for a folder."""
 
 
 @contextmanager
@@ -220,27 +208,14 @@ def generation_of_config(name: str) -> Any:
 
 # -- chat templates ----------------------------------------------------------------------------------------
 
-
-@_transformers.needed_for("data.chat_template")
-def compiled_template(text: str) -> Any:
-    """A Jinja template in transformers' sandbox, with its marks of what an assistant says."""
-    from transformers.utils.chat_template_utils import _compile_jinja_template
-
-    return _compile_jinja_template(text)
-
-
-@_transformers.needed_for("data.chat_template")
-def rendered_with_marks(
-    template: Any, messages: Sequence[Any], variables: Mapping[str, Any]
-) -> tuple[str, list[tuple[int, int]]]:
-    """The text that a template makes of ``messages``, and the spans of it that the template marks."""
-    from transformers.utils.chat_template_utils import _render_with_assistant_indices
-
-    text, spans = _render_with_assistant_indices(
-        compiled_template=template, messages=list(messages), add_generation_prompt=False, **variables
-    )
-    return text, spans
-
+compiled_template = _transformers.function(
+    "transformers.utils.chat_template_utils:_compile_jinja_template", "data.chat_template"
+)
+"""A Jinja template in transformers' sandbox, with its marks of what an assistant says."""
+rendered_with_marks = _transformers.function(
+    "transformers.utils.chat_template_utils:_render_with_assistant_indices", "data.chat_template"
+)
+"""The text that a template makes of messages, and the spans of it that the template marks."""
 
 # -- mixtures of experts -----------------------------------------------------------------------------------
 
@@ -254,8 +229,5 @@ def compute_experts_by(model: Any, name: str, function: Callable[..., Any]) -> N
     model.set_experts_implementation(name)
 
 
-@_transformers.needed_for("backend: xla")
-def gated(experts: Any, inner: torch.Tensor) -> torch.Tensor:
-    """The gate and the activation of a layer's experts."""
-    found: torch.Tensor = experts._apply_gate(inner)
-    return found
+gated = _transformers.attribute("_apply_gate", "backend: xla")
+"""The gate and the activation of a layer's experts, of their first product."""

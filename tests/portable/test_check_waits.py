@@ -117,7 +117,7 @@ def test_what_compiles_again_is_named(
 @pytest.mark.parametrize("model_type", ["llama", "bert", "lfm2"])  # causal, in both directions, recurrent
 def test_no_mask_is_read(model_type: str) -> None:
     task = "masked-lm" if model_type == "bert" else "causal-lm"
-    settings = ModelConfig(config=tiny_config(model_type), task=task)
+    settings = ModelConfig.model_validate({"config": tiny_config(model_type), "task": task})
     model = build_model(model_config(settings), settings)
     replace_tensors(model, lambda _, p: torch.nn.Parameter(torch.zeros(p.shape)), lambda _, b: b)
     waits, tokens = Waits(), torch.ones(2, 8, dtype=torch.int64)

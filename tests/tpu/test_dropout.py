@@ -59,7 +59,8 @@ def dropped() -> list[torch.Tensor]:
     from tpu import runtime
     from tpu.dropout import draw_by_position
     from tpu.layout import Layout
-    from tpu.runtime import xla, xr
+    from tpu.of_torch_xla import xla
+    from tpu.runtime import xr
 
     runtime.start()
     draw_by_position()

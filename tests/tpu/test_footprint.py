@@ -43,7 +43,7 @@ def kept(config: RunConfig) -> tuple[int, int]:
 
 
 def on_first_device(tensors: Any) -> int:
-    from tpu.runtime import xla
+    from tpu.of_torch_xla import xla
 
     held = 0
     for tensor in tensors:

@@ -38,8 +38,7 @@ from tpu.backend import XlaBackend
 from tpu.compile.protobuf import field
 from tpu.graphs import Graphs
 from tpu.layout import Layout
-from tpu.of_torch_xla import lowering_context
-from tpu.runtime import xla
+from tpu.of_torch_xla import lowering_context, xla
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -111,7 +110,7 @@ class TracedGraphs(Graphs):
 
     def _write(self, name: str) -> None:
         pending = pending_tensors()
-        context = lowering_context()
+        context = lowering_context("SyncTensorsGraph")
         context.build(pending)
         module = context.hlo()
         donors = donated(context, pending)

@@ -314,9 +314,11 @@ class ChatTemplate:
     def _marked(self, conversation: Conversation, messages: Sequence[Message]) -> tuple[str, list[_Span]]:
         """The rendered text, and what the template marks in it."""
         try:
-            template = self._compiled(self._template(conversation))
             text, spans = of_transformers.rendered_with_marks(
-                template, messages, self._variables(conversation)
+                compiled_template=self._compiled(self._template(conversation)),
+                messages=list(messages),
+                add_generation_prompt=False,
+                **self._variables(conversation),
             )
         except UserError:
             raise
