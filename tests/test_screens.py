@@ -52,7 +52,8 @@ SCREENS = {
 def shown(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], list[str]]:
     """The lines of each screen in each width; both widths at the same time."""
     pytest.importorskip("deepspeed")
-    terminal_picture = pytest.importorskip("benchmarks.terminal_picture", reason="pyte is not installed")
+    pytest.importorskip("pyte")
+    from benchmarks import terminal_picture
 
     def of(columns: int) -> dict[tuple[str, int], list[str]]:
         folder, found = tmp_path_factory.mktemp(f"columns{columns}"), {}

@@ -95,7 +95,7 @@ def test_every_tensor_where_llama_cpp_looks_for_it(tmp_path: Path, name: str) ->
     arch = bytes(reader.fields["general.architecture"].parts[-1]).decode()
     numbers = {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(numbers[arch], 2)
-    wanted = {key: names.get_name(key, (".weight", ".bias")) for key in state}
+    wanted: dict[str, Any] = {key: names.get_name(key, (".weight", ".bias")) for key in state}
     if CONFIGS[name][1].get("tie_word_embeddings", name == "gpt2"):
         del wanted["lm_head.weight"]
     assert held.keys() - {"rope_freqs.weight"} == set(wanted.values())

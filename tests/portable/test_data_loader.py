@@ -63,14 +63,14 @@ def test_shapes(samples: PackedCausal) -> None:
     assert torch.equal(batch["labels"], batch["input_ids"] + 1)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 12])
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(
+    ("world_size", "accumulation"),
+    [(1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (3, 2), (4, 1), (6, 1), (6, 2), (12, 1)],
+)
 def test_the_global_batch_is_the_same_in_every_world(
     samples: PackedCausal, world_size: int, accumulation: int
 ) -> None:
     share = 12 // world_size
-    if share % accumulation:
-        pytest.skip("does not divide")
     found: list[list[int]] = [[] for _ in range(8)]  # 8 steps of 12: over two epochs and into a third
     for rank in range(world_size):
         loader = TrainLoader(
