@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +12,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 import transformers
 
+from converters.cli import main as convert
 from portable.cli import main
 from portable.config import RunConfig
 from portable.data import build_data, inspect_data
@@ -579,18 +580,51 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_model_learns_to_stop(learned: Path) -> None:
-    final = learned / "run" / "final"
-    found = transformers.AutoTokenizer.from_pretrained(final)
-    model = transformers.AutoModelForCausalLM.from_pretrained(final)
-    end = found.convert_tokens_to_ids("<|im_end|>")
-    stops = json.loads((final / "generation_config.json").read_text())["eos_token_id"]
-    assert stops[0] == end
+def said(folder: Path, **options: Any) -> str:
+    """What a model answers, with its own tokenizer, template and end."""
+    found = transformers.AutoTokenizer.from_pretrained(folder, **options)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
     chat = [{"role": "user", "content": "blue"}]
     prompt = found.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")
-    answer = model.generate(**prompt, max_new_tokens=50, do_sample=False)[0, prompt["input_ids"].shape[1] :]
-    assert found.decode(answer) == "the sky<|im_end|>"
-    assert torch.equal(answer[-1], torch.tensor(end))
+    answer = model.generate(**prompt, max_new_tokens=20, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    text: str = found.decode(answer)
+    return text
+
+
+def test_a_model_learns_to_stop(learned: Path) -> None:
+    final = learned / "run" / "final"
+    stops = json.loads((final / "generation_config.json").read_text())["eos_token_id"]
+    assert stops[0] == transformers.AutoTokenizer.from_pretrained(final).convert_tokens_to_ids("<|im_end|>")
+    assert said(final) == "the sky<|im_end|>"
+
+
+def test_a_merged_adapter_stops_where_the_adapter_does(learned: Path, tmp_path: Path) -> None:
+    """A base ends with a text's end only. Merged by the run or the converter, and from there as GGUF."""
+    base = tmp_path / "base"
+    shutil.copytree(learned / "run" / "final", base)
+    generation = json.loads((base / "generation_config.json").read_text())
+    (base / "generation_config.json").write_text(json.dumps({**generation, "eos_token_id": 0}))
+    assert said(base).startswith("the sky<|im_end|>\n")  # and on
+    config = configured(
+        tmp_path / "run",
+        learned / "chat.jsonl",
+        model__config=None,
+        model__name_or_path=str(base),
+        adapter__type="lora",
+        data__vocab_size=None,
+        data__seq_len=32,
+        data__eval_fraction=0,
+        train__steps=2,
+        checkpoint__every_steps=None,
+        checkpoint__export="merged",
+    )
+    assert run_rank("cpu", config) == 0
+    merged, file = tmp_path / "merged", tmp_path / "gguf"
+    checkpoint = str(next((tmp_path / "run" / "checkpoints").glob("step-*")))
+    assert convert([checkpoint, str(merged), "--merge-into", str(base), "--quiet"]) == 0
+    assert convert([str(merged), str(file), "--to", "gguf", "--quiet"]) == 0
+    assert said(tmp_path / "run" / "final") == said(merged) == "the sky<|im_end|>"
+    assert said(file, gguf_file="model.gguf") == "the sky<|im_end|>"
 
 
 def test_the_settled_config_has_the_format(learned: Path) -> None:
