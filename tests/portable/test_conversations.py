@@ -235,9 +235,7 @@ def test_half_characters_of_json_become_question_marks(settings: Settings) -> No
 
 # -- what is refused -----------------------------------------------------------------------------------------
 
-LATE = [QUESTION, {"role": "system", "content": "Be brief."}, ANSWER]
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "a late system message": ({"messages": LATE}, "2: message 2 is from system, after user; it must"),
     "a tool without a call": (
         {"messages": [QUESTION, {"role": "tool", "content": "5"}, ANSWER]},
         "2: message 2 is from tool, after user; it must follow the assistant's call",
@@ -253,7 +251,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no content": ({"messages": [QUESTION, {"role": "assistant"}]}, "2: message 2: content is null"),
     "an unknown role": (
         {"messages": [QUESTION, {"role": "robot", "content": "5"}]},
-        "2: message 2 has role 'robot'; use system, developer, user, assistant, tool",
+        "2: message 2 has role 'robot'; use system, developer, user, assistant, tool, ipython",
     ),
     "a picture": (
         {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}, ANSWER]},
@@ -263,9 +261,17 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"messages": [QUESTION, {**ANSWER, "reasoning_content": 5}]},
         "2: message 2: reasoning_content is of type int",
     ),
-    "an answer that shall not count": (
+    "no answer that shall count": (
         {"messages": [QUESTION, {**ANSWER, "weight": 0}]},
-        "2: message 2 has weight 0; remove it",
+        "2: all that the assistant says is context only; remove the record",
+    ),
+    "an answer that shall count by half": (
+        {"messages": [QUESTION, {**ANSWER, "weight": 0.5}]},
+        "2: message 2 has weight 0.5; use 0 or 1",
+    ),
+    "a question that shall count": (
+        {"messages": [{**QUESTION, "train": True}, ANSWER]},
+        "2: message 1 has train true, but only answers are trained; remove the key",
     ),
     "a call that the template leaves out": (
         {"messages": [QUESTION, {**ANSWER, "tool_calls": [{"name": "look"}]}]},
@@ -351,6 +357,29 @@ def test_a_record_of_megabytes(settings: Settings) -> None:
 
 
 # -- templates -----------------------------------------------------------------------------------------------
+
+
+def test_what_a_template_does_to_earlier_turns_is_told_once(
+    settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With columns, those of the record stand beside each of its answers."""
+    tokenizer("qwen3").save_pretrained(tmp_path / "qwen3")
+    thinks = [QUESTION, {**ANSWER, "reasoning": "hm"}]
+    rows = [{"messages": TALK, "n": 5}, {"messages": GREETING, "n": 6}, {"messages": thinks, "n": 7}]
+    given = written(settings, *rows, tokenizer=str(tmp_path / "qwen3"), columns=("n",), seq_len=256)
+    data = build_data(given)
+    assert sorted(data.train[at]["n"].item() for at in range(5)) == [5, 5, 5, 6, 7]
+    (line,) = data.sizes.warnings
+    assert line.startswith(
+        "data.chat_template: it shows earlier answers otherwise than the last: 1 of 3 conv"
+    )
+    assert "became 3 samples" in line
+    assert inspect_data(given).warnings == [line]
+    plain = written(settings, *rows, seq_len=256)  # Llama 3 shows no reasoning
+    (line,) = build_data(plain).sizes.warnings
+    assert line.startswith("data.chat_template: it leaves out the reasoning of 1 of the 1 answers that have")
+    with pytest.raises(UserError, match="it leaves out all reasoning, which 1 of 1 records have; use a"):
+        build_data(written(settings, rows[2]))
 
 
 def test_a_template_by_name_is_saved_with_the_tokenizer(settings: Settings, tmp_path: Path) -> None:
