@@ -338,9 +338,8 @@ _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 def _tokenizer(checkpoint: Checkpoint, config: Mapping[str, Any]) -> dict[str, Any]:
     """The tokenizer's tables; `no_vocab`, with a warning, where llama.cpp would not split in the same way."""
     path = checkpoint.companions.get("tokenizer.json")
-    template = _chat_template(checkpoint)
     try:
-        known = read_small_table(path)
+        known, template = read_small_table(path), _chat_template(checkpoint)
         end = _end_of_answer(checkpoint, known, template)
         tables = _byte_level_bpe(known, config if end is None else {**config, "eos_token_id": end})
     except (AttributeError, KeyError, TypeError, ValueError, IndexError):  # not a tokenizer.json
@@ -362,8 +361,8 @@ def _chat_template(checkpoint: Checkpoint) -> str:
     if path is not None:
         return read_small(path).decode("utf-8", "replace")
     kept = read_small_table(checkpoint.companions.get("tokenizer_config.json")).get("chat_template")
-    several = [one for one in kept if isinstance(one, dict)] if isinstance(kept, list) else []
-    kept = next((one.get("template") for one in several if one.get("name") == "default"), kept)
+    if isinstance(kept, list):
+        kept = {one.get("name"): one.get("template") for one in kept}.get("default")
     return kept if isinstance(kept, str) else ""
 
 

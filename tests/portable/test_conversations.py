@@ -263,7 +263,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no answer that shall count": (
         {"messages": [QUESTION, {**ANSWER, "weight": 0}]},
-        "2: all that the assistant says is context only; remove the record",
+        "2: the assistant says nothing, or context only; remove the record",
     ),
     "an answer that shall count by half": (
         {"messages": [QUESTION, {**ANSWER, "weight": 0.5}]},

@@ -66,7 +66,8 @@ class Conversation:
     @property
     def answers(self) -> list[int]:
         """The places of the assistant's messages, without those that are context only."""
-        return [at for at, message in enumerate(self.messages) if answers(message)]
+        said = [at for at, message in enumerate(self.messages) if message["role"] == "assistant"]
+        return [at for at in said if not context_only(self.messages[at])]
 
     @property
     def text(self) -> str:
@@ -85,11 +86,6 @@ class Completion:
 def context_only(message: Message) -> bool:
     """Whether a message says that it is not trained."""
     return any(message.get(key) == 0 for key in _WEIGHTS)
-
-
-def answers(message: Message) -> bool:
-    """Whether a message is an answer to be trained."""
-    return message["role"] == "assistant" and not context_only(message)
 
 
 def recognise(row: Mapping[str, Any], text_field: str, where: str) -> Format:
@@ -268,11 +264,6 @@ def _conversation(
                 f"message {at + 1} is from {message['role']}, after {before or 'nothing'}; it must follow "
                 "the assistant's call",
             )
-    said = messages if prompt is None else messages[prompt:]
-    if not any(map(answers, said)):
-        silent = not any(message["role"] == "assistant" for message in said)
-        what = "the assistant says nothing" if silent else "all that the assistant says is context only"
-        raise _refused(where, f"{what}; remove the record")
     tools = _json(row.get("tools"), "tools", where)
     if tools is not None and not (
         isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)
@@ -281,7 +272,10 @@ def _conversation(
     kwargs = _json(row.get("chat_template_kwargs"), "chat_template_kwargs", where) or {}
     if not isinstance(kwargs, Mapping):
         raise _refused(where, f"chat_template_kwargs is {kind_of(kwargs)}, not a mapping")
-    return Conversation(tuple(messages), where, tuple(tools) if tools else None, prompt, kwargs)
+    found = Conversation(tuple(messages), where, tuple(tools) if tools else None, prompt, kwargs)
+    if not any(at >= (prompt or 0) for at in found.answers):
+        raise _refused(where, "the assistant says nothing, or context only; remove the record")
+    return found
 
 
 def _message(message: Any, where: str, at: int) -> Message:

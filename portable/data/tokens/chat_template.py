@@ -185,7 +185,7 @@ class ChatTemplate:
         self._templates = templates
         self._frame = frame
         self._train_on = train_on
-        self._split_turns = split_turns
+        self._split = split_turns
         self._pairs = pairs
         self._kwargs = {**tokenizer.special_tokens_map, **(kwargs or {})}
         self._parts: dict[str, bool] = {}
@@ -195,15 +195,7 @@ class ChatTemplate:
     @property
     def key(self) -> str:
         """What the tokens depend on, besides the source and the tokenizer."""
-        content = [
-            VERSION,
-            self._templates,
-            self._train_on,
-            self._split_turns,
-            self._pairs,
-            self._kwargs,
-            DAY,
-        ]
+        content = [VERSION, self._templates, self._train_on, self._split, self._pairs, self._kwargs, DAY]
         return json.dumps(content, sort_keys=True, default=str)
 
     def encode(self, documents: Sequence[Document]) -> Encoded:
@@ -218,17 +210,13 @@ class ChatTemplate:
         for document, several in zip(documents, drafts, strict=True):
             found = [next(encodings) for _ in several]
             try:
-                masks = [
-                    self._trained(draft, one, encoded) for draft, one in zip(several, found, strict=True)
-                ]
+                masks = self._masks(several, found, encoded)
             except _UnstableError:
                 if document.conversation is None or not several[0].turns:
                     raise
                 several = self._turns(document.conversation, several[0].turns)
                 found = self._encodings([draft.text for draft in several])
-                masks = [
-                    self._trained(draft, one, encoded) for draft, one in zip(several, found, strict=True)
-                ]
+                masks = self._masks(several, found, encoded)
                 encoded.counts.update(apart=1, turns=len(several))
             for draft, encoding, within in zip(several, found, masks, strict=True):
                 tokens = np.array([*draft.prefix, *encoding.ids, *draft.suffix], dtype=np.int64)
@@ -236,11 +224,9 @@ class ChatTemplate:
                 encoded.tokens.append(tokens)
                 encoded.trained.append(np.concatenate(ends))
                 self._count_stops(draft, tokens, encoded.trained[-1], encoded)
-            thoughts = [shown for draft in several for shown in draft.thoughts]
+            shown = [shown for draft in several for shown in draft.thoughts]
             encoded.samples.append(len(several))
-            encoded.counts.update(
-                records=1, think=bool(thoughts), thoughts=len(thoughts), lost=thoughts.count(False)
-            )
+            encoded.counts.update(records=1, think=bool(shown), thoughts=len(shown), lost=shown.count(False))
         if self._pairs:  # the same tokens of the prompt count for both
             for one, other in zip(encoded.trained[::2], encoded.trained[1::2], strict=True):
                 first, second = int(one.argmax()), int(other.argmax())
@@ -253,17 +239,15 @@ class ChatTemplate:
         conversation = document.conversation
         if conversation is None:
             return [self._completion(document.text, document.prompt_chars or 0)]
-        if not self._split_turns:
+        if not self._split:
             return [self._draft(conversation, self._train_on)]
-        return self._turns(
-            conversation, [at for at in conversation.answers if at >= (conversation.prompt or 0)]
-        )
+        begin = conversation.prompt or 0
+        return self._turns(conversation, [at for at in conversation.answers if at >= begin])
 
     def _turns(self, conversation: Conversation, answers: Sequence[int]) -> list[_Draft]:
         """Each of these answers with what was said before it."""
-        parts = (
-            replace(conversation, messages=conversation.messages[: at + 1], prompt=None) for at in answers
-        )
+        whole = replace(conversation, prompt=None)
+        parts = (replace(whole, messages=whole.messages[: at + 1]) for at in answers)
         return [self._draft(part, "last_assistant", apart=True) for part in parts]
 
     def _completion(self, text: str, prompt: int) -> _Draft:
@@ -286,15 +270,12 @@ class ChatTemplate:
         else:
             text = self._render(conversation, messages)
         self._check_shown(plain, text)
-        answers = tuple(conversation.answers)
-        if train_on == "last_assistant":
-            answers = answers[-1:]
-        elif train_on == "completion":
-            answers = tuple(at for at in answers if at >= (conversation.prompt or 0))
+        begin = conversation.prompt if train_on == "completion" else 0
+        answers = tuple(at for at in conversation.answers if at >= (begin or 0))
+        answers = answers[-1:] if train_on == "last_assistant" else answers
         thoughts = (_thought(plain.messages[at]) for at in answers)
         shown = tuple(valid(thought) in text for thought in thoughts if thought)
         if train_on in ("all", "completion"):
-            begin = conversation.prompt if train_on == "completion" else 0
             if begin is None:
                 raise UserError(
                     f"data.train_on: {conversation.where}: completion is for records with a prompt and a "
@@ -316,10 +297,9 @@ class ChatTemplate:
         turns = () if apart else answers
         if marked:
             if len(answers) < sum(message["role"] == "assistant" for message in messages):
-                ends = [
-                    [len(self._marked_before(conversation, end)) for end in (at, at + 1)] for at in answers
-                ]
-                spans = [span for start, stop in ends for span in spans[start:stop]]
+                ends = {end for at in answers for end in (at, at + 1)}
+                count = {end: len(self._marked(conversation, messages[:end])[1]) for end in ends}
+                spans = [span for at in answers for span in spans[count[at] : count[at + 1]]]
             if not spans:
                 raise self._failure(conversation, "{% generation %} marks nothing in it")
             return _Draft(text, conversation, tuple(spans), thoughts=shown, turns=turns)
@@ -397,7 +377,9 @@ class ChatTemplate:
             raise self._failure(conversation, f"the template fails{alone} ({_reason(error)})") from error
 
     def _marked(self, conversation: Conversation, messages: Sequence[Message]) -> tuple[str, list[_Span]]:
-        """The rendered text, and what the template marks in it."""
+        """The rendered text, and what the template marks in it; nothing without messages."""
+        if not messages:
+            return "", []
         from transformers.utils.chat_template_utils import _render_with_assistant_indices
 
         try:
@@ -410,9 +392,6 @@ class ChatTemplate:
         except Exception as error:
             raise self._failure(conversation, f"the template fails ({_reason(error)})") from error
         return valid(text), [(start, end) for start, end in spans if end > start]
-
-    def _marked_before(self, conversation: Conversation, end: int) -> list[_Span]:
-        return self._marked(conversation, conversation.messages[:end])[1] if end else []
 
     def _with_parts(self, conversation: Conversation) -> Conversation:
         """The conversation with lists of parts for texts, if the template would pass over a string."""
@@ -464,22 +443,16 @@ class ChatTemplate:
         return conversation
 
     def _check_shown(self, conversation: Conversation, text: str) -> None:
-        """Refuse a record with a call, or a message of which templates know nothing, that ``text`` lacks."""
+        """Refuse a record with a call, or a message such as templates do not expect, that ``text`` lacks."""
         for at, message in enumerate(conversation.messages):
-            for call in message.get("tool_calls", ()):
-                if valid(call["function"]["name"]) not in text:
-                    name = call["function"]["name"]
-                    raise self._failure(
-                        conversation,
-                        f"the template leaves out the call of {name!r}; use one that writes calls",
-                    )
-            seldom = message["role"] in SELDOM or (message["role"] in FIRST and at)
-            if seldom and valid(str(message.get("content", "")).strip()) not in text:
-                raise self._failure(
-                    conversation,
-                    f"the template leaves out message {at + 1}, from {message['role']}; use one that writes "
-                    "it, or move it",
-                )
+            names = [call["function"]["name"] for call in message.get("tool_calls", ())]
+            parts = [(f"the call of {name!r}; use one that writes calls", name) for name in names]
+            if message["role"] in SELDOM or (message["role"] in FIRST and at):
+                what = f"message {at + 1}, from {message['role']}; use one that writes it, or move it"
+                parts.append((what, str(message.get("content", "")).strip()))
+            for what, said in parts:
+                if valid(said) not in text and json.dumps(said, ensure_ascii=False)[1:-1] not in text:
+                    raise self._failure(conversation, f"the template leaves out {what}")
 
     def _failure(self, conversation: Conversation, what: str) -> UserError:
         return UserError(f"data.chat_template: {conversation.where}: {what}")
@@ -497,6 +470,11 @@ class ChatTemplate:
             verbose=False,
         )
         return found.encodings
+
+    def _masks(
+        self, drafts: list[_Draft], found: Sequence[Any], encoded: Encoded
+    ) -> list[npt.NDArray[np.bool_]]:
+        return [self._trained(draft, one, encoded) for draft, one in zip(drafts, found, strict=True)]
 
     def _trained(self, draft: _Draft, encoding: Any, encoded: Encoded) -> npt.NDArray[np.bool_]:
         if draft.turns and len(set(draft.thoughts)) > 1 and draft.conversation is not None:

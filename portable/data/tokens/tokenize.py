@@ -43,12 +43,14 @@ class Frame:
     suffix: tuple[int, ...]
     target: Frame | None = field(default=None, repr=False)
     """The special tokens around a target text, if different."""
+    once: bool = field(default=False, compare=False)
+    """Whether a text that ends in the suffix gets no second one."""
 
 
 def frame(task: str, vocabulary: Vocabulary, target: Vocabulary | None = None) -> Frame:
     """The special tokens that ``task`` puts around a document.
 
-    A causal document starts with the tokenizer's prefix and ends with its end token. Other tasks use the
+    A causal document starts with the tokenizer's prefix and ends with one end token. Other tasks use the
     tokenizer's prefix and suffix, or the end token if it has no suffix.
 
     Args:
@@ -71,7 +73,7 @@ def frame(task: str, vocabulary: Vocabulary, target: Vocabulary | None = None) -
             "data.tokenizer: it has no eos_token for the end of a document; set one in its "
             "tokenizer_config.json, or use another tokenizer"
         )
-    return Frame(vocabulary.prefix, (vocabulary.end,))
+    return Frame(vocabulary.prefix, (vocabulary.end,), once=task == "causal-lm")
 
 
 def digest_of_making(tokenizer: Any, framed: Frame, chat: ChatTemplate | None = None) -> str:
@@ -243,7 +245,8 @@ def _write(batch: list[Document], tokenizer: Any, framed: Frame, writer: TokenWr
             writer.append("text", framed.prefix)
         writer.append("text", texts[number])
         if document.ends:
-            writer.append("text", framed.suffix)
+            if not framed.once or tuple(texts[number][-len(framed.suffix) :]) != framed.suffix:
+                writer.append("text", framed.suffix)
             if number in targets:
                 writer.append("target", [*around.prefix, *targets[number], *around.suffix])
             if number in others:
