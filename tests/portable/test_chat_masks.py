@@ -389,8 +389,8 @@ def test_answers_that_are_context_only(key: str) -> None:
         assert "and more" in context
     last = [*messages[:5], {**TALK[5], "weight": 0}]
     assert trained("llama3", encode("llama3", template("llama3"), {"messages": last})) == "It is 5.<|eot_id|>"
-    found = encode("llama3", template("llama3_training"), {"messages": last}, train_on="last_assistant")
-    assert trained("llama3", found) == "It is 5.<|eot_id|>"
+    encoded = encode("llama3", template("llama3_training"), {"messages": last}, train_on="last_assistant")
+    assert trained("llama3", encoded) == "It is 5.<|eot_id|>"
     for row, kind, options in (
         ({"messages": messages}, "messages", {"train_on": "all"}),
         ({"prompt": messages[:1], "completion": messages[1:]}, "prompt_completion", {}),
