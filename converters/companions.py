@@ -23,6 +23,7 @@ _log = logging.getLogger(__name__)
 
 # What was merged into a model: see `converters.adapters.merging`.
 MERGED = "merged_adapters.json"
+GENERATION = "generation_config.json"
 _NAMES = re.compile(
     r"config\.json|generation_config\.json|tokenizer.*\.json|tokenizer\.model|special_tokens_map\.json"
     r"|added_tokens\.json|vocab\..+|merges\.txt|chat_template\..+|[\w.-]+\.model|preprocessor_config\.json"

@@ -21,7 +21,7 @@ from converters.adapters.config import CHANGES_BASE
 from converters.adapters.edits import Add, ColumnMagnitude, LowRank, ReplaceRows, Scale
 from converters.adapters.names import MAGNITUDE, PREFIX, TOKENS, part_of
 from converters.checkpoint import Checkpoint
-from converters.companions import MERGED
+from converters.companions import GENERATION, MERGED
 from converters.errors import CheckpointError, blame, printable
 from converters.fingerprints import fingerprint
 from converters.names.tied_weights import EMBEDDINGS, HEADS, same_values
@@ -148,6 +148,8 @@ class _Merge:
         theirs = {n: p for n, p in self.adapter.checkpoint.companions.items() if _TOKENIZER.fullmatch(n)}
         if theirs:
             companions = {n: p for n, p in companions.items() if not _TOKENIZER.fullmatch(n)} | theirs
+        if (generation := self.adapter.checkpoint.companions.get(GENERATION)) is not None:
+            companions[GENERATION] = generation  # which token ends an answer
         return Checkpoint(
             format=self.base.format,
             root=self.base.root,

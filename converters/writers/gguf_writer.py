@@ -18,11 +18,12 @@ from functools import partial
 from math import pi
 from typing import TYPE_CHECKING, Any
 
+from converters.companions import GENERATION
 from converters.containers.gguf_file import Described, Float, data_of, header, padded
 from converters.errors import CheckpointError
 from converters.storage.bytes import Memory
 from converters.storage.folder import Folder
-from converters.storage.guarded import read_small_table
+from converters.storage.guarded import read_small, read_small_table
 from converters.tensors.casting import parse_dtype
 from converters.tensors.computed import computed
 from converters.tensors.dtypes import CASTABLE
@@ -338,7 +339,9 @@ def _tokenizer(checkpoint: Checkpoint, config: Mapping[str, Any]) -> dict[str, A
     """The tokenizer's tables; `no_vocab`, with a warning, where llama.cpp would not split in the same way."""
     path = checkpoint.companions.get("tokenizer.json")
     try:
-        tables = _byte_level_bpe(read_small_table(path), config)
+        known, template = read_small_table(path), _chat_template(checkpoint)
+        end = _end_of_answer(checkpoint, known, template)
+        tables = _byte_level_bpe(known, config if end is None else {**config, "eos_token_id": end})
     except (AttributeError, KeyError, TypeError, ValueError, IndexError):  # not a tokenizer.json
         tables = None
     if tables is None:
@@ -349,7 +352,32 @@ def _tokenizer(checkpoint: Checkpoint, config: Mapping[str, Any]) -> dict[str, A
         )
         _log.warning("warning: %s: %s; the GGUF file has none and takes token numbers", checkpoint.root, why)
         return {"tokenizer.ggml.model": "no_vocab"}
-    return tables
+    return {**tables, "tokenizer.chat_template": template} if template else tables
+
+
+def _chat_template(checkpoint: Checkpoint) -> str:
+    """The template that writes a conversation; empty where there is none."""
+    path = checkpoint.companions.get("chat_template.jinja")
+    if path is not None:
+        return read_small(path).decode("utf-8", "replace")
+    kept = read_small_table(checkpoint.companions.get("tokenizer_config.json")).get("chat_template")
+    if isinstance(kept, list):
+        kept = {one.get("name"): one.get("template") for one in kept}.get("default")
+    return kept if isinstance(kept, str) else ""
+
+
+def _end_of_answer(checkpoint: Checkpoint, known: Mapping[str, Any], template: str) -> int | None:
+    """The end token of the generation config; of several, the one that the template writes.
+
+    llama.cpp takes one. The tokenizer's own goes before others.
+    """
+    stops = read_small_table(checkpoint.companions.get(GENERATION)).get("eos_token_id")
+    texts = {token["id"]: token["content"] for token in known.get("added_tokens", ())}
+    own = read_small_table(checkpoint.companions.get("tokenizer_config.json")).get("eos_token")
+    own = own.get("content") if isinstance(own, dict) else own
+    ids = [one for one in (stops if isinstance(stops, list) else [stops]) if type(one) is int]
+    order = {one: (texts.get(one, "\0") not in template, texts.get(one) != own) for one in ids}
+    return min(ids, key=lambda one: order[one], default=None)
 
 
 def _byte_level_bpe(known: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any] | None:

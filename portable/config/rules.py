@@ -247,13 +247,12 @@ def _data(config: RunConfig) -> Iterator[ConflictError]:
     if data.format == "preference":
         yield from _preference(config)
     if data.columns:
-        for key, wrong in (("packing", packing), ("split_turns", data.split_turns)):
-            if wrong:
-                yield ConflictError(
-                    ("data.columns", f"data.{key}"),
-                    f"data.columns has numbers of records, but data.{key} {wrong} makes other samples of "
-                    f"them; set data.{key} to false",
-                )
+        if packing:
+            yield ConflictError(
+                ("data.columns", "data.packing"),
+                f"data.columns has numbers of records, but data.packing {packing} makes other samples of "
+                "them; set data.packing to false",
+            )
         if taken := [name for name in data.columns if name in TAKEN]:
             yield ConflictError(
                 ("data.columns",), f"data.columns: {taken[0]} is an input of models; rename the column"

@@ -299,13 +299,15 @@ class DataConfig(Section):
         default=None,
         description="Tokens of a conversation that the loss counts: all that the assistant says (assistant), "
         "its last message (last_assistant), what follows the prompt (completion), or all. Null: completion "
-        "if the record has a prompt (prompt_completion, alpaca), else assistant.",
+        "if the record has a prompt (prompt_completion, alpaca), else assistant. A message with weight: 0 or "
+        "train: false is context only.",
         json_schema_extra=OF_SOURCE,
     )
     split_turns: Flag = Field(
         default=False,
-        description="Make a sample of each of the assistant's messages, with the conversation before it. For "
-        "templates that show earlier turns otherwise than the last one, such as those that drop thinking.",
+        description="Make a sample of each of the assistant's messages, with the conversation before it. A "
+        "conversation whose earlier turns the template shows otherwise than the last one, such as without "
+        "their thinking, becomes such samples by itself.",
         json_schema_extra=OF_SOURCE,
     )
     truncation: Literal["end", "start", "drop", "error"] = Field(

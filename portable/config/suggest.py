@@ -216,6 +216,7 @@ ELSEWHERE = {
     "strict": _BY_ITSELF,
     "test_datasets": _VALIDATION,
     "tokenizer_type": "data.tokenizer",
+    "roles_to_train": "set data.train_on to assistant or all; train: false in a message takes it out",
     "train_on_inputs": "set data.train_on to all if it is true; false is the default for conversations",
     "val_set_size": "data.eval_fraction",
     "xformers_attention": "set model.attention to sdpa",

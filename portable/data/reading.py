@@ -159,6 +159,7 @@ class Reading:
             self.framed(settings),
             train_on=settings.train_on,
             split_turns=settings.split_turns,
+            pairs=settings.format == PREFERENCE,
             kwargs=settings.chat_template_kwargs,
         )
 

@@ -50,8 +50,8 @@ class DataSizes:
     """What truncation does to conversations, or to texts where it does not only cut their ends."""
     trained: float | None = None
     """The share of a conversation's tokens that is trained."""
-    prompt_left: str = ""
-    """What a generation prompt of the template has that no answer in the data begins with."""
+    notes: tuple[str, ...] = ()
+    """What the chat template does that may surprise."""
     size_bytes: int | None = None
     """Of files of plain text or JSON."""
     cached: Path | None = None
@@ -99,12 +99,7 @@ class DataSizes:
         elif self.cut > MAX_CUT:
             found.append(self._cut_warning)
         found += [f"{key_of(name)}: the run is trained on files of it, too" for name in self.trained_on]
-        if self.prompt_left:
-            found.append(
-                f"data.chat_template: its generation prompt ends in {self.prompt_left!r}, which it does not "
-                "write before the answers of the data: the model is trained without it"
-            )
-        return found
+        return [*found, *self.notes]
 
     @property
     def _cut_warning(self) -> str:
@@ -133,7 +128,7 @@ def sizes_of(
             "truncated": cut,
             "waste": waste,
             "trained": None if trained is None else trained / max(1, tokens.total_tokens),
-            "prompt_left": tokens.meta.get("prompt_left", ""),
+            "notes": tuple(tokens.meta.get("notes", ())),
             "documents": tokens.documents,
             "tokens": tokens.total_tokens,
             "train_samples": counts[0],
@@ -223,6 +218,6 @@ def combined(sizes: Mapping[str, DataSizes]) -> DataSizes:
         waste=mean([one.waste for one in parts], samples, 0.0),
         trained=mean([one.trained for one in parts], tokens, 1.0),
         truncated=merged(truncated) if truncated else None,
-        prompt_left=next((one.prompt_left for one in parts if one.prompt_left), ""),
+        notes=tuple(dict.fromkeys(note for one in parts for note in one.notes)),
         of_sources={name: one.train_samples or 0 for name, one in sizes.items()},
     )

@@ -166,6 +166,39 @@ def test_a_tokenizer_that_might_split_differently_is_left_out(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
+    ("stops", "own", "template", "end"),
+    [
+        (None, "a", "", 9),  # the model's own
+        (2, "a", "", 2),
+        ([0, 1], "a", "{{ m + 'b' }}", 1),  # a base whose turns end with b
+        ([0, 1, 2], "c", "{{ 'b' if calls else 'c' }}", 2),  # Llama 3.1 has several ends in its template
+        ([0, 1], "b", "{{ m }}", 1),
+    ],
+)
+def test_the_end_of_an_answer_and_the_template(
+    tmp_path: Path, stops: Any, own: str, template: str, end: int
+) -> None:
+    saved(tmp_path / "in", "llama")
+    made = tokenizer("llama")
+    made.add_special_tokens(["a", "b", "c"])
+    ids = [made.token_to_id(text) for text in "abc"]
+    made.save(str(tmp_path / "in" / "tokenizer.json"))
+    (tmp_path / "in" / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": {"content": own}, "chat_template": [{"name": "default", "template": "old"}]})
+    )
+    config = json.loads((tmp_path / "in" / "config.json").read_text())
+    (tmp_path / "in" / "config.json").write_text(json.dumps({**config, "eos_token_id": 9}))
+    if template:
+        (tmp_path / "in" / "chat_template.jinja").write_text(template)
+    told = [ids[at] for at in stops] if isinstance(stops, list) else None if stops is None else ids[stops]
+    (tmp_path / "in" / "generation_config.json").write_text(json.dumps({"eos_token_id": told}))
+    write_checkpoint(open_checkpoint(tmp_path / "in"), tmp_path / "out", "gguf")
+    fields = gguf.GGUFReader(tmp_path / "out" / "model.gguf").fields
+    assert fields["tokenizer.ggml.eos_token_id"].contents() == (9 if stops is None else ids[end])
+    assert fields["tokenizer.chat_template"].contents() == (template or "old")
+
+
+@pytest.mark.parametrize(
     ("change", "told"),
     [
         ({"model_type": "bert"}, "not 'bert'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -10,18 +11,17 @@ from datasets import Dataset
 
 from portable.data.samples.base import IGNORED
 from portable.data.samples.order import locate
+from portable.data.tokens.chat_template import ChatTemplate
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
 from tests.parity import opened
-from tests.portable.chat_support import TALK, template, tokenizer
+from tests.portable.chat_support import NO_FRAME, TALK, record, template, tokenizer
 from tests.portable.data_support import write_jsonl
 from tests.portable.test_beside_trainer import Ordered, arguments, page_settings
-from tests.portable.test_chat_masks import MARKED, encode, talks
+from tests.portable.test_chat_masks import MARKED, THOUGHTS, encode, talks
 from tests.runs import TINY_MODEL, configured
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from portable.config import RunConfig
 
 trl: Any = pytest.importorskip("trl")
@@ -58,6 +58,40 @@ def test_labels_of_answers(name: str, tmp_path: Path) -> None:
             for token, trained in zip(encoded.tokens[0].tolist(), encoded.trained[0], strict=True)
         ]
         assert labels == row["labels"]
+
+
+@pytest.mark.parametrize(
+    ("name", "rewrites"),
+    [
+        ("gemma4_v5", False),
+        ("glm4moe", False),
+        ("nemotron_3_nano", False),
+        ("qwen3", True),
+        ("qwen3_5_think", True),
+        ("qwen3_6", True),
+    ],
+)
+def test_templates_that_show_earlier_turns_otherwise(name: str, rewrites: bool) -> None:
+    """Each answer as a completion of what was said before it, which TRL trains in the same way."""
+    text = (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text("utf-8")
+    found = tokenizer("qwen3")
+    for messages in (TALK, THOUGHTS) if rewrites else (THOUGHTS,):
+        document = record({"messages": messages})
+        encoded = ChatTemplate(found, text, NO_FRAME).encode([document])
+        assert encoded.samples == [3] and encoded.counts["lost"] == 0
+        for at, (tokens, trained) in enumerate(zip(encoded.tokens, encoded.trained, strict=True)):
+            prompt, whole = (
+                found.apply_chat_template(
+                    messages[: 2 * at + more],
+                    chat_template=text,
+                    return_dict=False,
+                    add_generation_prompt=asked,
+                )
+                for more, asked in ((1, True), (2, False))
+            )
+            begin = trl.data_utils.common_prefix_length(prompt, whole)
+            assert tokens.tolist() == whole
+            assert trained.nonzero()[0].tolist() == list(range(begin, len(whole)))
 
 
 def test_labels_of_completions(tmp_path: Path) -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from datetime import datetime
 from typing import Any
 
+import jinja2
 import numpy as np
 import pytest
 
-from portable.data.tokens.chat_template import ChatTemplate, Encoded
+from portable.data.sources.conversations import read_preference
+from portable.data.sources.documents import Document
+from portable.data.tokens.chat_template import ChatTemplate, Encoded, notes
 from portable.errors import UserError
 from tests.portable.chat_support import (
     FAMILIES,
@@ -159,11 +164,57 @@ def test_a_completion_of_text() -> None:
     assert encoded.ends == {end: 1}
 
 
-def test_thinking_that_is_left_out_of_earlier_turns_is_refused_with_what_helps() -> None:
-    with pytest.raises(UserError, match=r"chat.jsonl:1: the template shows message 2 otherwise.*split_turns"):
-        encode("qwen3", template("qwen3"), {"messages": TALK})
-    encoded = encode("qwen3", template("qwen3"), {"messages": TALK}, train_on="last_assistant")
-    assert trained("qwen3", encoded) == "<think>\n\n</think>\n\nYou are welcome<|im_end|>\n"
+THOUGHTS = [{**one, "reasoning_content": f"hm {at}"} if at % 2 else one for at, one in enumerate(TALK)]
+
+
+@pytest.mark.parametrize("messages", [TALK, SYSTEM + TALK, THOUGHTS, [*TALK, GREETING[0]]])
+def test_earlier_turns_that_show_otherwise_become_samples(messages: list[dict[str, Any]]) -> None:
+    """Each answer in the context that the model will see: Qwen3 leaves out the thinking of earlier turns."""
+    encoded = encode("qwen3", template("qwen3"), {"messages": messages})
+    apart = encode("qwen3", template("qwen3"), {"messages": messages}, split_turns=True)
+    ends = [at + 1 for at, message in enumerate(messages) if message["role"] == "assistant"]
+    assert (encoded.samples, encoded.counts["apart"], encoded.counts["turns"]) == ([3], 1, 3)
+    for number, end in enumerate(ends):
+        whole = tokenizer("qwen3").apply_chat_template(messages[:end], return_dict=False)
+        assert encoded.tokens[number].tolist() == apart.tokens[number].tolist() == whole
+        assert encoded.trained[number].tolist() == apart.trained[number].tolist()
+        answer = messages[end - 1]
+        thought = answer.get("reasoning_content", "")
+        said = f"<think>\n{thought}\n</think>\n\n{answer['content']}<|im_end|>\n"
+        assert trained("qwen3", encoded, number) == said
+    (line,) = notes(encoded.counts, "")
+    assert "1 of 1 conversations became 3 samples, one for each answer" in line
+    last = encode("qwen3", template("qwen3"), {"messages": TALK}, train_on="last_assistant")
+    assert trained("qwen3", last) == "<think>\n\n</think>\n\nYou are welcome<|im_end|>\n"
+    assert encode("qwen3", template("qwen3"), {"messages": GREETING}).counts["apart"] == 0
+
+
+def test_marks_that_leave_out_the_reasoning_of_earlier_turns() -> None:
+    """As those of LFM2.5's own template, and of TRL's for GPT-OSS."""
+    messages = [{**one, "thinking": f"hm {at}"} if at % 2 else one for at, one in enumerate(TALK)]
+    encoded = encode("gptoss", template("gptoss_training"), {"messages": messages})
+    assert encoded.samples == [3] and encoded.counts["lost"] == 0
+    assert all(f"hm {2 * at + 1}" in trained("gptoss", encoded, at) for at in range(3))
+
+
+def test_reasoning_that_the_template_leaves_out_is_counted() -> None:
+    inline = [GREETING[0], {"role": "assistant", "content": "<think>\nhm\n</think>\n\nIt is 5."}]
+    cut = template("deepseekv3")
+    shown = {"qwen3": template("qwen3"), "llama3": template("llama3")}
+    for name, text, messages, lost in (
+        ("llama3", template("llama3"), THOUGHTS, 3),
+        ("qwen3", shown["qwen3"], THOUGHTS, 0),
+        ("qwen3", shown["qwen3"], inline, 0),
+        ("llama3", shown["llama3"], inline, 0),
+        ("deepseekv3", cut, inline, 1),
+    ):
+        encoded = encode(name, text, {"messages": messages})
+        assert encoded.counts["lost"] == lost
+        if lost:
+            with pytest.raises(UserError, match="it leaves out all reasoning, which 1 of 1 records have"):
+                notes(encoded.counts, "")
+            told = notes(encoded.counts + Counter(records=1), "")
+            assert f"leaves out the reasoning of {lost} of the {lost} answers" in told[0]
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama3"])
@@ -250,10 +301,124 @@ def test_the_end_of_an_answer_that_is_empty_or_not_the_last(messages: list[dict[
     assert encoded.stopping == 1
 
 
-def test_an_answer_whose_beginning_cannot_be_told_is_refused() -> None:
-    """Without any message this template writes no first token, so no prefix has the header."""
-    with pytest.raises(UserError, match="the template shows message 1 otherwise"):
-        encode("llama3", template("llama3"), {"messages": [GREETING[1], *GREETING]})
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_assistant_speaks_first(name: str) -> None:
+    """Some templates write a system prompt with the first message, others fail without any."""
+    text = plain_chatml() if name == "chatml" else template(name)
+    messages = [GREETING[1], *GREETING]
+    try:
+        whole = tokenizer(name).apply_chat_template(messages, return_dict=False)
+    except jinja2.TemplateError as error:
+        with pytest.raises(UserError, match=re.escape(f"the template fails ({error})")):
+            encode(name, text, {"messages": messages})
+        return
+    encoded = encode(name, text, {"messages": messages})
+    if len(encoded.tokens) == 1:
+        assert encoded.tokens[0].tolist() == whole
+    found = [trained(name, encoded, at) for at in range(len(encoded.tokens))]
+    assert "system" not in "".join(found) and "assistant" not in "".join(found)
+    assert found[0].removeprefix("<|channel|>final<|message|>").lstrip().startswith("It is 5.")
+    assert "".join(found).count("It is 5.") == 2
+
+
+def test_a_beginning_that_cannot_be_told_is_refused() -> None:
+    """There is no generation prompt, so that a first answer begins anywhere."""
+    text = "{% for m in messages %}{{ '<|im_start|>' + m.role + m.content + '<|im_end|>' }}{% endfor %}"
+    with pytest.raises(
+        UserError, match=r"chat.jsonl:1: the assistant speaks first, where .*a user speak first"
+    ):
+        encode("chatml", text, {"messages": [GREETING[1], *GREETING]})
+
+
+def test_the_template_sees_every_key() -> None:
+    """As in transformers: Gemma 4 reads tool_responses, Command A tool_plan, others recipient."""
+    text = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.tool_plan }}{{ m.content }}"
+        "{% for call in m.tool_calls %}{{ call | tojson }}{% endfor %}{{ m.tool_responses | tojson }}"
+        "{{ m.recipient }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    call = {"type": "function", "id": "x1", "index": 0, "function": {"name": "add", "arguments": {"a": 2}}}
+    answer = {"tool_calls": [call], "tool_responses": [{"name": "add", "response": {"value": 5}}]}
+    messages = [
+        {"role": "user", "content": "Add", "recipient": "all", "tool_plan": "", "tool_responses": []},
+        {"role": "assistant", "content": "5", **answer, "tool_plan": "I add.", "recipient": "user"},
+    ]
+    encoded = encode("chatml", text, {"messages": messages})
+    whole = tokenizer("chatml").apply_chat_template(messages, chat_template=text, return_dict=False)
+    assert encoded.tokens[0].tolist() == whole
+    assert trained("chatml", encoded).startswith("I add.5{") and '"value": 5}}]user' in trained(
+        "chatml", encoded
+    )
+    turns = [
+        {"from": "human", "value": "Add", "recipient": "all", "tool_plan": "", "tool_responses": []},
+        {"from": "gpt", "value": "5", **answer, "tool_plan": "I add.", "recipient": "user"},
+    ]
+    assert encode("chatml", text, {"conversations": turns}, "sharegpt").tokens[0].tolist() == whole
+
+
+LATE = [*GREETING, {"role": "system", "content": "Be long."}, *TALK[4:]]
+
+
+@pytest.mark.parametrize("role", ["system", "ipython", "function", "observation"])
+def test_messages_that_not_every_template_writes(role: str) -> None:
+    """They stand where the record has them, or the record is refused."""
+    messages = [*LATE[:2], {"role": role, "content": "Be long."}, *LATE[3:]]
+    encoded = encode("llama3", template("llama3"), {"messages": messages})
+    assert encoded.tokens[0].tolist() == tokenizer("llama3").apply_chat_template(messages, return_dict=False)
+    assert trained("llama3", encoded) == "It is 5.<|eot_id|>You are welcome<|eot_id|>"
+    with pytest.raises(
+        UserError, match=f"the template leaves out message 3, from {role}; use one that writes it"
+    ):
+        encode("gptoss", template("gptoss"), {"messages": messages})
+
+
+@pytest.mark.parametrize("key", ["weight", "train", "loss"])
+def test_answers_that_are_context_only(key: str) -> None:
+    """In templates with and without marks, where each answer is a sample, and as the last one."""
+    messages = [*TALK[:3], {**TALK[3], key: 0 if key == "weight" else False}, *TALK[4:]]
+    for name, text in (
+        ("llama3", template("llama3")),
+        ("llama3", template("llama3_training")),
+        ("qwen3", template("qwen3")),
+    ):
+        encoded = encode(name, text, {"messages": messages})
+        found = "".join(trained(name, encoded, at) for at in range(len(encoded.tokens)))
+        assert "It is 5." in found and "and more" not in found and "welcome" in found
+        context = tokenizer(name).decode(encoded.tokens[-1])
+        assert "and more" in context
+    last = [*messages[:5], {**TALK[5], "weight": 0}]
+    assert trained("llama3", encode("llama3", template("llama3"), {"messages": last})) == "It is 5.<|eot_id|>"
+    encoded = encode("llama3", template("llama3_training"), {"messages": last}, train_on="last_assistant")
+    assert trained("llama3", encoded) == "It is 5.<|eot_id|>"
+    for row, kind, options in (
+        ({"messages": messages}, "messages", {"train_on": "all"}),
+        ({"prompt": messages[:1], "completion": messages[1:]}, "prompt_completion", {}),
+    ):
+        with pytest.raises(UserError, match=r"chat.jsonl:1: a message is context only.*use assistant"):
+            encode("llama3", template("llama3"), row, kind, **options)
+
+
+def test_both_answers_of_a_pair_are_trained_from_the_same_token_on() -> None:
+    """Qwen3 writes an empty thought for the one that has none; the prompt of both is what both begin with."""
+    thinks = {"role": "assistant", "content": "5", "reasoning_content": "hm"}
+    row = {"prompt": GREETING[:1], "chosen": [thinks], "rejected": [GREETING[1]]}
+    both = [Document("", conversation=one) for one in read_preference(row, "x")]  # type: ignore[arg-type]
+    forced = template("qwen3").replace(
+        "{{- '<|im_start|>assistant\\n' }}", "{{- '<|im_start|>assistant\\n<think>\\n\\n' }}"
+    )
+    assert forced != template("qwen3")
+    for text in (template("qwen3"), forced):
+        encoded = ChatTemplate(tokenizer("qwen3"), text, NO_FRAME, pairs=True).encode(both)
+        ask = tokenizer("qwen3").apply_chat_template(
+            GREETING[:1], chat_template=text, add_generation_prompt=True, return_dict=False
+        )
+        common = min(
+            next(at for at, (a, b) in enumerate(zip([*ask, None], one.tolist(), strict=False)) if a != b)
+            for one in encoded.tokens
+        )
+        for mask in encoded.trained:
+            assert np.flatnonzero(mask).tolist() == list(range(common, len(mask)))
 
 
 def test_arguments_are_json_wherever_the_template_writes_them() -> None:
@@ -295,7 +460,7 @@ def test_too_much_to_render_is_refused() -> None:
     [
         ("gemma", SYSTEM + GREETING, r"chat.jsonl:1: the template fails \(System role not supported\)"),
         ("gemma", [GREETING[0], *TALK], "the template fails .Conversation roles must alternate"),
-        ("mistral_v3", SYSTEM + GREETING, "the template shows message 3 otherwise"),
+        ("mistral_v3", SYSTEM + GREETING, "where message 3, an answer, begins and ends cannot be told"),
     ],
 )
 def test_records_that_a_template_does_not_take(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +12,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 import transformers
 
+from converters.cli import main as convert
 from portable.cli import main
 from portable.config import RunConfig
 from portable.data import build_data, inspect_data
@@ -234,9 +235,7 @@ def test_half_characters_of_json_become_question_marks(settings: Settings) -> No
 
 # -- what is refused -----------------------------------------------------------------------------------------
 
-LATE = [QUESTION, {"role": "system", "content": "Be brief."}, ANSWER]
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "a late system message": ({"messages": LATE}, "2: message 2 is from system, after user; it must"),
     "a tool without a call": (
         {"messages": [QUESTION, {"role": "tool", "content": "5"}, ANSWER]},
         "2: message 2 is from tool, after user; it must follow the assistant's call",
@@ -252,7 +251,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no content": ({"messages": [QUESTION, {"role": "assistant"}]}, "2: message 2: content is null"),
     "an unknown role": (
         {"messages": [QUESTION, {"role": "robot", "content": "5"}]},
-        "2: message 2 has role 'robot'; use system, developer, user, assistant, tool",
+        "2: message 2 has role 'robot'; use system, developer, user, assistant, tool, ipython",
     ),
     "a picture": (
         {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}, ANSWER]},
@@ -262,9 +261,17 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"messages": [QUESTION, {**ANSWER, "reasoning_content": 5}]},
         "2: message 2: reasoning_content is of type int",
     ),
-    "an answer that shall not count": (
+    "no answer that shall count": (
         {"messages": [QUESTION, {**ANSWER, "weight": 0}]},
-        "2: message 2 has weight 0; remove it",
+        "2: the assistant says nothing, or context only; remove the record",
+    ),
+    "an answer that shall count by half": (
+        {"messages": [QUESTION, {**ANSWER, "weight": 0.5}]},
+        "2: message 2 has weight 0.5; use 0 or 1",
+    ),
+    "a question that shall count": (
+        {"messages": [{**QUESTION, "train": True}, ANSWER]},
+        "2: message 1 has train true, but only answers are trained; remove the key",
     ),
     "a call that the template leaves out": (
         {"messages": [QUESTION, {**ANSWER, "tool_calls": [{"name": "look"}]}]},
@@ -350,6 +357,29 @@ def test_a_record_of_megabytes(settings: Settings) -> None:
 
 
 # -- templates -----------------------------------------------------------------------------------------------
+
+
+def test_what_a_template_does_to_earlier_turns_is_told_once(
+    settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With columns, those of the record stand beside each of its answers."""
+    tokenizer("qwen3").save_pretrained(tmp_path / "qwen3")
+    thinks = [QUESTION, {**ANSWER, "reasoning": "hm"}]
+    rows = [{"messages": TALK, "n": 5}, {"messages": GREETING, "n": 6}, {"messages": thinks, "n": 7}]
+    given = written(settings, *rows, tokenizer=str(tmp_path / "qwen3"), columns=("n",), seq_len=256)
+    data = build_data(given)
+    assert sorted(data.train[at]["n"].item() for at in range(5)) == [5, 5, 5, 6, 7]
+    (line,) = data.sizes.warnings
+    assert line.startswith(
+        "data.chat_template: it shows earlier answers otherwise than the last: 1 of 3 conv"
+    )
+    assert "became 3 samples" in line
+    assert inspect_data(given).warnings == [line]
+    plain = written(settings, *rows, seq_len=256)  # Llama 3 shows no reasoning
+    (line,) = build_data(plain).sizes.warnings
+    assert line.startswith("data.chat_template: it leaves out the reasoning of 1 of the 1 answers that have")
+    with pytest.raises(UserError, match="it leaves out all reasoning, which 1 of 1 records have; use a"):
+        build_data(written(settings, rows[2]))
 
 
 def test_a_template_by_name_is_saved_with_the_tokenizer(settings: Settings, tmp_path: Path) -> None:
@@ -579,18 +609,51 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_model_learns_to_stop(learned: Path) -> None:
-    final = learned / "run" / "final"
-    found = transformers.AutoTokenizer.from_pretrained(final)
-    model = transformers.AutoModelForCausalLM.from_pretrained(final)
-    end = found.convert_tokens_to_ids("<|im_end|>")
-    stops = json.loads((final / "generation_config.json").read_text())["eos_token_id"]
-    assert stops[0] == end
+def said(folder: Path, **options: Any) -> str:
+    """What a model answers, with its own tokenizer, template and end."""
+    found = transformers.AutoTokenizer.from_pretrained(folder, **options)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
     chat = [{"role": "user", "content": "blue"}]
     prompt = found.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")
-    answer = model.generate(**prompt, max_new_tokens=50, do_sample=False)[0, prompt["input_ids"].shape[1] :]
-    assert found.decode(answer) == "the sky<|im_end|>"
-    assert torch.equal(answer[-1], torch.tensor(end))
+    answer = model.generate(**prompt, max_new_tokens=20, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    text: str = found.decode(answer)
+    return text
+
+
+def test_a_model_learns_to_stop(learned: Path) -> None:
+    final = learned / "run" / "final"
+    stops = json.loads((final / "generation_config.json").read_text())["eos_token_id"]
+    assert stops[0] == transformers.AutoTokenizer.from_pretrained(final).convert_tokens_to_ids("<|im_end|>")
+    assert said(final) == "the sky<|im_end|>"
+
+
+def test_a_merged_adapter_stops_where_the_adapter_does(learned: Path, tmp_path: Path) -> None:
+    """A base ends with a text's end only. Merged by the run or the converter, and from there as GGUF."""
+    base = tmp_path / "base"
+    shutil.copytree(learned / "run" / "final", base)
+    generation = json.loads((base / "generation_config.json").read_text())
+    (base / "generation_config.json").write_text(json.dumps({**generation, "eos_token_id": 0}))
+    assert said(base).startswith("the sky<|im_end|>\n")  # and on
+    config = configured(
+        tmp_path / "run",
+        learned / "chat.jsonl",
+        model__config=None,
+        model__name_or_path=str(base),
+        adapter__type="lora",
+        data__vocab_size=None,
+        data__seq_len=32,
+        data__eval_fraction=0,
+        train__steps=2,
+        checkpoint__every_steps=None,
+        checkpoint__export="merged",
+    )
+    assert run_rank("cpu", config) == 0
+    merged, file = tmp_path / "merged", tmp_path / "gguf"
+    checkpoint = str(next((tmp_path / "run" / "checkpoints").glob("step-*")))
+    assert convert([checkpoint, str(merged), "--merge-into", str(base), "--quiet"]) == 0
+    assert convert([str(merged), str(file), "--to", "gguf", "--quiet"]) == 0
+    assert said(tmp_path / "run" / "final") == said(merged) == "the sky<|im_end|>"
+    assert said(file, gguf_file="model.gguf") == "the sky<|im_end|>"
 
 
 def test_the_settled_config_has_the_format(learned: Path) -> None:

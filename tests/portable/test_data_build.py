@@ -51,6 +51,16 @@ def test_causal_from_end_to_end(settings: Settings) -> None:
     assert "60 documents" in data.description
 
 
+def test_a_text_that_ends_in_the_end_token_gets_no_second(settings: Settings, tmp_path: Path) -> None:
+    """As in TRL, which looks at the end of the text; in the middle of a text it stays."""
+    said = ["the dog", "the dog<|endoftext|>", "the<|endoftext|> dog<|endoftext|>"]
+    path = write_jsonl(tmp_path / "ends.jsonl", [{"text": text} for text in said])
+    data = build_data(replace(settings, source=str(path), packing="documents", seq_len=32, eval_fraction=0))
+    (row,) = [data.train[at] for at in range(len(data.train))]
+    end = data.tokenizer.eos_token_id
+    assert row["labels"].tolist().count(end) == 4
+
+
 def test_building_again_gives_the_same(settings: Settings, tmp_path: Path) -> None:
     first = build_data(settings)
     before = snapshot(tmp_path)

@@ -27,7 +27,10 @@ EXPECTED: dict[Format, str] = {
     "alpaca": '{"instruction": "...", "input": "...", "output": "..."}, all strings',
 }
 """What a record of each format looks like, for messages."""
-ROLES = ("system", "developer", "user", "assistant", "tool")
+FIRST = ("system", "developer")
+SELDOM = ("ipython", "function", "observation")
+"""Roles of a tool that a template may not know."""
+ROLES = (*FIRST, "user", "assistant", "tool", *SELDOM)
 _SHAREGPT_ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "assistant", "model", "chatgpt", "bot"), "assistant"),
@@ -36,8 +39,9 @@ _SHAREGPT_ROLES = {
     "system": "system",
     "developer": "developer",
 }
+_TOOLS = ("tool", *SELDOM)
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # the same under three names
-_KEPT = ("name", "tool_call_id", "tool_calls", *_REASONING)
+_WEIGHTS = ("weight", "train", "loss")  # of OpenAI, axolotl and ms-swift; 0 or false: not trained
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,8 @@ class Conversation:
     """One record.
 
     Attributes:
-        messages: with ``role`` and, unless it is a tool call alone, ``content``: a string.
+        messages: with ``role`` and, unless it is a tool call alone, ``content``: a string. Templates see
+            their other keys, too.
         tools: JSON schemas of the tools that the assistant may call.
         prompt: how many messages are the prompt, if the record says so.
         template_kwargs: further variables of the template, from the record.
@@ -60,8 +65,9 @@ class Conversation:
 
     @property
     def answers(self) -> list[int]:
-        """The places of the assistant's messages."""
-        return [at for at, message in enumerate(self.messages) if message["role"] == "assistant"]
+        """The places of the assistant's messages, without those that are context only."""
+        said = [at for at, message in enumerate(self.messages) if message["role"] == "assistant"]
+        return [at for at in said if not context_only(self.messages[at])]
 
     @property
     def text(self) -> str:
@@ -75,6 +81,11 @@ class Completion:
 
     prompt: str
     completion: str
+
+
+def context_only(message: Message) -> bool:
+    """Whether a message says that it is not trained."""
+    return any(message.get(key) == 0 for key in _WEIGHTS)
 
 
 def recognise(row: Mapping[str, Any], text_field: str, where: str) -> Format:
@@ -147,10 +158,12 @@ def _sharegpt(row: Mapping[str, Any], where: str) -> Conversation:
             raise _refused(
                 where, f"message {at + 1} is from {turn['from']!r}; use {_listed(_SHAREGPT_ROLES)}"
             )
+        rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
         if role == "function_call":
-            messages.append({"role": "assistant", "tool_calls": _calls(turn["value"], where, at)})
+            rest |= {"role": "assistant", "tool_calls": turn["value"]}
         else:
-            messages.append(_message({**turn, "role": role, "content": turn["value"]}, where, at))
+            rest |= {"role": role, "content": turn["value"]}
+        messages.append(_message(rest, where, at))
     system = row.get("system")
     if not isinstance(system, str | None):
         raise _refused(where, f"system is {kind_of(system)}; make it a string")
@@ -245,19 +258,12 @@ def _conversation(
         raise _refused(where, "the conversation is empty; remove the record")
     for at, message in enumerate(messages):
         before = messages[at - 1]["role"] if at else None
-        if message["role"] in ("system", "developer") and before not in (None, "system", "developer"):
-            raise _refused(
-                where, f"message {at + 1} is from {message['role']}, after {before}; it must come first"
-            )
-        if message["role"] == "tool" and before not in ("assistant", "tool"):
+        if message["role"] in _TOOLS and before not in ("assistant", *_TOOLS):
             raise _refused(
                 where,
-                f"message {at + 1} is from tool, after {before or 'nothing'}; it must follow the assistant's "
-                "call",
+                f"message {at + 1} is from {message['role']}, after {before or 'nothing'}; it must follow "
+                "the assistant's call",
             )
-    said = messages if prompt is None else messages[prompt:]
-    if not any(message["role"] == "assistant" for message in said):
-        raise _refused(where, "the assistant says nothing; remove the record")
     tools = _json(row.get("tools"), "tools", where)
     if tools is not None and not (
         isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)
@@ -266,26 +272,31 @@ def _conversation(
     kwargs = _json(row.get("chat_template_kwargs"), "chat_template_kwargs", where) or {}
     if not isinstance(kwargs, Mapping):
         raise _refused(where, f"chat_template_kwargs is {kind_of(kwargs)}, not a mapping")
-    return Conversation(tuple(messages), where, tuple(tools) if tools else None, prompt, kwargs)
+    found = Conversation(tuple(messages), where, tuple(tools) if tools else None, prompt, kwargs)
+    if not any(at >= (prompt or 0) for at in found.answers):
+        raise _refused(where, "the assistant says nothing, or context only; remove the record")
+    return found
 
 
 def _message(message: Any, where: str, at: int) -> Message:
-    """A message in the one form: text parts joined, tool calls as objects, empty keys left out."""
+    """A message in the one form: text parts joined, tool calls as objects, keys that are null left out."""
     if not isinstance(message, Mapping) or "role" not in message:
         raise _unlike("messages", where, f"message {at + 1} has no role")
     role, content = message["role"], message.get("content")
     if role not in ROLES:
         raise _refused(where, f"message {at + 1} has role {role!r}; use {_listed(ROLES)}")
-    if role == "assistant" and message.get("weight") == 0:
-        raise _refused(where, f"message {at + 1} has weight 0; remove it: data.train_on says what is trained")
-    read: Message = {"role": role}
+    read: Message = {key: value for key, value in message.items() if value is not None}
+    for key in _WEIGHTS:
+        if (weight := read.get(key, 0)) not in (0, 1):
+            raise _refused(where, f"message {at + 1} has {key} {weight!r}; use 0 or 1")
+    if read.get("train") and role != "assistant":
+        raise _refused(
+            where, f"message {at + 1} has train true, but only answers are trained; remove the key"
+        )
     if isinstance(content, list | tuple):
-        content = "".join(_part(part, where, at) for part in content)
-    if isinstance(content, str):
-        read["content"] = content
-    elif content is not None or not message.get("tool_calls"):
+        content = read["content"] = "".join(_part(part, where, at) for part in content)
+    if not isinstance(content, str) and (content is not None or not read.get("tool_calls")):
         raise _refused(where, f"message {at + 1}: content is {kind_of(content)}; make it a string")
-    read |= {key: message[key] for key in _KEPT if message.get(key) is not None}
     for key in _REASONING:
         if not isinstance(read.get(key, ""), str):
             raise _refused(where, f"message {at + 1}: {key} is {kind_of(read[key])}; make it a string")
@@ -318,7 +329,8 @@ def _calls(given: Any, where: str, at: int) -> list[dict[str, Any]]:
             raise _refused(where, f"message {at + 1}: a tool call has no function name")
         arguments = _json(function.get("arguments"), f"message {at + 1}: arguments", where)
         function = {**function, "arguments": {} if arguments is None else arguments}
-        beside = {key: call[key] for key in ("id",) if call.get(key) is not None}
+        keys = call if "function" in call else ("id",)
+        beside = {key: call[key] for key in keys if call.get(key) is not None}
         read.append({"type": "function", **beside, "function": function})
     return read
 

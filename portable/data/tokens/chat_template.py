@@ -6,7 +6,7 @@ The template writes a conversation as one text. Which part of it the assistant w
 - Otherwise from prefixes. The conversation up to an answer, with the generation prompt, is where the answer
   begins; the conversation up to and with the answer is where it ends. Both are rendered and must be prefixes
   of the whole. A template that shows earlier turns otherwise than the last one (Qwen3 leaves out their
-  thinking) has no such prefixes: the record is refused, and the message names what helps.
+  thinking) has no such prefixes: each answer becomes a sample, in the context that the model will see.
 
 After the last answer a template may write tokens that it writes nowhere else (Phi-3's end of text, GPT-OSS's
 return in place of end). Such a prefix may differ from the whole in special tokens at its end.
@@ -20,13 +20,14 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cached_property
+from os.path import commonprefix
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from portable.data.sources.conversations import Conversation, valid
+from portable.data.sources.conversations import FIRST, SELDOM, Conversation, context_only, valid
 from portable.data.sources.documents import listed
 from portable.errors import UserError, one_line
 from portable.private import of_transformers
@@ -48,7 +49,7 @@ CHATML = (
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 BUILT_IN = {"chatml": CHATML}
 _PROBE = "What is shown of this?"
-VERSION = 2  # of how records become tokens and masks; a change makes caches anew
+VERSION = 3  # of how records become tokens and masks; a change makes caches anew
 DAY = "2025-01-01"
 """The date in a prompt that tells today's, so that the tokens are the same on every day."""
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -70,6 +71,11 @@ class Encoded:
     """Where the trained part of a sample ends otherwise: its last tokens, and those after it."""
     prompt_left: str = ""
     """What the generation prompt has beyond the beginning of an answer, if anything."""
+    samples: list[int] = field(default_factory=list)
+    """How many each conversation became."""
+    counts: Counter[str] = field(default_factory=Counter)
+    """Of ``records``; of those ``apart``, for which the template shows earlier turns otherwise, and their
+    samples, ``turns``; of records that ``think``, their ``thoughts``, and those ``lost`` by the template."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +97,14 @@ class _Draft:
     prefix: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
     """Tokens before and after the text; the latter are trained."""
+    thoughts: tuple[bool, ...] = ()
+    """For each trained answer with reasoning, whether the text has it."""
+    turns: tuple[int, ...] = ()
+    """The trained answers, if each may become a sample of its own."""
+
+
+class _UnstableError(UserError):
+    """The tokens of an answer cannot be told in the whole."""
 
 
 def chat_template(tokenizer: Any, setting: str | None) -> str | dict[str, str]:
@@ -145,6 +159,7 @@ class ChatTemplate:
         train_on: which tokens are trained; None: the completion of a record with a prompt, else what the
             assistant says.
         split_turns: make a sample of each answer, with what was said before it.
+        pairs: the documents are pairs of completions of one prompt, which are trained from the same token on.
         kwargs: further variables of the template.
 
     Raises:
@@ -159,6 +174,7 @@ class ChatTemplate:
         *,
         train_on: TrainOn | None = None,
         split_turns: bool = False,
+        pairs: bool = False,
         kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         if not getattr(tokenizer, "is_fast", False):
@@ -170,7 +186,8 @@ class ChatTemplate:
         self._templates = templates
         self._frame = frame
         self._train_on = train_on
-        self._split_turns = split_turns
+        self._split = split_turns
+        self._pairs = pairs
         self._kwargs = {**tokenizer.special_tokens_map, **(kwargs or {})}
         self._parts: dict[str, bool] = {}
         for text in templates.values() if isinstance(templates, dict) else [templates or ""]:
@@ -179,7 +196,7 @@ class ChatTemplate:
     @property
     def key(self) -> str:
         """What the tokens depend on, besides the source and the tokenizer."""
-        content = [VERSION, self._templates, self._train_on, self._split_turns, self._kwargs, DAY]
+        content = [VERSION, self._templates, self._train_on, self._split, self._pairs, self._kwargs, DAY]
         return json.dumps(content, sort_keys=True, default=str)
 
     def encode(self, documents: Sequence[Document]) -> Encoded:
@@ -188,17 +205,33 @@ class ChatTemplate:
         Raises:
             UserError: naming the record, if its template fails or its mask cannot be told.
         """
-        drafts = [draft for document in documents for draft in self._drafts(document)]
+        drafts = [self._drafts(document) for document in documents]
+        encodings = iter(self._encodings([draft.text for several in drafts for draft in several]))
         encoded = Encoded()
-        found = self._encodings([draft.text for draft in drafts])
-        for draft, encoding in zip(drafts, found, strict=True):
-            tokens = np.array([*draft.prefix, *encoding.ids, *draft.suffix], dtype=np.int64)
-            within = self._trained(draft, encoding, encoded)
-            ends = np.full(len(draft.prefix), draft.whole), within, np.ones(len(draft.suffix), dtype=bool)
-            trained = np.concatenate(ends)
-            encoded.tokens.append(tokens)
-            encoded.trained.append(trained)
-            self._count_stops(draft, tokens, trained, encoded)
+        for document, several in zip(documents, drafts, strict=True):
+            found = [next(encodings) for _ in several]
+            try:
+                masks = self._masks(several, found, encoded)
+            except _UnstableError:
+                if document.conversation is None or not several[0].turns:
+                    raise
+                several = self._turns(document.conversation, several[0].turns)
+                found = self._encodings([draft.text for draft in several])
+                masks = self._masks(several, found, encoded)
+                encoded.counts.update(apart=1, turns=len(several))
+            for draft, encoding, within in zip(several, found, masks, strict=True):
+                tokens = np.array([*draft.prefix, *encoding.ids, *draft.suffix], dtype=np.int64)
+                ends = np.full(len(draft.prefix), draft.whole), within, np.ones(len(draft.suffix), dtype=bool)
+                encoded.tokens.append(tokens)
+                encoded.trained.append(np.concatenate(ends))
+                self._count_stops(draft, tokens, encoded.trained[-1], encoded)
+            shown = [shown for draft in several for shown in draft.thoughts]
+            encoded.samples.append(len(several))
+            encoded.counts.update(records=1, think=bool(shown), thoughts=len(shown), lost=shown.count(False))
+        if self._pairs:  # the same tokens of the prompt count for both
+            for one, other in zip(encoded.trained[::2], encoded.trained[1::2], strict=True):
+                first, second = int(one.argmax()), int(other.argmax())
+                one[second:first] = other[first:second] = True
         return encoded
 
     # -- rendering ------------------------------------------------------------------------------------------
@@ -207,14 +240,16 @@ class ChatTemplate:
         conversation = document.conversation
         if conversation is None:
             return [self._completion(document.text, document.prompt_chars or 0)]
-        if not self._split_turns:
+        if not self._split:
             return [self._draft(conversation, self._train_on)]
-        drafts = []
-        for at in conversation.answers:
-            if conversation.prompt is None or at >= conversation.prompt:
-                part = replace(conversation, messages=conversation.messages[: at + 1], prompt=None)
-                drafts.append(self._draft(part, "last_assistant"))
-        return drafts
+        begin = conversation.prompt or 0
+        return self._turns(conversation, [at for at in conversation.answers if at >= begin])
+
+    def _turns(self, conversation: Conversation, answers: Sequence[int]) -> list[_Draft]:
+        """Each of these answers with what was said before it."""
+        whole = replace(conversation, prompt=None)
+        parts = (replace(whole, messages=whole.messages[: at + 1]) for at in answers)
+        return [self._draft(part, "last_assistant", apart=True) for part in parts]
 
     def _completion(self, text: str, prompt: int) -> _Draft:
         """A prompt and its completion without a template, ended by the tokenizer's end token."""
@@ -225,50 +260,79 @@ class ChatTemplate:
             text, None, ((prompt, len(text)),), whole=whole, prefix=self._frame.prefix, suffix=suffix
         )
 
-    def _draft(self, conversation: Conversation, train_on: TrainOn | None) -> _Draft:
+    def _draft(self, conversation: Conversation, train_on: TrainOn | None, *, apart: bool = False) -> _Draft:
         if train_on is None:
             train_on = "assistant" if conversation.prompt is None else "completion"
-        conversation = self._with_arguments(self._with_parts(conversation))
+        plain, conversation = conversation, self._with_arguments(self._with_parts(conversation))
         messages = conversation.messages
         marked = train_on in ("assistant", "last_assistant") and _MARKED.search(self._template(conversation))
         if marked:
             text, spans = self._marked(conversation, messages)
         else:
             text = self._render(conversation, messages)
-        if train_on == "all":
-            return _Draft(text, conversation, whole=True)
-        if train_on == "completion":
-            if conversation.prompt is None:
+        self._check_shown(plain, text)
+        begin = conversation.prompt if train_on == "completion" else 0
+        answers = tuple(at for at in conversation.answers if at >= (begin or 0))
+        answers = answers[-1:] if train_on == "last_assistant" else answers
+        thoughts = (_thought(plain.messages[at]) for at in answers)
+        shown = tuple(valid(thought) in text for thought in thoughts if thought)
+        if train_on in ("all", "completion"):
+            if begin is None:
                 raise UserError(
                     f"data.train_on: {conversation.where}: completion is for records with a prompt and a "
                     "completion; use assistant or last_assistant"
                 )
-            opened = self._render(conversation, messages[: conversation.prompt], prompted=True)
-            return _Draft(text, conversation, (), (conversation.prompt,), (opened,), (text,))
-        answers = conversation.answers if train_on == "assistant" else conversation.answers[-1:]
+            if any(map(context_only, messages[begin:])):
+                raise UserError(
+                    f"data.train_on: {conversation.where}: a message is context only, but {train_on} trains "
+                    "whole texts; use assistant"
+                )
+            if train_on == "all":
+                return _Draft(text, conversation, whole=True, thoughts=shown)
+            opened = self._render(conversation, messages[:begin], prompted=True)
+            return _Draft(text, conversation, (), (begin,), (opened,), (text,), thoughts=shown)
         if not answers:
             raise UserError(
                 f"data.source: {conversation.where}: the assistant says nothing; remove the record"
             )
+        turns = () if apart else answers
         if marked:
-            if train_on == "last_assistant" and answers[0]:
-                _, before = self._marked(conversation, messages[: answers[0]])
-                spans = spans[len(before) :]
+            if len(answers) < sum(message["role"] == "assistant" for message in messages):
+                ends = {end for at in answers for end in (at, at + 1)}
+                count = {end: len(self._marked(conversation, messages[:end])[1]) for end in ends}
+                spans = [span for at in answers for span in spans[count[at] : count[at + 1]]]
             if not spans:
                 raise self._failure(conversation, "{% generation %} marks nothing in it")
-            return _Draft(text, conversation, tuple(spans))
+            return _Draft(text, conversation, tuple(spans), thoughts=shown, turns=turns)
         if 2 * len(answers) * len(text) > _MOST_RENDERED:
             raise self._failure(
                 conversation,
                 f"{len(answers):,} answers in {len(text):,} characters are too many to find by their "
                 "prefixes; cut the record into shorter ones, or use a template with {% generation %}",
             )
-        opened_at = tuple(self._render(conversation, messages[:at], prompted=True) for at in answers)
+        opened_at = tuple(self._before(conversation, text, at, prompted=True) for at in answers)
         closed_at = tuple(
             text if at + 1 == len(messages) else self._render(conversation, messages[: at + 1])
             for at in answers
         )
-        return _Draft(text, conversation, (), tuple(answers), opened_at, closed_at)
+        return _Draft(text, conversation, (), answers, opened_at, closed_at, thoughts=shown, turns=turns)
+
+    def _before(self, conversation: Conversation, text: str, at: int, *, prompted: bool = False) -> str:
+        """The conversation before an answer, as it stands in ``text``.
+
+        No template takes an empty conversation as it takes others: it may write a system prompt only with the
+        first message. So a first answer is found by the generation prompt, or what ``text`` has of it.
+        """
+        if at:
+            return self._render(conversation, conversation.messages[:at], prompted=prompted)
+        asked = self._with_parts(replace(conversation, messages=({"role": "user", "content": _PROBE},)))
+        question = self._render(asked, asked.messages)
+        header = self._render(asked, asked.messages, prompted=True)
+        header = header[len(commonprefix([question, header])) :]  # noqa: RUF071 - of characters
+        begun = next((header[:end] for end in range(len(header), 0, -1) if header[:end] in text), "")
+        if not begun:
+            raise self._unstable(conversation, at)
+        return text[: text.index(begun)] + (header if prompted else "")
 
     def _template(self, conversation: Conversation) -> str:
         if isinstance(self._templates, str):
@@ -309,10 +373,14 @@ class ChatTemplate:
         except UserError:
             raise
         except Exception as error:  # templates are foreign code
-            raise self._failure(conversation, f"the template fails ({_reason(error)})") from error
+            most = len(conversation.messages)
+            alone = "" if len(messages) == most else f" with the first {len(messages)} of {most} messages"
+            raise self._failure(conversation, f"the template fails{alone} ({_reason(error)})") from error
 
     def _marked(self, conversation: Conversation, messages: Sequence[Message]) -> tuple[str, list[_Span]]:
-        """The rendered text, and what the template marks in it."""
+        """The rendered text, and what the template marks in it; nothing without messages."""
+        if not messages:
+            return "", []
         try:
             text, spans = of_transformers.rendered_with_marks(
                 compiled_template=self._compiled(self._template(conversation)),
@@ -355,7 +423,7 @@ class ChatTemplate:
         """The conversation with its calls' arguments as a string, if the template cannot take objects.
 
         Raises:
-            UserError: the template fails with both, or leaves a call out.
+            UserError: the template fails with both.
         """
         calls = [
             call["function"] for message in conversation.messages for call in message.get("tool_calls", ())
@@ -373,12 +441,19 @@ class ChatTemplate:
         objects = [call["arguments"] for call in calls if isinstance(call["arguments"], dict)]
         if any(arguments and str(arguments) in text for arguments in objects):  # written as Python has it
             conversation = as_text
-        left_out = next((call["name"] for call in calls if valid(call["name"]) not in text), None)
-        if left_out is not None:
-            raise self._failure(
-                conversation, f"the template leaves out the call of {left_out!r}; use one that writes calls"
-            )
         return conversation
+
+    def _check_shown(self, conversation: Conversation, text: str) -> None:
+        """Refuse a record with a call, or a message such as templates do not expect, that ``text`` lacks."""
+        for at, message in enumerate(conversation.messages):
+            names = [call["function"]["name"] for call in message.get("tool_calls", ())]
+            parts = [(f"the call of {name!r}; use one that writes calls", name) for name in names]
+            if message["role"] in SELDOM or (message["role"] in FIRST and at):
+                what = f"message {at + 1}, from {message['role']}; use one that writes it, or move it"
+                parts.append((what, str(message.get("content", "")).strip()))
+            for what, said in parts:
+                if valid(said) not in text and json.dumps(said, ensure_ascii=False)[1:-1] not in text:
+                    raise self._failure(conversation, f"the template leaves out {what}")
 
     def _failure(self, conversation: Conversation, what: str) -> UserError:
         return UserError(f"data.chat_template: {conversation.where}: {what}")
@@ -397,7 +472,15 @@ class ChatTemplate:
         )
         return found.encodings
 
+    def _masks(
+        self, drafts: list[_Draft], found: Sequence[Any], encoded: Encoded
+    ) -> list[npt.NDArray[np.bool_]]:
+        return [self._trained(draft, one, encoded) for draft, one in zip(drafts, found, strict=True)]
+
     def _trained(self, draft: _Draft, encoding: Any, encoded: Encoded) -> npt.NDArray[np.bool_]:
+        if draft.turns and len(set(draft.thoughts)) > 1 and draft.conversation is not None:
+            # The template leaves out the reasoning of earlier answers.
+            raise self._unstable(draft.conversation, draft.turns[0])
         trained = np.zeros(len(encoding.ids), dtype=bool)
         if draft.whole:
             trained[:] = True
@@ -427,7 +510,7 @@ class ChatTemplate:
         if draft.text.startswith(opened):
             return _token_with(encoding, len(opened))
         # The generation prompt may begin the answer itself, such as "<think>".
-        before = self._render(conversation, conversation.messages[:at])
+        before = self._before(conversation, draft.text, at)
         context, rest = self._common(encoding, before)
         first, left = self._common(encoding, opened)
         ids = encoding.ids
@@ -459,13 +542,15 @@ class ChatTemplate:
         )
         return count, ids[count:]
 
-    def _unstable(self, conversation: Conversation, at: int) -> UserError:
-        return self._failure(
-            conversation,
-            f"the template shows message {at + 1} otherwise once others follow it, so its tokens cannot be "
-            "told in the whole; set data.split_turns true (a sample for each answer), data.train_on "
-            "last_assistant, or a template that marks answers with {% generation %}",
+    def _unstable(self, conversation: Conversation, at: int) -> _UnstableError:
+        why = (
+            f"where message {at + 1}, an answer, begins and ends cannot be told from the text"
+            if at
+            else "the assistant speaks first, where the template does not write what precedes other answers"
         )
+        remedy = "use one that marks answers with {% generation %}"
+        remedy += "" if at else ", or let a user speak first"
+        return _UnstableError(f"data.chat_template: {conversation.where}: {why}; {remedy}")
 
     # -- the token that ends a turn --------------------------------------------------------------------------
 
@@ -523,6 +608,36 @@ class ChatTemplate:
             encoded.unstopped = f"{said!r}" + (f", and then comes {rest!r}" if rest else "")
 
 
+def notes(counts: Counter[str], prompt_left: str) -> list[str]:
+    """What a template does that may surprise, by the counts of all records; a line each.
+
+    Raises:
+        UserError: it leaves out all reasoning, and most records have some.
+    """
+    told = []
+    if prompt_left:
+        told.append(
+            f"its generation prompt ends in {prompt_left!r}, which it does not write before the answers of "
+            "the data: the model is trained without it"
+        )
+    if counts["apart"]:
+        told.append(
+            f"it shows earlier answers otherwise than the last: {counts['apart']:,} of {counts['records']:,} "
+            f"conversations became {counts['turns']:,} samples, one for each answer"
+        )
+    if counts["lost"]:
+        told.append(
+            f"it leaves out the reasoning of {counts['lost']:,} of the {counts['thoughts']:,} answers that "
+            "have some: the model is trained without it"
+        )
+    if counts["lost"] and counts["lost"] == counts["thoughts"] and 2 * counts["think"] > counts["records"]:
+        raise UserError(
+            f"data.chat_template: it leaves out all reasoning, which {counts['think']:,} of "
+            f"{counts['records']:,} records have; use a template that writes it, or remove it from them"
+        )
+    return [f"data.chat_template: {line}" for line in told]
+
+
 def _token_with(encoding: Any, char: int) -> int:
     """The token that contains a character, or the next one that contains any."""
     if (found := encoding.char_to_token(char)) is None:  # normalized away, such as a space
@@ -538,6 +653,12 @@ def _token_after(encoding: Any, char: int, length: int) -> int:
     found = _token_with(encoding, char)
     begins = found < len(encoding.ids) and encoding.token_to_chars(found)[0] < char
     return found + 1 if begins else found
+
+
+def _thought(message: Message) -> str:
+    """What is thought before an answer; empty if it has no reasoning."""
+    inline = str(message.get("content", "")).rpartition("</think>")[0].rpartition("<think>")[2]
+    return str(message.get("reasoning_content") or inline).strip()
 
 
 def _text_parts(message: Message) -> Message:

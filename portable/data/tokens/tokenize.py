@@ -15,6 +15,7 @@ from portable.data.locked_folder import locked_folder
 from portable.data.sources.documents import PIECE_CHARS, Document, Fields, Source
 from portable.data.sources.token_files import TokenSource
 from portable.data.tokens.cache import FORMAT, CacheDamagedError, TokenCache, TokenWriter
+from portable.data.tokens.chat_template import notes
 from portable.data.tokens.parallel import cores, ordered_map
 from portable.data.tokens.tokenizer import Vocabulary, parallel_tokenizers, tokenizer_digest
 from portable.errors import RunError, UserError
@@ -42,12 +43,14 @@ class Frame:
     suffix: tuple[int, ...]
     target: Frame | None = field(default=None, repr=False)
     """The special tokens around a target text, if different."""
+    once: bool = field(default=False, compare=False)
+    """Whether a text that ends in the suffix gets no second one."""
 
 
 def frame(task: str, vocabulary: Vocabulary, target: Vocabulary | None = None) -> Frame:
     """The special tokens that ``task`` puts around a document.
 
-    A causal document starts with the tokenizer's prefix and ends with its end token. Other tasks use the
+    A causal document starts with the tokenizer's prefix and ends with one end token. Other tasks use the
     tokenizer's prefix and suffix, or the end token if it has no suffix.
 
     Args:
@@ -70,7 +73,7 @@ def frame(task: str, vocabulary: Vocabulary, target: Vocabulary | None = None) -
             "data.tokenizer: it has no eos_token for the end of a document; set one in its "
             "tokenizer_config.json, or use another tokenizer"
         )
-    return Frame(vocabulary.prefix, (vocabulary.end,))
+    return Frame(vocabulary.prefix, (vocabulary.end,), once=task == "causal-lm")
 
 
 def digest_of_making(tokenizer: Any, framed: Frame, chat: ChatTemplate | None = None) -> str:
@@ -198,13 +201,15 @@ def _write_conversations(
             yield batch
 
     written, stopping, ends, prompt_left, unstopped = 0, 0, Counter[int](), "", ""
+    counts = Counter[str]()
     for encoded in ordered_map(chat.encode, batches(), processes=cores(), alone=_ALONE):
         bar.update(sizes.popleft())
         lengths = [len(tokens) for tokens in encoded.tokens]
         writer.extend("text", np.concatenate(encoded.tokens), lengths, np.concatenate(encoded.trained))
-        for values in columns.popleft():
-            writer.add_columns(values)
-        written += len(lengths)
+        for values, samples in zip(columns.popleft(), encoded.samples, strict=True):
+            for _ in range(samples):
+                writer.add_columns(values)
+        written, counts = written + len(lengths), counts + encoded.counts
         stopping, ends = stopping + encoded.stopping, ends + encoded.ends
         prompt_left, unstopped = prompt_left or encoded.prompt_left, unstopped or encoded.unstopped
         if not stopping:  # not one of thousands: the template's, not the record's
@@ -214,7 +219,7 @@ def _write_conversations(
                 "of the tokenizer, inside {% generation %} if the template has it"
             )
     end = min(ends, key=lambda token: (-ends[token], token)) if ends else None
-    return written, {"end_of_turn": end, "prompt_left": prompt_left}
+    return written, {"end_of_turn": end, "notes": notes(counts, prompt_left)}
 
 
 def _write(batch: list[Document], tokenizer: Any, framed: Frame, writer: TokenWriter) -> int:
@@ -240,7 +245,8 @@ def _write(batch: list[Document], tokenizer: Any, framed: Frame, writer: TokenWr
             writer.append("text", framed.prefix)
         writer.append("text", texts[number])
         if document.ends:
-            writer.append("text", framed.suffix)
+            if not framed.once or tuple(texts[number][-len(framed.suffix) :]) != framed.suffix:
+                writer.append("text", framed.suffix)
             if number in targets:
                 writer.append("target", [*around.prefix, *targets[number], *around.suffix])
             if number in others:
@@ -272,7 +278,8 @@ def _batches(
     for document in documents if whole else _in_pieces(documents):
         batch.append(document)
         held += len(document.text) + len(document.target or "") + len(document.pair or "")
-        if held >= chars or len(batch) >= _BATCH_DOCUMENTS:
+        # The two of a preference stay together.
+        if (held >= chars or len(batch) >= _BATCH_DOCUMENTS) and not (whole and len(batch) % 2):
             yield batch
             batch, held = [], 0
     if batch:
