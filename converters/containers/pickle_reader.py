@@ -421,6 +421,31 @@ def _check_size(root: Any, limit: int) -> None:
                 raise _RefusedError("references the same objects so often that its value is too large")
 
 
+def members_of(members: Mapping[tuple[str, str], Any]) -> Standin:
+    """A stand-in for `builtins.getattr`, by which Python pickles a class within a class, and an early 3.11
+    (Debian 12 has 3.11.2) an enumeration's member. No attribute is read: what comes is looked up.
+
+    Args:
+        members: (the key of a global on the allow-list, a name within it) -> what it stands for.
+    """
+
+    def member(*args: Any) -> Any:
+        if len(args) == 2 and type(args[0]) is Global and type(args[1]) is str:
+            found = members.get((args[0].key, args[1]))
+            if found is not None:
+                return found
+        raise _RefusedError("reads an attribute that is not on the allow-list; no code was run")
+
+    return member
+
+
+def inert_members(members: Mapping[str, tuple[str, ...]]) -> dict[tuple[str, str], Global]:
+    """For `members_of`: names by the class that they are within, as data known by name only."""
+    return {
+        (owner, name): Global(f"{owner}.{name}", None) for owner, names in members.items() for name in names
+    }
+
+
 def is_index(value: Any) -> bool:
     """Whether a value is an index that is safe as a dict key: see `MAX_KEY`."""
     return type(value) is int and 0 <= value < MAX_KEY

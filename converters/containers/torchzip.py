@@ -379,6 +379,9 @@ def _instance(*args: Any) -> Instance:
     return Instance(kind.key if kind else "object", args)
 
 
+MEMORY_FORMATS = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT")
+"""The members of torch's enumerations of memory formats."""
+
 _REBUILD: dict[str, Standin | None] = {
     "torch._utils._rebuild_tensor": _tensor,
     "torch._utils._rebuild_tensor_v2": _tensor_v2,

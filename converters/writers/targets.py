@@ -17,8 +17,7 @@ from converters.writers.conversion import Choices, carry_out
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-
-    from typing_extensions import Unpack
+    from typing import Unpack
 
     from converters.checkpoint import Checkpoint
     from converters.storage.path_or_url import Place

@@ -12,8 +12,7 @@ from portable.terminal import LOG
 if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
-
-    from typing_extensions import Self
+    from typing import Self
 
 LOG_FILE = "log.txt"
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,19 @@ def test_model_alone(written: Path, run: str) -> None:
         checkpoint = open_checkpoint(written / folder)
         assert checkpoint.optimizer is None
         assert_model(checkpoint, reference["model"])
+
+
+def test_metadata_of_a_python_that_pickles_members_by_name(
+    written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(written / "fsdp2-bare", tmp_path / "step")
+    file = tmp_path / "step" / ".metadata"
+    metadata = pickle.loads(file.read_bytes())  # noqa: S301 (of this test's own)
+    by_name = lambda self, _: (getattr, (type(self), self.name))  # noqa: E731
+    monkeypatch.setattr("torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING.__reduce_ex__", by_name)
+    file.write_bytes(pickle.dumps(metadata))
+    assert b"getattr" in file.read_bytes()
+    assert_model(open_checkpoint(tmp_path / "step"), load(written / "fsdp2-bare.ref.pt")["model"])
 
 
 def test_cuts_along_other_dimensions(written: Path) -> None:

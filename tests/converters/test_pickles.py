@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from converters import CheckpointError
-from converters.containers.pickle_reader import Instance, plain, unpickle
-from converters.containers.torchzip import TORCH_STANDINS
+from converters.containers.pickle_reader import Instance, inert_members, members_of, plain, unpickle
+from converters.containers.torchzip import MEMORY_FORMATS, TORCH_STANDINS
 
 
 def read(data: bytes, **more: Any) -> Any:
@@ -77,6 +77,56 @@ def test_nothing_is_called(protocol: int, call: Any) -> None:
     if protocol >= 1:
         assert call.__name__ in str(caught.value)
         assert "no code was run" in str(caught.value)
+
+
+_ENUM = "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING"
+_READS = members_of(inert_members({_ENUM: MEMORY_FORMATS}))
+
+
+def by_getattr(owner: bytes, name: bytes) -> bytes:
+    """What Python 3.11.2 pickles for the member of an enumeration: `getattr(owner, name)`."""
+    named = b"X" + struct.pack("<I", len(name)) + name
+    return b"\x80\x02c__builtin__\ngetattr\nq\x00" + owner + named + b"\x86R."
+
+
+_LISTED = b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n"
+_CONTIGUOUS = by_getattr(_LISTED, b"TORCH_CONTIGUOUS_FORMAT")
+
+
+def test_a_member_of_a_listed_enumeration_is_read_by_name() -> None:
+    prefixes = ("torch.distributed.checkpoint.",)
+    standins = {**TORCH_STANDINS, "builtins.getattr": _READS}
+    found = unpickle(_CONTIGUOUS, where="f.pkl", standins=standins, prefixes=prefixes)
+    assert found.key == f"{_ENUM}.TORCH_CONTIGUOUS_FORMAT"
+    with pytest.raises(CheckpointError, match=r"f\.pkl: .*builtins\.getattr.* no code was run"):
+        read(_CONTIGUOUS)  # no format without such members takes it
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        by_getattr(b"cos\nsystem\n", b"TORCH_CONTIGUOUS_FORMAT"),
+        by_getattr(b"ctorch.distributed.checkpoint.metadata\nMetadata\n", b"TORCH_CONTIGUOUS_FORMAT"),
+        by_getattr(_LISTED, b"__class__"),
+        by_getattr(_LISTED, b"__subclasses__"),
+        by_getattr(_LISTED, b"_member_map_"),
+        by_getattr(_LISTED, b"TORCH_OTHER_FORMAT"),
+        by_getattr(_CONTIGUOUS[2:-1], b"name"),  # nested
+        by_getattr(b"c__builtin__\ngetattr\n", b"__call__"),
+        by_getattr(b"X\x00\x00\x00\x00", b"join"),
+        b"\x80\x02c__builtin__\ngetattr\n" + _LISTED + b"]\x86R.",
+        b"\x80\x02c__builtin__\ngetattr\n" + _LISTED + b"\x85R.",
+        b"\x80\x02c__builtin__\ngetattr\n" + _LISTED + b"X\x01\x00\x00\x00xN\x87R.",  # with a default
+    ],
+)
+def test_no_other_attribute_is_read(data: bytes) -> None:
+    with pytest.raises(CheckpointError, match=r"f\.pkl: .*not on the allow-list; no code was run$"):
+        unpickle(
+            data,
+            where="f.pkl",
+            standins={**TORCH_STANDINS, "builtins.getattr": _READS},
+            prefixes=("torch.distributed.checkpoint.",),
+        )
 
 
 def test_prefixes_make_inert_instances() -> None:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
-
-import pytest
-
-tomllib = pytest.importorskip("tomllib")  # since Python 3.11
 
 ROOT = Path(__file__).parents[2]
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from portable.config import RunConfig
 
-trl: Any = pytest.importorskip("trl", reason="TRL needs Python 3.11")
+trl: Any = pytest.importorskip("trl")
 
 
 def trainer(name: str, rows: list[dict[str, Any]], folder: Path, **options: Any) -> Any:

@@ -38,5 +38,5 @@ def test_accelerate() -> None:
 
 
 def test_trl() -> None:
-    trl: Any = pytest.importorskip("trl", reason="TRL needs Python 3.11")
+    trl: Any = pytest.importorskip("trl")
     assert {name for name in dir(trl) if name.endswith(("Trainer", "Callback"))} <= NAMED

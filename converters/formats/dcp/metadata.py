@@ -13,8 +13,16 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from converters.containers.pickle_reader import Global, Instance, is_index, unpickle
-from converters.containers.torchzip import TORCH_STANDINS
+from converters.containers.pickle_reader import (
+    Global,
+    Instance,
+    Standin,
+    inert_members,
+    is_index,
+    members_of,
+    unpickle,
+)
+from converters.containers.torchzip import MEMORY_FORMATS, TORCH_STANDINS
 from converters.errors import CheckpointError
 from converters.formats.dcp.checksums import read_checksums
 from converters.formats.dcp.files import metadata_files
@@ -23,6 +31,8 @@ from converters.tensors.dtypes import FROM_TORCH
 from converters.tensors.tensor import MAX_DIMS
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from converters.formats.dcp.checksums import ShardChecksums
     from converters.names.canonical import Path as KeyPath
     from converters.storage.folder import Folder
@@ -32,6 +42,11 @@ Dims = tuple[int, ...]
 # Nesting of dicts and lists.
 _MAX_PATH = 64
 _CLASSES = "torch.distributed.checkpoint."
+_MEMBERS = {f"{_CLASSES}metadata._MEM_FORMAT_ENCODING": MEMORY_FORMATS}
+_STANDINS: Mapping[str, Standin | None] = {
+    **TORCH_STANDINS,
+    "builtins.getattr": members_of(inert_members(_MEMBERS)),
+}
 
 
 @dataclass(frozen=True)
@@ -106,7 +121,7 @@ def _read_file(folder: Folder, name: str, checksums: ShardChecksums | None) -> d
     data = file.read(0, file.nbytes)
     if checksums is not None:
         checksums.check_metadata(name, data)
-    root = unpickle(data, where=where, standins=TORCH_STANDINS, prefixes=(_CLASSES,))
+    root = unpickle(data, where=where, standins=_STANDINS, prefixes=(_CLASSES,))
     fields = _fields(root, "Metadata", where)
     described = _table(fields, "state_dict_metadata", where)
     items = _items(folder, _table(fields, "storage_data", where), where, checksums)

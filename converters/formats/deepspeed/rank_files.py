@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from converters.containers.pickle_reader import Instance, plain, shown
+from converters.containers.pickle_reader import Instance, members_of, plain, shown
 from converters.containers.torchzip import StoredTensor, TorchZip
 from converters.errors import CheckpointError
 from converters.tensors.tensor import MAX_DIMS
@@ -39,8 +39,11 @@ def _integer(value: Any = 0) -> int:
 
 
 # Classes that DeepSpeed and its common clients pickle; those of `deepspeed.` are inert too.
+_STAGE = "deepspeed.runtime.zero.config.ZeroStageEnum"
+_STAGES = ("disabled", "optimizer_states", "gradients", "weights")
 STANDINS: Mapping[str, Standin | None] = {
-    "deepspeed.runtime.zero.config.ZeroStageEnum": _integer,
+    _STAGE: _integer,
+    "builtins.getattr": members_of({(_STAGE, name): stage for stage, name in enumerate(_STAGES)}),
 }
 PREFIXES = ("deepspeed.",)
 

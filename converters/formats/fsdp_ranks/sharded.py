@@ -12,8 +12,8 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from converters.containers.pickle_reader import Global, Instance
-from converters.containers.torchzip import TORCH_STANDINS, StoredTensor, TorchZip
+from converters.containers.pickle_reader import Global, Instance, inert_members, members_of
+from converters.containers.torchzip import MEMORY_FORMATS, TORCH_STANDINS, StoredTensor, TorchZip
 from converters.errors import CheckpointError
 from converters.formats.torch_save.optimizer import as_tensor
 from converters.tensors.dtypes import FROM_TORCH
@@ -60,25 +60,16 @@ def _from_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
     return Sharded(kind.key.rpartition(".")[2], name, tuple(shape), state)
 
 
-def _member(owner: Any, name: Any) -> Any:
-    """`getattr`, as Python pickles an enumeration's member or a class within a class; of nothing else."""
-    if not isinstance(owner, Global) or (owner.key.rpartition(".")[2], name) not in _MEMBERS:
-        raise TypeError("reads an attribute")
-    return Global(f"{owner.key}.{name}", None)
-
-
+_MODULE = "torch.distributed._shard.sharded_tensor"
 _MEMBERS = {
-    (_SHARDED_TENSOR, "ProcessGroupState"),
-    *(
-        ("MEM_FORMAT_ENCODING", f"TORCH_{name}")
-        for name in ("CONTIGUOUS_FORMAT", "CHANNELS_LAST", "PRESERVE_FORMAT")
-    ),
+    f"{_MODULE}.api.{_SHARDED_TENSOR}": ("ProcessGroupState",),
+    f"{_MODULE}.metadata.MEM_FORMAT_ENCODING": MEMORY_FORMATS,
 }
 # Beside these, any class of torch.distributed may come as an inert record.
 STANDINS: Mapping[str, Standin | None] = {
     "torch._tensor._rebuild_from_type_v2": _from_type,
     _WRAPPER: None,
-    "builtins.getattr": _member,
+    "builtins.getattr": members_of(inert_members(_MEMBERS)),
 }
 PREFIXES = ("torch.distributed.",)
 
