@@ -23,9 +23,11 @@ import types
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from portable import SIBLINGS, is_beside
 from portable.errors import RunError, UserError, one_line
 
 if TYPE_CHECKING:
@@ -173,16 +175,40 @@ def _module(told: str, name: str) -> types.ModuleType:
     here = str(Path.cwd())
     if here not in sys.path:  # as if the program were a script beside it
         sys.path.append(here)
+    if hidden := _hidden(name):
+        raise UserError(f"{told}: {hidden}")
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:  # whatever importing it raises
         near = ""
         if isinstance(error, ModuleNotFoundError) and error.name == name.partition(".")[0]:
             near = _near(name, [path.stem for path in Path.cwd().glob("*.py")])
+        remedy = _hidden_from(error) or "give package.module:name of a module in this folder or on PYTHONPATH"
         raise UserError(
-            f"{told}: cannot be imported ({type(error).__name__}: {one_line(error)}){near}; give "
-            "package.module:name of a module in this folder or on PYTHONPATH"
+            f"{told}: cannot be imported ({type(error).__name__}: {one_line(error)}){near}; {remedy}"
         ) from error
+
+
+def _hidden(name: str) -> str:
+    """What to do about a module of the user's that cannot be had, since a package of ours has its name."""
+    top = name.partition(".")[0]
+    if top not in SIBLINGS:
+        return ""
+    for folder in dict.fromkeys((str(Path.cwd()), *sys.path)):
+        spec = PathFinder.find_spec(top, [folder])
+        places = spec and ([spec.origin] if spec.origin else spec.submodule_search_locations)
+        for place in places or ():
+            if not is_beside(place):
+                return f"{top} is a package of portable-trainer, which hides {place}; rename yours"
+    return ""
+
+
+def _hidden_from(error: BaseException) -> str:
+    """As :func:`_hidden`, where code that got our package raised ``error``."""
+    if isinstance(error, ImportError):
+        return _hidden(error.name or "")
+    module = getattr(error, "obj", None)  # of an AttributeError
+    return _hidden(module.__name__) if isinstance(module, types.ModuleType) else ""
 
 
 def _made(told: str, found: Any, arguments: Mapping[str, Any]) -> Any:
@@ -200,7 +226,8 @@ def _made(told: str, found: Any, arguments: Mapping[str, Any]) -> Any:
     except (UserError, RunError):
         raise
     except (Exception, SystemExit) as error:  # foreign code
-        raise UserError(f"{told}: cannot be made ({_said(error)})") from error
+        remedy = f"; {hidden}" if (hidden := _hidden_from(error)) else ""
+        raise UserError(f"{told}: cannot be made ({_said(error)}){remedy}") from error
 
 
 def _check_arguments(told: str, found: Any, arguments: Mapping[str, Any], *, all_of_them: bool) -> None:
@@ -230,7 +257,7 @@ def told_as(what: str) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         if "out of memory" in str(error).lower():  # the run says what to do about it
             raise
-        raise UserError(f"{what}: fails ({_said(error)}); correct it") from error
+        raise UserError(f"{what}: fails ({_said(error)}); {_hidden_from(error) or 'correct it'}") from error
 
 
 def _said(error: BaseException) -> str:

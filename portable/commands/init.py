@@ -23,7 +23,8 @@ INIT = "init"
 
 def tasks() -> dict[str, str]:
     """The starters in ``configs/starters``, by task."""
-    found = sorted(files("configs").joinpath("starters").iterdir(), key=lambda file: file.name)
+    starters = files("portable").joinpath("configs", "starters")
+    found = sorted(starters.iterdir(), key=lambda file: file.name)
     return {Path(file.name).stem: file.read_text("utf-8") for file in found if file.name.endswith(".yaml")}
 
 

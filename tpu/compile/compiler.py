@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from portable import interpreter
 from portable.errors import UserError, one_line
 from portable.formatting import human_bytes
 from portable.planner.compiled import Compiled, CompiledGraph
@@ -153,7 +154,7 @@ def _run(folder: Path, wanted: Slice, graphs: int, *, dump: bool) -> None:
         environment["XLA_FLAGS"] = f"--xla_dump_to={folder / DUMP} --xla_dump_hlo_as_proto"
     with (folder / LOG).open("wb") as log:
         worker = subprocess.Popen(
-            [sys.executable, "-m", "tpu.compile.worker", str(folder)],
+            interpreter.command("from tpu.compile.worker import main; sys.exit(main())", str(folder)),
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

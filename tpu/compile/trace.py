@@ -11,10 +11,10 @@ import json
 import os
 import pickle
 import subprocess
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from portable import interpreter
 from portable.errors import UserError, unsupported
 from tpu.checks import unsupported_settings
 
@@ -71,7 +71,7 @@ def trace_graphs(config: RunConfig, devices: int, folder: Path, *, hardware: str
         "XLA_HLO_DEBUG": "1",  # the line of code of each operation
     }
     done = subprocess.run(
-        [sys.executable, "-m", "tpu.compile.tracing", str(answer), hardware],
+        interpreter.command("from tpu.compile.tracing import main; main()", str(answer), hardware),
         input=pickle.dumps(config),
         env=environment,
         stdout=subprocess.DEVNULL,

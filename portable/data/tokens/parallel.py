@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection, Pipe
 from multiprocessing.connection import wait as ready
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from portable import interpreter
 from portable.errors import RunError, UserError, one_line
 
 if TYPE_CHECKING:
@@ -85,17 +86,11 @@ class Worker:
 
     def __init__(self, work: Callable[[Any], Any]) -> None:
         ours, theirs = Pipe()
-        paths = [os.path.abspath(path) for path in sys.path]  # noqa: PTH100 ("" is the current folder)
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TOKENIZERS_PARALLELISM": "false"}
+        serving = "from portable.data.tokens.parallel import serve; serve()"
         self._process = subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                "from portable.data.tokens.parallel import serve; serve()",
-                str(theirs.fileno()),
-            ],
+            interpreter.command(serving, str(theirs.fileno())),
             pass_fds=[theirs.fileno()],
-            env=environment,
+            env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
             stdin=subprocess.DEVNULL,
         )
         theirs.close()

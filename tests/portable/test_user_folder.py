@@ -1,0 +1,161 @@
+"""A folder of the user's with modules that are named like packages of ours."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from portable import SIBLINGS, UserError, interpreter, plugins
+from tests.runs import flags, tiny
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+NAMES = ("gpu.py", "tpu/__init__.py", "converters.py", "configs/__init__.py")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder in which each of :data:`NAMES` leaves a mark when it is run."""
+    home = tmp_path / "home"
+    for name in NAMES:
+        (home / name).parent.mkdir(parents=True, exist_ok=True)
+        (home / name).write_text(f"open({str(tmp_path / 'run')!r}, 'a').write(__file__ + '\\n')\n")
+    return home
+
+
+def run(folder: Path, *command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A command in the folder, where none of its modules may be run."""
+    found = os.environ["PATH"]
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{found}", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert not (folder.parent / "run").exists(), (folder.parent / "run").read_text()
+    return done
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torchrun", "ours"])
+def test_ranks_have_our_packages(folder: Path, corpus: Path, launcher: str) -> None:
+    settings = tiny(folder / "out", corpus, train__steps=2, train__micro_batch_size=3)
+    start = {
+        "torchrun": ("torchrun", "--standalone", "--nproc-per-node", "2", "-m", "portable.cli"),
+        "ours": (sys.executable, "-m", "portable.cli", "--nproc", "2"),
+    }[launcher]
+    done = run(folder, *start, *flags(settings))
+    assert done.returncode == 0, done.stderr
+    state = json.loads((folder / "out" / "checkpoints" / "step-000002" / "trainer_state.json").read_text())
+    assert state["world_size"] == 2
+
+
+@pytest.mark.parametrize("name", PROJECT["project"]["scripts"])
+def test_commands_have_our_packages(folder: Path, name: str) -> None:
+    module, function = PROJECT["project"]["scripts"][name].split(":")
+    script = f"import sys; sys.argv[0] = {name!r}; from {module} import {function}; sys.exit({function}())"
+    done = run(folder, sys.executable, "-c", script, "--help", PYTHONPATH=str(folder))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"usage: {name}")
+
+
+def test_init_finds_its_starters(folder: Path) -> None:
+    done = run(folder, sys.executable, "-m", "portable.cli", "init")
+    assert done.returncode == 0, done.stderr
+    assert (folder / "run.yaml").is_file()
+
+
+def test_a_new_process_finds_what_this_one_does(folder: Path) -> None:
+    (folder / "portable.py").write_text((folder / "gpu.py").read_text())
+    code = f"import sys, {', '.join(SIBLINGS)}; print(sys.argv[1:], gpu.__file__, portable.__file__)"
+    done = run(folder, *interpreter.command(code, "a b"))
+    assert done.stdout.split("] ")[1].split() == [
+        str(ROOT / name / "__init__.py") for name in ("gpu", "portable")
+    ]
+    assert done.stdout.startswith("['a b']")
+
+
+def test_a_module_that_was_imported_before_is_named(folder: Path) -> None:
+    code = "import sys, types; sys.modules['gpu'] = types.SimpleNamespace(__file__='/there/gpu.py')"
+    done = run(folder, sys.executable, "-c", f"{code}; import portable", PYTHONPATH=str(ROOT))
+    assert done.stderr.splitlines()[-1] == (
+        "ImportError: gpu is a package of portable-trainer, and /there/gpu.py was imported under that name "
+        "before; rename that module"
+    )
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Write a plug-in in the current folder, which has a ``gpu.py`` and a package ``configs``, too."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    Path("configs").mkdir()
+    Path("configs/__init__.py").write_text("VALUE = 7\n")
+    Path("gpu.py").write_text("def kernel(): pass\n")
+    for name in ("plugged", "configs"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    return lambda text: void(Path("plugged.py").write_text(text))
+
+
+def void(_: object) -> None:
+    """No value."""
+
+
+def test_a_plug_in_has_its_own_configs(mine: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    mine("from configs import VALUE\ndef loss(): return VALUE\n")
+    assert plugins.load("train.loss", "plugged:loss")() == 7
+    monkeypatch.delitem(sys.modules, "configs")
+
+
+@pytest.mark.parametrize(
+    ("setting", "text"),
+    [
+        ("gpu:kernel", ""),
+        ("gpu.kernels:kernel", ""),
+        ("plugged:loss", "from gpu import kernel\ndef loss(): pass\n"),
+        ("plugged:loss", "import gpu.kernels\ndef loss(): pass\n"),
+        ("plugged:loss", "import gpu\nloss = gpu.kernel\n"),
+    ],
+)
+def test_a_plug_in_that_ours_hides_is_named(
+    mine: Callable[[str], None], tmp_path: Path, setting: str, text: str
+) -> None:
+    mine(text)
+    with pytest.raises(UserError) as refused:
+        plugins.load("train.loss", setting)
+    remedy = f"gpu is a package of portable-trainer, which hides {tmp_path / 'gpu.py'}; rename yours"
+    assert str(refused.value).startswith(f"train.loss: {setting}: ")
+    assert str(refused.value).endswith(remedy)
+
+
+def test_a_plug_in_that_ours_hides_is_named_at_a_call(mine: Callable[[str], None], tmp_path: Path) -> None:
+    mine("import gpu\ndef loss(): gpu.kernel()\n")
+    loss = plugins.load("train.loss", "plugged:loss")
+    with pytest.raises(UserError, match=f"hides {tmp_path / 'gpu.py'}; rename yours$"), plugins.told_as("x"):
+        loss()
+
+
+def test_what_is_installed_claims_no_other_name() -> None:
+    setuptools = pytest.importorskip("setuptools")
+    settings = PROJECT["tool"]["setuptools"]
+    found = setuptools.find_namespace_packages(str(ROOT), include=settings["packages"]["find"]["include"])
+    assert {name.partition(".")[0] for name in found} == {"portable", *SIBLINGS}
+    assert {"portable.configs", "portable.configs.starters"} <= set(found)
+    shipped = {
+        file
+        for line in settings["package-data"]["portable.configs"]
+        for file in (ROOT / "configs").glob(line)
+    }
+    assert shipped == {file for file in (ROOT / "configs").rglob("*") if file.is_file()}
