@@ -16,7 +16,7 @@ from gpu.common import torch_private
 from gpu.common.machine import Machine, transport
 from gpu.strategies import engine_module
 from portable.backend import Diagnostics
-from portable.errors import require
+from portable.errors import RunError, UserError, one_line, require
 from portable.ranks.collectives import any_rank, gather_text
 from portable.ranks.process_memory import host_memory as memory_of_this_process
 from portable.terminal import native_stdout_closed
@@ -68,8 +68,11 @@ class TorchBackend:
             for variable in _FLIGHT_RECORDER:
                 os.environ.setdefault(variable, _RECORDED_COLLECTIVES)
         if self.world_size > 1:
-            with native_stdout_closed():
-                dist.init_process_group(transport(self.device), timeout=COLLECTIVE_TIMEOUT)
+            try:
+                with native_stdout_closed():
+                    dist.init_process_group(transport(self.device), timeout=COLLECTIVE_TIMEOUT)
+            except dist.DistNetworkError as error:
+                raise _not_met(error) from error
 
     def stop(self) -> None:
         if self._products_before is not None:
@@ -173,6 +176,21 @@ def _set_fp32_products(precision: str, tf32_convolutions: bool) -> None:
     """Set how exact fp32 is. By default cuDNN's convolutions round to tf32, whatever matrix products do."""
     torch.set_float32_matmul_precision(precision)
     torch.backends.cudnn.allow_tf32 = tf32_convolutions
+
+
+def _not_met(error: dist.DistNetworkError) -> UserError | RunError:
+    """Why the ranks of another launcher did not meet."""
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if "EADDRINUSE" in str(error):
+        return UserError(
+            f"MASTER_PORT={port}: another program uses this port of {address}; set a free one on all nodes "
+            "(torchrun: --master-port)"
+        )
+    said = one_line(str(error).splitlines()[0])
+    return RunError(
+        f"MASTER_ADDR={address}, MASTER_PORT={port}: the ranks did not meet there ({said}); start all of "
+        "them, with the address of the node of rank 0"
+    )
 
 
 class CudaDiagnostics(Diagnostics):

@@ -87,6 +87,7 @@ def run(invocation: Invocation) -> int:
             return dry_run(settle(config, name, writes=False)) if os.environ["RANK"] == "0" else 0
         if invocation.show_data is not None:
             raise UserError("--show-data: start it alone, not by a launcher of ranks")
+        launch.check_meeting_place()
         if "TORCHELASTIC_RUN_ID" in os.environ:
             die_with_parent()
         return run_rank(name, config, *switches)

@@ -46,8 +46,41 @@ REPORTING = 15.0  # seconds that a rank with an unexpected error waits for the r
 
 
 def joined() -> bool:
-    """Whether a launcher (torchrun, accelerate launch, srun, ours) started this process as a rank."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    """Whether a launcher (torchrun, accelerate launch, srun, ours) started this process as a rank.
+
+    Raises:
+        UserError: only a part of a launcher's variables is set, or they are no rank's.
+    """
+    rank, world_size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    if rank is None and world_size is None:
+        return False
+    if rank is None:
+        raise _incomplete("WORLD_SIZE is", "RANK is")
+    if world_size is None:
+        raise _incomplete("RANK is", "WORLD_SIZE is")
+    if not (rank.isdecimal() and world_size.isdecimal() and int(rank) < int(world_size)):
+        given = one_line(f"RANK={rank} and WORLD_SIZE={world_size}")
+        raise UserError(f"{given} are set, which is no rank of a launch; {_REMEDY}")
+    return True
+
+
+def check_meeting_place() -> None:
+    """Check that a launcher's rank is told where the ranks meet.
+
+    Raises:
+        UserError: if not.
+    """
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if missing and int(os.environ["WORLD_SIZE"]) > 1:
+        are = "are" if len(missing) > 1 else "is"
+        raise _incomplete("RANK and WORLD_SIZE are", f"{' and '.join(missing)} {are}")
+
+
+_REMEDY = "`unset RANK WORLD_SIZE`, or start all ranks by a launcher (torchrun ... -m portable.cli)"
+
+
+def _incomplete(there: str, missing: str) -> UserError:
+    return UserError(f"{there} set, as by a launcher of ranks, but {missing} not; {_REMEDY}")
 
 
 def command(world_size: int, **options: object) -> str:

@@ -307,6 +307,38 @@ def test_a_launched_dry_run_writes_nothing_either(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"WORLD_SIZE": "4"}, "WORLD_SIZE is set, as by a launcher of ranks, but RANK is not; `unset "),
+        ({"RANK": "0"}, "RANK is set, as by a launcher of ranks, but WORLD_SIZE is not; `unset "),
+        ({"RANK": "4", "WORLD_SIZE": "4"}, "RANK=4 and WORLD_SIZE=4 are set, which is no rank of a launch; "),
+        ({"RANK": "0", "WORLD_SIZE": "many"}, "RANK=0 and WORLD_SIZE=many are set, which is no rank of a "),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2"},
+            "but MASTER_ADDR and MASTER_PORT are not; `unset RANK WORLD_SIZE`",
+        ),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "here"}, "are set, as by a launcher of ranks, but "),
+    ],
+)
+def test_what_a_launcher_left_over_is_refused(
+    tmp_path: Path,
+    corpus: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    variables: dict[str, str],
+    message: str,
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert main(flags(tiny(tmp_path / "out", corpus))) == 2
+    (told,) = capsys.readouterr().err.splitlines()
+    assert told.startswith("error: ") and message in told
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_dry_run_knows_the_bytes_of_a_checkpoint(
     tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

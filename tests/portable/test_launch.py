@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -200,6 +201,16 @@ def test_a_failure_on_one_rank_ends_the_others_quietly(tmp_path: Path, corpus: P
     (tmp_path / "checkpoints").touch()  # a file, where rank 0 makes a folder
     done = zygote.run(*TORCHRUN, *flags(tiny(tmp_path, corpus, train__micro_batch_size=3)))
     assert_told_once(done.stderr, "could not be written")
+
+
+def test_a_port_in_use_is_named(tmp_path: Path, corpus: Path, zygote: Zygote) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        command = ("portable-train", *flags(tiny(tmp_path, corpus, train__micro_batch_size=3)))
+        done = zygote.run(*command, RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    assert done.returncode == 2
+    assert_told_once(done.stderr, f"MASTER_PORT={port}: another program uses this port of 127.0.0.1")
+    assert "Traceback" not in done.stderr
 
 
 IMPATIENT_TORCHRUN = """

@@ -1,0 +1,9 @@
+"""``python -m portable`` is ``portable-train``."""
+
+from __future__ import annotations
+
+import sys
+
+from portable.cli import main
+
+sys.exit(main())
