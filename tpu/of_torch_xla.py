@@ -19,7 +19,8 @@ class _Binding:
     def __get__(self, instance: object, owner: type) -> Any:
         import torch_xla
 
-        return getattr(torch_xla._XLAC, self._name)
+        bindings: Any = torch_xla._XLAC  # type: ignore[attr-defined]
+        return getattr(bindings, self._name)
 
 
 class _Bindings:
