@@ -24,7 +24,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -145,12 +144,9 @@ takes long. Then the most wanted figures."""
 def machine() -> dict[str, str]:
     """The card, its driver, and the versions of all packages that the project uses."""
     # Asked of the driver's tool: this process must take no memory of the card, which a part measures.
-    found = describe_machine(torch.device("cpu"))
+    found = describe_machine(torch.device("cpu"), *OPTIONAL)
     if torch.version.cuda is not None:
         found["CUDA of torch"] = torch.version.cuda
-    for name in OPTIONAL:
-        with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
     if tool := shutil.which("nvidia-smi"):
         asked = "--query-gpu=name,driver_version,memory.total,clocks.max.sm,power.limit"
         found["nvidia-smi"] = _output(tool, asked, "--format=csv,noheader")

@@ -6,6 +6,7 @@ import os
 import platform
 import shlex
 import sys
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +20,7 @@ LIBRARIES = ("torch", "transformers", "accelerate", "numpy")
 
 
 def describe_machine(device: torch.device, *more: str) -> dict[str, str]:
-    """Processor, threads and versions of libraries, those of ``more`` included."""
+    """Processor, threads and versions of libraries, those of ``more`` included where they are installed."""
     described = {
         "cpu": f"{cpu_model()}, {os.cpu_count()} cores, {torch.get_num_threads()} torch threads",
         "load": " ".join(f"{load:.1f}" for load in os.getloadavg()) + " (1, 5, 15 minutes, at the start)",
@@ -28,7 +29,10 @@ def describe_machine(device: torch.device, *more: str) -> dict[str, str]:
     if device.type == "cuda":
         card = torch.cuda.get_device_properties(device)
         described["gpu"] = f"{card.name}, {card.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}"
-    return described | {name: metadata.version(name) for name in (*LIBRARIES, *more)}
+    for name in (*LIBRARIES, *more):
+        with suppress(metadata.PackageNotFoundError):
+            described[name] = metadata.version(name)
+    return described
 
 
 def machine_in_words(machine: Mapping[str, str]) -> str:

@@ -69,6 +69,7 @@ def fits(
     if on_gpu:
         torch.cuda.set_device(machine.device)
     devices = [machine.device.index] if on_gpu else []
+    torch.zeros(1, requires_grad=True).backward()  # autograd may start threads, whose stacks are not tried
     with torch.random.fork_rng(devices=devices), _memory_limit(machine), fake_ranks(machine) as at_stop:
         try:
             steps(engine_module(config.strategy).prepare(build(), config, machine, at_stop))

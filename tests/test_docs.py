@@ -148,12 +148,16 @@ def test_every_block_has_a_language_that_is_known() -> None:
     assert [str(block) for page in PAGES for block in blocks(page) if block.language not in known] == []
 
 
+def pages_that_run() -> Iterator[Any]:
+    for page in PAGES:
+        run = [block.text for block in blocks(page) if block.comment == "runs"]
+        if run:
+            needs_xla = any("--backend xla" in text for text in run)
+            yield pytest.param(page, id=page.stem, marks=pytest.mark.xla if needs_xla else [])
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "page",
-    [page for page in PAGES if any(block.comment == "runs" for block in blocks(page))],
-    ids=lambda page: page.stem,
-)
+@pytest.mark.parametrize("page", list(pages_that_run()))
 def test_commands_run(page: Path, reader: Path, zygote: Zygote) -> None:
     for name, text in files(page).items():
         (reader / name).write_text(text)

@@ -64,7 +64,8 @@ def test_layouts_of_a_mesh() -> None:
         *(((((2,),),), (((1,),),)), (None, None), ((1 << 200,), (1,)), ((2,) * 100, (2,) * 100)),
     ):
         assert _cuts_of_layout(record(shape=shape, stride=stride), 8) is None, (shape, stride)
-    for damaged in ((None,), ({},), (record(shape=(2,)),), (record(shape=2, stride=1),) * 2):
+    broken: list[Any] = [(None,), ({},), (record(shape=(2,)),), (record(shape=2, stride=1),) * 2]
+    for damaged in broken:
         assert _cuts_of_layout(record(axes=damaged), 8) is None, damaged
     for other in (None, 8, record(), record(axes=[])):
         assert _cuts_of_layout(other, 8) is None

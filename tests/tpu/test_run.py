@@ -414,6 +414,7 @@ def test_recomputation_is_in_the_graph_behind_barriers(tmp_path: Path, corpus: P
     assert again.count("aten::mm") - plain.count("aten::mm") == 6 * layers
 
 
+@pytest.mark.xla
 def test_the_command_line_never_imports_jax_and_says_where_it_runs(tmp_path: Path, corpus: Path) -> None:
     settings = tiny(tmp_path / "run", corpus, backend="xla", train__global_batch_size=8, train__steps=2)
     program = (
@@ -481,8 +482,8 @@ def test_without_torch_xla_there_is_one_line_with_the_install_command(
 def test_another_release_of_torch_is_refused_with_the_install_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    found = metadata.version
-    monkeypatch.setattr(metadata, "version", lambda name: "2.13.0" if name == "torch" else found(name))
+    installed = {"torch": "2.13.0", "torch_xla": "2.9.0"}
+    monkeypatch.setattr(metadata, "version", lambda name: installed[name.replace("-", "_")])
     line = refusal(command_line(["--backend", "xla"]))
     assert "torch 2.13.0 and torch_xla 2.9" in line and "pip install 'portable-trainer[xla]'" in line
 

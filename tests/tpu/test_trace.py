@@ -109,6 +109,7 @@ def digest(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
 
+@pytest.mark.xla
 @pytest.mark.parametrize("looped", [False, True])
 def test_needs_no_memory_for_the_model(looped: bool, tmp_path: Path, corpus: Path) -> None:
     """A billion parameters, of which a run keeps 12 bytes each."""
@@ -177,6 +178,7 @@ def test_shards_an_untied_head_like_the_table(tmp_path: Path, corpus: Path) -> N
     assert rules.dim("lm_head.weight", [384, 48]) == 1
 
 
+@pytest.mark.xla
 @pytest.mark.exhaustive
 def test_hands_on_the_error_of_its_process(tmp_path: Path, corpus: Path) -> None:
     config = configured(tmp_path / "run", corpus, backend="xla", data__seq_len=128)
