@@ -134,7 +134,7 @@ def parser_of() -> argparse.ArgumentParser:
     parser.add_argument(
         "--verify", action="store_true", help="read OUT back and compare it with SRC before it appears"
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace OUT where it exists")
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT where it is an earlier output")
     parser.add_argument(
         "--expand",
         action="store_true",

@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 # What was merged into a model: see `converters.adapters.merging`.
 MERGED = "merged_adapters.json"
-_NAMES = re.compile(
+COMPANIONS = re.compile(
     r"config\.json|generation_config\.json|tokenizer.*\.json|tokenizer\.model|special_tokens_map\.json"
     r"|added_tokens\.json|vocab\..+|merges\.txt|chat_template\..+|[\w.-]+\.model|preprocessor_config\.json"
     r"|processor_config\.json|merged_adapters\.json"
@@ -46,10 +46,10 @@ def find_companions(root: Place) -> dict[str, Place]:
     folder, *above = _upwards(root)
     # From a checkpoint of this project, copy only what was saved with it.
     manifest = check_manifest(
-        folder, only=lambda name: name == "trainer_state.json" or _NAMES.fullmatch(name)
+        folder, only=lambda name: name == "trainer_state.json" or COMPANIONS.fullmatch(name)
     )
     found = _companions_in([folder, *above])
-    if manifest is None or not any(_NAMES.fullmatch(name) for name in manifest["files"]):
+    if manifest is None or not any(COMPANIONS.fullmatch(name) for name in manifest["files"]):
         return found
     for name in sorted(found.keys() - manifest["files"].keys()):
         _log.warning("warning: %s: was not saved with %s; not copied", printable(found[name]), folder)
@@ -123,7 +123,7 @@ def _from_hub(name: str) -> Place:
         ) from None
 
 
-def _companions_in(folders: Iterable[Place], names: re.Pattern[str] = _NAMES) -> dict[str, Place]:
+def _companions_in(folders: Iterable[Place], names: re.Pattern[str] = COMPANIONS) -> dict[str, Place]:
     found: dict[str, Place] = {}
     for folder in folders:
         listed = _entries(folder)

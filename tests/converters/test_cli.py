@@ -142,12 +142,24 @@ def test_the_bar_ends_where_it_says(
 def test_overwrite(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     out.mkdir()
-    (out / "mine").write_text("old")
+    mine = ["model-00001-of-00002.safetensors", "merges.txt", "global_step2_universal/zero/a/fp32.pt"]
+    for name in mine:
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text("old")
     assert "exists" in refused(capsys, run, out)
-    assert tree(out) == {"mine": b"old"}
+    for other in (".git/HEAD", "runs/a/step-1/model.safetensors", "thesis.tex"):
+        (out / other).parent.mkdir(parents=True, exist_ok=True)
+        (out / other).write_text("dear")
+        before = tree(out)
+        found = other.partition("/")
+        assert f"holds {found[0]}{found[1]}, which no conversion wrote" in refused(
+            capsys, run, out, "--overwrite"
+        )
+        assert tree(out) == before
+        shutil.rmtree(out / found[0]) if found[1] else (out / other).unlink()
     assert main([str(run), str(out), "--overwrite", "--quiet"]) == 0
     assert capsys.readouterr().out == ""
-    assert "mine" not in tree(out)
+    assert not set(mine) & set(tree(out))
     assert "model.safetensors" in tree(out)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["out", "run"]
 
@@ -165,7 +177,7 @@ def test_failure_leaves_everything_as_it_was(
     out = tmp_path / "new" / "out"
     if overwrite:
         out.mkdir(parents=True)
-        (out / "mine").write_text("old")
+        (out / "model.safetensors").write_text("old")
     before = sorted(tmp_path.rglob("*"))
     written = [0]
     real = os.pwrite

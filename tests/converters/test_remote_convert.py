@@ -336,6 +336,12 @@ def test_overwrite(large: Path, s3: ObjectStore, capsys: pytest.CaptureFixture[s
         assert convert(s3.url("src"), s3.url("out"), "--overwrite", "--max-shard-size", TWO) == 0
         assert published(s3, "out") == tree(large)
     assert s3.names("out-2/") == ["stays"]
+    s3.put("out/thesis.tex", b"dear")
+    capsys.readouterr()
+    assert "holds thesis.tex, which no conversion wrote" in refused(
+        capsys, s3.url("src"), s3.url("out"), "--overwrite"
+    )
+    assert s3.get("out/thesis.tex") == b"dear"
 
 
 def convert_alone(log: Path, environment: dict[str, str], argv: list[str]) -> None:
@@ -395,7 +401,7 @@ def test_what_is_copied_from_the_output_itself_is_not_lost(s3: ObjectStore) -> N
     """The folder `model` beside SRC is looked through for SRC's tokenizer, and may be OUT, made before."""
     s3.put("run/step/model.safetensors", safetensors.numpy.save({"a": np.arange(4.0)}))
     s3.put("run/model/tokenizer.json", b"{}")
-    s3.put("run/model/stale.safetensors", b"")
+    s3.put("run/model/model-00001-of-00002.safetensors", b"")
     assert convert(s3.url("run/step"), s3.url("run/model"), "--overwrite") == 0
     assert published(s3, "run/model").keys() == {"model.safetensors", "tokenizer.json"}
     assert s3.get("run/model/tokenizer.json") == b"{}"
