@@ -320,7 +320,13 @@ def random_adapter(seed: int) -> tuple[str, bool, Any]:
     )
 
 
-@pytest.mark.parametrize("seed", [*range(12), *(pytest.param(at, marks=EXHAUSTIVE) for at in range(12, 300))])
+# The seeds that are always run are of adapters that peft can load.
+SEEDS = [0, 2, 4, 5, 7, 8, 10, 13]
+
+
+@pytest.mark.parametrize(
+    "seed", [*SEEDS, *(pytest.param(at, marks=EXHAUSTIVE) for at in range(300) if at not in SEEDS)]
+)
 def test_any_adapter_is_merged_as_peft_loads_it(seed: int, tmp_path: Path) -> None:
     kind, tied, config = random_adapter(seed)
     try:
