@@ -162,7 +162,7 @@ class _Merge:
             format=self.base.format,
             root=self.base.root,
             tensors=tensors,
-            aliases={} if untied else self.ties,
+            aliases={} if untied else {a: owner for a, owner in self.ties.items() if a != _OTHER_HEAD},
             metadata=self.base.metadata,
             companions=companions,
             config=self.config_changes,

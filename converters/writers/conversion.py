@@ -148,14 +148,21 @@ def _nbytes(part: Part) -> int:
     return len(part) if isinstance(part, bytes) else part.nbytes
 
 
-def model_entries(checkpoint: Checkpoint, dtype: str) -> list[Entry]:
-    """The model's tensors in the dtype of `--dtype`; CheckpointError if there are none."""
+def model_entries(checkpoint: Checkpoint, dtype: str, *, aliases: bool = False) -> list[Entry]:
+    """The model's tensors in the dtype of `--dtype`, on demand under every name of tied ones.
+
+    Raises:
+        CheckpointError: there are none.
+    """
     target = parse_dtype(dtype)
     if not checkpoint.tensors:
         raise CheckpointError(f"{checkpoint.root}: holds no model tensors")
     for name in checkpoint.tensors:
         _check_name(name, checkpoint.root)
-    return [Entry(name, cast_dtype(tensor, target), tensor) for name, tensor in checkpoint.tensors.items()]
+    tensors = dict(checkpoint.tensors)
+    if aliases:
+        tensors |= {alias: tensors[owner] for alias, owner in checkpoint.aliases.items()}
+    return [Entry(name, cast_dtype(tensor, target), tensor) for name, tensor in tensors.items()]
 
 
 def _check_name(name: str, where: Place) -> None:
