@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from converters.adapters.adapter import Adapter
     from converters.checkpoint import Checkpoint
     from converters.storage.path_or_url import Place
+    from converters.tensors.casting import Losses
     from converters.writers.conversion import Plan
 
 _UNITS = {
@@ -242,6 +243,8 @@ def _convert(options: argparse.Namespace) -> int:
         say(fitted(_done(checkpoint, plan, out, verified=options.verify), sys.stdout))
         if (loader := _loader(plan, out, options)) is not None:
             say(fitted(f"  load it with {printable(loader)}", sys.stdout))
+        if plan.losses.first:
+            _note(f"{_lost(plan.losses)} in --dtype {options.dtype}, some of them in {plan.losses.first!r}")
     _note_config(plan, source, options)
     return 0
 
@@ -293,6 +296,11 @@ def _adapter(
             "the adapter changes only one of the tied embeddings: they become two, tie_word_embeddings: false"
         )
     return merged, None
+
+
+def _lost(losses: Losses) -> str:
+    counts = {"infinite": losses.infinite, "0": losses.zero}
+    return " and ".join(f"{count:,} values became {what}" for what, count in counts.items() if count)
 
 
 def _note(text: str) -> None:

@@ -158,3 +158,11 @@ def test_state_keyed_by_index(tmp_path: Path) -> None:
     assert isinstance(moment, Tensor)
     theirs = optimizer.state[list(model.parameters())[2]]["exp_avg"]
     assert np.array_equal(moment.read(), theirs.numpy())
+
+
+def test_flat_parameters_of_fsdp1_are_refused(tmp_path: Path) -> None:
+    """LOCAL_STATE_DICT through DCP: what each parameter's shape was is nowhere."""
+    state = {"model": {"_flat_param": torch.ones(5), "layers.0._flat_param": torch.ones(7)}}
+    dcp_save(state, checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(CheckpointError, match=r"flat parameters of FSDP1 \(LOCAL_STATE_DICT\)"):
+        open_checkpoint(tmp_path)
