@@ -168,6 +168,7 @@ SEQ2SEQ = partial(model_of, "t5", "AutoModelForSeq2SeqLM")
 BERT = partial(model_of, "bert", "AutoModelForSequenceClassification")
 UNTIED = partial(model_of, "llama", tie_word_embeddings=False)
 OPT = partial(model_of, "opt")
+VIT = partial(model_of, "vit", "AutoModelForImageClassification", image_size=16, patch_size=8)
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 KINDS: dict[str, tuple[Callable[[], Any], Any]] = {
     "dora": (UNTIED, lora(use_dora=True, target_modules=["embed_tokens", "q_proj", "down_proj"])),
@@ -198,6 +199,7 @@ KINDS: dict[str, tuple[Callable[[], Any], Any]] = {
     ),
     "t5": (SEQ2SEQ, lora(target_modules=ANY)),
     "bert": (BERT, lora(target_modules=ANY, bias="all", modules_to_save=["classifier", "pooler"])),
+    "vit": (VIT, lora(target_modules=ANY, bias="all")),
     "layers": (UNTIED, lora(layers_to_transform=[1], target_modules=["q_proj"])),
     "experts": (partial(model_of, "qwen3_moe"), lora(target_modules=[], target_parameters=EXPERTS)),
     "one-expert-matrix": (partial(model_of, "mixtral"), lora(target_parameters=EXPERTS[1:])),
@@ -489,6 +491,7 @@ def test_damaged_adapters_are_refused_in_one_line(
     [
         ({"peft_type": "VERA"}, "peft_type 'VERA' is not supported"),
         ({"peft_type": "LOHA"}, "peft_type 'LOHA' is not supported"),
+        ({"peft_type": "UNILORA"}, "peft_type 'UNILORA' is not supported"),
         ({"peft_type": None}, "peft_type 'None' is not supported"),
         ({"peft_type": ["LORA"]}, "is not supported"),
         ({"init_lora_weights": "pissa_niter_4"}, "changes the base's weights"),
@@ -626,6 +629,11 @@ def test_kinds_of_lora_with_other_shapes(tmp_path: Path, capsys: pytest.CaptureF
     assert main([str(pair.adapter), str(pair.out), "--quiet"]) == 0
     name = "adapter_model.safetensors"
     assert load_file(pair.out / name).keys() == load_file(pair.adapter / name).keys()
+    # With names of its own, it is no model.
+    save_file({"base_model.unilora_theta_d": torch.ones(3)}, pair.adapter / name)
+    configure(pair, peft_type="UNILORA")
+    assert main([str(pair.adapter), str(pair.out), "--overwrite"]) == 2
+    assert "peft_type 'UNILORA' is not supported" in capsys.readouterr().err
 
 
 def test_settings_of_another_adapter(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
