@@ -24,7 +24,7 @@ from converters.checkpoint import Checkpoint
 from converters.companions import MERGED
 from converters.errors import CheckpointError, blame, printable
 from converters.fingerprints import fingerprint
-from converters.names.tied_weights import EMBEDDINGS, HEADS, same_values
+from converters.names.tied_weights import EMBEDDINGS, HEADS, ends_with, same_values
 from converters.storage.guarded import read_small_table
 from converters.tensors.casting import cast_dtype, parse_dtype
 from converters.tensors.computed import computed
@@ -209,19 +209,19 @@ class _Merge:
         architectures = self.base_config.get("architectures")
         named = architectures[0] if isinstance(architectures, list) and architectures else None
         names = list(self.base.tensors)
-        embeddings = [name for name in names if _ends(name, EMBEDDINGS)]
+        embeddings = [name for name in names if ends_with(name, EMBEDDINGS)]
         if not isinstance(named, str) or len(embeddings) != 1:
             return {}
         owner = embeddings[0]
-        ties = dict.fromkeys(_OF_BOTH if _ends(owner, ("shared.weight",)) else (), owner)
-        headed = any(_ends(name, HEADS) for name in [*names, *self.base.aliases])
+        ties = dict.fromkeys(_OF_BOTH if ends_with(owner, ("shared.weight",)) else (), owner)
+        headed = any(ends_with(name, HEADS) for name in [*names, *self.base.aliases])
         if (
             not headed
             and _WITH_HEAD.fullmatch(named)
             and self.base_config.get("tie_word_embeddings") is not False
         ):
             # BERT's kind calls its head by other names.
-            ties[_OTHER_HEAD if _ends(owner, _OF_ENCODERS) else "lm_head.weight"] = owner
+            ties[_OTHER_HEAD if ends_with(owner, _OF_ENCODERS) else "lm_head.weight"] = owner
         return ties
 
     def _find(self, live: str) -> Found:
@@ -476,7 +476,7 @@ class _Merge:
             self._add(live, tensor)
             return
         name = found.whole
-        resized = _ends(live, (*EMBEDDINGS, *HEADS)) and found.shape[1:] == tensor.shape[1:]
+        resized = ends_with(live, (*EMBEDDINGS, *HEADS)) and found.shape[1:] == tensor.shape[1:]
         if name is None or (found.shape != tensor.shape and not resized):
             raise self._misfit(live, found.shape, tensor)
         change = self.changes.setdefault(name, _Change(1 if len(tensor.shape) > 1 else 0))
@@ -565,7 +565,3 @@ def _load_vector(tensor: Tensor, scaling: float) -> Array:
 def _whole(tensor: Tensor) -> Array:
     values: Array = tensor.read().astype(np.float32)
     return values
-
-
-def _ends(name: str, endings: Sequence[str]) -> bool:
-    return any(name == end or name.endswith("." + end) for end in endings)

@@ -139,6 +139,47 @@ def test_the_bar_ends_where_it_says(
     assert bar.n == bar.total
 
 
+def test_json_and_the_step_that_was_taken(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for out, more in (("dry", ["--dry-run"]), ("out", ["--verify"])):
+        assert main([str(run), str(tmp_path / out), "--json", *more]) == 0
+        document = json.loads(capsys.readouterr().out)
+        about = {key: document[key] for key in ("format", "step", "tag", "world_size", "to", "written")}
+        assert about == {
+            "format": "dcp",
+            "step": 2,
+            "tag": "step-000002",
+            "world_size": 3,
+            "to": "safetensors",
+            "written": out == "out",
+        }
+        assert document["verified"] == document["written"]
+    files = {path.name for path in (tmp_path / "out").iterdir()}
+    assert set(document["files"]) == files
+    stored = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
+    assert {name: tensor["shape"] for name, tensor in document["tensors"].items()} == {
+        name: list(value.shape) for name, value in stored.items()
+    }
+    assert main([str(run), str(tmp_path / "again")]) == 0
+    assert ", step 2, step-000002 → " in capsys.readouterr().out
+    assert main([str(run / "checkpoints" / "step-000002"), str(tmp_path / "third")]) == 0
+    assert ", step 2 → " in capsys.readouterr().out
+
+
+def test_steps_of_two_kinds_are_not_guessed_between(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = run / "checkpoints"
+    shutil.copytree(steps / "step-000002", steps / "step-000001")
+    (run / "epoch-9").mkdir()  # no checkpoint
+    assert main([str(run), str(tmp_path / "out"), "--quiet"]) == 0
+    shutil.copytree(steps / "step-000002", run / "checkpoint-500")
+    said = refused(capsys, run, tmp_path / "two")
+    assert "steps of 2 kinds, such as checkpoint-500 and step-000002; choose one with --tag" in said
+    assert main([str(run), str(tmp_path / "two"), "--tag", "step-000001", "--quiet"]) == 0
+
+
 def test_overwrite(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     out.mkdir()

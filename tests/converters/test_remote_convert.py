@@ -344,6 +344,19 @@ def test_overwrite(large: Path, s3: ObjectStore, capsys: pytest.CaptureFixture[s
     assert s3.get("out/thesis.tex") == b"dear"
 
 
+def test_the_last_line_is_a_command_that_works(
+    s3: ObjectStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    s3.put("src/model.safetensors", safetensors.numpy.save({"a": np.arange(4.0)}))
+    s3.put("src/config.json", b'{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
+    assert main([s3.url("src"), s3.url("model")]) == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    wanted = f"portable-convert {s3.url('model')} model, then transformers.LlamaForCausalLM.from_pretrained"
+    assert line == f'  load it with {wanted}("model")'
+    assert main([line.split()[4], str(tmp_path / "model"), "--quiet"]) == 0
+    assert tree(tmp_path / "model") == published(s3, "model")
+
+
 def convert_alone(log: Path, environment: dict[str, str], argv: list[str]) -> None:
     """The command in a process of its own, of which ``log`` keeps what it says."""
     os.environ.update(environment)
