@@ -77,7 +77,12 @@ def _infinite_and_not_zero(block: Array) -> tuple[int, int]:
 
 
 def cast_blocks(
-    tensor: Tensor, dtype: str, touched: Touched, nbytes: int = BLOCK_BYTES, losses: Losses | None = None
+    tensor: Tensor,
+    dtype: str,
+    touched: Touched,
+    nbytes: int = BLOCK_BYTES,
+    *,
+    losses: Losses | None = None,
 ) -> Iterator[Array]:
     """The flattened elements as `dtype`, in blocks, each valid until the next; `losses` counts."""
     for block in tensor.blocks(nbytes, touched):
