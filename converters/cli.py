@@ -7,6 +7,7 @@ import contextlib
 import gc
 import json
 import re
+import shlex
 import signal
 import sys
 from functools import partial
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from converters.adapters.adapter import Adapter
     from converters.checkpoint import Checkpoint
     from converters.storage.path_or_url import Place
+    from converters.tensors.casting import Losses
     from converters.writers.conversion import Plan
 
 _UNITS = {
@@ -134,13 +136,14 @@ def parser_of() -> argparse.ArgumentParser:
     parser.add_argument(
         "--verify", action="store_true", help="read OUT back and compare it with SRC before it appears"
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace OUT where it exists")
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT where it is an earlier output")
     parser.add_argument(
         "--expand",
         action="store_true",
         help=f"allow OUT to be more than {EXPANSION} times as large as SRC, where tensors of SRC share the "
         "same bytes",
     )
+    parser.add_argument("--json", action="store_true", help="print what was written as JSON")
     parser.add_argument("--quiet", action="store_true", help="print errors only")
     parser.add_argument("--version", action=ShowVersion, help="print the version and stop")
     return parser
@@ -198,15 +201,17 @@ def _terminated(signum: int, frame: object) -> NoReturn:
 
 def _convert(options: argparse.Namespace) -> int:
     # Imported here, so that --help and a mistyped option answer at once.
-    from converters.companions import companions_from
+    from converters.companions import companions_from, model_from
+    from converters.names.model_config import check_fits
     from converters.opening import open_checkpoint
+    from converters.storage.guarded import read_small_table
     from converters.storage.path_or_url import place
     from converters.writers.conversion import Choices, carry_out, check_expansion
     from converters.writers.draft import check_output
     from converters.writers.safetensors_writer import plan_adapter
     from converters.writers.targets import target
 
-    source, out = place(options.src), place(options.out)
+    source, out = model_from(options.src), place(options.out)
 
     if not source.exists():
         raise CheckpointError(f"{source}: no such file or folder")
@@ -215,7 +220,11 @@ def _convert(options: argparse.Namespace) -> int:
         check_output(out, sources, overwrite=options.overwrite)
     given = None if options.config_from is None else companions_from(options.config_from)
     checkpoint = open_checkpoint(source, options.tag, companions=given)
+    taken = _taken(checkpoint, source)
     checkpoint, adapter = _adapter(checkpoint, given, options)
+    if given is not None and adapter is None:
+        config = {**read_small_table(checkpoint.companions.get("config.json")), **checkpoint.config}
+        check_fits(checkpoint.tensors, config, options.config_from)
     choices = Choices(options.dtype, options.max_shard_size, options.optimizer)
 
     def make_plan() -> Plan:
@@ -226,7 +235,10 @@ def _convert(options: argparse.Namespace) -> int:
     if options.dry_run:
         plan = make_plan()
         check_expansion(checkpoint, plan, allowed=options.expand)
-        say(_describe(checkpoint, plan, out))
+        describe = (
+            _json(checkpoint, plan, taken, options) if options.json else _describe(checkpoint, plan, out)
+        )
+        say(describe)
         _note_config(plan, source, options)
         return 0
     plan = carry_out(
@@ -238,10 +250,14 @@ def _convert(options: argparse.Namespace) -> int:
         verify=options.verify,
         expand=options.expand,
     )
-    if not options.quiet:
-        say(fitted(_done(checkpoint, plan, out, verified=options.verify), sys.stdout))
+    if options.json:
+        say(_json(checkpoint, plan, taken, options))
+    elif not options.quiet:
+        say(fitted(_done(checkpoint, plan, taken, out, verified=options.verify), sys.stdout))
         if (loader := _loader(plan, out, options)) is not None:
             say(fitted(f"  load it with {printable(loader)}", sys.stdout))
+    if plan.losses.first and not options.quiet:
+        _note(f"{_lost(plan.losses)} in --dtype {options.dtype}, some of them in {plan.losses.first!r}")
     _note_config(plan, source, options)
     return 0
 
@@ -295,6 +311,11 @@ def _adapter(
     return merged, None
 
 
+def _lost(losses: Losses) -> str:
+    counts = {"infinite": losses.infinite, "0": losses.zero}
+    return " and ".join(f"{count:,} values became {what}" for what, count in counts.items() if count)
+
+
 def _note(text: str) -> None:
     print(f"note: {printable(text)}", file=sys.stderr)
 
@@ -310,7 +331,46 @@ def _note_config(plan: Plan, source: Place, options: argparse.Namespace) -> None
         )
 
 
-def _done(checkpoint: Checkpoint, plan: Plan, out: Place, *, verified: bool) -> str:
+def _taken(checkpoint: Checkpoint, source: Place) -> str | None:
+    """The step or tag that was taken of several below SRC; None where SRC is the checkpoint itself."""
+    tag = checkpoint.metadata.get("tag")
+    if isinstance(tag, str):
+        return tag if tag != source.name else None
+    root = checkpoint.root
+    return root.name if root.absolute() != source.absolute() else None
+
+
+def _json(checkpoint: Checkpoint, plan: Plan, taken: str | None, options: argparse.Namespace) -> str:
+    """What was written, or would be, for a program."""
+    from converters.tensors.dtypes import TO_TORCH
+
+    about, losses = checkpoint.metadata, plan.losses
+    document = {
+        "source": options.src,
+        "format": checkpoint.format,
+        **{
+            key: about[key] for key in ("zero_stage", "world_size", "step") if isinstance(about.get(key), int)
+        },
+        "tag": taken,
+        "out": options.out,
+        "to": options.to,
+        "written": not options.dry_run,
+        "verified": options.verify and not options.dry_run,
+        "bytes": plan.nbytes,
+        "files": sorted(plan.names),
+        "tied": dict(checkpoint.aliases),
+        "became_infinite": losses.infinite,
+        "became_zero": losses.zero,
+        "tensors": {
+            entry.name: {"dtype": TO_TORCH[entry.dtype], "shape": list(entry.tensor.shape)}
+            for file in plan.files
+            for entry in file.entries
+        },
+    }
+    return json.dumps(document, indent=1)
+
+
+def _done(checkpoint: Checkpoint, plan: Plan, taken: str | None, out: Place, *, verified: bool) -> str:
     """What was read and written: `deepspeed ZeRO-3, 4 ranks, step 3 → out: 26 tensors, 63.10 kB, float32`."""
     from converters.tensors.dtypes import TO_TORCH
 
@@ -320,6 +380,7 @@ def _done(checkpoint: Checkpoint, plan: Plan, out: Place, *, verified: bool) -> 
     if isinstance(ranks := about.get("world_size"), int):
         source.append("1 rank" if ranks == 1 else f"{ranks} ranks")
     source += [f"step {about['step']}"] if "step" in about else []
+    source += [taken] if taken else []
     entries = [entry for file in plan.files for entry in file.entries]
     dtypes = sorted({TO_TORCH[entry.dtype] for entry in entries})
     written = [
@@ -332,19 +393,24 @@ def _done(checkpoint: Checkpoint, plan: Plan, out: Place, *, verified: bool) -> 
 
 
 def _loader(plan: Plan, out: Place, options: argparse.Namespace) -> str | None:
-    """The Python expression that loads what was written, if a library's own does."""
-    if options.to != "safetensors":
+    """How to load what was written, if a library does; from an object store, after a copy."""
+    from converters.storage.object_store import RemotePath
+
+    if options.to != "safetensors" or not plan.names & {"config.json", ADAPTER_CONFIG}:
         return None
+    where = out.name if isinstance(out, RemotePath) else options.out
     if ADAPTER_CONFIG in plan.names:
-        return f'PeftModel.from_pretrained(base, "{options.out}")'
-    if "config.json" not in plan.names:
-        return None
-    try:
-        found = json.loads((out / "config.json").read_bytes())["architectures"][0]
-    except (ValueError, LookupError, TypeError, RecursionError):
-        found = None
-    name = found if isinstance(found, str) and found.isidentifier() else "AutoModel"
-    return f'transformers.{name}.from_pretrained("{options.out}")'
+        loader = f'PeftModel.from_pretrained(base, "{where}")'
+    else:
+        try:
+            found = json.loads((out / "config.json").read_bytes())["architectures"][0]
+        except (ValueError, LookupError, TypeError, RecursionError):
+            found = None
+        name = found if isinstance(found, str) and found.isidentifier() else "AutoModel"
+        loader = f'transformers.{name}.from_pretrained("{where}")'
+    if where == options.out:
+        return loader
+    return f"portable-convert {shlex.quote(options.out)} {shlex.quote(where)}, then {loader}"
 
 
 def _describe(checkpoint: Checkpoint, plan: Plan, out: Place) -> str:

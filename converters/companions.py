@@ -24,13 +24,14 @@ _log = logging.getLogger(__name__)
 # What was merged into a model: see `converters.adapters.merging`.
 MERGED = "merged_adapters.json"
 GENERATION = "generation_config.json"
-_NAMES = re.compile(
+COMPANIONS = re.compile(
     r"config\.json|generation_config\.json|tokenizer.*\.json|tokenizer\.model|special_tokens_map\.json"
     r"|added_tokens\.json|vocab\..+|merges\.txt|chat_template\..+|[\w.-]+\.model|preprocessor_config\.json"
     r"|processor_config\.json|merged_adapters\.json"
 )
 _HUB_ID = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
 _HUB_FILES = ("*.json", "*.model", "merges.txt", "vocab.*", "chat_template.*")
+_MODEL_FILES = (*_HUB_FILES, "*.safetensors", "*.bin")
 _SUBFOLDERS = ("model", "hf", "huggingface", "tokenizer")
 _RUN_CHECKPOINTS = "checkpoints"
 # No tokenizer file is larger; a larger `.model` is something else.
@@ -47,10 +48,10 @@ def find_companions(root: Place) -> dict[str, Place]:
     folder, *above = _upwards(root)
     # From a checkpoint of this project, copy only what was saved with it.
     manifest = check_manifest(
-        folder, only=lambda name: name == "trainer_state.json" or _NAMES.fullmatch(name)
+        folder, only=lambda name: name == "trainer_state.json" or COMPANIONS.fullmatch(name)
     )
     found = _companions_in([folder, *above])
-    if manifest is None or not any(_NAMES.fullmatch(name) for name in manifest["files"]):
+    if manifest is None or not any(COMPANIONS.fullmatch(name) for name in manifest["files"]):
         return found
     for name in sorted(found.keys() - manifest["files"].keys()):
         _log.warning("warning: %s: was not saved with %s; not copied", printable(found[name]), folder)
@@ -100,31 +101,48 @@ def companions_from(named: str) -> dict[str, Place]:
     if folder.is_file():
         folder = folder.parent
     elif not folder.exists() and _HUB_ID.fullmatch(named):
-        folder = _from_hub(named)
+        folder = from_hub(named, f"--config-from {named}", _HUB_FILES)
     found = _companions_in([folder])
     if "config.json" not in found:
         raise CheckpointError(f"--config-from {named}: holds no config.json of a model")
     return found
 
 
-def _from_hub(name: str) -> Place:
+def model_from(named: str) -> Place:
+    """A checkpoint given by its path or its hub id, which is downloaded.
+
+    Raises:
+        CheckpointError: there is no such path, and the hub has no such model or cannot be reached.
+    """
+    path = place(named)
+    if not path.exists() and named.count("/") == 1 and _HUB_ID.fullmatch(named):
+        return from_hub(named, named, _MODEL_FILES)
+    return path
+
+
+def from_hub(name: str, what: str, files: tuple[str, ...]) -> Place:
+    """The folder in the hub's own cache with those files of a model.
+
+    Args:
+        what: how the model was given, for the message.
+    """
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
         raise CheckpointError(
-            f"--config-from {name}: no such folder, and the hub needs the package huggingface_hub"
+            f"{what}: no such file or folder, and the hub needs the package huggingface_hub"
         ) from None
     try:
-        # Into the hub's own cache; only small files are fetched.
-        return place(snapshot_download(name, allow_patterns=list(_HUB_FILES)))
+        return place(snapshot_download(name, allow_patterns=list(files)))
     except Exception as error:  # its own, and those of its HTTP client
         why = " ".join(str(error).split()) or type(error).__name__
         raise CheckpointError(
-            f"--config-from {name}: neither a local folder nor available from the hub ({why[:200]})"
+            f"{what}: neither a local file or folder nor available from the hub ({why[:200]}); with a "
+            f"network, hf download {name} --local-dir FOLDER, and give FOLDER"
         ) from None
 
 
-def _companions_in(folders: Iterable[Place], names: re.Pattern[str] = _NAMES) -> dict[str, Place]:
+def _companions_in(folders: Iterable[Place], names: re.Pattern[str] = COMPANIONS) -> dict[str, Place]:
     found: dict[str, Place] = {}
     for folder in folders:
         listed = _entries(folder)

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 # (Orbax) ...
 _STEP = re.compile(r"(?:(?:.*[^0-9])?(?:step|checkpoint|ckpt|iter|epoch)[-_]?)?(\d+)")
 
+_DIGITS = re.compile(r"\d+")
+
 
 def open_checkpoint(
     path: str | Place,
@@ -109,11 +111,21 @@ def _locate(root: Place, tag: str | None, verify: bool) -> tuple[Format, Source]
     if tag is not None:
         known = ", ".join(step.name for _, step in steps[:8]) or "none"
         raise CheckpointError(f"{root}: no checkpoint has the tag {tag!r}; available: {known}")
+    chosen: dict[str, tuple[Format, Source]] = {}
     for _, step in steps:
-        candidate = Source(_inside(root, step), None, verify)
-        found = detect(candidate) if _whole(step) else None
-        if found is not None:
-            return found, candidate
+        kind = _DIGITS.sub("", step.name)
+        if kind not in chosen:
+            candidate = Source(_inside(root, step), None, verify)
+            found = detect(candidate) if _whole(step) else None
+            if found is not None:
+                chosen[kind] = found, candidate
+    if len(chosen) > 1:
+        names = " and ".join(sorted(source.path.name for _, source in chosen.values())[:4])
+        raise CheckpointError(
+            f"{root}: holds steps of {len(chosen)} kinds, such as {names}; choose one with --tag"
+        )
+    if chosen:
+        return next(iter(chosen.values()))
     raise CheckpointError(_why_not(Source(steps[0][1], None, verify) if steps else source))
 
 

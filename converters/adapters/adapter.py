@@ -29,6 +29,7 @@ _BLOCK = 4 << 20
 # In the header of a safetensors file.
 FINGERPRINT = "base_fingerprint"
 _PROMPT = "prompt_embeddings"
+_WRAPPED = "base_model."
 
 
 @dataclass(frozen=True)
@@ -238,7 +239,8 @@ def find_adapter(
     """
     names = [*checkpoint.tensors, *checkpoint.aliases]
     wrapped = any(key.startswith(PREFIX) for key in names)
-    if not wrapped and names != [_PROMPT] and all(part_of(key) is None for key in names):
+    known = wrapped or names == [_PROMPT] or all(key.startswith(_WRAPPED) for key in names)
+    if not known and all(part_of(key) is None for key in names):
         return None
     config = config if config is not None else find_config(checkpoint.root)
     if config is None:

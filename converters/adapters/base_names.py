@@ -41,6 +41,14 @@ _RENAMED: tuple[tuple[str, str], ...] = (
     (r"\.experts\.gate_up_proj$", ".experts.fc1.weight"),
     (r"\.experts\.down_proj$", ".experts.fc2.weight"),
     (r"\.mlp\.gate\.e_score_correction_bias$", ".mlp.e_score_correction_bias"),
+    # Vision transformers.
+    (r"\.layers\.", ".encoder.layer."),
+    (r"\.attention\.q_proj\.", ".attention.attention.query."),
+    (r"\.attention\.k_proj\.", ".attention.attention.key."),
+    (r"\.attention\.v_proj\.", ".attention.attention.value."),
+    (r"\.attention\.o_proj\.", ".attention.output.dense."),
+    (r"\.mlp\.fc1\.", ".intermediate.dense."),
+    (r"\.mlp\.fc2\.", ".output.dense."),
     # Heads and norms.
     (r"^lm_head\.", "embed_out."),
     (r"LayerNorm\.weight$", "LayerNorm.gamma"),

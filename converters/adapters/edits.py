@@ -9,14 +9,15 @@ peft/tuners/ia3/layer.py, peft/tuners/trainable_tokens/layer.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from converters.tensors.computed import Edit
     from converters.tensors.tensor import Array
 
     Factors = Callable[[], tuple[Array, Array]]
@@ -86,7 +87,7 @@ class ColumnMagnitude:
     """DoRA where a weight's outputs are its columns: gives each column its norm."""
 
     magnitude: Callable[[], Array]
-    _factor: Array = field(default_factory=lambda: np.empty(0))
+    _factor: Array = field(default_factory=lambda: np.empty(0), compare=False)
 
     def prepare(self, before: Callable[[Callable[[Array, int], None]], None]) -> None:
         # float64: the sum runs over all rows, one block after the other.
@@ -151,3 +152,19 @@ class ReplaceRows:
         inside = [at for at, row in enumerate(self.rows) if first <= row < first + len(block)]
         if inside:
             block[[self.rows[at] - first for at in inside]] = self.values()[inside]
+
+
+def same(left: Edit, right: Edit) -> bool:
+    """Whether two edits do the same: their fields are equal, or give equal arrays."""
+    if type(left) is not type(right):
+        return False
+    names = [each.name for each in fields(left) if each.compare]  # type: ignore[arg-type]
+    return all(_equal(getattr(left, name), getattr(right, name)) for name in names)
+
+
+def _equal(left: Any, right: Any) -> bool:
+    if callable(left) and callable(right):
+        return left is right or _equal(left(), right())
+    if isinstance(left, tuple) and isinstance(right, tuple):
+        return len(left) == len(right) and all(map(_equal, left, right))
+    return bool(np.array_equal(left, right))

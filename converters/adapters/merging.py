@@ -18,13 +18,13 @@ import numpy as np
 
 from converters.adapters.base_names import BaseNames, Found
 from converters.adapters.config import CHANGES_BASE
-from converters.adapters.edits import Add, ColumnMagnitude, LowRank, ReplaceRows, Scale
+from converters.adapters.edits import Add, ColumnMagnitude, LowRank, ReplaceRows, Scale, same
 from converters.adapters.names import MAGNITUDE, PREFIX, TOKENS, part_of
 from converters.checkpoint import Checkpoint
 from converters.companions import GENERATION, MERGED
 from converters.errors import CheckpointError, blame, printable
 from converters.fingerprints import fingerprint
-from converters.names.tied_weights import EMBEDDINGS, HEADS, same_values
+from converters.names.tied_weights import EMBEDDINGS, HEADS, ends_with, same_values
 from converters.storage.guarded import read_small_table
 from converters.tensors.casting import cast_dtype, parse_dtype
 from converters.tensors.computed import computed
@@ -55,6 +55,7 @@ _TOKENIZER = re.compile(
 _WITH_HEAD = re.compile(r".*(ForCausalLM|LMHeadModel|ForConditionalGeneration|ForMaskedLM|ForPreTraining)")
 _OF_ENCODERS = ("embeddings.word_embeddings.weight", "embeddings.tok_embeddings.weight")
 _OTHER_HEAD = "the head over the vocabulary"
+_OF_BOTH = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 _LABELS = ("id2label", "label2id", "num_labels", "problem_type")
 _LABELLED = ("SEQ_CLS", "TOKEN_CLS")
 # Modules whose factors are kept, for a few threads: those that are written now, and those that come next.
@@ -74,6 +75,15 @@ class _Change:
     lead: int = 1
     edits: list[Edit] = field(default_factory=list)
     source: Tensor | None = None
+
+    def same(self, other: _Change) -> bool:
+        """Whether equal tensors are equal after both."""
+        mine, theirs = self.source, other.source
+        if mine is None or theirs is None or mine is theirs:
+            sources = mine is theirs
+        else:
+            sources = same_values(mine, theirs)
+        return sources and len(self.edits) == len(other.edits) and all(map(same, self.edits, other.edits))
 
 
 def merge(adapter: Adapter, base: Checkpoint, *, dtype: str = "keep") -> Checkpoint:
@@ -115,7 +125,7 @@ class _Merge:
         self.base = base
         self.target = parse_dtype(dtype)
         self.base_config = read_small_table(base.companions.get("config.json"))
-        self.ties = {**base.aliases, **self._implied_head()}
+        self.ties = {**base.aliases, **self._implied_ties()}
         self.names = BaseNames(base.tensors, self.ties)
         self.changes: dict[str, _Change] = {}
         self.added: dict[str, Tensor] = {}
@@ -154,7 +164,7 @@ class _Merge:
             format=self.base.format,
             root=self.base.root,
             tensors=tensors,
-            aliases={} if untied else self.ties,
+            aliases={} if untied else {a: owner for a, owner in self.ties.items() if a != _OTHER_HEAD},
             metadata=self.base.metadata,
             companions=companions,
             config=self.config_changes,
@@ -196,20 +206,25 @@ class _Merge:
         document = {"version": 1, "merged": [*self._merged_before(), about]}
         return (json.dumps(document, indent=2) + "\n").encode()
 
-    def _implied_head(self) -> dict[str, str]:
-        """The head that a language model with no head of its own shares with its embedding."""
+    def _implied_ties(self) -> dict[str, str]:
+        """Names that the files lack, of modules that share the only embedding's weights: alias -> owner."""
         architectures = self.base_config.get("architectures")
         named = architectures[0] if isinstance(architectures, list) and architectures else None
-        if not isinstance(named, str) or self.base_config.get("tie_word_embeddings") is False:
-            return {}
         names = list(self.base.tensors)
-        embeddings = [name for name in names if _ends(name, EMBEDDINGS)]
-        if len(embeddings) != 1 or any(_ends(name, HEADS) for name in [*names, *self.base.aliases]):
+        embeddings = [name for name in names if ends_with(name, EMBEDDINGS)]
+        if not isinstance(named, str) or len(embeddings) != 1:
             return {}
-        if not _WITH_HEAD.fullmatch(named):
-            return {}
-        encoder = _ends(embeddings[0], _OF_ENCODERS)  # BERT's kind calls its head by other names
-        return {_OTHER_HEAD if encoder else "lm_head.weight": embeddings[0]}
+        owner = embeddings[0]
+        ties = dict.fromkeys(_OF_BOTH if ends_with(owner, ("shared.weight",)) else (), owner)
+        headed = any(ends_with(name, HEADS) for name in [*names, *self.base.aliases])
+        if (
+            not headed
+            and _WITH_HEAD.fullmatch(named)
+            and self.base_config.get("tie_word_embeddings") is not False
+        ):
+            # BERT's kind calls its head by other names.
+            ties[_OTHER_HEAD if ends_with(owner, _OF_ENCODERS) else "lm_head.weight"] = owner
+        return ties
 
     def _find(self, live: str) -> Found:
         with blame(self.base.root):
@@ -247,6 +262,13 @@ class _Merge:
     # -- LoRA ------------------------------------------------------------------------------------------------
 
     def _lora_and_tokens(self) -> None:
+        # Tokens first: LoRA's layer has the one with the tokens inside it.
+        own = {
+            self._tokens(module): module for module in self.adapter.modules if module.find(TOKENS) is not None
+        }
+        for alias, owner in self.ties.items():
+            if owner in own and alias not in own:  # peft gives it the owner's
+                self._change(alias, 1).edits.extend(self.changes[owner].edits)
         nested: dict[str, list[Module]] = {}
         for module in self.adapter.modules:
             if module.pair() is None:
@@ -257,9 +279,6 @@ class _Merge:
                 self._lora(module)
         for path, modules in nested.items():
             self._parameters(path, modules)
-        for module in self.adapter.modules:
-            if module.find(TOKENS) is not None:
-                self._tokens(module)
 
     def _lora(self, module: Module) -> None:
         pair = module.pair()
@@ -302,6 +321,12 @@ class _Merge:
 
     def _on_bias(self, module: str, edit: Edit, vector: Tensor) -> None:
         live = f"{module}.bias"
+        weight = self.names.find(f"{module}.weight")
+        if weight is not None and self.names.find(live) is None:
+            raise CheckpointError(
+                f"{self.base.root}: {module} has no bias, and {self.adapter.root} adds one (lora_bias); no "
+                "model of this architecture holds it"
+            )
         found = self._find(live)
         if found.whole is None or found.shape != (vector.numel,):
             raise self._misfit(live, found.shape, vector)
@@ -384,21 +409,19 @@ class _Merge:
 
     # -- the others ------------------------------------------------------------------------------------------
 
-    def _tokens(self, module: Module) -> None:
+    def _tokens(self, module: Module) -> str:
+        """The trained tokens of a module; returns the name of its weight."""
         values = module.find(TOKENS)
         assert values is not None
         live = f"{module.path}.weight"
-        rows = next(
-            (
-                rows
-                for name, rows in self.config.tokens.items()
-                if not name or module.path == name or module.path.endswith("." + name)
-            ),
-            None,
-        )
+        found = self._find(live)
+        # Of modules that share a weight, the settings may name one.
+        owner = self.ties.get(found.whole or "", found.whole)
+        sharing = [name for name in (owner, *self.ties) if name and self.ties.get(name, name) == owner]
+        paths = [module.path, *(name.removesuffix(".weight") for name in sharing)]
+        rows = next((rows for path in paths if (rows := self._rows(path)) is not None), None)
         if rows is None:
             raise CheckpointError(f"{self.config.path}: names no trainable tokens of {module.path}")
-        found = self._find(live)
         whole = found.whole
         if (
             whole is None
@@ -407,6 +430,12 @@ class _Merge:
         ):
             raise self._misfit(live, found.shape, values)
         self._change(whole, 1).edits.append(ReplaceRows(rows, partial(self._matrix, values)))
+        return whole
+
+    def _rows(self, path: str) -> tuple[int, ...] | None:
+        """The tokens that the settings name for a module."""
+        named = self.config.tokens.items()
+        return next((rows for name, rows in named if not name or f".{path}".endswith(f".{name}")), None)
 
     def _matrix(self, tensor: Tensor) -> Array:
         return self._vector(tensor, 1.0).reshape(tensor.shape)
@@ -449,7 +478,7 @@ class _Merge:
             self._add(live, tensor)
             return
         name = found.whole
-        resized = _ends(live, (*EMBEDDINGS, *HEADS)) and found.shape[1:] == tensor.shape[1:]
+        resized = ends_with(live, (*EMBEDDINGS, *HEADS)) and found.shape[1:] == tensor.shape[1:]
         if name is None or (found.shape != tensor.shape and not resized):
             raise self._misfit(live, found.shape, tensor)
         change = self.changes.setdefault(name, _Change(1 if len(tensor.shape) > 1 else 0))
@@ -487,15 +516,10 @@ class _Merge:
     def _untied(self) -> list[str]:
         """The tied names that need tensors of their own; all, or none.
 
-        An adapter on an embedding does not change the head that shares its weights, nor the other way round.
+        An adapter on an embedding does not change the head that shares its weights, nor the other way round,
+        unless the files hold the same change of both.
         """
-        apart = ""
-        for alias, owner in self.ties.items():
-            mine, theirs = self.changes.get(alias), self.changes.get(owner)
-            if self._stay_tied(alias, mine, theirs):
-                self.changes.pop(alias, None)
-            else:
-                apart = alias
+        apart = next((alias for alias, owner in self.ties.items() if not self._stay_tied(alias, owner)), "")
         if not apart:
             return []
         if self.base_config.get("is_encoder_decoder") or _OTHER_HEAD in self.ties:
@@ -506,24 +530,12 @@ class _Merge:
         self.config_changes["tie_word_embeddings"] = False
         return list(self.ties)
 
-    def _stay_tied(self, alias: str, mine: _Change | None, theirs: _Change | None) -> bool:
-        if mine is None and theirs is None:
-            return True
-        if self.config.tie:  # peft gives both the same change
-            return theirs is not None
-        if mine is None and theirs is not None:
-            if all(isinstance(edit, ReplaceRows) for edit in theirs.edits) and theirs.source is None:
-                return True
-            resized = theirs.source is not None and theirs.source.shape[0] != self._rows_of(alias)
-            return resized and not theirs.edits
-        if mine is not None and theirs is not None and not mine.edits and not theirs.edits:
-            assert mine.source is not None
-            assert theirs.source is not None
-            return same_values(mine.source, theirs.source)
-        return False
-
-    def _rows_of(self, alias: str) -> int:
-        return self.base.tensors[self.ties[alias]].shape[0]
+    def _stay_tied(self, alias: str, owner: str) -> bool:
+        theirs = self.changes.get(owner, _Change())
+        resized = theirs.source is not None and theirs.source.shape[0] != self.base.tensors[owner].shape[0]
+        if resized and self.changes.setdefault(alias, _Change(theirs.lead)).source is None:
+            self.changes[alias].source = theirs.source  # both have a row for each token
+        return self.changes.get(alias, _Change()).same(theirs)
 
     # -- the result ------------------------------------------------------------------------------------------
 
@@ -555,7 +567,3 @@ def _load_vector(tensor: Tensor, scaling: float) -> Array:
 def _whole(tensor: Tensor) -> Array:
     values: Array = tensor.read().astype(np.float32)
     return values
-
-
-def _ends(name: str, endings: Sequence[str]) -> bool:
-    return any(name == end or name.endswith("." + end) for end in endings)

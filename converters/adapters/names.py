@@ -91,11 +91,10 @@ def _tail(tail: list[str]) -> tuple[str | None, str]:
 
 def _unwrapped(path: list[str]) -> tuple[str, int]:
     """The module of a path, and the number of wrappers at its end."""
-    if path and path[-1] == _TOKEN_ADAPTER:
-        path = path[:-1]
     wraps = 0
-    while path and path[-1] == BASE_LAYER:
-        path, wraps = path[:-1], wraps + 1
+    while path and path[-1] in (BASE_LAYER, _TOKEN_ADAPTER):
+        wraps += path[-1] == BASE_LAYER
+        path = path[:-1]
     return ".".join(path), wraps
 
 

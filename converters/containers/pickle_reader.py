@@ -14,6 +14,7 @@ Source: Lib/pickletools.py and PEP 3154 (protocol 4), PEP 574 (protocol 5).
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -37,6 +38,7 @@ _MAX_DEPTH = 200
 # and a dict of n colliding keys takes n * n comparisons.
 MAX_KEY = 1 << 60
 _MAX_TUPLE_KEYS = 10_000
+_ELEMENT = re.compile(r"torch\.(b?float|complex|q?u?int|bits)\w*")
 # Protocols below 3 write these modules under their Python 2 names.
 _PYTHON2 = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 
@@ -80,8 +82,8 @@ _SINGLE = frozenset({int, float, bool, type(None), Global})
 _TOO_MUCH = "copies more data than any valid pickle of its length; no code was run"
 
 
-class _RefusedError(Exception):
-    """The pickle is refused; `unpickle` adds the file to the message."""
+class RefusedError(Exception):
+    """The pickle is refused, by a stand-in too; `unpickle` adds the file to the message."""
 
 
 class Mark:
@@ -111,7 +113,7 @@ def unpickle(
         value = _Machine(data, standins, prefixes, persistent).run()
         _check_size(value, _FREE_NODES + _NODES * len(data))
         return value
-    except _RefusedError as error:
+    except RefusedError as error:
         raise CheckpointError(f"{where}: {error}") from None
     except (
         IndexError,
@@ -144,51 +146,55 @@ class _Machine:
     def call(self, made: Any, args: Any) -> Any:
         """Call a stand-in; it may copy its arguments, so their lengths count as work."""
         if type(made) is not Global or type(args) is not tuple:
-            raise _RefusedError("calls something that is not a known class")
+            raise RefusedError("calls something that is not a known class")
         self.work -= len(args)
         for arg in args:
             if type(arg) in _SIZED:
                 self.work -= len(arg)
         if self.work < 0:
-            raise _RefusedError(_TOO_MUCH)
+            raise RefusedError(_TOO_MUCH)
         return made(*args)
 
     def key(self, key: Any) -> Any:
         """A dict key or set item that is cheap to hash and to find."""
         kind = type(key)
         if kind is int and not -MAX_KEY < key < MAX_KEY:
-            raise _RefusedError("a dict key or set item is too large a number")
+            raise RefusedError("a dict key or set item is too large a number")
         if kind in _SCALARS or kind is Instance or kind is Global:
             return key
         if kind is tuple:  # hashing nested tuples can take exponential time
             self.work -= len(key)
             self.tuple_keys -= 1
             if self.work < 0 or self.tuple_keys < 0:
-                raise _RefusedError(_TOO_MUCH)
+                raise RefusedError(_TOO_MUCH)
             if all(type(item) in _SCALARS for item in key):
                 return key
-        raise _RefusedError("a dict key or set item is not a plain value")
+        raise RefusedError("a dict key or set item is not a plain value")
 
     def set_items(self, target: Any, flat: list[Any]) -> None:
         if type(target) is Instance:
             target = target.items
         if type(target) is not dict or len(flat) % 2:
-            raise _RefusedError("sets items of something that is not a dict")
+            raise RefusedError("sets items of something that is not a dict")
         for i in range(0, len(flat), 2):
             key = flat[i]
             target[key if type(key) is str else self.key(key)] = flat[i + 1]
 
     def global_(self, module: Any, name: Any) -> Global:
         if type(module) is not str or type(name) is not str:
-            raise _RefusedError("a global has no name")
+            raise RefusedError("a global has no name")
         if len(module) > MAX_NAME or len(name) > MAX_NAME:
-            raise _RefusedError("a global has too long a name")
+            raise RefusedError("a global has too long a name")
         key = f"{_PYTHON2.get(module, module)}.{name}"
         known = self.globals.get(key)
         if known is None:
             if key not in self.standins and not key.startswith(self.prefixes or ("\0",)):
                 shown = key if len(key) < 100 and key.isprintable() else "with an unprintable name"
-                raise _RefusedError(
+                if _ELEMENT.fullmatch(shown):
+                    raise RefusedError(
+                        f"holds a tensor of the element type {shown[6:]}, which is not supported"
+                    )
+                raise RefusedError(
                     f"holds the Python object {shown}, which is not on the allow-list; no code was run"
                 )
             known = self.globals[key] = Global(key, self.standins.get(key))
@@ -233,13 +239,13 @@ class _Machine:
                 if type(target) is Instance:
                     target.state = state
                 elif type(target) is not dict:  # attributes of an OrderedDict (`_metadata`) are not needed
-                    raise _RefusedError("sets the state of something that is not a known class")
+                    raise RefusedError("sets the state of something that is not a known class")
             elif op == 0x8C or op == 0x58 or op == 0x8D:  # SHORT_BINUNICODE, BINUNICODE, BINUNICODE8
                 width = 1 if op == 0x8C else 4 if op == 0x58 else 8
                 count = int.from_bytes(data[pos : pos + width], "little")
                 pos += width + count
                 if pos > end:
-                    raise _RefusedError("truncated")
+                    raise RefusedError("truncated")
                 push(data[pos - count : pos].decode("utf-8", "surrogatepass"))
             elif op == 0x7D:  # EMPTY_DICT
                 push({})
@@ -269,7 +275,7 @@ class _Machine:
                 width = 1 if op == 0x8A else 4
                 count = int.from_bytes(data[pos : pos + width], "little")
                 if count > _MAX_INT_BYTES:
-                    raise _RefusedError("an integer is too long")
+                    raise RefusedError("an integer is too long")
                 pos += width + count
                 push(int.from_bytes(data[pos - count : pos], "little", signed=True))
             elif op == 0x89:  # NEWFALSE
@@ -300,21 +306,21 @@ class _Machine:
                 pos = second + 1
             elif op == 0x51:  # BINPERSID
                 if self.persistent is None:
-                    raise _RefusedError("refers to data outside the pickle")
+                    raise RefusedError("refers to data outside the pickle")
                 push(self.persistent(pop()))
             elif op == 0x43 or op == 0x42 or op == 0x8E or op == 0x96:  # (SHORT_)BINBYTES(8), BYTEARRAY8
                 width = 1 if op == 0x43 else 4 if op == 0x42 else 8
                 count = int.from_bytes(data[pos : pos + width], "little")
                 pos += width + count
                 if pos > end:
-                    raise _RefusedError("truncated")
+                    raise RefusedError("truncated")
                 push(data[pos - count : pos])
             elif op == 0x8F:  # EMPTY_SET
                 push(set())
             elif op == 0x90:  # ADDITEMS
                 at = marks.pop()
                 if type(stack[at - 1]) is not set:
-                    raise _RefusedError("adds to something that is not a set")
+                    raise RefusedError("adds to something that is not a set")
                 stack[at - 1].update(self.key(item) for item in stack[at:])
                 del stack[at:]
             elif op == 0x91:  # FROZENSET
@@ -331,7 +337,7 @@ class _Machine:
             elif op == 0x92:  # NEWOBJ_EX
                 kwargs, args, made = pop(), pop(), pop()
                 if type(kwargs) is not dict or kwargs:
-                    raise _RefusedError("calls something that is not a known class")
+                    raise RefusedError("calls something that is not a known class")
                 push(self.call(made, args))
             elif op == 0x30:  # POP
                 pop()
@@ -341,25 +347,25 @@ class _Machine:
                 push(stack[-1])
             elif op == 0x80:  # PROTO
                 if data[pos] > 5:
-                    raise _RefusedError(f"pickle protocol {data[pos]} is not known")
+                    raise RefusedError(f"pickle protocol {data[pos]} is not known")
                 pos += 1
             elif op == 0x95:  # FRAME: a hint for streaming readers
                 pos += 8
             elif op == 0x2E:  # STOP
                 if len(stack) != 1 or marks:
-                    raise _RefusedError("the pickle ends with values left on the stack")
+                    raise RefusedError("the pickle ends with values left on the stack")
                 return stack[0]
             else:
-                raise _RefusedError(f"the pickle opcode 0x{op:02x} is not supported")
+                raise RefusedError(f"the pickle opcode 0x{op:02x} is not supported")
             if pos > end:
-                raise _RefusedError("truncated")
+                raise RefusedError("truncated")
 
 
 def _extend(target: Any, values: list[Any]) -> None:
     if type(target) is Instance:
         target = target.elements
     if type(target) is not list:
-        raise _RefusedError("appends to something that is not a list")
+        raise RefusedError("appends to something that is not a list")
     target.extend(values)
 
 
@@ -408,7 +414,7 @@ def _check_size(root: Any, limit: int) -> None:
                         roots += [inner for inner in part.parts() if inner]
             if pending:
                 if number in waiting:
-                    raise _RefusedError("holds a container that contains itself")
+                    raise RefusedError("holds a container that contains itself")
                 waiting.add(number)
                 stack += pending
             else:
@@ -416,9 +422,9 @@ def _check_size(root: Any, limit: int) -> None:
                 stack.pop()
                 known[number] = size, depth + 1
             if depth >= _MAX_DEPTH or len(waiting) > _MAX_DEPTH:
-                raise _RefusedError(f"holds containers nested more than {_MAX_DEPTH} deep")
+                raise RefusedError(f"holds containers nested more than {_MAX_DEPTH} deep")
             if size > limit:
-                raise _RefusedError("references the same objects so often that its value is too large")
+                raise RefusedError("references the same objects so often that its value is too large")
 
 
 def members_of(members: Mapping[tuple[str, str], Any]) -> Standin:

@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 from isal import isal_zlib
 
-from converters.containers.pickle_reader import MAX_NAME, Global, Instance, Standin, shown, unpickle
+from converters.containers.pickle_reader import (
+    MAX_NAME,
+    Global,
+    Instance,
+    RefusedError,
+    Standin,
+    shown,
+    unpickle,
+)
 from converters.errors import CheckpointError
 from converters.tensors.dtypes import FROM_STORAGE, FROM_TORCH, itemsize
 from converters.tensors.tensor import MAX_DIMS, View
@@ -309,16 +317,19 @@ def _tensor_v3(
     bits: Any = None,
 ) -> Any:
     _no_math_bits(bits)
-    name = FROM_TORCH.get(dtype.key.removeprefix("torch.")) if isinstance(dtype, Global) else None
+    kind = dtype.key.removeprefix("torch.") if isinstance(dtype, Global) else shown(dtype)
+    name = FROM_TORCH.get(kind)
     if name is None:
-        raise ValueError("unknown dtype")
+        raise RefusedError(f"holds a tensor of the element type {kind}, which is not supported")
     return StoredTensor(storage, offset, size, stride, name)
 
 
 def _no_math_bits(bits: Any) -> None:
     """Refuse a lazily conjugated or negated tensor, whose stored data is not its value."""
     if bits and (not isinstance(bits, dict) or any(bits.values())):
-        raise ValueError("a conjugate or negative view")
+        raise RefusedError(
+            "holds a lazily conjugated or negated tensor; save it after resolve_conj() and resolve_neg()"
+        )
 
 
 def _from_device(data: Any, dtype: Any, *_: Any) -> Any:

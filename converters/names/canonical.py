@@ -23,6 +23,7 @@ _MODEL_KEYS = ("model", "module", "state_dict", "model_state_dict", "model_state
 _OPTIMIZER_KEYS = frozenset({"optim", "optimizer", "optimizers", "optimizer_state_dict", "optim_state"})
 _MOMENTS = frozenset({"step", "exp_avg", "exp_avg_sq", "momentum_buffer", "max_exp_avg_sq"})
 _PARALLEL = "module."
+_FLAT = "_flat_param"
 _HOLDER, _HELD = "model.", ("model.model.", "model.lm_head.", "model.transformer.")
 # No module nests this deep; work on a name is quadratic in its length.
 MAX_TENSOR_NAME = 4096
@@ -57,6 +58,11 @@ def plain_names(named: Mapping[str, V], *, where: str) -> dict[str, V]:
             raise CheckpointError(f"{where}: the tensor name {shown(name)} is not a string")
         if len(name) > MAX_TENSOR_NAME:
             raise CheckpointError(f"{where}: a tensor name has {len(name):,} characters: {shown(name)}")
+        if name.endswith(_FLAT) and name.removesuffix(_FLAT)[-1:] in ("", "."):
+            raise CheckpointError(
+                f"{where}: holds flat parameters of FSDP1 (LOCAL_STATE_DICT), which do not record the "
+                "parameters' shapes; save again with SHARDED_STATE_DICT or FULL_STATE_DICT"
+            )
     names = [plain_name(name) for name in named]
     if all(name.startswith(_PARALLEL) for name in names):
         names = [name.removeprefix(_PARALLEL) for name in names]

@@ -12,7 +12,7 @@ from converters.errors import CheckpointError
 from converters.storage.guarded import read_small_table
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from converters.storage.bytes import Touched
     from converters.storage.path_or_url import Place
@@ -92,6 +92,11 @@ def same_values(left: Tensor, right: Tensor) -> bool:
         for span in touched:
             span.verify()
     return equal
+
+
+def ends_with(name: str, endings: Sequence[str]) -> bool:
+    """Whether a dotted name is, or ends in, one of `endings`."""
+    return any(name == end or name.endswith(f".{end}") for end in endings)
 
 
 def _tied(config: Place | None) -> bool | None:

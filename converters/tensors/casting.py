@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -41,10 +42,57 @@ def cast_dtype(tensor: Tensor, target: str | None) -> str:
     return target
 
 
-def cast_blocks(tensor: Tensor, dtype: str, touched: Touched, nbytes: int = BLOCK_BYTES) -> Iterator[Array]:
-    """The flattened elements as `dtype`, in blocks, each valid until the next."""
+class Losses:
+    """Elements that casts made infinite or 0, counted by several threads.
+
+    Attributes:
+        infinite, zero: how many.
+        first: the tensor of one of them.
+    """
+
+    def __init__(self) -> None:
+        self.infinite = self.zero = 0
+        self.first = ""
+        self._lock = threading.Lock()
+
+    def count(self, name: str, before: Array, after: Array) -> None:
+        """Compare a block with its cast."""
+        infinite, held = _infinite_and_not_zero(after)
+        before_infinite, before_held = _infinite_and_not_zero(before)
+        infinite, zero = infinite - before_infinite, before_held - held
+        if infinite or zero:
+            with self._lock:
+                self.infinite, self.zero = self.infinite + infinite, self.zero + zero
+                self.first = self.first or name
+
+
+def _infinite_and_not_zero(block: Array) -> tuple[int, int]:
+    """How many elements are infinite, and how many are not 0."""
+    if block.dtype.itemsize > 2:
+        return int(np.count_nonzero(np.isinf(block))), int(np.count_nonzero(block))
+    # As integers without the sign: of the two 16-bit floats, numpy and ml_dtypes are slow.
+    bits = block.view(np.uint16) << 1
+    infinity = 0xFF00 if block.dtype == numpy_dtype("BF16") else 0xF800
+    return int(np.count_nonzero(bits == infinity)), int(np.count_nonzero(bits))
+
+
+def cast_blocks(
+    tensor: Tensor,
+    dtype: str,
+    touched: Touched,
+    nbytes: int = BLOCK_BYTES,
+    *,
+    losses: Losses | None = None,
+) -> Iterator[Array]:
+    """The flattened elements as `dtype`, in blocks, each valid until the next; `losses` counts."""
     for block in tensor.blocks(nbytes, touched):
-        yield block if tensor.dtype == dtype else rounded(block, dtype)
+        if tensor.dtype == dtype:
+            yield block
+            continue
+        made = rounded(block, dtype)
+        if losses is not None:
+            losses.count(tensor.name, block, made)
+        yield made
 
 
 def rounded(block: Array, dtype: str) -> Array:

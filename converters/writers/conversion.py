@@ -11,7 +11,7 @@ import os
 import stat
 import struct
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
@@ -24,8 +24,8 @@ from converters.options import EXPANSION
 from converters.storage.bytes import Memory
 from converters.storage.object_store import RemotePath
 from converters.storage.retries import connections
-from converters.tensors.casting import BLOCK_BYTES, cast_blocks, cast_dtype, parse_dtype
-from converters.tensors.dtypes import itemsize
+from converters.tensors.casting import BLOCK_BYTES, Losses, cast_blocks, cast_dtype, parse_dtype
+from converters.tensors.dtypes import QUANTISED, itemsize
 from converters.tensors.tensor import Tensor
 from converters.writers.draft import check_output, new_output
 from converters.writers.parallel import in_parallel, interleaved, threads
@@ -120,12 +120,14 @@ class Plan:
         documents: small files: name -> content.
         companions: files copied unchanged: name -> path.
         reopen: the written folder -> its tensors by `Entry.name`, for `--verify`.
+        losses: what its casts changed beyond rounding, once it is carried out.
     """
 
     files: tuple[PlannedFile, ...]
     documents: Mapping[str, bytes]
     companions: Mapping[str, Place]
     reopen: Callable[[Place], Mapping[str, Tensor]]
+    losses: Losses = field(default_factory=Losses)
 
     @property
     def names(self) -> set[str]:
@@ -148,14 +150,29 @@ def _nbytes(part: Part) -> int:
     return len(part) if isinstance(part, bytes) else part.nbytes
 
 
-def model_entries(checkpoint: Checkpoint, dtype: str) -> list[Entry]:
-    """The model's tensors in the dtype of `--dtype`; CheckpointError if there are none."""
+def model_entries(checkpoint: Checkpoint, dtype: str, *, aliases: bool = False) -> list[Entry]:
+    """The model's tensors in the dtype of `--dtype`, on demand under every name of tied ones.
+
+    Raises:
+        CheckpointError: there are none.
+    """
     target = parse_dtype(dtype)
     if not checkpoint.tensors:
         raise CheckpointError(f"{checkpoint.root}: holds no model tensors")
     for name in checkpoint.tensors:
         _check_name(name, checkpoint.root)
-    return [Entry(name, cast_dtype(tensor, target), tensor) for name, tensor in checkpoint.tensors.items()]
+    tensors = dict(checkpoint.tensors)
+    if aliases:
+        tensors |= {alias: tensors[owner] for alias, owner in checkpoint.aliases.items()}
+    # What lies in a module of quantised weights, or below such a weight: scales keep their dtypes.
+    packed = [name for name, tensor in tensors.items() if tensor.dtype in QUANTISED and tensor.shape]
+    quantised = {*packed, *(name.rpartition(".")[0] for name in packed)}
+
+    def kind(name: str, tensor: Tensor) -> str:
+        module, _, leaf = name.rpartition(".")
+        return cast_dtype(tensor, None if module in quantised and leaf != "bias" else target)
+
+    return [Entry(name, kind(name, tensor), tensor) for name, tensor in tensors.items()]
 
 
 def _check_name(name: str, where: Place) -> None:
@@ -333,7 +350,7 @@ def _write_jobs(draft: Draft, plan: Plan, touched: Touched, late: list[Job]) -> 
         runs = list(_runs(file.parts, draft.run_bytes(file.nbytes)))
         out = draft.file(file.name, [nbytes for nbytes, _ in runs])
         for number, (_, run) in enumerate(runs):
-            job = partial(_write_run, out.piece(number), run, touched)
+            job = partial(_write_run, out.piece(number), run, touched, plan.losses)
             if run and isinstance(run[-1], Closing):
                 late.append(job)
             else:
@@ -356,12 +373,14 @@ def _runs(parts: Iterable[Part], least: int) -> Iterator[tuple[int, list[Part]]]
     yield size, run
 
 
-def _write_run(piece: OutPiece, run: list[Part], touched: Touched, progress: Progress) -> None:
+def _write_run(
+    piece: OutPiece, run: list[Part], touched: Touched, losses: Losses, progress: Progress
+) -> None:
     crc = 0
     for i, part in enumerate(run):
         if isinstance(part, Entry):
             summed = i + 1 < len(run) and isinstance(run[i + 1], Trailer)
-            crc = _write_entry(piece, part, touched, progress, summed=summed)
+            crc = _write_entry(piece, part, touched, losses, progress, summed=summed)
         else:
             if isinstance(part, bytes):
                 data = part
@@ -372,7 +391,9 @@ def _write_run(piece: OutPiece, run: list[Part], touched: Touched, progress: Pro
     piece.finish()
 
 
-def _write_entry(piece: OutPiece, entry: Entry, touched: Touched, progress: Progress, *, summed: bool) -> int:
+def _write_entry(
+    piece: OutPiece, entry: Entry, touched: Touched, losses: Losses, progress: Progress, *, summed: bool
+) -> int:
     """Stream one tensor; its CRC32 where `summed`."""
     if not summed and entry.dtype == entry.tensor.dtype:
         span = entry.tensor.whole_span()
@@ -380,7 +401,7 @@ def _write_entry(piece: OutPiece, entry: Entry, touched: Touched, progress: Prog
             return 0
     crc = 0
     spans: Touched = set()
-    for block in cast_blocks(entry.tensor, entry.dtype, spans):
+    for block in cast_blocks(entry.tensor, entry.dtype, spans, losses=losses):
         data = block.view("u1").data
         if summed:
             crc = isal_zlib.crc32(data, crc)

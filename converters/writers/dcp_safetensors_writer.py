@@ -1,8 +1,9 @@
 """Write a checkpoint as torch's `HuggingFaceStorageWriter` does: safetensors that DCP loads.
 
-The files are those of `--to safetensors`, always numbered and with an index, and their headers hold what DCP
-adds. So `HuggingFaceStorageReader` and `from_pretrained` both open the folder. The format holds tensors only:
-the optimizer's state is written as `--to safetensors` writes it.
+The files are those of `--to safetensors`, numbered and with an index, their headers hold what DCP adds,
+and tied tensors have all their names, as the state of a live model has. So `HuggingFaceStorageReader` and
+`from_pretrained` both open the folder. The format holds tensors only: the optimizer's state is written as
+`--to safetensors` writes it.
 
 Source: torch/distributed/checkpoint/hf_storage.py, filesystem.py, _hf_utils.py.
 """
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 def plan_dcp_safetensors(checkpoint: Checkpoint, choices: Choices) -> Plan:
     """The plan of `--to dcp-safetensors`."""
-    return plan_safetensors(checkpoint, choices, numbered=True, about=_sharding)
+    return plan_safetensors(checkpoint, choices, about=_sharding)
 
 
 def _sharding(entries: Sequence[Entry]) -> dict[str, str]:

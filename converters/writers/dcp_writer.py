@@ -76,15 +76,18 @@ def plan_dcp(checkpoint: Checkpoint, choices: Choices) -> Plan:
             parts += made
             at += length
         files.append(PlannedFile(name, tuple(parts)))
+    tensors = {entry.name: entry for entry in entries}
+    for alias, owner in checkpoint.aliases.items():  # two keys of the same bytes
+        held, key = f"model.{owner}", f"model.{alias}"
+        paths[key], positions[key], tensors[key] = ("model", alias), positions[held], tensors[held]
     documents, companions = small_files(checkpoint, model)
-    documents = {".metadata": pickle(_metadata(entries, paths, positions)), **documents}
+    documents = {".metadata": pickle(_metadata(tensors, paths, positions)), **documents}
     return Plan(tuple(files), documents, companions, read_tensors)
 
 
 def _metadata(
-    entries: list[Entry], paths: dict[str, Key], positions: dict[str, tuple[str, int, int]]
+    tensors: dict[str, Entry], paths: dict[str, Key], positions: dict[str, tuple[str, int, int]]
 ) -> Made:
-    tensors = {entry.name: entry for entry in entries}
     described: dict[str, Made] = {}
     stored: dict[Made, Made] = {}
     for key in paths:

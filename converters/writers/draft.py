@@ -20,7 +20,13 @@ from converters.storage.output_file import (
     write_file,
 )
 from converters.writers.remote_draft import check_prefix, new_prefix
-from converters.writers.replace_folder import let_go, new_temporary, recover, replace_folder
+from converters.writers.replace_folder import (
+    check_replaceable,
+    let_go,
+    new_temporary,
+    recover,
+    replace_folder,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -139,6 +145,7 @@ def check_output(out: Place, sources: Sequence[Place], *, overwrite: bool) -> Pl
             raise CheckpointError(f"{out}: is not a folder")
         if Path.cwd().is_relative_to(target) or Path.home().is_relative_to(target):
             raise CheckpointError(f"{out}: contains the current or the home folder and will not be replaced")
+        check_replaceable(out, {entry.name + "/" * entry.is_dir() for entry in target.iterdir()})
     return target
 
 

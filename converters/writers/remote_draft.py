@@ -29,6 +29,7 @@ from converters.storage.completion_markers import (
 from converters.storage.object_store import RemotePath
 from converters.storage.output_file import FLUSH_BYTES
 from converters.storage.retries import connections
+from converters.writers.replace_folder import check_replaceable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -83,7 +84,11 @@ def check_prefix(out: RemotePath, *, overwrite: bool) -> None:
     """CheckpointError if writing below `out` could destroy something."""
     if out.is_file():
         raise CheckpointError(f"{out}: is not a folder")
-    if overwrite or not out.exists():
+    if not out.exists():
+        return
+    if overwrite:
+        written = Written.of(out)
+        check_replaceable(out, versions(out).keys() - written.objects.keys() - written.names)
         return
     if is_unfinished(out):
         raise CheckpointError(

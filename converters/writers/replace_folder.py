@@ -18,12 +18,39 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from converters.companions import COMPANIONS
+from converters.errors import CheckpointError
+
 if TYPE_CHECKING:
+    from collections.abc import Collection
     from pathlib import Path
 
+    from converters.storage.path_or_url import Place
+
+# What the writers write, but for companions. A folder ends in `/`.
+_WRITTEN = re.compile(
+    r"(adapter_)?model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|adapter_config\.json"
+    r"|optimizer\.(safetensors|json|pt)|pytorch_model\.bin|\.metadata|__\d+_\d+\.distcp|[^/]+\.gguf"
+    r"|latest_universal|global_step\d+_universal/.*"
+)
 _AT_FDCWD, _EXCHANGE = -100, 2
 # The kernel or the file system does not support it.
 _CANNOT = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
+
+
+def check_replaceable(out: Place, names: Collection[str]) -> None:
+    """Refuse to replace a folder that holds other files than an output of this program.
+
+    Args:
+        names: of the files in it, relative to it; that of a folder ends in `/`.
+    """
+    others = sorted(name for name in names if not (_WRITTEN.fullmatch(name) or COMPANIONS.fullmatch(name)))
+    if others:
+        more = f" and {len(others) - 3:,} more" if len(others) > 3 else ""
+        raise CheckpointError(
+            f"{out}: holds {', '.join(others[:3])}{more}, which no conversion wrote; it will not be "
+            "replaced: give another folder"
+        )
 
 
 def exchange(left: Path, right: Path) -> bool:

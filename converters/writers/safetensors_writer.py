@@ -45,19 +45,18 @@ def plan_safetensors(
     checkpoint: Checkpoint,
     choices: Choices,
     *,
-    numbered: bool = False,
     about: Callable[[Sequence[Entry]], Mapping[str, str]] | None = None,
 ) -> Plan:
     """The plan of `--to safetensors`.
 
     Args:
-        numbered: number the files, and write an index, also for a single one.
-        about: the tensors of a file -> more for its `__metadata__`.
+        about: for DCP: the tensors of a file -> more for its `__metadata__`. Every name of a tied tensor is
+            then written, and the files are numbered, with an index, also where there is one.
     """
-    entries = model_entries(checkpoint, choices.dtype)
+    entries = model_entries(checkpoint, choices.dtype, aliases=about is not None)
     runs = shards(entries, choices.max_shard_size)
     documents, companions = small_files(checkpoint, entries)
-    if len(runs) == 1 and not numbered:
+    if len(runs) == 1 and about is None:
         files = [_file(SINGLE, runs[0])]
     else:
         names = [f"model-{i:05d}-of-{len(runs):05d}.safetensors" for i in range(1, len(runs) + 1)]

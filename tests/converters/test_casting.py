@@ -3,20 +3,37 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from converters import Tensor
+from converters.cli import main
 from converters.storage.bytes import Memory
-from converters.tensors.casting import cast_blocks
+from converters.tensors.casting import Losses, cast_blocks
+from converters.tensors.dtypes import numpy_dtype
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def cast(values: np.ndarray[Any, Any], source: str, target: str) -> np.ndarray[Any, Any]:
     tensor = Tensor.contiguous("t", source, values.shape, Memory(values.tobytes()))
-    return np.concatenate([block.copy() for block in cast_blocks(tensor, target, set(), nbytes=4096)])
+    losses = Losses()
+    made = np.concatenate(
+        [block.copy() for block in cast_blocks(tensor, target, set(), nbytes=4096, losses=losses)]
+    )
+    with np.errstate(all="ignore"):
+        before, after = (
+            np.frombuffer(values.tobytes(), numpy_dtype(source)).astype(np.float64),
+            made.astype(np.float64),
+        )
+    assert losses.infinite == np.count_nonzero(np.isinf(after) & ~np.isinf(before))
+    assert losses.zero == np.count_nonzero((after == 0) & (before != 0))
+    return made
 
 
 def hard_cases() -> np.ndarray[Any, Any]:
@@ -64,3 +81,30 @@ def test_as_torch_casts(source: str, target: str) -> None:
     ours = cast(raw, source, target).astype(np.float64)
     theirs = values.to(types[target]).double().numpy()
     assert np.array_equal(ours, theirs, equal_nan=True)
+
+
+def test_scales_of_quantised_weights_keep_their_dtype_and_losses_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Modules of FP8, GPTQ and bitsandbytes; another module with numbers in it is cast."""
+    kept = {
+        "fp8.weight_scale_inv": torch.rand(2, 2),
+        "gptq.scales": torch.rand(2, 8),
+        "nf4.weight.absmax": torch.rand(4),
+    }
+    beside = {
+        "fp8.weight": torch.ones(8, 8).to(torch.float8_e4m3fn),
+        "gptq.qweight": torch.ones(1, 8, dtype=torch.int32),
+        "nf4.weight": torch.ones(8, 1, dtype=torch.uint8),
+        "nf4.weight.quant_state.bitsandbytes__nf4": torch.ones(8, dtype=torch.uint8),
+    }
+    wide = torch.tensor([1e6, 1.0, float("nan"), -1e6, 1e-30, float("inf"), 0.0])
+    cast = {"gptq.bias": torch.rand(8), "attn.table": wide}
+    save_file({**kept, **beside, **cast, "attn.index": torch.arange(4)}, tmp_path / "model.safetensors")
+    assert main([str(tmp_path / "model.safetensors"), str(tmp_path / "out"), "--dtype", "float16"]) == 0
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    for name, value in {**kept, **beside}.items():
+        assert found[name].dtype == value.dtype, name
+    assert all(found[name].dtype == torch.float16 for name in cast)
+    told = "note: 2 values became infinite and 1 values became 0 in --dtype float16, some of them in"
+    assert capsys.readouterr().err.count(f"{told} 'attn.table'") == 1

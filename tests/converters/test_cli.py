@@ -139,15 +139,68 @@ def test_the_bar_ends_where_it_says(
     assert bar.n == bar.total
 
 
+def test_json_and_the_step_that_was_taken(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for out, more in (("dry", ["--dry-run"]), ("out", ["--verify"])):
+        assert main([str(run), str(tmp_path / out), "--json", *more]) == 0
+        document = json.loads(capsys.readouterr().out)
+        about = {key: document[key] for key in ("format", "step", "tag", "world_size", "to", "written")}
+        assert about == {
+            "format": "dcp",
+            "step": 2,
+            "tag": "step-000002",
+            "world_size": 3,
+            "to": "safetensors",
+            "written": out == "out",
+        }
+        assert document["verified"] == document["written"]
+    files = {path.name for path in (tmp_path / "out").iterdir()}
+    assert set(document["files"]) == files
+    stored = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
+    assert {name: tensor["shape"] for name, tensor in document["tensors"].items()} == {
+        name: list(value.shape) for name, value in stored.items()
+    }
+    assert main([str(run), str(tmp_path / "again")]) == 0
+    assert ", step 2, step-000002 → " in capsys.readouterr().out
+    assert main([str(run / "checkpoints" / "step-000002"), str(tmp_path / "third")]) == 0
+    assert ", step 2 → " in capsys.readouterr().out
+
+
+def test_steps_of_two_kinds_are_not_guessed_between(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = run / "checkpoints"
+    shutil.copytree(steps / "step-000002", steps / "step-000001")
+    (run / "epoch-9").mkdir()  # no checkpoint
+    assert main([str(run), str(tmp_path / "out"), "--quiet"]) == 0
+    shutil.copytree(steps / "step-000002", run / "checkpoint-500")
+    said = refused(capsys, run, tmp_path / "two")
+    assert "steps of 2 kinds, such as checkpoint-500 and step-000002; choose one with --tag" in said
+    assert main([str(run), str(tmp_path / "two"), "--tag", "step-000001", "--quiet"]) == 0
+
+
 def test_overwrite(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     out.mkdir()
-    (out / "mine").write_text("old")
+    mine = ["model-00001-of-00002.safetensors", "merges.txt", "global_step2_universal/zero/a/fp32.pt"]
+    for name in mine:
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text("old")
     assert "exists" in refused(capsys, run, out)
-    assert tree(out) == {"mine": b"old"}
+    for other in (".git/HEAD", "runs/a/step-1/model.safetensors", "thesis.tex"):
+        (out / other).parent.mkdir(parents=True, exist_ok=True)
+        (out / other).write_text("dear")
+        before = tree(out)
+        found = other.partition("/")
+        assert f"holds {found[0]}{found[1]}, which no conversion wrote" in refused(
+            capsys, run, out, "--overwrite"
+        )
+        assert tree(out) == before
+        shutil.rmtree(out / found[0]) if found[1] else (out / other).unlink()
     assert main([str(run), str(out), "--overwrite", "--quiet"]) == 0
     assert capsys.readouterr().out == ""
-    assert "mine" not in tree(out)
+    assert not set(mine) & set(tree(out))
     assert "model.safetensors" in tree(out)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["out", "run"]
 
@@ -165,7 +218,7 @@ def test_failure_leaves_everything_as_it_was(
     out = tmp_path / "new" / "out"
     if overwrite:
         out.mkdir(parents=True)
-        (out / "mine").write_text("old")
+        (out / "model.safetensors").write_text("old")
     before = sorted(tmp_path.rglob("*"))
     written = [0]
     real = os.pwrite

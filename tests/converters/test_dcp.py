@@ -172,3 +172,37 @@ def test_state_keyed_by_index(tmp_path: Path) -> None:
     assert isinstance(moment, Tensor)
     theirs = optimizer.state[list(model.parameters())[2]]["exp_avg"]
     assert np.array_equal(moment.read(), theirs.numpy())
+
+
+def test_flat_parameters_of_fsdp1_are_refused(tmp_path: Path) -> None:
+    """LOCAL_STATE_DICT through DCP: what each parameter's shape was is nowhere."""
+    state = {"model": {"_flat_param": torch.ones(5), "layers.0._flat_param": torch.ones(7)}}
+    dcp_save(state, checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(CheckpointError, match=r"flat parameters of FSDP1 \(LOCAL_STATE_DICT\)"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("type", "holds a tensor of the element type float8_e4m3fnuz, which is not supported"),
+        (
+            "class",
+            "holds the Python object tests.converters.test_dcp.Smaller, which is not on the allow-list",
+        ),
+    ],
+)
+def test_tensors_of_other_types_are_refused_as_such(tmp_path: Path, change: str, told: str) -> None:
+    """An element type is no Python object, and a subclass that stores fewer bytes is no damage."""
+    value = torch.ones(3000)
+    made = value.to(torch.float8_e4m3fnuz) if change == "type" else value.as_subclass(Smaller)
+    dcp_save({"model": {"a": made, "b": value}}, checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(CheckpointError, match=told.replace(".", r"\.")):
+        open_checkpoint(tmp_path)
+
+
+class Smaller(torch.Tensor):
+    """A tensor that pickles itself as something else, as those of torchao do."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return Smaller, (torch.ones(1),)

@@ -155,6 +155,16 @@ def test_config_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
         assert loaded.dtype == torch.bfloat16
         assert torch.equal(loaded.lm_head.weight, model.lm_head.weight.bfloat16())
+    path = tmp_path / "base" / "config.json"
+    right = json.loads(path.read_text())
+    for key, told in (
+        ("vocab_size", "'model.embed_tokens.weight' has"),
+        ("hidden_size", "'model.embed_tokens.weight' has"),
+        ("num_hidden_layers", "the tensors have"),
+    ):
+        path.write_text(json.dumps({**right, key: right[key] + 1}))
+        assert main([*argv, "--config-from", str(path)]) == 2
+        assert f"--config-from {path}: {key} is {right[key] + 1:,}, and {told}" in capsys.readouterr().err
     assert main([*argv, "--config-from", str(tmp_path / "in")]) == 2
     said = capsys.readouterr().err.rpartition("error: ")[2]
     assert said.startswith("--config-from") and said.count("\n") == 1
@@ -182,3 +192,10 @@ def test_config_from_the_hubs_cache(
     assert main([*argv[:1], str(tmp_path / "out2"), *argv[2:], "someone/other"]) == 2
     said = capsys.readouterr().err
     assert said.startswith("error: --config-from someone/other: neither") and said.count("\n") == 1
+    # As SRC, a hub id is the whole model.
+    tiny_llama().save_pretrained(cached / "snapshots" / revision)
+    assert main(["someone/tiny", str(tmp_path / "copy"), "--quiet"]) == 0
+    assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "copy").dtype == torch.float32
+    assert main(["someone/other", str(tmp_path / "none")]) == 2
+    said = capsys.readouterr().err
+    assert "error: someone/other: neither" in said and "hf download someone/other" in said

@@ -199,7 +199,8 @@ def test_what_is_refused_and_why(tmp_path: Path) -> None:
     assert "_rebuild_meta" in said({"a": torch.empty(2, device="meta")})
     assert "datetime" in said({"a": tensor, "when": __import__("datetime").timedelta(1)})
     conjugate = torch.randn(2, dtype=torch.complex64).conj()  # lazily: the stored bytes are not its value
-    assert "not a readable pickle" in said({"a": conjugate})
+    assert "holds a lazily conjugated or negated tensor; save it after" in said({"a": conjugate})
+    assert "the element type float8_e4m3fnuz, which is" in said({"a": tensor.to(torch.float8_e4m3fnuz)})
     assert "ComplexDoubleStorage" in said({"a": tensor.to(torch.complex128)})
     assert "'model.b' is a numpy array; save it as" in said({"model": {"a": tensor, "b": np.ones(2)}})
     assert "one rank's part" in said({"a": tensor}, "pytorch_model_fsdp_rank0.bin")
@@ -454,6 +455,4 @@ def test_fp8_with_its_scales_passes_through(tmp_path: Path) -> None:
         source = open_checkpoint(tmp_path / "in.pt")
         write_checkpoint(source, tmp_path / to, to, dtype="bfloat16", verify=True, progress=False)
         again = open_checkpoint(tmp_path / to)
-        state["a.weight_scale"] = state["a.weight_scale"].bfloat16()
         assert_model(again, state)
-        state["a.weight_scale"] = torch.load(tmp_path / "in.pt")["a.weight_scale"]

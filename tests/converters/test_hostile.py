@@ -341,7 +341,7 @@ def test_the_source_is_not_replaced_under_another_name(
 
 def replace(target: Path, content: str) -> None:
     with new_folder(target, needed=0, overwrite=True) as folder:
-        (folder / "file").write_text(content)
+        (folder / "config.json").write_text(content)
 
 
 def test_the_folder_is_there_all_the_while(tmp_path: Path) -> None:
@@ -357,7 +357,7 @@ def test_the_folder_is_there_all_the_while(tmp_path: Path) -> None:
     def look() -> None:
         while not stop.is_set():
             try:
-                os.stat(target / "file")  # noqa: PTH116
+                os.stat(target / "config.json")  # noqa: PTH116
             except FileNotFoundError as error:
                 # Whoever has looked up the old folder may find it emptied; the name itself is always there.
                 if not os.path.lexists(target):
@@ -370,7 +370,7 @@ def test_the_folder_is_there_all_the_while(tmp_path: Path) -> None:
     stop.set()
     thread.join()
     assert not missed
-    assert (target / "file").read_text() == "149"
+    assert (target / "config.json").read_text() == "149"
 
 
 def failing(*_: object) -> bool:
@@ -384,12 +384,12 @@ def test_without_an_exchange_it_is_replaced_or_restored(
     target = tmp_path / "out"
     for content in ("old", "new"):
         replace(target, content)
-        assert (target / "file").read_text() == content
+        assert (target / "config.json").read_text() == content
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     # Killed between the two steps.
     target.rename(tmp_path / ".out.old-1234-abcdef")
     check_output(target, [], overwrite=True)
-    assert (target / "file").read_text() == "new"
+    assert (target / "config.json").read_text() == "new"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -398,7 +398,7 @@ def test_leftovers_go_and_living_work_stays(tmp_path: Path) -> None:
     strangers = [".out.tmp-mine", ".out.tmp-1-abcdeg", ".other.tmp-1-abcdef", ".out.tmp-1-abcdefg"]
     for name in [".out.tmp-1-abcdef", ".out.old-2-abcdef", living.name, *strangers]:
         (tmp_path / name).mkdir()
-        (tmp_path / name / "file").write_text("x")
+        (tmp_path / name / "config.json").write_text("x")
     target.mkdir()
     (tmp_path / ".out.tmp-3-abcdef").symlink_to(target)
     descriptor = os.open(living, os.O_RDONLY)
@@ -434,5 +434,5 @@ def test_kills_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             monkeypatch.setattr(exchange_module, "exchange", failing)
         killed_anywhere(tmp_path, loop)
         check_output(target, [], overwrite=True)
-        assert (target / "file").read_text() == "whole"
+        assert (target / "config.json").read_text() == "whole"
         assert [path.name for path in tmp_path.iterdir()] == ["out"]

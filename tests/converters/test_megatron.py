@@ -7,6 +7,7 @@ done to files of the same layout that this module writes itself: an independent 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from typing import TYPE_CHECKING, Any
@@ -104,6 +105,18 @@ def test_all_layers_in_one_tensor_bit_for_bit(tmp_path: Path) -> None:
         ({"num_experts": 8}, "num_experts=8 is not supported"),
         ({"rotary_interleaved": True}, "rotary_interleaved=True"),
         ({"apply_layernorm_1p": True}, "apply_layernorm_1p=True"),
+        ({"qk_l2_norm": True}, "qk_l2_norm=True"),
+        ({"no_rope_freq": [0, 1]}, "no_rope_freq=a list"),
+        ({"activation_func_clamp_value": 0.2}, "activation_func_clamp_value=0.2"),
+        ({"glu_linear_offset": 1.0}, "glu_linear_offset=1.0"),
+        ({"softmax_type": "off-by-one"}, "softmax_type='off-by-one'"),
+        ({"softmax_scale": 0.9}, "softmax_scale=0.9"),
+        ({"window_size": (4, 0)}, "window_size=5, no config.json says so"),
+        ({"use_rope_scaling": True}, "use_rope_scaling='llama3 of factor 8.0', no config"),
+        ({"quick_geglu": True}, "quick_geglu=True"),
+        ({"rotary_seq_len_interpolation_factor": 4}, "rotary_seq_len_interpolation_factor=4"),
+        ({"rotary_percent": 0.5}, "rotary_percent=0.5"),
+        ({"a_setting_of_tomorrow": "on"}, "a_setting_of_tomorrow='on' is not supported"),
         ({"position_embedding_type": "none"}, "neither Llama- nor GPT-2-shaped"),
         ({"num_layers": 3}, "layer 2 are missing"),
         ({"num_layers": 1}, "holds layer 1, its args say 1"),
@@ -122,9 +135,75 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, more: dict[str, An
 def test_the_vocabulary_of_a_config_that_is_given(tmp_path: Path) -> None:
     split(tmp_path / "run")
     given = tmp_path / "config.json"
-    given.write_text('{"model_type": "llama", "vocab_size": 9}')
+    given.write_text('{"model_type": "llama", "vocab_size": 11}')
     found = open_checkpoint(tmp_path / "run", companions={"config.json": given})
-    assert found.tensors["lm_head.weight"].shape[0] == 9 and "config.json" in found.companions
+    assert found.tensors["lm_head.weight"].shape[0] == 11 and "config.json" in found.companions
+
+
+def llama_config(**changes: Any) -> dict[str, Any]:
+    """The config.json of `megatron_layout.llama`."""
+    sizes = {"hidden_size": 8, "intermediate_size": 6, "num_hidden_layers": 2, "num_attention_heads": 4}
+    more = {"num_key_value_heads": 2, "head_dim": 6, "vocab_size": 10, "tie_word_embeddings": False}
+    made = transformers.LlamaConfig(**sizes, **more, rms_norm_eps=1e-5).to_dict()
+    return {**made, **changes}
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+    "rope_theta": 500000.0,
+}
+ARGS: dict[str, Any] = {
+    "rotary_base": 10000,
+    "norm_epsilon": 1e-5,
+    "untie_embeddings_and_output_weights": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("args", "config", "told"),
+    [
+        ({}, {}, None),
+        ({"rotary_base": 500000, "use_rope_scaling": True}, {"rope_parameters": LLAMA3}, None),
+        ({"window_size": (3, 0)}, {"sliding_window": 4}, None),
+        ({"rotary_base": 500000}, {}, "rotary_base=500000, .* has rope_theta=10000.0"),
+        ({}, {"rope_parameters": LLAMA3}, "use_rope_scaling='default', .*'llama3 of factor 8.0'"),
+        ({}, {"sliding_window": 4}, "window_size=None, .* has sliding_window=4"),
+        ({}, {"rms_norm_eps": 1e-3}, "norm_epsilon=1e-05, .* has rms_norm_eps=0.001"),
+        ({}, {"num_key_value_heads": 4}, "num_query_groups=2, .* has num_key_value_heads=4"),
+        ({}, {"num_attention_heads": 8}, "num_attention_heads=4, .* has num_attention_heads=8"),
+        ({}, {"num_hidden_layers": 3}, "num_layers=2, .* has num_hidden_layers=3"),
+        ({}, {"hidden_size": 16}, "hidden_size=8, .* has hidden_size=16"),
+        ({}, {"tie_word_embeddings": True}, "untie_embeddings_and_output_weights=True, .*=False"),
+        ({}, {"hidden_act": "gelu"}, "swiglu='silu', .* has hidden_act='gelu'"),
+        ({}, {"vocab_size": 9}, "vocab_size=10 in its args, vocab_size=9"),
+    ],
+)
+def test_the_config_says_what_the_args_say(
+    tmp_path: Path, args: dict[str, Any], config: dict[str, Any], told: str | None
+) -> None:
+    split(tmp_path / "run", **{**ARGS, **args})
+    given = tmp_path / "config.json"
+    given.write_text(json.dumps(llama_config(**config)))
+    if told is None:
+        assert_model(open_checkpoint(tmp_path / "run", companions={"config.json": given}), llama())
+        return
+    with pytest.raises(CheckpointError, match=told):
+        open_checkpoint(tmp_path / "run", companions={"config.json": given})
+
+
+def test_megatron_s_own_defaults_are_known_to_change_nothing(tmp_path: Path) -> None:
+    config = pytest.importorskip("megatron.core.transformer.transformer_config")
+    held = {each.name: each.default for each in dataclasses.fields(config.TransformerConfig)}
+    plain = (int, float, str, bool, type(None))
+    made = {name: value for name, value in held.items() if isinstance(value, plain)}
+    split(tmp_path / "plain", **ARGS)
+    args = torch.load(tmp_path / "plain" / "mp_rank_00" / "model_optim_rng.pt", weights_only=False)["args"]
+    split(tmp_path / "run", **{**made, **vars(args)})
+    assert_model(open_checkpoint(tmp_path / "run"), llama())
 
 
 def test_a_rank_in_the_folder_of_another_is_refused(tmp_path: Path) -> None:

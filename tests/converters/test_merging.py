@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 import warnings
 from functools import partial
@@ -27,6 +28,7 @@ peft: Any = pytest.importorskip("peft")
 transformers: Any = pytest.importorskip("transformers")
 
 ANY = "all-linear"
+EXHAUSTIVE = pytest.mark.exhaustive
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -166,6 +168,7 @@ SEQ2SEQ = partial(model_of, "t5", "AutoModelForSeq2SeqLM")
 BERT = partial(model_of, "bert", "AutoModelForSequenceClassification")
 UNTIED = partial(model_of, "llama", tie_word_embeddings=False)
 OPT = partial(model_of, "opt")
+VIT = partial(model_of, "vit", "AutoModelForImageClassification", image_size=16, patch_size=8)
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 KINDS: dict[str, tuple[Callable[[], Any], Any]] = {
     "dora": (UNTIED, lora(use_dora=True, target_modules=["embed_tokens", "q_proj", "down_proj"])),
@@ -196,6 +199,7 @@ KINDS: dict[str, tuple[Callable[[], Any], Any]] = {
     ),
     "t5": (SEQ2SEQ, lora(target_modules=ANY)),
     "bert": (BERT, lora(target_modules=ANY, bias="all", modules_to_save=["classifier", "pooler"])),
+    "vit": (VIT, lora(target_modules=ANY, bias="all")),
     "layers": (UNTIED, lora(layers_to_transform=[1], target_modules=["q_proj"])),
     "experts": (partial(model_of, "qwen3_moe"), lora(target_modules=[], target_parameters=EXPERTS)),
     "one-expert-matrix": (partial(model_of, "mixtral"), lora(target_parameters=EXPERTS[1:])),
@@ -250,38 +254,100 @@ def test_dtype_is_applied_to_the_exact_sum(tmp_path: Path) -> None:
     assert_same(ours, exact, pair.load(pair.base).state_dict())
 
 
-@pytest.mark.parametrize("only", ["embed_tokens", "lm_head"])
-@pytest.mark.parametrize("how", ["target_modules", "modules_to_save"])
-def test_unties_embeddings_that_no_longer_agree(only: str, how: str, tmp_path: Path) -> None:
-    """peft changes both or warns; the model that was trained changes one of them."""
-    settings = {how: [only], **({"target_modules": ["q_proj"]} if how != "target_modules" else {})}
-    pair = Pair(tmp_path, model_of("llama", tie_word_embeddings=True), lora(**settings))
-    assert_same_logits(pair.merge(), pair.trained)
-    assert json.loads((pair.out / "config.json").read_text())["tie_word_embeddings"] is False
-    loaded = load_file(pair.out / "model.safetensors")
-    assert not torch.equal(loaded["lm_head.weight"], loaded["model.embed_tokens.weight"])
+BOTH = {"ensure_weight_tying": True}
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "tied"),
     [
-        {"trainable_token_indices": [3, 7]},
-        {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
-        {"target_modules": ["embed_tokens", "q_proj"], "ensure_weight_tying": True},
-        {},
+        ({"target_modules": ["embed_tokens"]}, False),
+        ({"target_modules": ["lm_head"]}, False),
+        ({"target_modules": ["lm_head"], **BOTH}, True),
+        ({"target_modules": ["embed_tokens", "q_proj"], **BOTH}, True),
+        ({"modules_to_save": ["embed_tokens"]}, False),
+        ({"modules_to_save": ["lm_head"]}, False),
+        ({"modules_to_save": ["embed_tokens"], **BOTH}, True),
+        ({"target_modules": ["embed_tokens"], "use_dora": True}, False),
+        ({"target_modules": ["embed_tokens"], "use_dora": True, **BOTH}, False),
+        ({"target_modules": ["lm_head"], "use_dora": True, **BOTH}, False),
+        ({"trainable_token_indices": [3, 7]}, True),
+        ({"trainable_token_indices": {"lm_head": [3, 7]}}, False),
+        ({"trainable_token_indices": [3, 7], "target_modules": ["lm_head", "q_proj"]}, False),
+        ({}, True),
     ],
     ids=str,
 )
-def test_keeps_tied_what_stays_equal(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_unties_embeddings_that_no_longer_agree(settings: dict[str, Any], tied: bool, tmp_path: Path) -> None:
+    """peft changes both or warns; the model that was trained changes one of them, or each in its own way."""
     pair = Pair(tmp_path, model_of("llama", tie_word_embeddings=True), lora(**settings))
+    assert_same_logits(pair.merge(), pair.trained)
+    loaded = load_file(pair.out / "model.safetensors")
+    assert json.loads((pair.out / "config.json").read_text())["tie_word_embeddings"] is tied
+    if tied:
+        assert "lm_head.weight" not in loaded
+    else:
+        assert not torch.equal(loaded["lm_head.weight"], loaded["model.embed_tokens.weight"])
+
+
+@pytest.mark.parametrize(("kind", "named"), [("llama", None), ("gpt2", ["wte"]), ("t5", None)])
+def test_tokens_alone_of_tied_embeddings(kind: str, named: list[str] | None, tmp_path: Path) -> None:
+    """The settings name one module; the file has the tokens of each that shares its weight."""
+    model = SEQ2SEQ() if kind == "t5" else model_of(kind, tie_word_embeddings=True)
+    config = peft.TrainableTokensConfig(token_indices=[3, 9], target_modules=named)
+    pair = Pair(tmp_path, model, config)
     assert_same_logits(pair.merge(), pair.trained)
     assert "lm_head.weight" not in load_file(pair.out / "model.safetensors")
 
 
+def random_adapter(seed: int) -> tuple[str, bool, Any]:
+    """(model type, whether its embeddings are tied, settings), many of them about the embeddings."""
+    rng = random.Random(seed)
+    kind, linear = rng.choice([("llama", ["q_proj", "down_proj"]), ("opt", ["v_proj", "fc1"])])
+    embeddings = [[], ["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]]
+    first, second = [3, 7, 20], [5, 9]
+    tokens = [None, first, {"embed_tokens": first, "lm_head": second}, {"lm_head": second}]
+    targets = [rng.choice(linear), *rng.choice(embeddings)]
+    return (
+        kind,
+        rng.random() < 0.7,
+        lora(
+            target_modules=targets,
+            use_dora=rng.random() < 0.4,
+            use_rslora=rng.random() < 0.3,
+            bias=rng.choice(["none", "all", "lora_only"]),
+            ensure_weight_tying=rng.random() < 0.5,
+            modules_to_save=rng.choice([None, None, None, *embeddings[1:]]),
+            trainable_token_indices=rng.choice([None, *tokens]),
+        ),
+    )
+
+
+# The seeds that are always run are of adapters that peft can load.
+SEEDS = [0, 2, 4, 5, 7, 8, 10, 13]
+
+
+@pytest.mark.parametrize(
+    "seed", [*SEEDS, *(pytest.param(at, marks=EXHAUSTIVE) for at in range(300) if at not in SEEDS)]
+)
+def test_any_adapter_is_merged_as_peft_loads_it(seed: int, tmp_path: Path) -> None:
+    kind, tied, config = random_adapter(seed)
+    try:
+        pair = Pair(tmp_path, model_of(kind, tie_word_embeddings=tied), config)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            reloaded = peft.PeftModel.from_pretrained(pair.load(pair.base), pair.adapter).eval()
+            reloaded(torch.arange(12)[None])
+    except (TypeError, ValueError, AttributeError) as error:
+        pytest.skip(f"peft cannot: {error}")
+    assert_same_logits(pair.merge(), reloaded)
+
+
 def assert_same_logits(ours: Any, theirs: Any) -> None:
-    tokens = torch.arange(12)[None]
+    given = {"input_ids": torch.arange(12)[None]}
+    if ours.config.is_encoder_decoder:
+        given["decoder_input_ids"] = given["input_ids"]
     with torch.no_grad():
-        torch.testing.assert_close(ours(tokens).logits, theirs(tokens).logits, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(ours(**given).logits, theirs(**given).logits, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -425,6 +491,7 @@ def test_damaged_adapters_are_refused_in_one_line(
     [
         ({"peft_type": "VERA"}, "peft_type 'VERA' is not supported"),
         ({"peft_type": "LOHA"}, "peft_type 'LOHA' is not supported"),
+        ({"peft_type": "UNILORA"}, "peft_type 'UNILORA' is not supported"),
         ({"peft_type": None}, "peft_type 'None' is not supported"),
         ({"peft_type": ["LORA"]}, "is not supported"),
         ({"init_lora_weights": "pissa_niter_4"}, "changes the base's weights"),
@@ -562,6 +629,11 @@ def test_kinds_of_lora_with_other_shapes(tmp_path: Path, capsys: pytest.CaptureF
     assert main([str(pair.adapter), str(pair.out), "--quiet"]) == 0
     name = "adapter_model.safetensors"
     assert load_file(pair.out / name).keys() == load_file(pair.adapter / name).keys()
+    # With names of its own, it is no model.
+    save_file({"base_model.unilora_theta_d": torch.ones(3)}, pair.adapter / name)
+    configure(pair, peft_type="UNILORA")
+    assert main([str(pair.adapter), str(pair.out), "--overwrite"]) == 2
+    assert "peft_type 'UNILORA' is not supported" in capsys.readouterr().err
 
 
 def test_settings_of_another_adapter(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:

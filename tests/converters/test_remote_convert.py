@@ -333,6 +333,25 @@ def test_overwrite(large: Path, s3: ObjectStore, capsys: pytest.CaptureFixture[s
         assert convert(s3.url("src"), s3.url("out"), "--overwrite", "--max-shard-size", TWO) == 0
         assert published(s3, "out") == tree(large)
     assert s3.names("out-2/") == ["stays"]
+    s3.put("out/thesis.tex", b"dear")
+    capsys.readouterr()
+    assert "holds thesis.tex, which no conversion wrote" in refused(
+        capsys, s3.url("src"), s3.url("out"), "--overwrite"
+    )
+    assert s3.get("out/thesis.tex") == b"dear"
+
+
+def test_the_last_line_is_a_command_that_works(
+    s3: ObjectStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    s3.put("src/model.safetensors", safetensors.numpy.save({"a": np.arange(4.0)}))
+    s3.put("src/config.json", b'{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
+    assert main([s3.url("src"), s3.url("model")]) == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    wanted = f"portable-convert {s3.url('model')} model, then transformers.LlamaForCausalLM.from_pretrained"
+    assert line == f'  load it with {wanted}("model")'
+    assert main([line.split()[4], str(tmp_path / "model"), "--quiet"]) == 0
+    assert tree(tmp_path / "model") == published(s3, "model")
 
 
 def convert_alone(log: Path, environment: dict[str, str], argv: list[str]) -> None:
@@ -392,7 +411,7 @@ def test_what_is_copied_from_the_output_itself_is_not_lost(s3: ObjectStore) -> N
     """The folder `model` beside SRC is looked through for SRC's tokenizer, and may be OUT, made before."""
     s3.put("run/step/model.safetensors", safetensors.numpy.save({"a": np.arange(4.0)}))
     s3.put("run/model/tokenizer.json", b"{}")
-    s3.put("run/model/stale.safetensors", b"")
+    s3.put("run/model/model-00001-of-00002.safetensors", b"")
     assert convert(s3.url("run/step"), s3.url("run/model"), "--overwrite") == 0
     assert published(s3, "run/model").keys() == {"model.safetensors", "tokenizer.json"}
     assert s3.get("run/model/tokenizer.json") == b"{}"

@@ -99,6 +99,10 @@ def _incomplete(source: Source) -> str | None:
     return None
 
 
+_NO_ZERO = "tensor, pipeline and expert parallel checkpoints of runs without ZeRO are not supported"
+_NO_STATES = "the optimizer states of all ranks are missing"
+
+
 def _refuse_several_models(given: Place, found: Place) -> None:
     """Accelerate saves several models into folders side by side; `latest` names only the last."""
     if given == found or not found.name.startswith(_ACCELERATE_MODEL):
@@ -123,10 +127,7 @@ def _open(source: Source) -> Checkpoint:
     degree = _degree(path, names, model)
     if not names.optim:
         if names.per_rank_model or degree > 1 or model.pipeline or names.experts:
-            raise CheckpointError(
-                f"{path}: the optimizer states of all ranks are missing; tensor, pipeline and expert "
-                "parallel checkpoints without ZeRO are not supported"
-            )
+            raise CheckpointError(f"{path}: {_NO_ZERO if model.groups is None else _NO_STATES}")
         return open_unsharded(folder, model, source.path)
     models = [
         model,

@@ -108,7 +108,8 @@ class Run:
         self.models = [self.model]
         self._check_one_run([name for rank, name in names.items() if rank])
         if self.model.groups is None:
-            raise CheckpointError(f"{self.model.where}: has no param_shapes")
+            why = "; pipelines in bf16 without ZeRO are not supported" if self.model.pipeline else ""
+            raise CheckpointError(f"{self.model.where}: has no param_shapes{why}")
         self.shapes = self.model.groups
         self.shares = [share for group in range(len(self.shapes)) for share in self._shares(group)]
         self.flats = self._flats()

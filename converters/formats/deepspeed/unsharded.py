@@ -127,7 +127,10 @@ def _shaped(
     )
     if isinstance(places, int):
         why = "several ways" if places else "no way"
-        raise CheckpointError(f"{where}: its fp32_groups fit the weights in {why}")
+        raise CheckpointError(
+            f"{where}: its fp32 masters have no names, and fit the weights in their order in {why}; Muon's "
+            "have another, which is not supported without ZeRO"
+        )
     named = [[""] * len(group) for group in wanted]
     tensors = {}
     for name, (group, at) in places.items():

@@ -15,8 +15,9 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from converters.containers.pickle_reader import Global, Instance, shown
+from converters.containers.pickle_reader import Instance, shown
 from converters.errors import CheckpointError
+from converters.formats.megatron.settings import check_args
 from converters.storage.guarded import read_small_table
 from converters.tensors.rearranged import joined, part, region, transposed
 from converters.tensors.tensor import Tensor
@@ -108,7 +109,8 @@ def shape_of(fields: Any, config: Place | None, where: str) -> Shape:
     """The shape that `args_of` describe.
 
     Raises:
-        CheckpointError: no `args`, or a model that is neither Llama- nor GPT-2-shaped; the setting is named.
+        CheckpointError: no `args`, or a model that is neither Llama- nor GPT-2-shaped, or a setting that may
+            change what it computes; the setting is named.
     """
     if not isinstance(fields, dict):
         raise CheckpointError(f"{where}: holds no args, which say what model it is")
@@ -120,11 +122,7 @@ def shape_of(fields: Any, config: Place | None, where: str) -> Shape:
             raise CheckpointError(f"{where}: its args have no {name}")
         return value
 
-    for name, allowed in _ALLOWED.items():
-        value = fields.get(name)
-        value = value.key.rpartition(".")[2] if isinstance(value, Global) else value
-        if value not in allowed:
-            raise CheckpointError(f"{where}: a Megatron model with {name}={shown(value)} is not supported")
+    check_args(fields, config, where)
     gated = fields.get("swiglu") is True
     position, norm = fields.get("position_embedding_type"), fields.get("normalization", "LayerNorm")
     llama = gated and position == "rope" and norm == "RMSNorm"
@@ -138,26 +136,11 @@ def shape_of(fields: Any, config: Place | None, where: str) -> Shape:
     head = number("kv_channels", number("hidden_size") // heads)
     if heads % groups:
         raise CheckpointError(f"{where}: damaged, {heads} heads in {groups} query groups")
-    words = _vocabulary(config) or (fields["vocab_size"] if type(fields.get("vocab_size")) is int else None)
+    known = fields.get("vocab_size")
+    words = _vocabulary(config) or (known if type(known) is int else None)
+    if type(known) is int and words is not None and words < known:
+        raise CheckpointError(f"{where}: has vocab_size={known} in its args, vocab_size={words} in {config}")
     return Shape(heads, groups, head, number("num_layers"), gated, not llama, words)
-
-
-_NO = (None, False)
-# Settings that change the layout or the arithmetic, and the values that are understood.
-_ALLOWED: Mapping[str, tuple[Any, ...]] = {
-    "num_experts": (None, 0),
-    "multi_latent_attention": _NO,
-    "apply_layernorm_1p": _NO,
-    "rotary_interleaved": _NO,
-    "squared_relu": _NO,
-    "attention_output_gate": _NO,
-    "bert_binary_head": (None, False, True),
-    "rotary_percent": (None, 1.0, 1),
-    "mtp_num_layers": (None, 0),
-    "heterogeneous_layers_config_path": (None,),
-    "hybrid_override_pattern": (None,),
-    "experimental_attention_variant": (None,),
-}
 
 
 def _vocabulary(config: Place | None) -> int | None:

@@ -1,0 +1,172 @@
+"""Which settings of Megatron's `args` the converted model can have.
+
+`args` holds a thousand settings of the run, and a setting that changes the arithmetic leaves no trace in the
+tensors. So a setting that is set must be one of those that `names.py` reads, have a value that is known here,
+be known to say only how the model was trained, or agree with the model's `config.json`.
+
+Source: Megatron-LM's megatron/training/arguments.py (core 0.4 to 0.19), megatron/core/transformer/
+transformer_config.py, megatron/core/models/common/embeddings/rotary_pos_embedding.py.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import TYPE_CHECKING, Any
+
+from converters.containers.pickle_reader import Global, shown
+from converters.errors import CheckpointError
+from converters.storage.guarded import read_small_table
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from converters.storage.path_or_url import Place
+
+# Values that change nothing, where they are not simply absent, false or 0.
+_ALLOWED: Mapping[str, tuple[Any, ...]] = {
+    "rotary_percent": (1.0,),
+    "softmax_type": ("vanilla",),
+    "rope_type": ("rope",),
+    "export_kv_cache_quant": ("none",),
+}
+# Read in `names.py` or compared below; and sizes that the tensors have.
+_READ = re.compile(
+    r"num_layers|hidden_size|num_attention_heads|group_query_attention|num_query_groups|kv_channels|swiglu"
+    r"|ffn_hidden_size|normalization|position_embedding_type|(padded_)?vocab_size|max_position_embeddings"
+    r"|make_vocab_size_divisible_by|untie_embeddings_and_output_weights|(layer)?norm_epsilon|rotary_base"
+    r"|use_rope_scaling|rope_scaling_factor|window_size|openai_gelu|add_bias_linear|add_qkv_bias|qk_layernorm"
+    r"|add_position_embedding|use_rotary_position_embeddings"
+)
+# How a model is trained, spread over ranks, watched, saved and sampled from; and the details of what must be
+# off: experts, multi-token prediction, latent and sparse attention, Mamba, retrieval, muP, hyper-connections.
+_HARMLESS = re.compile(
+    r"(adam|adaptive_muon|adlr|align|app_tag|async|batch_invariant|batch_p2p|bert|beta|biencoder|ckpt|check_for"
+    r"|checkpoint|cp_comm|cpu_offloading|create|cross_entropy|cuda_graph|data|dataloader|ddp|decoupled|delay"
+    r"|deprecated|dino|dist|dist_ckpt|distrib_optim|distribute|distributed|dsa|dynamic|encoder|decoder|eval|exit"
+    r"|exp_avg|export_kd|fim|fine_grained|finetune|flash_attention|flight_recorder|fp4|fp8|freeze|fsdp"
+    r"|fully_parallel|gdp|grad|gradient|grpo|gtp|hierarchical|ict|img|indexer|inference|inprocess|keep_fp8|kitchen"
+    r"|langrl|lion|load|log|logging|logits|loss_scale|lr|main|mamba|manual_gc|mask|megatron_fsdp|memory|mhc|mla"
+    r"|mlp_chunks|mmap|moe|mscale|mtp|muon|mup|nccl|non_persistent|null_tokenizer|nvtx|offload|one_logger"
+    r"|optimizer|otel|overlap|override|param|params|persist|pin|pipeline|profile|pytorch_profiler|recompute|record"
+    r"|reduce|relative_attention|replication|reset|retriever|rl|save|scatter_gather|sft|sgd|sharp|soap|step_batch"
+    r"|straggler|te_precision|tensor_model_parallel|tensor_parallel|tensorboard|test|tiktoken|timing|tokenizer"
+    r"|torch_fsdp2|tp_comm|train|valid|validation|virtual_pipeline|vision|wandb|wd|weight_decay|wgrad|wsd|yarn)"
+    r"(_.*)?"
+    r"|use_(checkpoint|contiguous|cpu|custom_fsdp|dist|distributed|flash|gigatoken|gloo|inference|kitchen|layer_wise"
+    r"|legacy|mamba|mcore|megatron_fsdp|mp_args|nsys|one_sent|persistent|precision|pytorch|ring|sharp|te|tokenizer"
+    r"|torch|tp_pp|transformer_engine)(_.*)?"
+    r"|(enable|disable)_(autocast|bf16|chunked|cuda|experimental|ft|full|gloo|jit|mamba|msc|one_logger|parameter"
+    r"|straggler|symmetric)(_.*)?"
+    r"|(initial|min)_loss_scale|(start|end)_weight_decay|no_(load|save|op|persist|weight)_.*|retro_(?!add).*"
+    r"|linear_(conv|key|num|value)_.*|(embedding_|output_layer_)?init_.*|num_(buckets|channels|classes|dataset.*"
+    r"|distributed.*|experts_per.*|layers_(at|in|per)_.*|microbatches.*|virtual.*|workers)"
+    r"|bias_(activation|dropout|gelu|swiglu)_fusion|apply_(query_key_layer_scaling|rope_fusion|wd_to_qk_layernorm)"
+    r"|attention_(backend|dropout|softmax_in_fp32)|hidden_dropout|masked_softmax_fusion|qk_(clip.*|head_dim)"
+    r"|qk_pos_emb_head_dim|(kv|q)_lora_rank|v_head_dim|rotary_scaling_factor|original_max_position_embeddings"
+    r"|accumulate_allreduce_grads_in_fp32|activation_offload_fraction|auto_detect_ckpt_format|average_in_collective"
+    r"|barrier_with_L1_time|(global_|micro_)?batch_size|(per_split_data_|data_)?args_path|DDP_impl|bf16|fp16"
+    r"|fp16_lm_cross_entropy|fp32_residual_connection|block_data_path|bucket_size|calc_ft_timeouts"
+    r"|calculate_per_token_loss|chat_template|classes_fraction|clip_grad|clone_scatter_output_in_embedding"
+    r"|config_logger_dir|context_parallel_size|deallocate_pipeline_outputs|decrease_batch_size_if_needed"
+    r"|defer_embedding_wgrad_compute|deterministic_mode|embedding_path|empty_unused_memory_level|eod_mask_loss"
+    r"|evidence_data_path|expert_.*|export_model_type|filter_warnings|first_last_layers_bf16|flash_decode"
+    r"|full_validation|gpu_sniff_test_interval|head_lr_mult|hybrid_context_parallel|hysteresis|iter_per_epoch"
+    r"|iterations_to_skip|lazy_mpu_init|legacy_tokenizer|local_rank|max_tokens_to_oom|merge_file|metadata_path"
+    r"|microbatch_group_size_per_vp_stage|mid_level_dataset_surplus|min_lr|min_offloaded_tensor_size|mock_data"
+    r"|model_parallel_size|most_recent_k|object_storage_cache_path|onnx_safe|outer_dp_sharding_strategy"
+    r"|offset_sampling_seed_by_dp_rank|pad_(buckets.*|vocab_size)|patch_dim|perform_(initialization|rl_step)"
+    r"|phase_transition_iterations|preserve_fp32_weights|pretrained_checkpoint|query_in_block_prob"
+    r"|rampup_batch_size|rank|refit_method|renormalize_blend_weights|rerun_mode|result_rejected_tracker_filename"
+    r"|run_workload_inspector_server|runtime_time_unit|s3_cache_path|sample_rate|seed|seq_length"
+    r"|sequence_parallel|short_seq_prob|skip_train|split|standalone_embedding_stage|start_eval_at_iter"
+    r"|stream_ckpt_dequant|strict_fsdp_dtensor_load|suggested_communication_unit_size|swin_backbone_type"
+    r"|symmetric_ar_type|te_rng_tracker|throughput_window_size|titles_data_path|tp_only_amax_red"
+    r"|transformer_impl|trust_remote_code|variable_seq_lengths|verify_integrity|vocab_(extra_ids|file)|warmup"
+    r"|world_size|multiple_validation_sets|allow_ambiguous_pad_tokens|account_for_.*|autocast_dtype"
+    r"|check_weight_hash_.*|decode_only_cuda_graphs|delta_offload_.*|dump_param_.*|ep_overlap_.*"
+    r"|error_injection_.*|external_cuda_graph|fake_process_group|(first|last)_pipeline_num_layers|ft_.*"
+    r"|fused_(residual_rmsnorm|single_qkv_rope)|high_priority_.*|logit_dtype|max_seqlen_per_dp_cp_rank"
+    r"|num_speculative_tokens|per_dataset_sequences_path|reuse_grad_buf_.*|set_level_for_all_loggers"
+    r"|special_tokens|store_param_remainders|timers"
+)
+# Megatron's one way to scale rotary embeddings; the factor is a setting.
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1,
+    "high_freq_factor": 4,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def check_args(fields: Mapping[str, Any], config: Place | None, where: str) -> None:
+    """Refuse settings that the model of transformers would not have.
+
+    Args:
+        config: the model's config.json, if there is one.
+
+    Raises:
+        CheckpointError: a setting may change what the model computes, or config.json says otherwise.
+    """
+    for name, value in fields.items():
+        value = value.key.rpartition(".")[2] if isinstance(value, Global) else value
+        off = value is None or value == 0 or value == "" or value in ([], ())
+        known = _READ.fullmatch(name) or _HARMLESS.fullmatch(name) or value in _ALLOWED.get(name, ())
+        if not off and not known:
+            raise CheckpointError(f"{where}: a Megatron model with {name}={shown(value)} is not supported")
+    held = read_small_table(config)
+    for name, ours, key, theirs in _compared(fields, held):
+        same = math.isclose(ours, theirs, rel_tol=1e-6) if _numbers(ours, theirs) else ours == theirs
+        if not same:
+            beside = f"{config} has {key}={shown(theirs)}" if held else "no config.json says so"
+            raise CheckpointError(
+                f"{where}: its args have {name}={shown(ours)}, {beside}; give this model's config.json "
+                "with --config-from"
+            )
+
+
+def _numbers(*values: Any) -> bool:
+    return all(type(value) in (int, float) for value in values)
+
+
+def _compared(fields: Mapping[str, Any], config: Mapping[str, Any]) -> list[tuple[str, Any, str, Any]]:
+    """(setting, value, key of config.json, value) of what both say."""
+    ropes = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    ropes = ropes if isinstance(ropes, dict) else {}
+    kind = ropes.get("rope_type", ropes.get("type", "default"))
+    if all(ropes.get(key) == value for key, value in _LLAMA3.items()):
+        kind = f"llama3 of factor {ropes.get('factor')}"
+    scaled = f"llama3 of factor {fields.get('rope_scaling_factor') or 8.0}"
+    window = config.get("sliding_window") if config.get("use_sliding_window") is not False else None
+    attended = fields.get("window_size")
+    first = attended[0] if isinstance(attended, (tuple, list)) and attended else attended
+    found = [
+        ("use_rope_scaling", scaled if fields.get("use_rope_scaling") else "default", "rope_scaling", kind),
+        ("window_size", first + 1 if type(first) is int else first, "sliding_window", window),
+    ]
+    if not config:
+        return found
+    heads, hidden = fields.get("num_attention_heads"), fields.get("hidden_size")
+    eps = fields.get("norm_epsilon", fields.get("layernorm_epsilon"))
+    groups = fields.get("num_query_groups") if fields.get("group_query_attention") is True else heads
+    table: list[tuple[str, Any, tuple[str, ...]]] = [
+        ("hidden_size", hidden, ("hidden_size", "n_embd")),
+        ("num_layers", fields.get("num_layers"), ("num_hidden_layers", "n_layer")),
+        ("num_attention_heads", heads, ("num_attention_heads", "n_head")),
+        ("num_query_groups", groups, ("num_key_value_heads",)),
+        ("kv_channels", fields.get("kv_channels"), ("head_dim",)),
+        ("ffn_hidden_size", fields.get("ffn_hidden_size"), ("intermediate_size", "n_inner")),
+        ("rotary_base", fields.get("rotary_base"), ("rope_theta",)),
+        ("norm_epsilon", eps, ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps")),
+    ]
+    values = {**ropes, **config}
+    for name, ours, keys in table:
+        key = next((key for key in keys if values.get(key) is not None), None)
+        if ours is not None and key is not None:
+            found.append((name, ours, key, values[key]))
+    tied, untied = config.get("tie_word_embeddings"), fields.get("untie_embeddings_and_output_weights")
+    if isinstance(tied, bool) and isinstance(untied, bool):
+        found.append(("untie_embeddings_and_output_weights", untied, "tie_word_embeddings", not tied))
+    if fields.get("swiglu") is True and "hidden_act" in config:
+        found.append(("swiglu", "silu", "hidden_act", config["hidden_act"]))
+    return found

@@ -1,0 +1,66 @@
+"""Whether a `config.json` is of the model whose tensors a checkpoint holds: words, widths and layers."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from converters.errors import CheckpointError
+from converters.names.tied_weights import EMBEDDINGS, HEADS, ends_with
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from converters.tensors.tensor import Tensor
+
+_LAYER = re.compile(r"(?P<stack>(?:.*?\.)?(?:layers|layer|h|blocks|block))\.(?P<number>\d{1,6})\..+")
+_WIDTHS = ("hidden_size", "n_embd", "d_model", "dim", "hidden_dim")
+_DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+
+
+def check_fits(tensors: Mapping[str, Tensor], config: Mapping[str, Any], named: str) -> None:
+    """Compare a config with the tensors, where both say the same thing in one way only.
+
+    Args:
+        named: what the config was given as, for the message.
+
+    Raises:
+        CheckpointError: another number of words, width or number of layers; the setting is named.
+    """
+    text = config.get("text_config")
+    values = {**config, **(text if isinstance(text, dict) else {})}
+    sizes = {key: value for key, value in values.items() if type(value) is int}
+    embeddings = [
+        (name, tensor.shape)
+        for name, tensor in tensors.items()
+        if len(tensor.shape) == 2 and ends_with(name, EMBEDDINGS)
+    ]
+    heads = [
+        shape[0] for name, tensor in tensors.items() if ends_with(name, HEADS) and (shape := tensor.shape)
+    ]
+    found: list[tuple[str, set[int], set[int], str]] = []
+    if len(embeddings) == 1:
+        name, (rows, columns) = embeddings[0]
+        width = next((key for key in _WIDTHS if key in sizes), "")
+        # Embeddings may have a width of their own, and rows that the head lacks.
+        widths = {sizes[key] for key in sizes if key == width or "emb" in key}
+        found = [
+            ("vocab_size", {sizes.get("vocab_size", rows)}, {rows, *heads}, f"{name!r} has {rows:,} rows"),
+            (width, widths if width else {columns}, {columns}, f"{name!r} has {columns:,} columns"),
+        ]
+    stacks: dict[str, int] = {}
+    for name in tensors:
+        if match := _LAYER.fullmatch(name):
+            stacks[match["stack"]] = max(stacks.get(match["stack"], 0), int(match["number"]) + 1)
+    depths = {key: sizes[key] for key in _DEPTHS if key in sizes}
+    again = any("recurren" in key for key in values)  # layers that are run several times
+    if len(stacks) == 1 and depths and not again:
+        (count,) = stacks.values()
+        extra = sizes.get("num_nextn_predict_layers", 0)  # stored behind the others
+        allowed = {*depths.values(), *(depth + extra for depth in depths.values())}
+        found.append((next(iter(depths)), allowed, {count}, f"the tensors have {count:,} layers"))
+    for key, allowed, actual, told in found:
+        if not allowed & actual:
+            raise CheckpointError(
+                f"--config-from {named}: {key} is {sizes[key]:,}, and {told}; give the model's own"
+            )
