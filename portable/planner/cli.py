@@ -7,13 +7,14 @@ import json
 import os
 import shutil
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from converters.commands import DONE, REFUSED, command, exit_codes
 from converters.console import say
 from portable.config.arguments import CONFIG_OPTIONS, read_command
 from portable.config.flags import Option
-from portable.errors import UserError, report, require
+from portable.errors import MissingDataError, UserError, report, require
 from portable.planner import compiled as compiled_report
 from portable.planner import device_lookup as devices
 from portable.planner.memory_model import Cluster, Setting
@@ -199,14 +200,17 @@ def _target(config: RunConfig, given: dict[str, Any]) -> tuple[RunConfig, Target
 
 def _meta_model(config: RunConfig) -> MetaModel:
     with loading():
-        from portable.adapters.adapter import training_model
+        from portable.adapters.assemble import looked_at
         from portable.adapters.settings import settled
-        from portable.model import build as models
+        from portable.data import recognise_format
+        from portable.model.training_loss import training_loss
         from portable.planner.meta_model import MetaModel
-    model_config = models.model_config(config.model)
-    models.check_length(model_config, config)
     config = settled(config)
-    return MetaModel(training_model(model_config, config), config)
+    with suppress(MissingDataError):  # a machine without the data plans as well
+        kind = recognise_format(config.data, config.model.task, downloads=False)
+        config = config.replaced({"data.format": kind})
+    training_loss(config)  # refuses one that is not there
+    return MetaModel(looked_at(config, absent_data=True)[0].model, config)
 
 
 if __name__ == "__main__":
