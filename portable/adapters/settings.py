@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from converters.adapters.config import MAX_PATTERN, MAX_REPEATS, is_bounded
 from portable.config.keys import plain
 from portable.config.problems import shown
+from portable.config.run_folders import with_exports
 from portable.errors import UserError, one_line, require
 
 if TYPE_CHECKING:
@@ -101,9 +102,12 @@ _TASKS = {
 def settled(config: RunConfig) -> RunConfig:
     """``config`` with the settings of the file that ``adapter.name_or_path`` or ``adapter.config`` names.
 
+    Folders of runs become those of their exported models.
+
     Raises:
         UserError: if the file cannot be used, or contradicts a setting.
     """
+    config = with_exports(config)
     adapter = config.adapter
     key = "adapter.config" if adapter.name_or_path is None else "adapter.name_or_path"
     if adapter.name_or_path is None and adapter.config is None:

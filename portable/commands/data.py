@@ -11,6 +11,7 @@ from converters.commands import DONE, FAILED, REFUSED, command, exit_codes
 from converters.console import say
 from portable.config.arguments import CONFIG_OPTIONS, read_command
 from portable.config.flags import Option
+from portable.config.run_folders import with_exports
 from portable.errors import RunError, UserError, report
 from portable.formatting import human_count
 from portable.paths import place_of
@@ -71,6 +72,7 @@ def run(argv: Sequence[str]) -> int:
         raise UserError("--out: is missing; name a folder or a URL for the tokens")
     number, count = _part(given.get("part", "1/1"))
     out = place_of("--out", given["out"])
+    config = with_exports(config)
     with loading():
         from portable.data.dataset import open_for_making
         from portable.data.making import make

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from portable.config import difference, load_config
 from portable.config.load import MAX_BYTES
+from portable.config.run_folders import CONFIG_FILE
 from portable.errors import UserError, one_line
 from portable.paths import exists, storage_errors
 
@@ -15,11 +16,8 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
     from portable.paths import Place
 
-CONFIG_FILE = "config.yaml"
 PREVIEW_FILE = "data_samples.json"
 """Samples to look at."""
-FINAL = "final"
-"""Folder of the exported model."""
 
 
 @dataclass(frozen=True)

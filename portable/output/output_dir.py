@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from converters.writers.replace_folder import recover
 from portable.checkpoint.store import CheckpointFolder
+from portable.config.run_folders import CONFIG_FILE, FINAL
 from portable.errors import UserError
-from portable.output.existing_run import CONFIG_FILE, FINAL
 from portable.output.lock import locked
 
 if TYPE_CHECKING:

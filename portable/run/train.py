@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from portable.checkpoint.resume_source import resume_source
 from portable.config import dump_yaml
+from portable.config.run_folders import CONFIG_FILE, FINAL
 from portable.data.preview import SHOWN, preview
 from portable.data.samples.loader import worker_died
 from portable.durable import write_durably
 from portable.errors import UserError
 from portable.loop import Cadence, train
-from portable.output.existing_run import CONFIG_FILE, FINAL, PREVIEW_FILE, check_unchanged
+from portable.output.existing_run import PREVIEW_FILE, check_unchanged
 from portable.output.export import recover_export
 from portable.output.hub import Hub, pushes
 from portable.paths import storage_errors

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from transformers import AutoTokenizer
 
+from converters.cli import main as convert
 from portable.cli import main
 from portable.planner.cli import main as plan
 from tests.runs import flags, tiny, write_pretrained
@@ -96,3 +97,40 @@ def test_what_one_refuses_the_others_refuse(
     code, told = said["run"]
     assert code == (0 if refused is None else 2), said
     assert refused is None or (len(told) == 1 and refused in told[0])
+
+
+def test_the_folder_of_a_run_is_its_model(
+    conversations: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], brief_runs: None
+) -> None:
+    def command(name: str, **given: Any) -> list[str]:
+        settings = tiny(tmp_path / name, corpus, train__steps=1, checkpoint__every_steps=None, **given)
+        return flags(
+            {k: v for k, v in settings.items() if k != "model.config" or "model__name_or_path" not in given}
+        )
+
+    def refused(argv: list[str]) -> str:
+        assert main([*argv, "--dry-run"]) == 2
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+        return line
+
+    full, lora = tmp_path / "full", tmp_path / "lora"
+    assert main(command("none", checkpoint__export=False)) == 0
+    remedy = refused(command("x", model__name_or_path=str(tmp_path / "none"))).rpartition(": ")[2]
+    out = str(tmp_path / "converted")
+    assert convert(remedy.removeprefix("portable-convert ").replace("OUT", out).split()) == 0
+    assert main([*command("x", model__name_or_path=out), "--dry-run"]) == 0
+
+    assert main(command("full")) == 0
+    given = {"model__name_or_path": str(full), "data__tokenizer": str(full)}
+    assert main(command("lora", adapter__type="lora", **given)) == 0
+    assert main([*command("next", adapter__name_or_path=str(lora), **given), "--dry-run"]) == 0
+    assert "name_or_path: " + str(lora / "final") in capsys.readouterr().out
+    for name in (lora, lora / "final"):
+        line = refused(command("x", model__name_or_path=str(name)))
+        assert (
+            f"set model.name_or_path to {full / 'final'} and adapter.name_or_path to {lora / 'final'};"
+            in line
+        )
+        merging = line.rpartition(": ")[2].removeprefix("portable-convert ")
+    assert convert(merging.replace("OUT", str(tmp_path / "merged")).split()) == 0
+    assert main([*command("y", model__name_or_path=str(tmp_path / "merged")), "--dry-run"]) == 0
