@@ -515,7 +515,7 @@ def _memory(config: RunConfig) -> Iterator[ConflictError]:
 
 def _deepspeed(config: RunConfig) -> Iterator[ConflictError]:
     # The JSON's stage overrides a default strategy; only a strategy that was set can conflict.
-    chosen = config.is_set("strategy")
+    chosen = config.is_set("strategy") and config.backend != "xla"  # which ignores the JSON
     if config.deepspeed.config is not None and chosen and config.strategy not in (*ZERO, "no_shard"):
         yield ConflictError(
             ("deepspeed.config", "strategy"),

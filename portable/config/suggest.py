@@ -279,8 +279,8 @@ FAMILIES = {
 }
 """The same for prefixes of names."""
 
+IN_PLACE_OF_A_SECTION = {"adapter": {"qlora": "{type: lora, base: nf4}"}}
 WORDS = {
-    "adapter": {"qlora": "{type: lora, base: nf4}"},
     "log.trackers": {"none": "[], which is none", "all": "a list of those to use"},
     "memory.activation_checkpointing": {"true": "full", "block": "full", "offload": "full"},
     "model.attention": {

@@ -21,7 +21,7 @@ from portable.planner.memory_model import Cluster, Setting
 from portable.planner.plan import Planner, Target
 from portable.planner.tables import as_json, as_text, next_reductions
 from portable.registry import PLANNED_FOR_AUTO, CompileTarget, backend_package
-from portable.terminal import loading
+from portable.terminal import loading, tell
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -193,6 +193,8 @@ def _target(config: RunConfig, given: dict[str, Any]) -> tuple[RunConfig, Target
             f"among {count} devices; set it to {-(-config.train.global_batch_size // count) * count}"
         )
     config = backend_package(backend).footprint().adopt(config.replaced({"backend": backend}), target.cluster)
+    for note in backend_package(backend).notes(config):
+        tell(f"note: {note}")
     if config.precision == "auto":
         config = config.replaced({"precision": "fp32" if device and not device.bf16 else "bf16"})
     return config, target

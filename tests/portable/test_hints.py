@@ -13,7 +13,7 @@ import yaml
 import portable
 from portable.config import RunConfig, keys, load_config
 from portable.config.arguments import TRAIN_OPTIONS
-from portable.config.suggest import ELSEWHERE, FAMILIES, WORDS
+from portable.config.suggest import ELSEWHERE, FAMILIES, IN_PLACE_OF_A_SECTION, WORDS
 from portable.errors import UserError
 
 if TYPE_CHECKING:
@@ -84,7 +84,8 @@ def test_what_hints_say_is_not_there() -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "word", "meant"), [(k, w, m) for k, one in WORDS.items() for w, m in one.items()]
+    ("key", "word", "meant"),
+    [(k, w, m) for k, one in {**WORDS, **IN_PLACE_OF_A_SECTION}.items() for w, m in one.items()],
 )
 def test_a_word_that_is_meant_is_one(key: str, word: str, meant: str) -> None:
     with pytest.raises(UserError) as refused:
