@@ -10,6 +10,7 @@ import re
 import signal
 import sys
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from converters.commands import BY_SIGNAL, DONE, REFUSED, ShowVersion, command, exit_codes
@@ -42,30 +43,36 @@ _LOOKING = ("inspect", "diff")
 # Seconds after SIGTERM within which clean-up must finish.
 _CLEANUP_SECONDS = 20
 
+_USAGE = """\
+portable-convert SRC OUT [options]
+       portable-convert inspect SRC [--stats] [--json]
+       portable-convert diff A B [--json]"""
+
 _DESCRIPTION = """\
 Turn a training checkpoint into a folder that from_pretrained loads.
 
-SRC may be a run folder (its newest complete step is converted), one step, a folder of shards, or one
-file. The format is detected. Tensors are streamed, so memory use does not grow with the model. SRC is
-never changed, and OUT appears complete or not at all. Both may be URLs of an object store (s3://, gs://).
+SRC may be a run folder (its newest complete step is converted), one step, a
+folder of shards, or one file. The format is detected. Tensors are streamed, so
+memory use does not grow with the model. SRC is never changed, and OUT appears
+complete or not at all. Both may be URLs of an object store (s3://, gs://).
 """
 
 _EXAMPLES = """\
 examples:
-  portable-convert runs/quickstart out/                    newest step, values unchanged
-  portable-convert runs/quickstart out/ --tag step-000100  a given step
-  portable-convert s3://bucket/run s3://bucket/model       between object stores, without a local copy
-  portable-convert ckpt/ out/ --dtype bfloat16             half the size, for inference
-  portable-convert zero/ out/ --config-from org/model      config and tokenizer from the base model
-  portable-convert ckpt/ out/ --optimizer                  the optimizer state too
-  portable-convert ckpt/ out/ --to dcp --optimizer         for torch.distributed.checkpoint
-  portable-convert ckpt/ out/ --to gguf --dtype q8_0       for llama.cpp
-  portable-convert lora/ out/                              an adapter, as PeftModel.from_pretrained loads it
-  portable-convert lora/ out/ --merge-into base/           the base model with the adapter merged into it
-  portable-convert ckpt/ out/ --dry-run                    show what would be written
-  portable-convert ckpt/ out/ --verify                     read OUT back and compare it with SRC
-  portable-convert inspect ckpt/ --stats                   what it holds, tensor by tensor; --json
-  portable-convert diff ckpt/ out/                         which tensors differ, and by how much
+  portable-convert runs/x out/                     newest step, values unchanged
+  portable-convert runs/x out/ --tag step-000100   a given step
+  portable-convert s3://b/run s3://b/model         between object stores
+  portable-convert ckpt/ out/ --dtype bfloat16     half the size, for inference
+  portable-convert zero/ out/ --config-from org/m  config.json of the base model
+  portable-convert ckpt/ out/ --optimizer          the optimizer state too
+  portable-convert ckpt/ out/ --to dcp --optimizer for torch.distributed
+  portable-convert ckpt/ out/ --to gguf            for llama.cpp
+  portable-convert lora/ out/                      an adapter, as peft loads it
+  portable-convert lora/ out/ --merge-into base/   base and adapter as one model
+  portable-convert ckpt/ out/ --dry-run            show what would be written
+  portable-convert ckpt/ out/ --verify             compare OUT with SRC
+  portable-convert inspect ckpt/ --stats           what it holds; --json
+  portable-convert diff ckpt/ out/                 which tensors differ
 
 then:
   AutoModelForCausalLM.from_pretrained("out/")
@@ -82,6 +89,7 @@ def parser_of() -> argparse.ArgumentParser:
     """The parser of `portable-convert`."""
     parser = _Parser(
         prog="portable-convert",
+        usage=_USAGE,
         description=_DESCRIPTION,
         epilog=_EXAMPLES + exit_codes(DONE, REFUSED, BY_SIGNAL),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -239,9 +247,9 @@ def _convert(options: argparse.Namespace) -> int:
         expand=options.expand,
     )
     if not options.quiet:
-        say(fitted(_done(checkpoint, plan, out, verified=options.verify), sys.stdout))
+        say(fitted(_done(checkpoint, plan, source, out, verified=options.verify), sys.stdout))
         if (loader := _loader(plan, out, options)) is not None:
-            say(fitted(f"  load it with {printable(loader)}", sys.stdout))
+            say(fitted(f"  {printable(loader)}", sys.stdout))
     _note_config(plan, source, options)
     return 0
 
@@ -310,7 +318,7 @@ def _note_config(plan: Plan, source: Place, options: argparse.Namespace) -> None
         )
 
 
-def _done(checkpoint: Checkpoint, plan: Plan, out: Place, *, verified: bool) -> str:
+def _done(checkpoint: Checkpoint, plan: Plan, asked: Place, out: Place, *, verified: bool) -> str:
     """What was read and written: `deepspeed ZeRO-3, 4 ranks, step 3 → out: 26 tensors, 63.10 kB, float32`."""
     from converters.tensors.dtypes import TO_TORCH
 
@@ -319,7 +327,10 @@ def _done(checkpoint: Checkpoint, plan: Plan, out: Place, *, verified: bool) -> 
     source = [f"{checkpoint.format} ZeRO-{stage}" if stage else checkpoint.format]
     if isinstance(ranks := about.get("world_size"), int):
         source.append("1 rank" if ranks == 1 else f"{ranks} ranks")
-    source += [f"step {about['step']}"] if "step" in about else []
+    if "step" in about:
+        source.append(f"step {about['step']}")
+    elif asked.resolve() != checkpoint.root.resolve():
+        source.append(checkpoint.root.name)
     entries = [entry for file in plan.files for entry in file.entries]
     dtypes = sorted({TO_TORCH[entry.dtype] for entry in entries})
     written = [
@@ -332,11 +343,14 @@ def _done(checkpoint: Checkpoint, plan: Plan, out: Place, *, verified: bool) -> 
 
 
 def _loader(plan: Plan, out: Place, options: argparse.Namespace) -> str | None:
-    """The Python expression that loads what was written, if a library's own does."""
+    """How to load what was written, if a library's own function does: those take local folders only."""
     if options.to != "safetensors":
         return None
+    how, folder = "load it with", options.out
+    if not isinstance(out, Path):
+        how, folder = "copy it to a folder, and load it with", "FOLDER"
     if ADAPTER_CONFIG in plan.names:
-        return f'PeftModel.from_pretrained(base, "{options.out}")'
+        return f'{how} PeftModel.from_pretrained(base, "{folder}")'
     if "config.json" not in plan.names:
         return None
     try:
@@ -344,7 +358,7 @@ def _loader(plan: Plan, out: Place, options: argparse.Namespace) -> str | None:
     except (ValueError, LookupError, TypeError, RecursionError):
         found = None
     name = found if isinstance(found, str) and found.isidentifier() else "AutoModel"
-    return f'transformers.{name}.from_pretrained("{options.out}")'
+    return f'{how} transformers.{name}.from_pretrained("{folder}")'
 
 
 def _describe(checkpoint: Checkpoint, plan: Plan, out: Place) -> str:

@@ -62,13 +62,13 @@ def dry_run(settled: Settled) -> int:
     rows += memory_rows(planner)
     for line in _notes(settled, backend, assembled, data, plan):
         tell(line)
+    say("# The config with every setting")
+    say(dump_yaml(config))
+    if config.came_from:
+        say("# Where it was set; all else is a default, or follows from these")
+        say(table(list(config.came_from.items())) + "\n")
     say("# What this run will do")
     say(table(rows, columns(sys.stdout)))
-    if config.came_from:
-        say("\n# Where it was set; all else is a default, or follows from these")
-        say(table(list(config.came_from.items())))
-    say("\n# The config with every setting")
-    say(dump_yaml(config))
     return 0
 
 

@@ -68,7 +68,12 @@ def recognise_format(settings: DataConfig, task: str, *, downloads: bool = True)
     if settings.format != "auto" or settings.source is None or task != CAUSAL:
         return "text" if task != CAUSAL or settings.source is None else settings.format
     source = source_of(settings, task, cache_dir(settings), remember=False)
-    return "auto" if source.downloads and not downloads else source.recognised(fields_of(settings, task))
+    if source.downloads and not downloads:
+        return "auto"
+    kind = source.recognised(fields_of(settings, task))
+    if kind == "text" and (settings.chat_template or settings.train_on or settings.split_turns):
+        source.check()  # what the records lack comes before a setting that texts have no use for
+    return kind
 
 
 def recognised(

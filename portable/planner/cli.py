@@ -31,14 +31,16 @@ if TYPE_CHECKING:
     from portable.planner.plan import Option as Planned
 
 USAGE = f"""\
-usage: portable-plan [--config FILE.yaml] [--device NAME] [--devices N] [--compile] [--json] [--KEY VALUE ...]
+usage: portable-plan [--config FILE.yaml] [--device NAME] [--devices N]
+                     [--compile] [--json] [--KEY VALUE ...]
 
-Show what a config needs before a machine is rented: memory of devices and hosts under each strategy, the size
-of a checkpoint, bytes sent in a step, and the recommended setting. Loads no weights.
+Show what a config needs before a machine is rented: memory of devices and hosts
+under each strategy, the size of a checkpoint, bytes sent in a step, and the
+recommended setting. Loads no weights.
 
 examples:
   portable-plan --config run.yaml --device h100 --devices 8
-  portable-plan --model.name_or_path meta-llama/Llama-3.1-8B --device v5e --devices 16
+  portable-plan --model.name_or_path org/model --device v5e --devices 16
   portable-plan --config run.yaml --device-memory 24GB --json
   portable-plan --config run.yaml --device v5e --devices 16 --compile
 

@@ -240,5 +240,11 @@ def notes_on(
             f"note: data.num_workers: {workers} processes on {human_count(count, 'core')}, and each takes "
             "seconds to start; 0 is a thread"
         )
+    step = settled.config.train.global_batch_size
+    if data.train_samples is not None and 0 < data.train_samples < step:
+        lines.append(
+            f"note: train.global_batch_size: a step takes {step} samples and the data has "
+            f"{data.train_samples}: each comes more than once in a step"
+        )
     lines += [f"warning: {warning}" for warning in data.warnings]
     return lines

@@ -275,6 +275,7 @@ def new_reporter(prepared: Prepared, opened: Open, save_at: Callable[[Progress],
             "model": prepared.architecture,
             "parameters": prepared.parameters,
             "trained": prepared.trained,
+            "steps": prepared.steps,
             "source": str(source) if source is not None else None,
         },
     )
