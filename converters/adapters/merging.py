@@ -27,7 +27,7 @@ from converters.fingerprints import fingerprint
 from converters.names.tied_weights import EMBEDDINGS, HEADS, same_values
 from converters.storage.guarded import read_small_table
 from converters.tensors.casting import cast_dtype, parse_dtype
-from converters.tensors.computed import computed
+from converters.tensors.computed import computed, grown
 from converters.tensors.dtypes import CASTABLE
 
 if TYPE_CHECKING:
@@ -397,14 +397,16 @@ class _Merge:
         if rows is None:
             raise CheckpointError(f"{self.config.path}: names no trainable tokens of {module.path}")
         found = self._find(live)
-        whole = found.whole
-        if (
-            whole is None
-            or values.shape != (len(rows), *found.shape[1:])
-            or max(rows, default=0) >= found.shape[0]
-        ):
+        whole, old = found.whole, found.shape[0]
+        new = sorted(row for row in rows if row >= old)  # of tokens that the base does not have
+        fits = values.shape == (len(rows), *found.shape[1:]) and new == list(range(old, old + len(new)))
+        if whole is None or not fits:
             raise self._misfit(live, found.shape, values)
-        self._change(whole, 1).edits.append(ReplaceRows(rows, partial(self._matrix, values)))
+        change = self._change(whole, 1)
+        if new:
+            change.source = grown(self.base.tensors[self.ties.get(whole, whole)], old + len(new))
+            self.config_changes["vocab_size"] = old + len(new)
+        change.edits.append(ReplaceRows(rows, partial(self._matrix, values)))
 
     def _matrix(self, tensor: Tensor) -> Array:
         return self._vector(tensor, 1.0).reshape(tensor.shape)
@@ -510,10 +512,8 @@ class _Merge:
         if self.config.tie:  # peft gives both the same change
             return theirs is not None
         if mine is None and theirs is not None:
-            if all(isinstance(edit, ReplaceRows) for edit in theirs.edits) and theirs.source is None:
-                return True
-            resized = theirs.source is not None and theirs.source.shape[0] != self._rows_of(alias)
-            return resized and not theirs.edits
+            resized = theirs.source is None or theirs.source.shape[0] != self._rows_of(alias)
+            return resized and all(isinstance(edit, ReplaceRows) for edit in theirs.edits)
         if mine is not None and theirs is not None and not mine.edits and not theirs.edits:
             assert mine.source is not None
             assert theirs.source is not None

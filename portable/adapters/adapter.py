@@ -24,7 +24,7 @@ from converters import (
 )
 from converters.adapters.names import part_of, replaced
 from converters.errors import printable
-from portable.adapters.initial import NAME, initial_values
+from portable.adapters.initial import NAME, Rows, initial_values
 from portable.adapters.settings import CONFIG_FILE, WEIGHTS_FILES, as_json, folder_of, peft_config
 from portable.durable import write_durably
 from portable.errors import UserError, one_line, require
@@ -327,6 +327,7 @@ def adapt(model: PreTrainedModel, model_config: PretrainedConfig, config: RunCon
     _check_targets(model, settings, config)
     _check_ties(model, settings)
     _check_grown(model, settings)
+    _check_tokens(model, settings)
     blueprint = Blueprint.of(model)
     before = {id(tensor): name for name, tensor in state_tensors(model).items()}
     try:
@@ -336,6 +337,7 @@ def adapt(model: PreTrainedModel, model_config: PretrainedConfig, config: RunCon
     except (ValueError, TypeError, NotImplementedError, AttributeError) as error:
         reason = one_line(error)
         raise UserError(f"adapter: {type(model).__name__}: {reason}; change the section adapter") from error
+    _prepare_tokens(model)
     names = _base_names(model, before)
     adapter = Adapter(config, settings, blueprint, model, names)
     _freeze(model, names, _base_dtype(config))
@@ -345,6 +347,8 @@ def adapt(model: PreTrainedModel, model_config: PretrainedConfig, config: RunCon
         if type(module) is peft.tuners.lora.dora.DoraLinearLayer:
             module.get_lora_weight = _product
     for name, (lengths, _) in adapter._lengths.items():
+        if isinstance(lengths, Rows):
+            continue
         lengths.dtype = model.get_submodule(name.partition(".lora_magnitude_vector.")[0]).weight.dtype
     return adapter
 
@@ -502,16 +506,75 @@ def _check_grown(model: PreTrainedModel, settings: Any) -> None:
         return
     tables = [model.get_input_embeddings(), model.get_output_embeddings()]
     names = [name for name, module in model.named_modules() if any(module is table for table in tables)]
-    saved = settings.modules_to_save or ()
-    lost = [name for name in names if not any(f".{name}".endswith(f".{one}") for one in saved)]
+    new = set(range(model.__dict__["grown_from"], tables[0].weight.shape[0]))
+    held = {*(settings.modules_to_save or ())}
+    held |= {name for name, tokens in _tokens_of(model, settings).items() if new <= set(tokens)}
     tied = any(tied_names(model).get(f"{name}.weight") for name in names)
-    tails = ", ".join(name.rpartition(".")[2] for name in names)
-    remedy = "all weights, without adapter.type" if tied else f"them: adapter.modules_to_save: [{tails}]"
+    lost = [name for name in names if not any(f".{name}".endswith(f".{one}") for one in held)]
+    lost = [] if tied and len(lost) < len(names) else lost
+    tails = [name.rpartition(".")[2] for name in names]
+    remedy = f"adapter.modules_to_save: [{', '.join(tails)}]"
+    if tied or getattr(settings, "trainable_token_indices", None) is not None:
+        remedy = (
+            f"adapter.trainable_token_indices: {sorted(new) if tied else dict.fromkeys(tails, sorted(new))}"
+        )
     require(
         not lost,
         f"data.added_tokens: adds rows to {' and '.join(names)}, which the adapter would not hold; train "
-        f"{remedy}",
+        f"them: {remedy}",
     )
+
+
+def _tokens_of(model: PreTrainedModel, settings: Any) -> dict[str, list[int]]:
+    """The tokens whose rows are trained, by the name of the table."""
+    given = getattr(settings, "trainable_token_indices", None) or {}
+    if isinstance(given, dict):
+        return given
+    table = model.get_input_embeddings()
+    return {next(name for name, module in model.named_modules() if module is table): given}
+
+
+def _check_tokens(model: PreTrainedModel, settings: Any) -> None:
+    """Raise UserError for trained tokens that a table does not have, or that are named twice."""
+    modules = dict(model.named_modules())
+    tables = [name for name, module in modules.items() if isinstance(module, nn.Embedding | nn.Linear)]
+    for name, tokens in _tokens_of(model, settings).items():
+        _check_names("trainable_token_indices", [name], tables, tables)
+        weight: Any = next(modules[one].weight for one in tables if f".{one}".endswith(f".{name}"))
+        require(
+            max(tokens) < weight.shape[0] and len(set(tokens)) == len(tokens),
+            f"adapter.trainable_token_indices: {name} has the tokens 0 to {weight.shape[0] - 1}, each once; "
+            f"correct {tokens}",
+        )
+
+
+def _prepare_tokens(model: PreTrainedModel) -> None:
+    """Have trained rows put into their table without a wait for the device, and no second copy."""
+    from peft.tuners.trainable_tokens import TrainableTokensLayer
+
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, TrainableTokensLayer)]
+    for layer in layers:
+        layer.trainable_tokens_original = nn.ParameterDict()
+        layer.get_merged_weights = _WithRows(layer)
+
+
+class _WithRows:
+    """The table of a module with its trained rows. peft sends their numbers to the device in each pass."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._numbers: dict[torch.device, Tensor] = {}
+
+    def __call__(self, active: Sequence[str]) -> Tensor:
+        table: Tensor = self._module.base_layer.weight
+        for name in active:
+            if table.device not in self._numbers:
+                self._numbers[table.device] = torch.tensor(
+                    self._module.token_indices[name], device=table.device
+                )
+            rows = self._module.trainable_tokens_delta[name].to(table.dtype)
+            table = table.index_copy(0, self._numbers[table.device], rows)
+        return table
 
 
 # -- names ---------------------------------------------------------------------------------------------------

@@ -33,6 +33,8 @@ KINDS: dict[str, dict[str, str]] = {
         "target_modules": "target_modules",
         "target_parameters": "target_parameters",
         "modules_to_save": "modules_to_save",
+        "trainable_token_indices": "trainable_token_indices",
+        "ensure_weight_tying": "ensure_weight_tying",
         "layers": "layers_to_transform",
         "bias": "bias",
         "init": "init_lora_weights",

@@ -189,6 +189,12 @@ def _adapter(config: RunConfig) -> Iterator[ConflictError]:
                     f"{key} does not work with adapter.base {adapter.base}; set it to false, or "
                     "adapter.base to auto",
                 )
+    if adapter.trainable_token_indices is not None and config.strategy == "zero3":
+        yield ConflictError(
+            ("adapter.trainable_token_indices", "strategy"),
+            "adapter.trainable_token_indices does not work with strategy zero3, whose tables are "
+            "not whole where rows are put into them; use full_shard",
+        )
     if config.strategy in ZERO and adapter.base == "fp32" and config.precision in ("bf16", "fp16"):
         yield ConflictError(
             ("adapter.base", "strategy"),
