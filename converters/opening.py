@@ -105,8 +105,6 @@ def _locate(root: Place, tag: str | None, verify: bool) -> tuple[Format, Source]
             return found, source
     found = detect(source)
     if found is not None and (tag is None or found.tags):
-        if tag is None and found.tags:
-            _check_one_kind(root, found, steps, verify)
         return found, source
     if tag is not None:
         known = ", ".join(step.name for _, step in steps[:8]) or "none"
@@ -117,17 +115,6 @@ def _locate(root: Place, tag: str | None, verify: bool) -> tuple[Format, Source]
         if found is not None:
             return found, candidate
     raise CheckpointError(_why_not(Source(steps[0][1], None, verify) if steps else source))
-
-
-def _check_one_kind(root: Place, found: Format, steps: list[tuple[int, Place]], verify: bool) -> None:
-    """Raise CheckpointError if `root` has steps of another program beside those of `found`."""
-    for step in {step.name.rstrip("0123456789"): step for _, step in reversed(steps)}.values():
-        other = detect(Source(_inside(root, step), None, verify))
-        if other is not None and other.name != found.name:
-            raise CheckpointError(
-                f"{root}: holds checkpoints of {found.name}, and {step.name} of {other.name}; "
-                "choose one with --tag"
-            )
 
 
 def _inside(root: Place, step: Place) -> Place:

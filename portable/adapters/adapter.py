@@ -326,8 +326,7 @@ def adapt(model: PreTrainedModel, model_config: PretrainedConfig, config: RunCon
     settings = peft_config(config, getattr(model_config, "_commit_hash", None), heads)
     _check_targets(model, settings, config)
     _check_ties(model, settings)
-    _check_grown(model, settings)
-    _check_tokens(model, settings)
+    tied = any(tied_names(model).values())
     blueprint = Blueprint.of(model)
     before = {id(tensor): name for name, tensor in state_tensors(model).items()}
     try:
@@ -337,7 +336,7 @@ def adapt(model: PreTrainedModel, model_config: PretrainedConfig, config: RunCon
     except (ValueError, TypeError, NotImplementedError, AttributeError) as error:
         reason = one_line(error)
         raise UserError(f"adapter: {type(model).__name__}: {reason}; change the section adapter") from error
-    _prepare_tokens(model)
+    _prepare_tokens(model, tied)
     names = _base_names(model, before)
     adapter = Adapter(config, settings, blueprint, model, names)
     _freeze(model, names, _base_dtype(config))
@@ -500,62 +499,43 @@ def _check_ties(model: PreTrainedModel, settings: Any) -> None:
             )
 
 
-def _check_grown(model: PreTrainedModel, settings: Any) -> None:
-    """Raise UserError if rows were added for ``data.added_tokens`` which the adapter would not hold."""
-    if model.__dict__.get("grown_from") is None:
+def _prepare_tokens(model: PreTrainedModel, tied: bool) -> None:
+    """Check the tokens whose rows are trained, and put the rows in without a wait for the device.
+
+    Raises:
+        UserError: for tokens that a table does not have or that are named twice, and if rows were added for
+            ``data.added_tokens`` which the adapter would not hold.
+    """
+    trained: dict[str, list[int]] = {}
+    layers: list[tuple[str, Any]] = [*model.named_modules()]
+    for name, layer in layers:
+        if hasattr(layer, "trainable_tokens_delta"):
+            layer.trainable_tokens_original = nn.ParameterDict()  # a second copy of the rows
+            layer.get_merged_weights = _WithRows(layer)
+            table, count = name.removesuffix(".token_adapter"), layer.base_layer.weight.shape[0]
+            trained[table] = tokens = layer.token_indices[NAME]
+            require(
+                max(tokens) < count and len(set(tokens)) == len(tokens),
+                f"adapter.trainable_token_indices: {table} has the tokens 0 to {count - 1}, each once; "
+                f"correct {tokens}",
+            )
+    old = model.__dict__.get("grown_from")
+    if old is None:
         return
-    tables = [model.get_input_embeddings(), model.get_output_embeddings()]
-    names = [name for name, module in model.named_modules() if any(module is table for table in tables)]
-    new = set(range(model.__dict__["grown_from"], tables[0].weight.shape[0]))
-    held = {*(settings.modules_to_save or ())}
-    held |= {name for name, tokens in _tokens_of(model, settings).items() if new <= set(tokens)}
-    tied = any(tied_names(model).get(f"{name}.weight") for name in names)
-    lost = [name for name in names if not any(f".{name}".endswith(f".{one}") for one in held)]
-    lost = [] if tied and len(lost) < len(names) else lost
-    tails = [name.rpartition(".")[2] for name in names]
-    remedy = f"adapter.modules_to_save: [{', '.join(tails)}]"
-    if tied or getattr(settings, "trainable_token_indices", None) is not None:
-        remedy = (
-            f"adapter.trainable_token_indices: {sorted(new) if tied else dict.fromkeys(tails, sorted(new))}"
-        )
+    new = list(range(old, model.config.get_text_config().vocab_size))
+    tables = (model.get_input_embeddings(), model.get_output_embeddings())
+    names = {name: layer for name, layer in layers if any(layer is table for table in tables)}
+    lost = [
+        name
+        for name, layer in names.items()
+        if not (hasattr(layer, "modules_to_save") or {*new} <= {*trained.get(name, ())})
+    ]
+    saved = f"modules_to_save: [{', '.join(name.rpartition('.')[2] for name in names)}]"
     require(
         not lost,
         f"data.added_tokens: adds rows to {' and '.join(names)}, which the adapter would not hold; train "
-        f"them: {remedy}",
+        f"them: adapter.{f'trainable_token_indices: {new}' if tied else saved}",
     )
-
-
-def _tokens_of(model: PreTrainedModel, settings: Any) -> dict[str, list[int]]:
-    """The tokens whose rows are trained, by the name of the table."""
-    given = getattr(settings, "trainable_token_indices", None) or {}
-    if isinstance(given, dict):
-        return given
-    table = model.get_input_embeddings()
-    return {next(name for name, module in model.named_modules() if module is table): given}
-
-
-def _check_tokens(model: PreTrainedModel, settings: Any) -> None:
-    """Raise UserError for trained tokens that a table does not have, or that are named twice."""
-    modules = dict(model.named_modules())
-    tables = [name for name, module in modules.items() if isinstance(module, nn.Embedding | nn.Linear)]
-    for name, tokens in _tokens_of(model, settings).items():
-        _check_names("trainable_token_indices", [name], tables, tables)
-        weight: Any = next(modules[one].weight for one in tables if f".{one}".endswith(f".{name}"))
-        require(
-            max(tokens) < weight.shape[0] and len(set(tokens)) == len(tokens),
-            f"adapter.trainable_token_indices: {name} has the tokens 0 to {weight.shape[0] - 1}, each once; "
-            f"correct {tokens}",
-        )
-
-
-def _prepare_tokens(model: PreTrainedModel) -> None:
-    """Have trained rows put into their table without a wait for the device, and no second copy."""
-    from peft.tuners.trainable_tokens import TrainableTokensLayer
-
-    layers: list[Any] = [module for module in model.modules() if isinstance(module, TrainableTokensLayer)]
-    for layer in layers:
-        layer.trainable_tokens_original = nn.ParameterDict()
-        layer.get_merged_weights = _WithRows(layer)
 
 
 class _WithRows:

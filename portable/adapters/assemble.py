@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.adapters.adapter import adapt
-from portable.data import DataSizes, inspect_data
-from portable.errors import MissingDataError
+from portable.data import inspect_data
 from portable.model import build as models
 from portable.model.document_attention import check_documents
 from portable.model.groups import groups_of
@@ -19,27 +17,18 @@ if TYPE_CHECKING:
 
     from portable.adapters.adapter import Adapter
     from portable.config import RunConfig
-    from portable.data import Data
+    from portable.data import Data, DataSizes
 
 
-@dataclass(frozen=True)
-class Assembled:
-    """A model on the meta device, with its adapter.
-
-    Attributes:
-        model: as it is trained.
-        adapter: in ``model``; None if all of it is trained.
-        aligned: the special tokens of a pretrained model that the tokenizer's replace, for the user.
-    """
+class Assembled(NamedTuple):
+    """A model on the meta device, with its adapter."""
 
     model: PreTrainedModel
+    """As it is trained."""
     adapter: Adapter | None
+    """In ``model``; None if all of it is trained."""
     aligned: list[str]
-
-    @property
-    def base(self) -> PreTrainedModel:
-        """The model without its adapter."""
-        return self.model if self.adapter is None else self.adapter.blueprint.model
+    """The special tokens of a pretrained model that the tokenizer's replace, for the user."""
 
 
 def assemble(
@@ -69,7 +58,7 @@ def assemble(
     model.__dict__["grown_from"] = grown_from
     for key, value in model.__dict__.get("changed_config", {}).items():  # by model.function
         setattr(model_config, key, value)
-    models.check_vocabulary(model, size, None if config.model.name_or_path is None else tokenizer)
+    models.check_vocabulary(model, size, config)
     aligned: list[str] = []
     if tokenizer is not None:
         aligned = special_tokens.align(model, tokenizer, data.target_frame, data.end_of_turn)
@@ -81,12 +70,8 @@ def assemble(
     return Assembled(model, adapter, [] if config.model.name_or_path is None else aligned)
 
 
-def looked_at(config: RunConfig, *, absent_data: bool = False) -> tuple[Assembled, DataSizes]:
+def looked_at(config: RunConfig) -> tuple[Assembled, DataSizes]:
     """The model of a run, and what is known of its data without writing or downloading any.
-
-    Args:
-        config: of the run.
-        absent_data: whether files of the data may be missing.
 
     Raises:
         UserError: for what a run refuses.
@@ -95,12 +80,7 @@ def looked_at(config: RunConfig, *, absent_data: bool = False) -> tuple[Assemble
     models.check_length(model_config, config)
     problem_of(model_config, config.model)  # refuses what a run refuses
     special_tokens = SpecialTokens(model_config, config.model)
-    try:
-        data = inspect_data(config.data, task=config.model.task, **tokenizer_hints(config, model_config))
-    except MissingDataError:
-        if not absent_data:
-            raise
-        data = DataSizes("", "", None, config.data.seq_len, config.data.packing)
+    data = inspect_data(config.data, task=config.model.task, **tokenizer_hints(config, model_config))
     return assemble(config, model_config, special_tokens, data.opened, data), data
 
 

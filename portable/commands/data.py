@@ -11,7 +11,6 @@ from converters.commands import DONE, FAILED, REFUSED, command, exit_codes
 from converters.console import say
 from portable.config.arguments import CONFIG_OPTIONS, read_command
 from portable.config.flags import Option
-from portable.config.run_folders import with_exports
 from portable.errors import RunError, UserError, report
 from portable.formatting import human_count
 from portable.paths import place_of
@@ -74,11 +73,12 @@ def run(argv: Sequence[str]) -> int:
         raise UserError("--out: is missing; name a folder or a URL for the tokens")
     number, count = _part(given.get("part", "1/1"))
     out = place_of("--out", given["out"])
-    config = with_exports(config)
     with loading():
+        from portable.adapters.settings import with_exports
         from portable.data.dataset import open_for_making
         from portable.data.making import make
         from portable.data.tokens.parallel import cores
+    config = with_exports(config)
     reading, sources = open_for_making(
         config.data,
         task=config.model.task,

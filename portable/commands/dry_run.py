@@ -80,7 +80,8 @@ def _notes(
     plan: BatchPlan,
 ) -> list[str]:
     """What the run will print before its first step, as far as it is known without a download."""
-    config, model, weights = settled.config, assembled.base, []
+    config, adapter, weights = settled.config, assembled.adapter, []
+    model = assembled.model if adapter is None else adapter.blueprint.model
     name = config.model.name_or_path
     # A classifier's head has as many rows as the data has labels, which are not counted yet.
     if name is not None and not config.model.from_scratch and Path(name).is_dir():

@@ -15,11 +15,10 @@ from portable.checkpoint.resume_source import checkpoint_of
 from portable.checkpoint.trainer_state import STATE_FILE, TrainerState
 from portable.config import load_config
 from portable.config.run_config import Strategy
-from portable.config.run_folders import CONFIG_FILE
 from portable.errors import DamagedError, UserError, one_line
 from portable.formatting import human_bytes, human_count, table
 from portable.output.existing_run import existing_run
-from portable.paths import exists, place_of, storage_errors
+from portable.paths import CONFIG_FILE, exists, place_of, storage_errors
 from portable.registry import backend_package, resolve_backend
 
 if TYPE_CHECKING:

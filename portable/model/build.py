@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import difflib
-import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -305,26 +304,17 @@ def grow_vocabulary(config: PretrainedConfig, tokens: int, run: RunConfig) -> in
     return rows
 
 
-def check_vocabulary(model: PreTrainedModel, tokenizer_size: int, of_pretrained: Any = None) -> None:
-    """Raise UserError if the tokenizer has ids beyond the rows of the embedding.
-
-    Args:
-        model: on any device.
-        tokenizer_size: one more than the largest id.
-        of_pretrained: the tokenizer, where the model has a config that cannot be changed.
-    """
+def check_vocabulary(model: PreTrainedModel, tokenizer_size: int, run: RunConfig) -> None:
+    """Raise UserError if the tokenizer has ids beyond the rows of the embedding."""
     table = token_embedding(model)
-    if table is None or tokenizer_size <= (rows := table.shape[0]):
-        return
-    remedy = f"set model.config.vocab_size to at least {tokenizer_size}"
-    if of_pretrained is not None:
-        beyond = of_pretrained.convert_ids_to_tokens(list(range(rows, min(rows + 4, tokenizer_size))))
-        tokens = json.dumps(beyond, ensure_ascii=False)
-        remedy = f"set data.added_tokens to {tokens}, so that it gets their rows,"
-    raise UserError(
-        f"data.tokenizer: it has {tokenizer_size} tokens, but the model's vocabulary has {rows}; {remedy} or "
-        "choose another tokenizer"
-    )
+    if table is not None and tokenizer_size > (rows := table.shape[0]):
+        remedy = f"set model.config.vocab_size to at least {tokenizer_size}"
+        if run.model.name_or_path is not None:  # whose config cannot be changed
+            remedy = f"name its last {tokenizer_size - rows} in data.added_tokens, so that they get rows,"
+        raise UserError(
+            f"data.tokenizer: it has {tokenizer_size} tokens, but the model's vocabulary has {rows}; "
+            f"{remedy} or choose another tokenizer"
+        )
 
 
 def positions(config: PretrainedConfig) -> int | None:

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 from portable.config import difference, load_config
 from portable.config.load import MAX_BYTES
-from portable.config.run_folders import CONFIG_FILE
 from portable.errors import UserError, one_line
-from portable.paths import exists, storage_errors
+from portable.paths import CONFIG_FILE, exists, storage_errors
 
 if TYPE_CHECKING:
     from portable.config import RunConfig

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import sys
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from converters.commands import DONE, REFUSED, command, exit_codes
@@ -204,17 +203,22 @@ def _target(config: RunConfig, given: dict[str, Any]) -> tuple[RunConfig, Target
 
 def _meta_model(config: RunConfig) -> MetaModel:
     with loading():
+        from portable.adapters.adapter import training_model
         from portable.adapters.assemble import looked_at
         from portable.adapters.settings import settled
         from portable.data import recognise_format
+        from portable.model.build import model_config
         from portable.model.training_loss import training_loss
         from portable.planner.meta_model import MetaModel
     config = settled(config)
-    with suppress(MissingDataError):  # a machine without the data plans as well
+    training_loss(config)  # refuses one that is not there
+    try:
         kind = recognise_format(config.data, config.model.task, downloads=False)
         config = config.replaced({"data.format": kind})
-    training_loss(config)  # refuses one that is not there
-    return MetaModel(looked_at(config, absent_data=True)[0].model, config)
+        model = looked_at(config)[0].model
+    except MissingDataError:  # a machine without the data plans as well
+        model = training_model(model_config(config.model), config)
+    return MetaModel(model, config)
 
 
 if __name__ == "__main__":

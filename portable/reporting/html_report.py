@@ -25,12 +25,11 @@ from converters.containers.pickle_reader import plain
 from converters.errors import printable
 from converters.storage.guarded import LinkError, read_small
 from portable.config.flags import path_given
-from portable.config.run_folders import CONFIG_FILE
 from portable.durable import write_durably
 from portable.errors import RunError, UserError, one_line
 from portable.formatting import human_bytes, human_count, human_time
 from portable.output.existing_run import PREVIEW_FILE
-from portable.paths import place_of, storage_errors
+from portable.paths import CONFIG_FILE, place_of, storage_errors
 from portable.reporting.events import EVENTS_FILE
 from portable.reporting.json_lines import MOST, count, number, read_rows
 from portable.reporting.metrics import METRICS_FILE, is_evaluation

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from converters.console import columns
-from portable.config.run_folders import CONFIG_FILE
 from portable.errors import UserError
 from portable.formatting import human_bytes, human_time, table
 from portable.loop import Events, Progress
+from portable.paths import CONFIG_FILE
 from portable.ranks import launch
 from portable.reporting.events import History
 from portable.reporting.metrics import (

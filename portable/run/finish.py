@@ -9,7 +9,6 @@ import torch
 
 from converters.console import columns
 from portable.checkpoint.trainer_state import TrainerState, step_of
-from portable.config.run_folders import FINAL
 from portable.data import IGNORED
 from portable.errors import one_line
 from portable.formatting import human_count, table
@@ -17,6 +16,7 @@ from portable.model.build import positions
 from portable.model.flops import parameters_in_words
 from portable.model.shape_hints import shape_hints
 from portable.output.export import export
+from portable.paths import FINAL
 from portable.reporting.card import CARD, model_card
 from portable.reporting.html_report import REPORT_FILE, write_report
 from portable.reporting.loss_plot import plot_loss

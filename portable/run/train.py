@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from portable.checkpoint.resume_source import resume_source
 from portable.config import dump_yaml
-from portable.config.run_folders import CONFIG_FILE, FINAL
 from portable.data.preview import SHOWN, preview
 from portable.data.samples.loader import worker_died
 from portable.durable import write_durably
@@ -21,7 +20,7 @@ from portable.loop import Cadence, train
 from portable.output.existing_run import PREVIEW_FILE, check_unchanged
 from portable.output.export import recover_export
 from portable.output.hub import Hub, pushes
-from portable.paths import storage_errors
+from portable.paths import CONFIG_FILE, FINAL, storage_errors
 from portable.planner.meta_model import inspect
 from portable.ranks import launch
 from portable.ranks.collectives import all_or_none

@@ -89,7 +89,7 @@ def test_converts_a_run(run: Path, written: Path, tmp_path: Path, capsys: pytest
 def test_the_step_that_is_taken_is_told(
     written: Path, deepspeed_written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of files that record no step, too; and with two programs' steps in a folder it must be chosen."""
+    """Of files that record no step, too, and of which program, where a folder has the steps of two."""
     for step in ("step_0", "step_1"):
         shutil.copytree(written / "fsdp2-ours", tmp_path / "steps" / step)
     assert main([str(tmp_path / "steps"), str(tmp_path / "out")]) == 0
@@ -99,10 +99,10 @@ def test_the_step_that_is_taken_is_told(
     assert main([str(both), str(tmp_path / "whole")]) == 0
     shutil.copytree(written / "fsdp2-ours", both / "step_1")
     capsys.readouterr()
-    assert main([str(both), str(tmp_path / "other")]) == 2
-    assert "step_1 of dcp; choose one with --tag" in capsys.readouterr().err
-    for tag in ("step_1", "global_step2"):
-        assert main([str(both), str(tmp_path / tag), "--tag", tag]) == 0
+    assert main([str(both), str(tmp_path / "other")]) == 0
+    assert capsys.readouterr().out.startswith("deepspeed ZeRO-2, 4 ranks, step 3 → ")
+    assert main([str(both), str(tmp_path / "tagged"), "--tag", "step_1"]) == 0
+    assert capsys.readouterr().out.startswith("dcp, step_1 → ")
 
 
 def test_dry_run_writes_nothing(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

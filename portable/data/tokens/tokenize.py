@@ -232,10 +232,8 @@ def _never_stops(chat: ChatTemplate, unstopped: str) -> UserError:
         "end the turn with a special token of the tokenizer, inside {% generation %} if the template has it"
     )
     if lacking := chat.lacking:
-        remedy = (
-            "the tokenizer has no such tokens as the template writes; set data.added_tokens to "
-            f"{json.dumps(lacking, ensure_ascii=False)}"
-        )
+        tokens = json.dumps(lacking, ensure_ascii=False)
+        remedy = f"the tokenizer lacks tokens that the template writes; set data.added_tokens to {tokens}"
     return UserError(
         "data.chat_template: the trained tokens never include the one that ends an answer, so the "
         f"model would never stop: they end in {unstopped}; {remedy}"
