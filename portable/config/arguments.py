@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 USAGE = """\
 usage: portable-train [--config FILE.yaml] [--KEY VALUE ...]
        portable-train init [FILE.yaml] [--task TASK]
-       portable-train completion bash|zsh|fish
-       portable-train schema
+       portable-train schema, or portable-train completion bash|zsh|fish
 
 Train a Hugging Face model on a CPU, GPUs or TPUs from one YAML file.
 
