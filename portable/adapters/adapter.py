@@ -479,7 +479,7 @@ def _check_ties(model: PreTrainedModel, settings: Any) -> None:
             if holder == name or f".{holder}.".find(f".{name}.") >= 0:
                 raise UserError(
                     f"adapter.modules_to_save: {name} shares its weights with another module (tied), and a "
-                    "copy would not; leave it out, or use a model with tie_word_embeddings: false"
+                    "copy would not; leave it out, and train rows of both with trainable_token_indices"
                 )
     targets = settings.target_modules
     head: Any = model.get_output_embeddings()

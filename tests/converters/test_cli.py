@@ -102,7 +102,7 @@ def test_the_step_that_is_taken_is_told(
     assert main([str(both), str(tmp_path / "other")]) == 0
     assert capsys.readouterr().out.startswith("deepspeed ZeRO-2, 4 ranks, step 2 → ")
     assert main([str(both), str(tmp_path / "tagged"), "--tag", "step_1"]) == 0
-    assert capsys.readouterr().out.startswith("dcp, step_1 → ")
+    assert capsys.readouterr().out.startswith("dcp, 2 ranks, step_1 → ")
 
 
 def test_dry_run_writes_nothing(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

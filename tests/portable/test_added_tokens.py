@@ -176,3 +176,30 @@ def test_an_adapter_holds_the_new_rows_of_a_tied_model(
         given = {**settings, "adapter__trainable_token_indices": wrong}
         with pytest.raises(UserError, match=r"embed_tokens has the tokens 0 to 385, each once"):
             run_rank("cpu", configured(tmp_path / "x", conversations, **given))
+
+
+def test_tied_tables_stay_tied(corpus: Path, tmp_path: Path, brief_runs: None) -> None:
+    """In peft, and merged: both give the logits of the run's own model."""
+    import peft
+
+    run_rank("cpu", configured(tmp_path / "base", corpus, train__steps=2))
+    base = tmp_path / "base" / "final"
+    settings: dict[str, Any] = {
+        "model__config": None,
+        "model__name_or_path": str(base),
+        "adapter__type": "lora",
+    }
+    settings |= {"adapter__trainable_token_indices": [97, 101, 116], "adapter__ensure_weight_tying": True}
+    settings |= {"train__steps": 2, "train__learning_rate": 1e-2}
+    run_rank("cpu", configured(tmp_path / "run", corpus, **settings))
+    run_rank("cpu", configured(tmp_path / "whole", corpus, **settings, checkpoint__export="merged"))
+    loaded: Any = peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base), str(tmp_path / "run" / "final")
+    )
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "whole" / "final")
+    assert merged.config.tie_word_embeddings
+    tokens = torch.tensor([[97, 32, 101, 116, 200]])
+    with torch.no_grad():
+        found, before = merged(tokens).logits, AutoModelForCausalLM.from_pretrained(base)(tokens).logits
+        torch.testing.assert_close(loaded(tokens).logits, found, rtol=0, atol=1e-5)
+    assert (found - before).abs().max() > 0.01
