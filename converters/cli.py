@@ -44,30 +44,36 @@ _LOOKING = ("inspect", "diff")
 # Seconds after SIGTERM within which clean-up must finish.
 _CLEANUP_SECONDS = 20
 
+_USAGE = """\
+portable-convert SRC OUT [options]
+       portable-convert inspect SRC [--stats] [--json]
+       portable-convert diff A B [--json]"""
+
 _DESCRIPTION = """\
 Turn a training checkpoint into a folder that from_pretrained loads.
 
-SRC may be a run folder (its newest complete step is converted), one step, a folder of shards, or one
-file. The format is detected. Tensors are streamed, so memory use does not grow with the model. SRC is
-never changed, and OUT appears complete or not at all. Both may be URLs of an object store (s3://, gs://).
+SRC may be a run folder (its newest complete step is converted), one step, a
+folder of shards, or one file. The format is detected. Tensors are streamed, so
+memory use does not grow with the model. SRC is never changed, and OUT appears
+complete or not at all. Both may be URLs of an object store (s3://, gs://).
 """
 
 _EXAMPLES = """\
 examples:
-  portable-convert runs/quickstart out/                    newest step, values unchanged
-  portable-convert runs/quickstart out/ --tag step-000100  a given step
-  portable-convert s3://bucket/run s3://bucket/model       between object stores, without a local copy
-  portable-convert ckpt/ out/ --dtype bfloat16             half the size, for inference
-  portable-convert zero/ out/ --config-from org/model      config and tokenizer from the base model
-  portable-convert ckpt/ out/ --optimizer                  the optimizer state too
-  portable-convert ckpt/ out/ --to dcp --optimizer         for torch.distributed.checkpoint
-  portable-convert ckpt/ out/ --to gguf --dtype q8_0       for llama.cpp
-  portable-convert lora/ out/                              an adapter, as PeftModel.from_pretrained loads it
-  portable-convert lora/ out/ --merge-into base/           the base model with the adapter merged into it
-  portable-convert ckpt/ out/ --dry-run                    show what would be written
-  portable-convert ckpt/ out/ --verify                     read OUT back and compare it with SRC
-  portable-convert inspect ckpt/ --stats                   what it holds, tensor by tensor; --json
-  portable-convert diff ckpt/ out/                         which tensors differ, and by how much
+  portable-convert runs/x out/                     newest step, values unchanged
+  portable-convert runs/x out/ --tag step-000100   a given step
+  portable-convert s3://b/run s3://b/model         between object stores
+  portable-convert ckpt/ out/ --dtype bfloat16     half the size, for inference
+  portable-convert zero/ out/ --config-from org/m  config.json of the base model
+  portable-convert ckpt/ out/ --optimizer          the optimizer state too
+  portable-convert ckpt/ out/ --to dcp --optimizer for torch.distributed
+  portable-convert ckpt/ out/ --to gguf            for llama.cpp
+  portable-convert lora/ out/                      an adapter, as peft loads it
+  portable-convert lora/ out/ --merge-into base/   base and adapter as one model
+  portable-convert ckpt/ out/ --dry-run            show what would be written
+  portable-convert ckpt/ out/ --verify             compare OUT with SRC
+  portable-convert inspect ckpt/ --stats           what it holds; --json
+  portable-convert diff ckpt/ out/                 which tensors differ
 
 then:
   AutoModelForCausalLM.from_pretrained("out/")
@@ -84,6 +90,7 @@ def parser_of() -> argparse.ArgumentParser:
     """The parser of `portable-convert`."""
     parser = _Parser(
         prog="portable-convert",
+        usage=_USAGE,
         description=_DESCRIPTION,
         epilog=_EXAMPLES + exit_codes(DONE, REFUSED, BY_SIGNAL),
         formatter_class=argparse.RawDescriptionHelpFormatter,

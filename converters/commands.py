@@ -33,10 +33,9 @@ EXIT_CODES = {
 
 
 def exit_codes(*codes: int) -> str:
-    """The table for `--help`, of `codes` or of all."""
-    lines = [
-        (f"{code}+" if code == BY_SIGNAL else str(code), EXIT_CODES[code]) for code in codes or EXIT_CODES
-    ]
+    """The table for `--help`, of `codes` or of all, which are those of a run."""
+    known = {**EXIT_CODES, DONE: "done"} if codes else EXIT_CODES
+    lines = [(f"{code}+" if code == BY_SIGNAL else str(code), known[code]) for code in codes or known]
     return "exit codes:\n" + "\n".join(f"  {code:<5} {meaning}" for code, meaning in lines)
 
 

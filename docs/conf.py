@@ -23,6 +23,7 @@ myst_heading_anchors = 4
 html_theme = "furo"
 html_title = project
 html_copy_source = False
+html_show_copyright = False
 html_static_path = ["site"]
 html_css_files = ["narrow.css"]
 templates_path: list[str] = []

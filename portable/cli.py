@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import re
 import sys
+from importlib.resources import files
 from typing import TYPE_CHECKING
 
 from converters.commands import FAILED, REFUSED, command
+from converters.console import say
 from portable.commands.init import INIT, init
 from portable.errors import ReportedElsewhereError, RunError, StoppedError, UserError, report
 from portable.ranks.parent_death import die_with_parent
@@ -35,6 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             from portable.commands.completion import completion
 
             return completion(words[1:])
+        if words[:1] == ["schema"]:
+            say(files("configs").joinpath("schema.json").read_text("utf-8").rstrip())
+            return 0
         os.environ.update(rank_variables(os.environ))
         return run(parse_args(_without_local_rank(words)))
     except UserError as error:
@@ -101,7 +106,7 @@ def run(invocation: Invocation) -> int:
     settled = settle(config, name, ranks, writes=trains)
     if ranks == 1 and not settled.config.memory.offloads:
         return run_rank(name, settled, *switches)
-    # Start a child even for one rank: the parent survives an OOM kill and reports it.
+    # Ranks are children, and so is one that fills the host: the parent survives an OOM kill and reports it.
     return launch.launch(
         run_rank,
         (name, settled, *switches),

@@ -37,6 +37,10 @@ class ReportedElsewhereError(Exception):
         self.exit_code = exit_code
 
 
+class MissingDataError(UserError):
+    """Files of the data are not on this machine. What only plans does without them."""
+
+
 class DamagedError(UserError):
     """A damaged checkpoint. An older one may be intact."""
 

@@ -18,7 +18,9 @@ from portable.errors import RunError, UserError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Place", "default_cache_dir", "place_of", "storage_errors"]
+CONFIG_FILE, FINAL = "config.yaml", "final"
+"""In the folder of a run: its config, and the folder of the exported model."""
+__all__ = ["CONFIG_FILE", "FINAL", "Place", "default_cache_dir", "place_of", "storage_errors"]
 
 
 def place_of(key: str, text: str) -> Place:

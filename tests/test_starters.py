@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,19 @@ def test_a_starter_runs(task: str, corpus: Path, tmp_path: Path, monkeypatch: py
         own = {"data.source": str(corpus)}  # its own model, which is small
     elif task == "classification":
         own["data.source"] = str(write_labelled(tmp_path, 40))
+    elif task == "dpo":
+        pairs = tmp_path / "pairs.jsonl"
+        said = [[{"role": "assistant", "content": word}] for word in ("yes", "no")]
+        pair = {"prompt": [{"role": "user", "content": "Is it?"}], "chosen": said[0], "rejected": said[1]}
+        pairs.write_text((json.dumps(pair) + "\n") * 12)
+        (tmp_path / "talk.jinja").write_text(TALK)
+        own |= {"data.source": str(pairs), "data.chat_template": "talk.jinja"}
     else:
         (tmp_path / "talk.jinja").write_text(TALK)
         own |= {"data.source": str(write_conversations(tmp_path)), "data.chat_template": "talk.jinja"}
     assert main(["init", "mine.yaml", "--task", task]) == 0
+    first = Path("mine.yaml").read_text().splitlines()[0]
+    assert json.loads(Path(first.removeprefix("# yaml-language-server: $schema=")).read_text())["properties"]
     config = load_config(
         Path("mine.yaml"),
         {
@@ -51,5 +61,5 @@ def test_a_starter_runs(task: str, corpus: Path, tmp_path: Path, monkeypatch: py
     )
     assert run_rank("cpu", config) == 0
     assert len([row for row in read_metrics(tmp_path / "runs" / "mine") if "loss" in row]) == 2
-    name = "adapter_model.safetensors" if task == "lora" else "model.safetensors"
+    name = "adapter_model.safetensors" if task in ("lora", "dpo") else "model.safetensors"
     assert (tmp_path / "runs" / "mine" / "final" / name).exists()

@@ -75,10 +75,6 @@ def unsupported_settings(config: RunConfig) -> Iterator[tuple[bool, str]]:
         "memory.activation_checkpointing: selective works on operations of eager torch, and xla compiles "
         "whole layers; use full, or none to leave the choice to the compiler",
     )
-    yield (
-        config.deepspeed.config is not None,
-        "deepspeed.config: DeepSpeed does not run on xla; remove it",
-    )
     for name, value in config.fsdp:
         yield (
             value is not None and name != "shard_group_size",

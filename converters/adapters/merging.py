@@ -27,7 +27,7 @@ from converters.fingerprints import fingerprint
 from converters.names.tied_weights import EMBEDDINGS, HEADS, ends_with, same_values
 from converters.storage.guarded import read_small_table
 from converters.tensors.casting import cast_dtype, parse_dtype
-from converters.tensors.computed import computed
+from converters.tensors.computed import computed, grown
 from converters.tensors.dtypes import CASTABLE
 
 if TYPE_CHECKING:
@@ -422,14 +422,16 @@ class _Merge:
         rows = next((rows for path in paths if (rows := self._rows(path)) is not None), None)
         if rows is None:
             raise CheckpointError(f"{self.config.path}: names no trainable tokens of {module.path}")
-        whole = found.whole
-        if (
-            whole is None
-            or values.shape != (len(rows), *found.shape[1:])
-            or max(rows, default=0) >= found.shape[0]
-        ):
+        whole, old = found.whole, found.shape[0]
+        new = sorted(row for row in rows if row >= old)  # of tokens that the base does not have
+        fits = values.shape == (len(rows), *found.shape[1:]) and new == list(range(old, old + len(new)))
+        if whole is None or not fits:
             raise self._misfit(live, found.shape, values)
-        self._change(whole, 1).edits.append(ReplaceRows(rows, partial(self._matrix, values)))
+        change = self._change(whole, 1)
+        if new:
+            change.source = grown(self.base.tensors[self.ties.get(whole, whole)], old + len(new))
+            self.config_changes["vocab_size"] = old + len(new)
+        change.edits.append(ReplaceRows(rows, partial(self._matrix, values)))
         return whole
 
     def _rows(self, path: str) -> tuple[int, ...] | None:

@@ -440,7 +440,7 @@ def members_of(members: Mapping[tuple[str, str], Any]) -> Standin:
             found = members.get((args[0].key, args[1]))
             if found is not None:
                 return found
-        raise _RefusedError("reads an attribute that is not on the allow-list; no code was run")
+        raise RefusedError("reads an attribute that is not on the allow-list; no code was run")
 
     return member
 

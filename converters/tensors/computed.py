@@ -127,6 +127,25 @@ class _Rows:
         return found
 
 
+class _Zeros:
+    """A byte source of zeros, for rows that an edit fills."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+    def read_into(self, buffer: memoryview, at: int, touched: Touched) -> None:
+        buffer[:] = bytes(len(buffer))
+
+
+def grown(tensor: Tensor, rows: int) -> Tensor:
+    """`tensor` with rows of zeros after its own, `rows` in all, for edits to fill."""
+    old, *inner = tensor.shape
+    added, width = (rows - old, *inner), itemsize(tensor.dtype)
+    view = View(_Zeros(prod(added) * width), 0, row_major(added, width))
+    box = Box((old, *(0 for _ in inner)), added, view)
+    return Tensor(tensor.name, tensor.dtype, (rows, *inner), [*tensor.boxes, box])
+
+
 def computed(tensor: Tensor, dtype: str, lead: int, edits: Sequence[Edit]) -> Tensor:
     """`tensor` with `edits` applied, as `dtype`; nothing is read or computed before it is.
 

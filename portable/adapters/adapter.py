@@ -24,7 +24,7 @@ from converters import (
 )
 from converters.adapters.names import part_of, replaced
 from converters.errors import printable
-from portable.adapters.initial import NAME, initial_values
+from portable.adapters.initial import NAME, Rows, initial_values
 from portable.adapters.settings import CONFIG_FILE, WEIGHTS_FILES, as_json, folder_of, peft_config
 from portable.durable import write_durably
 from portable.errors import UserError, one_line, require
@@ -328,7 +328,7 @@ def adapt(model: PreTrainedModel, model_config: PretrainedConfig, config: RunCon
     settings = peft_config(config, of_transformers.revision(model_config), heads)
     _check_targets(model, settings, config)
     _check_ties(model, settings)
-    _check_grown(model, settings)
+    tied = any(tied_names(model).values())
     blueprint = Blueprint.of(model)
     before = {id(tensor): name for name, tensor in state_tensors(model).items()}
     try:
@@ -338,6 +338,7 @@ def adapt(model: PreTrainedModel, model_config: PretrainedConfig, config: RunCon
     except (ValueError, TypeError, NotImplementedError, AttributeError) as error:
         reason = one_line(error)
         raise UserError(f"adapter: {type(model).__name__}: {reason}; change the section adapter") from error
+    _prepare_tokens(model, tied)
     names = _base_names(model, before)
     adapter = Adapter(config, settings, blueprint, model, names)
     _freeze(model, names, _base_dtype(config))
@@ -347,6 +348,8 @@ def adapt(model: PreTrainedModel, model_config: PretrainedConfig, config: RunCon
         if is_magnitude(module):
             module.get_lora_weight = _product
     for name, (lengths, _) in adapter._lengths.items():
+        if isinstance(lengths, Rows):
+            continue
         lengths.dtype = model.get_submodule(name.partition(".lora_magnitude_vector.")[0]).weight.dtype
     return adapter
 
@@ -478,7 +481,7 @@ def _check_ties(model: PreTrainedModel, settings: Any) -> None:
             if holder == name or f".{holder}.".find(f".{name}.") >= 0:
                 raise UserError(
                     f"adapter.modules_to_save: {name} shares its weights with another module (tied), and a "
-                    "copy would not; leave it out, or use a model with tie_word_embeddings: false"
+                    "copy would not; leave it out, and train rows of both with trainable_token_indices"
                 )
     targets = settings.target_modules
     head: Any = model.get_output_embeddings()
@@ -498,22 +501,62 @@ def _check_ties(model: PreTrainedModel, settings: Any) -> None:
             )
 
 
-def _check_grown(model: PreTrainedModel, settings: Any) -> None:
-    """Raise UserError if rows were added for ``data.added_tokens`` which the adapter would not hold."""
-    if model.__dict__.get("grown_from") is None:
+def _prepare_tokens(model: PreTrainedModel, tied: bool) -> None:
+    """Check the tokens whose rows are trained, and put the rows in without a wait for the device.
+
+    Raises:
+        UserError: for tokens that a table does not have or that are named twice, and if rows were added for
+            ``data.added_tokens`` which the adapter would not hold.
+    """
+    trained: dict[str, list[int]] = {}
+    layers: list[tuple[str, Any]] = [*model.named_modules()]
+    for name, layer in layers:
+        if hasattr(layer, "trainable_tokens_delta"):
+            layer.trainable_tokens_original = nn.ParameterDict()  # a second copy of the rows
+            layer.get_merged_weights = _WithRows(layer)
+            table, count = name.removesuffix(".token_adapter"), layer.base_layer.weight.shape[0]
+            trained[table] = tokens = layer.token_indices[NAME]
+            require(
+                max(tokens) < count and len(set(tokens)) == len(tokens),
+                f"adapter.trainable_token_indices: {table} has the tokens 0 to {count - 1}, each once; "
+                f"correct {tokens}",
+            )
+    old = model.__dict__.get("grown_from")
+    if old is None:
         return
-    tables = [model.get_input_embeddings(), model.get_output_embeddings()]
-    names = [name for name, module in model.named_modules() if any(module is table for table in tables)]
-    saved = settings.modules_to_save or ()
-    lost = [name for name in names if not any(f".{name}".endswith(f".{one}") for one in saved)]
-    tied = any(tied_names(model).get(f"{name}.weight") for name in names)
-    tails = ", ".join(name.rpartition(".")[2] for name in names)
-    remedy = "all weights, without adapter.type" if tied else f"them: adapter.modules_to_save: [{tails}]"
+    new = list(range(old, model.config.get_text_config().vocab_size))
+    tables = (model.get_input_embeddings(), model.get_output_embeddings())
+    names = {name: layer for name, layer in layers if any(layer is table for table in tables)}
+    lost = [
+        name
+        for name, layer in names.items()
+        if not (hasattr(layer, "modules_to_save") or {*new} <= {*trained.get(name, ())})
+    ]
+    saved = f"modules_to_save: [{', '.join(name.rpartition('.')[2] for name in names)}]"
     require(
         not lost,
         f"data.added_tokens: adds rows to {' and '.join(names)}, which the adapter would not hold; train "
-        f"{remedy}",
+        f"them: adapter.{f'trainable_token_indices: {new}' if tied else saved}",
     )
+
+
+class _WithRows:
+    """The table of a module with its trained rows. peft sends their numbers to the device in each pass."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._numbers: dict[torch.device, Tensor] = {}
+
+    def __call__(self, active: Sequence[str]) -> Tensor:
+        table: Tensor = self._module.base_layer.weight
+        for name in active:
+            if table.device not in self._numbers:
+                self._numbers[table.device] = torch.tensor(
+                    self._module.token_indices[name], device=table.device
+                )
+            rows = self._module.trainable_tokens_delta[name].to(table.dtype)
+            table = table.index_copy(0, self._numbers[table.device], rows)
+        return table
 
 
 # -- names ---------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from torch import nn
 
 from portable.model.groups import CONVOLUTIONS
 from portable.model.initialize import derived_seed
-from portable.model.tensors import to_numpy, to_torch
+from portable.model.tensors import InMemoryTensor, to_numpy, to_torch
 from portable.private import of_torch
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ _ROWS = 1024
 
 def initial_values(
     model: nn.Module, config: Any, seed: int, base: Mapping[str, str]
-) -> tuple[dict[str, ReadableTensor], dict[str, tuple[Lengths, str]]]:
+) -> tuple[dict[str, ReadableTensor], dict[str, tuple[Lengths | Rows, str]]]:
     """What peft initializes in each of its layers.
 
     Args:
@@ -38,16 +38,21 @@ def initial_values(
         base: the base model's names of its tensors.
 
     Returns:
-        The values by parameter name; and by parameter name DoRA's lengths, which are computed from a weight
-        of the base model, with that weight's name.
+        The values by parameter name; and by parameter name DoRA's lengths and the rows of trained tokens,
+        which are computed from a weight of the base model, with that weight's name.
     """
+    from peft.tuners.trainable_tokens import TrainableTokensLayer
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     found: dict[str, ReadableTensor] = {}
-    lengths: dict[str, tuple[Lengths, str]] = {}
+    lengths: dict[str, tuple[Lengths | Rows, str]] = {}
     init = getattr(config, "init_lora_weights", True)
     for prefix, module in model.named_modules():
-        if isinstance(module, BaseTunerLayer):
+        if isinstance(module, TrainableTokensLayer):
+            if module.tied_adapter is None:
+                rows, name = Rows(module.token_indices[NAME]), f"{prefix}.trainable_tokens_delta.{NAME}"
+                lengths[name] = rows, base[f"{prefix}.base_layer.weight"]
+        elif isinstance(module, BaseTunerLayer):
             layer = _Layer(module, init, derived_seed(seed, prefix))
             found |= {f"{prefix}.{name}": _Value(layer, name, shape) for name, shape in layer.shapes.items()}
             if getattr(module, "lora_magnitude_vector", None):
@@ -132,6 +137,20 @@ class _Value:
     def read(self, index: Index | None = None) -> NDArray[Any]:
         tensor = self._layer.values()[self._name]
         return to_numpy((tensor if index is None else tensor[index]).contiguous())
+
+
+class Rows:
+    """The rows of trained tokens at the start: those of the base."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = tokens
+
+    def of(self, weight: ReadableTensor) -> ReadableTensor:
+        """Those of ``weight``, ``[tokens, hidden]``."""
+        width = slice(0, weight.shape[1])
+        return InMemoryTensor(
+            torch.cat([to_torch(weight.read((slice(at, at + 1), width))) for at in self.tokens])
+        )
 
 
 class Lengths:

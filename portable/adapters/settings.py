@@ -11,6 +11,8 @@ from converters.adapters.config import MAX_PATTERN, MAX_REPEATS, is_bounded
 from portable.config.keys import plain
 from portable.config.problems import shown
 from portable.errors import UserError, one_line, require
+from portable.paths import CONFIG_FILE as RUN_CONFIG
+from portable.paths import FINAL
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,6 +34,8 @@ KINDS: dict[str, dict[str, str]] = {
         "target_modules": "target_modules",
         "target_parameters": "target_parameters",
         "modules_to_save": "modules_to_save",
+        "trainable_token_indices": "trainable_token_indices",
+        "ensure_weight_tying": "ensure_weight_tying",
         "layers": "layers_to_transform",
         "bias": "bias",
         "init": "init_lora_weights",
@@ -101,9 +105,12 @@ _TASKS = {
 def settled(config: RunConfig) -> RunConfig:
     """``config`` with the settings of the file that ``adapter.name_or_path`` or ``adapter.config`` names.
 
+    Folders of runs become those of their exported models.
+
     Raises:
         UserError: if the file cannot be used, or contradicts a setting.
     """
+    config = with_exports(config)
     adapter = config.adapter
     key = "adapter.config" if adapter.name_or_path is None else "adapter.name_or_path"
     if adapter.name_or_path is None and adapter.config is None:
@@ -146,6 +153,34 @@ def settled(config: RunConfig) -> RunConfig:
             values[f"adapter.{name}"] = value
     _refuse_unknown(document, kind, path, key)
     return config.with_document(_DOCUMENT, document).replaced(values)
+
+
+def with_exports(config: RunConfig) -> RunConfig:
+    """``config`` with the exported model of each run that it names in place of a model or tokenizer.
+
+    Raises:
+        UserError: if a run has none, or ``model.name_or_path`` is an adapter, with what to write.
+    """
+    found = {}
+    keys = ("model.name_or_path", "data.tokenizer", "adapter.name_or_path")
+    for key, folder in ((key, Path(config.get(key))) for key in keys if config.get(key) is not None):
+        if (folder / RUN_CONFIG).is_file() and not (folder / "config.json").is_file():
+            require(
+                (folder / FINAL).is_dir(),
+                f"{key}: {folder} is a run without {FINAL}/, which checkpoint.export writes; train it to the "
+                f"end, or write a folder for {key} with: portable-convert {folder} OUT",
+            )
+            found[key] = str(folder / FINAL)
+    config = config.replaced(found) if found else config
+    folder = Path(config.model.name_or_path or CONFIG_FILE)
+    if (folder / CONFIG_FILE).is_file() and not (folder / "config.json").is_file():
+        base = _read(folder / CONFIG_FILE, "model.name_or_path").get("base_model_name_or_path") or "BASE"
+        raise UserError(
+            f"model.name_or_path: {folder} is an adapter; to train it on, set model.name_or_path to {base} "
+            f"and adapter.name_or_path to {folder}; to train all weights, merge them first: portable-convert "
+            f"{folder} OUT --merge-into {base}"
+        )
+    return config
 
 
 def _check_patterns(document: Mapping[str, Any], path: Path, key: str) -> None:

@@ -34,10 +34,11 @@ def completion(argv: Sequence[str]) -> int:
     parser = Parser(
         prog="portable-train completion",
         description="Print what completes portable-train, -plan, -data, -convert and -report in a shell.",
-        epilog='In ~/.bashrc or ~/.zshrc:  eval "$(portable-train completion bash)"',
+        epilog='In ~/.bashrc or ~/.zshrc:  eval "$(portable-train completion bash)"\n'
+        "In ~/.config/fish/config.fish:  portable-train completion fish | source",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("shell", choices=("bash", "zsh"))
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"))
     shell: str = parser.parse_args(argv).shell
     programs = (
         _of_schema("portable-train", TRAIN_OPTIONS),

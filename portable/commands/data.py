@@ -22,16 +22,18 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
 
 USAGE = f"""\
-usage: portable-data --config FILE.yaml --out PLACE [--processes N] [--part I/N] [--KEY VALUE ...]
+usage: portable-data --config FILE.yaml --out PLACE [--processes N]
+                     [--part I/N] [--KEY VALUE ...]
 
-Tokenize the sources of a config, for a run that begins at once and tokenizes nothing. PLACE is a folder or a
-URL (s3://, gs://). A run reads it as data.source, with data.stream true; of a mixture, each source is a
-folder in it. The same command again goes on where it was stopped. Needs no accelerator.
+Tokenize the sources of a config, for a run that begins at once and tokenizes
+nothing. PLACE is a folder or a URL (s3://, gs://). A run reads it as
+data.source, with data.stream true; of a mixture, each source is a folder in it.
+The same command again goes on where it was stopped. Needs no accelerator.
 
 examples:
   portable-data --config run.yaml --out tokens/
-  portable-data --config run.yaml --out s3://bucket/tokens --processes 32
-  portable-data --config run.yaml --out s3://bucket/tokens --part 2/8    the second of eight machines
+  portable-data --config run.yaml --out s3://b/tokens --processes 32
+  portable-data --config run.yaml --out s3://b/tokens --part 2/8  one of eight
 
 {exit_codes(DONE, FAILED, REFUSED)}
 """
@@ -72,9 +74,11 @@ def run(argv: Sequence[str]) -> int:
     number, count = _part(given.get("part", "1/1"))
     out = place_of("--out", given["out"])
     with loading():
+        from portable.adapters.settings import with_exports
         from portable.data.dataset import open_for_making
         from portable.data.making import make
         from portable.data.tokens.parallel import cores
+    config = with_exports(config)
     reading, sources = open_for_making(
         config.data,
         task=config.model.task,

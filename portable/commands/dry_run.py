@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from converters.console import columns, say
-from portable.adapters.adapter import adapt
+from portable.adapters.assemble import looked_at
 from portable.batch_plan import total_steps
 from portable.checkpoint.external import open_for_model
 from portable.checkpoint.resume_external import adopt_checkpoint
 from portable.checkpoint.resume_source import checkpoints_of, resume_source
 from portable.config import dump_yaml
 from portable.config.evaluation_sources import evaluation_names
-from portable.data import inspect_data
 from portable.evaluation.builtin import Setting, measures_of
 from portable.formatting import human_bytes, human_count, table
-from portable.model import build as models
 from portable.model.flops import parameter_count, parameters_in_words, trained_count
 from portable.model.freezing import tie_notes
-from portable.model.labels import problem_of
 from portable.model.pretrained import pretrained_weights
 from portable.model.shape_hints import shape_hints
-from portable.model.special_tokens import SpecialTokens
 from portable.optim.schedule import build_schedule
 from portable.planner.this_machine import memory_rows, planner_here
 from portable.registry import create_backend
 from portable.run.evaluation import judge_of
 from portable.run.finish import ranks_in_words
-from portable.run.prepare import notes_on, tokenizer_hints
+from portable.run.prepare import notes_on
 from portable.run.settle import first_plan, on_device
 from portable.terminal import tell
 
@@ -38,6 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from portable.adapters.adapter import Adapter
+    from portable.adapters.assemble import Assembled
     from portable.backend import Backend
     from portable.batch_plan import BatchPlan
     from portable.config import RunConfig
@@ -53,55 +49,43 @@ def dry_run(settled: Settled) -> int:
     backend = create_backend(settled.config.backend)
     settled = on_device(settled)
     config = settled.config
-    model_config = models.model_config(config.model)
-    models.check_length(model_config, config)
-    problem_of(model_config, config.model)  # refuses what a run refuses
-    data = inspect_data(config.data, task=config.model.task, **tokenizer_hints(config, model_config))
+    assembled, data = looked_at(config)
+    model = assembled.model
     if config.model.task not in _LABELLED:  # whose metrics depend on the labels
-        measures = measures_of(
-            config.train.metrics, Setting(config.model.task, own_loss=config.train.loss is not None)
-        )
-        judge_of(config, evaluation_names(config.data), measures)
-    special_tokens = SpecialTokens(model_config, config.model)
-    model = models.training_model(model_config, config)
-    if data.vocab_size is not None:
-        models.check_vocabulary(model, data.vocab_size)
+        own_loss = config.train.loss is not None
+        setting = Setting(config.model.task, tokenizer=data.opened, own_loss=own_loss)
+        judge_of(config, evaluation_names(config.data), measures_of(config.train.metrics, setting))
     plan = first_plan(config, settled.world)
-    base = copy.deepcopy(model)
-    adapter = adapt(model, model_config, config)
     planner = planner_here(config, model, backend, settled.world.ranks)
-    rows = _plan_rows(settled, model, adapter, data, plan)
+    rows = _plan_rows(settled, model, assembled.adapter, data, plan)
     rows.append(("a checkpoint", human_bytes(planner.model.checkpoint_bytes(config.train))))
     rows += memory_rows(planner)
-    for line in _notes(settled, backend, base, special_tokens, data, plan):
+    for line in _notes(settled, backend, assembled, data, plan):
         tell(line)
+    say("# The config with every setting")
+    say(dump_yaml(config))
+    if config.came_from:
+        say("# Where it was set; all else is a default, or follows from these")
+        say(table(list(config.came_from.items())) + "\n")
     say("# What this run will do")
     say(table(rows, columns(sys.stdout)))
-    if config.came_from:
-        say("\n# Where it was set; all else is a default, or follows from these")
-        say(table(list(config.came_from.items())))
-    say("\n# The config with every setting")
-    say(dump_yaml(config))
     return 0
 
 
 def _notes(
     settled: Settled,
     backend: Backend,
-    model: PreTrainedModel,
-    special_tokens: SpecialTokens,
+    assembled: Assembled,
     data: DataSizes,
     plan: BatchPlan,
 ) -> list[str]:
     """What the run will print before its first step, as far as it is known without a download."""
-    config = settled.config
-    name, aligned, weights = config.model.name_or_path, [], []
-    if name is not None:
-        if data.opened is not None:
-            aligned = special_tokens.align(model, data.opened, data.target_frame)
-        # A classifier's head has as many rows as the data has labels, which are not counted yet.
-        if not config.model.from_scratch and Path(name).is_dir() and config.model.task not in _LABELLED:
-            weights = pretrained_weights(config.model, model).notes()
+    config, adapter, weights = settled.config, assembled.adapter, []
+    model = assembled.model if adapter is None else adapter.blueprint.model
+    name = config.model.name_or_path
+    # A classifier's head has as many rows as the data has labels, which are not counted yet.
+    if name is not None and not config.model.from_scratch and Path(name).is_dir():
+        weights = [] if config.model.task in _LABELLED else pretrained_weights(config.model, model).notes()
     searched = config.train.micro_batch_size == "auto"  # and not known yet
     hints = shape_hints(
         model.config,
@@ -110,7 +94,7 @@ def _notes(
         precision=config.precision,
     )
     ties = [f"note: {note}" for note in tie_notes(model, config.train)]
-    return [*notes_on(settled, model.config, aligned, data), *ties, *weights, *hints]
+    return [*notes_on(settled, model.config, assembled.aligned, data), *ties, *weights, *hints]
 
 
 def _plan_rows(

@@ -50,6 +50,7 @@ def init(argv: Sequence[str]) -> int:
     # Comments stand in one column.
     text = starters[given.task].replace("{name}#", f"{folder:<25} #", 1)
     text = text.replace("{file}", name).replace("{name}", folder)
+    text = f"# yaml-language-server: $schema={files('configs').joinpath('schema.json')}\n{text}"
     try:
         with file.open("x", encoding="utf-8") as out:
             out.write(text)

@@ -17,8 +17,8 @@ from portable.config import load_config
 from portable.config.run_config import Strategy
 from portable.errors import DamagedError, UserError, one_line
 from portable.formatting import human_bytes, human_count, table
-from portable.output.existing_run import CONFIG_FILE, existing_run
-from portable.paths import exists, place_of, storage_errors
+from portable.output.existing_run import existing_run
+from portable.paths import CONFIG_FILE, exists, place_of, storage_errors
 from portable.registry import backend_package, resolve_backend
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from converters.console import say
+from portable.adapters.assemble import assemble
 from portable.data.preview import in_words, preview
 from portable.errors import UserError
 from portable.model import build as models
@@ -24,7 +25,10 @@ def show_data(settled: Settled, count: int) -> int:
     if config.model.task != "causal-lm":
         raise UserError(f"--show-data: shows samples of causal-lm, not of {config.model.task}; remove it")
     model_config = models.model_config(config.model)
-    data = open_data(config, model_config, SpecialTokens(model_config, config.model))
+    models.check_length(model_config, config)
+    special_tokens = SpecialTokens(model_config, config.model)
+    data = open_data(config, model_config, special_tokens)
+    assemble(config, model_config, special_tokens, data.tokenizer, data)  # refuses what a run refuses
     if not data.opened:
         raise UserError("--show-data: shows what texts become; finished samples come from code of your own")
     for warning in data.sizes.warnings:

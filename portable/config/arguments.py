@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 USAGE = """\
 usage: portable-train [--config FILE.yaml] [--KEY VALUE ...]
        portable-train init [FILE.yaml] [--task TASK]
-       portable-train completion bash|zsh
+       portable-train schema, or portable-train completion bash|zsh|fish
 
 Train a Hugging Face model on a CPU, GPUs or TPUs from one YAML file.
 
@@ -69,7 +69,10 @@ TRAIN_OPTIONS = (
         "N",
     ),
     Option(
-        "eval-only", "switch", "Evaluate the newest checkpoint. Without one, the untrained model. Then stop."
+        "eval-only",
+        "switch",
+        "Evaluate the newest checkpoint. Without one, the untrained model. Prints the values, writes "
+        "output_dir/evaluation.json, and stops.",
     ),
     Option(
         "replay",

@@ -10,7 +10,13 @@ from pydantic import BaseModel, ValidationError
 
 from portable.config import keys
 from portable.config.rules import ConflictError
-from portable.config.suggest import did_you_mean, did_you_mean_word, program_of, what_to_do
+from portable.config.suggest import (
+    IN_PLACE_OF_A_SECTION,
+    did_you_mean,
+    did_you_mean_word,
+    program_of,
+    what_to_do,
+)
 from portable.config.yaml_text import parse_value
 from portable.errors import MistakesError, UserError, one_line
 
@@ -117,7 +123,8 @@ def _problem(
             message = f"{key} must be a mapping of {inside}, got {shown(given)}"
             if isinstance(given, str):
                 inner = next((name for name in ("type", "config") if f"{key}.{name}" in table), None)
-                message += "" if inner is None else f"; write {key}: {{{inner}: {shown(given)}}}"
+                written = IN_PLACE_OF_A_SECTION.get(key, {}).get(given, f"{{{inner}: {shown(given)}}}")
+                message += "" if inner is None else f"; write {key}: {written}"
             return _Problem(origin, message + what_to_do(key))
     return _Problem(None, f"{'.'.join(path)}: {detail['msg']}")
 

@@ -189,6 +189,12 @@ def _adapter(config: RunConfig) -> Iterator[ConflictError]:
                     f"{key} does not work with adapter.base {adapter.base}; set it to false, or "
                     "adapter.base to auto",
                 )
+    if adapter.trainable_token_indices is not None and config.strategy == "zero3":
+        yield ConflictError(
+            ("adapter.trainable_token_indices", "strategy"),
+            "adapter.trainable_token_indices does not work with strategy zero3, whose tables are "
+            "not whole where rows are put into them; use full_shard",
+        )
     if config.strategy in ZERO and adapter.base == "fp32" and config.precision in ("bf16", "fp16"):
         yield ConflictError(
             ("adapter.base", "strategy"),
@@ -514,7 +520,7 @@ def _memory(config: RunConfig) -> Iterator[ConflictError]:
 
 def _deepspeed(config: RunConfig) -> Iterator[ConflictError]:
     # The JSON's stage overrides a default strategy; only a strategy that was set can conflict.
-    chosen = config.is_set("strategy")
+    chosen = config.is_set("strategy") and config.backend != "xla"  # which ignores the JSON
     if config.deepspeed.config is not None and chosen and config.strategy not in (*ZERO, "no_shard"):
         yield ConflictError(
             ("deepspeed.config", "strategy"),

@@ -107,6 +107,9 @@ class ModelConfig(Section):
         return self.name_or_path is None or self.init == "scratch"
 
 
+Tokens = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False, min_length=1)]
+
+
 class AdapterConfig(Section):
     """An adapter, with peft's names. The model's own weights stay frozen."""
 
@@ -154,6 +157,18 @@ class AdapterConfig(Section):
         default=None,
         description="Modules that are trained and saved in full beside the adapter, such as [lm_head]. A "
         "classifier's head always is.",
+        json_schema_extra=IDENTITY,
+    )
+    trainable_token_indices: Tokens | dict[str, Tokens] | None = Field(
+        default=None,
+        description="Tokens whose rows of the embedding are trained and saved beside the adapter, by number: "
+        "[502, 503], such as those of data.added_tokens; or a list for each table, {embed_tokens: [502], "
+        "lm_head: [502]}. A tied head gets the same rows. For lora.",
+        json_schema_extra=IDENTITY,
+    )
+    ensure_weight_tying: Flag = Field(
+        default=False,
+        description="Refuse different trainable_token_indices for tied tables. For lora.",
         json_schema_extra=IDENTITY,
     )
     layers: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False, min_length=1)] | None = (
@@ -697,7 +712,7 @@ class TrainConfig(Section):
     early_stopping_threshold: float = Field(
         default=0.0,
         ge=0,
-        description="An improvement is larger than this, measured from the last improvement.",
+        description="An improvement is larger than this, measured from the best evaluation so far.",
     )
 
     @property

@@ -13,7 +13,13 @@ _LONGEST = 120
 _A_SETTING = "train.steps"  # if it is a candidate, all settings are
 
 _ADAPTER = "set adapter.type to lora; r, alpha, dropout and target_modules are in the section adapter"
-_NO_QUANTISED = "quantised base models are not supported yet; leave it out"
+_NF4 = "set adapter.base to nf4, and adapter.type to lora"
+_BETA = "an argument of the loss: train.loss: dpo(beta=0.1)"
+_LOSSES = "set train.loss to dpo, ipo, simpo or orpo"
+_NO_VARIANT = (
+    "no argument of the losses of pairs here; leave it out, or set train.loss to a class of your own"
+)
+_RECORDS = "set data.format to messages or sharegpt, whose keys are recognised; write other records so"
 _NO_REWARDS = "training on rewards of generated answers is not supported; leave it out"
 _HUB = "set hub.push to end or checkpoints, hub.repo and hub.private"
 _BEST = "set checkpoint.best_mode: max where greater is better, min where not"
@@ -25,7 +31,7 @@ _ACCUMULATION = (
 _EVALUATION = "set train.eval_every (steps) or train.eval_every_epochs; null: only at the end"
 _SAVING = "set checkpoint.every_steps or checkpoint.every_epochs"
 _TRACKERS = "set log.trackers; a tracker's other settings are its environment variables"
-_VALIDATION = "set data.eval, such as {source: test.jsonl}, or data.eval_fraction to hold some out"
+_VALIDATION = "set data.eval, such as {source: test.jsonl}; data.eval_fraction holds some out"
 _DATA_WORK = "texts are tokenized once, on all cores, and cached in data.cache_dir; leave it out"
 _FSDP = "set strategy and the section fsdp, or use --accelerate-config with the file of accelerate config"
 _LIGER = "Liger kernels are not used; leave it out (memory.loss_chunk_tokens saves the logits' memory)"
@@ -65,6 +71,7 @@ ELSEWHERE = {
     "do_predict": "set data.eval_fraction and train.eval_every; --eval-only evaluates and trains nothing",
     "do_train": "training is the default; leave it out",
     "dtype": "precision",
+    "disable_dropout": "set the dropout of the model in model.config, and adapter.dropout",
     "early_stop": "train.stop_after",
     "early_stopping": "set train.early_stopping_patience, and train.early_stopping_threshold",
     "early_stopping_patience": "train.early_stopping_patience",
@@ -125,6 +132,7 @@ ELSEWHERE = {
     "preprocessing_num_workers": _DATA_WORK,
     "remove_unused_columns": "only the fields in data.text_field etc. are read; leave it out",
     "report_to": "log.trackers",
+    "router_aux_loss_coef": "set router_aux_loss_coef and output_router_logits in model.config",
     "resume_from_checkpoint": "checkpoint.resume",
     "run_name": "log.name",
     "wandb_project": "log.project",
@@ -157,7 +165,7 @@ ELSEWHERE = {
     "chat_template_path": "data.chat_template",
     "truncation_mode": "data.truncation",
     "assistant_only_loss": "set data.train_on to assistant, the default for conversations",
-    "beta": "an argument of the loss: train.loss: dpo(beta=0.1)",
+    "beta": _BETA,
     "packing_strategy": "set data.packing to documents, as bfd does, or to true, as wrapped does",
     "padding_free": "set data.packing to documents, which leaves hardly any padding",
     "completion_only_loss": "set data.train_on to completion, the default for records with a prompt",
@@ -171,11 +179,16 @@ ELSEWHERE = {
     "dataset_train_split": "data.split",
     "eos_token": "that of the tokenizer is used; change it in the folder of data.tokenizer",
     "eval_packing": "data.packing",
-    "loss_type": "set train.loss to dpo, ipo, simpo or orpo",
+    "loss_type": _LOSSES,
     "max_completion_length": _NO_REWARDS,
     "max_prompt_length": "data.seq_len and data.truncation",
     "missing_eos_penalty": _NO_REWARDS,
     "num_generations": _NO_REWARDS,
+    "formatting_func": _RECORDS,
+    "ld_alpha": _NO_VARIANT,
+    "precompute_ref_log_probs": _BY_ITSELF,
+    "pref_ftx": _NO_VARIANT,
+    "rpo_alpha": _NO_VARIANT,
     "ref_model": "an argument of the loss: train.loss: dpo(reference='folder')",
     "reward_funcs": _NO_REWARDS,
     "reward_model_path": _NO_REWARDS,
@@ -200,23 +213,28 @@ ELSEWHERE = {
     "eval_sample_packing": "set data.packing to documents",
     "evals_per_epoch": "set train.eval_every_epochs to one divided by it",
     "flash_attention": "set model.attention to flash_attention_2",
-    "load_in_4bit": _NO_QUANTISED,
-    "load_in_8bit": _NO_QUANTISED,
+    "field_messages": _RECORDS,
+    "load_in_4bit": _NF4,
+    "load_in_8bit": "set adapter.base to int8, and adapter.type to lora",
+    "loraplus_lr_ratio": "set train.parameter_groups to [{pattern: lora_B, learning_rate: 1.6e-3}]",
+    "message_field_role": _RECORDS,
     "lr_scheduler": "train.schedule",
     "model_type": "the model's config defines its class; leave it out, or set model.config for a new model",
     "pad_to_sequence_len": "set data.packing; if it is false, sequences are padded to data.seq_len",
-    "plugins": "there are no plug-ins; leave it out",
+    "plugins": "code of your own goes into train.loss, train.callbacks or model.function; leave it out",
     "processor_type": "only text models are supported; leave it out",
+    "roles": _RECORDS,
+    "roles_to_train": "set data.train_on to assistant or all; train: false in a message takes it out",
     "sample_packing": "set data.packing to documents",
     "saves_per_epoch": "set checkpoint.every_epochs to one divided by it",
     "sdp_attention": "set model.attention to sdpa",
     "sequence_len": "data.seq_len",
     "skip_prepare_dataset": _DATA_WORK,
-    "special_tokens": "those of the tokenizer are used; change them in the folder of data.tokenizer",
+    "special_tokens": "those of the tokenizer are used; set data.added_tokens for more",
     "strict": _BY_ITSELF,
     "test_datasets": _VALIDATION,
     "tokenizer_type": "data.tokenizer",
-    "roles_to_train": "set data.train_on to assistant or all; train: false in a message takes it out",
+    "unfrozen_parameters": "train.trainable",
     "train_on_inputs": "set data.train_on to all if it is true; false is the default for conversations",
     "val_set_size": "data.eval_fraction",
     "xformers_attention": "set model.attention to sdpa",
@@ -231,9 +249,12 @@ ELSEWHERE = {
     "default_system": "put a system message into each record",
     "mask_history": "set data.train_on to last_assistant",
     "neat_packing": "set data.packing to documents",
+    "ema_decay": "train.ema",
     "peft_config": "set adapter.config to a file, or the section adapter",
     "plot_loss": "loss.svg is always drawn; leave it out",
-    "quantization_bit": _NO_QUANTISED,
+    "pref_beta": _BETA,
+    "pref_loss": _LOSSES,
+    "quantization_bit": "set adapter.base to nf4 for 4 bits, to int8 for 8, and adapter.type to lora",
     "stage": "leave it out for sft and pt; set train.loss for dpo, model.task for a classifier",
     "template": "data.chat_template",
     "tokenized_path": "data.cache_dir",
@@ -247,6 +268,7 @@ ELSEWHERE = {
 """Other trainers' names of settings, with our setting or a remedy."""
 
 FAMILIES = {
+    "bnb_4bit_": _NF4,
     "hub_": _HUB,
     "liger_": _LIGER,
     "lora_": _ADAPTER,
@@ -257,6 +279,7 @@ FAMILIES = {
 }
 """The same for prefixes of names."""
 
+IN_PLACE_OF_A_SECTION = {"adapter": {"qlora": "{type: lora, base: nf4}"}}
 WORDS = {
     "log.trackers": {"none": "[], which is none", "all": "a list of those to use"},
     "memory.activation_checkpointing": {"true": "full", "block": "full", "offload": "full"},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -30,6 +29,7 @@ from portable.data.settings import (
 from portable.data.sizes import DataSizes, combined, sample_counts, sizes_of
 from portable.data.sources.joined import Joined
 from portable.data.sources.shards import StreamedFiles
+from portable.data.tokens.tokenize import end_in_first_batch
 from portable.data.tokens.tokenizer import (
     add_tokens,
     is_trained,
@@ -492,6 +492,7 @@ def inspect_data(
             trained = trained_tokenizer_folder(training, size, cache_dir(settings), **kind)
             folder = str(trained) if is_trained(trained) else None
     cached: dict[str, Opened] = {}
+    ends: list[int | None] = []
     counted: dict[str, int] = {}
     if folder is not None:
         try:
@@ -510,17 +511,21 @@ def inspect_data(
             for key, (own, source) in sources.items():
                 with errors_under(training_key(key)):
                     if isinstance(source, StreamedFiles):
+                        ends.append(None if source.tokenizer else _end_of_first(reading, own, source))
                         continue
                     if (found := reading.cached(own, source)) is not None:
                         check_ends(found, tokenizer)
                         cached[key] = found
-                    elif not source.downloads and (chat_template := reading.chat(own)) is not None:
-                        # raises what the first record reveals
-                        chat_template.encode(list(islice(source.documents(), 1)))
+                        ends.append(found.tokens.meta.get("end_of_turn"))
+                    else:
+                        ends.append(_end_of_first(reading, own, source))
             for key, (own, source) in evals.items():
-                if (found := reading.cached(own, source)) is not None:
-                    with errors_under(key_of(key)):
+                with errors_under(key_of(key)):
+                    if (found := reading.cached(own, source)) is not None:
                         counted[key] = sample_counts(found.settings, task, found.tokens, found.truncated)[0]
+                    else:
+                        _end_of_first(reading, own, source)
+            opened["end_of_turn"] = next((end for end in ends if end is not None), None)
     sizes = combined(
         {
             key: sizes_of(own, task, source, name, size, *_tokens_of(cached.get(key)))
@@ -533,6 +538,12 @@ def inspect_data(
         trained_on=_trained_on(training, evals),
         **opened,
     )
+
+
+def _end_of_first(reading: Reading, settings: DataConfig, source: Source) -> int | None:
+    """The token that ends an answer; raises UserError for what the first conversations reveal."""
+    chat = None if source.downloads else reading.chat(settings)
+    return None if chat is None else end_in_first_batch(source, chat)
 
 
 def _tokens_of(opened: Opened | None) -> tuple[TokenCache | None, Truncated | None]:

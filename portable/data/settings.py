@@ -13,7 +13,7 @@ from portable.config.training_sources import training_sources
 from portable.data.sources.documents import BadRecords
 from portable.data.sources.opening import Fields, Source, open_source
 from portable.data.sources.shards import StreamedFiles, open_stream
-from portable.errors import UserError
+from portable.errors import MissingDataError, UserError
 from portable.paths import default_cache_dir
 
 if TYPE_CHECKING:
@@ -43,7 +43,8 @@ def errors_under(key: str) -> Iterator[None]:
     except UserError as error:
         own = "|".join(of_source(DataConfig))
         said = re.sub(rf"\bdata\.(?=({own})\b)", f"{key}.", str(error))
-        raise UserError(said if key in said else f"{key}: {said}") from error
+        kind = MissingDataError if isinstance(error, MissingDataError) else UserError
+        raise kind(said if key in said else f"{key}: {said}") from error
 
 
 def recognise_format(settings: DataConfig, task: str, *, downloads: bool = True) -> str:
@@ -67,7 +68,12 @@ def recognise_format(settings: DataConfig, task: str, *, downloads: bool = True)
     if settings.format != "auto" or settings.source is None or task != CAUSAL:
         return "text" if task != CAUSAL or settings.source is None else settings.format
     source = source_of(settings, task, cache_dir(settings), remember=False)
-    return "auto" if source.downloads and not downloads else source.recognised(fields_of(settings, task))
+    if source.downloads and not downloads:
+        return "auto"
+    kind = source.recognised(fields_of(settings, task))
+    if kind == "text" and (settings.chat_template or settings.train_on or settings.split_turns):
+        source.check()  # what the records lack comes before a setting that texts have no use for
+    return kind
 
 
 def recognised(

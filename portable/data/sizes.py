@@ -64,6 +64,8 @@ class DataSizes:
     """The names of those that have files of the training data."""
     opened: Any = field(default=None, compare=False, repr=False)
     """The tokenizer, if it is available locally."""
+    end_of_turn: int | None = field(default=None, compare=False, repr=False)
+    """For conversations, the token that ends an answer, as far as it is known."""
     target_frame: Frame | None = field(default=None, compare=False, repr=False)
     """The special tokens around a target text, if the tokenizer is available."""
 

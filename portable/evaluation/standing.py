@@ -23,8 +23,8 @@ class Standing:
         metric, mode: by which it was judged.
         step: of the last evaluation that counted.
         best: step and value of the best evaluations, the best first.
-        mark: the last value that counted as an improvement.
-        waited: evaluations since then.
+        mark: the best value.
+        waited: evaluations since the last that improved it by enough, as transformers counts them.
     """
 
     metric: str = ""
@@ -102,11 +102,10 @@ class Judge:
         standing.step = step
         finite = math.isfinite(value)
         mark = standing.mark
-        if finite and (mark is None or sign * (value - mark) > self.threshold):
-            standing.mark, standing.waited = value, 0
-        else:
-            standing.waited += 1
+        improved = finite and (mark is None or sign * (value - mark) > self.threshold)
+        standing.waited = 0 if improved else standing.waited + 1
         if finite:
+            standing.mark = value if mark is None else sign * max(sign * mark, sign * value)
             standing.best.append((step, value))
             standing.best.sort(key=lambda one: (-sign * one[1], one[0]))
         del standing.best[self.keep_best :]

@@ -307,13 +307,16 @@ def grow_vocabulary(config: PretrainedConfig, tokens: int, run: RunConfig) -> in
     return rows
 
 
-def check_vocabulary(model: PreTrainedModel, tokenizer_size: int) -> None:
+def check_vocabulary(model: PreTrainedModel, tokenizer_size: int, run: RunConfig) -> None:
     """Raise UserError if the tokenizer has ids beyond the rows of the embedding."""
     table = token_embedding(model)
     if table is not None and tokenizer_size > (rows := table.shape[0]):
+        remedy = f"set model.config.vocab_size to at least {tokenizer_size}"
+        if run.model.name_or_path is not None:  # whose config cannot be changed
+            remedy = f"name its last {tokenizer_size - rows} in data.added_tokens, so that they get rows,"
         raise UserError(
             f"data.tokenizer: it has {tokenizer_size} tokens, but the model's vocabulary has {rows}; "
-            f"set model.config.vocab_size to at least {tokenizer_size} or choose another tokenizer"
+            f"{remedy} or choose another tokenizer"
         )
 
 

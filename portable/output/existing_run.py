@@ -9,17 +9,14 @@ from typing import TYPE_CHECKING
 from portable.config import difference, load_config
 from portable.config.load import MAX_BYTES
 from portable.errors import UserError, one_line
-from portable.paths import exists, storage_errors
+from portable.paths import CONFIG_FILE, exists, storage_errors
 
 if TYPE_CHECKING:
     from portable.config import RunConfig
     from portable.paths import Place
 
-CONFIG_FILE = "config.yaml"
 PREVIEW_FILE = "data_samples.json"
 """Samples to look at."""
-FINAL = "final"
-"""Folder of the exported model."""
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from converters.writers.replace_folder import recover
 from portable.checkpoint.store import CheckpointFolder
 from portable.errors import UserError
-from portable.output.existing_run import CONFIG_FILE, FINAL
 from portable.output.lock import locked
+from portable.paths import CONFIG_FILE, FINAL
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

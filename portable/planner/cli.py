@@ -13,14 +13,14 @@ from converters.commands import DONE, REFUSED, command, exit_codes
 from converters.console import say
 from portable.config.arguments import CONFIG_OPTIONS, read_command
 from portable.config.flags import Option
-from portable.errors import UserError, report, require
+from portable.errors import MissingDataError, UserError, report, require
 from portable.planner import compiled as compiled_report
 from portable.planner import device_lookup as devices
 from portable.planner.memory_model import Cluster, Setting
 from portable.planner.plan import Planner, Target
 from portable.planner.tables import as_json, as_text, next_reductions
 from portable.registry import PLANNED_FOR_AUTO, CompileTarget, backend_package
-from portable.terminal import loading
+from portable.terminal import loading, tell
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,14 +30,16 @@ if TYPE_CHECKING:
     from portable.planner.plan import Option as Planned
 
 USAGE = f"""\
-usage: portable-plan [--config FILE.yaml] [--device NAME] [--devices N] [--compile] [--json] [--KEY VALUE ...]
+usage: portable-plan [--config FILE.yaml] [--device NAME] [--devices N]
+                     [--compile] [--json] [--KEY VALUE ...]
 
-Show what a config needs before a machine is rented: memory of devices and hosts under each strategy, the size
-of a checkpoint, bytes sent in a step, and the recommended setting. Loads no weights.
+Show what a config needs before a machine is rented: memory of devices and hosts
+under each strategy, the size of a checkpoint, bytes sent in a step, and the
+recommended setting. Loads no weights.
 
 examples:
   portable-plan --config run.yaml --device h100 --devices 8
-  portable-plan --model.name_or_path meta-llama/Llama-3.1-8B --device v5e --devices 16
+  portable-plan --model.name_or_path org/model --device v5e --devices 16
   portable-plan --config run.yaml --device-memory 24GB --json
   portable-plan --config run.yaml --device v5e --devices 16 --compile
 
@@ -192,6 +194,8 @@ def _target(config: RunConfig, given: dict[str, Any]) -> tuple[RunConfig, Target
             f"among {count} devices; set it to {-(-config.train.global_batch_size // count) * count}"
         )
     config = backend_package(backend).footprint().adopt(config.replaced({"backend": backend}), target.cluster)
+    for note in backend_package(backend).notes(config):
+        tell(f"note: {note}")
     if config.precision == "auto":
         config = config.replaced({"precision": "fp32" if device and not device.bf16 else "bf16"})
     return config, target
@@ -200,13 +204,21 @@ def _target(config: RunConfig, given: dict[str, Any]) -> tuple[RunConfig, Target
 def _meta_model(config: RunConfig) -> MetaModel:
     with loading():
         from portable.adapters.adapter import training_model
+        from portable.adapters.assemble import looked_at
         from portable.adapters.settings import settled
-        from portable.model import build as models
+        from portable.data import recognise_format
+        from portable.model.build import model_config
+        from portable.model.training_loss import training_loss
         from portable.planner.meta_model import MetaModel
-    model_config = models.model_config(config.model)
-    models.check_length(model_config, config)
     config = settled(config)
-    return MetaModel(training_model(model_config, config), config)
+    training_loss(config)  # refuses one that is not there
+    try:
+        kind = recognise_format(config.data, config.model.task, downloads=False)
+        config = config.replaced({"data.format": kind})
+        model = looked_at(config)[0].model
+    except MissingDataError:  # a machine without the data plans as well
+        model = training_model(model_config(config.model), config)
+    return MetaModel(model, config)
 
 
 if __name__ == "__main__":

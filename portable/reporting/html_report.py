@@ -28,8 +28,8 @@ from portable.config.flags import path_given
 from portable.durable import write_durably
 from portable.errors import RunError, UserError, one_line
 from portable.formatting import human_bytes, human_count, human_time
-from portable.output.existing_run import CONFIG_FILE, PREVIEW_FILE
-from portable.paths import place_of, storage_errors
+from portable.output.existing_run import PREVIEW_FILE
+from portable.paths import CONFIG_FILE, place_of, storage_errors
 from portable.reporting.events import EVENTS_FILE
 from portable.reporting.json_lines import MOST, count, number, read_rows
 from portable.reporting.metrics import METRICS_FILE, is_evaluation
@@ -37,7 +37,7 @@ from portable.reporting.run_log import LOG_FILE
 from portable.reporting.svg import thinned
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Container, Iterable, Sequence
 
     from portable.paths import Place
 
@@ -230,13 +230,14 @@ class Run:
         """Key numbers of the run."""
         last = self.rows[-1]
         losses = self._numbers("loss")
-        evaluated = dict.fromkeys(name for row in self.rows for name in row if _chart_of(name) == "eval_loss")
+        evaluated = dict.fromkeys(n for row in self.rows for n in row if n.partition("/")[0] == "eval_loss")
         rates = sorted(rate for rate in self._numbers("tokens_per_second") if rate)
         memory = [used for used in self._numbers("memory") if used]
         launches = self.launches()
         facts = {"folder": str(self.folder), "step": f"{last['step']:,}"}
-        if count(self.settings.get("train.steps")):
-            facts["step"] += f" of {self.settings['train.steps']:,}"
+        steps = self.settings.get("train.steps") or (launches[-1].get("steps") if launches else None)
+        if count(steps):
+            facts["step"] += f" of {steps:,}"
         if launches and count(launches[-1].get("parameters")):
             facts["model"] = f"{launches[-1].get('model', '')}, {launches[-1]['parameters']:,} parameters"
         if losses:
@@ -287,14 +288,18 @@ def page(runs: Sequence[Run]) -> str:
     keys = [key for key in numbers if key in known or key in more]
     # The evaluations on several sources are one chart, as is F1 of all classes.
     charts: dict[str, tuple[str, ...]] = {}
+    sources = {key.partition("/")[2] for key in numbers if key.startswith("eval_loss/")}
     for key in more:
-        charts[_chart_of(key)] = (*charts.get(_chart_of(key), ()), key)
+        chart = _chart_of(key, sources)
+        charts[chart] = (*charts.get(chart, ()), key)
     losses = charts.pop("eval_loss", ())
     others = [
         Metric(_in_title(chart), series, hint=_HINTS.get(chart, ""), zero=not is_evaluation(chart))
         for chart, series in charts.items()
     ]
-    fixed = [replace(m, series=m.series + losses) if "loss" in m.series else m for m in METRICS]
+    own = dict.fromkeys(loss for run in runs if (loss := run.settings.get("train.loss")))
+    hint = f"{', '.join(own)}; dashed: evaluation" if own else METRICS[0].hint
+    fixed = [replace(METRICS[0], series=METRICS[0].series + losses, hint=hint), *METRICS[1:]]
     drawn = [metric for metric in fixed + others if any(name in numbers for name in metric.series)]
     series = [{name: run.series(name) for metric in drawn for name in metric.series} for run in runs]
     points = [point for one in series for curve in one.values() for point in curve]
@@ -333,9 +338,10 @@ def page(runs: Sequence[Run]) -> str:
     return head + shown + middle + text + tail
 
 
-def _chart_of(name: str) -> str:
-    """The chart of a value: that of an evaluation without the name of its source."""
-    chart = name.partition("/")[0] if is_evaluation(name) else name
+def _chart_of(name: str, sources: Container[str]) -> str:
+    """The chart of a value: that of an evaluation without the name of its source, one of ``sources``."""
+    value, _, source = name.rpartition("/")
+    chart = value if is_evaluation(name) and source in sources else name
     return "eval_f1 of each class" if chart.startswith("eval_f1.") else chart
 
 
@@ -368,8 +374,8 @@ def parser_of() -> argparse.ArgumentParser:
     """The parser of ``portable-report``."""
     parser = Parser(
         prog="portable-report",
-        description="Write one self-contained HTML page about a run, or several side by side: loss, "
-        "learning rate, gradient norm, throughput, memory, MFU, events, settings.",
+        description="Write one self-contained HTML page about a run, or several side by side:\n"
+        "loss, learning rate, gradient norm, throughput, memory, MFU, events, settings.",
         epilog=exit_codes(DONE, FAILED, REFUSED),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from portable.durable import write_durably
+from portable.output.existing_run import existing_run
 from portable.reporting.json_lines import number, read_rows
 from portable.reporting.metrics import METRICS_FILE
 from portable.reporting.svg import Picture, thinned, ticks
@@ -68,7 +69,9 @@ def plot_loss(folder: Path) -> Path | None:
     picture.text((_LEFT + _RIGHT) / 2, _HEIGHT - 10, "step", anchor="middle", more=f'fill="{_INK}"')
     middle = (_TOP + _BOTTOM) / 2
     turned = f'fill="{_INK}" transform="rotate(-90 16 {middle})"'
-    picture.text(16, middle, "loss (nats a token)", anchor="middle", more=turned)
+    run = existing_run(folder).config
+    unit = "nats a token" if run is None or run.train.loss is None else run.train.loss
+    picture.text(16, middle, f"loss ({unit:.40})", anchor="middle", more=turned)
     for place, (name, colour, dash) in enumerate(reversed(legend)):
         x = _RIGHT - 150 * (place + 1)
         picture.line([(x, 21), (x + 24, 21)], colour, width=2, dash=dash)

@@ -13,7 +13,7 @@ from converters.console import columns
 from portable.errors import UserError
 from portable.formatting import human_bytes, human_time, table
 from portable.loop import Events, Progress
-from portable.output.existing_run import CONFIG_FILE
+from portable.paths import CONFIG_FILE
 from portable.ranks import launch
 from portable.reporting.events import History
 from portable.reporting.metrics import (

@@ -15,8 +15,8 @@ from portable.formatting import human_count, table
 from portable.model.build import positions
 from portable.model.flops import parameters_in_words
 from portable.model.shape_hints import shape_hints
-from portable.output.existing_run import FINAL
 from portable.output.export import export
+from portable.paths import FINAL
 from portable.reporting.card import CARD, model_card
 from portable.reporting.html_report import REPORT_FILE, write_report
 from portable.reporting.loss_plot import plot_loss

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from portable.adapters.adapter import adapt
+from portable.adapters.assemble import assemble, tokenizer_hints
 from portable.batch_plan import total_steps
 from portable.data import build_data
 from portable.data.samples.classes import SINGLE
@@ -16,13 +16,10 @@ from portable.errors import UserError
 from portable.evaluation.builtin import Setting, measures_of
 from portable.formatting import human_count
 from portable.model import build as models
-from portable.model.document_attention import check_documents
 from portable.model.flops import flops_per_token, parameter_count, trained_count
 from portable.model.freezing import tie_notes
-from portable.model.groups import groups_of
 from portable.model.labels import (
     adopt_labels,
-    classifies_end_token,
     classifies_last_position,
     known_classes,
     problem_of,
@@ -128,26 +125,14 @@ def prepare(settled: Settled, backend: Backend) -> Prepared:
         names = " and ".join(measures.texts.names)
         raise UserError(f"train.metrics: on several hosts, XLA generates no texts; remove {names}")
     judge = judge_of(config, data.evals, measures)
-    special_tokens.prepare(data.tokenizer)
-    grown_from = models.grow_vocabulary(model_config, data.vocab_size, config)
-    model = models.training_model(model_config, config)
-    model.__dict__["grown_from"] = grown_from
-    for key, value in model.__dict__.get("changed_config", {}).items():  # by model.function
-        setattr(model_config, key, value)
-    aligned = special_tokens.align(model, data.tokenizer, data.target_frame, data.end_of_turn)
-    adapter = adapt(model, model_config, config)
-    groups_of(model, config.train)  # refuses patterns that do not fit
+    assembled = assemble(config, model_config, special_tokens, data.tokenizer, data)
+    model, adapter = assembled.model, assembled.adapter
     architecture, parameters = type(model).__name__, parameter_count(model)
     flops = flops_per_token(model, model_config, data.train.context or config.data.seq_len)
-    models.check_vocabulary(model, data.vocab_size)
-    if config.data.packing == "documents":
-        check_documents(model)
     data = with_computed(config, backend, data)
     config = _with_micro_batch(settled, backend, model_config, data)
     steps = total_steps(config, data.train.epoch_samples)
-    # A new model has no special tokens to lose.
-    replaced = [] if config.model.name_or_path is None else aligned
-    notes = notes_on(settled, model_config, replaced, data.sizes)
+    notes = notes_on(settled, model_config, assembled.aligned, data.sizes)
     if adapter is not None and config.model.from_scratch:
         notes.append(
             "note: the base model has random weights, which follow from the seed and are not saved; for an "
@@ -255,18 +240,11 @@ def notes_on(
             f"note: data.num_workers: {workers} processes on {human_count(count, 'core')}, and each takes "
             "seconds to start; 0 is a thread"
         )
+    step = settled.config.train.global_batch_size
+    if data.train_samples is not None and 0 < data.train_samples < step:
+        lines.append(
+            f"note: train.global_batch_size: a step takes {step} samples and the data has "
+            f"{data.train_samples}: each comes more than once in a step"
+        )
     lines += [f"warning: {warning}" for warning in data.warnings]
     return lines
-
-
-def tokenizer_hints(config: RunConfig, model_config: PretrainedConfig) -> dict[str, Any]:
-    """What the model's settings say about the tokenizer, as arguments of ``build_data``.
-
-    ``data.tokenizer: null`` means the pretrained model's tokenizer, or a new one of the model's size.
-    """
-    return {
-        "model_tokenizer": config.model.name_or_path,
-        "trust_remote_code": config.model.trust_remote_code,
-        "model_vocab_size": getattr(model_config.get_text_config(), "vocab_size", None),
-        "ends_texts": config.model.task == "sequence-classification" and classifies_end_token(model_config),
-    }

@@ -7,10 +7,11 @@ import gc
 import json
 import os
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from portable.checkpoint.resume_source import checkpoints_of, resume_source
-from portable.durable import own_path
+from portable.durable import own_path, write_durably
 from portable.errors import ReportedElsewhereError, RunError, UserError
 from portable.formatting import table
 from portable.output.open_output import open_output
@@ -158,6 +159,10 @@ def _evaluate_only(prepared: Prepared) -> int:
     restored = restore(prepared, source)
     values = evaluate_all(prepared, restored.engine)
     if prepared.backend.rank == 0:
+        if place.exists():
+            text = json.dumps({"step": restored.progress.step, **values}) + "\n"
+            file = place / "evaluation.json"
+            write_durably(file, text) if isinstance(file, Path) else file.write_bytes(text.encode())
         rows = [("step", str(restored.progress.step))]
         for name, value in values.items():
             shown = f"{value:.6f}" if isinstance(value, float) else json.dumps(value)

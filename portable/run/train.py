@@ -17,10 +17,10 @@ from portable.data.samples.loader import worker_died
 from portable.durable import write_durably
 from portable.errors import UserError
 from portable.loop import Cadence, train
-from portable.output.existing_run import CONFIG_FILE, FINAL, PREVIEW_FILE, check_unchanged
+from portable.output.existing_run import PREVIEW_FILE, check_unchanged
 from portable.output.export import recover_export
 from portable.output.hub import Hub, pushes
-from portable.paths import storage_errors
+from portable.paths import CONFIG_FILE, FINAL, storage_errors
 from portable.planner.meta_model import inspect
 from portable.ranks import launch
 from portable.ranks.collectives import all_or_none
@@ -274,6 +274,7 @@ def new_reporter(prepared: Prepared, opened: Open, save_at: Callable[[Progress],
             "model": prepared.architecture,
             "parameters": prepared.parameters,
             "trained": prepared.trained,
+            "steps": prepared.steps,
             "source": str(source) if source is not None else None,
         },
     )

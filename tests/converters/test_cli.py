@@ -86,6 +86,25 @@ def test_converts_a_run(run: Path, written: Path, tmp_path: Path, capsys: pytest
     assert set(groups[0]["params"]) == set(reference["optim"])
 
 
+def test_the_step_that_is_taken_is_told(
+    written: Path, deepspeed_written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of files that record no step, too, and of which program, where a folder has the steps of two."""
+    for step in ("step_0", "step_1"):
+        shutil.copytree(written / "fsdp2-ours", tmp_path / "steps" / step)
+    assert main([str(tmp_path / "steps"), str(tmp_path / "out")]) == 0
+    assert ", step_1 → " in capsys.readouterr().out
+    both = tmp_path / "both"
+    shutil.copytree(deepspeed_written / "zero2-4", both)
+    assert main([str(both), str(tmp_path / "whole")]) == 0
+    shutil.copytree(written / "fsdp2-ours", both / "step_1")
+    capsys.readouterr()
+    assert main([str(both), str(tmp_path / "other")]) == 0
+    assert capsys.readouterr().out.startswith("deepspeed ZeRO-2, 4 ranks, step 2 → ")
+    assert main([str(both), str(tmp_path / "tagged"), "--tag", "step_1"]) == 0
+    assert capsys.readouterr().out.startswith("dcp, 2 ranks, step_1 → ")
+
+
 def test_dry_run_writes_nothing(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = tree(tmp_path)
     assert (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -141,6 +142,22 @@ def test_a_run_folder_gives_its_newest_whole_step(
     assert "_INCOMPLETE" in refused(capsys, s3.url("run"), tmp_path / "out", "--tag", "3")
     s3.put("run/checkpoints/step-000003/_COMPLETE", b"{}")
     assert open_checkpoint(s3.url("run")).metadata["step"] == 3
+
+
+def test_how_to_load_what_lies_in_a_store(
+    written: Path, s3: ObjectStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """transformers takes folders and names on the hub, but no URL."""
+    step = tmp_path / "step"
+    shutil.copytree(written / "fsdp3-ours", step)
+    (step / "config.json").write_text('{"model_type": "odd"}')
+    assert main([str(step), s3.url("out")]) == 0
+    said = capsys.readouterr().out
+    assert 'copy it to a folder, and load it with transformers.AutoModel.from_pretrained("FOLDER")' in said
+    assert main([str(step), str(tmp_path / "out")]) == 0
+    assert (
+        f'  load it with transformers.AutoModel.from_pretrained("{tmp_path}/out")' in capsys.readouterr().out
+    )
 
 
 def test_one_file_and_a_disk_on_the_other_side(large: Path, s3: ObjectStore, tmp_path: Path) -> None:

@@ -93,6 +93,8 @@ KINDS: list[dict[str, Any]] = [
     {"adapter__bias": "lora_only", "model__config": {**TINY_MODEL, "attention_bias": True}},
     {"adapter__type": "ia3", "adapter__target_modules": ["k_proj", "down_proj"]},
     {"adapter__target_parameters": ["mlp.experts.gate_up_proj"], "model__config": MOE},
+    {"adapter__trainable_token_indices": [3, 5]},
+    {"adapter__trainable_token_indices": {"embed_tokens": [3], "lm_head": [5]}, "model__config": UNTIED},
 ]
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from portable.errors import UserError
 from portable.model.grown import GrownTensor
 from portable.model.tensors import InMemoryTensor
 from portable.run.rank import run_rank
@@ -123,3 +125,81 @@ def test_rows_in_parts_are_those_of_the_whole() -> None:
     assert (abs(torch.tensor(whole[200:]) - mean) < 6 * spread + 1e-7).all()
     bias = GrownTensor(InMemoryTensor(table[:, 0]), 202, 1).read()
     assert bias[200] == bias[201] == pytest.approx(float(table[:, 0].mean()), rel=1e-5)
+
+
+def test_an_adapter_holds_the_new_rows_of_a_tied_model(
+    conversations: Path, corpus: Path, tmp_path: Path, brief_runs: None
+) -> None:
+    """What the refusal says to write trains; peft loads the adapter, and merged it is the same model."""
+    import peft
+
+    from converters.cli import main as convert
+
+    run_rank("cpu", configured(tmp_path / "base", corpus, train__steps=2))
+    base = tmp_path / "base" / "final"
+    settings: dict[str, Any] = {
+        "model__config": None,
+        "model__name_or_path": str(base),
+        "data__added_tokens": ADDED[:2],
+        "data__chat_template": "chatml",
+        "data__seq_len": 64,
+        "train__steps": 2,
+        "train__learning_rate": 1e-2,
+        "adapter__type": "lora",
+    }
+    with pytest.raises(UserError, match=r"train them: adapter.trainable_token_indices: \[384, 385\]$"):
+        run_rank("cpu", configured(tmp_path / "run", conversations, **settings))
+    settings["adapter__trainable_token_indices"] = [384, 385]
+    run_rank("cpu", configured(tmp_path / "run", conversations, **settings))
+    final, out = tmp_path / "run" / "final", tmp_path / "merged"
+    assert json.loads((final / "adapter_config.json").read_text())["trainable_token_indices"] == [384, 385]
+    assert convert([str(final), str(out), "--merge-into", str(base)]) == 0
+
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    plain.resize_token_embeddings(386)
+    loaded: Any = peft.PeftModel.from_pretrained(plain, str(final))
+    merged = AutoModelForCausalLM.from_pretrained(out)
+    tokens = AutoTokenizer.from_pretrained(out)("<|im_start|>user\nIs it?<|im_end|>\n", return_tensors="pt")
+    assert {384, 385} < set(tokens["input_ids"][0].tolist())
+    with torch.no_grad():
+        wanted = loaded(**tokens).logits
+        torch.testing.assert_close(merged(**tokens).logits, wanted, rtol=0, atol=1e-5)
+    assert merged.config.tie_word_embeddings and merged.config.vocab_size == 386
+    before = GrownTensor(InMemoryTensor(AutoModelForCausalLM.from_pretrained(base).lm_head.weight), 386, 384)
+    trained = merged.lm_head.weight.detach()[384:]
+    assert not torch.allclose(trained, torch.tensor(before.read()[384:]), atol=1e-3)
+
+    again = {**settings, "adapter__name_or_path": str(final), "train__steps": 1}
+    del again["adapter__type"], again["adapter__trainable_token_indices"]
+    run_rank("cpu", configured(tmp_path / "again", conversations, **again))
+    for wrong in ([384, 385, 386], [384, 385, 385]):
+        given = {**settings, "adapter__trainable_token_indices": wrong}
+        with pytest.raises(UserError, match=r"embed_tokens has the tokens 0 to 385, each once"):
+            run_rank("cpu", configured(tmp_path / "x", conversations, **given))
+
+
+def test_tied_tables_stay_tied(corpus: Path, tmp_path: Path, brief_runs: None) -> None:
+    """In peft, and merged: both give the logits of the run's own model."""
+    import peft
+
+    run_rank("cpu", configured(tmp_path / "base", corpus, train__steps=2))
+    base = tmp_path / "base" / "final"
+    settings: dict[str, Any] = {
+        "model__config": None,
+        "model__name_or_path": str(base),
+        "adapter__type": "lora",
+    }
+    settings |= {"adapter__trainable_token_indices": [97, 101, 116], "adapter__ensure_weight_tying": True}
+    settings |= {"train__steps": 2, "train__learning_rate": 1e-2}
+    run_rank("cpu", configured(tmp_path / "run", corpus, **settings))
+    run_rank("cpu", configured(tmp_path / "whole", corpus, **settings, checkpoint__export="merged"))
+    loaded: Any = peft.PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base), str(tmp_path / "run" / "final")
+    )
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "whole" / "final")
+    assert merged.config.tie_word_embeddings
+    tokens = torch.tensor([[97, 32, 101, 116, 200]])
+    with torch.no_grad():
+        found, before = merged(tokens).logits, AutoModelForCausalLM.from_pretrained(base)(tokens).logits
+        torch.testing.assert_close(loaded(tokens).logits, found, rtol=0, atol=1e-5)
+    assert (found - before).abs().max() > 0.01

@@ -203,11 +203,17 @@ def test_it_counts_on_in_another_folder(told: Any, tmp_path: Path, corpus: Path)
 
 def test_the_judge() -> None:
     standing, judge = Standing(), Judge("eval_loss", "min", keep_best=1, patience=2, threshold=0.1)
-    values = [3.0, 2.95, 2.85, 2.84, float("nan")]
+    values = [3.0, 2.95, 2.86, 2.84, float("nan")]
     found = [judge(standing, step, {"eval_loss": value}) for step, value in enumerate(values, start=1)]
-    # 2.95 is the best so far, but no improvement of more than 0.1; 2.85 is, from 3.
-    assert found == [Verdict(True), Verdict(True), Verdict(True), Verdict(True), Verdict(False, True)]
-    assert (standing.best, standing.mark, standing.waited) == ([(4, 2.84)], 2.85, 2)
+    # 2.95 is the best so far, but no improvement of more than 0.1; nor is 2.86, from 2.95.
+    assert found == [
+        Verdict(True),
+        Verdict(True),
+        Verdict(True, True),
+        Verdict(True, True),
+        Verdict(False, True),
+    ]
+    assert (standing.best, standing.mark, standing.waited) == ([(4, 2.84)], 2.84, 4)
     assert Standing.of(json.loads(json.dumps(standing.stored()))) == standing
     assert judge(standing, 5, {"eval_loss": 0.0}) == Verdict(False, True)  # counted already
     other = Judge("eval_accuracy", "max", keep_best=1)
@@ -217,6 +223,30 @@ def test_the_judge() -> None:
         other(standing, 8, {"eval_loss": 1.0})
     for damaged in (None, {}, {"best": 3}, standing.stored() | {"mark": "x"}):
         assert Standing.of(damaged) == Standing()
+
+
+def test_it_waits_as_transformers_does() -> None:
+    """Random curves: the evaluation after which EarlyStoppingCallback ends a run."""
+    import random
+    from types import SimpleNamespace
+
+    from transformers import EarlyStoppingCallback, TrainerControl
+
+    draws = random.Random(0)
+    for _ in range(300):
+        patience, threshold = draws.randint(1, 3), draws.choice([0.0, 0.1, 0.3])
+        values = [3 - 0.05 * i + draws.gauss(0, 0.2) for i in range(12)]
+        standing, judge = Standing(), Judge("eval_loss", "min", 0, patience, threshold)
+        ours = [judge(standing, step, {"eval_loss": v}).stop for step, v in enumerate(values, start=1)]
+        callback, control = EarlyStoppingCallback(patience, threshold), TrainerControl()
+        state: Any = SimpleNamespace(best_metric=None)
+        arguments: Any = SimpleNamespace(greater_is_better=False, metric_for_best_model="loss")
+        theirs = []
+        for value in values:
+            callback.on_evaluate(arguments, state, control, {"eval_loss": value})
+            theirs.append(control.should_training_stop)
+            state.best_metric = value if state.best_metric is None else min(state.best_metric, value)
+        assert ours.index(True) == theirs.index(True) if True in theirs else True not in ours
 
 
 # -- data of its own ---------------------------------------------------------------------------------------

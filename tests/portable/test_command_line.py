@@ -216,7 +216,7 @@ def test_data_of_two_tokens(tmp_path: Path, corpus: Path, capsys: pytest.Capture
     [
         (portable_report, [], "RUN (see portable-report --help)"),
         (main, ["init", "--task", "chatt"], "'chat', 'classification'"),
-        (main, ["completion", "fish"], "'bash', 'zsh'"),
+        (main, ["completion", "nu"], "'bash', 'zsh', 'fish'"),
         (main, ["--data.sources", "[{source: x}]"], "error: --data.sources: source 1: has no name"),
         (main, ["--output_dir", "ftp://host/x", "--dry-run"], "ftp:// is no object store; use s3://"),
         (main, ["--help", "everything"], "no setting named 'everything'; --help alone lists the sections"),
@@ -286,7 +286,9 @@ def test_dry_run_says_what_would_happen_and_writes_nothing(
     printed = capsys.readouterr().out
     assert "model_type: llama" in printed
     rows = dict(
-        line.strip().split("  ", 1) for line in printed.split("\n\n")[0].splitlines() if "  " in line.strip()
+        line.strip().split("  ", 1)
+        for line in printed.split("# What this run will do\n")[1].splitlines()
+        if "  " in line.strip()
     )
     assert "parameters" in rows["model"]
     assert rows["tokens a step"].strip() == "192"
@@ -365,6 +367,10 @@ def test_questions_about_a_run(tmp_path: Path, corpus: Path, capsys: pytest.Capt
     before = snapshot(tmp_path)
     assert main([*settings, "--eval-only"]) == 0
     assert f"{recorded[-1]['eval_loss']:.6f}" in capsys.readouterr().out
+    written = json.loads((tmp_path / "evaluation.json").read_text())
+    assert written == {"step": 2, **{name: recorded[-1][name] for name in written if name != "step"}}
+    assert written["eval_loss"] == recorded[-1]["eval_loss"]
+    (tmp_path / "evaluation.json").unlink()
     assert main(["--resume-info", str(tmp_path)]) == 0
     assert "2 of 2" in capsys.readouterr().out
     assert snapshot(tmp_path) == before

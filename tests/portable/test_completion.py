@@ -41,7 +41,10 @@ def test_bash_completes_settings_and_their_values(capsys: pytest.CaptureFixture[
     assert not done.stderr
 
 
-def test_zsh_has_a_script_too(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["completion", "zsh"]) == 0
+@pytest.mark.parametrize(
+    ("shell", "start"), [("zsh", "#compdef portable-train"), ("fish", "complete -c portable-train")]
+)
+def test_other_shells_have_a_script_too(shell: str, start: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", shell]) == 0
     script = capsys.readouterr().out
-    assert "#compdef portable-train" in script and "--checkpoint.every_steps" in script
+    assert start in script and "checkpoint.every_steps" in script

@@ -254,6 +254,7 @@ def test_contradictions_name_the_keys(values: dict[str, Any], named: list[str]) 
 def test_one_file_may_hold_settings_for_every_backend() -> None:
     for backend in ("auto", "cpu", "cuda", "xla"):
         accepted(backend=backend, xla={"xla_fsdp_grad_ckpt": True}, fsdp={"forward_prefetch": True})
+    accepted(backend="xla", strategy="full_shard", deepspeed={"config": "ds.json"})  # ignored there
 
 
 def test_a_default_strategy_yields_to_the_deepspeed_file() -> None:

@@ -698,7 +698,7 @@ def test_show_data(settings: Settings, tmp_path: Path, capsys: pytest.CaptureFix
         data__tokenizer=settings.tokenizer,
         data__seq_len=128,
         data__eval_fraction=0,
-        model__config={**TINY_MODEL, "vocab_size": 512},
+        model__config={**TINY_MODEL, "vocab_size": 512, "max_position_embeddings": 128},
     )
     before = sorted(tmp_path.iterdir())
     assert main([*flags(given), "--show-data", "2"]) == 0

@@ -393,6 +393,7 @@ def test_evaluations_by_name(tmp_path: Path) -> None:
             "eval_f1.a/news": 0.5,
             "eval_f1.b/news": 0.7,
         }
+        | {"eval_rewards/chosen/news": 0.1, "eval_rewards/chosen/code": 0.2, "eval_rewards/margins/news": 3.0}
         | {"eval_accuracy/news": 0.3, "eval_accuracy/code": 0.4, "eval_confusion/news": matrix}
         | {"eval_confusion/code": {"classes": ["a"], "counts": [[1, 2]]}, "eval_confusion": {"counts": 1}},
     ]
@@ -406,6 +407,17 @@ def test_evaluations_by_name(tmp_path: Path) -> None:
     assert series[0] == ["loss", "eval_loss", "eval_loss/news", "eval_loss/code"]
     assert ["eval_accuracy/news", "eval_accuracy/code"] in series
     assert ["eval_f1.a/news", "eval_f1.b/news"] in series
+    assert ["eval_rewards/chosen/news", "eval_rewards/chosen/code"] in series
+    assert ["eval_rewards/margins/news"] in series
+    assert data["metrics"][0]["hint"] == "nats a token; dashed: evaluation"
     assert data["runs"][0]["confusions"][0]["counts"] == [[3, 1], [0, 2]]
     picture = plot_loss(tmp_path)
     assert picture is not None and ">news<" in picture.read_text() and ">code<" in picture.read_text()
+    assert ">loss (nats a token)<" in picture.read_text()
+    (tmp_path / "config.yaml").write_text("train: {loss: dpo, epochs: 1}\ndata: {format: preference}\n")
+    event = {"event": "start", "step": 0, "time": 1.0, "steps": 25}
+    (tmp_path / "events.jsonl").write_text(json.dumps(event) + "\n")
+    write_report([tmp_path], tmp_path / "report.html")
+    assert data_of(tmp_path / "report.html")["metrics"][0]["hint"] == "dpo; dashed: evaluation"
+    assert Run.read(tmp_path).facts()["step"] == "1 of 25"
+    assert plot_loss(tmp_path) is not None and ">loss (dpo)<" in picture.read_text()

@@ -50,7 +50,10 @@ def test_a_dry_run_prints_the_notes_of_the_run(
         tmp_path / "run", corpus, model__name_or_path=str(model), train__steps=1, log__sample_tokens=0
     )
     del settings["model.config"]
+    settings |= {"data.packing": False, "data.max_samples": 4, "data.eval_fraction": 0}
     command = ["--accelerate-config", str(tmp_path / "accelerate.yaml"), *flags(settings)]
+    assert main([*command, "--show-data", "1"]) == 0  # so that the samples are counted
+    capsys.readouterr()
     assert main([*command, "--dry-run"]) == 0
     before = told(capsys)
     assert not (tmp_path / "run").exists()
@@ -62,5 +65,6 @@ def test_a_dry_run_prints_the_notes_of_the_run(
         "no effect: wall_clock_breakdown",
         "special tokens",
         "of.another",
+        "a step takes 6 samples and the data has 4",
     ):
         assert any(words in line for line in before)

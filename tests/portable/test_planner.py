@@ -405,3 +405,10 @@ def test_a_model_without_a_table_of_tokens_is_planned(
     found = plan(capsys, *task, "--device", "h100", model=canine)
     assert found["options"]
     assert found["parameters"] > 0
+
+
+def test_a_deepspeed_file_is_ignored_for_xla_and_said_so(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--model.config", json.dumps(SMALL), "--train.global_batch_size", "64", "--data.seq_len", "64"]
+    assert main([*given, "--device", "v5e", "--devices", "4", "--deepspeed.config", "ds.json"]) == 0
+    told = capsys.readouterr().err
+    assert told == "note: deepspeed.config has no effect: DeepSpeed does not run on backend xla\n"

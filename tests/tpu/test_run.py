@@ -551,6 +551,12 @@ def test_what_xla_has_no_use_for_is_refused(
     assert not (tmp_path / "run").exists()
 
 
+def test_a_deepspeed_file_is_ignored(tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
+    argv = flags(tiny(tmp_path / "run", corpus, backend="xla", deepspeed__config="ds.json", **BATCH))
+    code, told = xla.run(4, command_line, [*argv, "--dry-run"])
+    assert code == 0 and "note: deepspeed.config has no effect: DeepSpeed does not run on backend xla" in told
+
+
 def test_a_rule_that_does_not_fit_is_refused(tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
     config = configured(tmp_path, corpus, backend="xla", **BATCH, xla__sharding={"norm": 0, "k_proj": 5})
     with pytest.raises(RankError, match=r"'k_proj' cannot shard dim 5 of .*k_proj.* null to replicate it"):

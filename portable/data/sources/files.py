@@ -31,7 +31,7 @@ from portable.data.sources.documents import (
 )
 from portable.data.sources.library import csv_rows
 from portable.data.sources.parquet_rows import parquet_file, rows_of
-from portable.errors import UserError, one_line
+from portable.errors import MissingDataError, UserError, one_line
 from portable.paths import place_of, storage_errors
 
 if TYPE_CHECKING:
@@ -86,9 +86,9 @@ def _local_files(name: str) -> list[Path] | None:
         matches = glob.glob(name, recursive=True)  # noqa: PTH207 (a pattern may be absolute)
         found = sorted(file for file in map(Path, matches) if file.is_file())
         if not found:
-            raise UserError(f"data.source: no file matches {name}; check the path and the pattern")
+            raise MissingDataError(f"data.source: no file matches {name}; check the path and the pattern")
     elif name.startswith((".", "/", "~")) or format_of(path) in FORMATS or name.count("/") > 1:
-        raise UserError(f"data.source: {name}: no such file or folder; check the path")
+        raise MissingDataError(f"data.source: {name}: no such file or folder; check the path")
     else:
         return None
     for file in found:

@@ -26,7 +26,7 @@ from portable.data.sources.sharded_tokens import (
 )
 from portable.data.sources.standard_library import StandardLibrary
 from portable.data.sources.token_files import TokenFiles, names_tokens, token_files
-from portable.errors import UserError
+from portable.errors import MissingDataError, UserError
 from portable.paths import default_cache_dir
 
 if TYPE_CHECKING:
@@ -94,7 +94,9 @@ def open_source(
         if len(names) == 1:
             return HubDataset(names[0], fields, config_name, split, max_samples)
         missing = names[local.index(None)]
-        raise UserError(f"data.source: {missing}: no such file or folder (a list may only name local files)")
+        raise MissingDataError(
+            f"data.source: {missing}: no such file or folder (a list may only name local files)"
+        )
     if None in folders:
         _without_splits(config_name, split, "local files")
     files = list(dict.fromkeys(path for found in local for path in found or ()))

@@ -17,7 +17,7 @@ import numpy as np
 
 from portable.data.sources.documents import Document, Fields, Source, changed_meanwhile, text_only
 from portable.data.sources.files import file_digest, unreadable
-from portable.errors import UserError
+from portable.errors import MissingDataError, UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -136,7 +136,7 @@ def token_files(name: str) -> list[Path]:
     """
     found = [Path(name)] if Path(name).is_file() else sorted(map(Path, glob.glob(name, recursive=True)))  # noqa: PTH207
     if not found:
-        raise UserError(f"data.source: {name}: no such file; check the path and the pattern")
+        raise MissingDataError(f"data.source: {name}: no such file; check the path and the pattern")
     return found
 
 

@@ -53,6 +53,7 @@ VERSION = 3  # of how records become tokens and masks; a change makes caches ane
 DAY = "2025-01-01"
 """The date in a prompt that tells today's, so that the tokens are the same on every day."""
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_SPECIAL = re.compile(r"<\|[^\s<>|'\"]+\|>")
 _MOST_RENDERED = 1 << 30  # characters written for one conversation
 _Span = tuple[int, int]
 
@@ -198,6 +199,14 @@ class ChatTemplate:
         """What the tokens depend on, besides the source and the tokenizer."""
         content = [VERSION, self._templates, self._train_on, self._split, self._pairs, self._kwargs, DAY]
         return json.dumps(content, sort_keys=True, default=str)
+
+    @property
+    def lacking(self) -> list[str]:
+        """What the template writes in the form of special tokens, and the tokenizer has none for."""
+        texts = self._templates.values() if isinstance(self._templates, dict) else [self._templates or ""]
+        written = dict.fromkeys(_SPECIAL.findall(" ".join(texts)))
+        known = self._tokenizer.get_vocab()
+        return [token for token in written if token not in known]
 
     def encode(self, documents: Sequence[Document]) -> Encoded:
         """Tokenize conversations and completions.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import Counter, deque
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -213,13 +214,35 @@ def _write_conversations(
         stopping, ends = stopping + encoded.stopping, ends + encoded.ends
         prompt_left, unstopped = prompt_left or encoded.prompt_left, unstopped or encoded.unstopped
         if not stopping:  # not one of thousands: the template's, not the record's
-            raise UserError(
-                "data.chat_template: the trained tokens never include the one that ends an answer, so the "
-                f"model would never stop: they end in {unstopped}; end the turn with a special token "
-                "of the tokenizer, inside {% generation %} if the template has it"
-            )
-    end = min(ends, key=lambda token: (-ends[token], token)) if ends else None
-    return written, {"end_of_turn": end, "notes": notes(counts, prompt_left)}
+            raise _never_stops(chat, unstopped)
+    return written, {"end_of_turn": _most_frequent(ends), "notes": notes(counts, prompt_left)}
+
+
+def end_in_first_batch(source: Source, chat: ChatTemplate) -> int | None:
+    """The token that ends an answer in the first records, which are refused as :func:`tokenize` does."""
+    for batch in _batches(source.documents(), _CHAT_CHARS, whole=True):
+        encoded = chat.encode(batch)
+        if not encoded.stopping:
+            raise _never_stops(chat, encoded.unstopped)
+        return _most_frequent(encoded.ends)
+    return None
+
+
+def _most_frequent(ends: Counter[int]) -> int | None:
+    return min(ends, key=lambda token: (-ends[token], token)) if ends else None
+
+
+def _never_stops(chat: ChatTemplate, unstopped: str) -> UserError:
+    remedy = (
+        "end the turn with a special token of the tokenizer, inside {% generation %} if the template has it"
+    )
+    if lacking := chat.lacking:
+        tokens = json.dumps(lacking, ensure_ascii=False)
+        remedy = f"the tokenizer lacks tokens that the template writes; set data.added_tokens to {tokens}"
+    return UserError(
+        "data.chat_template: the trained tokens never include the one that ends an answer, so the "
+        f"model would never stop: they end in {unstopped}; {remedy}"
+    )
 
 
 def _write(batch: list[Document], tokenizer: Any, framed: Frame, writer: TokenWriter) -> int:

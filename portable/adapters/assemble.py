@@ -1,0 +1,97 @@
+"""From a config and its data to the model on the meta device: one way for a run and all that looks at it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from portable.adapters.adapter import adapt
+from portable.data import inspect_data
+from portable.model import build as models
+from portable.model.document_attention import check_documents
+from portable.model.groups import groups_of
+from portable.model.labels import classifies_end_token, problem_of
+from portable.model.special_tokens import SpecialTokens
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from portable.adapters.adapter import Adapter
+    from portable.config import RunConfig
+    from portable.data import Data, DataSizes
+
+
+class Assembled(NamedTuple):
+    """A model on the meta device, with its adapter."""
+
+    model: PreTrainedModel
+    """As it is trained."""
+    adapter: Adapter | None
+    """In ``model``; None if all of it is trained."""
+    aligned: list[str]
+    """The special tokens of a pretrained model that the tokenizer's replace, for the user."""
+
+
+def assemble(
+    config: RunConfig,
+    model_config: PretrainedConfig,
+    special_tokens: SpecialTokens,
+    tokenizer: Any,
+    data: Data | DataSizes,
+) -> Assembled:
+    """Build the model of a run for its data, with the rows, ids and adapter that it will have.
+
+    Args:
+        config: of the run.
+        model_config: of the model; gets the vocabulary and special tokens that are saved with the weights.
+        special_tokens: made of the two.
+        tokenizer: of the data; None while it is not here.
+        data: of the run, or what is known of it.
+
+    Raises:
+        UserError: for settings that do not fit the model, or a tokenizer that does not.
+    """
+    if tokenizer is not None:
+        special_tokens.prepare(tokenizer)
+    size = data.vocab_size or 0
+    grown_from = models.grow_vocabulary(model_config, size, config)
+    model = models.training_model(model_config, config)
+    model.__dict__["grown_from"] = grown_from
+    for key, value in model.__dict__.get("changed_config", {}).items():  # by model.function
+        setattr(model_config, key, value)
+    models.check_vocabulary(model, size, config)
+    aligned: list[str] = []
+    if tokenizer is not None:
+        aligned = special_tokens.align(model, tokenizer, data.target_frame, data.end_of_turn)
+    adapter = adapt(model, model_config, config)
+    groups_of(model, config.train)  # refuses patterns that do not fit
+    if config.data.packing == "documents":
+        check_documents(model)
+    # A new model has no special tokens to lose.
+    return Assembled(model, adapter, [] if config.model.name_or_path is None else aligned)
+
+
+def looked_at(config: RunConfig) -> tuple[Assembled, DataSizes]:
+    """The model of a run, and what is known of its data without writing or downloading any.
+
+    Raises:
+        UserError: for what a run refuses.
+    """
+    model_config = models.model_config(config.model)
+    models.check_length(model_config, config)
+    problem_of(model_config, config.model)  # refuses what a run refuses
+    special_tokens = SpecialTokens(model_config, config.model)
+    data = inspect_data(config.data, task=config.model.task, **tokenizer_hints(config, model_config))
+    return assemble(config, model_config, special_tokens, data.opened, data), data
+
+
+def tokenizer_hints(config: RunConfig, model_config: PretrainedConfig) -> dict[str, Any]:
+    """What the model's settings say about the tokenizer, as arguments of ``build_data``.
+
+    ``data.tokenizer: null`` means the pretrained model's tokenizer, or a new one of the model's size.
+    """
+    return {
+        "model_tokenizer": config.model.name_or_path,
+        "trust_remote_code": config.model.trust_remote_code,
+        "model_vocab_size": getattr(model_config.get_text_config(), "vocab_size", None),
+        "ends_texts": config.model.task == "sequence-classification" and classifies_end_token(model_config),
+    }
