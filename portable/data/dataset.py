@@ -399,6 +399,11 @@ def _finished(
     for key, (eval_settings, one) in evals.items():
         with errors_under(key_of(key)):
             own[key] = samples(eval_settings, one)
+            if own[key].sequences != everything.sequences:
+                raise UserError(
+                    f"data.source: its samples have {own[key].sequences} sequences, and those to train on "
+                    f"{everything.sequences}; give samples of one kind"
+                )
     shown: dict[str, Samples] = dict(own)
     if held_out.num_samples:
         shown[held_out_name(settings)] = samples(settings, source, held_out)

@@ -36,6 +36,7 @@ class _Preference:
     """What the losses of pairs have in common."""
 
     needs: ClassVar[tuple[Statistic, ...]] = ("log_probs",)
+    sequences: ClassVar[int] = 2
 
     def weight(self, batch: Batch) -> float:
         """The number of pairs."""

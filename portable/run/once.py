@@ -13,6 +13,7 @@ import numpy as np
 from tqdm import tqdm
 
 from portable import plugins
+from portable.config.training_sources import training_sources
 from portable.data import EvalLoader
 from portable.data.samples.computed import ComputedSamples, Table, write_table
 from portable.data.tokens.cache import CacheDamagedError
@@ -30,9 +31,27 @@ if TYPE_CHECKING:
     from portable.backend import Backend, Engine
     from portable.config import RunConfig
     from portable.data import Data, Samples
+    from portable.model.training_loss import TrainingLoss
     from portable.run.prepare import Prepared
 
 _BETWEEN = 64  # micro-batches between two exchanges of ranks
+
+
+def check_once(config: RunConfig, loss: TrainingLoss | None) -> None:
+    """Refuse settings with which ``loss`` cannot compute what it computes once.
+
+    Raises:
+        UserError: for such settings.
+    """
+    if loss is None or loss.once is None:
+        return
+    if config.train.micro_batch_size == "auto":
+        raise UserError(
+            f"train.micro_batch_size: {loss.key} computes numbers of each sample before the training, which "
+            "auto cannot try; set a number"
+        )
+    if any(one.settings.stream for one in training_sources(config.data).values()):
+        raise UserError(f"{loss.key}: needs all samples before the training, which data.stream does not have")
 
 
 def with_computed(config: RunConfig, backend: Backend, data: Data) -> Data:
@@ -44,15 +63,9 @@ def with_computed(config: RunConfig, backend: Backend, data: Data) -> Data:
     loss = training_loss(config)
     if loss is None or loss.once is None:
         return data
-    if config.train.micro_batch_size == "auto":
-        raise UserError(
-            f"train.micro_batch_size: {loss.key} computes numbers of each sample before the training, which "
-            "auto cannot try; set a number"
-        )
+    check_once(config, loss)
     if backend.one_program and backend.world_size > 1:
         raise UserError(f"{loss.key}: on several hosts, XLA computes nothing once; name a reference")
-    if data.streams:
-        raise UserError(f"{loss.key}: needs all samples before the training, which data.stream does not have")
     root = Path(config.data.cache_dir) if config.data.cache_dir else default_cache_dir()
 
     def wrapped(name: str, samples: Samples) -> ComputedSamples:

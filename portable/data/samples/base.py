@@ -306,6 +306,11 @@ class Pairs(PaddedCausal):
         return range(first, first + 2)
 
 
+def sequence(batch: dict[str, Any], which: int) -> dict[str, Any]:
+    """The tokens of one sequence of each sample, ``[batch, tokens]``, where samples have several."""
+    return {name: values[:, which] for name, values in batch.items() if values.ndim == 3}
+
+
 def pad_rows(
     rows: Sequence[npt.NDArray[Any]], length: int, pad: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
