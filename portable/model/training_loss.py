@@ -72,6 +72,8 @@ class Loss(Protocol):
       ``forward(other)`` another model; they return :class:`Outputs`. The
       tensors that it returns, by name, are added to the batch that the loss gets.
     - ``sequences``: how many sequences a sample has, 2 for pairs. By default any number.
+    - ``reference``: a folder or hub id whose weights ``before`` uses, or ``"adapter"``. A checkpoint refuses
+      others.
     - ``once(forward, batch)``: the same, but called once for every sample, with the weights that the run
       starts from. What it returns, ``[batch, ...]``, is cached with the data, and in every batch.
     """
@@ -115,6 +117,7 @@ class TrainingLoss:
         self._weight: Callable[[Batch], float] | None = getattr(loss, "weight", None)
         self.before: Callable[..., Mapping[str, Tensor]] | None = getattr(loss, "before", None)
         self.once: Callable[..., Mapping[str, Tensor]] | None = getattr(loss, "once", None)
+        self.reference: str | None = getattr(loss, "reference", None)
         self._names: tuple[str, ...] | None = None
         self._by_source = BySource(sources, losses="log_probs" in self.needs)
 

@@ -12,13 +12,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
+from converters import CheckpointError, open_checkpoint
+from converters.fingerprints import fingerprint
 from portable import plugins
+from portable.adapters.settings import folder_of, weights_in
 from portable.config.training_sources import training_sources
 from portable.data import EvalLoader
 from portable.data.samples.computed import ComputedSamples, Table, write_table
 from portable.data.tokens.cache import CacheDamagedError
-from portable.errors import UserError
+from portable.errors import UserError, one_line
 from portable.model.loss import OncePass
+from portable.model.pretrained import snapshot
 from portable.model.training_loss import training_loss
 from portable.paths import default_cache_dir
 from portable.terminal import at_a_terminal
@@ -54,8 +58,39 @@ def check_once(config: RunConfig, loss: TrainingLoss | None) -> None:
         raise UserError(f"{loss.key}: needs all samples before the training, which data.stream does not have")
 
 
-def with_computed(config: RunConfig, backend: Backend, data: Data) -> Data:
+def reference_of(config: RunConfig) -> str | None:
+    """A digest of the weights that the loss compares with; None if there are none.
+
+    They are those that the run starts from, or those of the model that the loss names.
+
+    Raises:
+        UserError: if they cannot be read.
+    """
+    loss = training_loss(config)
+    if loss is None or (loss.once is None and loss.reference is None):
+        return None
+    model, adapter = config.model, config.adapter.name_or_path
+    # The seed gives what no file has: a new adapter, the rows of new tokens.
+    folders: dict[str, Path | None] = {str(config.seed): None}
+    if loss.reference not in (None, "adapter"):
+        folders = {f"train.loss: {config.train.loss}": snapshot(loss.reference)}
+    else:
+        folders |= {} if model.from_scratch else {"model.name_or_path": snapshot(str(model.name_or_path))}
+        folders |= {} if adapter is None else {"adapter.name_or_path": weights_in(folder_of(adapter))}
+    found = {}
+    for key, folder in folders.items():
+        try:
+            found[key] = None if folder is None else fingerprint(open_checkpoint(folder))
+        except CheckpointError as error:
+            raise UserError(f"{key}: {one_line(error)}") from error
+    return hashlib.blake2b(json.dumps(found).encode(), digest_size=16).hexdigest()
+
+
+def with_computed(config: RunConfig, backend: Backend, data: Data, reference: str | None) -> Data:
     """``data`` whose samples have what the loss computes once, if it does.
+
+    Args:
+        reference: from :func:`reference_of`.
 
     Raises:
         UserError: where that cannot be computed.
@@ -69,19 +104,15 @@ def with_computed(config: RunConfig, backend: Backend, data: Data) -> Data:
     root = Path(config.data.cache_dir) if config.data.cache_dir else default_cache_dir()
 
     def wrapped(name: str, samples: Samples) -> ComputedSamples:
-        return ComputedSamples(samples, root / "computed" / _digest(config, data, name, samples))
+        return ComputedSamples(samples, root / "computed" / _digest(config, data, name, samples, reference))
 
     evals = {name: wrapped(f"evaluation {name}", samples) for name, samples in data.evals.items()}
     return replace(data, train=wrapped("training", data.train), evals=evals)
 
 
-def _digest(config: RunConfig, data: Data, name: str, samples: Samples) -> str:
+def _digest(config: RunConfig, data: Data, name: str, samples: Samples, reference: str | None) -> str:
     """Of all that the numbers of ``samples`` depend on."""
     model, settings = config.model, config.data
-    weights: list[Any] = []
-    if model.name_or_path is not None and Path(model.name_or_path).is_dir():
-        files = sorted(file for file in Path(model.name_or_path).iterdir() if file.is_file())
-        weights = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     content = [
         name,
         len(samples),
@@ -92,8 +123,7 @@ def _digest(config: RunConfig, data: Data, name: str, samples: Samples) -> str:
         model.model_dump(mode="json"),
         config.adapter.model_dump(mode="json"),
         plugins.digest(model.function or ""),
-        weights,
-        config.seed if model.from_scratch else None,
+        reference,
         config.precision,
         (settings.seq_len, settings.truncation, settings.eval_fraction, settings.packing),
     ]

@@ -33,7 +33,7 @@ from portable.registry import backend_package
 from portable.run import micro_batch
 from portable.run.evaluation import judge_of
 from portable.run.micro_batch import Search, batch_plan
-from portable.run.once import with_computed
+from portable.run.once import reference_of, with_computed
 from portable.run.settle import on_device
 from portable.terminal import shows_bars
 
@@ -73,6 +73,7 @@ class Prepared:
         schedule: learning rate by step.
         measures: the metrics of an evaluation.
         judge: compares evaluations; None if nothing follows from them.
+        reference: a digest of the weights that the loss compares with; None without such.
         notes: what may surprise the user, one line each.
     """
 
@@ -93,6 +94,7 @@ class Prepared:
     schedule: Schedule
     measures: Measures
     judge: Judge | None
+    reference: str | None
     notes: tuple[str, ...]
 
     @property
@@ -142,7 +144,8 @@ def prepare(settled: Settled, backend: Backend) -> Prepared:
     models.check_vocabulary(model, data.vocab_size)
     if config.data.packing == "documents":
         check_documents(model)
-    data = with_computed(config, backend, data)
+    reference = reference_of(config)
+    data = with_computed(config, backend, data, reference)
     config = _with_micro_batch(settled, backend, model_config, data)
     steps = total_steps(config, data.train.epoch_samples)
     # A new model has no special tokens to lose.
@@ -179,6 +182,7 @@ def prepare(settled: Settled, backend: Backend) -> Prepared:
         schedule=build_schedule(config.train, steps),
         measures=measures,
         judge=judge,
+        reference=reference,
         notes=tuple(notes),
     )
 

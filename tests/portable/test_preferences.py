@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 from portable import UserError
@@ -431,6 +432,57 @@ def test_what_cannot_work_is_refused_before_the_run(
     for writes in (False, True):
         with pytest.raises(UserError, match=told):
             settle(config, "cpu", writes=writes)
+
+
+def trained_again(folder: Path) -> None:
+    """Other weights in the same files."""
+    for file in folder.glob("*.safetensors"):
+        tensors = {name: value * 1.5 for name, value in load_file(file).items()}
+        save_file(tensors, file, metadata={"format": "pt"})
+
+
+@pytest.fixture(scope="module")
+def sft(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run in whose folder ``base/final`` is a model, and ``lora/final`` an adapter of it."""
+    folder = tmp_path_factory.mktemp("sft")
+    brief = {**PAIRS, "train__loss": "simpo", "train__steps": 2, "checkpoint__async": False}
+    run_rank("cpu", configured(folder / "base", data, **brief))
+    lora = {"adapter__type": "lora", "model__config": None, "model__name_or_path": f"{folder}/base/final"}
+    run_rank("cpu", configured(folder / "lora", data, **{**brief, **lora}))
+    return folder
+
+
+@pytest.mark.parametrize("changed", ["adapter", "base", "seed"])
+def test_the_reference_is_that_of_the_weights_and_the_seed(
+    changed: str, sft: Path, data: Path, tmp_path: Path, brief_runs: None
+) -> None:
+    """Trained again into the same folder: a new run begins at ln 2, a resumed one is refused."""
+    shutil.copytree(sft, tmp_path, dirs_exist_ok=True)
+    settings: dict[str, Any] = {
+        **PAIRS,
+        "model__config": None,
+        "model__name_or_path": f"{tmp_path}/base/final",
+        "data__cache_dir": str(tmp_path / "cache"),
+        "train__steps": 2,
+    }
+    if changed == "adapter":
+        settings |= {"adapter__type": "lora", "adapter__name_or_path": f"{tmp_path}/lora/final"}
+    if changed == "seed":
+        settings |= {"adapter__type": "lora", "adapter__init": False}
+
+    def run(name: str, **more: Any) -> None:
+        run_rank("cpu", configured(tmp_path / name, data, **settings, **more))
+        first = next(row for row in read_metrics(tmp_path / name) if "loss" in row)
+        assert first["loss"] == pytest.approx(0.6931472, rel=1e-6)
+
+    run("one", train__stop_after=1)
+    if changed == "seed":
+        run("two", seed=1)
+        return
+    trained_again(tmp_path / ("base" if changed == "base" else "lora") / "final")
+    run("two")
+    with pytest.raises(UserError, match=r"was trained against another reference: the weights that dpo"):
+        run("one")
 
 
 def test_a_frozen_copy_is_the_same_reference(data: Path, tmp_path: Path, brief_runs: None) -> None:
