@@ -519,6 +519,12 @@ class TrainConfig(Section):
         "fine-tuning on conversations.",
         json_schema_extra=IDENTITY,
     )
+    dropout: bool | None = Field(
+        default=None,
+        description="Whether dropout, a LoRA's too, is on in training. Null: off with the losses of pairs, as in "
+        "TRL, and on otherwise.",
+        json_schema_extra=IDENTITY,
+    )
     optimizer: Annotated[Literal["adamw", "adafactor", "adamw_8bit", "sgd", "muon"], OrPlugIn] = Field(
         default="adamw",
         description="adamw (fused; two fp32 moments per parameter), adafactor (factored moments, little "

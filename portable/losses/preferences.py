@@ -37,6 +37,7 @@ class _Preference:
 
     needs: ClassVar[tuple[Statistic, ...]] = ("log_probs",)
     sequences: ClassVar[int] = 2
+    dropout: ClassVar[bool] = False
 
     def weight(self, batch: Batch) -> float:
         """The number of pairs."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch.nn import functional
+from torch.nn.modules.dropout import _DropoutNd
 
 from portable import plugins
 from portable.errors import UserError
@@ -95,10 +96,13 @@ class Objective:
 
     @classmethod
     def of(cls, model: nn.Module, config: RunConfig, head: ChunkedHead | None = None) -> Objective:
-        """The objective of a run; sets up the noise on embeddings, if any."""
-        if config.train.neftune_noise_alpha:
-            add_noise(model, config.train.neftune_noise_alpha)
-        return cls(model, config.train.global_batch_size, head, training_loss(config))
+        """The objective of a run; sets up the noise on embeddings, if any, and dropout."""
+        loss, train = training_loss(config), config.train
+        if train.neftune_noise_alpha:
+            add_noise(model, train.neftune_noise_alpha)
+        if train.dropout is False or (train.dropout is None and loss is not None and not loss.dropout):
+            without_dropout(model)
+        return cls(model, train.global_batch_size, head, loss)
 
     def weight(self, batch: Batch) -> float:
         """What a micro-batch weighs in the mean, counted on the host: its labels, or as the loss says."""
@@ -387,6 +391,17 @@ def add_noise(model: nn.Module, alpha: float) -> None:
 
     whole: Any = model
     whole.get_input_embeddings().register_forward_hook(noisy)
+
+
+def without_dropout(model: nn.Module) -> None:
+    """Set every probability of dropout to 0: of modules, an adapter's too, and of attention."""
+    for module in model.modules():
+        if isinstance(module, _DropoutNd):
+            module.p = 0.0
+        for owner in (module, getattr(module, "config", None)):  # models read some from their config
+            for name, value in list(getattr(owner, "__dict__", {}).items()):
+                if "drop" in name and isinstance(value, float):
+                    setattr(owner, name, 0.0)
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:

@@ -72,6 +72,7 @@ class Loss(Protocol):
       ``forward(other)`` another model; they return :class:`Outputs`. The
       tensors that it returns, by name, are added to the batch that the loss gets.
     - ``sequences``: how many sequences a sample has, 2 for pairs. By default any number.
+    - ``dropout``: False trains without dropout, unless ``train.dropout`` says otherwise.
     - ``reference``: a folder or hub id whose weights ``before`` uses, or ``"adapter"``. A checkpoint refuses
       others.
     - ``once(forward, batch)``: the same, but called once for every sample, with the weights that the run
@@ -118,6 +119,7 @@ class TrainingLoss:
         self.before: Callable[..., Mapping[str, Tensor]] | None = getattr(loss, "before", None)
         self.once: Callable[..., Mapping[str, Tensor]] | None = getattr(loss, "once", None)
         self.reference: str | None = getattr(loss, "reference", None)
+        self.dropout: bool = getattr(loss, "dropout", True)
         self._names: tuple[str, ...] | None = None
         self._by_source = BySource(sources, losses="log_probs" in self.needs)
 

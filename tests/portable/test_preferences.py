@@ -113,6 +113,7 @@ def test_losses_by_their_formulas() -> None:
 STEPS = 10
 OF_TRL: dict[str, tuple[str, dict[str, Any]]] = {
     "dpo": ("dpo(beta=0.3)", {"loss_type": ["sigmoid"]}),
+    "dropout": ("dpo(beta=0.3)", {"loss_type": ["sigmoid"]}),
     "mixture": ("dpo(beta=0.3)", {"loss_type": ["sigmoid"]}),
 }
 """Our loss, and the settings with which TRL has the same."""
@@ -177,7 +178,7 @@ def check_the_losses_of(trainer: Any, ours: list[dict[str, Any]]) -> None:
             assert one[name] == pytest.approx(other[name], rel=1e-3, abs=1e-4), name
 
 
-@pytest.mark.parametrize("kind", ["dpo", "ipo", "mixture"])
+@pytest.mark.parametrize("kind", ["dpo", "ipo", "mixture", "dropout"])
 def test_the_losses_are_those_of_trl(kind: str, tmp_path: Path, brief_runs: None) -> None:
     """The same rows in the same order, over ten steps of two micro-batches; the reference is the start."""
     trl: Any = pytest.importorskip("trl", reason="TRL needs Python 3.11")
@@ -187,6 +188,9 @@ def test_the_losses_are_those_of_trl(kind: str, tmp_path: Path, brief_runs: None
     rows, tokens = pairs(40), tokenizer("chatml")
     loss, of_trl = OF_TRL.get(kind, (f"{kind}(beta=0.3)", {"loss_type": [kind]}))
     config = beside_trl(tmp_path, rows, tokens, loss)
+    if kind == "dropout":  # of embeddings, attention and layers, 0.1 by default
+        gpt2 = {"model_type": "gpt2", "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 64}
+        config = config.replaced({"model.config": {**gpt2, "vocab_size": len(tokens)}})
     if kind == "mixture":
         config = config.replaced({"data.source": None, "data.sources": in_two_files(tmp_path, rows)})
     run_rank("cpu", config)
@@ -507,7 +511,7 @@ LORA: dict[str, Any] = {
     **PAIRS,
     "adapter__type": "lora",
     "adapter__r": 4,
-    "adapter__dropout": 0.0,
+    "adapter__dropout": 0.5,  # which is off
     "train__learning_rate": 2e-2,
     "train__steps": 6,
     "train__warmup_steps": 0,
@@ -516,7 +520,8 @@ LORA: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def adapted(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
-    found = losses(configured(tmp_path_factory.mktemp("truth"), data, **LORA))
+    off = {"adapter__dropout": 0.0}
+    found = losses(configured(tmp_path_factory.mktemp("truth"), data, **{**LORA, **off}))
     assert found[-1]["loss"] < found[0]["loss"] - 0.01
     return found
 
@@ -537,6 +542,11 @@ def test_the_adapter_switched_off_is_the_reference(
     for one, other in zip(engines.run(name, size, losses, config), adapted, strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
         assert one == pytest.approx(other, rel=1e-3, abs=1e-4)  # rewards are differences of sums
+
+
+def test_dropout_can_be_switched_on(adapted: Any, data: Path, tmp_path: Path) -> None:
+    found = losses(configured(tmp_path, data, **LORA, train__dropout=True))
+    assert found[2]["loss"] != pytest.approx(adapted[2]["loss"], rel=1e-3)
 
 
 def leg(config: RunConfig) -> int:
