@@ -13,7 +13,13 @@ from converters.storage.store_errors import redact
 from portable.config.evaluation_sources import SourceError, evaluation_sources
 from portable.config.suggest import did_you_mean
 from portable.config.training_sources import training_key, training_sources, weight_schedule
-from portable.optim.schedule import build_schedule, own_params, schedule_class, warmup_steps
+from portable.optim.schedule import (
+    build_schedule,
+    own_params,
+    schedule_class,
+    too_long_a_warmup,
+    warmup_steps,
+)
 from portable.registry import BACKENDS, backend_package
 
 if TYPE_CHECKING:
@@ -70,12 +76,8 @@ def derived(config: RunConfig) -> dict[str, Any]:
     if checkpoint.every_epochs is not None:
         found["checkpoint.every_steps"] = None
     steps = train.steps if train.epochs is None or config.is_set("train.steps") else None
-    if train.warmup_ratio is not None:
-        # With epochs, the number of steps depends on the data.
-        found["train.warmup_steps"] = 0 if steps is None else warmup_steps(train, steps)
-    elif steps is not None:
-        most = steps // 10 if schedule_class(train.schedule).warms_up else 0
-        found["train.warmup_steps"] = min(train.warmup_steps, most)
+    if steps is not None:  # with epochs, it depends on the data
+        found["train.warmup_steps"] = warmup_steps(train, steps)
     if train.micro_batch_size != "auto":
         found["train.micro_batch_size"] = largest_divisor(train.global_batch_size, train.micro_batch_size)
     found = {key: value for key, value in found.items() if not config.is_set(key)}
@@ -354,6 +356,7 @@ def _train(config: RunConfig) -> Iterator[ConflictError]:
             "train.steps and train.epochs are both null; give one, the length of the schedule",
         )
     if train.warmup_ratio is not None and train.warmup_steps not in (
+        None,
         0,
         warmup_steps(train, train.steps or 0),
     ):
@@ -372,13 +375,8 @@ def _train(config: RunConfig) -> Iterator[ConflictError]:
                 f"{epochs} {config.get(epochs):g} and {steps} {config.get(steps)} are both set; set one of "
                 "the two",
             )
-    # WarmupLR only warms up, so a run may end during the warm-up.
-    if train.steps is not None and train.warmup_steps > train.steps and train.schedule != "WarmupLR":
-        yield ConflictError(
-            ("train.warmup_steps", "train.steps"),
-            f"train.warmup_steps {train.warmup_steps} exceeds train.steps {train.steps}; lower it or "
-            "train longer",
-        )
+    if train.steps is not None and (reason := too_long_a_warmup(train, train.steps)) is not None:
+        yield ConflictError(("train.warmup_steps", "train.steps"), reason)
     yield from _schedule(train)
     if train.steps is not None and train.stop_after is not None and train.stop_after > train.steps:
         yield ConflictError(

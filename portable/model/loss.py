@@ -99,7 +99,7 @@ class Objective:
         """The objective of a run; sets up the noise on embeddings, if any, and dropout."""
         loss, train = training_loss(config), config.train
         if train.neftune_noise_alpha:
-            add_noise(model, train.neftune_noise_alpha)
+            add_noise(model, train.neftune_noise_alpha, beyond=int(config.model.task == "causal-lm"))
         if train.dropout is False or (train.dropout is None and loss is not None and not loss.dropout):
             without_dropout(model)
         return cls(model, train.global_batch_size, head, loss)
@@ -377,20 +377,41 @@ def shares(loss: Tensor, numbers: Tensor | None) -> Tensor:
     return loss.detach() if numbers is None else torch.cat([loss.detach()[None], numbers])
 
 
-def add_noise(model: nn.Module, alpha: float) -> None:
+def add_noise(model: nn.Module, alpha: float, *, beyond: int = 0) -> None:
     """Add noise to the embeddings of a model in training (Jain et al., "NEFTune", 2023).
 
-    It is uniform in ±alpha / sqrt(tokens * hidden size), and drawn from the generator of dropout.
+    It is uniform in ±alpha / sqrt(tokens * hidden size), with the tokens of each document, and drawn from the
+    generator of dropout. A document does not see how far it is padded, or what it is packed with.
+
+    Args:
+        beyond: tokens that a document has after its inputs: one where the last is a label only.
     """
+    lengths: list[Tensor] = []
+
+    def counted(_: nn.Module, __: Any, given: dict[str, Any]) -> None:
+        lengths[:] = [_document_lengths(given)] if "input_ids" in given else []
 
     def noisy(module: nn.Module, _: Any, embedded: Tensor) -> Tensor:
         if not module.training:
             return embedded
-        bound = alpha / (embedded.shape[1] * embedded.shape[2]) ** 0.5
-        return embedded + torch.zeros_like(embedded).uniform_(-bound, bound)
+        # A decoder's inputs come second and have no mask.
+        tokens = lengths.pop().unsqueeze(-1) if lengths else embedded.shape[1]
+        bound = alpha * ((tokens + beyond) * embedded.shape[2]) ** -0.5
+        return embedded + (torch.zeros_like(embedded).uniform_(-1, 1) * bound).to(embedded.dtype)
 
     whole: Any = model
+    whole.register_forward_pre_hook(counted, with_kwargs=True)
     whole.get_input_embeddings().register_forward_hook(noisy)
+
+
+def _document_lengths(given: Mapping[str, Any]) -> Tensor:
+    """The number of inputs of the document that each token is in, ``[batch, tokens]`` or ``[batch, 1]``."""
+    ids, positions, mask = given["input_ids"], given.get("position_ids"), given.get("attention_mask")
+    if positions is not None:
+        documents = (positions == 0).long().cumsum(dim=-1)  # of booleans, XLA makes booleans
+        counts = torch.zeros_like(functional.pad(documents, (0, 1)))
+        return counts.scatter_add(1, documents, torch.ones_like(documents)).gather(1, documents)
+    return (torch.ones_like(ids) if mask is None else mask).sum(dim=-1, keepdim=True)
 
 
 def without_dropout(model: nn.Module) -> None:

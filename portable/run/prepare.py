@@ -28,7 +28,7 @@ from portable.model.labels import (
     problem_of,
 )
 from portable.model.special_tokens import SpecialTokens
-from portable.optim.schedule import build_schedule
+from portable.optim.schedule import build_schedule, too_long_a_warmup
 from portable.registry import backend_package
 from portable.run import micro_batch
 from portable.run.evaluation import judge_of
@@ -148,6 +148,8 @@ def prepare(settled: Settled, backend: Backend) -> Prepared:
     data = with_computed(config, backend, data, reference)
     config = _with_micro_batch(settled, backend, model_config, data)
     steps = total_steps(config, data.train.epoch_samples)
+    if (reason := too_long_a_warmup(config.train, steps)) is not None:
+        raise UserError(reason)
     # A new model has no special tokens to lose.
     replaced = [] if config.model.name_or_path is None else aligned
     notes = notes_on(settled, model_config, replaced, data.sizes)
