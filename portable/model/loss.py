@@ -99,7 +99,8 @@ class Objective:
         """The objective of a run; sets up the noise on embeddings, if any, and dropout."""
         loss, train = training_loss(config), config.train
         if train.neftune_noise_alpha:
-            add_noise(model, train.neftune_noise_alpha, beyond=int(config.model.task == "causal-lm"))
+            shifted = config.model.task == "causal-lm" and not (loss is not None and loss.whole)
+            add_noise(model, train.neftune_noise_alpha, beyond=int(shifted))
         if train.dropout is False or (train.dropout is None and loss is not None and not loss.dropout):
             without_dropout(model)
         return cls(model, train.global_batch_size, head, loss)

@@ -72,6 +72,7 @@ class Loss(Protocol):
       ``forward(other)`` another model; they return :class:`Outputs`. The
       tensors that it returns, by name, are added to the batch that the loss gets.
     - ``sequences``: how many sequences a sample has, 2 for pairs. By default any number.
+    - ``whole``: True puts every token of a sample among the inputs; by default the last is a label only.
     - ``dropout``: False trains without dropout, unless ``train.dropout`` says otherwise.
     - ``reference``: a folder or hub id whose weights ``before`` uses, or ``"adapter"``. A checkpoint refuses
       others.
@@ -119,6 +120,7 @@ class TrainingLoss:
         self.before: Callable[..., Mapping[str, Tensor]] | None = getattr(loss, "before", None)
         self.once: Callable[..., Mapping[str, Tensor]] | None = getattr(loss, "once", None)
         self.reference: str | None = getattr(loss, "reference", None)
+        self.whole: bool = getattr(loss, "whole", False)
         self.dropout: bool = getattr(loss, "dropout", True)
         self._names: tuple[str, ...] | None = None
         self._by_source = BySource(sources, losses="log_probs" in self.needs)
@@ -325,13 +327,11 @@ def training_loss(config: RunConfig) -> TrainingLoss | None:
         loss = CrossEntropy(train.label_smoothing, train.z_loss)
     if loss is None:
         return None
-    if getattr(loss, "sequences", 1) > config.data.sequences and config.data.format not in (
-        "auto",
-        "samples",
-    ):
-        raise UserError(
-            f"{key}: needs pairs, and data.format is {config.data.format}; give it preference data"
-        )
+    kind = config.data.format
+    if getattr(loss, "sequences", 1) > config.data.sequences and kind not in ("auto", "samples"):
+        raise UserError(f"{key}: needs pairs, and data.format is {kind}; give it records of preferences")
+    if getattr(loss, "whole", False) and config.data.packing and kind != "auto":
+        raise UserError(f"{key}: needs whole sequences; set data.packing to false")
     return TrainingLoss(key, loss, in_evaluation=train.loss is not None, sources=sources)
 
 

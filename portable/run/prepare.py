@@ -28,6 +28,7 @@ from portable.model.labels import (
     problem_of,
 )
 from portable.model.special_tokens import SpecialTokens
+from portable.model.training_loss import training_loss
 from portable.optim.schedule import build_schedule, too_long_a_warmup
 from portable.registry import backend_package
 from portable.run import micro_batch
@@ -266,7 +267,7 @@ def notes_on(
 
 
 def tokenizer_hints(config: RunConfig, model_config: PretrainedConfig) -> dict[str, Any]:
-    """What the model's settings say about the tokenizer, as arguments of ``build_data``.
+    """What the model's settings and the loss say about the data, as arguments of ``build_data``.
 
     ``data.tokenizer: null`` means the pretrained model's tokenizer, or a new one of the model's size.
     """
@@ -274,5 +275,6 @@ def tokenizer_hints(config: RunConfig, model_config: PretrainedConfig) -> dict[s
         "model_tokenizer": config.model.name_or_path,
         "trust_remote_code": config.model.trust_remote_code,
         "model_vocab_size": getattr(model_config.get_text_config(), "vocab_size", None),
+        "whole": (loss := training_loss(config)) is not None and loss.whole,
         "ends_texts": config.model.task == "sequence-classification" and classifies_end_token(model_config),
     }

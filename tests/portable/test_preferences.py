@@ -406,12 +406,17 @@ def test_losses_in_a_mixture(loss: str, tmp_path: Path, brief_runs: None) -> Non
     assert not [name for name in evaluated if "share" in name or name.count("/") > 2], evaluated
 
 
+class Whole(Teacher):
+    whole = True
+
+
 @pytest.mark.parametrize(
     ("training", "evaluated", "loss", "told"),
     [
         ("pairs", "chats", "dpo", r"^data\.eval\.source: has records of data\.format messages, and data\."),
         ("chats", "pairs", None, r"^data\.eval\.source: has records of data\.format preference, and data\."),
         ("chats", None, "simpo", r"train\.loss: simpo: needs pairs, and data\.format is messages"),
+        ("chats", None, f"{__name__}:Whole", r"Whole: needs whole sequences; set data\.packing to false"),
         ("stream", None, "dpo", r"train\.loss: dpo: needs all samples before the training"),
         ("both", None, "dpo", r"^data\.sources\.chats\.source: has records of data\.format messages, and"),
     ],
@@ -432,6 +437,7 @@ def test_what_cannot_work_is_refused_before_the_run(
     own |= {"data__sources": both} if training == "both" else {}
     own |= {"data__source": files["pairs"], "data__stream": True} if training == "stream" else {}
     own |= {"data__eval": {"source": files[evaluated]}} if evaluated else {}
+    own |= {"data__packing": "documents"} if "Whole" in str(loss) else {}
     config = configured(tmp_path / "run", tmp_path, **{**PAIRS, **own})
     for writes in (False, True):
         with pytest.raises(UserError, match=told):
