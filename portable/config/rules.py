@@ -80,7 +80,8 @@ def derived(config: RunConfig) -> dict[str, Any]:
         found["train.warmup_steps"] = warmup_steps(train, steps)
     if train.micro_batch_size != "auto":
         found["train.micro_batch_size"] = largest_divisor(train.global_batch_size, train.micro_batch_size)
-    found = {key: value for key, value in found.items() if not config.is_set(key)}
+    default = () if train.warmup_steps is not None else ("train.warmup_steps",)  # also where null is written
+    found = {key: value for key, value in found.items() if key in default or not config.is_set(key)}
     if config.backend in BACKENDS:
         found |= backend_package(config.backend).defaults(config)
     return found
@@ -114,17 +115,19 @@ def _model(config: RunConfig) -> Iterator[ConflictError]:
                 (key,),
                 f"{key} must be a hub id or a local folder, not a URL; copy {redact(str(name))} here",
             )
-    if model.name_or_path is not None and model.config is not None:
+    named = model.name_or_path is not None
+    if named and model.config is not None and "model_type" in model.config:
         yield ConflictError(
             ("model.config", "model.name_or_path"),
-            "model.config and model.name_or_path are both set; set one of the two",
+            "model.config and model.name_or_path are both set; set one of the two, or leave model_type out "
+            "of model.config to change keys of the named model's config",
         )
     if model.name_or_path is None and model.config is None:
         yield ConflictError(
             ("model.config", "model.name_or_path"),
             "model.config and model.name_or_path are both null; set one of the two",
         )
-    if model.config is not None and not isinstance(model.config.get("model_type"), str):
+    if not named and model.config is not None and not isinstance(model.config.get("model_type"), str):
         yield ConflictError(
             ("model.config",),
             "model.config.model_type must name a transformers model type, such as llama or bert",

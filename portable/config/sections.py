@@ -63,7 +63,8 @@ class ModelConfig(Section):
         default_factory=_quickstart_model,
         description="Config of a model to build with random weights: model_type and any keys of that model's "
         "transformers config. In a file, it replaces the whole default; a flag such as "
-        "--model.config.hidden_size 512 changes one key. Not together with model.name_or_path.",
+        "--model.config.hidden_size 512 changes one key. With model.name_or_path: keys to change in that "
+        "model's config, such as attention_dropout; none that changes the shapes of its weights.",
         json_schema_extra=IDENTITY,
     )
     task: Task = Field(

@@ -256,6 +256,12 @@ def notes_on(
             "note: the model is trained on the next token alone, as with disable_ngram_loss; "
             "transformers adds losses of the tokens after it"
         )
+    if models.adds_router_loss(model_config, settled.config.model):
+        coefficient = model_config.get_text_config().router_aux_loss_coef
+        lines.append(
+            "note: the loss has the model's router loss, weighed by its router_aux_loss_coef "
+            f"{coefficient:g}, as in TRL; model.config.output_router_logits: false leaves it out"
+        )
     workers = settled.config.data.num_workers * int(os.environ.get("LOCAL_WORLD_SIZE", settled.world.ranks))
     if workers > (count := cores()):
         lines.append(
