@@ -61,7 +61,7 @@ class ChunkedHead(nn.Linear):
         """Within this context, return what is ``wanted``, fp32 ``[batch, tokens, wanted]``, not logits.
 
         ``losses`` are the cross-entropies of ``labels``, 0 where there is none; ``log_z`` the log-sum-exp of
-        the logits, ``mean_logits`` their mean.
+        the logits, ``mean_logits`` their mean, ``hits`` 1 where the label is the most likely token.
         """
         self._labels, self._wanted = labels, tuple(wanted)
         try:
@@ -282,6 +282,8 @@ def _forward(
                     if name == "losses"
                     else logits.logsumexp(dim=-1)
                     if name == "log_z"
+                    else logits.argmax(dim=-1) == labels[part]
+                    if name == "hits"
                     else logits.mean(dim=-1)
                 )
             if predicted is not None:

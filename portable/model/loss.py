@@ -89,6 +89,9 @@ class Objective:
         self._head = head
         self._loss = loss
         self._checked = False
+        self.measures = True
+        """Whether steps measure hits and entropy beside the loss; on XLA, in one graph, they always do."""
+        self._measured: tuple[str, ...] = ()
         self._attention = DocumentAttention(model)
         # Further columns are for the loss alone.
         self._takes = None if loss is None else _arguments(model)
@@ -124,7 +127,7 @@ class Objective:
     @property
     def numbers(self) -> tuple[str, ...]:
         """The names of what is logged beside the loss; known after the first micro-batch."""
-        return () if self._loss is None else self._loss.names
+        return (*(() if self._loss is None else self._loss.names), *self._measured)
 
     def named(self, values: Sequence[float]) -> dict[str, float]:
         """The means of a step beside the loss, by name.
@@ -136,7 +139,10 @@ class Objective:
         share = found.pop(WEIGHT, 1.0)
         if self._loss is not None and abs(share - 1) > 1e-4:  # also where it is not finite
             raise UserError(self._loss.unequal(share))
-        return found if self._loss is None else self._loss.named(found)
+        measured = {name: found.pop(name) for name in self._measured}
+        found = found if self._loss is None else self._loss.named(found)
+        counts = {name: measured.get(of) or 1.0 for name, of in _COUNTED.items() if name in measured}
+        return found | {name: measured[name] / count for name, count in counts.items()}
 
     def __call__(self, model: nn.Module, batch: Batch, valid: Tensor) -> tuple[Tensor, Tensor | None]:
         """Run ``model``, which may be wrapped, on a micro-batch of the global batch.
@@ -150,19 +156,42 @@ class Objective:
             ``[numbers]``; None without any. Summed over all micro-batches and ranks they are the step's.
         """
         # With SPMD, where all ranks run one program, the batch holds the sequences of all ranks.
-        share = batch["labels"].shape[0] / self._sequences
-        if self._loss is None:
-            loss, output = _passed(model, batch, self._head, self._attention, self._criterion, self._terms)
-            return self._terms.added(loss / valid.clamp(min=1), output, share=share), None
+        labels = batch["labels"]
+        share = labels.shape[0] / self._sequences
         divisor = torch.where(valid > 0, valid, 1).float()
-        batch = self._with_passes_before(self._loss, batch)
-        outputs = self._outputs(model, batch, self._loss.needs, self._terms)
-        total, numbers = self._loss(outputs, batch)
+        of_tokens = labels.dim() > 1 and not labels.is_floating_point()
+        measured: dict[str, Tensor] | None = {} if of_tokens else None
+        if not self.measures and labels.device.type != "xla":
+            measured = None
+        numbers: dict[str, Tensor] = {}
+        if self._loss is None:
+            loss, output = _passed(
+                model, batch, self._head, self._attention, self._criterion, self._terms, measured
+            )
+            loss = self._terms.added(loss / valid.clamp(min=1), output, share=share)
+        else:
+            loss, numbers = self._own(self._loss, model, batch, divisor, share, measured)
+        own = {name: value for name, value in (measured or {}).items() if name not in numbers}
+        self._measured = tuple(own)
+        numbers |= own
+        return loss, torch.stack(list(numbers.values())) / divisor if numbers else None
+
+    def _own(
+        self,
+        loss: TrainingLoss,
+        model: nn.Module,
+        batch: Batch,
+        divisor: Tensor,
+        share: float,
+        measured: dict[str, Tensor] | None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        batch = self._with_passes_before(loss, batch)
+        outputs = self._outputs(model, batch, loss.needs, self._terms, measured)
+        total, numbers = loss(outputs, batch)
         if not self._checked and total.device.type != "xla":
-            self._loss.check(outputs, batch, total)
+            loss.check(outputs, batch, total)
         self._checked = True
-        loss = self._terms.added(total / divisor, outputs.model, share=share)
-        return loss, torch.stack(list(numbers.values())) / divisor
+        return self._terms.added(total / divisor, outputs.model, share=share), numbers
 
     def evaluated(self, model: nn.Module, batch: Batch, measure: Measure) -> dict[str, Tensor]:
         """The sums of ``measure`` and the summed ``loss`` of a micro-batch, without the model's own terms."""
@@ -221,9 +250,14 @@ class Objective:
             self._model.train(training)
 
     def _outputs(
-        self, model: nn.Module, batch: Batch, needs: Collection[str], terms: ModelTerms | None = None
+        self,
+        model: nn.Module,
+        batch: Batch,
+        needs: Collection[str],
+        terms: ModelTerms | None = None,
+        measured: dict[str, Tensor] | None = None,
     ) -> Outputs:
-        return _outputs(model, batch, self._head, self._attention, needs, self._takes, terms)
+        return _outputs(model, batch, self._head, self._attention, needs, self._takes, terms, measured)
 
 
 def token_loss(model: nn.Module, batch: Batch, head: ChunkedHead | None = None) -> Tensor:
@@ -249,15 +283,19 @@ def _passed(
     attention: DocumentAttention,
     criterion: Criterion,
     terms: ModelTerms | None = None,
+    measured: dict[str, Tensor] | None = None,
 ) -> tuple[Tensor, Any]:
     """Return the summed loss of a forward pass, and the model's output."""
     inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
     labels = batch["labels"]
     in_parts = head is not None and head.pays(labels)
-    output = _run(model, inputs, labels, attention, terms, head if in_parts else None)
+    wanted = ("losses",) if measured is None else ("losses", "hits")
+    output = _run(model, inputs, labels, attention, terms, head if in_parts else None, wanted)
+    if measured is not None:
+        measured |= _measured(output.logits.detach(), labels, in_parts=in_parts)
     if in_parts:
-        assert output.logits.shape == (*labels.shape, 1)
-        return output.logits.sum(), output
+        assert output.logits.shape[:-1] == labels.shape
+        return output.logits[..., 0].sum(), output
     # A config may keep the problem_type of an earlier classification task.
     criterion = criterion if labels.is_floating_point() else _cross_entropy
     return criterion(output.logits, labels), output
@@ -282,6 +320,39 @@ def _run(
         return model(**given)
 
 
+_COUNTED = {"mean_token_accuracy": "first labels", "entropy": "all labels"}
+"""The means that steps log beside the loss, by TRL's names, and the names of what they are divided by."""
+_ENTROPY_ROWS = 1024
+
+
+def _measured(logits: Tensor, labels: Tensor, *, in_parts: bool) -> dict[str, Tensor]:
+    """Sums over the labels: hits of the most likely token, and entropy in nats where all logits are there.
+
+    The hits are those of the first sequence of each sample: of a pair, of the chosen one, as in TRL.
+
+    Args:
+        logits: of all tokens; ``in_parts``, what the head gives in their place, hits last.
+        labels: ``[batch, tokens]`` or ``[batch, sequences, tokens]``.
+    """
+    valid = labels != IGNORED
+    with torch.no_grad():
+        hits = logits[..., -1] if in_parts else logits.argmax(dim=-1).view(labels.shape) == labels
+        hits, counted = (
+            (one.view(labels.shape)[:, 0] if labels.dim() == 3 else one).sum().float()
+            for one in (hits, valid)
+        )
+        found = {"first labels": counted, "mean_token_accuracy": hits}
+        if in_parts:
+            return found
+        rows, of_rows = logits.flatten(0, -2), valid.flatten()
+        step = len(rows) if rows.device.type == "xla" else _ENTROPY_ROWS  # XLA holds no intermediate result
+        entropy = torch.zeros((), device=rows.device)
+        for part, counts in zip(rows.split(step), of_rows.split(step), strict=True):
+            log_p = part.float().log_softmax(dim=-1)
+            entropy += torch.where(counts, -(log_p.exp() * log_p).sum(dim=-1), 0.0).sum()
+        return found | {"all labels": valid.sum().float(), "entropy": entropy}
+
+
 def _outputs(
     model: nn.Module,
     batch: Batch,
@@ -290,6 +361,7 @@ def _outputs(
     needs: Collection[str],
     takes: Collection[str] | None,
     terms: ModelTerms | None = None,
+    measured: dict[str, Tensor] | None = None,
 ) -> Outputs:
     """What a loss gets: logits, or statistics of each position.
 
@@ -308,11 +380,14 @@ def _outputs(
         inputs = {name: tensor.flatten(0, 1) for name, tensor in inputs.items()}
         labels = labels.flatten(0, 1) if labels.dim() > 1 else labels
     wanted = [name for name in STATISTICS if name in needs]
-    in_parts = head is not None and wanted and LOGITS not in needs and head.pays(labels)
-    output = _run(model, inputs, labels, attention, terms, head if in_parts else None, _columns(wanted))
+    in_parts = bool(head is not None and wanted and LOGITS not in needs and head.pays(labels))
+    columns = _columns(wanted) if measured is None else (*_columns(wanted), "hits")
+    output = _run(model, inputs, labels, attention, terms, head if in_parts else None, columns)
+    if measured is not None:
+        measured |= _measured(output.logits.detach(), batch["labels"], in_parts=in_parts)
     found: dict[str, Tensor]
     if in_parts:
-        found = dict(zip(wanted, output.logits.unbind(dim=-1), strict=True))
+        found = dict(zip(wanted, output.logits.unbind(dim=-1), strict=False))
         if "log_probs" in found:
             found["log_probs"] = -found["log_probs"]
     else:

@@ -22,6 +22,8 @@ from portable.model.training_loss import IGNORED
 from portable.run.batches import train_loader
 from tests.gpu.test_parity import assert_close, our_losses
 from tests.parity import opened
+from tests.portable.data_support import write_jsonl
+from tests.portable.test_preferences import pairs
 from tests.runs import TINY_MODEL, configured
 from tests.tpu.test_parity import MODELS as TINY
 
@@ -338,3 +340,40 @@ def test_keys_of_a_pretrained_models_config(
 def test_flags_change_the_config_of_the_model_that_is_named() -> None:
     config = parse_args(["--model.config.attention_dropout", "0.1", "--model.name_or_path", "some/model"])
     assert config.config.model.config == {"attention_dropout": 0.1}
+
+
+# -- beside the loss ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunks", [0, 7])
+@pytest.mark.parametrize("loss", [None, "smooth", "simpo"])
+def test_accuracy_and_entropy_by_hand(loss: str | None, chunks: int, corpus: Path, tmp_path: Path) -> None:
+    """By TRL's names: over all labels of the global batch, hits of pairs over the chosen answers."""
+    settings: dict[str, Any] = {"data__packing": False, "train__micro_batch_size": 2}
+    settings |= {"train__label_smoothing": 0.1} if loss == "smooth" else {}
+    if loss == "simpo":
+        source = str(write_jsonl(tmp_path / "pairs.jsonl", pairs(40)))
+        settings |= {"data__source": source, "data__chat_template": "chatml", "train__loss": "simpo"}
+    config = configured(tmp_path / "run", corpus, **settings, memory__loss_chunk_tokens=chunks)
+    with opened(config) as trial:
+        batches = [next(trial.batches) for _ in range(3)]
+        loader, trial.batches = trial.batches, cast("Any", iter(batches))
+        hits = count = entropy = labelled = 0.0
+        for batch in batches:
+            ids, mask, labels = (
+                batch[name].flatten(0, -2) for name in ("input_ids", "attention_mask", "labels")
+            )
+            with torch.no_grad():
+                log_p = trial.engine.model(input_ids=ids, attention_mask=mask).logits.log_softmax(-1)
+            first = slice(None, None, 2 if loss == "simpo" else 1)
+            hits += int((log_p.argmax(-1) == labels)[first].sum())
+            count += int((labels != IGNORED)[first].sum())
+            entropy += float(-(log_p.exp() * log_p).sum(-1)[labels != IGNORED].sum())
+            labelled += int((labels != IGNORED).sum())
+        result = trial.step()
+        trial.batches = loader
+        found = trial.engine.objective.named(trial.backend.read([result.numbers]))
+        assert found["mean_token_accuracy"] == pytest.approx(hits / count, rel=1e-6)
+        if not chunks:
+            assert found["entropy"] == pytest.approx(entropy / labelled, rel=1e-5)
+        assert ("entropy" in found) == (not chunks) and not any("labels" in name for name in found)

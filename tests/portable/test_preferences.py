@@ -337,6 +337,9 @@ def test_every_engine_has_the_same(
     config = configured(tmp_path, data, **PAIRS, **settings, data__cache_dir=str(tmp_path / "cache"))
     found = engines.run(name, size, losses, config)
     for one, other in zip(found, truth, strict=True):
+        if "memory__loss_chunk_tokens" in settings:
+            assert "entropy" not in one  # which needs all logits
+            other = {name: value for name, value in other.items() if name != "entropy"}
         assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
 
