@@ -171,7 +171,7 @@ ELSEWHERE = {
     "dataset_train_split": "data.split",
     "eos_token": "that of the tokenizer is used; change it in the folder of data.tokenizer",
     "eval_packing": "data.packing",
-    "loss_type": "set train.loss to dpo, ipo, simpo or orpo",
+    "loss_type": "an argument of the loss: train.loss: dpo(loss_type='hinge'); or ipo, simpo, orpo",
     "max_completion_length": _NO_REWARDS,
     "max_prompt_length": "data.seq_len and data.truncation",
     "missing_eos_penalty": _NO_REWARDS,

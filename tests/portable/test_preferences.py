@@ -222,6 +222,73 @@ def test_the_losses_are_those_of_trl(kind: str, tmp_path: Path, brief_runs: None
     check_the_losses_of(trainer, ours)
 
 
+VARIANTS: dict[str, tuple[DPO, list[str], list[float]]] = {
+    "cdpo": (DPO(0.3, label_smoothing=0.2), ["aot"], [1.0]),  # of one pair; TRL's sigmoid has no smoothing
+    "hinge": (DPO(0.3, loss_type="hinge"), ["hinge"], [1.0]),
+    "robust": (DPO(0.3, 0.2, loss_type="robust"), ["robust"], [1.0]),
+    "ipo": (IPO(0.3), ["ipo"], [1.0]),
+    "sigmoid_norm": (DPO(0.3, loss_type="sigmoid_norm"), ["sigmoid_norm"], [1.0]),
+    "apo_zero": (DPO(0.3, loss_type="apo_zero"), ["apo_zero"], [1.0]),
+    "apo_down": (DPO(0.3, loss_type="apo_down"), ["apo_down"], [1.0]),
+    "sft": (DPO(0.3, loss_type="hinge", sft=0.7), ["hinge", "sft"], [1.0, 0.7]),
+}
+
+
+def test_the_variants_of_dpo_are_those_of_trl(tmp_path: Path) -> None:
+    """The loss of each pair by itself, with a policy that has left its reference."""
+    trl: Any = pytest.importorskip("trl", reason="TRL needs Python 3.11")
+    import transformers
+    from datasets import Dataset
+
+    tokens = tokenizer("chatml")
+    config = transformers.LlamaConfig(**{**TINY_MODEL, "vocab_size": len(tokens), "initializer_range": 0.3})
+    torch.manual_seed(0)
+    model, reference = (transformers.AutoModelForCausalLM.from_config(config).eval() for _ in range(2))
+    settings = {**AS_OURS, "per_device_train_batch_size": 1}
+    trainer = trl.DPOTrainer(
+        model=model,
+        ref_model=reference,
+        args=trl.DPOConfig(output_dir=str(tmp_path), beta=0.3, **settings),
+        train_dataset=Dataset.from_list(pairs(6)),
+        processing_class=tokens,
+    )
+    batches = list(trainer.get_train_dataloader())
+    assert len(batches) == 6
+
+    def log_probs(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            found = model(input_ids=ids, attention_mask=mask).logits[:, :-1].log_softmax(-1)
+        return torch.as_tensor(found.gather(-1, ids[:, 1:, None])[..., 0])
+
+    for kind, (loss, trainer.loss_types, trainer.loss_weights) in VARIANTS.items():
+        trainer.label_smoothing = loss.label_smoothing
+        for batch in batches:
+            ids, mask = batch["input_ids"], batch["attention_mask"]
+            valid = batch["completion_mask"][:, 1:] == 1
+            labels = torch.where(valid, ids[:, 1:], IGNORED)
+            ours, theirs = (
+                torch.where(valid, log_probs(one, ids, mask), 0.0)[None] for one in (model, reference)
+            )
+            given = {"labels": labels[None], "reference_log_probs": theirs.sum(-1)}
+            with torch.no_grad():
+                wanted = trainer.compute_loss(trainer.model, batch)
+            total, *_ = loss(Outputs(log_probs=ours), given)
+            assert float(total) == pytest.approx(float(wanted), rel=2e-5, abs=1e-6), kind
+
+
+@pytest.mark.parametrize(
+    ("loss", "told"),
+    [
+        ("dpo(loss_type='hing')", "loss_type 'hing' is none of sigmoid, robust, hinge"),
+        ("dpo(loss_type='hinge', label_smoothing=0.1)", r"label_smoothing 0\.1 does not fit loss_type hinge"),
+        ("dpo(loss_type='robust', label_smoothing=0.5)", r"label_smoothing 0\.5 does not fit loss_type rob"),
+    ],
+)
+def test_variants_that_are_none(loss: str, told: str, data: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=told):
+        settle(configured(tmp_path, data, **{**PAIRS, "train__loss": loss}), "cpu", writes=False)
+
+
 def unshifted(labels: torch.Tensor, ids: torch.Tensor) -> tuple[list[int], list[int]]:
     """Tokens and labels of a sequence as TRL has them, from ours, which are aligned with the logits."""
     end = int(torch.nonzero(labels != IGNORED).max()) + 1
