@@ -127,7 +127,7 @@ class Objective:
     @property
     def numbers(self) -> tuple[str, ...]:
         """The names of what is logged beside the loss; known after the first micro-batch."""
-        return (*(() if self._loss is None else self._loss.names), *self._measured)
+        return (*self._measured, *(() if self._loss is None else self._loss.names))
 
     def named(self, values: Sequence[float]) -> dict[str, float]:
         """The means of a step beside the loss, by name.
@@ -159,39 +159,26 @@ class Objective:
         labels = batch["labels"]
         share = labels.shape[0] / self._sequences
         divisor = torch.where(valid > 0, valid, 1).float()
-        of_tokens = labels.dim() > 1 and not labels.is_floating_point()
-        measured: dict[str, Tensor] | None = {} if of_tokens else None
-        if not self.measures and labels.device.type != "xla":
-            measured = None
+        measures = labels.dim() > 1 and not labels.is_floating_point()
+        measures = measures and (self.measures or labels.device.type == "xla")
+        if self._head is not None:
+            self._head.with_hits = measures
         numbers: dict[str, Tensor] = {}
         if self._loss is None:
-            loss, output = _passed(
-                model, batch, self._head, self._attention, self._criterion, self._terms, measured
-            )
-            loss = self._terms.added(loss / valid.clamp(min=1), output, share=share)
+            total, output = _passed(model, batch, self._head, self._attention, self._criterion, self._terms)
         else:
-            loss, numbers = self._own(self._loss, model, batch, divisor, share, measured)
-        own = {name: value for name, value in (measured or {}).items() if name not in numbers}
-        self._measured = tuple(own)
-        numbers |= own
+            batch = self._with_passes_before(self._loss, batch)
+            outputs = self._outputs(model, batch, self._loss.needs, self._terms)
+            total, numbers = self._loss(outputs, batch)
+            if not self._checked and total.device.type != "xla":
+                self._loss.check(outputs, batch, total)
+            self._checked, output = True, outputs.model
+        loss = self._terms.added(total / divisor, output, share=share)
+        in_parts = self._head is not None and self._head.gave
+        found = _measured(output.logits.detach(), labels, in_parts=in_parts) if measures else {}
+        numbers = found | numbers
+        self._measured = tuple(name for name in found if numbers[name] is found[name])
         return loss, torch.stack(list(numbers.values())) / divisor if numbers else None
-
-    def _own(
-        self,
-        loss: TrainingLoss,
-        model: nn.Module,
-        batch: Batch,
-        divisor: Tensor,
-        share: float,
-        measured: dict[str, Tensor] | None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        batch = self._with_passes_before(loss, batch)
-        outputs = self._outputs(model, batch, loss.needs, self._terms, measured)
-        total, numbers = loss(outputs, batch)
-        if not self._checked and total.device.type != "xla":
-            loss.check(outputs, batch, total)
-        self._checked = True
-        return self._terms.added(total / divisor, outputs.model, share=share), numbers
 
     def evaluated(self, model: nn.Module, batch: Batch, measure: Measure) -> dict[str, Tensor]:
         """The sums of ``measure`` and the summed ``loss`` of a micro-batch, without the model's own terms."""
@@ -250,14 +237,9 @@ class Objective:
             self._model.train(training)
 
     def _outputs(
-        self,
-        model: nn.Module,
-        batch: Batch,
-        needs: Collection[str],
-        terms: ModelTerms | None = None,
-        measured: dict[str, Tensor] | None = None,
+        self, model: nn.Module, batch: Batch, needs: Collection[str], terms: ModelTerms | None = None
     ) -> Outputs:
-        return _outputs(model, batch, self._head, self._attention, needs, self._takes, terms, measured)
+        return _outputs(model, batch, self._head, self._attention, needs, self._takes, terms)
 
 
 def token_loss(model: nn.Module, batch: Batch, head: ChunkedHead | None = None) -> Tensor:
@@ -283,16 +265,12 @@ def _passed(
     attention: DocumentAttention,
     criterion: Criterion,
     terms: ModelTerms | None = None,
-    measured: dict[str, Tensor] | None = None,
 ) -> tuple[Tensor, Any]:
     """Return the summed loss of a forward pass, and the model's output."""
     inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
     labels = batch["labels"]
     in_parts = head is not None and head.pays(labels)
-    wanted = ("losses",) if measured is None else ("losses", "hits")
-    output = _run(model, inputs, labels, attention, terms, head if in_parts else None, wanted)
-    if measured is not None:
-        measured |= _measured(output.logits.detach(), labels, in_parts=in_parts)
+    output = _run(model, inputs, labels, attention, terms, head if in_parts else None)
     if in_parts:
         assert output.logits.shape[:-1] == labels.shape
         return output.logits[..., 0].sum(), output
@@ -336,12 +314,10 @@ def _measured(logits: Tensor, labels: Tensor, *, in_parts: bool) -> dict[str, Te
     """
     valid = labels != IGNORED
     with torch.no_grad():
-        hits = logits[..., -1] if in_parts else logits.argmax(dim=-1).view(labels.shape) == labels
-        hits, counted = (
-            (one.view(labels.shape)[:, 0] if labels.dim() == 3 else one).sum().float()
-            for one in (hits, valid)
-        )
-        found = {"first labels": counted, "mean_token_accuracy": hits}
+        hits = logits[..., -1] if in_parts else logits.argmax(dim=-1) == labels.flatten(0, -2)
+        first = slice(None, None, labels.shape[1] if labels.dim() == 3 else 1)
+        counted = valid.flatten(0, -2)[first].sum().float()
+        found = {"first labels": counted, "mean_token_accuracy": hits[first].sum().float()}
         if in_parts:
             return found
         rows, of_rows = logits.flatten(0, -2), valid.flatten()
@@ -361,7 +337,6 @@ def _outputs(
     needs: Collection[str],
     takes: Collection[str] | None,
     terms: ModelTerms | None = None,
-    measured: dict[str, Tensor] | None = None,
 ) -> Outputs:
     """What a loss gets: logits, or statistics of each position.
 
@@ -380,11 +355,8 @@ def _outputs(
         inputs = {name: tensor.flatten(0, 1) for name, tensor in inputs.items()}
         labels = labels.flatten(0, 1) if labels.dim() > 1 else labels
     wanted = [name for name in STATISTICS if name in needs]
-    in_parts = bool(head is not None and wanted and LOGITS not in needs and head.pays(labels))
-    columns = _columns(wanted) if measured is None else (*_columns(wanted), "hits")
-    output = _run(model, inputs, labels, attention, terms, head if in_parts else None, columns)
-    if measured is not None:
-        measured |= _measured(output.logits.detach(), batch["labels"], in_parts=in_parts)
+    in_parts = head is not None and wanted and LOGITS not in needs and head.pays(labels)
+    output = _run(model, inputs, labels, attention, terms, head if in_parts else None, _columns(wanted))
     found: dict[str, Tensor]
     if in_parts:
         found = dict(zip(wanted, output.logits.unbind(dim=-1), strict=False))

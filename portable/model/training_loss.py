@@ -71,13 +71,13 @@ class Loss(Protocol):
       runs the model in training on the batch, ``forward(adapter=False)`` without its adapter, and
       ``forward(other)`` another model; they return :class:`Outputs`. The
       tensors that it returns, by name, are added to the batch that the loss gets.
+    - ``once(forward, batch)``: the same, but called once for every sample, with the weights that the run
+      starts from. What it returns, ``[batch, ...]``, is cached with the data, and in every batch.
     - ``sequences``: how many sequences a sample has, 2 for pairs. By default any number.
     - ``whole``: True puts every token of a sample among the inputs; by default the last is a label only.
     - ``dropout``: False trains without dropout, unless ``train.dropout`` says otherwise.
     - ``reference``: a folder or hub id whose weights ``before`` uses, or ``"adapter"``. A checkpoint refuses
       others.
-    - ``once(forward, batch)``: the same, but called once for every sample, with the weights that the run
-      starts from. What it returns, ``[batch, ...]``, is cached with the data, and in every batch.
     """
 
     def __call__(self, outputs: Outputs, batch: Batch) -> LossValue:
@@ -119,7 +119,8 @@ class TrainingLoss:
         self._weight: Callable[[Batch], float] | None = getattr(loss, "weight", None)
         self.before: Callable[..., Mapping[str, Tensor]] | None = getattr(loss, "before", None)
         self.once: Callable[..., Mapping[str, Tensor]] | None = getattr(loss, "once", None)
-        self.reference: str | None = getattr(loss, "reference", None)
+        reference = getattr(loss, "reference", None)
+        self.reference = reference if isinstance(reference, str) and reference != "adapter" else None
         self.whole: bool = getattr(loss, "whole", False)
         self.dropout: bool = getattr(loss, "dropout", True)
         self._names: tuple[str, ...] | None = None

@@ -66,17 +66,17 @@ def reference_of(config: RunConfig) -> str | None:
     Raises:
         UserError: if they cannot be read.
     """
-    loss = training_loss(config)
+    loss, model, adapter = training_loss(config), config.model, config.adapter.name_or_path
     if loss is None or (loss.once is None and loss.reference is None):
         return None
-    model, adapter = config.model, config.adapter.name_or_path
     # The seed gives what no file has: a new adapter, the rows of new tokens.
     folders: dict[str, Path | None] = {str(config.seed): None}
-    if loss.reference not in (None, "adapter"):
-        folders = {f"train.loss: {config.train.loss}": snapshot(loss.reference)}
-    else:
-        folders |= {} if model.from_scratch else {"model.name_or_path": snapshot(str(model.name_or_path))}
-        folders |= {} if adapter is None else {"adapter.name_or_path": weights_in(folder_of(adapter))}
+    if loss.reference is not None:
+        folders = {loss.key: snapshot(loss.reference)}
+    elif not model.from_scratch:
+        folders["model.name_or_path"] = snapshot(str(model.name_or_path))
+    if loss.reference is None and adapter is not None:
+        folders["adapter.name_or_path"] = weights_in(folder_of(adapter))
     found = {}
     for key, folder in folders.items():
         try:
