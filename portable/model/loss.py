@@ -300,7 +300,7 @@ def _run(
 
 _COUNTED = {"mean_token_accuracy": "first labels", "entropy": "all labels"}
 """The means that steps log beside the loss, by TRL's names, and the names of what they are divided by."""
-_ENTROPY_ROWS = 1024
+_LOGITS_AT_ONCE = 1 << 24
 
 
 def _measured(logits: Tensor, labels: Tensor, *, in_parts: bool) -> dict[str, Tensor]:
@@ -321,7 +321,8 @@ def _measured(logits: Tensor, labels: Tensor, *, in_parts: bool) -> dict[str, Te
         if in_parts:
             return found
         rows, of_rows = logits.flatten(0, -2), valid.flatten()
-        step = len(rows) if rows.device.type == "xla" else _ENTROPY_ROWS  # XLA holds no intermediate result
+        step = max(1, _LOGITS_AT_ONCE // rows.shape[-1])
+        step = len(rows) if rows.device.type == "xla" else step  # XLA holds no intermediate result
         entropy = torch.zeros((), device=rows.device)
         for part, counts in zip(rows.split(step), of_rows.split(step), strict=True):
             log_p = part.float().log_softmax(dim=-1)
