@@ -21,6 +21,8 @@ def score_head(model: Any) -> Any:
 class Pairwise:
     """The Bradley-Terry loss: minus the log-probability that the chosen answer wins."""
 
+    whole = True  # the score is asked for at the last token of an answer
+
     def weight(self, batch: Any) -> float:
         """The number of pairs; what only fills up a batch has no labels."""
         return float((batch["labels"] != -100).any(dim=-1).all(dim=-1).sum())

@@ -139,6 +139,7 @@ def train_step(
     learning_rate: float,
     max_grad_norm: float,
     betas: tuple[float, float] | None = None,
+    measures: bool = True,
 ) -> StepResult:
     """Take one optimizer step over the global batch that starts at ``first_sample``, without a host sync.
 
@@ -146,6 +147,7 @@ def train_step(
     and ranks. They are counted (or weighed, as ``train.loss`` says) while the batches are still on the host,
     and every micro-batch's summed loss is divided by the count.
     """
+    engine.objective.measures = measures
     batches = [next(micro_batches) for _ in range(plan.accumulation_steps)]
     valid = backend.total(sum(engine.objective.weight(batch) for batch in batches))
     losses = []
@@ -209,6 +211,7 @@ def train(
                 learning_rate=learning_rate,
                 max_grad_norm=max_grad_norm,
                 betas=schedule.betas(progress.step),
+                measures=_due(progress.step + 1, cadence.log_every) or progress.step + 1 == cadence.until,
             )
             progress.step += 1
             progress.samples += plan.global_batch_size

@@ -15,6 +15,7 @@ from converters import open_checkpoint
 from portable.data import build_data
 from portable.errors import UserError
 from portable.model import quantized
+from portable.private.of_bitsandbytes import bitsandbytes
 from portable.registry import create_backend
 from portable.reporting.metrics import read_metrics
 from portable.run.prepare import prepare
@@ -27,7 +28,7 @@ from tests.parity import opened, plain_steps
 from tests.runs import TINY_MODEL, configured
 
 try:
-    bnb: Any = quantized.bitsandbytes()
+    bnb: Any = bitsandbytes()
 except UserError as error:
     pytest.skip(str(error), allow_module_level=True)
 
@@ -180,11 +181,11 @@ def test_what_cannot_be_is_refused(
 
 def test_without_the_package(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    quantized.bitsandbytes.cache_clear()
+    bitsandbytes.cache_clear()
     try:
         said = refused({"adapter__base": "nf4"}, tmp_path, corpus)
     finally:
-        quantized.bitsandbytes.cache_clear()
+        bitsandbytes.cache_clear()
     assert said.startswith("adapter.base: bitsandbytes cannot be imported (import of bitsandbytes halted")
 
 

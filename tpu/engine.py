@@ -89,12 +89,12 @@ class XlaEngine:
         require(
             not (self.objective.of_routers and self._recomputed),
             "memory.activation_checkpointing: on XLA, the router loss has no gradient through recomputed "
-            "layers; use none, or set output_router_logits: false in the model's config",
+            "layers; use none, or set model.config.output_router_logits to false",
         )
         require(
             not (self.objective.of_routers and segments),
             "xla.scan_layers: the router loss needs what every layer's router returns, which a loop does not "
-            "hand out; set it to false, or output_router_logits: false in the model's config",
+            "hand out; set it to false, or model.config.output_router_logits",
         )
         ends: Any = model
         self._head = self._gathered_head(ends.get_output_embeddings())

@@ -19,7 +19,7 @@ class _Binding:
     def __get__(self, instance: object, owner: type) -> Any:
         import torch_xla
 
-        bindings: Any = torch_xla._XLAC  # type: ignore[attr-defined]
+        bindings: Any = torch_xla._XLAC  # type: ignore[attr-defined, unused-ignore]
         return getattr(bindings, self._name)
 
 

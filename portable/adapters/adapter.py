@@ -25,7 +25,7 @@ from converters import (
 from converters.adapters.names import part_of, replaced
 from converters.errors import printable
 from portable.adapters.initial import NAME, Rows, initial_values
-from portable.adapters.settings import CONFIG_FILE, WEIGHTS_FILES, as_json, folder_of, peft_config
+from portable.adapters.settings import CONFIG_FILE, as_json, folder_of, peft_config, weights_in
 from portable.durable import write_durably
 from portable.errors import UserError, one_line, require
 from portable.model import build as models
@@ -151,9 +151,8 @@ class Adapter:
     def _given(self) -> tuple[Path, StoredAdapter, list[str]]:
         """The adapter ``adapter.name_or_path``, checked by its headers, and what it holds of the base."""
         folder = folder_of(str(self._run.adapter.name_or_path))
-        file = next((folder / name for name in WEIGHTS_FILES if (folder / name).is_file()), folder)
         try:
-            found = find_adapter(open_checkpoint(file))
+            found = find_adapter(open_checkpoint(weights_in(folder)))
         except CheckpointError as error:
             raise UserError(f"adapter.name_or_path: {one_line(error)}") from error
         require(found is not None, f"adapter.name_or_path: {folder} holds no adapter; give another folder")

@@ -11,6 +11,7 @@ from portable.model.document_attention import check_documents
 from portable.model.groups import groups_of
 from portable.model.labels import classifies_end_token, problem_of
 from portable.model.special_tokens import SpecialTokens
+from portable.model.training_loss import training_loss
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -85,7 +86,7 @@ def looked_at(config: RunConfig) -> tuple[Assembled, DataSizes]:
 
 
 def tokenizer_hints(config: RunConfig, model_config: PretrainedConfig) -> dict[str, Any]:
-    """What the model's settings say about the tokenizer, as arguments of ``build_data``.
+    """What the model's settings and the loss say about the data, as arguments of ``build_data``.
 
     ``data.tokenizer: null`` means the pretrained model's tokenizer, or a new one of the model's size.
     """
@@ -93,5 +94,6 @@ def tokenizer_hints(config: RunConfig, model_config: PretrainedConfig) -> dict[s
         "model_tokenizer": config.model.name_or_path,
         "trust_remote_code": config.model.trust_remote_code,
         "model_vocab_size": getattr(model_config.get_text_config(), "vocab_size", None),
+        "whole": (loss := training_loss(config)) is not None and loss.whole,
         "ends_texts": config.model.task == "sequence-classification" and classifies_end_token(model_config),
     }

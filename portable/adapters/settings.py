@@ -287,6 +287,11 @@ def folder_of(name_or_path: str) -> Path:
         raise UserError(f"adapter.name_or_path: {one_line(error)}") from error
 
 
+def weights_in(folder: Path) -> Path:
+    """The file with the weights of an adapter in ``folder``, or the folder itself."""
+    return next((folder / name for name in WEIGHTS_FILES if (folder / name).is_file()), folder)
+
+
 def peft_config(config: RunConfig, revision: str | None, modules_to_save: list[str]) -> Any:
     """peft's config of the run's adapter.
 

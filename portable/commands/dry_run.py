@@ -14,13 +14,14 @@ from portable.checkpoint.resume_external import adopt_checkpoint
 from portable.checkpoint.resume_source import checkpoints_of, resume_source
 from portable.config import dump_yaml
 from portable.config.evaluation_sources import evaluation_names
+from portable.errors import UserError
 from portable.evaluation.builtin import Setting, measures_of
 from portable.formatting import human_bytes, human_count, table
 from portable.model.flops import parameter_count, parameters_in_words, trained_count
 from portable.model.freezing import tie_notes
 from portable.model.pretrained import pretrained_weights
 from portable.model.shape_hints import shape_hints
-from portable.optim.schedule import build_schedule
+from portable.optim.schedule import build_schedule, too_long_a_warmup
 from portable.planner.this_machine import memory_rows, planner_here
 from portable.registry import create_backend
 from portable.run.evaluation import judge_of
@@ -105,6 +106,8 @@ def _plan_rows(
     steps = config.train.steps
     if config.train.epochs is not None:
         steps = None if data.train_samples is None else total_steps(config, data.train_samples)
+    if steps is not None and (reason := too_long_a_warmup(config.train, steps)) is not None:
+        raise UserError(reason)
     source = resume_source(config, checkpoints_of(settled.place))
     begun = [] if source is None else _foreign_rows(config, model, adapter, source, steps)
     return [

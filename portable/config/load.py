@@ -100,9 +100,12 @@ def assemble(
     for settings in accelerate:
         for key, value in settings.values.items():
             _add(draft, tuple(key.split(".")), value, settings.origins[key])
+    named = draft.values.get("model")
+    named = isinstance(named, dict) and named.get("name_or_path") is not None
+    named = named or any(one.path == ("model", "name_or_path") and one.value is not None for one in overrides)
     for index, override in enumerate(overrides):
         origin = override.flag and Origin(override.flag, _AFTER_THE_FILES + index, flag=True)
-        _apply(draft, override, origin or None)
+        _apply(draft, override, origin or None, named=named)
     config = build(RunConfig, draft.values, draft.origins)
     config.came_from.update(draft.sources())
     return config
@@ -195,18 +198,20 @@ def _copied(source: Mapping[str, Any]) -> dict[str, Any]:
     return {str(key): deepcopy(value) for key, value in source.items()}
 
 
-def _apply(draft: _Draft, override: flags.Override, origin: Origin | None) -> None:
+def _apply(draft: _Draft, override: flags.Override, origin: Origin | None, *, named: bool = False) -> None:
+    """Set one value. ``named``: the model is a pretrained one, whose config is not the default one."""
     path, value = override.path, override.value
     if len(path) == 1 and path[0] in keys.sections(RunConfig) and isinstance(value, Mapping):
         for name, item in value.items():
-            _apply(draft, flags.Override((*path, str(name)), item, override.flag), origin)
+            _apply(draft, flags.Override((*path, str(name)), item, override.flag), origin, named=named)
         return
     inside = flags.open_mapping(RunConfig, ".".join(path))
     target = draft.values
     for depth, part in enumerate(path[:-1], start=1):
         if inside and ".".join(path[:depth]) == inside.key and target.get(part) is None:
             # A key inside a mapping that is not set changes the default mapping.
-            target[part] = deepcopy(inside.default) or {}
+            ours = named and inside.key == "model.config"
+            target[part] = {} if ours else deepcopy(inside.default) or {}
         target = target.setdefault(part, {})
         if not isinstance(target, dict):
             around, name = ".".join(path[:depth]), ".".join(path)

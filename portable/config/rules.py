@@ -13,7 +13,13 @@ from converters.storage.store_errors import redact
 from portable.config.evaluation_sources import SourceError, evaluation_sources
 from portable.config.suggest import did_you_mean
 from portable.config.training_sources import training_key, training_sources, weight_schedule
-from portable.optim.schedule import build_schedule, own_params, schedule_class, warmup_steps
+from portable.optim.schedule import (
+    build_schedule,
+    own_params,
+    schedule_class,
+    too_long_a_warmup,
+    warmup_steps,
+)
 from portable.registry import BACKENDS, backend_package
 
 if TYPE_CHECKING:
@@ -70,15 +76,12 @@ def derived(config: RunConfig) -> dict[str, Any]:
     if checkpoint.every_epochs is not None:
         found["checkpoint.every_steps"] = None
     steps = train.steps if train.epochs is None or config.is_set("train.steps") else None
-    if train.warmup_ratio is not None:
-        # With epochs, the number of steps depends on the data.
-        found["train.warmup_steps"] = 0 if steps is None else warmup_steps(train, steps)
-    elif steps is not None:
-        most = steps // 10 if schedule_class(train.schedule).warms_up else 0
-        found["train.warmup_steps"] = min(train.warmup_steps, most)
+    if steps is not None:  # with epochs, it depends on the data
+        found["train.warmup_steps"] = warmup_steps(train, steps)
     if train.micro_batch_size != "auto":
         found["train.micro_batch_size"] = largest_divisor(train.global_batch_size, train.micro_batch_size)
-    found = {key: value for key, value in found.items() if not config.is_set(key)}
+    default = () if train.warmup_steps is not None else ("train.warmup_steps",)  # also where null is written
+    found = {key: value for key, value in found.items() if key in default or not config.is_set(key)}
     if config.backend in BACKENDS:
         found |= backend_package(config.backend).defaults(config)
     return found
@@ -112,17 +115,19 @@ def _model(config: RunConfig) -> Iterator[ConflictError]:
                 (key,),
                 f"{key} must be a hub id or a local folder, not a URL; copy {redact(str(name))} here",
             )
-    if model.name_or_path is not None and model.config is not None:
+    named = model.name_or_path is not None
+    if named and model.config is not None and "model_type" in model.config:
         yield ConflictError(
             ("model.config", "model.name_or_path"),
-            "model.config and model.name_or_path are both set; set one of the two",
+            "model.config and model.name_or_path are both set; set one of the two, or leave model_type out "
+            "of model.config to change keys of the named model's config",
         )
     if model.name_or_path is None and model.config is None:
         yield ConflictError(
             ("model.config", "model.name_or_path"),
             "model.config and model.name_or_path are both null; set one of the two",
         )
-    if model.config is not None and not isinstance(model.config.get("model_type"), str):
+    if not named and model.config is not None and not isinstance(model.config.get("model_type"), str):
         yield ConflictError(
             ("model.config",),
             "model.config.model_type must name a transformers model type, such as llama or bert",
@@ -359,6 +364,7 @@ def _train(config: RunConfig) -> Iterator[ConflictError]:
             "train.steps and train.epochs are both null; give one, the length of the schedule",
         )
     if train.warmup_ratio is not None and train.warmup_steps not in (
+        None,
         0,
         warmup_steps(train, train.steps or 0),
     ):
@@ -377,13 +383,8 @@ def _train(config: RunConfig) -> Iterator[ConflictError]:
                 f"{epochs} {config.get(epochs):g} and {steps} {config.get(steps)} are both set; set one of "
                 "the two",
             )
-    # WarmupLR only warms up, so a run may end during the warm-up.
-    if train.steps is not None and train.warmup_steps > train.steps and train.schedule != "WarmupLR":
-        yield ConflictError(
-            ("train.warmup_steps", "train.steps"),
-            f"train.warmup_steps {train.warmup_steps} exceeds train.steps {train.steps}; lower it or "
-            "train longer",
-        )
+    if train.steps is not None and (reason := too_long_a_warmup(train, train.steps)) is not None:
+        yield ConflictError(("train.warmup_steps", "train.steps"), reason)
     yield from _schedule(train)
     if train.steps is not None and train.stop_after is not None and train.stop_after > train.steps:
         yield ConflictError(

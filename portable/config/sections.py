@@ -63,7 +63,8 @@ class ModelConfig(Section):
         default_factory=_quickstart_model,
         description="Config of a model to build with random weights: model_type and any keys of that model's "
         "transformers config. In a file, it replaces the whole default; a flag such as "
-        "--model.config.hidden_size 512 changes one key. Not together with model.name_or_path.",
+        "--model.config.hidden_size 512 changes one key. With model.name_or_path: keys to change in that "
+        "model's config, such as attention_dropout; none that changes the shapes of its weights.",
         json_schema_extra=IDENTITY,
     )
     task: Task = Field(
@@ -532,8 +533,14 @@ class TrainConfig(Section):
     neftune_noise_alpha: float = Field(
         default=0.0,
         ge=0,
-        description="Size of the noise that is added to embeddings in training (NEFTune); 5 is common for "
-        "fine-tuning on conversations.",
+        description="Size of the noise that is added to embeddings in training (NEFTune), by the length of "
+        "each document; 5 is common for fine-tuning on conversations.",
+        json_schema_extra=IDENTITY,
+    )
+    dropout: bool | None = Field(
+        default=None,
+        description="Whether dropout, a LoRA's too, is on in training. Null: off with the losses of pairs, "
+        "as in TRL, and on otherwise.",
         json_schema_extra=IDENTITY,
     )
     optimizer: Annotated[Literal["adamw", "adafactor", "adamw_8bit", "sgd", "muon"], OrPlugIn] = Field(
@@ -627,11 +634,11 @@ class TrainConfig(Section):
         "peak of OneCycle and the first rate of LRRangeTest.",
         json_schema_extra=IDENTITY,
     )
-    warmup_steps: int = Field(
-        default=20,
+    warmup_steps: int | None = Field(
+        default=None,
         ge=0,
         description="Steps over which the learning rate rises from zero, linearly unless the schedule "
-        "defines another shape. The default is at most a tenth of train.steps.",
+        "defines another shape. Null: a tenth of all steps, also with train.epochs, and at most 20.",
         json_schema_extra=IDENTITY,
     )
     warmup_ratio: float | None = Field(

@@ -117,6 +117,7 @@ def build_data(
     problem: Problem | None = None,
     pad_left: bool = False,
     trust_remote_code: bool = False,
+    whole: bool = False,
     global_batch_size: int = 1,
     progress: bool = False,
 ) -> Data:
@@ -139,6 +140,7 @@ def build_data(
         problem: ``problem_type`` of the model's config.
         pad_left: pad a classifier's texts on the left.
         trust_remote_code: run Python code of the tokenizer.
+        whole: a causal model gets every token of a sample, not all but the last.
         global_batch_size: samples of a step, for ``data.weight_schedule``.
         progress: show progress on stderr if it takes more than a second.
 
@@ -172,6 +174,7 @@ def build_data(
         decoder_start_token_id=decoder_start_token_id,
         label_shift=label_shift,
         pad_left=pad_left,
+        whole=whole,
     )
     opened = {}
     streams: dict[str, Stream] = {}
@@ -399,6 +402,11 @@ def _finished(
     for key, (eval_settings, one) in evals.items():
         with errors_under(key_of(key)):
             own[key] = samples(eval_settings, one)
+            if own[key].sequences != everything.sequences:
+                raise UserError(
+                    f"data.source: its samples have {own[key].sequences} sequences, and those to train on "
+                    f"{everything.sequences}; give samples of one kind"
+                )
     shown: dict[str, Samples] = dict(own)
     if held_out.num_samples:
         shown[held_out_name(settings)] = samples(settings, source, held_out)
@@ -470,6 +478,7 @@ def inspect_data(
     model_vocab_size: int | None = None,
     trust_remote_code: bool = False,
     ends_texts: bool = False,
+    whole: bool = False,
 ) -> DataSizes:
     """Return the sizes that ``build_data`` would, as far as possible without writing or downloading.
 
@@ -504,7 +513,8 @@ def inspect_data(
                 raise
         else:
             add_tokens(tokenizer, settings.added_tokens)
-            reading = Reading(task, tokenizer, vocabulary_of(tokenizer, task, ends_texts=ends_texts))
+            vocabulary = vocabulary_of(tokenizer, task, ends_texts=ends_texts)
+            reading = Reading(task, tokenizer, vocabulary, whole=whole)
             size = reading.vocabulary.size
             target_frame = target_frame_of(reading.framed(settings), task)
             opened = {"opened": tokenizer, "target_frame": target_frame}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portable.data.samples.base import IGNORED
+from portable.data.samples.base import IGNORED, sequence
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -131,9 +131,7 @@ def _sample(data: Data, position: int, seed: int) -> Sample:
     epoch, index = data.train.locate(position, seed)
     arrays = data.train.arrays([(epoch, index)])
     several = data.train.sequences  # one after the other
-    parts = (
-        [{name: v[:, at] for name, v in arrays.items()} for at in range(several)] if several > 1 else [arrays]
-    )
+    parts = [sequence(arrays, at) for at in range(several)] if several > 1 else [arrays]
     found = [_pieces(data, part, index) for part in parts]
     pieces = found[0][2]
     for _, _, more in found[1:]:

@@ -75,7 +75,7 @@ class Reading:
 
     Attributes:
         task: one of ``TASKS``.
-        seed, decoder_start_token_id, label_shift, pad_left: as in :func:`build_data`.
+        seed, decoder_start_token_id, label_shift, pad_left, whole: as in :func:`build_data`.
     """
 
     task: str
@@ -85,6 +85,7 @@ class Reading:
     decoder_start_token_id: int | Callable[[Any], int] | None = None
     label_shift: Callable[[Any], LabelShift | None] | None = None
     pad_left: bool = False
+    whole: bool = False
 
     def framed(self, settings: DataConfig) -> Frame:
         """The special tokens around each text."""
@@ -104,7 +105,7 @@ class Reading:
             chat=self.chat(settings),
             progress=progress,
         )
-        return Opened(settings, source, framed, tokens, _truncated(settings, self.task, tokens))
+        return Opened(settings, source, framed, tokens, self.truncated(settings, tokens))
 
     def tokenizing(self, settings: DataConfig, source: StreamedFiles, cache: Path) -> Tokenizing:
         """How the shards of ``source`` become tokens in ``cache``."""
@@ -140,7 +141,7 @@ class Reading:
         first = found.first_tokens()
         content = f"{source.key} {work.made} {settings.seq_len} {settings.shuffle_window}"
         found.fingerprint = hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
-        return found, Opened(settings, source, framed, first, _truncated(settings, self.task, first))
+        return found, Opened(settings, source, framed, first, self.truncated(settings, first))
 
     def chat(self, settings: DataConfig) -> ChatTemplate | None:
         """What tokenizes conversations; None for plain text. Saves a chosen template with the tokenizer."""
@@ -171,7 +172,7 @@ class Reading:
         folder = token_cache_folder(source, self.tokenizer, framed, cache_dir(settings), self.chat(settings))
         with suppress(CacheDamagedError):
             tokens = TokenCache.open(folder)
-            return Opened(settings, source, framed, tokens, _truncated(settings, self.task, tokens))
+            return Opened(settings, source, framed, tokens, self.truncated(settings, tokens))
         return None
 
     def samples(self, opened: Opened, part: Part, classes: Classes | None = None) -> Samples:
@@ -220,13 +221,23 @@ class Reading:
                 pair=_pair_frame(settings, self.tokenizer) if paired else None,
             )
         if settings.format == PREFERENCE:
-            return Pairs(tokens, part, length, vocabulary.pad, settings.truncation)
+            return Pairs(tokens, part, length, vocabulary.pad, settings.truncation, whole=self.whole)
         if settings.packing == "documents":
             plan = planned(tokens, part, length)
             return PackedDocuments(tokens, plan, length, vocabulary.pad, settings.truncation)
         if settings.packing:
             return PackedCausal(tokens, part, length)
-        return PaddedCausal(tokens, part, length, vocabulary.pad, settings.truncation)
+        return PaddedCausal(tokens, part, length, vocabulary.pad, settings.truncation, whole=self.whole)
+
+    def truncated(self, settings: DataConfig, tokens: TokenCache) -> Truncated | None:
+        """What truncation does; None where it only cuts the ends of plain texts, or joins them."""
+        if self.task != CAUSAL:
+            return None
+        if tokens.trained_bits is None and (settings.packing is True or settings.truncation == "end"):
+            return None
+        if settings.packing is True:
+            return answered_blocks(tokens, settings.seq_len, _blocks(settings, self.task, tokens))
+        return truncated(tokens, settings.truncation, settings.seq_len, whole=self.whole)
 
 
 def parts(
@@ -243,17 +254,6 @@ def parts(
 
 def _blocks(settings: DataConfig, task: str, tokens: TokenCache) -> int:
     return packed_samples(tokens.total_tokens, settings.seq_len, shifted=task == CAUSAL)
-
-
-def _truncated(settings: DataConfig, task: str, tokens: TokenCache) -> Truncated | None:
-    """What truncation does; None where it only cuts the ends of plain texts, or joins them."""
-    if task != CAUSAL:
-        return None
-    if tokens.trained_bits is None and (settings.packing is True or settings.truncation == "end"):
-        return None
-    if settings.packing is True:
-        return answered_blocks(tokens, settings.seq_len, _blocks(settings, task, tokens))
-    return truncated(tokens, settings.truncation, settings.seq_len)
 
 
 @dataclass(frozen=True)
@@ -274,7 +274,7 @@ class _ShardSamples:
         settings, task = self.settings, self.reading.task
         if settings.packing is True and tokens.total_tokens <= settings.seq_len:
             return None
-        cut = _truncated(settings, task, tokens)
+        cut = self.reading.truncated(settings, tokens)
         part, _ = parts(settings.model_copy(update={"eval_fraction": 0.0}), task, tokens, cut)
         framed = self.reading.framed(settings)
         return self.reading.samples(Opened(settings, self.source, framed, tokens, cut), part)

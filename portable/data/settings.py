@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from portable.config.evaluation_sources import of_source
+from portable.config.evaluation_sources import evaluation_sources, key_of, of_source
 from portable.config.sections import DataConfig
-from portable.config.training_sources import training_sources
+from portable.config.training_sources import training_key, training_sources
 from portable.data.sources.documents import BadRecords
 from portable.data.sources.opening import Fields, Source, open_source
 from portable.data.sources.shards import StreamedFiles, open_stream
@@ -56,15 +56,30 @@ def recognise_format(settings: DataConfig, task: str, *, downloads: bool = True)
         downloads: whether a source may be downloaded.
 
     Raises:
-        UserError: no format fits the first record, or several do.
+        UserError: no format fits the first record, or several do; or only some sources have pairs.
     """
-    if settings.sources:
-        found = [
-            recognise_format(one.settings, task, downloads=downloads)
-            for one in training_sources(settings).values()
-        ]
-        # A run with conversations packs whole documents, and may have texts beside them.
-        return next((kind for kind in found if kind not in ("auto", "text")), found[0])
+    found = {}
+    for name, one in training_sources(settings).items():
+        with errors_under(training_key(name)):
+            found[training_key(name)] = _recognised_format(one.settings, task, downloads=downloads)
+    # A run with conversations packs whole documents, and may have texts beside them.
+    kinds = list(found.values())
+    kind = next((kind for kind in kinds if kind not in ("auto", "text")), kinds[0])
+    for name, own in evaluation_sources(settings).items():
+        with errors_under(key_of(name)):
+            found[key_of(name)] = _recognised_format(own, task, downloads=downloads)
+    (first, of_first), *others = found.items()
+    for key, other in others:
+        if (of_first == PREFERENCE) != (other == PREFERENCE) and not {"auto", FINISHED} & {of_first, other}:
+            raise UserError(
+                f"{key}.source: has records of data.format {other}, and {first}.source of {of_first}; pairs "
+                "go with pairs alone, so name other files"
+            )
+    return kind
+
+
+def _recognised_format(settings: DataConfig, task: str, *, downloads: bool) -> str:
+    """The format of one source."""
     if settings.format != "auto" or settings.source is None or task != CAUSAL:
         return "text" if task != CAUSAL or settings.source is None else settings.format
     source = source_of(settings, task, cache_dir(settings), remember=False)

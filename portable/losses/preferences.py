@@ -36,6 +36,8 @@ class _Preference:
     """What the losses of pairs have in common."""
 
     needs: ClassVar[tuple[Statistic, ...]] = ("log_probs",)
+    sequences: ClassVar[int] = 2
+    dropout: ClassVar[bool] = False
 
     def weight(self, batch: Batch) -> float:
         """The number of pairs."""
@@ -75,7 +77,9 @@ class DPO(_Preference):
 
     Attributes:
         beta: how strongly the model is held to the reference.
-        label_smoothing: the probability that a preference is the wrong way round (cDPO).
+        label_smoothing: the probability that a preference is the wrong way round: cDPO, and ``robust``.
+        loss_type: the formula, by TRL's name: one of ``LOSS_TYPES``.
+        sft: the weight of the chosen answer's mean cross-entropy, which is added.
         reference: ``"adapter"``: the base model, by a pass with the adapter switched off. A folder or hub id
             of a model: each rank keeps a frozen copy. None: the weights that the run starts from, of which
             the log-probabilities are computed once and cached with the data.
@@ -84,9 +88,18 @@ class DPO(_Preference):
     beta: float = 0.1
     label_smoothing: float = 0.0
     reference: str | None = None
+    loss_type: str = "sigmoid"
+    sft: float = 0.0
     _copy: Any = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        if self.loss_type not in LOSS_TYPES:
+            raise ValueError(f"loss_type {self.loss_type!r} is none of {', '.join(LOSS_TYPES)}")
+        most = {"sigmoid": 1.0, "robust": 0.5}.get(self.loss_type, 0.0)
+        if self.label_smoothing and not 0 < self.label_smoothing < most:
+            raise ValueError(
+                f"label_smoothing {self.label_smoothing:g} does not fit loss_type {self.loss_type}"
+            )
         # A loss has either of the two.
         self.once = _reference_log_probs if self.reference is None else None
         self.before = None if self.reference is None else self._of_reference
@@ -94,13 +107,12 @@ class DPO(_Preference):
     def losses(self, log_probs: Tensor, lengths: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         ratios = log_probs - batch[REFERENCE].to(log_probs.dtype)
         rewards = self.beta * ratios
-        return self.of_ratios(ratios, lengths), rewards
+        losses = self.of_ratios(ratios, lengths)
+        return losses - self.sft * log_probs[:, 0] / lengths[:, 0] if self.sft else losses, rewards
 
     def of_ratios(self, ratios: Tensor, lengths: Tensor) -> Tensor:
         """The loss of each pair, from the log-ratios to the reference."""
-        margin = self.beta * (ratios[:, 0] - ratios[:, 1])
-        right, wrong = -functional.logsigmoid(margin), -functional.logsigmoid(-margin)
-        return (1 - self.label_smoothing) * right + self.label_smoothing * wrong
+        return LOSS_TYPES[self.loss_type](self, self.beta * ratios, self.beta * ratios / lengths)
 
     def _of_reference(self, forward: Callable[..., Outputs], batch: Batch) -> Mapping[str, Tensor]:
         if self.reference == "adapter":
@@ -114,9 +126,29 @@ class DPO(_Preference):
 class IPO(DPO):
     """Identity preference optimization (Azar et al., 2023); log-ratios are means over tokens, as in TRL."""
 
-    def of_ratios(self, ratios: Tensor, lengths: Tensor) -> Tensor:
-        means = ratios / lengths
-        return (means[:, 0] - means[:, 1] - 1 / (2 * self.beta)).square()
+    loss_type: str = "ipo"
+
+
+def _margin(rewards: Tensor) -> Tensor:
+    return rewards[:, 0] - rewards[:, 1]
+
+
+def _smoothed(loss: DPO, rewards: Tensor, sign: float = 1.0) -> Tensor:
+    """Of a preference and, with the probability ``label_smoothing``, of its reverse."""
+    right, wrong = -functional.logsigmoid(_margin(rewards)), -functional.logsigmoid(-_margin(rewards))
+    return (1 - loss.label_smoothing) * right + sign * loss.label_smoothing * wrong
+
+
+LOSS_TYPES: dict[str, Callable[[DPO, Tensor, Tensor], Tensor]] = {
+    "sigmoid": lambda loss, rewards, _: _smoothed(loss, rewards),
+    "robust": lambda loss, rewards, _: _smoothed(loss, rewards, -1.0) / (1 - 2 * loss.label_smoothing),
+    "hinge": lambda _, rewards, __: torch.relu(1 - _margin(rewards)),
+    "ipo": lambda loss, _, means: ((_margin(means) - 0.5) / loss.beta).square(),
+    "sigmoid_norm": lambda _, __, means: -functional.logsigmoid(_margin(means)),
+    "apo_zero": lambda _, rewards, __: torch.sigmoid(-rewards[:, 0]) + torch.sigmoid(rewards[:, 1]),
+    "apo_down": lambda _, rewards, __: torch.sigmoid(rewards[:, 0]) + torch.sigmoid(-_margin(rewards)),
+}
+"""DPO's formulas by TRL's names: of the loss, the rewards ``[batch, 2]``, and the rewards a token."""
 
 
 @dataclass

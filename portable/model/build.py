@@ -19,7 +19,7 @@ from portable import plugins
 from portable.errors import UserError, one_line, require
 from portable.model.freezing import COMPUTE, freeze_by_pattern
 from portable.model.layers import trial_forward
-from portable.model.parameters import token_embedding
+from portable.model.parameters import state_tensors, tied_names, token_embedding
 from portable.private.of_transformers import model_types
 
 if TYPE_CHECKING:
@@ -62,11 +62,7 @@ def model_config(settings: ModelConfig) -> PretrainedConfig:
             ) from error
         except Exception as error:  # the defaults of some config classes are invalid
             raise UserError(f"model.config: {model_type}: {one_line(error)}") from error
-        for key in given:
-            # transformers stores unknown keywords silently, so a misspelled key would have no effect.
-            if not (_has_setting(known, key) or _is_ignored(key, given[key]) or _is_generation_setting(key)):
-                near = _nearest(key, known.to_dict())
-                raise UserError(f"model.config.{key}: {type(known).__name__} has no such setting{near}")
+        _check_keys(known, given)
         try:
             config = AutoConfig.for_model(model_type, **given)
         except ZeroDivisionError as error:
@@ -88,6 +84,9 @@ def model_config(settings: ModelConfig) -> PretrainedConfig:
             config = AutoConfig.from_pretrained(name, trust_remote_code=settings.trust_remote_code)
         except Exception as error:  # inconsistent sizes raise exceptions of other classes
             raise UserError(f"model.name_or_path: {one_line(error)}") from error
+        config = _changed(config, settings)
+        if adds_router_loss(config, settings):
+            config.get_text_config().output_router_logits = True
 
     try:
         config.get_text_config()
@@ -100,6 +99,48 @@ def model_config(settings: ModelConfig) -> PretrainedConfig:
         )
     without_quantization(config)  # weights are loaded and saved as floats
     return config
+
+
+_ROUTER_LOSS = "output_router_logits"
+
+
+def adds_router_loss(config: PretrainedConfig, settings: ModelConfig) -> bool:
+    """Whether a pretrained mixture of experts gets its router loss where nobody asked, as in TRL."""
+    text = config.get_text_config()
+    asked = _ROUTER_LOSS in str(settings.config)  # also inside of text_config
+    applies = settings.task == "causal-lm" and not settings.from_scratch and not asked
+    return applies and hasattr(text, _ROUTER_LOSS) and bool(getattr(text, "router_aux_loss_coef", 0.0))
+
+
+def _changed(config: PretrainedConfig, settings: ModelConfig) -> PretrainedConfig:
+    """The config of a pretrained model with the keys that ``model.config`` changes.
+
+    Raises:
+        UserError: for a key that it does not have, or one that changes the shapes of the weights.
+    """
+    if not settings.config:
+        return config
+    _check_keys(config, settings.config)
+    values = config.to_dict()
+    for key, value in settings.config.items():
+        inside = values.get(key)
+        values[key] = {**inside, **value} if isinstance(inside, dict) and isinstance(value, dict) else value
+    try:
+        found = type(config).from_dict(values)
+    except Exception as error:  # whatever the checks of its class raise
+        raise UserError(f"model.config: {one_line(error)}") from error
+    if not settings.from_scratch:
+        before, after = (build_model(copy.deepcopy(one), settings) for one in (config, found))
+        if _shapes(before) != _shapes(after) or tied_names(before) != tied_names(after):
+            raise UserError(
+                f"model.config: {', '.join(settings.config)}: changes the shapes or ties of the weights of "
+                f"{settings.name_or_path}; leave it out, or set model.init to scratch"
+            )
+    return found
+
+
+def _shapes(model: PreTrainedModel) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in state_tensors(model).items()}
 
 
 def _divides(key: str, model_type: str, given: Mapping[str, Any]) -> bool:
@@ -115,6 +156,14 @@ def _divides(key: str, model_type: str, given: Mapping[str, Any]) -> bool:
 
 # Keys in published config.json files that no current config class has. They have no effect.
 _PUBLISHED = {"auto_map", "n_ctx", "n_positions", "output_past", "prefix", "task_specific_params"}
+
+
+def _check_keys(known: PretrainedConfig, given: Mapping[str, Any]) -> None:
+    for key in given:
+        # transformers stores unknown keywords silently, so a misspelled key would have no effect.
+        if not (_has_setting(known, key) or _is_ignored(key, given[key]) or _is_generation_setting(key)):
+            near = _nearest(key, known.to_dict())
+            raise UserError(f"model.config.{key}: {type(known).__name__} has no such setting{near}")
 
 
 def _has_setting(config: PretrainedConfig, key: str) -> bool:

@@ -49,6 +49,10 @@ class ChunkedHead(nn.Linear):
         self._labels: Tensor | None = None
         self._wanted: Sequence[str] = ("losses",)
         self._predicted: list[Tensor] | None = None
+        self.with_hits = False
+        """Whether ``hits`` come after what is wanted."""
+        self.gave = False
+        """Whether the last pass gave what is wanted, and not logits."""
         self.most_parts: int | None = None
         """Compute at most this many chunks, to measure memory; None for all."""
 
@@ -61,9 +65,9 @@ class ChunkedHead(nn.Linear):
         """Within this context, return what is ``wanted``, fp32 ``[batch, tokens, wanted]``, not logits.
 
         ``losses`` are the cross-entropies of ``labels``, 0 where there is none; ``log_z`` the log-sum-exp of
-        the logits, ``mean_logits`` their mean.
+        the logits, ``mean_logits`` their mean, ``hits`` 1 where the label is the most likely token.
         """
-        self._labels, self._wanted = labels, tuple(wanted)
+        self._labels, self._wanted = labels, (*wanted, *(("hits",) if self.with_hits else ()))
         try:
             yield
         finally:
@@ -84,6 +88,7 @@ class ChunkedHead(nn.Linear):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """What is wanted, fp32 ``[batch, tokens, wanted]``, while labels are set; otherwise logits."""
+        self.gave = self._labels is not None
         if self._labels is None:
             return super().forward(hidden)
         losses: Tensor
@@ -282,6 +287,8 @@ def _forward(
                     if name == "losses"
                     else logits.logsumexp(dim=-1)
                     if name == "log_z"
+                    else logits.argmax(dim=-1) == labels[part]
+                    if name == "hits"
                     else logits.mean(dim=-1)
                 )
             if predicted is not None:

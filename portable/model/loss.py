@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch.nn import functional
+from torch.nn.modules.dropout import _DropoutNd
 
 from portable import plugins
 from portable.errors import UserError
@@ -89,6 +90,9 @@ class Objective:
         self._head = head
         self._loss = loss
         self._checked = False
+        self.measures = True
+        """Whether steps measure hits and entropy beside the loss; on XLA, in one graph, they always do."""
+        self._measured: tuple[str, ...] = ()
         self._attention = DocumentAttention(model)
         # Further columns are for the loss alone.
         self._takes = None if loss is None else _arguments(model)
@@ -96,10 +100,14 @@ class Objective:
 
     @classmethod
     def of(cls, model: nn.Module, config: RunConfig, head: ChunkedHead | None = None) -> Objective:
-        """The objective of a run; sets up the noise on embeddings, if any."""
-        if config.train.neftune_noise_alpha:
-            add_noise(model, config.train.neftune_noise_alpha)
-        return cls(model, config.train.global_batch_size, head, training_loss(config))
+        """The objective of a run; sets up the noise on embeddings, if any, and dropout."""
+        loss, train = training_loss(config), config.train
+        if train.neftune_noise_alpha:
+            shifted = config.model.task == "causal-lm" and not (loss is not None and loss.whole)
+            add_noise(model, train.neftune_noise_alpha, beyond=int(shifted))
+        if train.dropout is False or (train.dropout is None and loss is not None and not loss.dropout):
+            without_dropout(model)
+        return cls(model, train.global_batch_size, head, loss)
 
     def weight(self, batch: Batch) -> float:
         """What a micro-batch weighs in the mean, counted on the host: its labels, or as the loss says."""
@@ -120,7 +128,7 @@ class Objective:
     @property
     def numbers(self) -> tuple[str, ...]:
         """The names of what is logged beside the loss; known after the first micro-batch."""
-        return () if self._loss is None else self._loss.names
+        return (*self._measured, *(() if self._loss is None else self._loss.names))
 
     def named(self, values: Sequence[float]) -> dict[str, float]:
         """The means of a step beside the loss, by name.
@@ -132,7 +140,10 @@ class Objective:
         share = found.pop(WEIGHT, 1.0)
         if self._loss is not None and abs(share - 1) > 1e-4:  # also where it is not finite
             raise UserError(self._loss.unequal(share))
-        return found if self._loss is None else self._loss.named(found)
+        measured = {name: found.pop(name) for name in self._measured}
+        found = found if self._loss is None else self._loss.named(found)
+        counts = {name: measured.get(of) or 1.0 for name, of in _COUNTED.items() if name in measured}
+        return found | {name: measured[name] / count for name, count in counts.items()}
 
     def __call__(self, model: nn.Module, batch: Batch, valid: Tensor) -> tuple[Tensor, Tensor | None]:
         """Run ``model``, which may be wrapped, on a micro-batch of the global batch.
@@ -146,19 +157,29 @@ class Objective:
             ``[numbers]``; None without any. Summed over all micro-batches and ranks they are the step's.
         """
         # With SPMD, where all ranks run one program, the batch holds the sequences of all ranks.
-        share = batch["labels"].shape[0] / self._sequences
-        if self._loss is None:
-            loss, output = _passed(model, batch, self._head, self._attention, self._criterion, self._terms)
-            return self._terms.added(loss / valid.clamp(min=1), output, share=share), None
+        labels = batch["labels"]
+        share = labels.shape[0] / self._sequences
         divisor = torch.where(valid > 0, valid, 1).float()
-        batch = self._with_passes_before(self._loss, batch)
-        outputs = self._outputs(model, batch, self._loss.needs, self._terms)
-        total, numbers = self._loss(outputs, batch)
-        if not self._checked and total.device.type != "xla":
-            self._loss.check(outputs, batch, total)
-        self._checked = True
-        loss = self._terms.added(total / divisor, outputs.model, share=share)
-        return loss, torch.stack(list(numbers.values())) / divisor
+        measures = labels.dim() > 1 and not labels.is_floating_point()
+        measures = measures and (self.measures or labels.device.type == "xla")
+        if self._head is not None:
+            self._head.with_hits = measures
+        numbers: dict[str, Tensor] = {}
+        if self._loss is None:
+            total, output = _passed(model, batch, self._head, self._attention, self._criterion, self._terms)
+        else:
+            batch = self._with_passes_before(self._loss, batch)
+            outputs = self._outputs(model, batch, self._loss.needs, self._terms)
+            total, numbers = self._loss(outputs, batch)
+            if not self._checked and total.device.type != "xla":
+                self._loss.check(outputs, batch, total)
+            self._checked, output = True, outputs.model
+        loss = self._terms.added(total / divisor, output, share=share)
+        in_parts = self._head is not None and self._head.gave
+        found = _measured(output.logits.detach(), labels, in_parts=in_parts) if measures else {}
+        numbers = found | numbers
+        self._measured = tuple(name for name in found if numbers[name] is found[name])
+        return loss, torch.stack(list(numbers.values())) / divisor if numbers else None
 
     def evaluated(self, model: nn.Module, batch: Batch, measure: Measure) -> dict[str, Tensor]:
         """The sums of ``measure`` and the summed ``loss`` of a micro-batch, without the model's own terms."""
@@ -252,8 +273,8 @@ def _passed(
     in_parts = head is not None and head.pays(labels)
     output = _run(model, inputs, labels, attention, terms, head if in_parts else None)
     if in_parts:
-        assert output.logits.shape == (*labels.shape, 1)
-        return output.logits.sum(), output
+        assert output.logits.shape[:-1] == labels.shape
+        return output.logits[..., 0].sum(), output
     # A config may keep the problem_type of an earlier classification task.
     criterion = criterion if labels.is_floating_point() else _cross_entropy
     return criterion(output.logits, labels), output
@@ -276,6 +297,38 @@ def _run(
         if head is not None:
             stack.enter_context(head.giving(labels, wanted))
         return model(**given)
+
+
+_COUNTED = {"mean_token_accuracy": "first labels", "entropy": "all labels"}
+"""The means that steps log beside the loss, by TRL's names, and the names of what they are divided by."""
+_LOGITS_AT_ONCE = 1 << 24
+
+
+def _measured(logits: Tensor, labels: Tensor, *, in_parts: bool) -> dict[str, Tensor]:
+    """Sums over the labels: hits of the most likely token, and entropy in nats where all logits are there.
+
+    The hits are those of the first sequence of each sample: of a pair, of the chosen one, as in TRL.
+
+    Args:
+        logits: of all tokens; ``in_parts``, what the head gives in their place, hits last.
+        labels: ``[batch, tokens]`` or ``[batch, sequences, tokens]``.
+    """
+    valid = labels != IGNORED
+    with torch.no_grad():
+        hits = logits[..., -1] if in_parts else logits.argmax(dim=-1) == labels.flatten(0, -2)
+        first = slice(None, None, labels.shape[1] if labels.dim() == 3 else 1)
+        counted = valid.flatten(0, -2)[first].sum().float()
+        found = {"first labels": counted, "mean_token_accuracy": hits[first].sum().float()}
+        if in_parts:
+            return found
+        rows, of_rows = logits.flatten(0, -2), valid.flatten()
+        step = max(1, _LOGITS_AT_ONCE // rows.shape[-1])
+        step = len(rows) if rows.device.type == "xla" else step  # XLA holds no intermediate result
+        entropy = torch.zeros((), device=rows.device)
+        for part, counts in zip(rows.split(step), of_rows.split(step), strict=True):
+            log_p = part.float().log_softmax(dim=-1)
+            entropy += torch.where(counts, -(log_p.exp() * log_p).sum(dim=-1), 0.0).sum()
+        return found | {"all labels": valid.sum().float(), "entropy": entropy}
 
 
 def _outputs(
@@ -308,7 +361,7 @@ def _outputs(
     output = _run(model, inputs, labels, attention, terms, head if in_parts else None, _columns(wanted))
     found: dict[str, Tensor]
     if in_parts:
-        found = dict(zip(wanted, output.logits.unbind(dim=-1), strict=True))
+        found = dict(zip(wanted, output.logits.unbind(dim=-1), strict=False))
         if "log_probs" in found:
             found["log_probs"] = -found["log_probs"]
     else:
@@ -370,20 +423,52 @@ def shares(loss: Tensor, numbers: Tensor | None) -> Tensor:
     return loss.detach() if numbers is None else torch.cat([loss.detach()[None], numbers])
 
 
-def add_noise(model: nn.Module, alpha: float) -> None:
+def add_noise(model: nn.Module, alpha: float, *, beyond: int = 0) -> None:
     """Add noise to the embeddings of a model in training (Jain et al., "NEFTune", 2023).
 
-    It is uniform in ±alpha / sqrt(tokens * hidden size), and drawn from the generator of dropout.
+    It is uniform in ±alpha / sqrt(tokens * hidden size), with the tokens of each document, and drawn from the
+    generator of dropout. A document does not see how far it is padded, or what it is packed with.
+
+    Args:
+        beyond: tokens that a document has after its inputs: one where the last is a label only.
     """
+    lengths: list[Tensor] = []
+
+    def counted(_: nn.Module, __: Any, given: dict[str, Any]) -> None:
+        lengths[:] = [_document_lengths(given)] if "input_ids" in given else []
 
     def noisy(module: nn.Module, _: Any, embedded: Tensor) -> Tensor:
         if not module.training:
             return embedded
-        bound = alpha / (embedded.shape[1] * embedded.shape[2]) ** 0.5
-        return embedded + torch.zeros_like(embedded).uniform_(-bound, bound)
+        # A decoder's inputs come second and have no mask.
+        tokens = lengths.pop().unsqueeze(-1) if lengths else embedded.shape[1]
+        bound = alpha * ((tokens + beyond) * embedded.shape[2]) ** -0.5
+        return embedded + (torch.zeros_like(embedded).uniform_(-1, 1) * bound).to(embedded.dtype)
 
     whole: Any = model
+    whole.register_forward_pre_hook(counted, with_kwargs=True)
     whole.get_input_embeddings().register_forward_hook(noisy)
+
+
+def _document_lengths(given: Mapping[str, Any]) -> Tensor:
+    """The number of inputs of the document that each token is in, ``[batch, tokens]`` or ``[batch, 1]``."""
+    ids, positions, mask = given["input_ids"], given.get("position_ids"), given.get("attention_mask")
+    if positions is not None:
+        documents = (positions == 0).long().cumsum(dim=-1)  # of booleans, XLA makes booleans
+        counts = torch.zeros_like(functional.pad(documents, (0, 1)))
+        return counts.scatter_add(1, documents, torch.ones_like(documents)).gather(1, documents)
+    return (torch.ones_like(ids) if mask is None else mask).sum(dim=-1, keepdim=True)
+
+
+def without_dropout(model: nn.Module) -> None:
+    """Set every probability of dropout to 0: of modules, an adapter's too, and of attention."""
+    for module in model.modules():
+        if isinstance(module, _DropoutNd):
+            module.p = 0.0
+        for owner in (module, getattr(module, "config", None)):  # models read some from their config
+            for name, value in list(getattr(owner, "__dict__", {}).items()):
+                if "drop" in name and isinstance(value, float):
+                    setattr(owner, name, 0.0)
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:

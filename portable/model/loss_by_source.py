@@ -1,71 +1,62 @@
-"""The training loss of a mixture, with the loss of each source beside it."""
+"""The cross-entropy and the labels of each source of a mixture, beside its training loss."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from portable.data.samples.mixture import SOURCE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from torch import Tensor
 
     from portable.backend import Batch
-    from portable.model.training_loss import LossValue, Outputs
+    from portable.model.training_loss import Outputs
 
 _IGNORED = -100
 LOSS, SHARE = "loss/", "share/"
 """Begin the names of a source's mean cross-entropy in a step, and of its share of the step's labels."""
 
 
-class LossBySource:
-    """A loss, and the cross-entropy and the labels of each source, from the column ``source`` of a batch.
+class BySource:
+    """Sums of each source, from the column ``source`` of a batch. Those of evaluations have none.
 
     Args:
-        names: of the sources.
-        loss: of the user's, or a built-in variant; None for cross-entropy. If it does without ``log_probs``,
-            the losses of the sources are not known.
+        sources: their names.
+        losses: whether there are log-probabilities; without them the losses of the sources are not known.
     """
 
-    def __init__(self, names: Sequence[str], loss: Callable[..., LossValue] | None) -> None:
-        self._names = tuple(names)
-        self._loss = loss
-        self.needs: Any = ("log_probs",) if loss is None else getattr(loss, "needs", "logits")
-        for optional in ("weight", "before"):
-            if hasattr(loss, optional):
-                setattr(self, optional, getattr(loss, optional))
+    def __init__(self, sources: Sequence[str], *, losses: bool) -> None:
+        self._sources = tuple(sources)
+        self._losses = losses
+        kinds = (SHARE, LOSS) if losses else (SHARE,)
+        self.names = tuple(kind + source for source in self._sources for kind in kinds)
 
-    def __call__(self, outputs: Outputs, batch: Batch) -> LossValue:
+    def __call__(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
+        """The number of labels and the summed cross-entropy of each source, by name."""
+        if SOURCE not in batch:
+            return {}
         labels = batch["labels"]
-        valid = labels != _IGNORED
+        rows = batch[SOURCE].view(-1, *(1,) * (labels.dim() - 1))
         numbers: dict[str, Tensor] = {}
-        if self._loss is None:
-            assert outputs.log_probs is not None
-            total, weight = -torch.where(valid, outputs.log_probs, 0.0).sum(), valid.sum()
-        else:
-            value = self._loss(outputs, batch)
-            if not isinstance(value, tuple) or len(value) not in (2, 3):
-                return value  # refused with its name
-            total, weight = value[:2]  # type: ignore[assignment]
-            numbers = dict(value[2]) if len(value) == 3 else {}
-        rows = batch.get(SOURCE)
-        rows = labels.new_zeros(labels.shape[0]) if rows is None else rows
-        rows = rows.view(-1, *(1,) * (labels.dim() - 1))
-        for number, name in enumerate(self._names):
-            own = valid & (rows == number)
-            numbers[SHARE + name] = own.sum()
-            if outputs.log_probs is not None:
-                numbers[LOSS + name] = -torch.where(own, outputs.log_probs.detach(), 0.0).sum()
-        return total, weight, numbers
+        for number, source in enumerate(self._sources):
+            own = (labels != _IGNORED) & (rows == number)
+            numbers[SHARE + source] = own.sum()
+            if self._losses:
+                assert outputs.log_probs is not None
+                numbers[LOSS + source] = -torch.where(own, outputs.log_probs.detach(), 0.0).sum()
+        return numbers
 
     def named(self, found: dict[str, float]) -> dict[str, float]:
         """The numbers of a step: a source's loss is the mean over its own labels, if there are any."""
-        out = dict(found)
-        for name in self._names:
-            share, loss = out[SHARE + name], out.pop(LOSS + name, None)
-            if share > 0 and loss is not None:
-                out[LOSS + name] = loss / share
+        out = {name: value for name, value in found.items() if name not in self.names}
+        labels = sum(found[SHARE + source] for source in self._sources)
+        for source in self._sources:
+            own = found[SHARE + source]
+            out[SHARE + source] = own / labels if labels else 0.0
+            if self._losses and own > 0:
+                out[LOSS + source] = found[LOSS + source] / own
         return out

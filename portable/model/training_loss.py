@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -13,7 +13,7 @@ import torch
 from portable import plugins
 from portable.config.training_sources import training_names
 from portable.errors import UserError
-from portable.model.loss_by_source import LossBySource
+from portable.model.loss_by_source import BySource
 from portable.model.whole_values import WholeValues
 from portable.private import of_torch
 
@@ -74,6 +74,11 @@ class Loss(Protocol):
       tensors that it returns, by name, are added to the batch that the loss gets.
     - ``once(forward, batch)``: the same, but called once for every sample, with the weights that the run
       starts from. What it returns, ``[batch, ...]``, is cached with the data, and in every batch.
+    - ``sequences``: how many sequences a sample has, 2 for pairs. By default any number.
+    - ``whole``: True puts every token of a sample among the inputs; by default the last is a label only.
+    - ``dropout``: False trains without dropout, unless ``train.dropout`` says otherwise.
+    - ``reference``: a folder or hub id whose weights ``before`` uses, or ``"adapter"``. A checkpoint refuses
+      others.
     """
 
     def __call__(self, outputs: Outputs, batch: Batch) -> LossValue:
@@ -93,9 +98,12 @@ class TrainingLoss:
         key: what to call it in messages.
         loss: the function or object.
         in_evaluation: whether ``eval_loss`` is its mean, too, or remains the plain one.
+        sources: the names of those of a mixture, of which each step logs the loss and the share.
     """
 
-    def __init__(self, key: str, loss: Any, *, in_evaluation: bool = True) -> None:
+    def __init__(
+        self, key: str, loss: Any, *, in_evaluation: bool = True, sources: Sequence[str] = ()
+    ) -> None:
         self.key = key
         self.in_evaluation = in_evaluation
         self._loss = loss
@@ -112,12 +120,17 @@ class TrainingLoss:
         self._weight: Callable[[Batch], float] | None = getattr(loss, "weight", None)
         self.before: Callable[..., Mapping[str, Tensor]] | None = getattr(loss, "before", None)
         self.once: Callable[..., Mapping[str, Tensor]] | None = getattr(loss, "once", None)
+        reference = getattr(loss, "reference", None)
+        self.reference = reference if isinstance(reference, str) and reference != "adapter" else None
+        self.whole: bool = getattr(loss, "whole", False)
+        self.dropout: bool = getattr(loss, "dropout", True)
         self._names: tuple[str, ...] | None = None
+        self._by_source = BySource(sources, losses="log_probs" in self.needs)
 
     @property
     def names(self) -> tuple[str, ...]:
         """Of the numbers beside the loss: ``weight`` first. Known after the first call."""
-        return self._names or ()
+        return () if self._names is None else (*self._names, *self._by_source.names)
 
     def weight(self, batch: Batch) -> float:
         """What a micro-batch weighs, on the host."""
@@ -171,12 +184,12 @@ class TrainingLoss:
             if self._names is not None and tuple(numbers) != self._names:
                 raise UserError(f"{self.key}: logs {list(numbers)[1:]}, and before {list(self._names)[1:]}")
             self._names = tuple(numbers)
+            numbers |= self._by_source(outputs, batch)
             return total.float(), {name: _scalar(one, labels.device) for name, one in numbers.items()}
 
     def named(self, numbers: dict[str, float]) -> dict[str, float]:
-        """The means of a step, as the loss wants them logged."""
-        named = getattr(self._loss, "named", None)
-        return numbers if named is None else named(numbers)
+        """The means of a step, as they are logged."""
+        return self._by_source.named(numbers)
 
     def unequal(self, share: float) -> str:
         """What to say if the weights that it returned are ``share`` times those that it declared."""
@@ -264,7 +277,7 @@ def _rows(outputs: Outputs, part: slice, rows: int) -> Outputs:
 
 
 class CrossEntropy:
-    """Cross-entropy with label smoothing and a z-loss, for the settings of these names.
+    """Cross-entropy, with label smoothing and a z-loss for the settings of these names.
 
     Args:
         label_smoothing: the share of each target that is spread evenly over all classes.
@@ -275,18 +288,23 @@ class CrossEntropy:
         self._smoothing = label_smoothing
         self._z_loss = z_loss
         self.needs: tuple[Statistic, ...] = STATISTICS if label_smoothing else ("log_probs", "log_z")
+        if not (label_smoothing or z_loss):
+            self.needs = ("log_probs",)
 
     def __call__(self, outputs: Outputs, batch: Batch) -> LossValue:
         valid = batch["labels"] != IGNORED
-        assert outputs.log_probs is not None and outputs.log_z is not None
+        assert outputs.log_probs is not None
         plain = losses = -outputs.log_probs
         if self._smoothing:
-            assert outputs.mean_logits is not None
+            assert outputs.log_z is not None and outputs.mean_logits is not None
             even = outputs.log_z - outputs.mean_logits
             losses = (1 - self._smoothing) * plain + self._smoothing * even
         if self._z_loss:
+            assert outputs.log_z is not None
             losses = losses + self._z_loss * outputs.log_z.square()
         total = torch.where(valid, losses, 0.0).sum()
+        if losses is plain:
+            return total, valid.sum()
         return total, valid.sum(), {"cross_entropy": torch.where(valid, plain.detach(), 0.0).sum()}
 
 
@@ -302,15 +320,21 @@ def training_loss(config: RunConfig) -> TrainingLoss | None:
     Raises:
         UserError: if ``train.loss`` names none.
     """
-    train, key, loss = config.train, "data.sources", None
+    train, key, loss = config.train, "train.label_smoothing", None
+    # The labels of a classifier need not be classes.
+    sources = () if config.model.task == "sequence-classification" else training_names(config.data)
     if train.loss is not None:
         key, loss = f"train.loss: {train.loss}", plugins.load("train.loss", train.loss, BUILT_IN)
-    elif train.label_smoothing or train.z_loss:
-        key, loss = "train.label_smoothing", CrossEntropy(train.label_smoothing, train.z_loss)
-    names = training_names(config.data)
-    if names and config.model.task != "sequence-classification":  # whose labels need not be classes
-        loss = LossBySource(names, loss)
-    return None if loss is None else TrainingLoss(key, loss, in_evaluation=train.loss is not None)
+    elif train.label_smoothing or train.z_loss or sources:
+        loss = CrossEntropy(train.label_smoothing, train.z_loss)
+    if loss is None:
+        return None
+    kind = config.data.format
+    if getattr(loss, "sequences", 1) > config.data.sequences and kind not in ("auto", "samples"):
+        raise UserError(f"{key}: needs pairs, and data.format is {kind}; give it records of preferences")
+    if getattr(loss, "whole", False) and config.data.packing and kind != "auto":
+        raise UserError(f"{key}: needs whole sequences; set data.packing to false")
+    return TrainingLoss(key, loss, in_evaluation=train.loss is not None, sources=sources)
 
 
 def count_valid(labels: Tensor) -> int:

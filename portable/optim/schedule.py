@@ -34,6 +34,7 @@ Kind = Literal[
 ]
 Rate = Annotated[float, Field(ge=0)]
 Steps = Annotated[float, Field(gt=0)]
+_MOST_WARMUP = 20
 _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
@@ -377,9 +378,21 @@ def build_schedule(settings: TrainConfig, total_steps: int) -> Schedule:
 
 def warmup_steps(settings: TrainConfig, total_steps: int) -> int:
     """The number of warmup steps. A ratio is rounded up, as in the Trainer."""
-    if settings.warmup_ratio is None:
+    if settings.warmup_ratio is not None:
+        return math.ceil(total_steps * settings.warmup_ratio)
+    if settings.warmup_steps is not None:
         return settings.warmup_steps
-    return math.ceil(total_steps * settings.warmup_ratio)
+    return min(_MOST_WARMUP, total_steps // 10) if schedule_class(settings.schedule).warms_up else 0
+
+
+def too_long_a_warmup(settings: TrainConfig, total_steps: int) -> str | None:
+    """Why the warm-up does not fit into a run, in one line; None if it does."""
+    steps = settings.warmup_steps or 0
+    # WarmupLR only warms up, so a run may end during the warm-up.
+    if steps <= total_steps or settings.schedule == "WarmupLR":
+        return None
+    asked = "" if settings.epochs is None else f" (train.epochs {settings.epochs:g})"
+    return f"train.warmup_steps {steps} exceeds train.steps {total_steps}{asked}; lower it or train longer"
 
 
 def own_params(kind: str) -> tuple[str, ...]:

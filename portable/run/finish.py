@@ -10,6 +10,7 @@ import torch
 from converters.console import columns
 from portable.checkpoint.trainer_state import TrainerState, step_of
 from portable.data import IGNORED
+from portable.data.samples.base import sequence
 from portable.errors import one_line
 from portable.formatting import human_count, table
 from portable.model.build import positions
@@ -131,7 +132,7 @@ def sample_prompt(prepared: Prepared) -> torch.Tensor:
     samples = data.eval if data.eval is not None else data.train
     batch = samples.batch([samples.example()])
     if samples.sequences > 1:
-        batch = {name: values[:, 0] for name, values in batch.items()}
+        batch = sequence(batch, 0)
     if data.end_of_turn is not None:
         trained = (batch["labels"][0] != IGNORED).int()
         return batch["input_ids"][:, : int(trained.argmax()) + 1]

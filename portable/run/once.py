@@ -12,12 +12,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
+from converters import CheckpointError, open_checkpoint
+from converters.fingerprints import fingerprint
 from portable import plugins
+from portable.adapters.settings import folder_of, weights_in
+from portable.config.training_sources import training_sources
 from portable.data import EvalLoader
 from portable.data.samples.computed import ComputedSamples, Table, write_table
 from portable.data.tokens.cache import CacheDamagedError
-from portable.errors import UserError
+from portable.errors import UserError, one_line
 from portable.model.loss import OncePass
+from portable.model.pretrained import snapshot
 from portable.model.training_loss import training_loss
 from portable.paths import default_cache_dir
 from portable.terminal import at_a_terminal
@@ -30,13 +35,62 @@ if TYPE_CHECKING:
     from portable.backend import Backend, Engine
     from portable.config import RunConfig
     from portable.data import Data, Samples
+    from portable.model.training_loss import TrainingLoss
     from portable.run.prepare import Prepared
 
 _BETWEEN = 64  # micro-batches between two exchanges of ranks
 
 
-def with_computed(config: RunConfig, backend: Backend, data: Data) -> Data:
+def check_once(config: RunConfig, loss: TrainingLoss | None) -> None:
+    """Refuse settings with which ``loss`` cannot compute what it computes once.
+
+    Raises:
+        UserError: for such settings.
+    """
+    if loss is None or loss.once is None:
+        return
+    if config.train.micro_batch_size == "auto":
+        raise UserError(
+            f"train.micro_batch_size: {loss.key} computes numbers of each sample before the training, which "
+            "auto cannot try; set a number"
+        )
+    if any(one.settings.stream for one in training_sources(config.data).values()):
+        raise UserError(f"{loss.key}: needs all samples before the training, which data.stream does not have")
+
+
+def reference_of(config: RunConfig) -> str | None:
+    """A digest of the weights that the loss compares with; None if there are none.
+
+    They are those that the run starts from, or those of the model that the loss names.
+
+    Raises:
+        UserError: if they cannot be read.
+    """
+    loss, model, adapter = training_loss(config), config.model, config.adapter.name_or_path
+    if loss is None or (loss.once is None and loss.reference is None):
+        return None
+    # The seed gives what no file has: a new adapter, the rows of new tokens.
+    folders: dict[str, Path | None] = {str(config.seed): None}
+    if loss.reference is not None:
+        folders = {loss.key: snapshot(loss.reference)}
+    elif not model.from_scratch:
+        folders["model.name_or_path"] = snapshot(str(model.name_or_path))
+    if loss.reference is None and adapter is not None:
+        folders["adapter.name_or_path"] = weights_in(folder_of(adapter))
+    found = {}
+    for key, folder in folders.items():
+        try:
+            found[key] = None if folder is None else fingerprint(open_checkpoint(folder))
+        except CheckpointError as error:
+            raise UserError(f"{key}: {one_line(error)}") from error
+    return hashlib.blake2b(json.dumps(found).encode(), digest_size=16).hexdigest()
+
+
+def with_computed(config: RunConfig, backend: Backend, data: Data, reference: str | None) -> Data:
     """``data`` whose samples have what the loss computes once, if it does.
+
+    Args:
+        reference: from :func:`reference_of`.
 
     Raises:
         UserError: where that cannot be computed.
@@ -44,31 +98,21 @@ def with_computed(config: RunConfig, backend: Backend, data: Data) -> Data:
     loss = training_loss(config)
     if loss is None or loss.once is None:
         return data
-    if config.train.micro_batch_size == "auto":
-        raise UserError(
-            f"train.micro_batch_size: {loss.key} computes numbers of each sample before the training, which "
-            "auto cannot try; set a number"
-        )
+    check_once(config, loss)
     if backend.one_program and backend.world_size > 1:
         raise UserError(f"{loss.key}: on several hosts, XLA computes nothing once; name a reference")
-    if data.streams:
-        raise UserError(f"{loss.key}: needs all samples before the training, which data.stream does not have")
     root = Path(config.data.cache_dir) if config.data.cache_dir else default_cache_dir()
 
     def wrapped(name: str, samples: Samples) -> ComputedSamples:
-        return ComputedSamples(samples, root / "computed" / _digest(config, data, name, samples))
+        return ComputedSamples(samples, root / "computed" / _digest(config, data, name, samples, reference))
 
     evals = {name: wrapped(f"evaluation {name}", samples) for name, samples in data.evals.items()}
     return replace(data, train=wrapped("training", data.train), evals=evals)
 
 
-def _digest(config: RunConfig, data: Data, name: str, samples: Samples) -> str:
+def _digest(config: RunConfig, data: Data, name: str, samples: Samples, reference: str | None) -> str:
     """Of all that the numbers of ``samples`` depend on."""
     model, settings = config.model, config.data
-    weights: list[Any] = []
-    if model.name_or_path is not None and Path(model.name_or_path).is_dir():
-        files = sorted(file for file in Path(model.name_or_path).iterdir() if file.is_file())
-        weights = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     content = [
         name,
         len(samples),
@@ -79,8 +123,7 @@ def _digest(config: RunConfig, data: Data, name: str, samples: Samples) -> str:
         model.model_dump(mode="json"),
         config.adapter.model_dump(mode="json"),
         plugins.digest(model.function or ""),
-        weights,
-        config.seed if model.from_scratch else None,
+        reference,
         config.precision,
         (settings.seq_len, settings.truncation, settings.eval_fraction, settings.packing),
     ]

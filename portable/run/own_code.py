@@ -24,8 +24,9 @@ def prepare_code(config: RunConfig) -> None:
         plugins.load("model.function", config.model.function)
     if config.train.loss is not None:
         from portable.model.training_loss import training_loss
+        from portable.run.once import check_once
 
-        training_loss(config)
+        check_once(config, training_loss(config))
     if plugins.names_code(config.train.optimizer):
         from portable.optim import own
 

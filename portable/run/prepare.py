@@ -25,12 +25,12 @@ from portable.model.labels import (
     problem_of,
 )
 from portable.model.special_tokens import SpecialTokens
-from portable.optim.schedule import build_schedule
+from portable.optim.schedule import build_schedule, too_long_a_warmup
 from portable.registry import backend_package
 from portable.run import micro_batch
 from portable.run.evaluation import judge_of
 from portable.run.micro_batch import Search, batch_plan
-from portable.run.once import with_computed
+from portable.run.once import reference_of, with_computed
 from portable.run.settle import on_device
 from portable.terminal import shows_bars
 
@@ -70,6 +70,7 @@ class Prepared:
         schedule: learning rate by step.
         measures: the metrics of an evaluation.
         judge: compares evaluations; None if nothing follows from them.
+        reference: a digest of the weights that the loss compares with; None without such.
         notes: what may surprise the user, one line each.
     """
 
@@ -90,6 +91,7 @@ class Prepared:
     schedule: Schedule
     measures: Measures
     judge: Judge | None
+    reference: str | None
     notes: tuple[str, ...]
 
     @property
@@ -129,9 +131,12 @@ def prepare(settled: Settled, backend: Backend) -> Prepared:
     model, adapter = assembled.model, assembled.adapter
     architecture, parameters = type(model).__name__, parameter_count(model)
     flops = flops_per_token(model, model_config, data.train.context or config.data.seq_len)
-    data = with_computed(config, backend, data)
+    reference = reference_of(config)
+    data = with_computed(config, backend, data, reference)
     config = _with_micro_batch(settled, backend, model_config, data)
     steps = total_steps(config, data.train.epoch_samples)
+    if (reason := too_long_a_warmup(config.train, steps)) is not None:
+        raise UserError(reason)
     notes = notes_on(settled, model_config, assembled.aligned, data.sizes)
     if adapter is not None and config.model.from_scratch:
         notes.append(
@@ -164,6 +169,7 @@ def prepare(settled: Settled, backend: Backend) -> Prepared:
         schedule=build_schedule(config.train, steps),
         measures=measures,
         judge=judge,
+        reference=reference,
         notes=tuple(notes),
     )
 
@@ -233,6 +239,12 @@ def notes_on(
         lines.append(
             "note: the model is trained on the next token alone, as with disable_ngram_loss; "
             "transformers adds losses of the tokens after it"
+        )
+    if models.adds_router_loss(model_config, settled.config.model):
+        coefficient = model_config.get_text_config().router_aux_loss_coef
+        lines.append(
+            "note: the loss has the model's router loss, weighed by its router_aux_loss_coef "
+            f"{coefficient:g}, as in TRL; model.config.output_router_logits: false leaves it out"
         )
     workers = settled.config.data.num_workers * int(os.environ.get("LOCAL_WORLD_SIZE", settled.world.ranks))
     if workers > (count := cores()):

@@ -20,7 +20,7 @@ from portable.paths import place_of, storage_errors
 from portable.ranks.consistency import agree
 from portable.run.once import compute, missing
 from portable.run.own_code import changed, digests
-from portable.run.save import ADAPTER
+from portable.run.save import ADAPTER, REFERENCE
 from portable.terminal import tell
 
 if TYPE_CHECKING:
@@ -189,6 +189,12 @@ def load(engine: Engine, source: Place, external: AdoptedCheckpoint | None, prep
                     f"checkpoint.resume: {source} was trained on other tokens, or in other shares, than "
                     f"those of {prepared.data.sizes.source} here; give the same files, tokenizer, template "
                     "and data.train_on, or choose another output_dir"
+                )
+            if state.metadata.get(REFERENCE, prepared.reference) != prepared.reference:
+                raise UserError(
+                    f"checkpoint.resume: {source} was trained against another reference: the weights that "
+                    f"{prepared.config.train.loss} compares with have changed since; restore them, or "
+                    "choose another output_dir"
                 )
             if prepared.adapter is not None:  # the checkpoint holds nothing else
                 prepared.adapter.check(state.metadata.get(ADAPTER), source)

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 ADAPTER = "adapter"
 """The key in a checkpoint's metadata of what the adapter belongs to."""
+REFERENCE = "reference"
+"""The key of a digest of the weights that the loss compares with."""
 
 
 def save(prepared: Prepared, checkpoints: Checkpoints[Any], engine: Engine, progress: Progress) -> None:
@@ -49,6 +51,7 @@ def save(prepared: Prepared, checkpoints: Checkpoints[Any], engine: Engine, prog
             "code": digests(config),
             "standing": progress.standing.stored(),
             "evaluation_data": dict(prepared.data.eval_fingerprints),
+            **({} if prepared.reference is None else {REFERENCE: prepared.reference}),
             **({"streams": json.dumps(train.state())} if prepared.data.streams else {}),
             **({} if prepared.adapter is None else {ADAPTER: prepared.adapter.identity}),
         },

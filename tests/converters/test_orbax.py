@@ -663,7 +663,11 @@ def test_a_header_that_is_no_json_is_named(tmp_path: Path) -> None:
 
 
 def test_numbers_are_counters_but_for_parameters(tmp_path: Path) -> None:
-    numbers = {"params.w": np.float32(2), "epoch": np.float32(3), "seen": np.array(4, np.int64)}
+    numbers: dict[str, Array | np.generic] = {
+        "params.w": np.float32(2),
+        "epoch": np.float32(3),
+        "seen": np.array(4, np.int64),
+    }
     found = open_checkpoint(saved(tmp_path / "c", numbers))
     assert found.tensors["params.w"].read() == 2 and list(found.tensors) == ["params.w"]
     assert found.counters == {"epoch": 3, "seen": 4}

@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 )
 def test_a_step_reads_nothing(settings: dict[str, Any], tmp_path: Path, corpus: Path) -> None:
     config = configured(tmp_path, corpus, train__micro_batch_size=1, **settings)
-    with opened(config) as trial, Waits() as seen:
+    seen = Waits()
+    with opened(config) as trial, seen.looking():
         for _ in range(2):
             for last in (False, True):
                 loss = trial.engine.accumulate(next(trial.batches), torch.tensor(100), last=last)
@@ -66,13 +67,15 @@ def test_optimizers_bring_nothing_from_the_host(kind: str) -> None:
         optimizer.step()
 
     step()  # what is made once may wait
-    with Waits() as seen:
+    seen = Waits()
+    with seen.looking():
         step()
     assert not seen.found, seen.found[0]
 
 
 def test_a_wait_is_seen() -> None:
-    with Waits() as seen:
+    seen = Waits()
+    with seen.looking():
         bool(torch.ones(()) > 0)
         _: Tensor = torch.ones(3)[torch.ones(3) > 0]
         torch.zeros(2).to("meta")

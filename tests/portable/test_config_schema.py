@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from portable.config import RunConfig, difference, keys, load_config
 from portable.config.suggest import ELSEWHERE, FAMILIES, WORDS
 from portable.errors import UserError
+from portable.optim.schedule import build_schedule
 
 TABLE = keys.settings(RunConfig)
 EVERY_KEY = sorted(TABLE)
@@ -136,9 +137,11 @@ def test_epochs_stand_in_for_default_steps() -> None:
     assert config.train.epochs == 2
 
 
-@pytest.mark.parametrize(("steps", "warmup"), [(5, 0), (100, 10), (200, 20), (5000, 20)])
+@pytest.mark.parametrize(("steps", "warmup"), [(5, 0), (25, 2), (100, 10), (200, 20), (5000, 20)])
 def test_default_warmup_follows_steps(steps: int, warmup: int) -> None:
     assert accepted(train={"steps": steps}).train.warmup_steps == warmup
+    by_epochs = accepted(train={"epochs": 2})  # which come to as many
+    assert build_schedule(by_epochs.train, steps).warmup_steps == warmup
 
 
 @pytest.mark.parametrize(("batch", "micro"), [(8, 4), (6, 3), (7, 1), (2, 2), (64, 4)])

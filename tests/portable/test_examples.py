@@ -100,13 +100,25 @@ def test_a_reward_model(tmp_path: Path, engines: Engines, brief_runs: None) -> N
     # Later it learns fast, which multiplies rounding.
     assert [row["loss"] for row in one[:6]] == pytest.approx([row["loss"] for row in two[:6]], rel=1e-5)
     assert one[-1]["loss"] < one[0]["loss"] - 0.2 and logs[0][-1]["eval_accuracy"] > 0.9
-    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "one" / "final")
     tokens = AutoTokenizer.from_pretrained(tmp_path / "one" / "final")
-    assert model.config.num_labels == 1
-    scores = []
-    for key in ("chosen", "rejected"):
-        row = pairs(9)[8]
+    with opened(load_config(path, tiny(tmp_path / "new", data, **REWARD))) as trial:
+        ours = float(trial.step().loss)
+        first = AutoModelForSequenceClassification.from_config(trial.run.model.config).eval()
+    with opened(load_config(path, tiny(tmp_path / "new", data, **REWARD))) as trial:
+        first.load_state_dict(trial.engine.model.state_dict())
+        train = trial.run.data.train
+        places = [train.locate(at, 0)[1] for at in range(4)]
+        numbers = [int(train.documents(index)[0]) // 2 for index in places]
+
+    def score(model: Any, number: int, key: str) -> torch.Tensor:
+        row = pairs(60)[number]
         text = tokens.apply_chat_template([*row["prompt"], *row[key]], tokenize=False)
         with torch.no_grad():
-            scores.append(float(model(**tokens(text, return_tensors="pt", add_special_tokens=False)).logits))
-    assert scores[0] > scores[1]
+            found = model(**tokens(text, return_tensors="pt", add_special_tokens=False)).logits[0, 0]
+        return torch.as_tensor(found)
+
+    margins = [score(first, number, "chosen") - score(first, number, "rejected") for number in numbers]
+    assert ours == pytest.approx(float(-functional.logsigmoid(torch.stack(margins)).mean()), rel=1e-5)
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "one" / "final")
+    assert model.config.num_labels == 1
+    assert score(model, 8, "chosen") > score(model, 8, "rejected")

@@ -8,6 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from portable.planner.fused import Tape, Value, peaks
 from portable.planner.passes import Compiler
+from portable.private import of_torch
 from tpu.footprint import result
 
 ROWS, WIDE, CLASSES = 64, 8, 1024
@@ -60,7 +61,8 @@ def test_the_loss_keeps_the_logits_once_in_their_dtype() -> None:
         head = nn.Linear(WIDE, CLASSES, bias=False, dtype=torch.bfloat16)
         hidden = torch.randn(ROWS, WIDE, dtype=torch.bfloat16, requires_grad=True)
         labels = torch.zeros(ROWS, dtype=torch.int64)
-        with Tape(head, Compiler(result)) as tape:
+        tape = Tape(head, Compiler(result))
+        with of_torch.every_operation(tape.operation):
             loss = nn.functional.cross_entropy(head(hidden).float(), labels)
             tape.end_phase()
             loss.backward()

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
 import transformers
 from torch.nn import functional
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from portable.config import parse_args
+from portable.data import build_data
 from portable.errors import UserError
 from portable.evaluation.metrics import NOTHING
-from portable.model.build import AUTO_CLASSES
+from portable.model.build import AUTO_CLASSES, model_config
 from portable.model.chunked_loss import chunked_head
 from portable.model.loss import Objective, token_loss
 from portable.model.training_loss import IGNORED
 from portable.run.batches import train_loader
 from tests.gpu.test_parity import assert_close, our_losses
 from tests.parity import opened
-from tests.runs import configured
+from tests.portable.data_support import write_jsonl
+from tests.portable.test_preferences import pairs
+from tests.runs import TINY_MODEL, configured
 from tests.tpu.test_parity import MODELS as TINY
 
 if TYPE_CHECKING:
@@ -271,3 +276,107 @@ def refusal(config: RunConfig) -> str:
     with pytest.raises(UserError) as raised:
         our_losses(config)
     return str(raised.value)
+
+
+# -- a pretrained model's config ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("own", "router"),
+    [({}, True), ({"output_router_logits": False}, False), ({"router_aux_loss_coef": 0.0}, False)],
+)
+def test_a_pretrained_mixture_has_its_router_loss(
+    own: dict[str, Any], router: bool, tmp_path: Path, corpus: Path
+) -> None:
+    """As TRL's trainers have it: with the model's own coefficient, whatever its config.json asks for."""
+    made = configured(tmp_path, corpus, model__config=TINY_MODEL)
+    build_data(made.data, model_vocab_size=384).tokenizer.save_pretrained(tmp_path / "base")
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(
+            "mixtral", **{**ROUTED, "vocab_size": 384, "num_local_experts": 4, "output_router_logits": False}
+        )
+    )
+    model.save_pretrained(tmp_path / "base")
+    config = configured(
+        tmp_path / "run",
+        corpus,
+        model__name_or_path=str(tmp_path / "base"),
+        model__config=own or None,
+        train__micro_batch_size=6,
+    )
+    with opened(config) as trial:
+        batch = next(trial.batches)
+        loader, trial.batches = trial.batches, cast("Any", iter([batch]))
+        with torch.no_grad():
+            output = model(batch["input_ids"], output_router_logits=True)
+        plain = functional.cross_entropy(output.logits.flatten(0, 1), batch["labels"].flatten())
+        truth = plain + (0.3 * output.aux_loss if router else 0)
+        assert float(trial.step().loss) == pytest.approx(float(truth), rel=1e-6)
+        trial.batches = loader
+        assert any("router_aux_loss_coef 0.3" in note for note in trial.run.notes) == router
+
+
+@pytest.mark.parametrize(
+    ("own", "told"),
+    [
+        ({"hidden_act": "gelu", "rope_scaling": {"rope_type": "linear", "factor": 2.0}}, None),
+        ({"hidden_size": 96}, r"^model\.config: hidden_size: changes the shapes or ties of the weights of "),
+        ({"tie_word_embeddings": False}, r"^model\.config: tie_word_embeddings: changes the shapes or ties"),
+        ({"atention_dropout": 0.1}, r"atention_dropout: LlamaConfig has no such setting; did you mean att"),
+        ({"model_type": "llama"}, r"are both set; set one of the two, or leave model_type out "),
+    ],
+)
+def test_keys_of_a_pretrained_models_config(
+    own: dict[str, Any], told: str | None, tmp_path: Path, corpus: Path
+) -> None:
+    AutoConfig.for_model(**TINY_MODEL).save_pretrained(tmp_path / "base")
+    with nullcontext() if told is None else pytest.raises(UserError, match=told):
+        named = {"model__name_or_path": str(tmp_path / "base"), "model__config": own}
+        settings = configured(tmp_path / "run", corpus, **named).model
+        found = model_config(settings)
+        assert found.hidden_act == "gelu"
+        assert found.rope_parameters == {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+
+
+def test_flags_change_the_config_of_the_model_that_is_named() -> None:
+    config = parse_args(["--model.config.attention_dropout", "0.1", "--model.name_or_path", "some/model"])
+    assert config.config.model.config == {"attention_dropout": 0.1}
+
+
+# -- beside the loss ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunks", [0, 7])
+@pytest.mark.parametrize("loss", [None, "smooth", "simpo"])
+def test_accuracy_and_entropy_by_hand(loss: str | None, chunks: int, corpus: Path, tmp_path: Path) -> None:
+    """By TRL's names: over all labels of the global batch, hits of pairs over the chosen answers."""
+    settings: dict[str, Any] = {"data__packing": False, "train__micro_batch_size": 2}
+    settings |= {"train__label_smoothing": 0.1} if loss == "smooth" else {}
+    if loss == "simpo":
+        source = str(write_jsonl(tmp_path / "pairs.jsonl", pairs(40)))
+        settings |= {"data__source": source, "data__chat_template": "chatml", "train__loss": "simpo"}
+    config = configured(tmp_path / "run", corpus, **settings, memory__loss_chunk_tokens=chunks)
+    with opened(config) as trial:
+        batches = [next(trial.batches) for _ in range(3)]
+        loader, trial.batches = trial.batches, cast("Any", iter(batches))
+        hits = count = entropy = labelled = 0.0
+        for batch in batches:
+            ids, mask, labels = (
+                batch[name].flatten(0, -2) for name in ("input_ids", "attention_mask", "labels")
+            )
+            with torch.no_grad():
+                log_p = trial.engine.model(input_ids=ids, attention_mask=mask).logits.log_softmax(-1)
+            first = slice(None, None, 2 if loss == "simpo" else 1)
+            hits += int((log_p.argmax(-1) == labels)[first].sum())
+            count += int((labels != IGNORED)[first].sum())
+            entropy += float(-(log_p.exp() * log_p).sum(-1)[labels != IGNORED].sum())
+            labelled += int((labels != IGNORED).sum())
+        result = trial.step()
+        trial.batches = loader
+        assert result.numbers is not None
+        found = trial.engine.objective.named(trial.backend.read([result.numbers]))
+        assert found["mean_token_accuracy"] == pytest.approx(hits / count, rel=1e-6)
+        if not chunks:
+            assert found["entropy"] == pytest.approx(entropy / labelled, rel=1e-5)
+        assert ("entropy" in found) == (not chunks) and not any("labels" in name for name in found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 from typing import TYPE_CHECKING, Any, cast
@@ -12,13 +13,14 @@ from torch.nn import functional
 
 from portable import RunError, UserError
 from portable.evaluation.evaluate import evaluate
+from portable.model.loss import add_noise
 from portable.model.training_loss import IGNORED, Outputs
 from portable.run.batches import eval_batches
 from portable.run.rank import run_rank
 from tests.gpu.test_parity import STEPS, plain_losses
 from tests.parity import opened
 from tests.portable.data_support import write_jsonl
-from tests.runs import configured
+from tests.runs import TINY_MODEL, configured
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -357,7 +359,7 @@ def test_noise_on_embeddings(corpus: Path, tmp_path: Path) -> None:
         with torch.no_grad():
             torch.manual_seed(trial.run.plan.dropout_seed(0, 0))
             embedded = model.model.embed_tokens.weight[batch["input_ids"]]
-            bound = 5.0 / (embedded.shape[1] * embedded.shape[2]) ** 0.5
+            bound = 5.0 / ((embedded.shape[1] + 1) * embedded.shape[2]) ** 0.5  # the last is a label only
             noisy = embedded + torch.zeros_like(embedded).uniform_(-bound, bound)
             logits = model(inputs_embeds=noisy, use_cache=False).logits
             truth = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
@@ -368,3 +370,40 @@ def test_noise_on_embeddings(corpus: Path, tmp_path: Path) -> None:
         assert float(loss) == pytest.approx(float(truth), rel=1e-6)
         assert abs(float(loss) - float(plain)) > 1e-3
         trial.batches = loader
+
+
+@pytest.mark.parametrize("packing", [False, "documents"])
+@pytest.mark.parametrize("seq_len", [32, 64, 128])
+def test_noise_is_that_of_the_document(packing: Any, seq_len: int, corpus: Path, tmp_path: Path) -> None:
+    """As transformers adds it to the document alone, however far it is padded or what it is packed with."""
+    from transformers import AutoModelForCausalLM
+    from transformers.integrations.neftune import activate_neftune
+
+    model_config = {**TINY_MODEL, "max_position_embeddings": 128}
+    config = configured(
+        tmp_path, corpus, data__packing=packing, data__seq_len=seq_len, model__config=model_config
+    )
+    with opened(config) as trial:
+        batch = {name: value[:1] for name, value in next(trial.batches).items()}
+        model = AutoModelForCausalLM.from_config(trial.run.model_config)
+    inputs = {name: value for name, value in batch.items() if name not in ("labels", "document_lengths")}
+    count = int((batch["labels"][0] != IGNORED).sum())
+    if packing:
+        count = int(batch["document_lengths"][0, 0])
+    whole = torch.cat([batch["input_ids"][:, :count], batch["labels"][:, count - 1 : count]], dim=1)
+    seen: list[Tensor] = []
+
+    def noise(model: Any, **given: Tensor) -> Tensor:
+        embeddings = model.get_input_embeddings()
+        watch = embeddings.register_forward_hook(lambda _, __, out: seen.append(out.detach()))
+        torch.manual_seed(0)
+        model.train()(**given)
+        watch.remove()
+        with torch.no_grad():
+            found: Tensor = seen[-1][:, :count] - embeddings.weight[given["input_ids"]][:, :count]
+            return found
+
+    theirs = copy.deepcopy(model)
+    activate_neftune(theirs, 5.0)
+    add_noise(model, 5.0, beyond=1)
+    torch.testing.assert_close(noise(model, **inputs), noise(theirs, input_ids=whole))

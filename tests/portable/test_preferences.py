@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 from portable import UserError
@@ -17,6 +18,7 @@ from portable.model.training_loss import IGNORED, Outputs
 from portable.reporting.metrics import read_metrics
 from portable.run.batches import train_loader
 from portable.run.rank import run_rank
+from portable.run.settle import settle
 from tests.parity import opened
 from tests.portable.chat_support import tokenizer
 from tests.portable.data_support import write_jsonl
@@ -111,6 +113,10 @@ def test_losses_by_their_formulas() -> None:
 STEPS = 10
 RATE = 1e-3
 """At ten times as much each step multiplies the rounding of those before it."""
+OF_TRL: dict[str, tuple[str, dict[str, Any]]] = {
+    kind: ("dpo(beta=0.1)", {"loss_type": ["sigmoid"]}) for kind in ("dpo", "dropout", "mixture")
+}
+"""Our loss, and the settings with which TRL has the same."""
 AS_OURS: dict[str, Any] = {
     "per_device_train_batch_size": 2,
     "gradient_accumulation_steps": 2,
@@ -152,6 +158,15 @@ def beside_trl(folder: Path, rows: list[dict[str, Any]], tokens: Any, loss: str)
     )
 
 
+def in_two_files(folder: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows as a mixture of two sources, of 20 rows and of the rest."""
+    parts = {"one": rows[:20], "two": rows[20:]}
+    return [
+        {"name": name, "source": str(write_jsonl(folder / f"{name}.jsonl", part)), "weight": 1}
+        for name, part in parts.items()
+    ]
+
+
 def check_the_losses_of(trainer: Any, ours: list[dict[str, Any]]) -> None:
     """Train with TRL, and compare what it logs."""
     trainer.train()
@@ -163,23 +178,29 @@ def check_the_losses_of(trainer: Any, ours: list[dict[str, Any]]) -> None:
     assert ours[0]["loss"] - ours[-1]["loss"] > 0.1  # it is learning, so that equal losses mean equal updates
 
 
-@pytest.mark.parametrize("kind", ["dpo", "ipo"])
+@pytest.mark.parametrize("kind", ["dpo", "ipo", "mixture", "dropout"])
 def test_the_losses_are_those_of_trl(kind: str, tmp_path: Path, brief_runs: None) -> None:
     """The same rows in the same order, over ten steps of two micro-batches; the reference is the start."""
     trl: Any = pytest.importorskip("trl")
     import transformers
     from datasets import Dataset
 
-    from portable.data.samples.order import locate
-
     rows, tokens = pairs(40), tokenizer("chatml")
-    config = beside_trl(tmp_path, rows, tokens, f"{kind}(beta=0.1)")
+    loss, of_trl = OF_TRL.get(kind, (f"{kind}(beta=0.1)", {"loss_type": [kind]}))
+    config = beside_trl(tmp_path, rows, tokens, loss)
+    if kind == "dropout":  # of embeddings, attention and layers, 0.1 by default
+        gpt2 = {"model_type": "gpt2", "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 64}
+        config = config.replaced({"model.config": {**gpt2, "vocab_size": len(tokens)}})
+    if kind == "mixture":
+        config = config.replaced({"data.source": None, "data.sources": in_two_files(tmp_path, rows)})
     run_rank("cpu", config)
     ours = [row for row in read_metrics(tmp_path / "run") if "loss" in row]
     with opened(config.replaced({"output_dir": str(tmp_path / "again")})) as trial:
-        order = [
-            trial.run.data.train.documents(locate(at, 40, config.seed)[1])[0] // 2 for at in range(4 * STEPS)
-        ]
+        train = trial.run.data.train
+        order = []
+        for at in range(4 * STEPS):
+            index = train.locate(at, config.seed)[1]
+            order.append(train.documents(index)[0] // 2 + 20 * (train.source_name(index) == "two"))
         model = transformers.AutoModelForCausalLM.from_config(trial.run.model_config)
         model.load_state_dict(trial.engine.model.state_dict())
     assert len(order) == len(ours) * 4
@@ -193,14 +214,79 @@ def test_the_losses_are_those_of_trl(kind: str, tmp_path: Path, brief_runs: None
         ref_model=copy.deepcopy(model),
         args=trl.DPOConfig(
             output_dir=str(tmp_path / "theirs"),
-            beta=0.1,
-            loss_type=["sigmoid" if kind == "dpo" else "ipo"],
-            **AS_OURS,
+            **{"beta": 0.1, **of_trl, **AS_OURS},
         ),
         train_dataset=Dataset.from_list([rows[index] for index in order]),
         processing_class=tokens,
     )
     check_the_losses_of(trainer, ours)
+
+
+VARIANTS: dict[str, tuple[DPO, list[str], list[float]]] = {
+    "cdpo": (DPO(0.3, label_smoothing=0.2), ["aot"], [1.0]),  # of one pair; TRL's sigmoid has no smoothing
+    "hinge": (DPO(0.3, loss_type="hinge"), ["hinge"], [1.0]),
+    "robust": (DPO(0.3, 0.2, loss_type="robust"), ["robust"], [1.0]),
+    "ipo": (IPO(0.3), ["ipo"], [1.0]),
+    "sigmoid_norm": (DPO(0.3, loss_type="sigmoid_norm"), ["sigmoid_norm"], [1.0]),
+    "apo_zero": (DPO(0.3, loss_type="apo_zero"), ["apo_zero"], [1.0]),
+    "apo_down": (DPO(0.3, loss_type="apo_down"), ["apo_down"], [1.0]),
+    "sft": (DPO(0.3, loss_type="hinge", sft=0.7), ["hinge", "sft"], [1.0, 0.7]),
+}
+
+
+def test_the_variants_of_dpo_are_those_of_trl(tmp_path: Path) -> None:
+    """The loss of each pair by itself, with a policy that has left its reference."""
+    trl: Any = pytest.importorskip("trl")
+    import transformers
+    from datasets import Dataset
+
+    tokens = tokenizer("chatml")
+    config = transformers.LlamaConfig(**{**TINY_MODEL, "vocab_size": len(tokens), "initializer_range": 0.3})
+    torch.manual_seed(0)
+    model, reference = (transformers.AutoModelForCausalLM.from_config(config).eval() for _ in range(2))
+    settings = {**AS_OURS, "per_device_train_batch_size": 1}
+    trainer = trl.DPOTrainer(
+        model=model,
+        ref_model=reference,
+        args=trl.DPOConfig(output_dir=str(tmp_path), beta=0.3, **settings),
+        train_dataset=Dataset.from_list(pairs(6)),
+        processing_class=tokens,
+    )
+    batches = list(trainer.get_train_dataloader())
+    assert len(batches) == 6
+
+    def log_probs(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            found = model(input_ids=ids, attention_mask=mask).logits[:, :-1].log_softmax(-1)
+        return torch.as_tensor(found.gather(-1, ids[:, 1:, None])[..., 0])
+
+    for kind, (loss, trainer.loss_types, trainer.loss_weights) in VARIANTS.items():
+        trainer.label_smoothing = loss.label_smoothing
+        for batch in batches:
+            ids, mask = batch["input_ids"], batch["attention_mask"]
+            valid = batch["completion_mask"][:, 1:] == 1
+            labels = torch.where(valid, ids[:, 1:], IGNORED)
+            ours, theirs = (
+                torch.where(valid, log_probs(one, ids, mask), 0.0)[None] for one in (model, reference)
+            )
+            given = {"labels": labels[None], "reference_log_probs": theirs.sum(-1)}
+            with torch.no_grad():
+                wanted = trainer.compute_loss(trainer.model, batch)
+            total, *_ = loss(Outputs(log_probs=ours), given)
+            assert float(total) == pytest.approx(float(wanted), rel=2e-5, abs=1e-6), kind
+
+
+@pytest.mark.parametrize(
+    ("loss", "told"),
+    [
+        ("dpo(loss_type='hing')", "loss_type 'hing' is none of sigmoid, robust, hinge"),
+        ("dpo(loss_type='hinge', label_smoothing=0.1)", r"label_smoothing 0\.1 does not fit loss_type hinge"),
+        ("dpo(loss_type='robust', label_smoothing=0.5)", r"label_smoothing 0\.5 does not fit loss_type rob"),
+    ],
+)
+def test_variants_that_are_none(loss: str, told: str, data: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=told):
+        settle(configured(tmp_path, data, **{**PAIRS, "train__loss": loss}), "cpu", writes=False)
 
 
 def unshifted(labels: torch.Tensor, ids: torch.Tensor) -> tuple[list[int], list[int]]:
@@ -317,6 +403,9 @@ def test_every_engine_has_the_same(
     config = configured(tmp_path, data, **PAIRS, **settings, data__cache_dir=str(tmp_path / "cache"))
     found = engines.run(name, size, losses, config)
     for one, other in zip(found, truth, strict=True):
+        if "memory__loss_chunk_tokens" in settings:
+            assert "entropy" not in one  # which needs all logits
+            other = {name: value for name, value in other.items() if name != "entropy"}
         assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
 
@@ -337,6 +426,142 @@ def test_a_resumed_run_has_the_reference_of_its_start(data: Path, tmp_path: Path
     wanted = ("loss", "eval_loss", "rewards/margins", "eval_rewards/margins")
     for one, other in zip(resumed, whole, strict=True):
         assert [one.get(name) for name in wanted] == [other.get(name) for name in wanted]
+
+
+class Teacher:
+    """A loss of one's own that is told what the model gave at the start, and weighs samples."""
+
+    needs = ("log_probs",)
+
+    def once(self, forward: Any, batch: Any) -> Any:
+        return {"teacher": forward().log_probs.float().sum(-1)}
+
+    def weight(self, batch: Any) -> float:
+        return float((batch["labels"] != IGNORED).any(-1).sum())
+
+    def __call__(self, outputs: Outputs, batch: Any) -> Any:
+        assert outputs.log_probs is not None
+        valid = (batch["labels"] != IGNORED).any(-1)
+        losses = (outputs.log_probs.sum(-1) - batch["teacher"] - 1).square()
+        return torch.where(valid, losses, 0.0).sum(), valid.sum()
+
+
+@pytest.mark.parametrize("loss", ["dpo", "ipo", "simpo", "orpo", f"{__name__}:Teacher", "chats"])
+def test_losses_in_a_mixture(loss: str, tmp_path: Path, brief_runs: None) -> None:
+    """Shares are of the labels, evaluations have none, and what is computed once is there."""
+    rows = pairs(40)
+    if loss == "chats":  # of which a loss of one's own weighs samples, not labels
+        rows = [{"messages": row["prompt"] + row["chosen"]} for row in rows]
+    settings: dict[str, Any] = {
+        **PAIRS,
+        "data__source": None,
+        "data__sources": in_two_files(tmp_path, rows),
+        "data__packing": False,
+        "train__loss": f"{__name__}:Teacher" if loss == "chats" else loss,
+        "train__eval_every": 2,
+    }
+    config = configured(tmp_path / "run", tmp_path / "none", **settings)
+    assert run_rank("cpu", config) == 0
+    found = read_metrics(tmp_path / "run")
+    steps = [row for row in found if "loss" in row]
+    assert all(row["share/one"] + row["share/two"] == pytest.approx(1) for row in steps)
+    with opened(config.replaced({"output_dir": str(tmp_path / "again")})) as trial:
+        batch = next(iter(train_loader(trial.run, 0)))
+        assert batch["source"].shape == (1,)
+    if loss in ("dpo", "ipo"):
+        assert steps[0]["loss"] == pytest.approx({"dpo": 0.6931472, "ipo": 25}[loss], rel=1e-6)
+    evaluated = {name for row in found for name in row if name.startswith("eval_")}
+    assert {"eval_loss/one", "eval_loss/two"} <= evaluated
+    assert not [name for name in evaluated if "share" in name or name.count("/") > 2], evaluated
+
+
+class Whole(Teacher):
+    whole = True
+
+
+@pytest.mark.parametrize(
+    ("training", "evaluated", "loss", "told"),
+    [
+        ("pairs", "chats", "dpo", r"^data\.eval\.source: has records of data\.format messages, and data\."),
+        ("chats", "pairs", None, r"^data\.eval\.source: has records of data\.format preference, and data\."),
+        ("chats", None, "simpo", r"train\.loss: simpo: needs pairs, and data\.format is messages"),
+        ("chats", None, f"{__name__}:Whole", r"Whole: needs whole sequences; set data\.packing to false"),
+        ("stream", None, "dpo", r"train\.loss: dpo: needs all samples before the training"),
+        ("both", None, "dpo", r"^data\.sources\.chats\.source: has records of data\.format messages, and"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_the_run(
+    training: str, evaluated: str | None, loss: str | None, told: str, tmp_path: Path
+) -> None:
+    """Pairs go with pairs alone, and what is computed once needs all samples; --dry-run says so, too."""
+    rows = pairs(20)
+    files = {
+        "pairs": str(write_jsonl(tmp_path / "pairs.jsonl", rows)),
+        "chats": str(
+            write_jsonl(tmp_path / "c.jsonl", [{"messages": r["prompt"] + r["chosen"]} for r in rows])
+        ),
+    }
+    both = [{"name": name, "source": file, "weight": 1} for name, file in files.items()]
+    own: dict[str, Any] = {"data__source": files.get(training), "train__loss": loss, "data__eval_fraction": 0}
+    own |= {"data__sources": both} if training == "both" else {}
+    own |= {"data__source": files["pairs"], "data__stream": True} if training == "stream" else {}
+    own |= {"data__eval": {"source": files[evaluated]}} if evaluated else {}
+    own |= {"data__packing": "documents"} if "Whole" in str(loss) else {}
+    config = configured(tmp_path / "run", tmp_path, **{**PAIRS, **own})
+    for writes in (False, True):
+        with pytest.raises(UserError, match=told):
+            settle(config, "cpu", writes=writes)
+
+
+def trained_again(folder: Path) -> None:
+    """Other weights in the same files."""
+    for file in folder.glob("*.safetensors"):
+        tensors = {name: value * 1.5 for name, value in load_file(file).items()}
+        save_file(tensors, file, metadata={"format": "pt"})
+
+
+@pytest.fixture(scope="module")
+def sft(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run in whose folder ``base/final`` is a model, and ``lora/final`` an adapter of it."""
+    folder = tmp_path_factory.mktemp("sft")
+    brief = {**PAIRS, "train__loss": "simpo", "train__steps": 2, "checkpoint__async": False}
+    run_rank("cpu", configured(folder / "base", data, **brief))
+    lora = {"adapter__type": "lora", "model__config": None, "model__name_or_path": f"{folder}/base/final"}
+    run_rank("cpu", configured(folder / "lora", data, **{**brief, **lora}))
+    return folder
+
+
+@pytest.mark.parametrize("changed", ["adapter", "base", "seed"])
+def test_the_reference_is_that_of_the_weights_and_the_seed(
+    changed: str, sft: Path, data: Path, tmp_path: Path, brief_runs: None
+) -> None:
+    """Trained again into the same folder: a new run begins at ln 2, a resumed one is refused."""
+    shutil.copytree(sft, tmp_path, dirs_exist_ok=True)
+    settings: dict[str, Any] = {
+        **PAIRS,
+        "model__config": None,
+        "model__name_or_path": f"{tmp_path}/base/final",
+        "data__cache_dir": str(tmp_path / "cache"),
+        "train__steps": 2,
+    }
+    if changed == "adapter":
+        settings |= {"adapter__type": "lora", "adapter__name_or_path": f"{tmp_path}/lora/final"}
+    if changed == "seed":
+        settings |= {"adapter__type": "lora", "adapter__init": False}
+
+    def run(name: str, **more: Any) -> None:
+        run_rank("cpu", configured(tmp_path / name, data, **settings, **more))
+        first = next(row for row in read_metrics(tmp_path / name) if "loss" in row)
+        assert first["loss"] == pytest.approx(0.6931472, rel=1e-6)
+
+    run("one", train__stop_after=1)
+    if changed == "seed":
+        run("two", seed=1)
+        return
+    trained_again(tmp_path / ("base" if changed == "base" else "lora") / "final")
+    run("two")
+    with pytest.raises(UserError, match=r"was trained against another reference: the weights that dpo"):
+        run("one")
 
 
 def test_a_frozen_copy_is_the_same_reference(data: Path, tmp_path: Path, brief_runs: None) -> None:
@@ -361,7 +586,7 @@ LORA: dict[str, Any] = {
     **PAIRS,
     "adapter__type": "lora",
     "adapter__r": 4,
-    "adapter__dropout": 0.0,
+    "adapter__dropout": 0.5,  # which is off
     "train__learning_rate": 5e-3,
     "train__steps": 6,
     "train__warmup_steps": 0,
@@ -370,7 +595,8 @@ LORA: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def adapted(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
-    found = losses(configured(tmp_path_factory.mktemp("truth"), data, **LORA))
+    off = {"adapter__dropout": 0.0}
+    found = losses(configured(tmp_path_factory.mktemp("truth"), data, **{**LORA, **off}))
     assert found[-1]["loss"] < found[0]["loss"] - 0.01
     return found
 
@@ -391,6 +617,11 @@ def test_the_adapter_switched_off_is_the_reference(
     for one, other in zip(engines.run(name, size, losses, config), adapted, strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
         assert one == pytest.approx(other, rel=1e-4, abs=1e-5)  # rewards are differences of sums
+
+
+def test_dropout_can_be_switched_on(adapted: Any, data: Path, tmp_path: Path) -> None:
+    found = losses(configured(tmp_path, data, **LORA, train__dropout=True))
+    assert found[2]["loss"] != pytest.approx(adapted[2]["loss"], rel=1e-3)
 
 
 def leg(config: RunConfig) -> int:
@@ -457,7 +688,7 @@ def test_preferences_need_a_loss_of_pairs(data: Path, tmp_path: Path, corpus: Pa
         UserError, match=r"data\.format preference needs a loss of pairs; set train\.loss to dpo"
     ):
         run_rank("cpu", configured(tmp_path / "run", data, **{**PAIRS, "train__loss": None}))
-    with pytest.raises(UserError, match=r"train\.loss: dpo: fails \(ValueError: it needs pairs"):
+    with pytest.raises(UserError, match=r"train\.loss: dpo: needs pairs, and data\.format is text"):
         run_rank("cpu", configured(tmp_path / "run", corpus, train__loss="dpo"))
     with pytest.raises(UserError, match=r"there is no such name here; .* did you mean simpo\?"):
         run_rank("cpu", configured(tmp_path / "run", data, **{**PAIRS, "train__loss": "simpro"}))

@@ -336,6 +336,12 @@ def test_what_a_killed_export_left_is_removed(tmp_path: Path, corpus: Path, fini
         assert [path.name for path in folder.glob(".*.*-*")] == [".other.tmp-17-abcdef"]
 
 
+def test_a_warm_up_that_a_run_by_epochs_does_not_have(tmp_path: Path, corpus: Path) -> None:
+    by_epochs: dict[str, Any] = {"data__packing": False, "train__steps": None, "train__epochs": 0.5}
+    with pytest.raises(UserError, match=r"warmup_steps 13 exceeds train\.steps 12 \(train\.epochs 0\.5\)"):
+        leg(tmp_path, corpus, **by_epochs, train__warmup_steps=13)
+
+
 def test_evaluates_and_saves_by_epochs(tmp_path: Path, corpus: Path) -> None:
     """144 samples to train on, 6 a step: an eighth of an epoch is 3 steps, a tenth 2.4."""
     settings: dict[str, Any] = {"data__packing": False, "checkpoint__keep": None}

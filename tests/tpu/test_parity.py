@@ -281,6 +281,15 @@ def test_muon(strategy: str, tmp_path: Path, corpus: Path, xla: XlaPool) -> None
     assert_close(ours, on_cpu(tmp_path / "cpu", corpus, **muon), 1e-5)
 
 
+@pytest.mark.parametrize("packing", [False, "documents"])
+def test_noise_on_embeddings(packing: Any, tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
+    """Of so little that it changes nothing, by the lengths of documents, which are not read."""
+    settings: dict[str, Any] = {**ONE_LAYER, "data__packing": packing}
+    steps = on_xla(xla, 4, tmp_path / "xla", corpus, **settings, train__neftune_noise_alpha=1e-7)
+    assert_close(steps, on_cpu(tmp_path / "cpu", corpus, **settings), 1e-6)
+    assert_frugal(steps, {"step": 1})
+
+
 def test_dropout_recomputes_what_was_dropped(tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
     config = {**ONE_LAYER["model__config"], "attention_dropout": 0.2}
     plain = on_xla(xla, 4, tmp_path / "a", corpus, model__config=config)

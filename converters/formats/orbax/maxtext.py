@@ -177,7 +177,7 @@ class Layout:
                 layer = reshaped(layer, place.shape)
             if place.rows is not None and place.rows < layer.shape[0]:
                 layer = part(layer, 0, 0, place.rows)
-            if (edit.factor, edit.divisor, edit.term) != (1, 1, 0):
+            if (float(edit.factor), float(edit.divisor), float(edit.term)) != (1, 1, 0):
                 layer = computed(layer, layer.dtype, 1, [edit])
             yield name, layer
 

@@ -210,12 +210,24 @@ class PackedCausal(Samples):
 
 
 class PaddedCausal(Samples):
-    """One document per sample, truncated to ``seq_len`` and padded on the right."""
+    """One document per sample, truncated to ``seq_len`` and padded on the right.
+
+    Args:
+        whole: the last token is among the inputs, without a label; else it is a label only.
+    """
 
     def __init__(
-        self, cache: TokenCache, part: Part, seq_len: int, pad: int, truncation: Truncation = "end"
+        self,
+        cache: TokenCache,
+        part: Part,
+        seq_len: int,
+        pad: int,
+        truncation: Truncation = "end",
+        *,
+        whole: bool = False,
     ) -> None:
-        self._kept = slice_of(truncation, seq_len + 1)
+        self._kept = slice_of(truncation, seq_len + (not whole))
+        self._inputs = slice(None) if whole else slice(-1)
         self.num_samples = part.num_samples
         self._cache = cache
         self._part = part
@@ -227,7 +239,7 @@ class PaddedCausal(Samples):
 
     def _arrays(self, numbers: Sequence[int]) -> Arrays:
         documents = [self._cache.document("text", number)[self._kept] for number in numbers]
-        inputs, mask = pad_rows([tokens[:-1] for tokens in documents], self._length, self._pad)
+        inputs, mask = pad_rows([tokens[self._inputs] for tokens in documents], self._length, self._pad)
         labels, _ = pad_rows([tokens[1:] for tokens in documents], self._length, IGNORED)
         for row, number in zip(labels, numbers, strict=True):
             if (trained := self._cache.trained("text", number)) is not None:
@@ -304,6 +316,11 @@ class Pairs(PaddedCausal):
     def documents(self, index: int) -> range:
         first = 2 * self._part(index)
         return range(first, first + 2)
+
+
+def sequence(batch: dict[str, Any], which: int) -> dict[str, Any]:
+    """The tokens of one sequence of each sample, ``[batch, tokens]``, where samples have several."""
+    return {name: values[:, which] for name, values in batch.items() if values.ndim == 3}
 
 
 def pad_rows(

@@ -76,13 +76,16 @@ def slice_of(mode: Truncation, longest: int) -> slice:
     return slice(-longest, None) if mode == "start" else slice(longest)
 
 
-def truncated(tokens: TokenCache, mode: Truncation, seq_len: int) -> Truncated:
+def truncated(tokens: TokenCache, mode: Truncation, seq_len: int, *, whole: bool = False) -> Truncated:
     """Count what truncation does to each document.
+
+    Args:
+        whole: the last token is among the ``seq_len`` inputs, and not one more that is a label only.
 
     Raises:
         UserError: a document is longer with ``error``, or none is left.
     """
-    longest, left_out, cut, cut_tokens, too_long, unanswered = seq_len + 1, [], 0, 0, 0, 0
+    longest, left_out, cut, cut_tokens, too_long, unanswered = seq_len + (not whole), [], 0, 0, 0, 0
     total = tokens.documents
     for start in range(0, total, _CHUNK):
         offsets = tokens.offsets["text"][start : start + _CHUNK + 1].astype(np.int64)
