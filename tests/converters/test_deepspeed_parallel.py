@@ -122,6 +122,7 @@ ODD = r"odd_proj\.weight"
         ),
         ("pipeline-fp32-4", MP1, None, "pipeline parallel rank 1 are missing, of 2"),
         ("pipeline-fp32-4", MP0, lambda c: c.update(module={}), "pipeline parallel, unlike"),
+        ("pipeline-fp32-4", MP0, lambda c: c.pop("param_shapes"), "in bf16 without ZeRO are not supported"),
         # Experts.
         ("experts-zero1-4", "layer_0_expert_3_mp_rank_00_model_states.pt", None, r"experts\.3.*is missing"),
         (
@@ -152,6 +153,25 @@ def test_damage_is_named(
         path.unlink()
     else:
         rewrite(path, change)
+    with pytest.raises(CheckpointError, match=told):
+        open_checkpoint(tmp_path / "step")
+
+
+@pytest.mark.parametrize(
+    ("lost", "told"),
+    [
+        ("param_shapes", "checkpoints of runs without ZeRO are not supported"),
+        ("nothing", "the optimizer states of all ranks are missing$"),
+    ],
+)
+def test_a_run_without_zero_lacks_nothing(
+    deepspeed_parallel: Path, tmp_path: Path, lost: str, told: str
+) -> None:
+    shutil.copytree(deepspeed_parallel / "pipeline-fp32-4" / "global_step2", tmp_path / "step")
+    for path in (tmp_path / "step").glob("*optim_states.pt"):
+        path.unlink()
+    for path in (tmp_path / "step").glob("mp_rank_*"):
+        rewrite(path, lambda content: content.pop(lost, None))
     with pytest.raises(CheckpointError, match=told):
         open_checkpoint(tmp_path / "step")
 
