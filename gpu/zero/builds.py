@@ -1,7 +1,7 @@
 """DeepSpeed's C++ ops, which torch builds at their first use, one process at a time.
 
-torch's lock is a file in the folder of the build. A process that is killed leaves it behind, and torch waits
-for ever until it is gone.
+An older torch's lock is a file in the folder of the build (a FileBaton). A process that is killed leaves it
+behind, and torch waits for ever until it is gone. A newer torch's lock ends with its process; the file stays.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ _PATIENCE, _PAUSE = 2.0, 0.2
 
 def wait_for_build(op: str) -> None:
     """Wait until no other process builds DeepSpeed's ``op``; remove the lock of one that was killed."""
+    from torch.utils import cpp_extension
+
     lock = Path(of_torch.build_folder(op, verbose=False)) / "lock"
     began, told = time.monotonic(), False
-    while lock.exists():
+    while hasattr(cpp_extension, "FileBaton") and lock.exists():
         if not _is_open(lock) and time.time() - _last_change(lock.parent) > DEAD:
             lock.unlink(missing_ok=True)
             tell(f"note: removed {lock}, which a killed build of DeepSpeed's {op} left")

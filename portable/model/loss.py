@@ -176,6 +176,7 @@ class Objective:
             self._checked, output = True, outputs.model
         loss = self._terms.added(total / divisor, output, share=share)
         in_parts = self._head is not None and self._head.gave
+        measures = measures and output.logits.dim() > 2  # of a class for a whole sequence nothing is measured
         found = _measured(output.logits.detach(), labels, in_parts=in_parts) if measures else {}
         numbers = found | numbers
         self._measured = tuple(name for name in found if numbers[name] is found[name])
