@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import re
 import sys
-from importlib.resources import files
 from typing import TYPE_CHECKING
 
 from converters.commands import FAILED, REFUSED, command
 from converters.console import say
-from portable.commands.init import INIT, init
+from portable.commands.init import INIT, configs, init
 from portable.errors import ReportedElsewhereError, RunError, StoppedError, UserError, report
 from portable.ranks.parent_death import die_with_parent
 from portable.terminal import be_quiet, loading, tell
@@ -38,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             return completion(words[1:])
         if words[:1] == ["schema"]:
-            say(files("configs").joinpath("schema.json").read_text("utf-8").rstrip())
+            say(configs().joinpath("schema.json").read_text("utf-8").rstrip())
             return 0
         os.environ.update(rank_variables(os.environ))
         return run(parse_args(_without_local_rank(words)))

@@ -43,7 +43,7 @@ MUTANTS: dict[str, Mutant] = {
         ("tests/portable/test_own_loss.py::test_equals_a_plain_loop",),
     ),
     "the adapter of the reference stays on": Mutant(
-        "portable/model/loss.py",
+        "portable/private/of_peft.py",
         "        layer._disable_adapters = True",
         "        layer._disable_adapters = False",
         ("tests/portable/test_preferences.py::test_the_adapter_switched_off_is_the_reference",),
@@ -116,8 +116,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "what is reduced over shards is left in parts": Mutant(
         "portable/optim/own.py",
-        "        return tree_map_only(DTensor, _completed, func(*args, **(kwargs or {})))",
-        "        return func(*args, **(kwargs or {}))",
+        "        completed = [_completed(leaf) if isinstance(leaf, DTensor) else leaf for leaf in leaves]",
+        "        completed = list(leaves)",
         ("tests/portable/test_own_optimizer.py::test_every_engine[adafactor-full_shard]",),
     ),
     "a restored optimizer of the user's keeps its first state": Mutant(

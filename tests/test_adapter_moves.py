@@ -79,6 +79,7 @@ def stored(folder: Path) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in open_checkpoint(last).tensors.items()}
 
 
+@pytest.mark.xla  # one of the route
 @pytest.mark.parametrize("kind", [pytest.param("lora", marks=pytest.mark.exhaustive), "dora"])
 def test_a_run_moves_through_every_engine(
     kind: str, base: Path, engines: Engines, corpus: Path, tmp_path: Path

@@ -41,14 +41,15 @@ def initial_values(
         The values by parameter name; and by parameter name DoRA's lengths and the rows of trained tokens,
         which are computed from a weight of the base model, with that weight's name.
     """
-    from peft.tuners.trainable_tokens import TrainableTokensLayer
     from peft.tuners.tuners_utils import BaseTunerLayer
+
+    from portable.private import of_peft
 
     found: dict[str, ReadableTensor] = {}
     lengths: dict[str, tuple[Lengths | Rows, str]] = {}
     init = getattr(config, "init_lora_weights", True)
     for prefix, module in model.named_modules():
-        if isinstance(module, TrainableTokensLayer):
+        if of_peft.trains_tokens(module):
             if module.tied_adapter is None:
                 rows, name = Rows(module.token_indices[NAME]), f"{prefix}.trainable_tokens_delta.{NAME}"
                 lengths[name] = rows, base[f"{prefix}.base_layer.weight"]

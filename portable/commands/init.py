@@ -16,15 +16,20 @@ from portable.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from importlib.resources.abc import Traversable
 
 INIT = "init"
 """The first word of the command line."""
 
 
+def configs() -> Traversable:
+    """The folder ``configs``, which is no package: a module of that name is the user's."""
+    return files("portable").joinpath("configs")
+
+
 def tasks() -> dict[str, str]:
     """The starters in ``configs/starters``, by task."""
-    starters = files("portable").joinpath("configs", "starters")
-    found = sorted(starters.iterdir(), key=lambda file: file.name)
+    found = sorted(configs().joinpath("starters").iterdir(), key=lambda file: file.name)
     return {Path(file.name).stem: file.read_text("utf-8") for file in found if file.name.endswith(".yaml")}
 
 
@@ -50,7 +55,7 @@ def init(argv: Sequence[str]) -> int:
     # Comments stand in one column.
     text = starters[given.task].replace("{name}#", f"{folder:<25} #", 1)
     text = text.replace("{file}", name).replace("{name}", folder)
-    text = f"# yaml-language-server: $schema={files('configs').joinpath('schema.json')}\n{text}"
+    text = f"# yaml-language-server: $schema={configs().joinpath('schema.json')}\n{text}"
     try:
         with file.open("x", encoding="utf-8") as out:
             out.write(text)

@@ -71,7 +71,7 @@ ELSEWHERE = {
     "do_predict": "set data.eval_fraction and train.eval_every; --eval-only evaluates and trains nothing",
     "do_train": "training is the default; leave it out",
     "dtype": "precision",
-    "disable_dropout": "set the dropout of the model in model.config, and adapter.dropout",
+    "disable_dropout": "dropout is off with losses of pairs; train.dropout: true switches it on",
     "early_stop": "train.stop_after",
     "early_stopping": "set train.early_stopping_patience, and train.early_stopping_threshold",
     "early_stopping_patience": "train.early_stopping_patience",

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch.nn import functional
-from torch.nn.modules.dropout import _DropoutNd
 
 from portable import plugins
 from portable.errors import UserError
@@ -90,7 +89,7 @@ class Objective:
         self._head = head
         self._loss = loss
         self._checked = False
-        self.measures = True
+        self.measures = False
         """Whether steps measure hits and entropy beside the loss; on XLA, in one graph, they always do."""
         self._measured: tuple[str, ...] = ()
         self._attention = DocumentAttention(model)
@@ -461,10 +460,20 @@ def _document_lengths(given: Mapping[str, Any]) -> Tensor:
     return (torch.ones_like(ids) if mask is None else mask).sum(dim=-1, keepdim=True)
 
 
+_DROPOUTS = (
+    torch.nn.Dropout,
+    torch.nn.Dropout1d,
+    torch.nn.Dropout2d,
+    torch.nn.Dropout3d,
+    torch.nn.AlphaDropout,
+    torch.nn.FeatureAlphaDropout,
+)
+
+
 def without_dropout(model: nn.Module) -> None:
     """Set every probability of dropout to 0: of modules, an adapter's too, and of attention."""
     for module in model.modules():
-        if isinstance(module, _DropoutNd):
+        if isinstance(module, _DROPOUTS):
             module.p = 0.0
         for owner in (module, getattr(module, "config", None)):  # models read some from their config
             for name, value in list(getattr(owner, "__dict__", {}).items()):

@@ -59,3 +59,9 @@ def switched_off(model: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer._disable_adapters = False
+
+
+@_peft.needed_for("adapter.trainable_token_indices")
+def trains_tokens(module: nn.Module) -> bool:
+    """Whether ``module`` adapts rows of a table of tokens."""
+    return isinstance(module, peft.tuners.trainable_tokens.TrainableTokensLayer)

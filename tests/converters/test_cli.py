@@ -100,7 +100,7 @@ def test_the_step_that_is_taken_is_told(
     shutil.copytree(written / "fsdp2-ours", both / "step_1")
     capsys.readouterr()
     assert main([str(both), str(tmp_path / "other")]) == 0
-    assert capsys.readouterr().out.startswith("deepspeed ZeRO-2, 4 ranks, step 2 → ")
+    assert capsys.readouterr().out.startswith("deepspeed ZeRO-2, 4 ranks, step 2, global_step2 → ")
     assert main([str(both), str(tmp_path / "tagged"), "--tag", "step_1"]) == 0
     assert capsys.readouterr().out.startswith("dcp, 2 ranks, step_1 → ")
 

@@ -153,7 +153,7 @@ def test_how_to_load_what_lies_in_a_store(
     (step / "config.json").write_text('{"model_type": "odd"}')
     assert main([str(step), s3.url("out")]) == 0
     said = capsys.readouterr().out
-    assert 'copy it to a folder, and load it with transformers.AutoModel.from_pretrained("FOLDER")' in said
+    assert f'portable-convert {s3.url("out")} out, then transformers.AutoModel.from_pretrained("out")' in said
     assert main([str(step), str(tmp_path / "out")]) == 0
     assert (
         f'  load it with transformers.AutoModel.from_pretrained("{tmp_path}/out")' in capsys.readouterr().out

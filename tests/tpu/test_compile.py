@@ -416,6 +416,7 @@ def test_a_mistake_is_one_line(
     assert error.startswith(f"error: {said}")
 
 
+@pytest.mark.xla
 def test_attention_by_rows_is_a_remedy(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--data.seq_len", "2048", "--memory.activation_checkpointing", "full", "--device", "v5e"]
     assert main([*RUN, "--model.config", json.dumps(TINY), *arguments, "--json"]) == 0
