@@ -135,7 +135,7 @@ def measure(config: RunConfig) -> Step:
             xla.wait([])
 
         def update() -> None:
-            engine.update(1e-4, 1.0, losses[-1])
+            engine.update(1e-4, 1.0, losses[-1][0])  # the others are to be logged
             xla.wait([])
 
         in_passes, in_update = graph_of(passes), graph_of(update)

@@ -4,6 +4,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import sys
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -136,7 +137,8 @@ def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
 @pytest.fixture
 def traces_in_forks(zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process that traces the graphs of a run is a fork, without its seconds of imports."""
-    monkeypatch.setattr("tpu.compile.trace.sys", SimpleNamespace(executable=str(zygote.folder / "python")))
+    python = SimpleNamespace(executable=str(zygote.folder / "python"), path=sys.path)
+    monkeypatch.setattr("portable.interpreter.sys", python)
 
 
 @pytest.fixture(scope="session")
