@@ -267,13 +267,14 @@ class _OneMicroBatch:
     def __init__(self, engine: XlaEngine) -> None:
         self._engine = engine
         self.objective = engine.objective
-        self._recorded = False
+        self._shape: torch.Size | None = None
 
     def accumulate(self, batch: Batch, valid: Tensor, *, last: bool) -> Tensor:
-        if self._recorded:
-            return self._engine.layout.whole(torch.tensor(0.0))
-        self._recorded = True
-        return self._engine.accumulate(batch, valid, last=last)
+        if self._shape is not None:
+            return self._engine.layout.whole(torch.zeros(self._shape))
+        loss = self._engine.accumulate(batch, valid, last=last)
+        self._shape = loss.shape
+        return loss
 
     def update(self, *args: Any, **kwargs: Any) -> Tensor:
         return self._engine.update(*args, **kwargs)
