@@ -4,7 +4,6 @@ import gc
 import multiprocessing
 import os
 import signal
-import sys
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -137,8 +136,9 @@ def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
 @pytest.fixture
 def traces_in_forks(zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process that traces the graphs of a run is a fork, without its seconds of imports."""
-    python = SimpleNamespace(executable=str(zygote.folder / "python"), path=sys.path)
-    monkeypatch.setattr("portable.interpreter.sys", python)
+    python = str(zygote.folder / "python")
+    fork = SimpleNamespace(command=lambda code, *arguments: [python, "-c", code, *arguments])
+    monkeypatch.setattr("tpu.compile.trace.interpreter", fork)
 
 
 @pytest.fixture(scope="session")

@@ -45,6 +45,7 @@ class World(NamedTuple):
 
 RUN = ("portable-train", "--log.trackers", "[]", "--train.steps", "12", "--train.warmup_steps", "2")
 TUNED = (*RUN, "--model.name_or_path", "runs/quickstart/final", "--data.seq_len", "128")
+MOVED = (*TUNED, "--output_dir", "moved", "--nproc", "2")
 
 WORLDS = {
     "main": World(
@@ -57,13 +58,9 @@ WORLDS = {
             "LoRA": (*TUNED, "--output_dir", "lora", "--adapter.type", "lora"),
             "QLoRA": (*TUNED, "--output_dir", "qlora", "--adapter.type", "lora", "--adapter.base", "nf4"),
             "FSDP2": (*TUNED, "--output_dir", "fsdp", "--strategy", "full_shard", "--nproc", "2"),
-            "ZeRO-2": (*TUNED, "--output_dir", "zero2", "--strategy", "zero2", "--nproc", "2"),
-            "ZeRO-2 resumed by FSDP2": (
-                *TUNED,
-                *("--output_dir", "zero2", "--strategy", "full_shard", "--nproc", "2", "--train.steps", "16"),
-                *("--checkpoint.resume", "zero2/checkpoints/step-000012", "--output_dir", "moved"),
-            ),
-            "conversion": ("portable-convert", "zero2", "out", "--optimizer", "--verify"),
+            "ZeRO-2": (*MOVED, "--strategy", "zero2", "--train.stop_after", "6"),
+            "ZeRO-2 resumed by FSDP2": (*MOVED, "--strategy", "full_shard"),
+            "conversion": ("portable-convert", "moved", "out", "--optimizer", "--verify"),
             "its result": (
                 *("python", "-c"),
                 "import transformers; transformers.AutoModelForCausalLM.from_pretrained('out')",

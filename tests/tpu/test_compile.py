@@ -512,7 +512,7 @@ def test_a_compiler_that_dies(
 
 TINY = {
     "model_type": "llama",
-    "vocab_size": 256,
+    "vocab_size": 512,
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 1,
