@@ -621,7 +621,7 @@ def test_the_adapter_switched_off_is_the_reference(
 
 def test_dropout_can_be_switched_on(adapted: Any, data: Path, tmp_path: Path) -> None:
     found = losses(configured(tmp_path, data, **LORA, train__dropout=True))
-    assert found[2]["loss"] != pytest.approx(adapted[2]["loss"], rel=1e-3)
+    assert found[2]["loss"] != pytest.approx(adapted[2]["loss"], rel=1e-4)
 
 
 def leg(config: RunConfig) -> int:
