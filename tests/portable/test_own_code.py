@@ -330,6 +330,8 @@ def test_a_head_of_ones_own(
     truth, numbers, names = with_a_value(configured(tmp_path, corpus, **common))
     assert "value.weight" in names and numbers["values"] > 0
     found = engines.run(name, size, with_a_value, configured(tmp_path, corpus, **common, **settings))
+    if name == "xla":
+        del numbers["entropy"]  # which it does not log
     assert found[0] == pytest.approx(truth, rel=1e-5) and found[1] == pytest.approx(numbers, rel=1e-4)
 
 
