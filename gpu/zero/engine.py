@@ -152,6 +152,8 @@ def prepare(model: nn.Module, config: RunConfig, machine: Machine, at_stop: Exit
 def _destroy(engine: Any) -> None:
     """Take a DeepSpeed engine apart. It references itself and would keep all its memory."""
     with suppress(Exception):  # fails on a broken device, whose own error is being raised already
+        private_api.finish_swapping(engine.optimizer)
+    with suppress(Exception):
         engine.destroy()
 
 

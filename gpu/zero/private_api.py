@@ -209,6 +209,17 @@ def release_swap_buffers(zero_optimizer: Any, parameters: Sequence[Any]) -> None
     swapper.remove_partition_and_release_buffers([p for p in parameters if p.ds_id in held])
 
 
+def finish_swapping(zero_optimizer: Any) -> None:
+    """Wait for all reads and writes under way. A handle that is freed before them ends the process."""
+    states = getattr(zero_optimizer, "optimizer_swapper", None)
+    if states is not None:
+        states.flush_gradients()
+    if getattr(zero_optimizer, "params_in_nvme_and_cpu", False):
+        swapper = zero_optimizer.fp16_groups[0][0].nvme_swapper
+        swapper.synchronize_reads()
+        swapper.synchronize_writes()
+
+
 # -- optimizers ------------------------------------------------------------------------------------------
 
 
