@@ -17,7 +17,7 @@ SIZES: tuple[tuple[str, int], ...] = (
     (r"d_ff|ffn_hidden_size|n_inner|d_inner|ffn_size|feed_forward_size|dim_ff|hidden_dim", 64),
     (r"shared_intermediate_size|moe_shared_expert_intermediate_size|feed_forward_proj_dim", 64),
     (
-        r"vocab_size|n_words|emb_vocab_size|vocab_size_per_layer_input|src_vocab_size|tgt_vocab_size",
+        r"vocab_size|unpadded_vocab_size|n_words|emb_vocab_size|vocab_size_per_layer_input|src_vocab_size|tgt_vocab_size",
         VOCABULARY,
     ),
     (r"(max_)?(encoder_|decoder_|target_|source_)?(n_)?positions?(_embeddings)?|max_seq_len|n_ctx", 64),
