@@ -30,8 +30,9 @@ def test_a_run_and_what_it_left(tmp_path: Path, corpus: Path) -> None:
     assert isinstance(whole, Result) and not whole.stopped
     assert [row["step"] for row in whole.metrics if "loss" in row] == list(range(1, 9))
     assert whole.final == tmp_path / "run" / "final" and (whole.final / "model.safetensors").is_file()
-    page = whole._repr_html_()
-    assert page is not None and html.unescape(page.split('"')[1]) == (whole.folder / "report.html").read_text()
+    frame = whole._repr_html_()
+    report = (whole.folder / "report.html").read_text()
+    assert frame is not None and html.unescape(frame.split('"')[1]) == report
 
 
 def test_an_interrupt_saves_and_the_same_call_goes_on(
