@@ -25,8 +25,10 @@ from benchmarks.gpu_cases import (
 from benchmarks.loops import PortableLoop
 from portable.checkpoint.store import CheckpointFolder
 from portable.errors import UserError
-from portable.loop import Progress
+from portable.loop import Progress, train_step
+from portable.model.parameters import state_tensors
 from portable.registry import create_backend
+from portable.run.batches import train_loader
 from portable.run.restore import restore
 from portable.run.save import save
 
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from portable.backend import Engine
     from portable.run.prepare import Prepared
 
 # -- the table of the guide --------------------------------------------------------------------------------
@@ -335,14 +338,12 @@ def _engine(
     case: Case, device: str, folder: Path, more: dict[str, Any] | None = None
 ) -> Iterator[tuple[Prepared, Any]]:
     """The run of ``case``, strategy full_shard, and its engine after one step, with optimizer state."""
-    from benchmarks.big_state import step
-
     backend = create_backend(device)
     settings = {**case.settings, "strategy": "full_shard", "compile": False, **(more or {})}
     run = prepared_case(replace(case, settings=settings), OURS, folder, backend)
     try:
         engine: Any = restore(run, None).engine
-        step(run, engine)
+        _step(run, engine)
         yield run, engine
     finally:
         backend.stop()
@@ -350,13 +351,30 @@ def _engine(
 
 def _tensors(engine: Any) -> list[torch.Tensor]:
     """The tensors of a checkpoint: weights and moments."""
-    from benchmarks.big_state import dcp_state
+    from gpu.fsdp.optimizer_state import to_store
 
-    state = dcp_state(engine)
-    moments = [value for values in state["optim"]["state"].values() for value in values.values()]
+    optimizer = to_store(engine._optimizer, engine._trained)
+    moments = [value for values in optimizer["state"].values() for value in values.values()]
     return [
-        value.detach() for value in [*state["model"].values(), *moments] if isinstance(value, torch.Tensor)
+        value.detach()
+        for value in [*state_tensors(engine.model).values(), *moments]
+        if isinstance(value, torch.Tensor)
     ]
+
+
+def _step(run: Prepared, engine: Engine) -> None:
+    """Take one optimizer step, so that the optimizer has its state."""
+    batches = iter(train_loader(run, 0))
+    train_step(
+        run.backend,
+        engine,
+        batches,
+        plan=run.plan,
+        first_sample=0,
+        learning_rate=1e-4,
+        max_grad_norm=1.0,
+    )
+    batches.close()
 
 
 def _copy_all(sources: list[torch.Tensor], targets: list[torch.Tensor]) -> None:

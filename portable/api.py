@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from portable.checkpoint.resume_source import checkpoints_of
 from portable.data.sources.own_records import written_records
 from portable.errors import RunError
 from portable.paths import default_cache_dir, place_of
+from portable.reporting.html_report import REPORT_FILE
 from portable.reporting.metrics import read_metrics
 
 if TYPE_CHECKING:
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of :func:`train`. A notebook shows it as the loss curve.
+    """The result of :func:`train`. A notebook shows its report.
 
     Attributes:
         folder: of the run, or its URL.
@@ -49,9 +51,13 @@ class Result:
         folder = self.folder / "final"
         return folder if folder.is_dir() else None
 
-    def _repr_svg_(self) -> str | None:
-        path = self.folder / "loss.svg"
-        return path.read_text("utf-8") if path.exists() else None
+    def _repr_html_(self) -> str | None:
+        """The run's report, for a notebook, in a frame whose styles and script are its own."""
+        path = self.folder / REPORT_FILE
+        if not path.exists():
+            return None
+        page = html.escape(path.read_text("utf-8"))
+        return f'<iframe srcdoc="{page}" style="width: 100%; height: 40em; border: 0"></iframe>'
 
 
 def with_objects(

@@ -83,7 +83,7 @@ def run(invocation: Invocation) -> int:
         return describe_checkpoint(str(invocation.resume_info), config.backend)
     name = resolve_backend(config.backend)
     package = backend_package(name)
-    switches = (invocation.eval_only, invocation.profile, invocation.replay, invocation.check_waits)
+    switches = (invocation.eval_only, invocation.profile, invocation.replay)
     if joined:
         if invocation.nproc is not None:
             raise UserError("--nproc: this process was started by a launcher, which has set the world size")
@@ -101,7 +101,7 @@ def run(invocation: Invocation) -> int:
         return dry_run(settle(config, name, ranks, writes=False))
     if invocation.show_data is not None:
         return show_data(settle(config, name, ranks, writes=False, downloads=True), invocation.show_data)
-    trains = not invocation.eval_only and invocation.replay is None and not invocation.check_waits
+    trains = not invocation.eval_only and invocation.replay is None
     settled = settle(config, name, ranks, writes=trains)
     if ranks == 1 and not settled.config.memory.offloads:
         return run_rank(name, settled, *switches)
@@ -122,10 +122,6 @@ def _check_switches(invocation: Invocation) -> None:
         invocation.profile or invocation.eval_only or invocation.dry_run or invocation.replay is not None
     ):
         raise UserError("--show-data: prints samples and trains nothing; remove the other switch")
-    if invocation.check_waits and (
-        invocation.profile or invocation.eval_only or invocation.replay is not None
-    ):
-        raise UserError("--check-waits: takes a few steps and trains nothing; remove the other switch")
     if invocation.replay is not None and (invocation.profile or invocation.eval_only):
         raise UserError(
             "--replay: takes one step once more and trains nothing; remove --profile or --eval-only"

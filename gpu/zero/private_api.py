@@ -283,14 +283,6 @@ def scheduler_class(kind: Any) -> type | None:
 
 # -- the configuration -----------------------------------------------------------------------------------
 
-CONSTANTS = (
-    "deepspeed.runtime.constants",
-    "deepspeed.runtime.activation_checkpointing.config",
-    "deepspeed.runtime.swap_tensor.constants",
-    "deepspeed.runtime.data_pipeline.constants",
-)
-"""Modules with pairs of key and default: ``GRADIENT_CLIPPING`` and ``GRADIENT_CLIPPING_DEFAULT``."""
-
 
 def config_models() -> dict[tuple[str, ...], type[BaseModel]]:
     """The pydantic models that DeepSpeed reads sections of its configuration with, by section."""
@@ -352,12 +344,16 @@ def removed_key_error(values: Mapping[str, Any]) -> Exception | None:
 
 def parse(values: dict[str, Any]) -> None:
     """Parse a configuration as DeepSpeed does; raises whatever DeepSpeed raises."""
-    from deepspeed.runtime.config import DeepSpeedConfig, DtypeEnum
+    from deepspeed.runtime.config import DeepSpeedConfig
 
     DeepSpeedConfig(values)
-    for name, value in values.get("data_types", {}).items():
-        if name.endswith("_dtype"):
-            DtypeEnum(value)
+
+
+def is_dtype(name: Any) -> bool:
+    """Whether DeepSpeed reads ``name`` as a dtype."""
+    from deepspeed.runtime.config import DtypeEnum
+
+    return name in DtypeEnum._value2member_map_
 
 
 for _name, _one in list(globals().items()):

@@ -13,7 +13,7 @@ from portable.checkpoint.external import open_for_model
 from portable.checkpoint.resume_external import adopt_checkpoint
 from portable.checkpoint.resume_source import checkpoints_of, resume_source
 from portable.config import dump_yaml
-from portable.config.evaluation_sources import evaluation_names
+from portable.config.sources import evaluation_names
 from portable.errors import UserError
 from portable.evaluation.builtin import Setting, measures_of
 from portable.formatting import human_bytes, human_count, table

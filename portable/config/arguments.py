@@ -81,12 +81,6 @@ TRAIN_OPTIONS = (
         "and names micro-batch, sample, module and parameters. Writes nothing.",
         "N",
     ),
-    Option(
-        "check-waits",
-        "switch",
-        "Report where code of yours waits for the device. Takes a few steps to see where a loss or callback "
-        "of your own makes the host wait. Writes nothing.",
-    ),
     Option("resume-info", "path", "Describe a checkpoint and a run that resumes from it.", "PATH"),
     Option(
         "profile", "switch", "Write a trace of a few steps, for Perfetto. It goes into output_dir/profile."
@@ -114,7 +108,6 @@ class Invocation:
     replay: int | None = None
     """A step to repeat, to find a non-finite value."""
     profile: bool = False
-    check_waits: bool = False
     gpu_ids: str | None = None
     """The GPUs of an Accelerate config file."""
     notes: tuple[str, ...] = ()

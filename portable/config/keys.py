@@ -56,12 +56,6 @@ class Setting:
         return isinstance(extra, dict) and bool(extra.get("identity"))
 
     @property
-    def of_source(self) -> bool:
-        """Whether an evaluation source of ``data.eval`` may set it for itself."""
-        extra = self.field.json_schema_extra
-        return isinstance(extra, dict) and bool(extra.get("of_source"))
-
-    @property
     def allowed(self) -> str:
         """Description of the allowed values: ``integer >= 1 or null``."""
         return _words(self.field.annotation, tuple(self.field.metadata))
@@ -75,6 +69,11 @@ class Setting:
     def may_be_path(self) -> bool:
         """Whether its text may be a path."""
         return _may_be_path(self.field.annotation, tuple(self.field.metadata))
+
+    @property
+    def items(self) -> type[BaseModel] | None:
+        """The group of settings that its value, or each item of it, is; None for other values."""
+        return next(_groups(self.field.annotation), None)
 
     def takes(self, kind: type) -> bool:
         """Whether one of its alternatives is ``kind``: ``bool``, ``str``, ``dict``, ``tuple``..."""
@@ -155,7 +154,7 @@ def _locate(config: BaseModel, key: str) -> tuple[BaseModel, Setting]:
 def plain(value: Any) -> Any:
     """Convert tuples in ``value`` to lists, and groups of settings to what was set, as in YAML and JSON."""
     if isinstance(value, BaseModel):
-        value = value.model_dump(exclude_none=True)
+        value = value.model_dump(exclude_unset=True)
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     return [plain(item) for item in value] if isinstance(value, list | tuple) else value
@@ -185,6 +184,14 @@ def _members(annotation: Any, metadata: tuple[Any, ...] = ()) -> Iterator[tuple[
             yield from _members(member, metadata)
     else:
         yield annotation, metadata
+
+
+def _groups(annotation: Any) -> Iterator[type[BaseModel]]:
+    for kind, _ in _members(annotation):
+        if get_origin(kind) in (tuple, dict):
+            yield from (group for inner in get_args(kind) for group in _groups(inner))
+        elif isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield kind
 
 
 def _literals(annotation: Any) -> Iterator[str]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from portable.config import keys
 from portable.config.rules import ConflictError
+from portable.config.sections import ONE, SEVERAL
 from portable.config.suggest import (
     IN_PLACE_OF_A_SECTION,
     did_you_mean,
@@ -104,13 +105,19 @@ def shown(value: object) -> str:
 def _problem(
     model: type[BaseModel], values: Mapping[str, Any], origins: Mapping[Path, Origin], detail: Any
 ) -> _Problem:
-    path = tuple(str(part) for part in detail["loc"])
+    # In brackets are the alternatives of a union, and the key of a mapping.
+    first, *rest = map(str, detail["loc"]) if detail["loc"] else ("",)
+    path = (first, *(part for part in rest if part not in (ONE, SEVERAL, "[key]")))
     cause = detail.get("ctx", {}).get("error")
     if isinstance(cause, ConflictError):
         return _Problem(_latest(cause.keys, origins), str(cause))
+    table = keys.settings(model)
+    for length in range(1, len(path)):
+        setting = table.get(".".join(path[:length]))
+        if setting is not None and (group := setting.items) is not None:
+            return _Problem(_origin(path, origins), _inside(group, values, path, length, detail))
     if detail["type"] in ("extra_forbidden", "invalid_key"):
         return _Problem(_origin(path, origins), _extra_key(model, path))
-    table = keys.settings(model)
     for length in range(len(path), 0, -1):
         key, origin = ".".join(path[:length]), _origin(path[:length], origins)
         if key in table:
@@ -127,6 +134,36 @@ def _problem(
                 message += "" if inner is None else f"; write {key}: {written}"
             return _Problem(origin, message + what_to_do(key))
     return _Problem(None, f"{'.'.join(path)}: {detail['msg']}")
+
+
+def _inside(group: type[BaseModel], values: Mapping[str, Any], path: Path, length: int, detail: Any) -> str:
+    """The message about a value in a list, or mapping, of groups of settings.
+
+    Args:
+        group: the settings of each.
+        values: of the config.
+        path: of the value.
+        length: of the path to the list.
+        detail: of the error.
+    """
+    table, label = keys.settings(group), ".".join(path[:length])
+    for depth, name in enumerate(path[length:], start=length + 1):
+        given = _dig(values, path[:depth])
+        if name in table:
+            if detail["type"] == "missing":
+                return f"{label}: has no {name}; set {name}, {table[name].allowed}"
+            cause = detail.get("ctx", {}).get("error")
+            if isinstance(cause, ValueError):
+                return f"{label}: {cause}"
+            return _wrong_value(replace(table[name], key=f"{label}.{name}"), given, None)
+        if detail["type"] == "extra_forbidden" and depth == len(path):
+            hint = did_you_mean_word(label, name, tuple(table)) or f"; it takes {', '.join(table)}"
+            return f"unknown key {label}.{_printable(name)}{hint}"
+        called = given.get("name") if isinstance(given, dict) else None
+        number = int(name) + 1 if name.isdecimal() and called is None else name
+        label += f".{called if isinstance(called, str) else number}"
+    cause = detail.get("ctx", {}).get("error")
+    return f"{label}: {cause}" if isinstance(cause, ValueError) else f"{label} must be a mapping"
 
 
 def _wrong_value(setting: keys.Setting, value: object, origin: Origin | None) -> str:
@@ -192,5 +229,8 @@ def _latest(dotted: tuple[str, ...], origins: Mapping[Path, Origin]) -> Origin |
 
 def _dig(values: object, path: Path) -> object:
     for part in path:
-        values = values.get(part) if isinstance(values, dict) else None
+        if isinstance(values, list | tuple):
+            values = values[int(part)] if part.isdecimal() and int(part) < len(values) else None
+        else:
+            values = values.get(part) if isinstance(values, dict) else None
     return values

@@ -14,6 +14,7 @@ from typing import Any
 from portable.config import keys
 from portable.config.help_text import default_text
 from portable.config.run_config import RunConfig
+from portable.config.sections import SourceConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -70,9 +71,10 @@ def reference_page() -> str:
 
 
 def _section(title: str, about: str, settings: list[keys.Setting]) -> str:
+    of_sources = {f"data.{name}" for name in SourceConfig.model_fields}
     # Two columns, which a phone can show. The link is to the row itself.
     rows = [
-        f"| `{s.key}`{' †' * s.identity}{' ‡' * s.of_source} "
+        f"| `{s.key}`{' †' * s.identity}{' ‡' * (s.key in of_sources)} "
         f'<a id="{s.key}" href="#{s.key}">#</a><br>{_cell(s.allowed)}<br>default: {_default(s)} '
         f"| {_cell(s.description)} |"
         for s in settings

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from converters.storage.object_store import is_url
 from converters.storage.store_errors import redact
-from portable.config.evaluation_sources import SourceError, evaluation_sources
+from portable.config.sources import mistakes, training_key, training_sources
 from portable.config.suggest import did_you_mean
-from portable.config.training_sources import training_key, training_sources, weight_schedule
 from portable.optim.schedule import (
     build_schedule,
     own_params,
@@ -285,24 +284,18 @@ def _data(config: RunConfig) -> Iterator[ConflictError]:
             f"data.source must be set for model.task {task}: the default source has only text",
         )
 
-    try:
-        evaluation_sources(data)
-    except SourceError as error:
-        yield ConflictError((error.key, *_inside("data.eval", data.eval)), str(error))
-    try:
-        sources = {training_key(name): one.settings for name, one in training_sources(data).items()}
-        streams = {key: one for key, one in sources.items() if one.stream}
-        if streams:
-            yield from _streams(config, next(iter(streams)))
-        for key, one in streams.items():
-            if one.max_samples is not None:
-                yield ConflictError(
-                    (f"{key}.max_samples", f"{key}.stream"),
-                    f"{key}.max_samples does not work with {key}.stream; name fewer files, or stop earlier",
-                )
-        weight_schedule(data)
-    except SourceError as error:
-        yield ConflictError((error.key, "data.sources"), str(error))
+    for key, mistake in mistakes(data):
+        yield ConflictError((key, "data.eval", "data.sources"), mistake)
+    sources = {training_key(name): one.settings for name, one in training_sources(data).items()}
+    streams = {key: one for key, one in sources.items() if one.stream}
+    if streams:
+        yield from _streams(config, next(iter(streams)))
+    for key, one in streams.items():
+        if one.max_samples is not None:
+            yield ConflictError(
+                (f"{key}.max_samples", f"{key}.stream"),
+                f"{key}.max_samples does not work with {key}.stream; name fewer files, or stop earlier",
+            )
 
 
 def _preference(config: RunConfig) -> Iterator[ConflictError]:
@@ -342,12 +335,6 @@ def _streams(config: RunConfig, key: str) -> Iterator[ConflictError]:
             ("data.eval_fraction", "data.stream"),
             "data.eval_fraction holds nothing out of a stream (data.stream); set it to 0, and data.eval",
         )
-
-
-def _inside(key: str, value: Any) -> tuple[str, ...]:
-    """``key`` and every key inside its mapping, to find where a value was set."""
-    inner = value.items() if isinstance(value, dict) else ()
-    return (*(name for one, item in inner for name in _inside(f"{key}.{one}", item)), key)
 
 
 def _train(config: RunConfig) -> Iterator[ConflictError]:

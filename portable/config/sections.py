@@ -6,13 +6,13 @@ editors show it. Fields marked ``IDENTITY`` define the run; all others may chang
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Discriminator, Field, Tag
 
 from portable.config.types import (
     IDENTITY,
-    OF_SOURCE,
     AnyCase,
     Flag,
     Names,
@@ -33,6 +33,9 @@ Format = Literal[
 ]
 XlaDtype = Literal["float32", "bfloat16", "float16"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+SOURCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+ONE, SEVERAL = "[one]", "[several]"
+"""What ``data.eval`` may be: pydantic writes it into the places of errors, in brackets as its ``[key]``."""
 
 
 def _quickstart_model() -> dict[str, Any]:
@@ -220,8 +223,8 @@ class AdapterConfig(Section):
     )
 
 
-class DataConfig(Section):
-    """What is trained on: source, format, tokens, packing."""
+class SourceConfig(Section):
+    """A source of records, and how they are read."""
 
     # Paths and field names may differ between machines, so they do not define the run. Checkpoints contain a
     # digest of the tokens, which must match.
@@ -231,32 +234,147 @@ class DataConfig(Section):
         description="A hub dataset, or a file, glob or list of files (.txt .jsonl .json .csv .parquet), "
         "local or by URL, or package.module:name, code of your own that gives records. Null: the source "
         "code of Python's standard library, without a download.",
-        json_schema_extra=OF_SOURCE,
-    )
-    sources: Annotated[tuple[OpenMapping, ...], Field(strict=False)] = Field(
-        default=(),
-        description="A mixture, in place of data.source: a list such as [{name: web, source: web/*.jsonl, "
-        "weight: 3}, {name: code, source: code.jsonl, weight: 1}]. Each may set whatever describes a source "
-        "(marked ‡). weight is its share of the samples, kept in every few hundred of them; or give every "
-        "source epochs, its passes in one pass over the mixture (default: 1 each).",
-    )
-    weight_schedule: Annotated[tuple[OpenMapping, ...], Field(strict=False)] = Field(
-        default=(),
-        description="Weights of data.sources that change, such as [{step: 9000, weights: {web: 1, code: 4}}] "
-        "for the last part of a run: from that step on they replace all weights before.",
     )
     on_bad_record: Literal["error", "skip"] = Field(
         default="error",
         description="What a record that cannot be read does: end the run, or be left out. The first few are "
         "printed with file and line, and their number.",
-        json_schema_extra=OF_SOURCE,
     )
     stream: Flag = Field(
         default=False,
         description="Train while the files are read: parts of them are tokenized ahead of the run, and at "
         "most data.cache_limit of their tokens is on disk. For data larger than the disk, to begin at once, "
         "and for the tokens of portable-data (causal-lm). Nothing is held out of it: set data.eval.",
-        json_schema_extra=OF_SOURCE,
+    )
+    config_name: str | None = Field(
+        default=None,
+        description="Configuration of the hub dataset, or of a local copy of one, if it has several (such as "
+        "wikitext-2-raw-v1).",
+    )
+    split: str = Field(
+        default="train",
+        min_length=1,
+        description="Split to train on: of the hub dataset, where slices such as train[:10%] work, or of a "
+        "folder whose files are named by split.",
+    )
+    max_samples: int | None = Field(
+        default=None,
+        ge=1,
+        description="Use at most this many records of the source, from its start. Null: all. To test a "
+        "config on a large dataset.",
+    )
+    format: Format = Field(
+        default="auto",
+        description="What a record is (causal-lm): a text; a conversation as messages (role and content) or "
+        "as sharegpt (conversations with from and value); prompt_completion (two columns, of strings or of "
+        "messages); alpaca (instruction, input, output); preference (prompt, chosen, rejected, for a loss of "
+        "pairs); samples (finished ones, from code of your own). auto: recognized by the first record's "
+        "columns.",
+    )
+    train_on: Literal["assistant", "completion", "last_assistant", "all"] | None = Field(
+        default=None,
+        description="Tokens of a conversation that the loss counts: all that the assistant says (assistant), "
+        "its last message (last_assistant), what follows the prompt (completion), or all. Null: completion "
+        "if the record has a prompt (prompt_completion, alpaca), else assistant. A message with weight: 0 or "
+        "train: false is context only.",
+    )
+    split_turns: Flag = Field(
+        default=False,
+        description="Make a sample of each of the assistant's messages, with the conversation before it. A "
+        "conversation whose earlier turns the template shows otherwise than the last one, such as without "
+        "their thinking, becomes such samples by itself.",
+    )
+    text_field: str = Field(
+        default="text",
+        min_length=1,
+        description="Field of a record with its text. A dot selects a nested field: translation.en. The same "
+        "applies to the fields below.",
+    )
+    text_pair_field: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Field with the second text of a pair (sequence-classification): the hypothesis for a "
+        "premise, the answer to a question. Both are truncated together to data.seq_len, the longer first.",
+    )
+    target_field: str = Field(
+        default="target",
+        min_length=1,
+        description="Field with the target text (seq2seq-lm).",
+    )
+    source_prefix: str = Field(
+        default="",
+        description="Prefix of every text, such as 'summarize: ' for T5 (seq2seq-lm).",
+    )
+    label_field: str = Field(
+        default="label",
+        min_length=1,
+        description="Field with the label (sequence-classification): a class (an integer or a string), a "
+        "list of classes, or for a regression numbers with a fraction.",
+    )
+    columns: Names = Field(
+        default=(),
+        description="Further columns of numbers, one for each record, that reach train.loss in the batch "
+        "(without packing): a weight, a score, a group.",
+    )
+    text_split: Literal["file", "paragraph", "line"] = Field(
+        default="file",
+        description="Unit of text in a .txt file: the whole file, a paragraph (separated by blank lines), or "
+        "a line. Matters without packing, where each text is truncated to data.seq_len.",
+    )
+
+
+def _named(name: str) -> str:
+    if SOURCE_NAME.fullmatch(name) is None:
+        raise ValueError(f"the name {name!r} may only have letters, digits, - and _")
+    return name
+
+
+SourceName = Annotated[str, AfterValidator(_named)]
+Share = Annotated[float, Field(ge=0)]
+
+
+class MixedSource(SourceConfig):
+    """A source of a mixture."""
+
+    name: SourceName = Field(description="Of the source, in logs and files.")
+    weight: Share | None = Field(default=None, description="Its share of the samples, beside the others'.")
+    epochs: float | None = Field(
+        default=None, gt=0, description="Its passes in one pass over the mixture, in place of a weight."
+    )
+
+
+class Phase(Section):
+    """Weights of a mixture from a step on."""
+
+    step: int = Field(ge=0, description="The first step that has these weights.")
+    weights: dict[str, Share] = Field(description="By the name of the source.")
+
+
+def _one_or_several(value: Any) -> str:
+    several = isinstance(value, dict) and value and not value.keys() & SourceConfig.model_fields.keys()
+    return SEVERAL if several and all(isinstance(one, dict | SourceConfig) for one in value.values()) else ONE
+
+
+EvaluationSources = Annotated[
+    Annotated[SourceConfig, Tag(ONE)] | Annotated[dict[SourceName, SourceConfig], Tag(SEVERAL)],
+    Discriminator(_one_or_several),
+]
+
+
+class DataConfig(SourceConfig):
+    """What is trained on: source, format, tokens, packing."""
+
+    sources: Annotated[tuple[MixedSource, ...], Field(strict=False)] = Field(
+        default=(),
+        description="A mixture, in place of data.source: a list such as [{name: web, source: web/*.jsonl, "
+        "weight: 3}, {name: code, source: code.jsonl, weight: 1}]. Each may set whatever describes a source "
+        "(marked ‡). weight is its share of the samples, kept in every few hundred of them; or give every "
+        "source epochs, its passes in one pass over the mixture (default: 1 each).",
+    )
+    weight_schedule: Annotated[tuple[Phase, ...], Field(strict=False)] = Field(
+        default=(),
+        description="Weights of data.sources that change, such as [{step: 9000, weights: {web: 1, code: 4}}] "
+        "for the last part of a run: from that step on they replace all weights before.",
     )
     shuffle_window: int = Field(
         default=1,
@@ -271,35 +389,6 @@ class DataConfig(Section):
         description="Gigabytes of a stream's tokens that stay on disk; what is needed again is made again. "
         "Null: half of the space that is free at the start.",
     )
-    config_name: str | None = Field(
-        default=None,
-        description="Configuration of the hub dataset, or of a local copy of one, if it has several (such as "
-        "wikitext-2-raw-v1).",
-        json_schema_extra=OF_SOURCE,
-    )
-    split: str = Field(
-        default="train",
-        min_length=1,
-        description="Split to train on: of the hub dataset, where slices such as train[:10%] work, or of a "
-        "folder whose files are named by split.",
-        json_schema_extra=OF_SOURCE,
-    )
-    max_samples: int | None = Field(
-        default=None,
-        ge=1,
-        description="Use at most this many records of the source, from its start. Null: all. To test a "
-        "config on a large dataset.",
-        json_schema_extra=OF_SOURCE,
-    )
-    format: Format = Field(
-        default="auto",
-        description="What a record is (causal-lm): a text; a conversation as messages (role and content) or "
-        "as sharegpt (conversations with from and value); prompt_completion (two columns, of strings or of "
-        "messages); alpaca (instruction, input, output); preference (prompt, chosen, rejected, for a loss of "
-        "pairs); samples (finished ones, from code of your own). auto: recognized by the first record's "
-        "columns.",
-        json_schema_extra=OF_SOURCE,
-    )
     chat_template: PathText | None = Field(
         default=None,
         description="Template that turns a conversation into text: a file (.jinja), the name of one of the "
@@ -311,71 +400,12 @@ class DataConfig(Section):
         "the date that a template writes as today's; the default is 2025-01-01, so that the tokens are "
         "always the same.",
     )
-    train_on: Literal["assistant", "completion", "last_assistant", "all"] | None = Field(
-        default=None,
-        description="Tokens of a conversation that the loss counts: all that the assistant says (assistant), "
-        "its last message (last_assistant), what follows the prompt (completion), or all. Null: completion "
-        "if the record has a prompt (prompt_completion, alpaca), else assistant. A message with weight: 0 or "
-        "train: false is context only.",
-        json_schema_extra=OF_SOURCE,
-    )
-    split_turns: Flag = Field(
-        default=False,
-        description="Make a sample of each of the assistant's messages, with the conversation before it. A "
-        "conversation whose earlier turns the template shows otherwise than the last one, such as without "
-        "their thinking, becomes such samples by itself.",
-        json_schema_extra=OF_SOURCE,
-    )
     truncation: Literal["end", "start", "drop", "error"] = Field(
         default="end",
         description="What happens to a text or conversation longer than data.seq_len, if not packed: cut at "
         "its end, at its start, leave it out (drop), or end the run (error). A conversation of which no "
         "trained token remains is left out. The counts are printed.",
         json_schema_extra=IDENTITY,
-    )
-    text_field: str = Field(
-        default="text",
-        min_length=1,
-        description="Field of a record with its text. A dot selects a nested field: translation.en. The same "
-        "applies to the fields below.",
-        json_schema_extra=OF_SOURCE,
-    )
-    text_pair_field: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Field with the second text of a pair (sequence-classification): the hypothesis for a "
-        "premise, the answer to a question. Both are truncated together to data.seq_len, the longer first.",
-        json_schema_extra=OF_SOURCE,
-    )
-    target_field: str = Field(
-        default="target",
-        min_length=1,
-        description="Field with the target text (seq2seq-lm).",
-        json_schema_extra=OF_SOURCE,
-    )
-    source_prefix: str = Field(
-        default="",
-        description="Prefix of every text, such as 'summarize: ' for T5 (seq2seq-lm).",
-        json_schema_extra=OF_SOURCE,
-    )
-    label_field: str = Field(
-        default="label",
-        min_length=1,
-        description="Field with the label (sequence-classification): a class (an integer or a string), a "
-        "list of classes, or for a regression numbers with a fraction.",
-        json_schema_extra=OF_SOURCE,
-    )
-    columns: Names = Field(
-        default=(),
-        description="Further columns of numbers, one for each record, that reach train.loss in the batch "
-        "(without packing): a weight, a score, a group.",
-        json_schema_extra=OF_SOURCE,
-    )
-    text_split: Literal["file", "paragraph", "line"] = Field(
-        default="file",
-        description="Unit of text in a .txt file: the whole file, a paragraph (separated by blank lines), or "
-        "a line. Matters without packing, where each text is truncated to data.seq_len.",
-        json_schema_extra=OF_SOURCE,
     )
     source_language: str | None = Field(
         default=None,
@@ -435,7 +465,7 @@ class DataConfig(Section):
         "documents or false a fixed choice of records. 0: nothing is held out, as by default with data.eval.",
         json_schema_extra=IDENTITY,
     )
-    eval: OpenMapping | None = Field(
+    eval: EvaluationSources | None = Field(
         default=None,
         description="Data to evaluate on: a source of its own, as in {source: test.jsonl} or {split: "
         "validation}, or several by name, as in {news: {source: news.jsonl}, code: {source: code.jsonl}}. "

@@ -251,7 +251,7 @@ ELSEWHERE = {
     "neat_packing": "set data.packing to documents",
     "ema_decay": "train.ema",
     "peft_config": "set adapter.config to a file, or the section adapter",
-    "plot_loss": "loss.svg is always drawn; leave it out",
+    "plot_loss": "report.html always has it; leave it out",
     "pref_beta": _BETA,
     "pref_loss": _LOSSES,
     "quantization_bit": "set adapter.base to nf4 for 4 bits, to int8 for 8, and adapter.type to lora",

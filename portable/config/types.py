@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 IDENTITY: dict[str, JsonValue] = {"identity": True}
 """Marks a field that defines the run; see ``RunConfig.fingerprint``."""
 
-OF_SOURCE: dict[str, JsonValue] = {"of_source": True}
-"""Marks a field of ``data`` that an evaluation source of ``data.eval`` may set for itself."""
 
 _WORDS = {"yes": True, "on": True, "true": True, "no": False, "off": False, "false": False}
 _MAX_DEPTH = 50

@@ -7,8 +7,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from portable.config.evaluation_sources import ALONE, evaluation_sources, held_out_name, key_of
-from portable.config.training_sources import training_key, training_sources, weight_schedule
+from portable.config.sources import (
+    ALONE,
+    eval_key,
+    evaluation_sources,
+    held_out_name,
+    training_key,
+    training_sources,
+    weight_schedule,
+)
 from portable.data.reading import Opened, Reading, check_ends, parts, target_frame_of, vocabulary_of
 from portable.data.samples.base import Part, split_documents
 from portable.data.samples.classes import Classes, KnownClasses, Problem, classes_as, classes_of
@@ -203,7 +210,7 @@ def build_data(
                 held_out[key or held_out_name(settings)] = reading.samples(one, held, own_classes)
     evals = {}
     for key, (own, source) in eval_sources.items():
-        with errors_under(key_of(key)):
+        with errors_under(eval_key(key)):
             evals[key] = reading.open(own, source, progress=progress)
     samples = {
         name: _all_samples(name, reading, one, first, classes) for name, one in evals.items()
@@ -299,7 +306,7 @@ def open_for_making(
     Raises:
         UserError: if a source has no files.
     """
-    listed = tuple({**one, "stream": True} for one in settings.sources)
+    listed = tuple(one.model_copy(update={"stream": True}) for one in settings.sources)
     settings = settings.model_copy(update={"sources": listed, "stream": not listed})
     sources = _training_sources(settings, task)
     name = settings.tokenizer or model_tokenizer
@@ -400,7 +407,7 @@ def _finished(
     train, held_out = split_documents(len(everything), settings.eval_fraction)
     own = {}
     for key, (eval_settings, one) in evals.items():
-        with errors_under(key_of(key)):
+        with errors_under(eval_key(key)):
             own[key] = samples(eval_settings, one)
             if own[key].sequences != everything.sequences:
                 raise UserError(
@@ -443,7 +450,7 @@ def _eval_sources(
     """The sources of ``data.eval`` with their settings, by name."""
     found = {}
     for name, own in evaluation_sources(settings).items():
-        with errors_under(key_of(name)):
+        with errors_under(eval_key(name)):
             source = source_of(own, task, cache_dir(own), remember=remember)
             if remember or not source.downloads:
                 own, source = recognised(own, task, source, remember=remember)
@@ -451,7 +458,9 @@ def _eval_sources(
         found[name] = own, source
         trained = [one for _, one in training.values() if remember or not one.remote]
         if (remember or not source.remote) and source.key in {one.key for one in trained}:
-            raise UserError(f"{key_of(name)}: is the training data itself; name other files or another split")
+            raise UserError(
+                f"{eval_key(name)}: is the training data itself; name other files or another split"
+            )
     return found
 
 
@@ -464,7 +473,7 @@ def _all_samples(
     name: str, reading: Reading, opened: Opened, training: Opened, classes: Classes | None
 ) -> Samples:
     """All samples of an evaluation source."""
-    with errors_under(key_of(name)):
+    with errors_under(eval_key(name)):
         classes = _classes_as(classes, training, opened)
         part, _ = parts(opened.settings, reading.task, opened.tokens, opened.truncated)
         return reading.samples(opened, part, classes)
@@ -530,7 +539,7 @@ def inspect_data(
                     else:
                         ends.append(_end_of_first(reading, own, source))
             for key, (own, source) in evals.items():
-                with errors_under(key_of(key)):
+                with errors_under(eval_key(key)):
                     if (found := reading.cached(own, source)) is not None:
                         counted[key] = sample_counts(found.settings, task, found.tokens, found.truncated)[0]
                     else:

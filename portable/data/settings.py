@@ -7,9 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from portable.config.evaluation_sources import evaluation_sources, key_of, of_source
-from portable.config.sections import DataConfig
-from portable.config.training_sources import training_key, training_sources
+from portable.config.sections import DataConfig, SourceConfig
+from portable.config.sources import eval_key, evaluation_sources, training_key, training_sources
 from portable.data.sources.documents import BadRecords
 from portable.data.sources.opening import Fields, Source, open_source
 from portable.data.sources.shards import StreamedFiles, open_stream
@@ -41,7 +40,7 @@ def errors_under(key: str) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        own = "|".join(of_source(DataConfig))
+        own = "|".join(SourceConfig.model_fields)
         said = re.sub(rf"\bdata\.(?=({own})\b)", f"{key}.", str(error))
         kind = MissingDataError if isinstance(error, MissingDataError) else UserError
         raise kind(said if key in said else f"{key}: {said}") from error
@@ -66,8 +65,8 @@ def recognise_format(settings: DataConfig, task: str, *, downloads: bool = True)
     kinds = list(found.values())
     kind = next((kind for kind in kinds if kind not in ("auto", "text")), kinds[0])
     for name, own in evaluation_sources(settings).items():
-        with errors_under(key_of(name)):
-            found[key_of(name)] = _recognised_format(own, task, downloads=downloads)
+        with errors_under(eval_key(name)):
+            found[eval_key(name)] = _recognised_format(own, task, downloads=downloads)
     (first, of_first), *others = found.items()
     for key, other in others:
         if (of_first == PREFERENCE) != (other == PREFERENCE) and not {"auto", FINISHED} & {of_first, other}:

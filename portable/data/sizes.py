@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from portable.config.evaluation_sources import ALONE, key_of
+from portable.config.sources import ALONE, eval_key
 from portable.data.reading import parts
 from portable.data.samples.packing import packed_sizes
 from portable.data.samples.truncation import merged
@@ -100,7 +100,7 @@ class DataSizes:
             found.append(f"data.truncation: of the samples, {lost}")
         elif self.cut > MAX_CUT:
             found.append(self._cut_warning)
-        found += [f"{key_of(name)}: the run is trained on files of it, too" for name in self.trained_on]
+        found += [f"{eval_key(name)}: the run is trained on files of it, too" for name in self.trained_on]
         return [*found, *self.notes]
 
     @property

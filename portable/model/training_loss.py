@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import torch
 
 from portable import plugins
-from portable.config.training_sources import training_names
+from portable.config.sources import training_names
 from portable.errors import UserError
 from portable.model.loss_by_source import BySource
 from portable.model.whole_values import WholeValues

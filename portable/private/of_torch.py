@@ -83,7 +83,7 @@ tree_unflatten = _torch.function("torch.utils._pytree:tree_unflatten", _TREES)
 
 
 @contextmanager
-@_torch.needed_for("portable-plan and --check-waits")
+@_torch.needed_for("portable-plan")
 def every_operation(call: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
     """Within this context, do ``call(operation, arguments, keywords)`` in place of each operation."""
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -96,7 +96,7 @@ def every_operation(call: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any])
         yield
 
 
-@_torch.needed_for("portable-plan, --check-waits and memory.activation_checkpointing selective")
+@_torch.needed_for("portable-plan and memory.activation_checkpointing selective")
 def aten(name: str) -> Any:
     """ATen's operation ``name`` whose name begins with an underscore, given without it."""
     return getattr(torch.ops.aten, f"_{name}").default

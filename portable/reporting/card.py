@@ -11,7 +11,7 @@ from portable import plugins
 from portable.adapters.settings import KINDS
 from portable.config import keys
 from portable.config.dump import as_yaml
-from portable.config.training_sources import training_sources
+from portable.config.sources import training_sources
 from portable.reporting.metrics import is_evaluation
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
 
@@ -34,7 +34,6 @@ from portable.reporting.events import EVENTS_FILE
 from portable.reporting.json_lines import MOST, count, number, read_rows
 from portable.reporting.metrics import METRICS_FILE, is_evaluation
 from portable.reporting.run_log import LOG_FILE
-from portable.reporting.svg import thinned
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Sequence
@@ -44,6 +43,9 @@ if TYPE_CHECKING:
 REPORT_FILE = "report.html"
 Point = tuple[int, "int | None", "float | None", float]
 """step, tokens, hours, value."""
+_Point = TypeVar("_Point", bound=tuple[Any, ...])
+POINTS = 2000
+"""About the number of points that a curve keeps: it is a few hundred pixels wide."""
 
 
 @dataclass(frozen=True)
@@ -275,6 +277,23 @@ class Run:
 
     def _numbers(self, name: str) -> list[float]:
         return [row[name] for row in self.rows if number(row.get(name))]
+
+
+def thinned(points: list[_Point]) -> list[_Point]:
+    """About :data:`POINTS` of ``points``: the lowest and highest of each stretch, so that no spike is lost.
+
+    Args:
+        points: tuples whose last element is the value.
+    """
+    if len(points) <= POINTS:
+        return points
+    size = -(-2 * len(points) // POINTS)
+    kept = []
+    for start in range(0, len(points), size):
+        stretch = range(start, min(start + size, len(points)))
+        extremes = {min(stretch, key=lambda i: points[i][-1]), max(stretch, key=lambda i: points[i][-1])}
+        kept += [points[i] for i in sorted(extremes | ({len(points) - 1} & set(stretch)))]
+    return kept
 
 
 def page(runs: Sequence[Run]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from portable.config.evaluation_sources import key_of
 from portable.errors import UserError
 from portable.evaluation.evaluate import evaluate
 from portable.evaluation.standing import Judge, Verdict
@@ -132,5 +131,5 @@ def needs_evaluation_data(data: Data) -> None:
     """Raise UserError if there is nothing to evaluate on."""
     if not data.evals:
         raise UserError(
-            f"--eval-only: data.eval_fraction is 0, so that there is nothing to evaluate on; set {key_of('')}"
+            "--eval-only: data.eval_fraction is 0, so that there is nothing to evaluate on; set data.eval"
         )

@@ -20,7 +20,6 @@ from portable.output.export import export
 from portable.paths import FINAL
 from portable.reporting.card import CARD, model_card
 from portable.reporting.html_report import REPORT_FILE, write_report
-from portable.reporting.loss_plot import plot_loss
 from portable.reporting.metrics import METRICS_FILE, read_metrics
 from portable.reporting.run_log import LOG_FILE
 from portable.temporary_folder import scratch_folder
@@ -169,7 +168,7 @@ def finish(
     uploads: Uploads | None,
     warnings: int,
 ) -> None:
-    """Export the model, draw the pictures, upload and print where everything is; on rank 0 only.
+    """Export the model, write the report, upload and print where everything is; on rank 0 only.
 
     Args:
         checkpoint: the newest. step: the last that is done. exported: the one that ``final`` is made from.
@@ -186,13 +185,12 @@ def finish(
         origin = "" if exported == checkpoint else f", from {exported.name}, the best"
         places.append(("model", f"{final}{origin}"))
     try:
-        if (picture := plot_loss(folder)) is not None:
-            places.append(("loss curve", str(place / picture.name)))
+        if any("loss" in row for row in read_metrics(folder)):
             for warning in write_report([folder], folder / REPORT_FILE):
                 reporter.say(f"warning: {warning}")
             places.append(("report", str(place / REPORT_FILE)))
-    except Exception as error:  # the run is complete without its pictures
-        reporter.say(f"warning: the run's pictures could not be drawn: {one_line(error)}")
+    except Exception as error:  # the run is complete without its report
+        reporter.say(f"warning: the run's report could not be written: {one_line(error)}")
     if profiler is not None:
         trace = str(place / profiler.path.relative_to(folder).as_posix())
         places.append(("profile", trace if profiler.written else "too few steps for one"))

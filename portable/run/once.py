@@ -16,7 +16,7 @@ from converters import CheckpointError, open_checkpoint
 from converters.fingerprints import fingerprint
 from portable import plugins
 from portable.adapters.settings import folder_of, weights_in
-from portable.config.training_sources import training_sources
+from portable.config.sources import training_sources
 from portable.data import EvalLoader
 from portable.data.samples.computed import ComputedSamples, Table, write_table
 from portable.data.tokens.cache import CacheDamagedError

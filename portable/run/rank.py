@@ -22,7 +22,6 @@ from portable.registry import create_backend
 from portable.reporting.metrics import EVALUATION
 from portable.reporting.run_log import RunLog
 from portable.run import micro_batch
-from portable.run.check_waits import check_waits
 from portable.run.evaluation import evaluate_all, needs_evaluation_data
 from portable.run.own_code import digests, prepare_code
 from portable.run.prepare import Prepared, prepare, with_agreed_micro_batch
@@ -47,7 +46,6 @@ def run_rank(
     eval_only: bool = False,
     profile: bool = False,
     replay: int | None = None,
-    waits: bool = False,
 ) -> int:
     """Train, or resume, as one rank of this launch.
 
@@ -57,7 +55,6 @@ def run_rank(
         eval_only: only evaluate.
         profile: write a trace of a few steps into ``profile`` in the run's folder.
         replay: only take this step again, with :mod:`portable.run.replay`.
-        waits: only check steps, with :mod:`portable.run.check_waits`.
 
     Returns:
         the exit code: 0 when the schedule or ``train.stop_after`` is reached, 75 when stopped by a signal.
@@ -65,7 +62,7 @@ def run_rank(
     backend = create_backend(backend_name)
     be_quiet((settled.config if isinstance(settled, Settled) else settled).log.quiet)
     with RunLog(backend.rank) as log:
-        return _run(backend, settled, log, eval_only, profile, replay, waits)
+        return _run(backend, settled, log, eval_only, profile, replay)
 
 
 def _run(
@@ -75,7 +72,6 @@ def _run(
     eval_only: bool,
     profile: bool,
     replay: int | None,
-    waits: bool,
 ) -> int:
     config = settled.config if isinstance(settled, Settled) else settled
     if isinstance(settled, Settled):  # otherwise settling does
@@ -84,7 +80,7 @@ def _run(
     prepared: Prepared | UserError
     try:
         if not isinstance(settled, Settled):
-            writes = not eval_only and replay is None and not waits
+            writes = not eval_only and replay is None
             settled = settle(config, backend.name, writes=writes)
         if replay is not None:  # compiled layers cannot be looked into
             settled = replace(
@@ -106,8 +102,6 @@ def _run(
             return _evaluate_only(prepared)
         if replay is not None:
             return replay_step(prepared, replay)
-        if waits:
-            return check_waits(prepared)
         return train_run(prepared, output, log, profile=profile)
     except ReportedElsewhereError:
         raise

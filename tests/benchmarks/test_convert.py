@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from benchmarks import convert_simulated
 from benchmarks.convert import COPY, COPY_SYNCED, OURS, Result, Run, main, measure, table
 from benchmarks.convert_make import model_config
-from benchmarks.convert_simulated import Disk
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -76,14 +74,3 @@ def test_results_agree_with_the_frameworks(tmp_path: Path, capsys: pytest.Captur
     assert {COPY, OURS, "accelerate merge-weights", "torch dcp_to_torch"} <= set(measured)
     assert all(len(result["runs"]) == 1 and not result["failed"] for result in measured.values())
     assert "torch DCP, FSDP2" in capsys.readouterr().out
-
-
-def test_more_threads_are_faster_until_the_array_is_the_limit() -> None:
-    """The simulation: a core is busy for a second each GB, and the array lets through 5 GB a second."""
-    costs = 0.3e-9, 0.3e-9, 0.4e-9
-    alone, four = (
-        convert_simulated.convert(0.1, threads, costs, (Disk(5e9), Disk(5e9))) for threads in (1, 4)
-    )
-    assert 0.9 < alone < 5 and four < alone * 0.6
-    limited = convert_simulated.convert(0.1, 4, (0.0, 0.0, 0.0), (Disk(5e9), Disk(0.5e9)))
-    assert limited >= 1.9

@@ -14,7 +14,7 @@ pytest.importorskip("deepspeed")
 
 from gpu.zero import config as deepspeed_json
 from gpu.zero import runtime as zero_runtime
-from gpu.zero.config.known_keys import check_keys, known_keys
+from gpu.zero.config.schema import check, names_at, schema_of
 from portable.batch_plan import plan_batches
 from portable.errors import UserError
 from portable.run.rank import run_rank
@@ -26,6 +26,8 @@ from tests.runs import configured
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    from pydantic import BaseModel
 
     from portable.config import RunConfig
     from tests.ranks import RankPool
@@ -323,7 +325,7 @@ CONFLICTS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
     ({"zero_optimization": {"stage": 2, "cpu_offload": True, "offload_optimizer": {}}}, {}, ["cpu_offload"]),
     ({"zero_optimization": {"stage": 2, "cpu_offload": 3}}, {}, ["zero_optimization.cpu_offload", "bool"]),
     ({"bf16": {"enabled": True}}, {}, ["bf16.enabled", "precision is", "fp32"]),
-    ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, {}, ["bf16, fp16", "simultaneously"]),
+    ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, {}, ["bfloat16 and fp16", "simultaneously"]),
     ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}, {}, ["optimizer.params.lr", "0.003"]),
     ({"optimizer": {"type": "Lamb"}}, {}, ["optimizer.type Lamb", "flat partitions", "AdamW"]),
     (
@@ -372,7 +374,7 @@ CONFLICTS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
     ({"train_micro_batch_size_per_gpu": 2}, {}, ["is not divisible", "2 x 2 ranks"]),
     ({"gradient_accumulation_steps": 4}, {}, ["gradient_accumulation_steps 4", "auto"]),
     ({"gradient_accumulation_steps": "3"}, {}, ["accumulation_steps must be a positive integer", 'not "3"']),
-    ({"fp_16": 3, "a": 1, "fp16": {"b": 1}}, {}, ["keys fp_16 (did you mean fp16?), a, fp16.b"]),
+    ({"fp_16": 3, "a": 1, "fp16": {"b": 1}}, {}, ["keys fp16.b, fp_16 (did you mean fp16?), a"]),
     ({"wandb": {"enabled": True}}, {}, ["wandb is not installed", "log.trackers"]),
     ({"comet": {"enabled": True}}, {}, ["comet_ml is not installed"]),
     (
@@ -419,13 +421,11 @@ def test_files_that_are_no_configuration(text: str, words: list[str], tmp_path: 
         assert word in str(caught.value)
 
 
-def leaves(known: dict[str, Any], path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    found = []
-    for key, inside in known.items():
-        if key != "*":
-            found.append((*path, key))
-            found += leaves(inside, (*path, key)) if inside else []
-    return found
+def leaves(schema: type[BaseModel], path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    names = names_at(schema, path)
+    if path[-1:] == ("curriculum_metrics",) or (path and names == names_at(schema, path[:-1])):  # no section
+        return []
+    return [found for name in names for found in ((*path, name), *leaves(schema, (*path, name)))]
 
 
 def nested(path: tuple[str, ...]) -> dict[str, Any]:
@@ -437,20 +437,20 @@ def nested(path: tuple[str, ...]) -> dict[str, Any]:
 
 
 def test_every_key_is_known_and_every_misspelling_found() -> None:
-    known = known_keys({})
-    paths = leaves(known)
+    schema = schema_of({})
+    paths = leaves(schema)
     assert len(paths) > 250
     for path in paths:
-        check_keys(nested(path), "ds.json")
+        try:
+            check(nested(path), "ds.json")
+        except UserError as refused:
+            assert "unknown key" not in str(refused)
         *around, name = path
         for wrong in (f"{name}x", name[:-1] + "1" + name[-1], f"{name}_{name}"):
-            inside: Any = known
-            for key in around:
-                inside = inside[key]
-            if wrong in inside or "*" in inside:
+            if wrong in names_at(schema, tuple(around)):
                 continue
             with pytest.raises(UserError, match=f"unknown key {'.'.join((*around, wrong))}"):
-                check_keys(nested((*around, wrong)), "ds.json")
+                check(nested((*around, wrong)), "ds.json")
 
 
 MISSPELT = {
@@ -503,7 +503,6 @@ MISSPELT = {
     "zero_optimization.offload_optimizer.buffer_counts": "zero_optimization.offload_optimizer.buffer_count",
     "zero_optimization.offload_param.pin_memmory": "zero_optimization.offload_param.pin_memory",
     "zero_optimization.offload_param.max_in_gpu": "zero_optimization.offload_param.max_in_cpu",
-    "zero_optimization.aio.blocksize": "zero_optimization.aio.block_size",
     "fp16.initial_scale_pwoer": "fp16.initial_scale_power",
     "fp16.loss_scale_windows": "fp16.loss_scale_window",
     "fp16.hysterisis": "fp16.hysteresis",
@@ -529,7 +528,7 @@ MISSPELT = {
 @pytest.mark.parametrize(("wrong", "right"), MISSPELT.items())
 def test_a_near_miss_gets_a_suggestion(wrong: str, right: str) -> None:
     with pytest.raises(UserError, match=f"did you mean {right}"):
-        check_keys(nested(tuple(wrong.split("."))), "ds.json")
+        check(nested(tuple(wrong.split("."))), "ds.json")
 
 
 WRONG_VALUES: dict[str, tuple[Any, str]] = {
@@ -539,33 +538,33 @@ WRONG_VALUES: dict[str, tuple[Any, str]] = {
     "zero_optimization.offload_optimizer.device": ({"offload_optimizer": {"device": "disk"}}, "'nvme'"),
     "zero_optimization.offload_param.buffer_count": ({"offload_param": {"buffer_count": -2}}, "greater"),
     "zero_optimization.offload_optimizer": ({"offload_optimizer": "cpu"}, "dictionary"),
-    "bf16": (True, "a mapping"),
+    "bf16": (True, "dictionary"),
     "fp16.hysteresis": ({"hysteresis": "often"}, "integer"),
     "fp16.loss_scale": ({"loss_scale": "dynamic"}, "number"),
-    "gradient_clipping": (-1, "at least 0"),
-    "prescale_gradients": ("yes", "true or false"),
-    "gradient_predivide_factor": ("half", "a number"),
+    "gradient_clipping": (-1, "greater than or equal to 0"),
+    "prescale_gradients": ("yes", "boolean"),
+    "gradient_predivide_factor": ("half", "number"),
     "gradient_allreduce_op": ("max", "mean"),
     "communication_data_type": ("fp64", "bf16"),
-    "wall_clock_breakdown": (1, "true or false"),
-    "zero_allow_untested_optimizer": ("true", "true or false"),
-    "aio": ([1], "a mapping"),
-    "aio.block_size": ({"block_size": "1M"}, "a number"),
-    "activation_checkpointing.cpu_checkpointing": ({"cpu_checkpointing": "yes"}, "true or false"),
-    "checkpoint.tag_validation": ({"tag_validation": "Never"}, "WARN"),
-    "checkpoint.use_node_local_storage": ({"use_node_local_storage": 1}, "true or false"),
+    "wall_clock_breakdown": (1, "boolean"),
+    "zero_allow_untested_optimizer": ("true", "boolean"),
+    "aio": ([1], "dictionary"),
+    "aio.block_size": ({"block_size": "1M"}, "number"),
+    "activation_checkpointing.cpu_checkpointing": ({"cpu_checkpointing": "yes"}, "boolean"),
+    "checkpoint.tag_validation": ({"tag_validation": "Never"}, "'warn'"),
+    "checkpoint.use_node_local_storage": ({"use_node_local_storage": 1}, "boolean"),
     "data_types.grad_accum_dtype": ({"grad_accum_dtype": "fp12"}, "fp12"),
-    "optimizer": ("AdamW", "a mapping"),
-    "optimizer.params.lr": ({"type": "AdamW", "params": {"lr": "fast"}}, "a number"),
-    "optimizer.params.betas": ({"type": "AdamW", "params": {"betas": [0.9]}}, "2 numbers"),
+    "optimizer": ("AdamW", "dictionary"),
+    "optimizer.params.lr": ({"type": "AdamW", "params": {"lr": "fast"}}, "number"),
+    "optimizer.params.betas": ({"type": "AdamW", "params": {"betas": [0.9]}}, "at least 2 items"),
     "scheduler.params.warmup_num_steps": (
         {"type": "WarmupLR", "params": {"warmup_num_steps": "ten"}},
-        "a number",
+        "number",
     ),
-    "flops_profiler.profile_step": ({"profile_step": "first"}, "a number"),
+    "flops_profiler.profile_step": ({"profile_step": "first"}, "number"),
     "comms_logger.enabled": ({"enabled": 3}, "boolean"),
     "wandb.project": ({"project": 3}, "string"),
-    "timers": (3, "a mapping"),
+    "timers": (3, "dictionary"),
     "compile.deepcompile": ({"deepcompile": "perhaps"}, "boolean"),
 }
 

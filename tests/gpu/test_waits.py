@@ -12,11 +12,16 @@ import pytest
 import torch
 from torch import nn
 
+from portable.config import ModelConfig
+from portable.model.build import build_model, model_config
+from portable.model.parameters import replace_tensors
 from portable.optim.adafactor import Adafactor
 from portable.optim.adamw_8bit import AdamW8bit
-from portable.run.check_waits import Waits
+from portable.private.of_transformers import no_value_checks
 from tests.parity import opened
 from tests.runs import configured
+from tests.tiny_models import tiny_config
+from tests.waits import Waits
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -71,6 +76,18 @@ def test_optimizers_bring_nothing_from_the_host(kind: str) -> None:
     with seen.looking():
         step()
     assert not seen.found, seen.found[0]
+
+
+@pytest.mark.parametrize("model_type", ["llama", "bert", "lfm2"])  # causal, in both directions, recurrent
+def test_no_mask_is_read(model_type: str) -> None:
+    task = "masked-lm" if model_type == "bert" else "causal-lm"
+    settings = ModelConfig.model_validate({"config": tiny_config(model_type), "task": task})
+    model = build_model(model_config(settings), settings)
+    replace_tensors(model, lambda _, p: torch.nn.Parameter(torch.zeros(p.shape)), lambda _, b: b)
+    waits, tokens = Waits(), torch.ones(2, 8, dtype=torch.int64)
+    with waits.looking(), no_value_checks():
+        model(input_ids=tokens, attention_mask=tokens)
+    assert not waits.found
 
 
 def test_a_wait_is_seen() -> None:

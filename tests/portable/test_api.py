@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 from pathlib import Path
@@ -29,8 +30,9 @@ def test_a_run_and_what_it_left(tmp_path: Path, corpus: Path) -> None:
     assert isinstance(whole, Result) and not whole.stopped
     assert [row["step"] for row in whole.metrics if "loss" in row] == list(range(1, 9))
     assert whole.final == tmp_path / "run" / "final" and (whole.final / "model.safetensors").is_file()
-    picture = whole._repr_svg_()
-    assert picture is not None and "<svg" in picture
+    frame = whole._repr_html_()
+    report = (whole.folder / "report.html").read_text()
+    assert frame is not None and html.unescape(frame.split('"')[1]) == report
 
 
 def test_an_interrupt_saves_and_the_same_call_goes_on(
@@ -78,7 +80,7 @@ def test_the_notebook_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         notebook, timeout=300, kernel_name="zygote", resources={"metadata": {"path": str(tmp_path)}}
     ).execute()
     shown = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-    assert sum("image/svg+xml" in output.get("data", {}) for output in shown) == 2  # both legs
+    assert sum("<iframe" in output.get("data", {}).get("text/html", "") for output in shown) == 2  # both legs
     printed = "".join(output.get("text", "") for output in shown if output.get("name") == "stdout")
     assert "did you mean train.learning_rate" in printed
     assert "eval_surprise" in printed  # a loss, a metric and records of the notebook, on two ranks

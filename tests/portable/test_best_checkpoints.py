@@ -10,7 +10,7 @@ import pytest
 from portable.checkpoint.resume_source import checkpoints_of
 from portable.checkpoint.trainer_state import TrainerState
 from portable.commands.dry_run import dry_run
-from portable.config import load_config
+from portable.config import keys, load_config
 from portable.data import build_data, inspect_data
 from portable.errors import UserError
 from portable.evaluation.standing import Judge, Standing, Verdict
@@ -285,7 +285,7 @@ def test_named_sources(sources: dict[str, Path], tmp_path: Path, corpus: Path) -
         f"eval_{name}/{source}" for name in names for source in ("news", "code", "held_out")
     }
     config = load_config(tmp_path / "config.yaml")
-    assert config.data.eval == given["data__eval"] and config.data.eval_fraction == 0.1
+    assert keys.plain(config.data.eval) == given["data__eval"] and config.data.eval_fraction == 0.1
     state = TrainerState.read(checkpoints_of(tmp_path).latest() or tmp_path)
     assert state.metadata["evaluation_data"].keys() == {"news", "code"}
     assert (state.standing.metric, state.standing.mode) == ("eval_accuracy/code", "max")
@@ -334,7 +334,7 @@ def test_nothing_is_held_out_then(sources: dict[str, Path], tmp_path: Path, corp
             {"data.eval": {"source": "x", "max_samples": 0}},
             "data.eval.max_samples must be integer >= 1 or null",
         ),
-        ({"data.eval": {"a/b": {"source": "x"}}}, "data.eval: the name 'a/b' may only have letters"),
+        ({"data.eval": {"a/b": {"source": "x"}}}, "data.eval.a/b: the name 'a/b' may only have letters"),
         ({"data.eval": {"a": {"source": "x", "seq_len": 3}}}, "unknown key data.eval.a.seq_len"),
         ({"data.eval": {"source": "no.jsonl"}}, "data.eval.source: no.jsonl: no such file"),
         ({"data.eval": {"held_out": {"source": "x"}}}, "data.eval.held_out: the share of data.eval_fraction"),

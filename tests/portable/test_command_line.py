@@ -217,7 +217,7 @@ def test_data_of_two_tokens(tmp_path: Path, corpus: Path, capsys: pytest.Capture
         (portable_report, [], "RUN (see portable-report --help)"),
         (main, ["init", "--task", "chatt"], "'chat', 'classification'"),
         (main, ["completion", "nu"], "'bash', 'zsh', 'fish'"),
-        (main, ["--data.sources", "[{source: x}]"], "error: --data.sources: source 1: has no name"),
+        (main, ["--data.sources", "[{source: x}]"], "error: --data.sources: data.sources.1: has no name"),
         (main, ["--output_dir", "ftp://host/x", "--dry-run"], "ftp:// is no object store; use s3://"),
         (main, ["--help", "everything"], "no setting named 'everything'; --help alone lists the sections"),
     ],
@@ -413,7 +413,7 @@ def test_the_log_lines_and_the_summary(
     assert main(flags(tiny(tmp_path, corpus, train__steps=2, log__trackers=["tensorboard"]))) == 0
     printed = capsys.readouterr().err
     assert "step 2/2  loss" in printed
-    for word in ("samples/s", "tokens/s", "peak memory", "evaluation     loss", "loss curve", "final"):
+    for word in ("samples/s", "tokens/s", "peak memory", "evaluation     loss", "report", "final"):
         assert word in printed
     assert list((tmp_path / "tensorboard").iterdir())
 

@@ -18,9 +18,8 @@ from portable.durable import write_durably
 from portable.errors import UserError
 from portable.output.lock import locked
 from portable.reporting.events import History, read_events
-from portable.reporting.html_report import Run, _machine, main, write_report
+from portable.reporting.html_report import POINTS, Run, _machine, main, thinned, write_report
 from portable.reporting.metrics import MetricsFile
-from portable.reporting.svg import POINTS, thinned
 from portable.run.rank import run_rank
 from tests.runs import configured
 
@@ -362,7 +361,7 @@ def test_more_devices_are_a_move(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", "loss.svg", "report.html"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", "report.html"])
 def test_a_run_writes_through_no_link(tmp_path: Path, corpus: Path, name: str) -> None:
     """A link in the place of a file of the run: refused in one line, or replaced."""
     folder, mine = tmp_path / "run", tmp_path / "mine"
@@ -381,8 +380,6 @@ def test_a_run_writes_through_no_link(tmp_path: Path, corpus: Path, name: str) -
 
 def test_evaluations_by_name(tmp_path: Path) -> None:
     """Sources share a chart, classes too; a confusion matrix is a table, and what is none is left out."""
-    from portable.reporting.loss_plot import plot_loss
-
     matrix = {"classes": ["a", "</script>"], "counts": [[3, 1], [0, 2]]}
     rows = [
         {"step": 1, "loss": 2.0},
@@ -411,13 +408,9 @@ def test_evaluations_by_name(tmp_path: Path) -> None:
     assert ["eval_rewards/margins/news"] in series
     assert data["metrics"][0]["hint"] == "nats a token; dashed: evaluation"
     assert data["runs"][0]["confusions"][0]["counts"] == [[3, 1], [0, 2]]
-    picture = plot_loss(tmp_path)
-    assert picture is not None and ">news<" in picture.read_text() and ">code<" in picture.read_text()
-    assert ">loss (nats a token)<" in picture.read_text()
     (tmp_path / "config.yaml").write_text("train: {loss: dpo, epochs: 1}\ndata: {format: preference}\n")
     event = {"event": "start", "step": 0, "time": 1.0, "steps": 25}
     (tmp_path / "events.jsonl").write_text(json.dumps(event) + "\n")
     write_report([tmp_path], tmp_path / "report.html")
     assert data_of(tmp_path / "report.html")["metrics"][0]["hint"] == "dpo; dashed: evaluation"
     assert Run.read(tmp_path).facts()["step"] == "1 of 25"
-    assert plot_loss(tmp_path) is not None and ">loss (dpo)<" in picture.read_text()

@@ -184,7 +184,7 @@ def settings(folder: Path, sources: Sequence[dict[str, Any]], **more: Any) -> Da
         vocab_size=300,
         eval_fraction=0.1,
         cache_dir=str(folder / "cache"),
-        sources=tuple(given),
+        sources=given,  # type: ignore[arg-type]
         **more,
     )
 
@@ -209,7 +209,7 @@ def test_the_share_of_a_source_is_part_of_the_data(tmp_path: Path) -> None:
 
 
 WRONG = [
-    ([{"source": "web.jsonl"}], "data.sources: source 1: has no name"),
+    ([{"source": "web.jsonl"}], "data.sources.1: has no name"),
     ([{"name": "a/b", "source": "web.jsonl"}], "the name 'a/b'"),
     (
         [{"name": "a", "source": "x"}, {"name": "a", "source": "y"}],
@@ -220,7 +220,7 @@ WRONG = [
         "and b has none",
     ),
     ([{"name": "a", "source": "x", "weight": 0}], "all weights are 0"),
-    ([{"name": "a", "source": "x", "weight": -1}], "data.sources.a.weight: -1 is not a number"),
+    ([{"name": "a", "source": "x", "weight": -1}], "data.sources.a.weight must be number >= 0"),
     ([{"name": "a", "source": "x", "weight": 1, "epochs": 1}], "has a weight and epochs"),
     ([{"name": "a", "source": "x", "wieght": 1}], "did you mean"),
     ([{"name": "a", "weight": 1}], "names no data of its own"),
@@ -243,7 +243,7 @@ def test_wrong_sources_are_refused_in_one_line(sources: list[dict[str, Any]], sa
             [{"step": 5, "weights": {"web": 1}}, {"step": 5, "weights": {"web": 1}}],
             "not come after",
         ),
-        ([{"at": 5}], "give it step and weights"),
+        ([{"at": 5}], "data.weight_schedule.1: has no step; set step, integer >= 0"),
         ([{"step": 5, "weights": {"web": 0}}], "all weights are 0"),
     ],
 )

@@ -93,7 +93,7 @@ def test_a_run_in_a_bucket(
     check_same(s3, undisturbed)
     assert steps_in(s3) == ["step-000006", "step-000008"]
     found = s3.tree("run")
-    assert {"config.yaml", "events.jsonl", "loss.svg", "report.html", "final/tokenizer.json"} <= found.keys()
+    assert {"config.yaml", "events.jsonl", "report.html", "final/tokenizer.json"} <= found.keys()
     assert len([name for name in found if name.startswith("tensorboard/")]) == 2
     assert f"{EIGHT}/_COMPLETE" in found and f"{EIGHT}/shard_checksums.json" in found
     for left_over in (LEASE_FILE, "probe", "_INCOMPLETE"):

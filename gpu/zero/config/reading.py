@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 from gpu.zero import private_api
 from gpu.zero.config.blocks import check_optimizer_type, rate_of, recompute_notices
 from gpu.zero.config.document import AUTO, KEY, Document, shown
-from gpu.zero.config.known_keys import check_keys, models, replace_deprecated
 from gpu.zero.config.merging import OFFLOADS
-from gpu.zero.config.value_checks import check_values
+from gpu.zero.config.schema import check, models, replace_deprecated
 from portable.errors import UserError, one_line, require
 
 if TYPE_CHECKING:
@@ -42,8 +41,7 @@ def read(config: RunConfig) -> Document | None:
     notices = modernise(values, name)
     _refuse_removed(values, name)
     check_optimizer_type(values, name)
-    check_keys(values, name)
-    check_values(values, name)
+    check(values, name)
     document = Document(values, name, ())
     notices += _without_effect(config, document)
     rate = rate_of(document)

@@ -1,0 +1,377 @@
+"""The keys and types of a DeepSpeed configuration, as one pydantic model.
+
+DeepSpeed reads some sections with pydantic models, which are used as they are. The rest it reads from plain
+dictionaries, where a misspelt key is silently ignored; those have their types here, from
+``deepspeed/runtime/config.py`` and the ``constants.py`` beside each feature.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeGuard, get_args
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    create_model,
+)
+
+from gpu.zero import private_api
+from gpu.zero.config.blocks import optimizer_defaults, scheduler_defaults
+from gpu.zero.config.document import AUTO, shown
+from portable.config.suggest import did_you_mean
+from portable.errors import UserError, one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+_STRICT = ConfigDict(extra="forbid", strict=True)
+_Number = Annotated[float, Field(ge=0)]
+_Lower = BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value)
+_Sent = Annotated[Literal["fp16", "bf16", "fp32"], _Lower]
+_Known = dict[str, Any]
+"""Types by key; a mapping of these for a section."""
+
+
+def _dtype(value: Any) -> Any:
+    if not private_api.is_dtype(value):
+        raise ValueError(f"{shown(value)} is no dtype that DeepSpeed knows")
+    return value
+
+
+_Dtype = Annotated[Any, AfterValidator(_dtype)]
+
+
+def _any(*names: str) -> _Known:
+    return dict.fromkeys(names, Any)
+
+
+def _model(name: str, known: _Known) -> type[BaseModel]:
+    """A strict model; each key may be missing or null."""
+    fields: _Known = {
+        key: ((_model(key, kind) if isinstance(kind, dict) else kind) | None, None)
+        if kind is not Any
+        else (Any, None)
+        for key, kind in known.items()
+    }
+    return create_model(name, __config__=_STRICT, **fields)
+
+
+if TYPE_CHECKING:
+    _Metric = BaseModel
+else:
+    _Metric = _model(
+        "Metric",
+        _any(
+            "index_to_sample_path",
+            "index_to_metric_path",
+            "difficulty_type",
+            "clustering_type",
+            "min_difficulty",
+            "max_difficulty",
+            "schedule_type",
+            "schedule_config",
+        ),
+    )
+_PLAIN: _Known = {
+    # Checked beside each other, with a remedy (reconcile.py).
+    **_any("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
+    "managed_gradient_accumulation": bool,
+    "gradient_clipping": _Number,
+    "prescale_gradients": bool,
+    "gradient_predivide_factor": _Number,
+    "gradient_allreduce_op": Annotated[Literal["mean", "sum"], _Lower],
+    "communication_data_type": _Sent,
+    "seq_parallel_communication_data_type": _Sent,
+    "steps_per_print": Any,
+    "wall_clock_breakdown": bool,
+    "memory_breakdown": bool,
+    "dump_state": bool,
+    "disable_allgather": bool,
+    "disable_python_gc": bool,
+    "dataloader_drop_last": bool,
+    "log_level": Any,
+    "use_data_before_expert_parallelism": bool,
+    "zero_allow_untested_optimizer": bool,
+    "zero_force_ds_cpu_optimizer": bool,
+    **_any("weight_quantization", "expert_parallel", "datastates_ckpt"),
+    "elasticity": Any,  # removed: DeepSpeed refuses it in its own words
+    "activation_checkpointing": {
+        "partition_activations": bool,
+        "number_checkpoints": Any,
+        "contiguous_memory_optimization": bool,
+        "synchronize_checkpoint_boundary": bool,
+        "profile": bool,
+        "cpu_checkpointing": bool,
+    },
+    "aio": {
+        "block_size": _Number,
+        "queue_depth": _Number,
+        "intra_op_parallelism": _Number,
+        "single_submit": bool,
+        "overlap_events": bool,
+        "use_gds": bool,
+    },
+    "checkpoint": {
+        "tag_validation": Annotated[Literal["warn", "ignore", "fail"], _Lower],
+        "load_universal": bool,
+        "use_node_local_storage": bool,
+        "checkpoint_serialization": bool,
+        "parallel_write": {"pipeline_stage": bool},
+        "writer": _any(
+            "type",
+            "io_buffer_size",
+            "io_buffer_double",
+            "io_multiplier",
+            "show_statistics",
+            "data_parallel",
+            "decoupled",
+        ),
+    },
+    "data_types": {
+        "grad_accum_dtype": _Dtype,
+        "param_dtype": _Dtype,
+        "buffer_dtype": _Dtype,
+        "keep_in_fp32_modules": Any,
+    },
+    "torch_autocast": {"enabled": bool, **_any("dtype", "lower_precision_safe_modules")},
+    "data_efficiency": {
+        "enabled": bool,
+        "seed": _Number,
+        "data_sampling": {
+            "enabled": bool,
+            "num_epochs": _Number,
+            "num_workers": _Number,
+            "pin_memory": bool,
+            "curriculum_learning": {
+                **_any("enabled", "data_cluster_path"),
+                "curriculum_metrics": dict[str, _Metric],
+            },
+            "dynamic_batching": Any,
+        },
+        "data_routing": {"enabled": bool, "random_ltd": Any},
+    },
+    "pipeline": _any(
+        "stages",
+        "partition",
+        "seed_layers",
+        "activation_checkpoint_interval",
+        "pipe_partitioned",
+        "grad_partitioned",
+    ),
+}
+
+
+def schema_of(document: Mapping[str, Any]) -> type[BaseModel]:
+    """The model of ``document``; ``params`` of optimizer and scheduler depend on their types in it."""
+    known = {
+        **dict.fromkeys(private_api.removed_keys(), Any),  # DeepSpeed refuses them in its own words
+        **_PLAIN,
+        **{
+            section: {"enabled": bool, **_params(vars(made({})))}
+            for section, made in private_api.config_classes().items()
+        },
+        "optimizer": {
+            **_any("type", "legacy_fusion"),
+            "params": _params(optimizer_defaults(_kind(document, "optimizer"))),
+        },
+        "scheduler": {"type": Any, "params": _params(scheduler_defaults(_kind(document, "scheduler")))},
+    }
+    for path, model in models().items():
+        inside = known
+        for part in path[:-1]:
+            inside = inside.setdefault(part, {})
+        inside[path[-1]] = model
+    return _model("DeepSpeed", known)
+
+
+def check(document: dict[str, Any], where: str) -> None:
+    """Raise UserError for all keys that the installed DeepSpeed does not read, or the first wrong value.
+
+    Strings and numbers that its models parse as booleans are replaced by booleans in ``document``.
+
+    Args:
+        document: the configuration.
+        where: its file or setting, for the message.
+    """
+    schema, given = schema_of(document), without_auto(document)
+    try:
+        read = schema(**given)
+    except ValidationError as error:
+        details = error.errors()
+        unknown = [
+            tuple(map(str, detail["loc"])) for detail in details if detail["type"] == "extra_forbidden"
+        ]
+        if unknown:
+            raise UserError(f"{where}: {_unknown(schema, unknown)}") from error
+        first = details[0]
+        # A place also names members of unions.
+        path = [str(part) for part in first["loc"] if str(part) in _names_in(given)]
+        got = "" if isinstance(first["input"], dict) else f", not {shown(first['input'])}"
+        told = re.sub(r", (\w+) or \1$", r", \1", first["msg"])  # of an enum with two names for a value
+        told = re.sub(r" or instance of \w+$", "", told)
+        raise UserError(one_line(f"{where}: {'.'.join(path)}: {told}{got}")) from error
+    except Exception as error:  # of one of its validators
+        raise UserError(one_line(f"{where}: {error or type(error).__name__}")) from error
+    _take_over(read, document)
+    try:
+        private_api.parse({key: value for key, value in given.items() if key not in _OURS} | _ONE_EACH)
+    except Exception as error:
+        raise UserError(one_line(f"{where}: {error or type(error).__name__}")) from error
+
+
+_ONE_EACH = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+_OURS = ("optimizer", "scheduler", "train_batch_size")
+
+
+def without_auto(values: dict[str, Any], path: tuple[str, ...] = ()) -> dict[str, Any]:
+    """``values`` without those that are ``auto``."""
+    return {
+        key: without_auto(value, (*path, key)) if isinstance(value, dict) else value
+        for key, value in values.items()
+        if value != AUTO or (*path, key) == ("data_types", "keep_in_fp32_modules")
+    }
+
+
+def _take_over(read: BaseModel, values: dict[str, Any]) -> None:
+    """Put the booleans and numbers that ``read`` made of words into ``values``."""
+    for name, field in type(read).model_fields.items():
+        key = name if name in values else field.alias or name
+        new, old = getattr(read, name, None), values.get(key)
+        if isinstance(new, BaseModel) and isinstance(old, dict):
+            _take_over(new, old)
+        words = str | int if isinstance(new, bool) else str
+        if isinstance(new, bool | int | float) and isinstance(old, words) and old != AUTO:
+            values[key] = new
+
+
+def _names_in(values: dict[str, Any]) -> set[str]:
+    """All keys at any depth."""
+    inside = (_names_in(value) for value in values.values() if isinstance(value, dict))
+    return set(values).union(*inside)
+
+
+def _unknown(schema: type[BaseModel], paths: list[tuple[str, ...]]) -> str:
+    """What to say of the unknown keys at ``paths``."""
+    hints = []
+    for path in paths:
+        siblings = names_at(schema, path[:-1])
+        hints.append(".".join(path) + did_you_mean(path[-1], siblings, prefix=".".join((*path[:-1], ""))))
+    if len(paths) > 1:
+        listed = [f"{hint.replace('; ', ' (')})" if "; " in hint else hint for hint in hints]
+        return f"unknown keys {', '.join(listed)}"
+    around = ".".join(paths[0][:-1]) or "the top level"
+    known = "" if hints[0] != ".".join(paths[0]) else f"; {around} has {', '.join(sorted(siblings))}"
+    return f"unknown key {hints[0]}{known}"
+
+
+def names_at(schema: type[BaseModel], path: tuple[str, ...]) -> list[str]:
+    """The keys of the section at ``path``."""
+    for part in path:
+        fields = {field.alias or name: field for name, field in schema.model_fields.items()}
+        field = fields.get(part) or schema.model_fields.get(part)
+        groups = (
+            []
+            if field is None
+            else [kind for kind in _types(field.annotation) if issubclass(kind, BaseModel)]
+        )
+        schema = groups[0] if groups else schema  # the names of a mapping of groups are the user's
+    return [key for name, field in schema.model_fields.items() for key in {name, field.alias or name}]
+
+
+def replace_deprecated(
+    model: type[BaseModel], section: dict[str, Any], path: tuple[str, ...], where: str
+) -> list[str]:
+    """Rename deprecated keys of ``section`` by the rules in DeepSpeed's model.
+
+    Args:
+        model: DeepSpeed's model of the section.
+        section: changed in place.
+        path: of the section.
+        where: its file or setting, for messages.
+
+    Returns:
+        the changes, one line each.
+
+    Raises:
+        UserError: if a key has both its old and its new name.
+    """
+    notices = []
+    for name, field in model.model_fields.items():
+        rules: Any = field.json_schema_extra or {}
+        key = next((key for key in (name, field.alias) if key in section), None)
+        if key is None or not rules.get("deprecated"):
+            continue
+        annotation: Any = field.annotation
+        try:
+            value = TypeAdapter(annotation).validate_python(section[key])
+        except ValidationError:  # reported by the check of values
+            continue
+        new = rules.get("new_param", "")
+        old = ".".join((*path, key))
+        del section[key]
+        if not new or not rules.get("set_new_param", True):
+            notices.append(
+                f"{old} has no effect: DeepSpeed has removed it" + (f"; it is part of {new}" if new else "")
+            )
+            continue
+        target = model.model_fields[new].alias or new
+        if target in section or new in section:
+            raise UserError(f"{where}: {old} is the old name of {target}, which is set as well; remove {old}")
+        value = rules.get("new_param_fn", lambda value: value)(value)
+        if isinstance(value, BaseModel):
+            value = value.model_dump(mode="json", exclude_unset=True)
+        if value is not None:
+            section[target] = value
+        notices.append(f"{old} is deprecated: read as {target}")
+    return notices
+
+
+def models() -> dict[tuple[str, ...], type[BaseModel]]:
+    """The pydantic models of the installed DeepSpeed, by section."""
+    monitors: dict[tuple[str, ...], type[BaseModel]] = {
+        (name,): kind
+        for name, field in private_api.monitor_model().model_fields.items()
+        for kind in _types(field.annotation)
+        if _is_group(kind)
+    }
+    return {**monitors, **private_api.config_models()}
+
+
+def _is_group(kind: type) -> TypeGuard[type[BaseModel]]:
+    return issubclass(kind, BaseModel)
+
+
+def _types(annotation: Any) -> Iterator[type]:
+    if inspect.isclass(annotation):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _types(argument)
+
+
+def _kind(document: Mapping[str, Any], block: str) -> Any:
+    found = document.get(block)
+    return found.get("type") if isinstance(found, dict) else None
+
+
+def _params(defaults: Mapping[str, Any] | None) -> Any:
+    """The arguments of a class, with the types that their defaults imply; any for an unknown one."""
+    return Any if defaults is None else {name: _type_of(default) for name, default in defaults.items()}
+
+
+def _type_of(default: Any) -> Any:
+    """The type of values that ``default`` implies."""
+    if isinstance(default, bool | dict):
+        return type(default)
+    if isinstance(default, int | float):
+        return Annotated[float, Field(ge=min(0, default))] | list[float]
+    if isinstance(default, tuple):
+        each = Annotated[float, Field(ge=0, lt=1)]
+        return Annotated[list[each], Field(min_length=len(default), max_length=len(default))]
+    return float | list[Any] if default is inspect.Parameter.empty else Any

@@ -1,0 +1,157 @@
+"""The sources that a run trains and evaluates on, each with the whole ``data`` section as it has it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from portable.config.sections import DataConfig, MixedSource, SourceConfig
+from portable.config.suggest import did_you_mean_word
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ALONE = ""
+"""The name of a source that is the only one."""
+HELD_OUT = "held_out"
+"""The name of the share that ``data.eval_fraction`` holds out, beside sources of ``data.eval``."""
+_OF_ONE_SOURCE = ("config_name", "split", "max_samples", "format")
+"""Not taken over by a source of its own: which part of the training's source is read, and as what."""
+_ALONE: dict[str, Any] = {"eval": None, "sources": (), "weight_schedule": ()}
+
+
+@dataclass(frozen=True)
+class TrainingSource:
+    """A source to train on, with its share of a mixture.
+
+    Attributes:
+        settings: the ``data`` section as this source has it.
+        weight: in proportion to those of the others; None where epochs are given.
+        epochs: passes over it in one pass over the mixture; None where a weight is given.
+    """
+
+    settings: DataConfig
+    weight: float | None = None
+    epochs: float | None = None
+
+
+def training_key(name: str) -> str:
+    """The dotted key of the source ``name``; of the ``data`` section for the only source of a run."""
+    return f"data.sources.{name}" if name else "data"
+
+
+def eval_key(name: str) -> str:
+    """The dotted key of the evaluation source ``name``."""
+    return f"data.eval.{name}" if name else "data.eval"
+
+
+def training_names(data: DataConfig) -> tuple[str, ...]:
+    """The names of the sources of a mixture, none without ``data.sources``."""
+    return tuple(one.name for one in data.sources)
+
+
+def training_sources(data: DataConfig) -> dict[str, TrainingSource]:
+    """The sources of a run by name; ``ALONE`` for one without ``data.sources``."""
+    if not data.sources:
+        return {ALONE: TrainingSource(data)}
+    return {
+        one.name: TrainingSource(
+            _settings(data, one, {}),
+            one.weight,
+            1.0 if one.epochs is None and one.weight is None else one.epochs,
+        )
+        for one in data.sources
+    }
+
+
+def weight_schedule(data: DataConfig) -> list[tuple[int, dict[str, float]]]:
+    """The steps from which ``data.weight_schedule`` gives other weights, with these by name."""
+    return [(phase.step, phase.weights) for phase in data.weight_schedule]
+
+
+def evaluation_sources(data: DataConfig) -> dict[str, DataConfig]:
+    """The settings of each evaluation source, by name; ``ALONE`` for a single one, empty without any."""
+    return {name: _settings(data, one, {"eval_fraction": 0.0}) for name, one in _evaluated(data).items()}
+
+
+def evaluation_names(data: DataConfig) -> list[str]:
+    """The names of all that a run evaluates on."""
+    names = list(_evaluated(data))
+    return names if data.eval_fraction == 0 else [*names, *(training_names(data) or [held_out_name(data)])]
+
+
+def held_out_name(data: DataConfig) -> str:
+    """The name of what the only source of a run holds out."""
+    return HELD_OUT if data.eval is not None else ALONE
+
+
+def mistakes(data: DataConfig) -> Iterator[tuple[str, str]]:
+    """What is wrong with the sources together: the setting, and one line."""
+    names: set[str] = set()
+    for one in data.sources:
+        key = training_key(one.name)
+        if one.name in names:
+            yield "data.sources", f"data.sources: two sources are named {one.name}; rename one"
+        names.add(one.name)
+        yield from _nameless("data.sources", key, one)
+        if one.weight is not None and one.epochs is not None:
+            yield "data.sources", f"{key}: has a weight and epochs; remove one of the two"
+        settings = _settings(data, one, {})
+        if settings.stream and one.weight is None:
+            yield "data.sources", f"{key}: a stream has no epochs that are known; give it a weight"
+    weighed = [one.name for one in data.sources if one.weight is not None]
+    if weighed and len(weighed) < len(data.sources):
+        other = next(name for name in training_names(data) if name not in weighed)
+        reason = f"{weighed[0]} has a weight and {other} has none; give a weight to all, or epochs"
+        yield "data.sources", f"data.sources: {reason}"
+    if weighed and not any(one.weight for one in data.sources):
+        yield "data.sources", "data.sources: all weights are 0; raise one"
+    yield from _of_evaluation(data)
+    yield from _of_schedule(data)
+
+
+def _of_evaluation(data: DataConfig) -> Iterator[tuple[str, str]]:
+    of_shares = training_names(data) or (HELD_OUT,)
+    for name, one in _evaluated(data).items():
+        key = eval_key(name)
+        yield from _nameless(key, key, one)
+        if name in of_shares and data.eval_fraction > 0:
+            reason = "the share of data.eval_fraction has this name; choose another, or set "
+            yield key, f"{key}: {reason}data.eval_fraction to 0"
+
+
+def _of_schedule(data: DataConfig) -> Iterator[tuple[str, str]]:
+    key, names = "data.weight_schedule", training_names(data)
+    if data.weight_schedule and not names:
+        yield key, f"{key}: has no effect without data.sources"
+    before = -1
+    for number, phase in enumerate(data.weight_schedule, start=1):
+        if phase.step <= before:
+            reason = f"step {phase.step} does not come after step {before}; sort them"
+            yield key, f"{key}: entry {number}: {reason}"
+        before = phase.step
+        for name in phase.weights.keys() - set(names):
+            hint = did_you_mean_word("data.sources", name, names) or f"; there are {', '.join(names)}"
+            yield key, f"{key}: entry {number}: there is no source {name}{hint}"
+        if not any(phase.weights.values()):
+            yield key, f"{key}: entry {number}: all weights are 0; raise one"
+
+
+def _nameless(setting: str, key: str, one: SourceConfig) -> Iterator[tuple[str, str]]:
+    if not one.model_fields_set & {"source", "split", "config_name"}:
+        yield setting, f"{key}: names no data of its own; set source, or split of a hub dataset"
+
+
+def _evaluated(data: DataConfig) -> dict[str, SourceConfig]:
+    if data.eval is None:
+        return {}
+    return {ALONE: data.eval} if isinstance(data.eval, SourceConfig) else data.eval
+
+
+def _settings(data: DataConfig, one: SourceConfig, more: dict[str, Any]) -> DataConfig:
+    """The ``data`` section as a source has it: what ``one`` leaves out is as there."""
+    own = MixedSource.model_fields.keys() - SourceConfig.model_fields.keys()
+    given = {name: getattr(one, name) for name in one.model_fields_set - own}
+    if "source" in given:
+        given = {name: SourceConfig.model_fields[name].default for name in _OF_ONE_SOURCE} | given
+    return data.model_copy(update=_ALONE | more | given)
