@@ -269,10 +269,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"messages": [QUESTION, {**ANSWER, "weight": 0.5}]},
         "2: message 2 has weight 0.5; use 0 or 1",
     ),
-    "a question that shall count": (
-        {"messages": [{**QUESTION, "train": True}, ANSWER]},
-        "2: message 1 has train true, but only answers are trained; remove the key",
-    ),
     "a call that the template leaves out": (
         {"messages": [QUESTION, {**ANSWER, "tool_calls": [{"name": "look"}]}]},
         "2: the template leaves out the call of 'look'",
@@ -301,6 +297,7 @@ def test_a_bad_record_is_named_by_its_line(name: str, settings: Settings, tmp_pa
         ({"messages": GREETING}, {"chat_template": "nothing"}, "'nothing' is no file and no name"),
         ({"messages": GREETING}, {"chat_template": "no.jinja"}, "no.jinja: cannot read it"),
         ({"messages": GREETING}, {"train_on": "completion"}, ":1: completion is for records with a prompt"),
+        ({"messages": GREETING}, {"roles_to_train": ("tool",)}, ":1: tool says nothing, or context only"),
         ({"conversations": [{"from": "alien", "value": "x"}]}, {}, "message 1 is from 'alien'; use human"),
         ({"prompt": "a", "completion": 5}, {}, "they are of type str and of type int"),
         ({"instruction": "a", "output": None}, {}, "output is null"),
@@ -499,6 +496,18 @@ def test_the_cache_knows_the_mask(settings: Settings) -> None:
         assert (again.trained_between(start, start + len(trained)) == trained).all()
         start += len(trained)
     assert first.sizes.trained == sum(again.trained("text", n).sum() for n in (0, 1)) / start
+
+
+@pytest.mark.parametrize("packing", [False, True, "documents"])
+def test_roles_to_train_packed_and_padded(packing: Any, settings: Settings) -> None:
+    rows = [{"messages": [*TALK[:3], TALK[5]]}] * 8
+    given = written(settings, *rows, packing=packing, seq_len=64, roles_to_train=("user",))
+    data = build_data(given)
+    labels = np.concatenate([np.asarray(data.train[index]["labels"]) for index in range(len(data.train))])
+    text = tokenizer("llama3").decode(labels[labels != IGNORED])
+    asked = "What is 2 + 3?<|eot_id|>And 3 + 4?<|eot_id|>"
+    assert text in asked * 8 and text.count("And") >= 5
+    assert data.fingerprint != build_data(replace(given, roles_to_train=None)).fingerprint
 
 
 def test_packed_end_to_end_the_masks_follow(settings: Settings) -> None:
@@ -719,6 +728,9 @@ def test_show_data(settings: Settings, tmp_path: Path, capsys: pytest.CaptureFix
         ({"data.train_on": "all", "data.format": "text"}, "data.train_on is for conversations"),
         ({"data.truncation": "drop", "data.format": "text"}, "has no effect with data.packing true"),
         ({"data.train_on": "completion", "data.split_turns": True}, "does not work with data.split_turns"),
+        ({"data.roles_to_train": ["user", "gpt"]}, "data.roles_to_train must be list of: system .*'gpt'"),
+        ({"data.roles_to_train": "user", "data.train_on": "all"}, "all does not work with data.roles_to_tr"),
+        ({"data.roles_to_train": "user", "data.format": "text"}, "data.roles_to_train is for conversations"),
     ],
 )
 def test_settings_that_contradict_each_other(values: dict[str, Any], message: str) -> None:
