@@ -236,14 +236,15 @@ def _data(config: RunConfig) -> Iterator[ConflictError]:
                 (f"data.{name}", "model.task"),
                 f"data.{name} is for model.task {only}, not {task}; remove it",
             )
-    for name in ("format", "chat_template", "chat_template_kwargs", "train_on", "split_turns", "truncation"):
+    chats = ("chat_template", "chat_template_kwargs", "train_on", "roles_to_train", "split_turns")
+    for name in ("format", *chats, "truncation"):
         value = getattr(data, name)
         if task != "causal-lm" and value and value not in ("auto", "text", "end"):
             yield ConflictError(
                 (f"data.{name}", "model.task"),
                 f"data.{name} is for model.task causal-lm, not {task}; remove it",
             )
-        if data.format == "text" and name not in ("format", "truncation") and value:
+        if data.format == "text" and name in chats and value:
             yield ConflictError(
                 (f"data.{name}", "data.format"),
                 f"data.{name} is for conversations, not for data.format text; remove one of the two",
@@ -290,6 +291,12 @@ def _data(config: RunConfig) -> Iterator[ConflictError]:
     streams = {key: one for key, one in sources.items() if one.stream}
     if streams:
         yield from _streams(config, next(iter(streams)))
+    for key, one in sources.items():
+        if one.roles_to_train and one.train_on not in (None, "assistant"):
+            yield ConflictError(
+                (f"{key}.train_on", f"{key}.roles_to_train"),
+                f"{key}.train_on {one.train_on} does not work with {key}.roles_to_train; remove one of the two",
+            )
     for key, one in streams.items():
         if one.max_samples is not None:
             yield ConflictError(
@@ -310,6 +317,7 @@ def _preference(config: RunConfig) -> Iterator[ConflictError]:
         ("packing", data.packing),
         ("split_turns", data.split_turns),
         ("train_on", data.train_on not in (None, "completion")),
+        ("roles_to_train", data.roles_to_train),
     ):
         if used:
             yield ConflictError(

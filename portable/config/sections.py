@@ -32,6 +32,7 @@ Format = Literal[
     "auto", "text", "messages", "sharegpt", "prompt_completion", "alpaca", "preference", "samples"
 ]
 XlaDtype = Literal["float32", "bfloat16", "float16"]
+Role = Literal["system", "developer", "user", "assistant", "tool", "ipython", "function", "observation"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 SOURCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 ONE, SEVERAL = "[one]", "[several]"
@@ -277,6 +278,11 @@ class SourceConfig(Section):
         "its last message (last_assistant), what follows the prompt (completion), or all. Null: completion "
         "if the record has a prompt (prompt_completion, alpaca), else assistant. A message with weight: 0 or "
         "train: false is context only.",
+    )
+    roles_to_train: Annotated[tuple[Role, ...], OneOrMany, Field(strict=False, min_length=1)] | None = Field(
+        default=None,
+        description="Roles whose messages the loss counts (what they say, and the end of their turn). Null: "
+        "the assistant's, as data.train_on has it. A message with train: true is trained, whose ever it is.",
     )
     split_turns: Flag = Field(
         default=False,

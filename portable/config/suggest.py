@@ -224,7 +224,7 @@ ELSEWHERE = {
     "plugins": "code of your own goes into train.loss, train.callbacks or model.function; leave it out",
     "processor_type": "only text models are supported; leave it out",
     "roles": _RECORDS,
-    "roles_to_train": "set data.train_on to assistant or all; train: false in a message takes it out",
+    "roles_to_train": "data.roles_to_train",
     "sample_packing": "set data.packing to documents",
     "saves_per_epoch": "set checkpoint.every_epochs to one divided by it",
     "sdp_attention": "set model.attention to sdpa",

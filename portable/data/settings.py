@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from portable.config.sections import DataConfig, SourceConfig
 from portable.config.sources import eval_key, evaluation_sources, training_key, training_sources
+from portable.data.sources.conversations import ANSWERING
 from portable.data.sources.documents import BadRecords
 from portable.data.sources.opening import Fields, Source, open_source
 from portable.data.sources.shards import StreamedFiles, open_stream
@@ -85,7 +86,8 @@ def _recognised_format(settings: DataConfig, task: str, *, downloads: bool) -> s
     if source.downloads and not downloads:
         return "auto"
     kind = source.recognised(fields_of(settings, task))
-    if kind == "text" and (settings.chat_template or settings.train_on or settings.split_turns):
+    of_turns = settings.chat_template, settings.train_on, settings.roles_to_train, settings.split_turns
+    if kind == "text" and any(of_turns):
         source.check()  # what the records lack comes before a setting that texts have no use for
     return kind
 
@@ -144,6 +146,7 @@ def fields_of(settings: DataConfig, task: str) -> Fields:
         bad=BadRecords() if settings.on_bad_record == "skip" else None,
         columns=settings.columns,
         format=None if settings.format == "auto" and task == CAUSAL else _format(settings, task),
+        roles=frozenset(settings.roles_to_train or ANSWERING),
     )
 
 

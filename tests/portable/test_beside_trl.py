@@ -118,12 +118,30 @@ def answers(count: int) -> list[dict[str, Any]]:
     return rows
 
 
+LOGGED = ("mean_token_accuracy", "entropy")
+
+
 class OrderedSFT(Ordered, trl.SFTTrainer):  # type: ignore[misc]
-    """TRL's trainer with a given order of samples."""
+    """TRL's trainer with a given order of samples, and what it logs of each micro-batch beside its labels."""
+
+    def __init__(self, **given: Any) -> None:
+        self.logged: list[tuple[int, dict[str, float]]] = []
+        super().__init__(**given)
+
+    def compute_loss(self, model: Any, inputs: Any, *given: Any, **more: Any) -> Any:
+        labels = int((inputs["labels"][:, 1:] != IGNORED).sum())
+        found = super().compute_loss(model, inputs, *given, **more)
+        self.logged.append((labels, {name: self._metrics["train"][name][-1] for name in LOGGED}))
+        return found
 
 
-def beside_trl(config: RunConfig, rows: list[dict[str, Any]], folder: Path, accumulation: int) -> list[float]:
-    """TRL's loss of each step: it reads the records, renders, masks, truncates, pads and trains."""
+def beside_trl(
+    config: RunConfig, rows: list[dict[str, Any]], folder: Path, accumulation: int
+) -> list[dict[str, float]]:
+    """TRL's numbers of each step: it reads the records, renders, masks, truncates, pads and trains.
+
+    Its accuracy and entropy are means of micro-batches; here they are weighed by their labels.
+    """
     with opened(config) as trial:
         data, batch = trial.run.data, config.train.global_batch_size
         model = transformers.AutoModelForCausalLM.from_config(trial.run.model_config)
@@ -146,8 +164,13 @@ def beside_trl(config: RunConfig, rows: list[dict[str, Any]], folder: Path, accu
         )
     assert len(trained.train_dataset) == len(rows)
     trained.train()
-    parts = trained.step_losses
-    return [sum(parts[at : at + accumulation]) for at in range(0, len(parts), accumulation)]
+    steps = []
+    for at in range(0, len(trained.step_losses), accumulation):
+        parts = trained.logged[at : at + accumulation]
+        total = sum(labels for labels, _ in parts)
+        means = {name: sum(labels * found[name] for labels, found in parts) / total for name in LOGGED}
+        steps.append({"loss": sum(trained.step_losses[at : at + accumulation]), **means})
+    return steps
 
 
 def test_the_losses_are_trls(tmp_path: Path) -> None:
@@ -168,7 +191,9 @@ def test_the_losses_are_trls(tmp_path: Path) -> None:
     )
     theirs = beside_trl(config, rows, tmp_path / "theirs", 2)
     assert run_rank("cpu", config) == 0
-    losses = [row["loss"] for row in read_metrics(tmp_path / "ours") if "loss" in row]
-    assert losses == pytest.approx(theirs, rel=1e-5)
-    assert len(losses) == 10
-    assert losses[-1] != pytest.approx(losses[0], rel=1e-2)
+    ours = [row for row in read_metrics(tmp_path / "ours") if "loss" in row]
+    assert len(ours) == len(theirs) == 10
+    for one, other in zip(ours, theirs, strict=True):
+        assert {name: one[name] for name in other} == pytest.approx(other, rel=1e-5)
+    assert ours[-1]["loss"] != pytest.approx(ours[0]["loss"], rel=1e-2)
+    assert ours[-1]["mean_token_accuracy"] > ours[0]["mean_token_accuracy"]

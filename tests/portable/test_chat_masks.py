@@ -11,7 +11,7 @@ import jinja2
 import numpy as np
 import pytest
 
-from portable.data.sources.conversations import read_preference
+from portable.data.sources.conversations import read_conversation, read_preference
 from portable.data.sources.documents import Document
 from portable.data.tokens.chat_template import ChatTemplate, Encoded, notes
 from portable.errors import UserError
@@ -397,6 +397,60 @@ def test_answers_that_are_context_only(key: str) -> None:
     ):
         with pytest.raises(UserError, match=r"chat.jsonl:1: a message is context only.*use assistant"):
             encode("llama3", template("llama3"), row, kind, **options)
+
+
+@pytest.mark.parametrize("roles", [("user",), ("user", "assistant"), ("system", "assistant")])
+@pytest.mark.parametrize("name", ["chatml", "llama3", "llama3_training", "gemma", "qwen3", "qwen3_training"])
+def test_roles_whose_messages_are_trained(name: str, roles: tuple[str, ...]) -> None:
+    """What they say and the end of their turn, found in the text that transformers renders."""
+    family = name.removesuffix("_training")
+    for talk in (GREETING, TALK):
+        messages = [*(SYSTEM if FAMILIES[family].system else []), *talk]
+        if not FAMILIES[family].system and "system" in roles:
+            continue
+        conversation = read_conversation({"messages": messages}, "messages", "x", frozenset(roles))
+        document = Document("", conversation=conversation)  # type: ignore[arg-type]
+        encoded = ChatTemplate(tokenizer(family), template(name), NO_FRAME).encode([document])
+        found = [trained(family, encoded, at) for at in range(len(encoded.tokens))]
+        whole = tokenizer(family).apply_chat_template(
+            messages, chat_template=template(name), tokenize=False, return_dict=False
+        )
+        end, place, expected = FAMILIES[family].answer_end, 0, []
+        for message in messages:
+            content = message["content"] if message["content"] in whole else message["content"].strip()
+            place = whole.index(content, place)
+            said = whole[place : whole.index(end, place) + len(end)]
+            thinks = family == "qwen3" and message["role"] == "assistant"
+            if message["role"] in roles:
+                expected.append("<think>\n\n</think>\n\n" * thinks + said)
+        assert "".join(found).replace(end + "\n", end) == "".join(expected)
+        assert encoded.stopping == len(encoded.tokens)
+        assert len(found) == (
+            len(expected)
+            if name == "qwen3" and "assistant" in roles and len(expected) > 1 and talk is TALK
+            else 1
+        )
+
+
+def test_roles_that_a_template_hides() -> None:
+    """Tools' outputs that one turn holds; a system prompt within a question, which cannot be told."""
+    row = {"messages": [*CALLS[:3], {**CALLS[2], "content": "6"}, CALLS[3]], "tools": TOOLS}
+    read = read_conversation(row, "messages", "x", frozenset({"tool"}))
+    encoded = ChatTemplate(tokenizer("qwen3"), template("qwen3"), NO_FRAME).encode(
+        [Document("", conversation=read)]  # type: ignore[arg-type]
+    )
+    assert trained("qwen3", encoded) == "5\n</tool_response>6\n</tool_response><|im_end|>\n"
+    read = read_conversation({"messages": SYSTEM + TALK}, "messages", "x:1", frozenset({"system"}))
+    with pytest.raises(UserError, match=r"x:1: where message 1, from system, .* leave system out of data.ro"):
+        ChatTemplate(tokenizer("gemma3"), template("gemma3"), NO_FRAME).encode(
+            [Document("", conversation=read)]  # type: ignore[arg-type]
+        )
+
+
+def test_a_question_that_says_so_is_trained() -> None:
+    messages = [{**TALK[0], "train": True}, {**TALK[1], "train": False}, *TALK[2:]]
+    found = trained("llama3", encode("llama3", template("llama3"), {"messages": messages}))
+    assert found.startswith("What is 2 + 3?<|eot_id|>7 ")
 
 
 def test_both_answers_of_a_pair_are_trained_from_the_same_token_on() -> None:

@@ -168,7 +168,7 @@ AXOLOTL = {
     "plugins": "leave it out",
     "resume_from_checkpoint": "checkpoint.resume",
     "roles": "data.format to messages",
-    "roles_to_train": "data.train_on",
+    "roles_to_train": "data.roles_to_train",
     "sample_packing": "set data.packing to documents",
     "saves_per_epoch": "checkpoint.every_epochs to one divided by it",
     "sequence_len": "data.seq_len",

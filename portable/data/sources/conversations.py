@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from portable.errors import UserError, one_line
@@ -40,6 +40,8 @@ _SHAREGPT_ROLES = {
     "developer": "developer",
 }
 _TOOLS = ("tool", *SELDOM)
+ANSWERING = frozenset({"assistant"})
+"""The roles whose messages are trained, unless ``data.roles_to_train`` names others."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # the same under three names
 _WEIGHTS = ("weight", "train", "loss")  # of OpenAI, axolotl and ms-swift; 0 or false: not trained
 
@@ -55,6 +57,7 @@ class Conversation:
         prompt: how many messages are the prompt, if the record says so.
         template_kwargs: further variables of the template, from the record.
         where: the record's place in the source, for messages.
+        roles: whose messages are trained, besides those that say so.
     """
 
     messages: tuple[Message, ...]
@@ -62,12 +65,21 @@ class Conversation:
     tools: tuple[dict[str, Any], ...] | None = None
     prompt: int | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    roles: frozenset[str] = ANSWERING
 
     @property
     def answers(self) -> list[int]:
-        """The places of the assistant's messages, without those that are context only."""
-        said = [at for at, message in enumerate(self.messages) if message["role"] == "assistant"]
-        return [at for at in said if not context_only(self.messages[at])]
+        """The places of the messages that are trained, which are the assistant's for most: see ``roles``."""
+        return [at for at, message in enumerate(self.messages) if self._trains(message)]
+
+    def _trains(self, message: Message) -> bool:
+        said = message["role"] in self.roles or bool(message.get("train"))
+        return said and not context_only(message)
+
+    @property
+    def speakers(self) -> str:
+        """Whose messages are trained, for messages."""
+        return "the assistant" if self.roles == ANSWERING else " or ".join(sorted(self.roles))
 
     @property
     def text(self) -> str:
@@ -130,16 +142,26 @@ def _from_value(turns: list[Any]) -> bool:
     return not turns or (isinstance(turns[0], Mapping) and "from" in turns[0])
 
 
-def read_conversation(row: Mapping[str, Any], kind: Format, where: str) -> Conversation | Completion:
+def read_conversation(
+    row: Mapping[str, Any], kind: Format, where: str, roles: frozenset[str] = ANSWERING
+) -> Conversation | Completion:
     """Convert a record of a format other than text.
 
     Args:
         where: the place of the record, for messages.
+        roles: whose messages are trained.
 
     Raises:
         UserError: it is not a valid record of that format.
     """
-    return _READERS[kind](row, where)
+    found = _READERS[kind](row, where)
+    if isinstance(found, Completion):
+        return found
+    found = replace(found, roles=roles)
+    begin = 0 if roles != ANSWERING else found.prompt or 0
+    if not any(at >= begin for at in found.answers):
+        raise _refused(where, f"{found.speakers} says nothing, or context only; remove the record")
+    return found
 
 
 def _messages(row: Mapping[str, Any], where: str) -> Conversation:
@@ -215,9 +237,8 @@ def read_preference(row: Mapping[str, Any], where: str) -> tuple[Conversation | 
         prompt, one, other = one[:same], one[same:], other[same:]
     elif prompt is None:
         raise _unlike("preference", where, "prompt is missing")
-    return tuple(
-        _prompt_completion({**row, "prompt": prompt, "completion": said}, where) for said in (one, other)
-    )
+    rows = ({**row, "prompt": prompt, "completion": said} for said in (one, other))
+    return tuple(read_conversation(row, "prompt_completion", where) for row in rows)
 
 
 def _alpaca(row: Mapping[str, Any], where: str) -> Conversation:
@@ -272,10 +293,7 @@ def _conversation(
     kwargs = _json(row.get("chat_template_kwargs"), "chat_template_kwargs", where) or {}
     if not isinstance(kwargs, Mapping):
         raise _refused(where, f"chat_template_kwargs is {kind_of(kwargs)}, not a mapping")
-    found = Conversation(tuple(messages), where, tuple(tools) if tools else None, prompt, kwargs)
-    if not any(at >= (prompt or 0) for at in found.answers):
-        raise _refused(where, "the assistant says nothing, or context only; remove the record")
-    return found
+    return Conversation(tuple(messages), where, tuple(tools) if tools else None, prompt, kwargs)
 
 
 def _message(message: Any, where: str, at: int) -> Message:
@@ -289,10 +307,6 @@ def _message(message: Any, where: str, at: int) -> Message:
     for key in _WEIGHTS:
         if (weight := read.get(key, 0)) not in (0, 1):
             raise _refused(where, f"message {at + 1} has {key} {weight!r}; use 0 or 1")
-    if read.get("train") and role != "assistant":
-        raise _refused(
-            where, f"message {at + 1} has train true, but only answers are trained; remove the key"
-        )
     if isinstance(content, list | tuple):
         content = read["content"] = "".join(_part(part, where, at) for part in content)
     if not isinstance(content, str) and (content is not None or not read.get("tool_calls")):

@@ -11,6 +11,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
 from portable.data.sources.conversations import (
+    ANSWERING,
     Completion,
     Conversation,
     Format,
@@ -92,11 +93,14 @@ class Fields:
     """Takes the records that cannot be read; None: they end the run."""
     format: Format | None = "text"
     """Of the records; None: each source recognises it by its first record."""
+    roles: frozenset[str] = field(default=ANSWERING, repr=False)
+    """Whose messages of a conversation are trained."""
 
     @property
     def key(self) -> str:
         """All that decides which documents a record becomes; a format that is open counts as text."""
-        return repr((replace(self, format=self.format or "text"), self.bad is None))
+        roles = () if self.roles == ANSWERING else sorted(self.roles)
+        return repr((replace(self, format=self.format or "text"), self.bad is None, *roles))
 
 
 class NoTextError(UserError):
@@ -198,7 +202,7 @@ def read_row(row: Mapping[str, Any], fields: Fields, where: str) -> Document | N
         UserError: if a field is missing or has the wrong type. ``where`` names the row.
     """
     if fields.format not in (None, "text"):
-        return _conversation_document(row, fields.format, where)
+        return _document(read_conversation(row, fields.format, where, fields.roles), where)
     text = _text_of(row, "text_field", fields.text, where)
     target = None if fields.target is None else _text_of(row, "target_field", fields.target, where)
     label = None if fields.label is None else _label_of(row, fields.label, where)
@@ -228,10 +232,6 @@ def _read_rows(row: Mapping[str, Any], fields: Fields, where: str) -> Iterator[D
             yield replace(_document(read, where), columns=columns)
     elif (document := read_row(row, fields, where)) is not None:
         yield replace(document, columns=columns) if columns else document
-
-
-def _conversation_document(row: Mapping[str, Any], kind: Format, where: str) -> Document:
-    return _document(read_conversation(row, kind, where), where)
 
 
 def _document(read: Conversation | Completion, where: str) -> Document:

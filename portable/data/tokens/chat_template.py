@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from portable.data.sources.conversations import FIRST, SELDOM, Conversation, context_only, valid
+from portable.data.sources.conversations import ANSWERING, FIRST, SELDOM, Conversation, context_only, valid
 from portable.data.sources.documents import listed
 from portable.errors import UserError, one_line
 from portable.private import of_transformers
@@ -271,7 +271,8 @@ class ChatTemplate:
 
     def _draft(self, conversation: Conversation, train_on: TrainOn | None, *, apart: bool = False) -> _Draft:
         if train_on is None:
-            train_on = "assistant" if conversation.prompt is None else "completion"
+            prompted = conversation.prompt is not None and conversation.roles == ANSWERING
+            train_on = "completion" if prompted else "assistant"
         plain, conversation = conversation, self._with_arguments(self._with_parts(conversation))
         messages = conversation.messages
         marked = train_on in ("assistant", "last_assistant") and _MARKED.search(self._template(conversation))
@@ -302,17 +303,20 @@ class ChatTemplate:
             return _Draft(text, conversation, (), (begin,), (opened,), (text,), thoughts=shown)
         if not answers:
             raise UserError(
-                f"data.source: {conversation.where}: the assistant says nothing; remove the record"
+                f"data.source: {conversation.where}: {conversation.speakers} says nothing; remove the record"
             )
         turns = () if apart else answers
-        if marked:
-            if len(answers) < sum(message["role"] == "assistant" for message in messages):
-                ends = {end for at in answers for end in (at, at + 1)}
+        if marked:  # the assistant's; the others' are found by their prefixes
+            said = [at for at in answers if messages[at]["role"] == "assistant"]
+            if len(said) < sum(message["role"] == "assistant" for message in messages):
+                ends = {end for at in said for end in (at, at + 1)}
                 count = {end: len(self._marked(conversation, messages[:end])[1]) for end in ends}
-                spans = [span for at in answers for span in spans[count[at] : count[at + 1]]]
-            if not spans:
+                spans = [span for at in said for span in spans[count[at] : count[at + 1]]]
+            if said and not spans:
                 raise self._failure(conversation, "{% generation %} marks nothing in it")
-            return _Draft(text, conversation, tuple(spans), thoughts=shown, turns=turns)
+            answers = tuple(at for at in answers if at not in said)
+        else:
+            spans = []
         if 2 * len(answers) * len(text) > _MOST_RENDERED:
             raise self._failure(
                 conversation,
@@ -324,14 +328,29 @@ class ChatTemplate:
             text if at + 1 == len(messages) else self._render(conversation, messages[: at + 1])
             for at in answers
         )
-        return _Draft(text, conversation, (), answers, opened_at, closed_at, thoughts=shown, turns=turns)
+        return _Draft(
+            text,
+            conversation,
+            tuple(spans),
+            answers,
+            opened_at,
+            closed_at,
+            thoughts=shown,
+            turns=turns,
+        )
 
     def _before(self, conversation: Conversation, text: str, at: int, *, prompted: bool = False) -> str:
-        """The conversation before an answer, as it stands in ``text``.
+        """The conversation before an answer, as it stands in ``text``; before what another role says.
 
         No template takes an empty conversation as it takes others: it may write a system prompt only with the
         first message. So a first answer is found by the generation prompt, or what ``text`` has of it.
         """
+        if (message := conversation.messages[at])["role"] != "assistant":
+            other = self._with_parts(replace(conversation, messages=({**message, "content": _PROBE},)))
+            shown = self._render(conversation, [*conversation.messages[:at], *other.messages])
+            if _PROBE not in shown:
+                raise self._unstable(conversation, at)
+            return shown[: shown.rindex(_PROBE)]
         if at:
             return self._render(conversation, conversation.messages[:at], prompted=prompted)
         asked = self._with_parts(replace(conversation, messages=({"role": "user", "content": _PROBE},)))
@@ -518,6 +537,8 @@ class ChatTemplate:
         """The first token of an answer."""
         if draft.text.startswith(opened):
             return _token_with(encoding, len(opened))
+        if conversation.messages[at]["role"] != "assistant":
+            raise self._unstable(conversation, at)
         # The generation prompt may begin the answer itself, such as "<think>".
         before = self._before(conversation, draft.text, at)
         context, rest = self._common(encoding, before)
@@ -552,13 +573,15 @@ class ChatTemplate:
         return count, ids[count:]
 
     def _unstable(self, conversation: Conversation, at: int) -> _UnstableError:
-        why = (
-            f"where message {at + 1}, an answer, begins and ends cannot be told from the text"
-            if at
-            else "the assistant speaks first, where the template does not write what precedes other answers"
-        )
+        role = conversation.messages[at]["role"]
+        what = "an answer" if role == "assistant" else f"from {role}"
+        why = f"where message {at + 1}, {what}, begins and ends cannot be told from the text"
         remedy = "use one that marks answers with {% generation %}"
-        remedy += "" if at else ", or let a user speak first"
+        if role != "assistant":
+            remedy = f"use another, or leave {role} out of data.roles_to_train"
+        elif not at:
+            why = "the assistant speaks first, where the template does not write what precedes other answers"
+            remedy += ", or let a user speak first"
         return _UnstableError(f"data.chat_template: {conversation.where}: {why}; {remedy}")
 
     # -- the token that ends a turn --------------------------------------------------------------------------
@@ -599,7 +622,8 @@ class ChatTemplate:
         last = int(np.flatnonzero(trained)[-1]) if trained.any() else -1
         untrained = np.flatnonzero(~trained[: last + 1])
         begin = int(untrained[-1]) + 1 if len(untrained) else 0
-        spoke_last = draft.conversation is None or draft.conversation.messages[-1]["role"] == "assistant"
+        talk = draft.conversation
+        spoke_last = talk is None or len(talk.messages) - 1 in talk.answers
         at = (len(tokens) if spoke_last else last + 1) - 1
         while at >= begin and self._is_blank(int(tokens[at])) and tokens[at] not in self._added:
             at -= 1
