@@ -295,7 +295,8 @@ def _data(config: RunConfig) -> Iterator[ConflictError]:
         if one.roles_to_train and one.train_on not in (None, "assistant"):
             yield ConflictError(
                 (f"{key}.train_on", f"{key}.roles_to_train"),
-                f"{key}.train_on {one.train_on} does not work with {key}.roles_to_train; remove one of the two",
+                f"{key}.train_on {one.train_on} does not work with {key}.roles_to_train; remove one of "
+                "the two",
             )
     for key, one in streams.items():
         if one.max_samples is not None:
