@@ -12,7 +12,7 @@ from portable.config.keys import plain
 from portable.config.problems import shown
 from portable.errors import UserError, one_line, require
 from portable.paths import CONFIG_FILE as RUN_CONFIG
-from portable.paths import FINAL
+from portable.paths import FINAL, check_folder, open_file
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -234,7 +234,7 @@ def _is_list(value: object) -> bool:
 
 def _read(path: Path, key: str) -> dict[str, Any]:
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             document = json.loads(file.read(_MOST_BYTES))
     except FileNotFoundError as error:
         raise UserError(f"{key}: {path}: no such file; give an adapter in peft's format") from error
@@ -271,6 +271,7 @@ def _class_of(kind: str) -> Any:
 def folder_of(name_or_path: str) -> Path:
     """The folder of an adapter. Downloads one from the hub if it is not cached."""
     path = Path(name_or_path)
+    check_folder("adapter.name_or_path", name_or_path)
     if path.is_dir():
         return path
     require(
