@@ -7,7 +7,6 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converters.adapters.config import MAX_PATTERN, MAX_REPEATS, is_bounded
 from portable.config.keys import plain
 from portable.config.problems import shown
 from portable.errors import UserError, one_line, require
@@ -87,12 +86,6 @@ _BY_MODEL: dict[str, dict[str, str]] = {
 }
 """The settings that peft finds by the type of the model where they are null, and its tables for them."""
 
-_PATTERNS = {
-    **dict.fromkeys(("target_modules", "exclude_modules"), (4096, 6)),
-    **dict.fromkeys(("rank_pattern", "alpha_pattern"), (MAX_PATTERN, MAX_REPEATS)),
-}
-"""The most characters, and repeats, of the regular expressions in a file."""
-
 _INITS = (True, False, "gaussian", "orthogonal")
 _TASKS = {
     "causal-lm": "CAUSAL_LM",
@@ -118,7 +111,6 @@ def settled(config: RunConfig) -> RunConfig:
     path = Path(str(adapter.config)) if adapter.name_or_path is None else folder_of(adapter.name_or_path)
     path = path if path.is_file() else path / CONFIG_FILE
     document = _read(path, key)
-    _check_patterns(document, path, key)
     kind = str(document.get("peft_type", "")).lower()
     require(
         kind in KINDS,
@@ -181,18 +173,6 @@ def with_exports(config: RunConfig) -> RunConfig:
             f"{folder} OUT --merge-into {base}"
         )
     return config
-
-
-def _check_patterns(document: Mapping[str, Any], path: Path, key: str) -> None:
-    """Raise UserError for patterns of a stranger that could be matched for hours."""
-    for name, most in _PATTERNS.items():
-        found = document.get(name)
-        for pattern in [found] if isinstance(found, str) else found if isinstance(found, dict) else ():
-            require(
-                is_bounded(pattern, *most),
-                f"{key}: {path}: {name} has {shown(pattern)}, which is too complex to match; give names, or "
-                "a pattern with few repeats, not nested",
-            )
 
 
 def _with_targets(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import nn
+
+    from converters.adapters.patterns import Matcher
 
 # peft imports it where it is installed, and it imports the compiler.
 with suppress(UserError):
@@ -65,3 +69,29 @@ def switched_off(model: nn.Module) -> Iterator[None]:
 def trains_tokens(module: nn.Module) -> bool:
     """Whether ``module`` adapts rows of a table of tokens."""
     return isinstance(module, peft.tuners.trainable_tokens.TrainableTokensLayer)
+
+
+class _Expressions:
+    """The module ``re`` with the matches of patterns in bounded time."""
+
+    def __init__(self, matcher: Matcher) -> None:
+        self.match, self.fullmatch = matcher.match, matcher.fullmatch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(re, name)
+
+
+@contextmanager
+@_peft.needed_for("adapter")
+def matched_by(matcher: Matcher) -> Iterator[None]:
+    """Within this context, peft matches the patterns of an adapter's settings by ``matcher``."""
+    loaded = [module for name, module in sys.modules.items() if name.startswith("peft.")]
+    modules: list[Any] = [module for module in loaded if vars(module).get("re") is re]
+    assert any(module.__name__ == "peft.tuners.tuners_utils" for module in modules)
+    for module in modules:
+        module.re = _Expressions(matcher)
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.re = re

@@ -169,7 +169,7 @@ def test_linked_folders(opened: Callable[..., Source], tmp_path: Path) -> None:
     (tmp_path / "data" / "out").symlink_to(tmp_path)
     write_jsonl(tmp_path / "private.jsonl", [{"text": "private"}])
     for name in ("data", "data/*/*.jsonl"):
-        with pytest.raises(UserError, match="a link here leaves .* put the file itself there"):
+        with pytest.raises(UserError, match=r"a link here leaves .* put the file itself there"):
             opened(tmp_path / name)
 
 

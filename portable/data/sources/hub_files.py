@@ -94,7 +94,7 @@ def _check_card(folder: Path) -> None:
     from huggingface_hub import DatasetCard
 
     cards = {
-        _CARD: lambda text: DatasetCard(text).data.to_dict(),
+        _CARD: lambda text: vars(DatasetCard(text).data),
         _STANDALONE: yaml.safe_load,
     }
     for name, read in cards.items():
