@@ -206,7 +206,7 @@ class LocalFiles(Source):
         if format_of(path) == ".txt":
             split = self._fields.text_split
             with _reading(name):
-                file = decompressed(opening(path), path.name)
+                file = decompressed(opening(path), path)
             texts = _text_file(file, name) if split == "file" else _pieces_of_text(file, name, split)
             for text in texts:
                 yield text
@@ -400,7 +400,7 @@ def _parquet_rows(path: Path, name: str, fields: Fields) -> Iterator[tuple[str, 
 def _jsonl_rows(
     path: Path, name: str, opening: _Opening, bad: BadRecords | None
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    with _reading(name), decompressed(opening(path), path.name) as file:
+    with _reading(name), decompressed(opening(path), path) as file:
         for number, line in enumerate(file, start=1):
             where = f"{name}:{number}"
             if (row := json_row(line, where, bad)) is not None:
@@ -446,7 +446,7 @@ def _json_rows(path: Path, name: str, opening: _Opening) -> Iterator[tuple[str, 
     decode = json.JSONDecoder().raw_decode
     with (
         _reading(name),
-        io.TextIOWrapper(decompressed(opening(path), path.name), encoding="utf-8-sig") as file,
+        io.TextIOWrapper(decompressed(opening(path), path), encoding="utf-8-sig") as file,
     ):
         text, at, number, ended, listed_rows = "", 0, 0, False, False
         while True:

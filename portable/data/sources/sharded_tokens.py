@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from portable.data.sources.compression import check_expanded
 from portable.data.sources.documents import Document, Fields, Source, changed_meanwhile, listed, text_only
 from portable.data.sources.files import file_digest, place_with
 from portable.data.sources.library import HubDataset, datasets_library
@@ -105,7 +106,7 @@ def _of_mosaic(shard: dict[str, Any], name: str) -> dict[str, Any]:
         "shaped": bool(shape),
         "sizes": shard["column_sizes"],
         "column": at,
-        "bytes": raw["bytes"],
+        "bytes": int(raw["bytes"]),
         "hashes": raw.get("hashes") or {},
     }
 
@@ -180,7 +181,10 @@ class ShardedTokens(TokenSource):
                 import pyarrow
 
                 kind = {"zstd": "zstd", "gz": "gzip"}[compression.partition(":")[0]]
-                data = pyarrow.CompressedInputStream(pyarrow.BufferReader(data), kind).read()
+                check_expanded(piece["bytes"], len(data), path)
+                data = pyarrow.CompressedInputStream(pyarrow.BufferReader(data), kind).read(
+                    piece["bytes"] + 1
+                )
             if piece["bytes"] is not None and len(data) != piece["bytes"]:
                 raise ValueError(f"{len(data)} bytes, not {piece['bytes']}")
             for kind, digest in piece.get("hashes", {}).items():
@@ -208,15 +212,17 @@ def _documents(data: bytes, piece: dict[str, Any]) -> list[npt.NDArray[Any]]:
     sizes = piece.get("sizes")
     if sizes is None:
         return [np.frombuffer(data[start:stop], piece["dtype"]) for start, stop in pairwise(offsets)]
+    if any(size is not None and (type(size) is not int or size < 0) for size in sizes):
+        raise ValueError(f"its columns have the sizes {sizes}")
     heads = sum(size is None for size in sizes)
     found = []
     for start, stop in pairwise(offsets.tolist()):
         told = iter(np.frombuffer(data, "<u4", heads, offset=start).tolist())
         lengths = [next(told) if size is None else size for size in sizes]
         at = start + 4 * heads + sum(lengths[: piece["column"]])
-        value = data[at : at + lengths[piece["column"]]]
         if start + 4 * heads + sum(lengths) != stop:
             raise ValueError("a sample has another length than its columns")
+        value = data[at : at + lengths[piece["column"]]]
         if not piece["shaped"]:  # the number of dimensions and the type of their sizes, then the sizes
             value = value[1 + (value[0] >> 2) * (1 << (value[0] & 3)) :]
         found.append(np.frombuffer(value, piece["dtype"]))
