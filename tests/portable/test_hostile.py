@@ -5,8 +5,11 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import struct
 import sys
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,14 +22,16 @@ from portable.adapters.settings import folder_of
 from portable.cli import main
 from portable.data.sources.opening import open_source
 from portable.data.sources.token_files import TokenSource
+from portable.data.tokens import limited
+from portable.data.tokens.chat_template import ChatTemplate
 from portable.data.tokens.tokenizer import load_tokenizer
 from portable.errors import UserError
 from portable.reporting.html_report import main as report
+from tests.portable.chat_support import NO_FRAME, TALK, record, tokenizer
 from tests.runs import flags, tiny
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 SECRET = "the password"
 
@@ -292,3 +297,34 @@ def test_what_is_honest_is_read(tmp_path: Path) -> None:
     assert isinstance(source, TokenSource)
     ((tokens, lengths),) = source.tokens(1 << 20, None)
     assert len(tokens) == 400 and lengths == [20] * 20
+
+
+# -- templates -----------------------------------------------------------------------------------------------
+
+SAYS = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '<|im_end|>' }}{% endfor %}"
+TEMPLATES = {
+    "loops": SAYS + "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "power": SAYS + "{% set x = namespace(y=9) %}{{ (9 ** (x.y ** x.y)) > 1 }}",
+    "constant": SAYS + "{% set x = 'a' * 20000000000 %}",
+    "center": SAYS + "{{ 'a'|center(2000000000) }}",
+    "indent": SAYS + "{{ 'a\\nb'|indent(2000000000, true) }}",
+    "format": SAYS + "{{ '%2000000000d' % 1 }}",
+    "json": SAYS + "{{ range(99999)|list|tojson(indent=100000) }}",
+    "doubling": "{% set x = namespace(y='a') %}{% for i in range(40) %}{% set x.y = x.y + x.y %}{% endfor %}",
+    "long": SAYS + "{% for i in range(200) %}{{ ('a' * 10000) }}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_template_has_little_time_and_memory(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limited, "SECONDS", 1.0)
+    chat = ChatTemplate(tokenizer("qwen2_5"), TEMPLATES[name], NO_FRAME)
+    began = time.monotonic()
+    with pytest.raises(UserError, match=r"^data\.chat_template: ") as refused:
+        chat.encode([record({"messages": TALK})])
+    assert "\n" not in str(refused.value)
+    assert time.monotonic() - began < 30
+    assert ChatTemplate(tokenizer("qwen2_5"), SAYS, NO_FRAME).encode([record({"messages": TALK})]).stopping
+    status = Path(f"/proc/{limited._kept[os.getpid()]._process.pid}/status").read_text()
+    peak = int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0])
+    assert peak < 2 << 20

@@ -140,8 +140,18 @@ class Worker:
         )
 
 
+_serving = False
+
+
+def serving() -> bool:
+    """Whether this process is a :class:`Worker`."""
+    return _serving
+
+
 def serve() -> None:
     """The loop of a process."""
+    global _serving
+    _serving = True
     connection = Connection(int(sys.argv[1]))
     try:
         work = connection.recv()

@@ -19,7 +19,8 @@ from converters import CheckpointError, check_manifest, manifest_entries, manife
 from converters.manifest import MANIFEST
 from portable.data.locked_folder import locked_folder
 from portable.data.sources.documents import listed
-from portable.data.tokens.chat_template import CHATML, CHATML_TOKENS
+from portable.data.tokens.chat_template import CHATML
+from portable.data.tokens.rendering import CHATML_TOKENS
 from portable.errors import UserError, one_line
 from portable.paths import check_folder
 from portable.temporary_folder import scratch_folder
