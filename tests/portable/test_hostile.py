@@ -28,7 +28,7 @@ from portable.data.tokens.tokenizer import load_tokenizer
 from portable.errors import UserError
 from portable.reporting.html_report import main as report
 from tests.portable.chat_support import NO_FRAME, TALK, record, tokenizer
-from tests.runs import flags, tiny
+from tests.runs import SENTENCE, flags, tiny
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -328,3 +328,21 @@ def test_a_template_has_little_time_and_memory(name: str, monkeypatch: pytest.Mo
     status = Path(f"/proc/{limited._kept[os.getpid()]._process.pid}/status").read_text()
     peak = int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0])
     assert peak < 2 << 20
+
+
+# -- the terminal --------------------------------------------------------------------------------------------
+
+TITLE = "\x1b]0;title\x07\x1b[2J\r"
+
+
+def test_data_commands_no_terminal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Neither its texts, in the sample at the end, nor its name."""
+    data = tmp_path / f"evil{TITLE[:-1]}.jsonl"
+    rows = [{"text": f"{TITLE} {number} {SENTENCE}"} for number in range(40)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = tiny(tmp_path / "run", data, train__steps=2, data__packing=False, checkpoint__export=False)
+    assert main(flags(settings)) == 0
+    printed, logged = capfd.readouterr(), (tmp_path / "run" / "log.txt").read_text()
+    for text in (printed.err, printed.out, logged):
+        assert all(line.isprintable() for line in text.replace("\t", " ").split("\n"))
+    assert "\\x1b]0;title\\x07\\x1b[2J" in printed.err and "\\x1b]0;title" in logged
