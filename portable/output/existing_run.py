@@ -69,8 +69,10 @@ def _digest(path: Place) -> str | None:
             return None
         try:
             content = read_small(path, limit=MAX_BYTES + 1, head=True)
-        except (OSError, LinkError) as error:
-            reason = one_line(getattr(error, "strerror", None) or error)
+        except LinkError as error:
+            raise UserError(f"output_dir: {error}") from error
+        except OSError as error:
+            reason = one_line(error.strerror or error)
             raise UserError(f"output_dir: {path}: {reason}; choose another folder") from error
         return hashlib.blake2b(content).hexdigest()
 

@@ -274,6 +274,7 @@ def test_standard_output_is_gone(redirect: str, code: int, error: str, tmp_path:
     ("error", "told"),
     [
         (MemoryError(), "out of memory"),
+        (ImportError("libtorch_cpu.so: failed to map segment from shared object"), "out of memory"),
         (RuntimeError("can't start new thread"), "cannot start another thread"),
     ],
 )

@@ -18,6 +18,7 @@ import pytest
 from pyarrow import parquet
 
 from converters.cli import main as convert
+from converters.storage.object_store import RemotePath
 from portable.adapters.settings import folder_of
 from portable.cli import main
 from portable.data.sources.opening import open_source
@@ -32,6 +33,8 @@ from tests.runs import SENTENCE, flags, tiny
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from tests.object_store import ObjectStore
 
 SECRET = "the password"
 
@@ -97,6 +100,22 @@ def test_nothing_that_informs_runs_code(
     assert main(["--config", str(strangers_run / "config.yaml"), "--dry-run"]) == 2
     assert "evil:made: is no code of this folder or of PYTHONPATH, and the" in capsys.readouterr().err
     assert not {"imported", "called"} & {path.name for path in strangers_run.iterdir()}
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "checkpoints/step-000002/trainer_state.json"])
+@pytest.mark.parametrize("kind", ["pipe", "link"])
+def test_what_informs_waits_for_no_pipe_and_follows_no_link(
+    kind: str, name: str, tmp_path: Path, secret: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    path = run / name
+    path.parent.mkdir(parents=True)
+    os.mkfifo(path) if kind == "pipe" else path.symlink_to(secret)
+    dry = ["--output_dir", str(run), "--dry-run"]
+    command = dry if name == "config.yaml" else ["--resume-info", str(path.parent)]
+    assert main(command) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ("not a regular file" if kind == "pipe" else "a link here leaves") in line
 
 
 # -- links ---------------------------------------------------------------------------------------------------
@@ -328,6 +347,14 @@ def test_a_template_has_little_time_and_memory(name: str, monkeypatch: pytest.Mo
     status = Path(f"/proc/{limited._kept[os.getpid()]._process.pid}/status").read_text()
     peak = int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0])
     assert peak < 2 << 20
+
+
+def test_a_folder_in_place_of_a_config(s3: ObjectStore, capsys: pytest.CaptureFixture[str]) -> None:
+    place = RemotePath.of(s3.url("strange"))
+    (place / "config.yaml" / "x").write_bytes(b"")
+    assert main(["--output_dir", str(place), "--backend", "cpu"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: output_dir: ") and "config.yaml: " in line
 
 
 # -- the terminal --------------------------------------------------------------------------------------------
