@@ -99,7 +99,7 @@ def run(invocation: Invocation) -> int:
     ranks = package.local_ranks() if invocation.nproc is None else invocation.nproc
     package.check_ranks(ranks)
     if invocation.dry_run:
-        with plugins.not_run(plugins.outside if invocation.from_elsewhere else plugins.anywhere):
+        with plugins.not_run(plugins.outside if invocation.from_elsewhere else None):
             return dry_run(settle(config, name, ranks, writes=False))
     if invocation.show_data is not None:
         return show_data(settle(config, name, ranks, writes=False, downloads=True), invocation.show_data)

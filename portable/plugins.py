@@ -45,11 +45,7 @@ _objects: dict[str, Any] = {}
 """Objects that this process itself was given, by their names."""
 
 
-def anywhere(name: str) -> None:
-    """No reason against any module: what a person configures may run."""
-
-
-_why_not: ContextVar[Callable[[str], str | None]] = ContextVar("_why_not", default=anywhere)
+_refused: ContextVar[Callable[[str], str | None] | None] = ContextVar("_refused", default=None)
 
 
 class NotRunError(UserError):
@@ -57,17 +53,17 @@ class NotRunError(UserError):
 
 
 @contextmanager
-def not_run(why: Callable[[str], str | None]) -> Iterator[None]:
+def not_run(why: Callable[[str], str | None] | None) -> Iterator[None]:
     """Within this context, import no code of the user's for which ``why`` has a reason.
 
     Args:
-        why: the reason by the name of a module; None for one that may be imported.
+        why: the reason by the name of a module; None for one that may be imported, or in place of it.
     """
-    token = _why_not.set(why)
+    token = _refused.set(why)
     try:
         yield
     finally:
-        _why_not.reset(token)
+        _refused.reset(token)
 
 
 def outside(name: str) -> str | None:
@@ -213,8 +209,8 @@ def _found(told: str, named: Name) -> Any:
 
 
 def _module(told: str, name: str) -> types.ModuleType:
-    if (refused := _why_not.get()(name)) is not None:
-        raise NotRunError(f"{told}: {refused}")
+    if (why := _refused.get()) is not None and (reason := why(name)) is not None:
+        raise NotRunError(f"{told}: {reason}")
     if name.startswith(NOTEBOOK) and name not in sys.modules:
         raise UserError(f"{told}: was defined in a notebook or script; start the run from there")
     here = str(Path.cwd())

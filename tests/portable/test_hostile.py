@@ -27,6 +27,7 @@ from portable.data.tokens import limited
 from portable.data.tokens.chat_template import ChatTemplate
 from portable.data.tokens.tokenizer import load_tokenizer
 from portable.errors import UserError
+from portable.paths import check_folder
 from portable.reporting.html_report import main as report
 from tests.portable.chat_support import NO_FRAME, TALK, record, tokenizer
 from tests.runs import SENTENCE, flags, tiny
@@ -148,6 +149,19 @@ def test_no_file_of_mine_goes_into_a_checkpoint(
         said = f"error: {error}\n"
     told = "is no regular file; remove it" if "pipe" in name else "a link here leaves"
     assert said.startswith(f"error: {key}: ") and told in said and said.count("\n") == 1
+
+
+def test_the_blobs_of_the_hub_are_no_link_out(tmp_path: Path) -> None:
+    repository = tmp_path / "models--org--name"
+    snapshot = repository / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (repository / "blobs").mkdir()
+    (repository / "blobs" / "hash").write_text("{}")
+    (snapshot / "config.json").symlink_to("../../blobs/hash")
+    check_folder("model.name_or_path", str(snapshot))
+    (snapshot / "vocab.json").symlink_to("../../refs")
+    with pytest.raises(UserError, match=r"^model.name_or_path: .*vocab.json: a link here leaves"):
+        check_folder("model.name_or_path", str(snapshot))
 
 
 # -- data ----------------------------------------------------------------------------------------------------

@@ -35,18 +35,19 @@ def call(function: Callable[..., Any], *arguments: Any) -> Any:
     Raises:
         UserError: of the function, or since it took too much.
     """
-    if parallel.serving():
+    if parallel.serves:
         return _within_limits((SECONDS, function, arguments))
     with _lock:
         try:
             if os.getpid() not in _kept:
-                _kept[os.getpid()] = worker = parallel.Worker(_within_limits)
-                atexit.register(worker.__exit__)
-            _kept[os.getpid()].send((SECONDS, function, arguments))
-            return _kept[os.getpid()].receive()
+                _kept[os.getpid()] = parallel.Worker(_within_limits)
+                atexit.register(_kept[os.getpid()].__exit__)
+            worker = _kept[os.getpid()]
+            worker.send((SECONDS, function, arguments))
+            return worker.receive()
         except UserError:
             raise
-        except BaseException as error:  # what it would answer now is for another call
+        except BaseException as error:  # what the process would answer next is for this call
             if os.getpid() in _kept:
                 _kept.pop(os.getpid()).__exit__()
             if not isinstance(error, RunError):

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 R = TypeVar("R")
 _AT_A_TIME = 4  # batches for each process
+serves = False
+"""Whether this process is a :class:`Worker`."""
 
 
 def cores() -> int:
@@ -140,18 +142,10 @@ class Worker:
         )
 
 
-_serving = False
-
-
-def serving() -> bool:
-    """Whether this process is a :class:`Worker`."""
-    return _serving
-
-
 def serve() -> None:
     """The loop of a process."""
-    global _serving
-    _serving = True
+    global serves
+    serves = True
     connection = Connection(int(sys.argv[1]))
     try:
         work = connection.recv()
