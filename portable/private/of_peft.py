@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from contextlib import contextmanager, suppress
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from portable.errors import UserError
@@ -71,16 +72,6 @@ def trains_tokens(module: nn.Module) -> bool:
     return isinstance(module, peft.tuners.trainable_tokens.TrainableTokensLayer)
 
 
-class _Expressions:
-    """The module ``re`` with the matches of patterns in bounded time."""
-
-    def __init__(self, matcher: Matcher) -> None:
-        self.match, self.fullmatch = matcher.match, matcher.fullmatch
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(re, name)
-
-
 @contextmanager
 @_peft.needed_for("adapter")
 def matched_by(matcher: Matcher) -> Iterator[None]:
@@ -89,7 +80,7 @@ def matched_by(matcher: Matcher) -> Iterator[None]:
     modules: list[Any] = [module for module in loaded if vars(module).get("re") is re]
     assert any(module.__name__ == "peft.tuners.tuners_utils" for module in modules)
     for module in modules:
-        module.re = _Expressions(matcher)
+        module.re = SimpleNamespace(**{**vars(re), "match": matcher.match, "fullmatch": matcher.fullmatch})
     try:
         yield
     finally:

@@ -262,17 +262,18 @@ class ChatTemplate:
         if isinstance(opened, int):
             return _token_with(encoding, opened)
         # The generation prompt may begin the answer itself, such as "<think>".
-        if opened.before is None:
+        asked, before = opened
+        if before is None:
             raise unstable(conversation, at)
-        context, rest = self._common(encoding, opened.before)
-        first, left = self._common(encoding, opened.opened)
+        context, rest = self._common(encoding, before)
+        first, left = self._common(encoding, asked)
         ids = encoding.ids
         # A header ends with an added token or a space. What else is alike is so by chance.
         while first > context and not (ids[first - 1] in self._added or self._is_blank(ids[first - 1])):
             first -= 1
             left.insert(0, ids[first])
         # The answer, with part of the generation prompt.
-        begins = first > context or opened.opened == opened.before
+        begins = first > context or asked == before
         if not self._only_special(rest) or not begins or first < context or first == len(ids):
             raise unstable(conversation, at)
         encoded.prompt_left = encoded.prompt_left or self._tokenizer.decode(left)

@@ -11,6 +11,7 @@ The processes are plain children that run this file, so the program's main modul
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -146,6 +147,7 @@ def serve() -> None:
     """The loop of a process."""
     global serves
     serves = True
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the other side ends, and this one with it
     connection = Connection(int(sys.argv[1]))
     try:
         work = connection.recv()

@@ -31,19 +31,8 @@ _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _MOST_RENDERED = 1 << 30  # characters written for one conversation
 _TEXT, _TIMES = 1 << 20, 64  # characters that a template may write, or so many times those of a record
 _Span = tuple[int, int]
-
-
-@dataclass(frozen=True)
-class Start:
-    """A conversation before an answer, where the whole text does not begin with it.
-
-    Attributes:
-        opened: with the generation prompt.
-        before: without it; None if that cannot be told.
-    """
-
-    opened: str
-    before: str | None
+Start = tuple[str, str | None]
+"""A conversation before an answer, with the generation prompt and without (None if that cannot be told)."""
 
 
 @dataclass(frozen=True)
@@ -211,9 +200,9 @@ class Rendering:
         if isinstance(found, int):
             return found
         try:
-            return Start(found, self._before(conversation, text, at))
+            return found, self._before(conversation, text, at)
         except UnstableError:  # which matters only if the answer is looked for
-            return Start(found, None)
+            return found, None
 
     def _before(self, conversation: Conversation, text: str, at: int, *, prompted: bool = False) -> str:
         """The conversation before an answer, as it stands in ``text``.
