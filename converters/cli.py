@@ -324,7 +324,7 @@ def _lost(losses: Losses) -> str:
 
 
 def _note(text: str) -> None:
-    print(f"note: {printable(text)}", file=sys.stderr)
+    complain(f"note: {printable(text)}")
 
 
 def _note_config(plan: Plan, source: Place, options: argparse.Namespace) -> None:

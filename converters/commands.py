@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import select
 import sys
 from functools import wraps
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 DONE, FAILED, REFUSED, STOPPED = 0, 1, 2, 75
 BY_SIGNAL = 128
 INTERRUPTED = BY_SIGNAL + 2
+_NO_ROOM = re.compile("failed to map segment|annot allocate memory")
+"""Of the system, where the libraries of a package do not fit into memory."""
 _BROKEN_PIPE = BY_SIGNAL + 13
 
 EXIT_CODES = {
@@ -90,7 +93,9 @@ def command(main: Main) -> Callable[..., int]:
         except OutputError as error:
             complain(f"error: {error}")
             return FAILED
-        except MemoryError:
+        except (MemoryError, ImportError) as error:
+            if isinstance(error, ImportError) and not _NO_ROOM.search(str(error)):
+                raise
             complain("error: out of memory")
             return FAILED
         except RuntimeError as error:

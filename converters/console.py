@@ -19,15 +19,28 @@ class OutputError(Exception):
     """Standard output cannot be written, for example to a full disk; `converters.commands` reports it."""
 
 
-def say(text: str) -> None:
+def visible(text: str) -> str:
+    """`text` with its control characters written out, but for ends of lines and tabs.
+
+    What is printed may come from anybody's file, and could clear the terminal or change its title.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+
+
+def say(text: str, *, coloured: bool = False) -> None:
     """Print `text` and flush.
+
+    Args:
+        coloured: it has colours of ours, and nothing else that is not `visible`.
 
     Raises:
         BrokenPipeError: the reader has exited (`| head`).
         OutputError: writing fails for any other reason.
     """
     with _output_errors():
-        print(text)
+        print(text if coloured else visible(text))
     flush()
 
 
@@ -41,7 +54,7 @@ def flush() -> None:
 def complain(line: str) -> None:
     """Print `line` on standard error; ignored if that is closed."""
     with suppress(OSError):
-        print(coloured(fitted(line, sys.stderr)), file=sys.stderr)
+        print(coloured(fitted(visible(line), sys.stderr)), file=sys.stderr)
 
 
 def columns(stream: TextIO | None) -> int | None:

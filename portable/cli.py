@@ -61,6 +61,7 @@ def _without_local_rank(argv: Sequence[str]) -> list[str]:
 def run(invocation: Invocation) -> int:
     """Launch local ranks, or be a rank of another launcher."""
     with loading():
+        from portable import plugins
         from portable.checkpoint.resume_source import checkpoints_of
         from portable.commands.dry_run import dry_run
         from portable.commands.resume_info import describe_checkpoint
@@ -98,7 +99,8 @@ def run(invocation: Invocation) -> int:
     ranks = package.local_ranks() if invocation.nproc is None else invocation.nproc
     package.check_ranks(ranks)
     if invocation.dry_run:
-        return dry_run(settle(config, name, ranks, writes=False))
+        with plugins.not_run(plugins.outside if invocation.from_elsewhere else None):
+            return dry_run(settle(config, name, ranks, writes=False))
     if invocation.show_data is not None:
         return show_data(settle(config, name, ranks, writes=False, downloads=True), invocation.show_data)
     trains = not invocation.eval_only and invocation.replay is None

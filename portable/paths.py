@@ -5,12 +5,17 @@ Paths and URLs have the same interface for reading (``name``, ``/``, ``is_file``
 
 from __future__ import annotations
 
+import errno
+import io
+import json
 import os
+import stat
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
 
 from converters.errors import CheckpointError
+from converters.storage.guarded import LinkError, open_regular, read_small, real_path
 from converters.storage.path_or_url import Place, place
 from converters.storage.store_errors import RemoteError, RetriesUsedUpError
 from portable.errors import RunError, UserError
@@ -20,7 +25,21 @@ if TYPE_CHECKING:
 
 CONFIG_FILE, FINAL = "config.yaml", "final"
 """In the folder of a run: its config, and the folder of the exported model."""
-__all__ = ["CONFIG_FILE", "FINAL", "Place", "default_cache_dir", "place_of", "storage_errors"]
+__all__ = [
+    "CONFIG_FILE",
+    "FINAL",
+    "Place",
+    "check_folder",
+    "check_link",
+    "default_cache_dir",
+    "files_below",
+    "name_inside",
+    "open_file",
+    "place_of",
+    "read_json",
+    "storage_errors",
+]
+_MOST_JSON = 1 << 30
 
 
 def place_of(key: str, text: str) -> Place:
@@ -70,3 +89,96 @@ def exists(path: Place) -> bool:
         return path.exists()
     except (OSError, ValueError):
         return False
+
+
+# -- what a stranger may have written ------------------------------------------------------------------------
+
+
+def open_file(path: Path, within: Path | None = None) -> io.FileIO:
+    """Open a regular file for reading; a pipe or device is not waited for.
+
+    Args:
+        path: of the file.
+        within: the folder that a link may not leave; None for a file that a person named, maybe by a link.
+
+    Raises:
+        OSError: it cannot be read, or is none.
+    """
+    try:
+        real = os.path.realpath(path) if within is None else real_path(path, within)
+    except LinkError as error:
+        raise OSError(errno.ELOOP, str(error), str(path)) from None
+    return io.FileIO(open_regular(real))
+
+
+def read_json(path: Place) -> Any:
+    """The values in a JSON file; a link may not leave its folder.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file.
+        ValueError: it is no JSON, or is nested too deeply.
+    """
+    try:
+        return json.loads(read_small(path, limit=_MOST_JSON))
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except LinkError as error:
+        raise OSError(errno.ELOOP, str(error), str(path)) from None
+
+
+def name_inside(name: object) -> str:
+    """``name``, by which a file names another of its folder.
+
+    Raises:
+        ValueError: it is no relative path, leaves the folder or is a URL.
+    """
+    if not isinstance(name, str) or not name or "\0" in name or "://" in name or "::" in name:
+        raise ValueError(f"{name!r} is no path inside the folder")
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or name.startswith("~") or "\\" in name:
+        raise ValueError(f"{name!r} leads out of the folder")
+    return name
+
+
+def files_below(key: str, folder: Path) -> Iterator[Path]:
+    """The files in a folder and its subfolders, also in linked ones, without hidden ones, in no set order.
+
+    Raises:
+        UserError: for the setting ``key``, if a link leaves the folder, or something is no regular file.
+    """
+    seen: set[str] = set()
+    for here, folders, names in os.walk(folder, followlinks=True):
+        real = os.path.realpath(here)
+        if real in seen:  # a link to where we were
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        files = [name for name in names if not name.startswith(".")]
+        for path in (Path(here, name) for name in (*folders, *files)):
+            if path.is_symlink():
+                check_link(key, path, folder)
+        for path in (Path(here, name) for name in files):
+            if not path.exists():  # a link to nothing
+                continue
+            if not stat.S_ISREG(path.stat().st_mode):
+                raise UserError(f"{key}: {path}: is no regular file; remove it")
+            yield path
+
+
+def check_folder(key: str, named: str) -> None:
+    """Check that no link leaves a folder whose files go into checkpoints, if ``named`` is one.
+
+    Raises:
+        UserError: for the setting ``key``.
+    """
+    for _ in files_below(key, Path(named)) if exists(Path(named)) else ():
+        pass
+
+
+def check_link(key: str, path: Path, folder: Path) -> None:
+    """Raise UserError, for the setting ``key``, if links on the way to ``path`` leave ``folder``."""
+    try:
+        real_path(path, folder)
+    except LinkError as error:
+        raise UserError(f"{key}: {error}") from error

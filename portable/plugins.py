@@ -15,12 +15,14 @@ import hashlib
 import importlib
 import inspect
 import linecache
+import os
 import re
 import sys
 import textwrap
 import traceback
 import types
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.machinery import PathFinder
@@ -41,6 +43,43 @@ _WRITTEN = re.compile(r"(?:(?P<module>[A-Za-z_][\w.]*):)?(?P<name>[A-Za-z_][\w.]
 _SHOWN = 3  # arguments in a message
 _objects: dict[str, Any] = {}
 """Objects that this process itself was given, by their names."""
+
+
+_refused: ContextVar[Callable[[str], str | None] | None] = ContextVar("_refused", default=None)
+
+
+class NotRunError(UserError):
+    """What a setting names is not imported, since the config is somebody else's."""
+
+
+@contextmanager
+def not_run(why: Callable[[str], str | None] | None) -> Iterator[None]:
+    """Within this context, import no code of the user's for which ``why`` has a reason.
+
+    Args:
+        why: the reason by the name of a module; None for one that may be imported, or in place of it.
+    """
+    token = _refused.set(why)
+    try:
+        yield
+    finally:
+        _refused.reset(token)
+
+
+def outside(name: str) -> str | None:
+    """Why a config from elsewhere may not have the module ``name`` run: it is none of this project.
+
+    Those are in the current folder, or in one of PYTHONPATH.
+    """
+    if name.startswith(NOTEBOOK):
+        return None
+    here = [str(Path.cwd()), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    if PathFinder.find_spec(name.partition(".")[0], here) is not None:
+        return None
+    return (
+        "is no code of this folder or of PYTHONPATH, and the config lies elsewhere, so it is not run here; "
+        "copy the config into this folder if you trust both"
+    )
 
 
 @dataclass(frozen=True)
@@ -170,6 +209,8 @@ def _found(told: str, named: Name) -> Any:
 
 
 def _module(told: str, name: str) -> types.ModuleType:
+    if (why := _refused.get()) is not None and (reason := why(name)) is not None:
+        raise NotRunError(f"{told}: {reason}")
     if name.startswith(NOTEBOOK) and name not in sys.modules:
         raise UserError(f"{told}: was defined in a notebook or script; start the run from there")
     here = str(Path.cwd())

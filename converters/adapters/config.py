@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from converters.adapters.patterns import Matcher, PatternError
 from converters.companions import find_beside
 from converters.errors import CheckpointError, printable
 from converters.options import ADAPTER_CONFIG
@@ -14,7 +16,7 @@ from converters.storage.guarded import read_small_text
 from converters.storage.path_or_url import place
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from converters.storage.path_or_url import Place
 
@@ -53,10 +55,7 @@ _HARMLESS = (
 KNOWN = frozenset((*_READ, *_HARMLESS))
 # Initialisations that subtract from the base's weights, which the adapter then needs instead of the base.
 CHANGES_BASE = re.compile(r"(pissa|olora|corda|loftq|lora_ga).*", re.IGNORECASE)
-# A pattern comes from a file: its worst case must be bounded.
-MAX_PATTERN, _MAX_PATTERNS, MAX_REPEATS = 512, 10_000, 3
-_NESTED = re.compile(r"\)[*+{]|\\[1-9]")
-_REPEAT = re.compile(r"(?<!\\)(?:\\\\)*[*+{]")
+_MAX_PATTERNS = 10_000
 _MAX_RANK = 1 << 20
 
 
@@ -85,6 +84,7 @@ class AdapterConfig:
     feedforward: tuple[str, ...] | str | None = None
     tie: bool = False
     values: Mapping[str, Any] = field(default_factory=dict)
+    matcher: Matcher = field(default_factory=Matcher, compare=False, repr=False)
 
     @property
     def base(self) -> str | None:
@@ -109,11 +109,12 @@ class AdapterConfig:
 
     def rank(self, name: str) -> int:
         """The rank of the module or parameter `name`."""
-        return self.rank_pattern.get(_matching(self.rank_pattern, name), self.r)
+        return self.rank_pattern.get(self._matching(self.rank_pattern, name), self.r)
 
     def scaling(self, name: str) -> float:
         """The factor of its product."""
-        alpha, rank = self.alpha_pattern.get(_matching(self.alpha_pattern, name), self.alpha), self.rank(name)
+        alpha = self.alpha_pattern.get(self._matching(self.alpha_pattern, name), self.alpha)
+        rank = self.rank(name)
         return float(alpha / rank**0.5 if self.rslora else alpha / rank)
 
     def is_feedforward(self, module: str) -> bool | None:
@@ -121,19 +122,27 @@ class AdapterConfig:
         if self.feedforward is None:
             return None
         if isinstance(self.feedforward, str):
-            return re.fullmatch(self.feedforward, module) is not None
+            with self._matched("feedforward_modules"):
+                return self.matcher.fullmatch(self.feedforward, module) is not None
         return any(module == name or module.endswith("." + name) for name in self.feedforward)
 
+    def _matching(self, patterns: Mapping[str, Any], name: str) -> str:
+        """The first pattern that matches the end of `name`."""
+        with self._matched("rank_pattern" if patterns is self.rank_pattern else "alpha_pattern"):
+            found = (key for key in patterns if self.matcher.match(_pattern_at_end(key), name))
+            return next(found, name)
 
-def is_bounded(pattern: str, length: int = MAX_PATTERN, repeats: int = MAX_REPEATS) -> bool:
-    """Whether the work of a regular expression is bounded: a few repeats, none of them nested."""
-    found = len(_REPEAT.findall(pattern))
-    return len(pattern) <= length and found <= repeats and not (found and _NESTED.search(pattern))
+    @contextmanager
+    def _matched(self, key: str) -> Iterator[None]:
+        try:
+            yield
+        except PatternError as error:
+            raise CheckpointError(f"{self.path}: {key}: {printable(error)}") from None
 
 
-def _matching(patterns: Mapping[str, Any], name: str) -> str:
-    """The first pattern that matches the end of `name`, as peft's `get_pattern_key` finds it."""
-    return next((key for key in patterns if re.match(rf"(.*\.)?({key})$", name)), name)
+def _pattern_at_end(pattern: str) -> str:
+    """The pattern with which peft's `get_pattern_key` looks for a name that ends in one."""
+    return rf"(.*\.)?({pattern})$"
 
 
 def find_config(root: Place) -> Place | None:
@@ -174,6 +183,7 @@ def read_config(path: Place) -> AdapterConfig:
         "type": kind,
         "fan_in_fan_out": reader.flag("fan_in_fan_out"),
         "values": values,
+        "matcher": reader.matcher,
     }
     if kind == "IA3":
         return AdapterConfig(**common, feedforward=reader.names_or_pattern("feedforward_modules"))
@@ -205,6 +215,7 @@ class _Reader:
     def __init__(self, path: Place, values: Mapping[str, Any]) -> None:
         self.path = path
         self.values = values
+        self.matcher = Matcher()
 
     def wrong(self, key: str, value: object, wanted: str) -> CheckpointError:
         return CheckpointError(f"{self.path}: {key} is {printable(repr(value))[:60]}, not {wanted}")
@@ -235,12 +246,10 @@ class _Reader:
         return self.pattern(key, value) if isinstance(value, str) else self.names(key)
 
     def pattern(self, key: str, text: str) -> str:
-        """`text`, a regular expression whose work is bounded."""
-        if not is_bounded(text):
-            raise self.wrong(key, text, "a simple pattern (at most 3 repeats, not nested)")
+        """`text`, a regular expression."""
         try:
-            re.compile(text)
-        except (re.error, RecursionError, OverflowError):
+            self.matcher.check(_pattern_at_end(text))
+        except PatternError:
             raise self.wrong(key, text, "a regular expression") from None
         return text
 

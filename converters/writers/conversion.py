@@ -7,6 +7,7 @@ space. `carry_out` then streams it.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import struct
@@ -22,6 +23,7 @@ from converters.containers.pickle_reader import plain
 from converters.errors import CheckpointError, OptimizerStateError
 from converters.options import EXPANSION
 from converters.storage.bytes import Memory
+from converters.storage.guarded import open_regular
 from converters.storage.object_store import RemotePath
 from converters.storage.retries import connections
 from converters.tensors.casting import BLOCK_BYTES, Losses, cast_blocks, cast_dtype, parse_dtype
@@ -44,6 +46,8 @@ if TYPE_CHECKING:
 FREE_BYTES = 64 << 20
 # A run of a million parameters lists each of them.
 _MAX_GROUP_VALUES = 10_000_000
+# The bytes that `st_blocks` counts in.
+_BLOCK = 512
 
 
 @dataclass(frozen=True)
@@ -327,9 +331,29 @@ def _bytes_below(root: Place) -> int:
     for where, _, names in os.walk(root.parent if root.is_file() else root):
         for name in names:
             with suppress(OSError):
-                status = os.stat(os.path.join(where, name))  # noqa: PTH116, PTH118 - a Path for each is slow
-                total += status.st_size if stat.S_ISREG(status.st_mode) else 0
+                path = os.path.join(where, name)  # noqa: PTH118 - a Path for each is slow
+                status = os.stat(path)  # noqa: PTH116
+                if stat.S_ISREG(status.st_mode):
+                    holes = status.st_blocks * _BLOCK < status.st_size
+                    total += _stored(path, status.st_size) if holes else status.st_size
     return total
+
+
+def _stored(path: str, size: int) -> int:
+    """The bytes of a file that are not in holes; its blocks do not tell, since some systems compress them."""
+    stored, at = 0, 0
+    descriptor = open_regular(os.path.realpath(path))
+    try:
+        while at < size:
+            begin = os.lseek(descriptor, at, os.SEEK_DATA)
+            at = os.lseek(descriptor, begin, os.SEEK_HOLE)
+            stored += at - begin
+    except OSError as error:
+        if error.errno != errno.ENXIO:  # that nothing follows but a hole
+            return size
+    finally:
+        os.close(descriptor)
+    return stored
 
 
 def _scalar(name: str, value: Scalar) -> Tensor:

@@ -338,6 +338,10 @@ _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 def _tokenizer(checkpoint: Checkpoint, config: Mapping[str, Any]) -> dict[str, Any]:
     """The tokenizer's tables; `no_vocab`, with a warning, where llama.cpp would not split in the same way."""
     path = checkpoint.companions.get("tokenizer.json")
+    count = config.get("vocab_size")
+    if isinstance(count, int) and all(count not in t.shape for t in checkpoint.tensors.values()):
+        where = checkpoint.companions["config.json"]
+        raise CheckpointError(f"{where}: vocab_size is {count:,}, and no tensor has as many rows; correct it")
     try:
         known, template = read_small_table(path), _chat_template(checkpoint)
         end = _end_of_answer(checkpoint, known, template)

@@ -23,6 +23,7 @@ from converters import (
     open_checkpoint,
 )
 from converters.adapters.names import part_of, replaced
+from converters.adapters.patterns import Matcher, PatternError
 from converters.errors import printable
 from portable.adapters.initial import NAME, Rows, initial_values
 from portable.adapters.settings import CONFIG_FILE, as_json, folder_of, peft_config, weights_in
@@ -321,18 +322,19 @@ def adapt(model: PreTrainedModel, model_config: PretrainedConfig, config: RunCon
     """
     if config.adapter.type is None:
         return None
-    from portable.private.of_peft import is_magnitude, peft
+    from portable.private.of_peft import is_magnitude, matched_by, peft
 
     heads = _heads(model) if config.model.task == "sequence-classification" else []
     settings = peft_config(config, of_transformers.revision(model_config), heads)
-    _check_targets(model, settings, config)
-    _check_ties(model, settings)
+    matcher = Matcher()
+    _check_targets(model, settings, config, matcher)
+    _check_ties(model, settings, matcher)
     tied = any(tied_names(model).values())
     blueprint = Blueprint.of(model)
     before = {id(tensor): name for name, tensor in state_tensors(model).items()}
     try:
         # On the meta device from the start: peft only moves its tensors there, whatever their size.
-        with _quiet(), torch.device("meta"):
+        with _quiet(), matched_by(matcher), torch.device("meta"):
             peft.inject_adapter_in_model(settings, model, adapter_name=NAME, low_cpu_mem_usage=True)
     except (ValueError, TypeError, NotImplementedError, AttributeError) as error:
         reason = one_line(error)
@@ -392,7 +394,7 @@ def _heads(model: PreTrainedModel) -> list[str]:
     return found if model.base_model_prefix in dict(model.named_children()) else []
 
 
-def _check_targets(model: PreTrainedModel, settings: Any, config: RunConfig) -> None:
+def _check_targets(model: PreTrainedModel, settings: Any, config: RunConfig, matcher: Matcher) -> None:
     """Check the names in ``settings``, and write out what peft would take another way or not at all.
 
     Raises:
@@ -414,11 +416,9 @@ def _check_targets(model: PreTrainedModel, settings: Any, config: RunConfig) -> 
     elif isinstance(targets, str):
         require(layers is None, "adapter.layers: goes with names; put the layers into the expression")
         try:
-            found = [name for name in modules if re.fullmatch(targets, name)]
-        except re.error as error:
-            raise UserError(
-                f"adapter.target_modules: {targets!r} is not a regular expression ({error}); correct it"
-            ) from error
+            found = [name for name in modules if matcher.fullmatch(targets, name)]
+        except PatternError as error:
+            raise UserError(f"adapter.target_modules: {one_line(error)}; correct it") from error
         require(
             bool(found) or bool(getattr(settings, "target_parameters", None)),
             f"adapter.target_modules: {targets!r} matches no whole module name; the linear modules are "
@@ -471,7 +471,7 @@ def _listed(names: list[str]) -> str:
     return ", ".join(tails[:_SHOWN]) + more
 
 
-def _check_ties(model: PreTrainedModel, settings: Any) -> None:
+def _check_ties(model: PreTrainedModel, settings: Any, matcher: Matcher) -> None:
     """Raise UserError if something trained would come apart from what it is tied to."""
     tied = {name: others for name, others in tied_names(model).items() if others}
     holders = {n.rpartition(".")[0] for first, others in tied.items() for n in (first, *others)}
@@ -489,7 +489,7 @@ def _check_ties(model: PreTrainedModel, settings: Any) -> None:
         if module is not head or not isinstance(module, nn.Linear):
             continue
         hit = (
-            targets.lower() != "all-linear" and re.fullmatch(targets, name)
+            targets.lower() != "all-linear" and matcher.fullmatch(targets, name)
             if isinstance(targets, str)
             else any(name == one or name.endswith(f".{one}") for one in targets or ())
         )

@@ -7,12 +7,11 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converters.adapters.config import MAX_PATTERN, MAX_REPEATS, is_bounded
 from portable.config.keys import plain
 from portable.config.problems import shown
 from portable.errors import UserError, one_line, require
 from portable.paths import CONFIG_FILE as RUN_CONFIG
-from portable.paths import FINAL
+from portable.paths import FINAL, check_folder, open_file
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -87,12 +86,6 @@ _BY_MODEL: dict[str, dict[str, str]] = {
 }
 """The settings that peft finds by the type of the model where they are null, and its tables for them."""
 
-_PATTERNS = {
-    **dict.fromkeys(("target_modules", "exclude_modules"), (4096, 6)),
-    **dict.fromkeys(("rank_pattern", "alpha_pattern"), (MAX_PATTERN, MAX_REPEATS)),
-}
-"""The most characters, and repeats, of the regular expressions in a file."""
-
 _INITS = (True, False, "gaussian", "orthogonal")
 _TASKS = {
     "causal-lm": "CAUSAL_LM",
@@ -118,7 +111,6 @@ def settled(config: RunConfig) -> RunConfig:
     path = Path(str(adapter.config)) if adapter.name_or_path is None else folder_of(adapter.name_or_path)
     path = path if path.is_file() else path / CONFIG_FILE
     document = _read(path, key)
-    _check_patterns(document, path, key)
     kind = str(document.get("peft_type", "")).lower()
     require(
         kind in KINDS,
@@ -183,18 +175,6 @@ def with_exports(config: RunConfig) -> RunConfig:
     return config
 
 
-def _check_patterns(document: Mapping[str, Any], path: Path, key: str) -> None:
-    """Raise UserError for patterns of a stranger that could be matched for hours."""
-    for name, most in _PATTERNS.items():
-        found = document.get(name)
-        for pattern in [found] if isinstance(found, str) else found if isinstance(found, dict) else ():
-            require(
-                is_bounded(pattern, *most),
-                f"{key}: {path}: {name} has {shown(pattern)}, which is too complex to match; give names, or "
-                "a pattern with few repeats, not nested",
-            )
-
-
 def _with_targets(
     config: RunConfig, document: dict[str, Any], kind: str, path: Path, key: str
 ) -> dict[str, Any]:
@@ -234,7 +214,7 @@ def _is_list(value: object) -> bool:
 
 def _read(path: Path, key: str) -> dict[str, Any]:
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             document = json.loads(file.read(_MOST_BYTES))
     except FileNotFoundError as error:
         raise UserError(f"{key}: {path}: no such file; give an adapter in peft's format") from error
@@ -271,6 +251,7 @@ def _class_of(kind: str) -> Any:
 def folder_of(name_or_path: str) -> Path:
     """The folder of an adapter. Downloads one from the hub if it is not cached."""
     path = Path(name_or_path)
+    check_folder("adapter.name_or_path", name_or_path)
     if path.is_dir():
         return path
     require(

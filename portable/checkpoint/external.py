@@ -7,7 +7,6 @@ Accelerate and PyTorch/XLA have only the optimizer's step count.
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -20,7 +19,7 @@ from converters.formats.torchtitan import as_transformers_llama, is_torchtitan_l
 from portable.checkpoint.resume_source import checkpoint_of
 from portable.checkpoint.trainer_state import STATE_FILE, TrainerState
 from portable.errors import DamagedError
-from portable.paths import exists, storage_errors
+from portable.paths import exists, read_json, storage_errors
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -254,8 +253,8 @@ def own_state(path: Place) -> TrainerState | None:
 def _trainer_state(folder: Place) -> dict[str, Any] | None:
     """Read the Hugging Face Trainer's ``trainer_state.json``, or None. Its keys differ from ours."""
     try:
-        values = json.loads((folder / STATE_FILE).read_text("utf-8"))
-    except (OSError, ValueError, RecursionError):
+        values = read_json(folder / STATE_FILE)
+    except (OSError, ValueError):
         return None
     if not isinstance(values, dict) or "format_version" in values or "samples" in values:
         return None

@@ -13,6 +13,7 @@ from converters.manifest import MANIFEST
 from portable.durable import write_durably
 from portable.errors import DamagedError, UserError, one_line
 from portable.evaluation.standing import Standing
+from portable.paths import read_json
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -63,7 +64,7 @@ class TrainerState:
         """
         path = folder / STATE_FILE
         try:
-            values = json.loads(path.read_text("utf-8"))
+            values = read_json(path)
             version = values["format_version"]
             if version > FORMAT_VERSION:
                 raise UserError(
@@ -75,7 +76,7 @@ class TrainerState:
             return state
         except FileNotFoundError as error:
             raise UserError(f"{path}: missing; is {folder} a checkpoint of this program?") from error
-        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        except (OSError, ValueError, TypeError, KeyError) as error:
             reason = one_line(error)
             reason = f"{type(error).__name__}: {reason if len(reason) <= 200 else reason[:197] + '...'}"
             raise DamagedError(f"{path}: damaged ({reason}); use an older checkpoint") from error

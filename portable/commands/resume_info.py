@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, get_args
 from converters import CheckpointError
 from converters.console import fitted, say
 from converters.storage.object_store import RemotePath
+from portable import plugins
 from portable.batch_plan import plan_batches
 from portable.checkpoint.external import open_external
 from portable.checkpoint.resume_source import checkpoint_of
@@ -98,6 +99,9 @@ def strategies(config: RunConfig, backend_name: str) -> list[tuple[str, str]]:
             settings = {"backend": backend_name, "strategy": strategy, "train.micro_batch_size": 1}
             candidate = package.adopt(config.replaced(settings), world)
             package.check(candidate, world)
+        except plugins.NotRunError as error:
+            found.append((strategy, one_line(error)))
+            continue
         except UserError as error:
             found.append((strategy, f"no: {one_line(error)}"))
             continue
@@ -120,8 +124,12 @@ def _world_sizes(config: RunConfig) -> list[int]:
 
 
 def describe_checkpoint(path: str, backend_name: str) -> int:
-    """Print what a checkpoint (or the newest of a run) holds, whoever wrote it, and what can take it on."""
-    with storage_errors("--resume-info"):
+    """Print what a checkpoint (or the newest of a run) holds, whoever wrote it, and what can take it on.
+
+    No code that its config names is run.
+    """
+    unknown = "cannot be told without running it"
+    with storage_errors("--resume-info"), plugins.not_run(lambda _: unknown):
         place = place_of("--resume-info", path)
         if not exists(place):
             raise UserError(f"--resume-info: {place} is missing; give the folder of a run or of a checkpoint")

@@ -34,5 +34,5 @@ def show_data(settled: Settled, count: int) -> int:
     for warning in data.sizes.warnings:
         tell(f"warning: {warning}")
     colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    say(in_words(preview(data, count, config.seed), colour=colour))
+    say(in_words(preview(data, count, config.seed), colour=colour), coloured=colour)
     return 0

@@ -113,6 +113,11 @@ class Invocation:
     notes: tuple[str, ...] = ()
     """Keys of an Accelerate config file that are ignored or have another meaning here, one line each."""
 
+    @property
+    def from_elsewhere(self) -> bool:
+        """Whether a YAML file lies outside the current folder."""
+        return not all(path.resolve().is_relative_to(Path.cwd()) for path in self.config_files)
+
 
 def parse_args(argv: Sequence[str] | None = None) -> Invocation:
     """Read the command line of ``portable-train`` (``sys.argv`` by default).

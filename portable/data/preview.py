@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from converters.console import visible
 from portable.data.samples.base import IGNORED, sequence
 
 if TYPE_CHECKING:
@@ -205,10 +206,5 @@ def _listed(documents: Sequence[int]) -> str:
 def _marked(pieces: list[tuple[str, bool]], colour: bool) -> str:
     opening, closing = ("\x1b[32m", "\x1b[0m") if colour else ("[[", "]]")
     return "".join(
-        f"{opening}{_plain(text)}{closing}" if trained else _plain(text) for text, trained in pieces
+        f"{opening}{visible(text)}{closing}" if trained else visible(text) for text, trained in pieces
     )
-
-
-def _plain(text: str) -> str:
-    """``text`` without the control characters by which it could command a terminal."""
-    return "".join(char if char.isprintable() or char in "\n\t" else ascii(char)[1:-1] for char in text)

@@ -20,6 +20,7 @@ from portable.errors import UserError, one_line, require
 from portable.model.freezing import COMPUTE, freeze_by_pattern
 from portable.model.layers import trial_forward
 from portable.model.parameters import state_tensors, tied_names, token_embedding
+from portable.paths import check_folder
 from portable.private.of_transformers import model_types
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ def model_config(settings: ModelConfig) -> PretrainedConfig:
                 f"model.name_or_path: {name}: no such folder; give a model folder or a model name on the hub "
                 "(organisation/name)"
             )
+        check_folder("model.name_or_path", name)
         try:
             config = AutoConfig.from_pretrained(name, trust_remote_code=settings.trust_remote_code)
         except Exception as error:  # inconsistent sizes raise exceptions of other classes

@@ -6,6 +6,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from converters.storage.guarded import LinkError, read_small
 from portable.config import difference, load_config
 from portable.config.load import MAX_BYTES
 from portable.errors import UserError, one_line
@@ -66,8 +67,14 @@ def _digest(path: Place) -> str | None:
     with storage_errors("output_dir"):
         if not exists(path):  # also for an invalid name
             return None
-        with path.open("rb") as file:
-            return hashlib.blake2b(file.read(MAX_BYTES + 1)).hexdigest()
+        try:
+            content = read_small(path, limit=MAX_BYTES + 1, head=True)
+        except LinkError as error:
+            raise UserError(f"output_dir: {error}") from error
+        except OSError as error:
+            reason = one_line(error.strerror or error)
+            raise UserError(f"output_dir: {path}: {reason}; choose another folder") from error
+        return hashlib.blake2b(content).hexdigest()
 
 
 def check_same_run(folder: Place, existing: ExistingRun, config: RunConfig) -> None:

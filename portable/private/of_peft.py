@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from contextlib import contextmanager, suppress
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from portable.errors import UserError
@@ -13,6 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch import nn
+
+    from converters.adapters.patterns import Matcher
 
 # peft imports it where it is installed, and it imports the compiler.
 with suppress(UserError):
@@ -65,3 +70,19 @@ def switched_off(model: nn.Module) -> Iterator[None]:
 def trains_tokens(module: nn.Module) -> bool:
     """Whether ``module`` adapts rows of a table of tokens."""
     return isinstance(module, peft.tuners.trainable_tokens.TrainableTokensLayer)
+
+
+@contextmanager
+@_peft.needed_for("adapter")
+def matched_by(matcher: Matcher) -> Iterator[None]:
+    """Within this context, peft matches the patterns of an adapter's settings by ``matcher``."""
+    loaded = [module for name, module in sys.modules.items() if name.startswith("peft.")]
+    modules: list[Any] = [module for module in loaded if vars(module).get("re") is re]
+    assert any(module.__name__ == "peft.tuners.tuners_utils" for module in modules)
+    for module in modules:
+        module.re = SimpleNamespace(**{**vars(re), "match": matcher.match, "fullmatch": matcher.fullmatch})
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.re = re

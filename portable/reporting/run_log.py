@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from converters.console import visible
+from converters.storage.guarded import open_own
 from portable.errors import RunError, UserError, one_line
 from portable.terminal import LOG
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from io import TextIOWrapper
     from types import TracebackType
     from typing import Self
 
@@ -57,8 +61,8 @@ class RunLog(logging.Handler):
     def open(self, folder: Path) -> None:
         """Write into ``folder`` what came so far and what will come; ranks other than 0 only if need be."""
         self.path = folder / (LOG_FILE if self._rank == 0 else f"log.rank{self._rank}.txt")
-        self._file = logging.FileHandler(self.path, "a", encoding="utf-8", delay=self._rank != 0)
-        self._file.setFormatter(logging.Formatter(_FORMAT))
+        self._file = _OwnFile(self.path, encoding="utf-8", delay=self._rank != 0)
+        self._file.setFormatter(_Visible(_FORMAT))
         kept, self._kept = self._kept, []
         for record in kept:
             self._write(record)
@@ -101,9 +105,22 @@ class RunLog(logging.Handler):
         logging.captureWarnings(False)
         for record in self._kept:
             if record.name != LOG.name and logging.WARNING <= record.levelno < logging.ERROR:
-                print(record.getMessage(), file=sys.stderr)
+                print(visible(record.getMessage()), file=sys.stderr)
         if self._file is not None:
             self._file.close()
+
+
+class _Visible(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
+
+
+class _OwnFile(logging.FileHandler):
+    """Appends to a file of the run's, through no link."""
+
+    def _open(self) -> TextIOWrapper:
+        descriptor = open_own(Path(self.baseFilename), os.O_WRONLY | os.O_APPEND)
+        return os.fdopen(descriptor, "a", encoding=self.encoding)
 
 
 def _prints(handler: logging.Handler) -> bool:

@@ -8,6 +8,7 @@ import os
 import re
 from typing import TYPE_CHECKING, Any, Protocol
 
+from portable.durable import own_path
 from portable.errors import UserError
 from portable.reporting.events import read_events
 
@@ -32,7 +33,8 @@ class _TensorBoard:
     def __init__(self, folder: Path, *, from_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=from_step + 1)
+        inside = own_path(folder, "tensorboard", "events").parent
+        self._writer = SummaryWriter(str(inside), purge_step=from_step + 1)
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():

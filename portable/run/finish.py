@@ -11,6 +11,8 @@ from converters.console import columns
 from portable.checkpoint.trainer_state import TrainerState, step_of
 from portable.data import IGNORED
 from portable.data.samples.base import sequence
+from portable.data.tokens import limited
+from portable.data.tokens.rendering import Rendering
 from portable.errors import one_line
 from portable.formatting import human_count, table
 from portable.model.build import positions
@@ -119,12 +121,10 @@ def sample_prompt(prepared: Prepared) -> torch.Tensor:
     data, given = prepared.data, prepared.config.log.sample_prompt
     if given is not None:
         if data.end_of_turn is not None and data.tokenizer.chat_template:
-            asked = [{"role": "user", "content": given}]
-            given_too = prepared.config.data.chat_template_kwargs
-            kwargs = {name: value for name, value in given_too.items() if name != "strftime_now"}
-            chat: list[int] = data.tokenizer.apply_chat_template(
-                asked, add_generation_prompt=True, return_dict=False, **kwargs
-            )
+            variables = {**data.tokenizer.special_tokens_map, **prepared.config.data.chat_template_kwargs}
+            rendering = Rendering(data.tokenizer.chat_template, variables)
+            text: str = limited.call(rendering.question, given, "log.sample_prompt")
+            chat: list[int] = data.tokenizer(text, add_special_tokens=False)["input_ids"]
             return torch.tensor([chat], dtype=torch.int64)
         ids: list[int] = data.tokenizer(given)["input_ids"]
         return torch.tensor([ids], dtype=torch.int64)

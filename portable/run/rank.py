@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from converters.console import say
 from portable.checkpoint.resume_source import checkpoints_of, resume_source
 from portable.durable import own_path, write_durably
 from portable.errors import ReportedElsewhereError, RunError, UserError
@@ -161,7 +162,7 @@ def _evaluate_only(prepared: Prepared) -> int:
         for name, value in values.items():
             shown = f"{value:.6f}" if isinstance(value, float) else json.dumps(value)
             rows.append((name.replace(EVALUATION, "evaluation ", 1), shown))
-        print(table(rows))
+        say(table(rows))
     return EXIT_DONE
 
 

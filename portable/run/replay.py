@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from converters.console import say
 from portable.checkpoint.resume_source import checkpoints_of
 from portable.errors import UserError, one_line
 from portable.formatting import table
@@ -95,7 +96,7 @@ def replay_step(run: Prepared, step: int) -> int:
     everything = [MicroBatch(**one) for one in _of_all_ranks(backend, [asdict(one) for one in found])]
     backend.barrier()
     if backend.rank == 0:
-        print("\n".join(_report(run, engine, step, everything, set(gradients), norm)))
+        say("\n".join(_report(run, engine, step, everything, set(gradients), norm)))
     return 0
 
 

@@ -169,6 +169,25 @@ def test_a_view_that_repeats_its_storage_is_not_written_out(
     assert main([str(tmp_path / "small.pt"), str(tmp_path / "small"), "--quiet"]) == 0
 
 
+def test_holes_do_not_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file of 4 kB on the disk that is 2 GiB long."""
+    header = json.dumps({"a": {"dtype": "F32", "shape": [1 << 29], "data_offsets": [0, 1 << 31]}}).encode()
+    source = model(tmp_path / "in")
+    with (source / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + (1 << 31))
+    assert "more than 8 times as many" in said(capsys, source, tmp_path / "out")
+
+
+def test_a_vocabulary_that_no_table_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shapes = {"model_type": "gpt2", "n_embd": 4, "n_layer": 1, "n_head": 1, "n_positions": 8}
+    source = model(tmp_path / "in")
+    (source / "config.json").write_text(json.dumps({**shapes, "vocab_size": 4_000_000_000}))
+    safetensors.torch.save_file({"transformer.wte.weight": torch.zeros(6, 4)}, source / "model.safetensors")
+    line = said(capsys, source, tmp_path / "out.gguf", "--to", "gguf")
+    assert "config.json: vocab_size is 4,000,000,000, and no tensor has as many rows" in line
+
+
 def test_a_name_that_is_no_text_is_refused(tmp_path: Path) -> None:
     tensor = Tensor.contiguous("a", "F32", (2,), Memory(bytes(8)))
     source = Checkpoint(format="x", root=tmp_path / "x", tensors={"a\ud800": tensor})
@@ -255,6 +274,7 @@ def test_standard_output_is_gone(redirect: str, code: int, error: str, tmp_path:
     ("error", "told"),
     [
         (MemoryError(), "out of memory"),
+        (ImportError("libtorch_cpu.so: failed to map segment from shared object"), "out of memory"),
         (RuntimeError("can't start new thread"), "cannot start another thread"),
     ],
 )

@@ -361,21 +361,22 @@ def test_more_devices_are_a_move(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", "report.html"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", "report.html", "log.txt", "tensorboard"])
 def test_a_run_writes_through_no_link(tmp_path: Path, corpus: Path, name: str) -> None:
     """A link in the place of a file of the run: refused in one line, or replaced."""
     folder, mine = tmp_path / "run", tmp_path / "mine"
     folder.mkdir()
-    mine.write_text("mine")
+    mine.mkdir() if name == "tensorboard" else mine.write_text("mine")
     (folder / name).symlink_to(mine)
     settings = {"train__steps": 1, "data__eval_fraction": 0, "checkpoint__export": False}
     try:
-        run_rank("cpu", configured(folder, corpus, **settings))
+        run_rank("cpu", configured(folder, corpus, **settings, log__trackers=["tensorboard"]))
     except UserError as error:
-        assert f"{name} cannot be written to: is a link" in str(error)
+        told = "is a link that leads out" if name == "tensorboard" else "cannot be written to: is a link"
+        assert f"{name} {told}" in str(error)
     else:
         assert not (folder / name).is_symlink()
-    assert mine.read_text() == "mine"
+    assert not any(mine.iterdir()) if name == "tensorboard" else mine.read_text() == "mine"
 
 
 def test_evaluations_by_name(tmp_path: Path) -> None:

@@ -155,17 +155,22 @@ def test_the_first_file_is_empty(opened: Callable[..., Source], tmp_path: Path) 
 
 
 def test_linked_folders(opened: Callable[..., Source], tmp_path: Path) -> None:
-    """Each once, also in a circle."""
-    write_jsonl(tmp_path / "elsewhere.jsonl", [{"text": "file"}])
-    for name in ("store", "data", "data/.hidden"):
+    """Each once, also in a circle; none that leaves the folder."""
+    for name in ("data", "data/.hidden", "data/store"):
         (tmp_path / name).mkdir()
         write_jsonl(tmp_path / name / "x.jsonl", [{"text": name}])
-    (tmp_path / "data" / "linked").symlink_to(tmp_path / "store")
-    (tmp_path / "data" / "linked too").symlink_to(tmp_path / "store")
+    (tmp_path / "data" / "linked").symlink_to("store")
     (tmp_path / "data" / "circle").symlink_to(tmp_path / "data")
-    (tmp_path / "data" / "file.jsonl").symlink_to(tmp_path / "elsewhere.jsonl")
-    (tmp_path / "data" / "broken.jsonl").symlink_to(tmp_path / "none.jsonl")
-    assert texts(opened(tmp_path / "data")) == ["file", "store", "data"]
+    (tmp_path / "data" / "file.jsonl").symlink_to(tmp_path / "data" / ".hidden" / "x.jsonl")
+    (tmp_path / "data" / "broken.jsonl").symlink_to("none.jsonl")
+    assert texts(opened(tmp_path / "data")) == ["data/.hidden", "data/store", "data"]
+    (tmp_path / "by a link").symlink_to(tmp_path / "data")
+    assert texts(opened(tmp_path / "by a link")) == ["data/.hidden", "data/store", "data"]
+    (tmp_path / "data" / "out").symlink_to(tmp_path)
+    write_jsonl(tmp_path / "private.jsonl", [{"text": "private"}])
+    for name in ("data", "data/*/*.jsonl"):
+        with pytest.raises(UserError, match=r"a link here leaves .* put the file itself there"):
+            opened(tmp_path / name)
 
 
 CARDS = {

@@ -6,12 +6,20 @@ import io
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
+from portable.errors import UserError
+
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from typing_extensions import Buffer
+
     from converters.storage.path_or_url import Place
 
 COMPRESSED = (".gz", ".zst")
 _OF_TEXT = (".txt", ".jsonl", ".json")
 _BUFFER = 1 << 20
+_EXPANSION, _FREE = 64, 64 << 20
+"""What is compressed may come to so many times its bytes, or to so many bytes."""
 
 
 def format_of(path: Place | str) -> str:
@@ -28,19 +36,57 @@ def is_compressed(path: Place | str) -> bool:
     return name.lower().endswith(COMPRESSED)
 
 
-def decompressed(file: io.BufferedReader, name: str) -> io.BufferedReader:
+def check_expanded(expanded: int, size: int, name: object) -> None:
+    """Refuse contents that are far larger than what they are packed in, as no data is.
+
+    Args:
+        expanded: bytes of the contents, as far as they are known.
+        size: bytes of the file.
+        name: of the file.
+
+    Raises:
+        UserError: naming the remedy.
+    """
+    if expanded > max(_FREE, _EXPANSION * size):
+        raise UserError(
+            f"data.source: {name}: comes to more than {_EXPANSION} times its {size:,} bytes; if you trust "
+            "it, unpack it and name what comes out"
+        )
+
+
+class _Checked(io.RawIOBase):
+    """The contents of a compressed file, as far as it may expand."""
+
+    def __init__(self, contents: Any, path: Path) -> None:
+        self._contents = contents
+        self._path = path
+        self._size = path.stat().st_size
+        self._expanded = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Buffer, /) -> int:
+        count: int = self._contents.readinto(buffer)
+        self._expanded += count
+        check_expanded(self._expanded, self._size, self._path)
+        return count
+
+
+def decompressed(file: io.BufferedReader, path: Path) -> io.BufferedReader:
     """The contents of a file, decompressed while they are read if its name says so.
 
     What it raises for damaged data: ``OSError``, ``EOFError`` or ``zlib.error``.
     """
-    if name.lower().endswith(".gz"):
+    name = path.name.lower()
+    if name.endswith(".gz"):
         from isal import igzip
 
         opened: Any = igzip.IGzipFile
-        return io.BufferedReader(opened(fileobj=file), _BUFFER)
-    if name.lower().endswith(".zst"):
+        return io.BufferedReader(_Checked(opened(fileobj=file), path), _BUFFER)
+    if name.endswith(".zst"):
         import pyarrow  # which brings the codec
 
         raw = pyarrow.CompressedInputStream(pyarrow.PythonFile(file, mode="r"), "zstd")
-        return io.BufferedReader(raw, _BUFFER)
+        return io.BufferedReader(_Checked(raw, path), _BUFFER)
     return file

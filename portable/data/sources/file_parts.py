@@ -17,7 +17,7 @@ from portable.data.sources.documents import Document, Fields, Source, changed_me
 from portable.data.sources.files import json_row, unreadable
 from portable.data.sources.parquet_rows import parquet_file, rows_of
 from portable.errors import RunError, UserError
-from portable.paths import storage_errors
+from portable.paths import open_file, storage_errors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -111,7 +111,7 @@ class FilePart(Source):
 
     def _open(self) -> io.RawIOBase:
         if isinstance(self._path, Path):
-            return self._path.open("rb", buffering=0)
+            return open_file(self._path)
         assert self._found is not None
         return _Ranges(self._path, self._found.size)
 

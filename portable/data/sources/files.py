@@ -12,7 +12,7 @@ import time
 import zlib
 from collections.abc import Callable
 from contextlib import contextmanager, suppress
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,7 @@ from portable.data.sources.documents import (
 from portable.data.sources.library import csv_rows
 from portable.data.sources.parquet_rows import parquet_file, rows_of
 from portable.errors import MissingDataError, UserError, one_line
-from portable.paths import place_of, storage_errors
+from portable.paths import check_link, files_below, open_file, place_of, storage_errors
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -76,7 +76,7 @@ def local_files(name: str) -> list[Path] | None:
 def _local_files(name: str) -> list[Path] | None:
     path = Path(name)
     if path.is_dir():
-        found = sorted(file for file in _below(path) if format_of(file) in FORMATS and file.is_file())
+        found = sorted(file for file in files_below("data.source", path) if format_of(file) in FORMATS)
         if not found:
             raise UserError(f"data.source: {name} has no {listed(FORMATS)} files; choose another folder")
         return found
@@ -85,6 +85,10 @@ def _local_files(name: str) -> list[Path] | None:
     elif glob.has_magic(name):
         matches = glob.glob(name, recursive=True)  # noqa: PTH207 (a pattern may be absolute)
         found = sorted(file for file in map(Path, matches) if file.is_file())
+        fixed = takewhile(lambda part: not glob.has_magic(part), path.parts)
+        folder = Path(*fixed)
+        for file in found:
+            check_link("data.source", file, folder)
         if not found:
             raise MissingDataError(f"data.source: no file matches {name}; check the path and the pattern")
     elif name.startswith((".", "/", "~")) or format_of(path) in FORMATS or name.count("/") > 1:
@@ -95,19 +99,6 @@ def _local_files(name: str) -> list[Path] | None:
         if format_of(file) not in FORMATS:
             raise UserError(f"data.source: {file}: cannot read this kind of file; use {listed(FORMATS)}")
     return found
-
-
-def _below(folder: Path) -> Iterator[Path]:
-    """The files in a folder and its subfolders, also in linked ones, without hidden ones."""
-    seen: set[str] = set()
-    for here, folders, names in os.walk(folder, followlinks=True):
-        real = os.path.realpath(here)
-        if real in seen:  # a link to where we were
-            folders.clear()
-            continue
-        seen.add(real)
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield from (Path(here, name) for name in names if not name.startswith("."))
 
 
 class LocalFiles(Source):
@@ -215,7 +206,7 @@ class LocalFiles(Source):
         if format_of(path) == ".txt":
             split = self._fields.text_split
             with _reading(name):
-                file = decompressed(opening(path), path.name)
+                file = decompressed(opening(path), path)
             texts = _text_file(file, name) if split == "file" else _pieces_of_text(file, name, split)
             for text in texts:
                 yield text
@@ -238,14 +229,14 @@ _Opening = Callable[["Path"], io.BufferedReader]
 
 
 def _open(path: Path) -> io.BufferedReader:
-    return path.open("rb")
+    return io.BufferedReader(open_file(path), 1 << 20)
 
 
 class _Hashed(io.RawIOBase):
     """A file that is hashed while it is read sequentially."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("rb", buffering=0)
+        self._file = open_file(path)
         self._hash = hashlib.blake2b(digest_size=16)
 
     def readable(self) -> bool:
@@ -304,7 +295,7 @@ def file_digest(path: Path, memo: Path | None, remember: bool) -> bytes:
 def content_digest(path: Path) -> bytes:
     """The digest of a file's contents, as they are now."""
     hasher = hashlib.blake2b(digest_size=16)
-    with path.open("rb") as file:
+    with open_file(path) as file:
         while chunk := file.read(1 << 22):
             hasher.update(chunk)
     return hasher.digest()
@@ -402,14 +393,14 @@ def _rows(
 
 
 def _parquet_rows(path: Path, name: str, fields: Fields) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    with _reading(name), path.open("rb", buffering=0) as raw, parquet_file(raw, name) as file:
+    with _reading(name), open_file(path) as raw, parquet_file(raw, name) as file:
         yield from rows_of(file, range(file.metadata.num_row_groups), name, fields)
 
 
 def _jsonl_rows(
     path: Path, name: str, opening: _Opening, bad: BadRecords | None
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    with _reading(name), decompressed(opening(path), path.name) as file:
+    with _reading(name), decompressed(opening(path), path) as file:
         for number, line in enumerate(file, start=1):
             where = f"{name}:{number}"
             if (row := json_row(line, where, bad)) is not None:
@@ -455,7 +446,7 @@ def _json_rows(path: Path, name: str, opening: _Opening) -> Iterator[tuple[str, 
     decode = json.JSONDecoder().raw_decode
     with (
         _reading(name),
-        io.TextIOWrapper(decompressed(opening(path), path.name), encoding="utf-8-sig") as file,
+        io.TextIOWrapper(decompressed(opening(path), path), encoding="utf-8-sig") as file,
     ):
         text, at, number, ended, listed_rows = "", 0, 0, False, False
         while True:

@@ -7,17 +7,24 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import yaml
+
+from converters.storage.guarded import read_small_text
 from converters.storage.object_store import Object, RemotePath
 from portable.data.sources.compression import format_of
 from portable.data.sources.documents import listed
 from portable.data.sources.files import FORMATS, local_files
 from portable.data.sources.library import cannot_load, datasets_library
-from portable.errors import UserError
-from portable.paths import storage_errors
+from portable.errors import UserError, one_line
+from portable.paths import check_folder, name_inside, storage_errors
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _HUB = "hf://"
-_CARD = "README.md"
+_CARD, _STANDALONE = "README.md", ".huggingface.yaml"
 _SPLITS = (r"train|training", r"test|testing|eval|evaluation|validation|valid|dev|val")
 """Names of splits, as in test.jsonl or data/train-00000-of-00002.parquet."""
 
@@ -61,6 +68,8 @@ def files_of_folder(name: str, config_name: str | None, split: str) -> list[Path
         return None
     if not (config_name or _has_settings(folder) or _named_by_split(folder)):
         return None
+    check_folder("data.source", str(folder))
+    _check_card(folder)
     found = [Path(file) for file in _files_of_split(str(folder), config_name, split)]
     for file in found:
         if format_of(file) not in FORMATS:
@@ -74,6 +83,43 @@ def _has_settings(folder: Path) -> bool:
             return file.read(4).rstrip() == b"---"
     except OSError:
         return False
+
+
+def _check_card(folder: Path) -> None:
+    """Check that the card of a folder names files of it alone: ``datasets`` would read any, even a URL.
+
+    Raises:
+        UserError: if it names another.
+    """
+    from huggingface_hub import DatasetCard
+
+    cards = {
+        _CARD: lambda text: vars(DatasetCard(text).data),
+        _STANDALONE: yaml.safe_load,
+    }
+    for name, read in cards.items():
+        path = folder / name
+        if not path.is_file():
+            continue
+        try:
+            found = read(read_small_text(path))
+            configs = found.get("configs") if isinstance(found, dict) else None
+            for one in configs or ():
+                for key in ("data_files", "data_dir"):
+                    for named in _texts_in(one.get(key)):
+                        name_inside(named)
+        except Exception as error:  # of the parsers, which meet anything there
+            raise UserError(
+                f"data.source: {path}: {one_line(error)[:200]}; correct it, or remove it to read the files "
+                "beside it"
+            ) from error
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _texts_in(inner)
 
 
 def _named_by_split(folder: Path) -> bool:

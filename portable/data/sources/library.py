@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import glob
 import hashlib
+import io
 import logging
 import warnings
 from collections.abc import Mapping
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from portable.data.sources.documents import Document, Fields, Source, read_rows
 from portable.data.sources.parquet_rows import without_nulls
 from portable.errors import UserError, one_line
+from portable.paths import open_file
 from portable.private.of_datasets import fingerprint
 from portable.temporary_folder import scratch_folder
 
@@ -50,7 +52,7 @@ def csv_rows(path: Path, name: str, fields: Fields) -> Iterator[tuple[str, Mappi
     datasets.logging.set_verbosity(logging.CRITICAL)  # what it logs as an error, it raises as well
     with scratch_folder("portable-rows") as scratch:
         try:
-            with path.open(encoding="utf-8-sig", newline="") as file:
+            with io.TextIOWrapper(open_file(path), encoding="utf-8-sig", newline="") as file:
                 header = next(csv.reader(file), None)
             if header is None:
                 return

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from converters.console import complain
 from portable import plugins
 from portable.data.sources.documents import Document, Fields, Source, changed_meanwhile, read_rows
 from portable.errors import UserError, one_line
@@ -81,10 +81,9 @@ class OwnRecords(Source):
             for number, row in enumerate(islice(found, self._max_samples), start=1):
                 if number % 1000 == 0 and time.monotonic() > asks_at:
                     asks_at = float("inf")
-                    print(
+                    complain(
                         f"note: {told}: {number:,} records so far; if there is no end of them, set "
-                        "data.max_samples",
-                        file=sys.stderr,
+                        "data.max_samples"
                     )
                 where = f"{self.name}: record {number}"
                 if not isinstance(row, Mapping):

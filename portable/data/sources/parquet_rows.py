@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import io
 from contextlib import contextmanager
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from portable.data.sources.compression import check_expanded
 from portable.errors import UserError, one_line
 
 if TYPE_CHECKING:
-    import io
     from collections.abc import Iterable, Iterator, Mapping
 
     from portable.data.sources.documents import Fields
 
-_ROWS = 1024
+_ROWS, _FEWEST, _BATCH_BYTES = 1024, 8, 128 << 20
 
 
 @contextmanager
@@ -33,11 +34,18 @@ def parquet_file(raw: io.RawIOBase, name: object, *, pre_buffer: bool = False) -
 
     try:
         with parquet.ParquetFile(raw, pre_buffer=pre_buffer, page_checksum_verification=True) as file:
+            expanded = sum(map(_bytes_of, map(file.metadata.row_group, range(file.metadata.num_row_groups))))
+            check_expanded(expanded, raw.seek(0, io.SEEK_END), name)
             yield file
     except pyarrow.ArrowException as error:  # its errors of reading are OSErrors
         raise UserError(
             f"data.source: {name}: not a readable .parquet file ({one_line(error)}); copy it again"
         ) from error
+
+
+def _bytes_of(group: Any) -> int:
+    """What a row group comes to, before a value that is stored once is repeated."""
+    return int(group.total_byte_size)
 
 
 def rows_of(
@@ -50,7 +58,9 @@ def rows_of(
     starts = [0, *accumulate(sizes)]
     for group in groups:
         row = starts[group]
-        for batch in file.iter_batches(_ROWS, row_groups=[group], columns=columns):
+        # A value of a dictionary, as large as the group, may be that of every row.
+        rows = max(_FEWEST, min(_ROWS, _BATCH_BYTES // max(1, _bytes_of(file.metadata.row_group(group)))))
+        for batch in file.iter_batches(rows, row_groups=[group], columns=columns):
             for found in _dictionaries(batch, row, name, fields):
                 row += 1
                 if found is not None:

@@ -19,7 +19,7 @@ from portable.data.sources.documents import Document, Fields, Source
 from portable.data.sources.files import place_with
 from portable.data.sources.shard import Shard
 from portable.errors import UserError, one_line
-from portable.paths import storage_errors
+from portable.paths import read_json, storage_errors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -71,7 +71,7 @@ def read_index(place: Place) -> Index:
     """
     try:
         with storage_errors("data.source"):
-            found = json.loads((place / INDEX).read_text())
+            found = read_json(place / INDEX)
         if found["format"] != FORMAT:
             raise ValueError(f"format {found['format']}, not {FORMAT}")
         shards = tuple((int(n), int(tokens), str(print_)) for n, tokens, print_ in found["shards"])

@@ -7,7 +7,6 @@ The shards of the first two begin alike: the number of samples, the offset of ea
 from __future__ import annotations
 
 import hashlib
-import json
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
@@ -16,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from portable.data.sources.compression import check_expanded
 from portable.data.sources.documents import Document, Fields, Source, changed_meanwhile, listed, text_only
 from portable.data.sources.files import file_digest, place_with
 from portable.data.sources.library import HubDataset, datasets_library
 from portable.data.sources.token_files import TokenSource, beyond_vocabulary
 from portable.errors import UserError, one_line
-from portable.paths import storage_errors
+from portable.paths import check_folder, name_inside, open_file, read_json, storage_errors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -44,7 +44,7 @@ def sharded_tokens(name: str) -> tuple[Place, dict[str, Any]] | None:
         return None
     try:
         with storage_errors("data.source"):
-            index = json.loads((place / "index.json").read_text())
+            index = read_json(place / "index.json")
     except (OSError, ValueError):
         return None
     if not isinstance(index, dict) or not ("shards" in index or "chunks" in index):
@@ -72,7 +72,7 @@ def pieces_of(index: dict[str, Any], name: str) -> list[dict[str, Any]]:
             raise UserError(f"data.source: {name} is compressed or encrypted; write it without")
         dtype = _LITDATA[int(kind.partition(":")[2])]
         return [
-            {"file": one["filename"], "dtype": dtype, "heads": 0, "before": 0, "bytes": None}
+            {"file": name_inside(one["filename"]), "dtype": dtype, "heads": 0, "before": 0, "bytes": None}
             for one in index["chunks"]
         ]
     except (KeyError, TypeError, ValueError, IndexError) as error:
@@ -100,13 +100,13 @@ def _of_mosaic(shard: dict[str, Any], name: str) -> dict[str, Any]:
     if packed is not None and shard["compression"].partition(":")[0] not in ("zstd", "gz"):
         raise UserError(f"data.source: {name} is compressed with {shard['compression']}; use zstd or gz")
     return {
-        "file": (packed or raw)["basename"],
+        "file": name_inside((packed or raw)["basename"]),
         "compression": shard["compression"] if packed else None,
         "dtype": np.dtype(dtype).newbyteorder("<").str,
         "shaped": bool(shape),
         "sizes": shard["column_sizes"],
         "column": at,
-        "bytes": raw["bytes"],
+        "bytes": int(raw["bytes"]),
         "hashes": raw.get("hashes") or {},
     }
 
@@ -171,12 +171,20 @@ class ShardedTokens(TokenSource):
     def _contents(self, piece: dict[str, Any]) -> bytes:
         """A shard as it was before it was compressed."""
         with self._reading(piece), storage_errors("data.source"):
-            data: bytes = (self._place / piece["file"]).read_bytes()
+            path = self._place / piece["file"]
+            if isinstance(path, Path):
+                with open_file(path, Path(str(self._place))) as file:
+                    data = file.read()
+            else:
+                data = path.read_bytes()
             if (compression := piece.get("compression")) is not None:
                 import pyarrow
 
                 kind = {"zstd": "zstd", "gz": "gzip"}[compression.partition(":")[0]]
-                data = pyarrow.CompressedInputStream(pyarrow.BufferReader(data), kind).read()
+                check_expanded(piece["bytes"], len(data), path)
+                data = pyarrow.CompressedInputStream(pyarrow.BufferReader(data), kind).read(
+                    piece["bytes"] + 1
+                )
             if piece["bytes"] is not None and len(data) != piece["bytes"]:
                 raise ValueError(f"{len(data)} bytes, not {piece['bytes']}")
             for kind, digest in piece.get("hashes", {}).items():
@@ -204,15 +212,17 @@ def _documents(data: bytes, piece: dict[str, Any]) -> list[npt.NDArray[Any]]:
     sizes = piece.get("sizes")
     if sizes is None:
         return [np.frombuffer(data[start:stop], piece["dtype"]) for start, stop in pairwise(offsets)]
+    if any(size is not None and (type(size) is not int or size < 0) for size in sizes):
+        raise ValueError(f"its columns have the sizes {sizes}")
     heads = sum(size is None for size in sizes)
     found = []
     for start, stop in pairwise(offsets.tolist()):
         told = iter(np.frombuffer(data, "<u4", heads, offset=start).tolist())
         lengths = [next(told) if size is None else size for size in sizes]
         at = start + 4 * heads + sum(lengths[: piece["column"]])
-        value = data[at : at + lengths[piece["column"]]]
         if start + 4 * heads + sum(lengths) != stop:
             raise ValueError("a sample has another length than its columns")
+        value = data[at : at + lengths[piece["column"]]]
         if not piece["shaped"]:  # the number of dimensions and the type of their sizes, then the sizes
             value = value[1 + (value[0] >> 2) * (1 << (value[0] & 3)) :]
         found.append(np.frombuffer(value, piece["dtype"]))
@@ -243,7 +253,7 @@ def saved_source(
 ) -> Source:
     """The tokens of a saved dataset, if it has some, or its records."""
     try:
-        info = json.loads((folder / "dataset_info.json").read_text())
+        info = read_json(folder / "dataset_info.json")
         columns = set(info["features"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _not_saved(folder, error) from error
@@ -260,7 +270,12 @@ def _not_saved(folder: object, error: Exception) -> UserError:
 def _load_saved(folder: str) -> Any:
     datasets = datasets_library(f"reading {folder}")
     try:
+        for file in read_json(Path(folder) / "state.json")["_data_files"]:
+            name_inside(file["filename"])
+        check_folder("data.source", folder)
         return datasets.load_from_disk(folder)
+    except UserError:
+        raise
     except Exception as error:
         raise _not_saved(folder, error) from error
 

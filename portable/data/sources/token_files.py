@@ -18,6 +18,7 @@ import numpy as np
 from portable.data.sources.documents import Document, Fields, Source, changed_meanwhile, text_only
 from portable.data.sources.files import file_digest, unreadable
 from portable.errors import MissingDataError, UserError
+from portable.paths import open_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -149,7 +150,7 @@ def _layout(path: Path) -> _Layout:
         size = path.stat().st_size
         if _index(path).is_file():
             return _megatron(path, size)
-        with path.open("rb") as file:
+        with open_file(path) as file:
             head = np.frombuffer(file.read(12).ljust(12, b"\0"), dtype="<i4")
     except OSError as error:
         raise unreadable(path, error) from error
@@ -168,7 +169,8 @@ def _layout(path: Path) -> _Layout:
 
 def _megatron(path: Path, size: int) -> _Layout:
     index = _index(path)
-    data = index.read_bytes()
+    with open_file(index) as file:
+        data = file.read()
     if not data.startswith(_MEGATRON) or len(data) < 34 or data[17] not in _MEGATRON_TYPES:
         raise UserError(f"data.source: {index}: is no index of Megatron's; remove it, or copy it again")
     dtype = np.dtype(_MEGATRON_TYPES[data[17]])

@@ -11,6 +11,7 @@ The processes are plain children that run this file, so the program's main modul
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 R = TypeVar("R")
 _AT_A_TIME = 4  # batches for each process
+serves = False
+"""Whether this process is a :class:`Worker`."""
 
 
 def cores() -> int:
@@ -142,6 +145,9 @@ class Worker:
 
 def serve() -> None:
     """The loop of a process."""
+    global serves
+    serves = True
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the other side ends, and this one with it
     connection = Connection(int(sys.argv[1]))
     try:
         work = connection.recv()

@@ -19,8 +19,10 @@ from converters import CheckpointError, check_manifest, manifest_entries, manife
 from converters.manifest import MANIFEST
 from portable.data.locked_folder import locked_folder
 from portable.data.sources.documents import listed
-from portable.data.tokens.chat_template import CHATML, CHATML_TOKENS
+from portable.data.tokens.chat_template import CHATML
+from portable.data.tokens.rendering import CHATML_TOKENS
 from portable.errors import UserError, one_line
+from portable.paths import check_folder
 from portable.temporary_folder import scratch_folder
 
 if TYPE_CHECKING:
@@ -58,6 +60,7 @@ def load_tokenizer(
     """
     from transformers import AutoTokenizer
 
+    check_folder("data.tokenizer", name_or_path)
     languages = {"src_lang": source_language, "tgt_lang": target_language}
     languages = {key: code for key, code in languages.items() if code is not None}
     try:

@@ -1,0 +1,427 @@
+"""Conversations as the text that a template writes, with what is known of where each answer is.
+
+A template is foreign code, in Jinja's sandbox. What is here runs within limits of time and memory: see
+:mod:`portable.data.tokens.limited`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from os.path import commonprefix
+from typing import TYPE_CHECKING, Any, Literal
+
+from portable.data.sources.conversations import ANSWERING, FIRST, SELDOM, Conversation, context_only, valid
+from portable.errors import UserError, one_line
+from portable.private import of_transformers
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from portable.data.sources.conversations import Message
+    from portable.data.sources.documents import Document
+
+TrainOn = Literal["assistant", "completion", "last_assistant", "all"]
+DAY = "2025-01-01"
+"""The date in a prompt that tells today's, so that the tokens are the same on every day."""
+_PROBE = "What is shown of this?"
+_MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_MOST_RENDERED = 1 << 30  # characters written for one conversation
+_TEXT, _TIMES = 1 << 20, 64  # characters that a template may write, or so many times those of a record
+_Span = tuple[int, int]
+Start = tuple[str, str | None]
+"""A conversation before an answer, with the generation prompt and without (None if that cannot be told)."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A rendered conversation before it is tokenized."""
+
+    text: str
+    conversation: Conversation | None
+    """None for a completion of plain text."""
+    spans: tuple[_Span, ...] = ()
+    answers: tuple[int, ...] = ()
+    """Messages whose spans follow from prefixes."""
+    opened: tuple[int | Start, ...] = ()
+    """For each where it begins: how many characters of the text the conversation before it has, with the
+    generation prompt; or that conversation, where the text does not begin with it."""
+    closed: tuple[int | str, ...] = ()
+    """For each the conversation up to and with it, likewise."""
+    whole: bool = False
+    """Whether all tokens are trained."""
+    prefix: tuple[int, ...] = ()
+    suffix: tuple[int, ...] = ()
+    """Tokens before and after the text; the latter are trained."""
+    thoughts: tuple[bool, ...] = ()
+    """For each trained answer with reasoning, whether the text has it."""
+    turns: tuple[int, ...] = ()
+    """The trained answers, if each may become a sample of its own."""
+
+
+CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
+
+
+class UnstableError(UserError):
+    """The tokens of an answer cannot be told in the whole."""
+
+
+def no_template() -> UserError:
+    return UserError(
+        "data.chat_template: the tokenizer has none; set it to a file with a template, or to chatml if the "
+        f"tokenizer has its tokens ({' '.join(CHATML_TOKENS)})"
+    )
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """Renders conversations.
+
+    Attributes:
+        templates: the text of a template, or those of a tokenizer with several; None for completions alone.
+        variables: of the templates.
+        train_on: which tokens are trained; None: the completion of a record with a prompt, else what the
+            assistant says.
+        split: make a draft of each answer, with what was said before it.
+        prefix, suffix: the special tokens around a completion.
+        end: the text of the tokenizer's end token.
+    """
+
+    templates: str | dict[str, str] | None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    train_on: TrainOn | None = None
+    split: bool = False
+    prefix: tuple[int, ...] = ()
+    suffix: tuple[int, ...] = ()
+    end: str = ""
+    _parts: dict[str, bool] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    def drafts(self, documents: Sequence[Document]) -> list[list[Draft]]:
+        """The drafts of each conversation or completion.
+
+        Raises:
+            UserError: naming the record, if its template fails.
+        """
+        return [self._drafts(document) for document in documents]
+
+    def question(self, text: str, where: str) -> str:
+        """What a user's ``text`` becomes, up to where the assistant begins."""
+        asked = self._with_parts(Conversation(({"role": "user", "content": text},), where))
+        return self._render(asked, asked.messages, prompted=True)
+
+    def _drafts(self, document: Document) -> list[Draft]:
+        conversation = document.conversation
+        if conversation is None:
+            return [self._completion(document.text, document.prompt_chars or 0)]
+        if not self.split:
+            return [self._draft(conversation, self.train_on)]
+        begin = conversation.prompt or 0
+        return self.turns(conversation, [at for at in conversation.answers if at >= begin])
+
+    def turns(self, conversation: Conversation, answers: Sequence[int]) -> list[Draft]:
+        """Each of these answers with what was said before it."""
+        whole = replace(conversation, prompt=None)
+        parts = (replace(whole, messages=whole.messages[: at + 1]) for at in answers)
+        return [self._draft(part, "last_assistant", apart=True) for part in parts]
+
+    def _completion(self, text: str, prompt: int) -> Draft:
+        """A prompt and its completion without a template, ended by the tokenizer's end token."""
+        whole = self.train_on == "all"
+        suffix = () if text.endswith(self.end) else self.suffix
+        return Draft(text, None, ((prompt, len(text)),), whole=whole, prefix=self.prefix, suffix=suffix)
+
+    def _draft(self, conversation: Conversation, train_on: TrainOn | None, *, apart: bool = False) -> Draft:
+        if train_on is None:
+            prompted = conversation.prompt is not None and conversation.roles == ANSWERING
+            train_on = "completion" if prompted else "assistant"
+        plain, conversation = conversation, self._with_arguments(self._with_parts(conversation))
+        messages = conversation.messages
+        marked = train_on in ("assistant", "last_assistant") and _MARKED.search(self._template(conversation))
+        if marked:
+            text, spans = self._marked(conversation, messages)
+        else:
+            text = self._render(conversation, messages)
+        self._check_shown(plain, text)
+        begin = conversation.prompt if train_on == "completion" else 0
+        answers = tuple(at for at in conversation.answers if at >= (begin or 0))
+        answers = answers[-1:] if train_on == "last_assistant" else answers
+        thoughts = (_thought(plain.messages[at]) for at in answers)
+        shown = tuple(valid(thought) in text for thought in thoughts if thought)
+        if train_on in ("all", "completion"):
+            if begin is None:
+                raise UserError(
+                    f"data.train_on: {conversation.where}: completion is for records with a prompt and a "
+                    "completion; use assistant or last_assistant"
+                )
+            if any(map(context_only, messages[begin:])):
+                raise UserError(
+                    f"data.train_on: {conversation.where}: a message is context only, but {train_on} trains "
+                    "whole texts; use assistant"
+                )
+            if train_on == "all":
+                return Draft(text, conversation, whole=True, thoughts=shown)
+            opened = self._render(conversation, messages[:begin], prompted=True)
+            start = self._start(conversation, text, begin, opened)
+            return Draft(text, conversation, (), (begin,), (start,), (len(text),), thoughts=shown)
+        if not answers:
+            raise UserError(
+                f"data.source: {conversation.where}: {conversation.speakers} says nothing; remove the record"
+            )
+        turns = () if apart else answers
+        if marked:  # the assistant's; the others' are found by their prefixes
+            said = [at for at in answers if messages[at]["role"] == "assistant"]
+            if len(said) < sum(message["role"] == "assistant" for message in messages):
+                ends = {end for at in said for end in (at, at + 1)}
+                count = {end: len(self._marked(conversation, messages[:end])[1]) for end in ends}
+                spans = [span for at in said for span in spans[count[at] : count[at + 1]]]
+            if said and not spans:
+                raise failure(conversation, "{% generation %} marks nothing in it")
+            answers = tuple(at for at in answers if at not in said)
+        else:
+            spans = []
+        if 2 * len(answers) * len(text) > _MOST_RENDERED:
+            raise failure(
+                conversation,
+                f"{len(answers):,} answers in {len(text):,} characters are too many to find by their "
+                "prefixes; cut the record into shorter ones, or use a template with {% generation %}",
+            )
+        opened_at = tuple(
+            self._start(conversation, text, at, self._before(conversation, text, at, prompted=True))
+            for at in answers
+        )
+        closed_at = tuple(
+            len(text)
+            if at + 1 == len(messages)
+            else _prefix(text, self._render(conversation, messages[: at + 1]))
+            for at in answers
+        )
+        return Draft(
+            text,
+            conversation,
+            tuple(spans),
+            answers,
+            opened_at,
+            closed_at,
+            thoughts=shown,
+            turns=turns,
+        )
+
+    def _start(self, conversation: Conversation, text: str, at: int, opened: str) -> int | Start:
+        found = _prefix(text, opened)
+        if isinstance(found, int):
+            return found
+        try:
+            return found, self._before(conversation, text, at)
+        except UnstableError:  # which matters only if the answer is looked for
+            return found, None
+
+    def _before(self, conversation: Conversation, text: str, at: int, *, prompted: bool = False) -> str:
+        """The conversation before an answer, as it stands in ``text``; before what another role says.
+
+        No template takes an empty conversation as it takes others: it may write a system prompt only with the
+        first message. So a first answer is found by the generation prompt, or what ``text`` has of it.
+        """
+        if (message := conversation.messages[at])["role"] != "assistant":
+            other = self._with_parts(replace(conversation, messages=({**message, "content": _PROBE},)))
+            shown = self._render(conversation, [*conversation.messages[:at], *other.messages])
+            if _PROBE not in shown:
+                raise unstable(conversation, at)
+            return shown[: shown.rindex(_PROBE)]
+        if at:
+            return self._render(conversation, conversation.messages[:at], prompted=prompted)
+        asked = self._with_parts(replace(conversation, messages=({"role": "user", "content": _PROBE},)))
+        question = self._render(asked, asked.messages)
+        header = self._render(asked, asked.messages, prompted=True)
+        header = header[len(commonprefix([question, header])) :]  # noqa: RUF071 - of characters
+        begun = next((header[:end] for end in range(len(header), 0, -1) if header[:end] in text), "")
+        if not begun:
+            raise unstable(conversation, at)
+        return text[: text.index(begun)] + (header if prompted else "")
+
+    def _template(self, conversation: Conversation) -> str:
+        if isinstance(self.templates, str):
+            return self.templates
+        if self.templates is None:
+            raise no_template()
+        name = "tool_use" if conversation.tools and "tool_use" in self.templates else "default"
+        return self.templates[name]
+
+    def _compiled(self, text: str) -> Any:
+        try:
+            return of_transformers.compiled_template(text)
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(
+                f"data.chat_template: it is no valid template ({one_line(error)}); correct it"
+            ) from error
+
+    def _variables(self, conversation: Conversation) -> dict[str, Any]:
+        kwargs = {**self.variables, **conversation.template_kwargs}
+        day = datetime.fromisoformat(str(kwargs.pop("strftime_now", DAY)))
+        return {
+            "strftime_now": day.strftime,
+            "tools": None if conversation.tools is None else list(conversation.tools),
+            "documents": None,
+            **kwargs,
+        }
+
+    def _render(
+        self, conversation: Conversation, messages: Sequence[Message], *, prompted: bool = False
+    ) -> str:
+        try:
+            text = self._compiled(self._template(conversation)).render(
+                messages=list(messages), add_generation_prompt=prompted, **self._variables(conversation)
+            )
+            return self._checked(conversation, text)
+        except UserError:
+            raise
+        except Exception as error:  # templates are foreign code
+            most = len(conversation.messages)
+            alone = "" if len(messages) == most else f" with the first {len(messages)} of {most} messages"
+            raise failure(conversation, f"the template fails{alone} ({_reason(error)})") from error
+
+    def _marked(self, conversation: Conversation, messages: Sequence[Message]) -> tuple[str, list[_Span]]:
+        """The rendered text, and what the template marks in it; nothing without messages."""
+        if not messages:
+            return "", []
+        try:
+            text, spans = of_transformers.rendered_with_marks(
+                compiled_template=self._compiled(self._template(conversation)),
+                messages=list(messages),
+                add_generation_prompt=False,
+                **self._variables(conversation),
+            )
+        except UserError:
+            raise
+        except Exception as error:
+            raise failure(conversation, f"the template fails ({_reason(error)})") from error
+        return self._checked(conversation, text), [(start, end) for start, end in spans if end > start]
+
+    def _checked(self, conversation: Conversation, text: str) -> str:
+        """``text``, if a template may have written so much of a conversation."""
+        if len(text) > _TEXT and len(text) > _TIMES * (given := _length(conversation)):
+            raise failure(
+                conversation, f"the template writes {len(text):,} characters of {given:,}; use another"
+            )
+        return valid(text)
+
+    def _with_parts(self, conversation: Conversation) -> Conversation:
+        """The conversation with lists of parts for texts, if the template would pass over a string."""
+        if not self._takes_parts(self._template(conversation)):
+            return conversation
+        messages = tuple(map(_text_parts, conversation.messages))
+        return replace(conversation, messages=messages)
+
+    def _takes_parts(self, template: str) -> bool:
+        """Whether a template, such as that of a model for images, shows a text only in a list of parts."""
+        if template not in self._parts:
+            message = {"role": "user", "content": _PROBE}
+            self._parts[template] = not self._shows(template, message) and self._shows(
+                template, _text_parts(message)
+            )
+        return self._parts[template]
+
+    def _shows(self, template: str, message: Message) -> bool:
+        probe = Conversation((message,), "")
+        try:
+            return _PROBE in self._compiled(template).render(
+                messages=[message], add_generation_prompt=False, **self._variables(probe)
+            )
+        except Exception:  # templates are foreign code; what they take is shown by the data
+            return False
+
+    def _with_arguments(self, conversation: Conversation) -> Conversation:
+        """The conversation with its calls' arguments as a string, if the template cannot take objects.
+
+        Raises:
+            UserError: the template fails with both.
+        """
+        calls = [
+            call["function"] for message in conversation.messages for call in message.get("tool_calls", ())
+        ]
+        if not calls:
+            return conversation
+        as_text = replace(conversation, messages=tuple(map(_text_arguments, conversation.messages)))
+        try:
+            text = self._render(conversation, conversation.messages)
+        except UserError as refusal:
+            try:
+                conversation, text = as_text, self._render(as_text, as_text.messages)
+            except UserError:
+                raise refusal from None
+        objects = [call["arguments"] for call in calls if isinstance(call["arguments"], dict)]
+        if any(arguments and str(arguments) in text for arguments in objects):  # written as Python has it
+            conversation = as_text
+        return conversation
+
+    def _check_shown(self, conversation: Conversation, text: str) -> None:
+        """Refuse a record with a call, or a message such as templates do not expect, that ``text`` lacks."""
+        for at, message in enumerate(conversation.messages):
+            names = [call["function"]["name"] for call in message.get("tool_calls", ())]
+            parts = [(f"the call of {name!r}; use one that writes calls", name) for name in names]
+            if message["role"] in SELDOM or (message["role"] in FIRST and at):
+                what = f"message {at + 1}, from {message['role']}; use one that writes it, or move it"
+                parts.append((what, str(message.get("content", "")).strip()))
+            for what, said in parts:
+                if valid(said) not in text and json.dumps(said, ensure_ascii=False)[1:-1] not in text:
+                    raise failure(conversation, f"the template leaves out {what}")
+
+
+def failure(conversation: Conversation, what: str) -> UserError:
+    """The error for a record that a template cannot write."""
+    return UserError(f"data.chat_template: {conversation.where}: {what}")
+
+
+def unstable(conversation: Conversation, at: int) -> UnstableError:
+    """The error for an answer whose tokens cannot be told in the whole."""
+    role = conversation.messages[at]["role"]
+    what = "an answer" if role == "assistant" else f"from {role}"
+    why = f"where message {at + 1}, {what}, begins and ends cannot be told from the text"
+    remedy = "use one that marks answers with {% generation %}"
+    if role != "assistant":
+        remedy = f"use another, or leave {role} out of data.roles_to_train"
+    elif not at:
+        why = "the assistant speaks first, where the template does not write what precedes other answers"
+        remedy += ", or let a user speak first"
+    return UnstableError(f"data.chat_template: {conversation.where}: {why}; {remedy}")
+
+
+def _length(conversation: Conversation) -> int:
+    """How many characters a record has, at the least."""
+    return len(str(conversation.messages)) + len(str(conversation.tools))
+
+
+def _prefix(text: str, part: str) -> int | str:
+    """How much of ``text`` is ``part``, or ``part`` where it is not the beginning."""
+    return len(part) if text.startswith(part) else part
+
+
+def _thought(message: Message) -> str:
+    """What is thought before an answer; empty if it has no reasoning."""
+    inline = str(message.get("content", "")).rpartition("</think>")[0].rpartition("<think>")[2]
+    return str(message.get("reasoning_content") or inline).strip()
+
+
+def _text_parts(message: Message) -> Message:
+    content = message.get("content")
+    if not isinstance(content, str):
+        return message
+    return {**message, "content": [{"type": "text", "text": content}]}
+
+
+def _text_arguments(message: Message) -> Message:
+    if "tool_calls" not in message:
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+    return {**message, "tool_calls": calls}
+
+
+def _reason(error: BaseException) -> str:
+    text = one_line(error) or type(error).__name__
+    return text if len(text) <= 200 else text[:197] + "..."

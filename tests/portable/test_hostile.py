@@ -1,0 +1,389 @@
+"""Folders, data and runs of a stranger: what is read and run of them, and what one may cost."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+import struct
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from converters.cli import main as convert
+from converters.storage.object_store import RemotePath
+from portable.adapters.settings import folder_of
+from portable.cli import main
+from portable.data.sources.opening import open_source
+from portable.data.sources.token_files import TokenSource
+from portable.data.tokens import limited
+from portable.data.tokens.chat_template import ChatTemplate
+from portable.data.tokens.tokenizer import load_tokenizer
+from portable.errors import UserError
+from portable.paths import check_folder
+from portable.reporting.html_report import main as report
+from tests.portable.chat_support import NO_FRAME, TALK, record, tokenizer
+from tests.runs import SENTENCE, flags, tiny
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.object_store import ObjectStore
+
+SECRET = "the password"
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    path = tmp_path / "private" / "notes.jsonl"
+    path.parent.mkdir()
+    path.write_text(json.dumps({"text": SECRET}) + "\n")
+    return path
+
+
+# -- code ----------------------------------------------------------------------------------------------------
+
+EVIL = """
+from pathlib import Path
+Path(__file__).with_name("imported").touch()
+def made(*args, **more): Path(__file__).with_name("called").touch()
+"""
+NAMED = {
+    "train.optimizer": "evil:made",
+    "train.schedule": "evil:made",
+    "train.loss": "evil:made",
+    "train.callbacks": ["evil:made"],
+    "model.function": "evil:made",
+}
+
+
+@pytest.fixture
+def strangers_run(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Path:
+    """A run whose config names code, which lies in the current folder."""
+    folder = tmp_path / "run"
+    assert main(flags(tiny(folder, corpus, train__steps=2))) == 0
+    config = folder / "config.yaml"
+    lines = config.read_text().splitlines()
+    for key, value in NAMED.items():
+        name = key.partition(".")[2]
+        lines = [f"  {name}: {json.dumps(value)}" if one.startswith(f"  {name}:") else one for one in lines]
+    config.write_text("\n".join(lines) + "\n")
+    (folder / "evil.py").write_text(EVIL)
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(folder)])
+    capsys.readouterr()
+    return folder
+
+
+def test_nothing_that_informs_runs_code(
+    strangers_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = strangers_run / "checkpoints" / "step-000002" / "trainer_state.json"
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"run": NAMED}))
+    for asked in (strangers_run, state.parent):
+        main(["--resume-info", str(asked), "--backend", "cpu"])
+    assert "train.optimizer: evil:made: cannot be told without running it" in capsys.readouterr().out
+    report([str(strangers_run)])
+    convert(["inspect", str(strangers_run)])
+    convert(["diff", str(strangers_run), str(strangers_run)])
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path / "mine")
+    capsys.readouterr()
+    assert main(["--config", str(strangers_run / "config.yaml"), "--dry-run"]) == 2
+    assert "evil:made: is no code of this folder or of PYTHONPATH, and the" in capsys.readouterr().err
+    assert not {"imported", "called"} & {path.name for path in strangers_run.iterdir()}
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "checkpoints/step-000002/trainer_state.json"])
+@pytest.mark.parametrize("kind", ["pipe", "link"])
+def test_what_informs_waits_for_no_pipe_and_follows_no_link(
+    kind: str, name: str, tmp_path: Path, secret: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    path = run / name
+    path.parent.mkdir(parents=True)
+    os.mkfifo(path) if kind == "pipe" else path.symlink_to(secret)
+    dry = ["--output_dir", str(run), "--dry-run"]
+    command = dry if name == "config.yaml" else ["--resume-info", str(path.parent)]
+    assert main(command) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ("not a regular file" if kind == "pipe" else "a link here leaves") in line
+
+
+# -- links ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("key", "opened"),
+    [
+        ("data.tokenizer", load_tokenizer),
+        ("adapter.name_or_path", folder_of),
+        ("model.name_or_path", lambda name: main(["--model.name_or_path", name, "--dry-run"])),
+    ],
+)
+@pytest.mark.parametrize("name", ["generation_config.json", "additional_chat_templates/x.jinja", "pipe.json"])
+def test_no_file_of_mine_goes_into_a_checkpoint(
+    name: str,
+    key: str,
+    opened: Callable[[str], Any],
+    secret: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path / "strange"
+    (folder / name).parent.mkdir(parents=True)
+    os.mkfifo(folder / name) if "pipe" in name else (folder / name).symlink_to(secret)
+    try:
+        opened(str(folder))
+        said = capsys.readouterr().err
+    except UserError as error:
+        said = f"error: {error}\n"
+    told = "is no regular file; remove it" if "pipe" in name else "a link here leaves"
+    assert said.startswith(f"error: {key}: ") and told in said and said.count("\n") == 1
+
+
+def test_the_blobs_of_the_hub_are_no_link_out(tmp_path: Path) -> None:
+    repository = tmp_path / "models--org--name"
+    snapshot = repository / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (repository / "blobs").mkdir()
+    (repository / "blobs" / "hash").write_text("{}")
+    (snapshot / "config.json").symlink_to("../../blobs/hash")
+    check_folder("model.name_or_path", str(snapshot))
+    (snapshot / "vocab.json").symlink_to("../../refs")
+    with pytest.raises(UserError, match=r"^model.name_or_path: .*vocab.json: a link here leaves"):
+        check_folder("model.name_or_path", str(snapshot))
+
+
+# -- data ----------------------------------------------------------------------------------------------------
+
+
+def card(text: str, file: str = "README.md") -> Callable[[Path], Path]:
+    def made(folder: Path) -> Path:
+        (folder / "a.jsonl").write_text('{"text": "mine"}\n')
+        configs = f"configs:\n- config_name: default\n  {text}\n"
+        (folder / file).write_text(configs if file != "README.md" else f"---\n{configs}---\n")
+        if file != "README.md":
+            (folder / "README.md").write_text("---\nlicense: mit\n---\n")
+        return folder
+
+    return made
+
+
+def shards(**given: Any) -> Callable[[Path], Path]:
+    """A folder of Mosaic Streaming with 20 samples."""
+
+    def made(folder: Path) -> Path:
+        samples = [np.arange(20, dtype="<i8").tobytes()] * 20
+        at = 4 + 4 * 21 + np.cumsum([0, *(4 + len(sample) for sample in samples)])
+        body = b"".join(struct.pack("<I", len(sample)) + sample for sample in samples)
+        data = given.get("data") or struct.pack("<I", 20) + at.astype("<u4").tobytes() + body
+        (folder / "shard.mds").write_bytes(data)
+        raw = {"basename": given.get("basename", "shard.mds"), "bytes": len(data), "hashes": {}}
+        shard = {
+            "column_names": ["tokens", "x"] if "sizes" in given else ["tokens"],
+            "column_encodings": ["bytes", "bytes"],
+            "column_sizes": given.get("sizes", [None]),
+            "format": "mds",
+            "compression": None,
+            "raw_data": raw,
+            "zip_data": None,
+        }
+        if (packed := given.get("packed")) is not None:
+            (folder / "shard.zstd").write_bytes(packed)
+            zipped = {"compression": "zstd:3", "zip_data": {"basename": "shard.zstd"}}
+            shard |= {**zipped, "raw_data": {**raw, "bytes": 1 << 32}}
+        (folder / "index.json").write_text(json.dumps({"version": 2, "shards": [shard]}))
+        return folder
+
+    return made
+
+
+def saved(name: str) -> Callable[[Path], Path]:
+    """A folder of ``save_to_disk`` that names a file."""
+
+    def made(folder: Path) -> Path:
+        import datasets
+
+        datasets.Dataset.from_dict({"text": [SECRET]}).save_to_disk(str(folder.parent / "other"))
+        datasets.Dataset.from_dict({"text": ["mine"]}).save_to_disk(str(folder))
+        state = json.loads((folder / "state.json").read_text())
+        state["_data_files"] = [{"filename": name.format(folder.parent)}]
+        (folder / "state.json").write_text(json.dumps(state))
+        return folder
+
+    return made
+
+
+def linked(target: str) -> Callable[[Path], Path]:
+    def made(folder: Path) -> Path:
+        (folder / "a.jsonl").symlink_to(folder.parent / target)
+        return folder
+
+    return made
+
+
+def pipe(name: str) -> Callable[[Path], Path]:
+    def made(folder: Path) -> Path:
+        os.mkfifo(folder / name)
+        return folder / name
+
+    return made
+
+
+def zipped(name: str, before: bytes, after: bytes) -> Callable[[Path], Path]:
+    """A file of 100 kB that comes to 100 MB, all in one record."""
+
+    def made(folder: Path) -> Path:
+        with gzip.open(folder / name, "wb", compresslevel=9) as file:
+            file.write(before)
+            for _ in range(100):
+                file.write(b"a" * (1 << 20))
+            file.write(after)
+        return folder / name
+
+    return made
+
+
+def one_cell(folder: Path) -> Path:
+    table = pyarrow.table({"text": pyarrow.array(["a" * (100 << 20)], pyarrow.large_string())})
+    parquet.write_table(table, folder / "cell.parquet", compression="zstd")
+    return folder / "cell.parquet"
+
+
+DATA: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "card, absolute": (card("data_files: /etc/*.jsonl"), "README.md: '/etc/.*' leads out of the folder"),
+    "card, above": (card("data_files: ../private/notes.jsonl"), "leads out of the folder"),
+    "card, of a split": (
+        card("data_files: [{split: train, path: [a.jsonl, ../private/*]}]"),
+        "leads out of the folder",
+    ),
+    "card, folder": (card("data_dir: ../private"), "leads out of the folder"),
+    "card, URL": (card('data_files: "http://127.0.0.1:9/x.jsonl"'), "is no path inside the folder"),
+    "card, chain": (card('data_files: "zip://a.txt::http://127.0.0.1:9/x"'), "is no path inside"),
+    "card, bucket": (card("data_files: s3://bucket/x.jsonl"), "is no path inside the folder"),
+    "other card": (card("data_files: ../private/*", ".huggingface.yaml"), "huggingface.yaml: .* leads out"),
+    "index, above": (shards(basename="../private/notes.jsonl"), "index.json: .* leads out of the folder"),
+    "index, device": (shards(basename="/dev/zero"), "leads out of the folder"),
+    "state, above": (saved("../other/data-00000-of-00001.arrow"), "leads out of the folder"),
+    "state, absolute": (saved("{}/other/data-00000-of-00001.arrow"), "leads out of the folder"),
+    "index, deep": (lambda folder: deep(folder / "index.json"), "index.json: row 1: not JSON"),
+    "link": (linked("private/notes.jsonl"), "a link here leaves"),
+    "pipe": (pipe("a.jsonl"), "not a regular file"),
+    "pipe of text": (pipe("a.txt.gz"), "not a regular file"),
+    "pipe of cells": (pipe("a.csv"), "not a regular file"),
+    "pipe of tokens": (pipe("a.bin"), "not a regular file"),
+    "pipe in a folder": (lambda folder: pipe("a.jsonl")(folder).parent, "is no regular file"),
+    "jsonl bomb": (zipped("a.jsonl.gz", b'{"text": "', b'"}\n'), "more than 64 times its .* unpack it"),
+    "json bomb": (zipped("a.json.gz", b'[{"text": "', b'"}]'), "more than 64 times its"),
+    "text bomb": (zipped("a.txt.gz", b"", b""), "more than 64 times its"),
+    "parquet bomb": (one_cell, "more than 64 times its"),
+    "shard bomb": (shards(packed=bytes(400_000)), "more than 64 times its 400,000 bytes"),
+    "overlap": (
+        shards(
+            sizes=[1 << 10, -(1 << 10)],
+            data=struct.pack("<I", 9) + np.full(10, 44, "<u4").tobytes() + bytes(1 << 10),
+        ),
+        r"its columns have the sizes \[1024, -1024\]",
+    ),
+}
+
+
+def deep(path: Path) -> Path:
+    path.write_text("[" * 200_000 + "]" * 200_000)
+    return path.parent
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_data_stays_in_its_folder_and_within_bounds(name: str, tmp_path: Path, secret: Path) -> None:
+    (tmp_path / "data").mkdir()
+    make, told = DATA[name]
+    source = str(make(tmp_path / "data"))
+    with pytest.raises(UserError, match=told) as refused:
+        opened = open_source(source)
+        if isinstance(opened, TokenSource):
+            list(opened.tokens(1 << 20, None))
+        else:
+            found = "".join(document.text for document in opened.documents())
+            pytest.fail(f"read {found[:60]}")
+    line = str(refused.value)
+    assert line.startswith("data.source: ") and line.isprintable()
+
+
+def test_what_is_honest_is_read(tmp_path: Path) -> None:
+    """The same makers with nothing that is refused."""
+    for number, make in enumerate((card("data_files: '*.jsonl'"), saved("data-00000-of-00001.arrow"))):
+        folder = tmp_path / str(number) / "data"
+        folder.mkdir(parents=True)
+        assert [one.text for one in open_source(str(make(folder))).documents()] == ["mine"]
+    (tmp_path / "mds").mkdir()
+    source = open_source(str(shards()(tmp_path / "mds")))
+    assert isinstance(source, TokenSource)
+    ((tokens, lengths),) = source.tokens(1 << 20, None)
+    assert len(tokens) == 400 and lengths == [20] * 20
+
+
+# -- templates -----------------------------------------------------------------------------------------------
+
+SAYS = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '<|im_end|>' }}{% endfor %}"
+TEMPLATES = {
+    "loops": SAYS + "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "power": SAYS + "{% set x = namespace(y=9) %}{{ (9 ** (x.y ** x.y)) > 1 }}",
+    "constant": SAYS + "{% set x = 'a' * 20000000000 %}",
+    "center": SAYS + "{{ 'a'|center(2000000000) }}",
+    "indent": SAYS + "{{ 'a\\nb'|indent(2000000000, true) }}",
+    "format": SAYS + "{{ '%2000000000d' % 1 }}",
+    "json": SAYS + "{{ range(99999)|list|tojson(indent=100000) }}",
+    "doubling": "{% set x = namespace(y='a') %}{% for i in range(40) %}{% set x.y = x.y + x.y %}{% endfor %}",
+    "long": SAYS + "{% for i in range(200) %}{{ ('a' * 10000) }}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_template_has_little_time_and_memory(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limited, "SECONDS", 1.0)
+    chat = ChatTemplate(tokenizer("qwen2_5"), TEMPLATES[name], NO_FRAME)
+    began = time.monotonic()
+    with pytest.raises(UserError, match=r"^data\.chat_template: ") as refused:
+        chat.encode([record({"messages": TALK})])
+    assert "\n" not in str(refused.value)
+    assert time.monotonic() - began < 30
+    assert ChatTemplate(tokenizer("qwen2_5"), SAYS, NO_FRAME).encode([record({"messages": TALK})]).stopping
+    status = Path(f"/proc/{limited._kept[os.getpid()]._process.pid}/status").read_text()
+    peak = int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0])
+    assert peak < 2 << 20
+
+
+def test_a_folder_in_place_of_a_config(s3: ObjectStore, capsys: pytest.CaptureFixture[str]) -> None:
+    place = RemotePath.of(s3.url("strange"))
+    (place / "config.yaml" / "x").write_bytes(b"")
+    assert main(["--output_dir", str(place), "--backend", "cpu"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: output_dir: ") and "config.yaml: " in line
+
+
+# -- the terminal --------------------------------------------------------------------------------------------
+
+TITLE = "\x1b]0;title\x07\x1b[2J\r"
+
+
+def test_data_commands_no_terminal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Neither its texts, in the sample at the end, nor its name."""
+    data = tmp_path / f"evil{TITLE[:-1]}.jsonl"
+    rows = [{"text": f"{TITLE} {number} {SENTENCE}"} for number in range(40)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = tiny(tmp_path / "run", data, train__steps=2, data__packing=False, checkpoint__export=False)
+    assert main(flags(settings)) == 0
+    printed, logged = capfd.readouterr(), (tmp_path / "run" / "log.txt").read_text()
+    for text in (printed.err, printed.out, logged):
+        assert all(line.isprintable() for line in text.replace("\t", " ").split("\n"))
+    assert "\\x1b]0;title\\x07\\x1b[2J" in printed.err and "\\x1b]0;title" in logged
