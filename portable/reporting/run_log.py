@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from converters.console import visible
@@ -15,6 +14,7 @@ from portable.terminal import LOG
 
 if TYPE_CHECKING:
     from io import TextIOWrapper
+    from pathlib import Path
     from types import TracebackType
     from typing import Self
 
@@ -61,7 +61,7 @@ class RunLog(logging.Handler):
     def open(self, folder: Path) -> None:
         """Write into ``folder`` what came so far and what will come; ranks other than 0 only if need be."""
         self.path = folder / (LOG_FILE if self._rank == 0 else f"log.rank{self._rank}.txt")
-        self._file = _OwnFile(self.path, encoding="utf-8", delay=self._rank != 0)
+        self._file = _OwnFile(self.path, delay=self._rank != 0)
         self._file.setFormatter(_Visible(_FORMAT))
         kept, self._kept = self._kept, []
         for record in kept:
@@ -118,8 +118,12 @@ class _Visible(logging.Formatter):
 class _OwnFile(logging.FileHandler):
     """Appends to a file of the run's, through no link."""
 
+    def __init__(self, path: Path, *, delay: bool) -> None:
+        self._path = path  # as errors are to name it
+        super().__init__(path, encoding="utf-8", delay=delay)
+
     def _open(self) -> TextIOWrapper:
-        descriptor = open_own(Path(self.baseFilename), os.O_WRONLY | os.O_APPEND)
+        descriptor = open_own(self._path, os.O_WRONLY | os.O_APPEND)
         return os.fdopen(descriptor, "a", encoding=self.encoding)
 
 

@@ -362,9 +362,12 @@ def test_more_devices_are_a_move(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", "report.html", "log.txt", "tensorboard"])
-def test_a_run_writes_through_no_link(tmp_path: Path, corpus: Path, name: str) -> None:
+def test_a_run_writes_through_no_link(
+    tmp_path: Path, corpus: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A link in the place of a file of the run: refused in one line, or replaced."""
-    folder, mine = tmp_path / "run", tmp_path / "mine"
+    monkeypatch.chdir(tmp_path)
+    folder, mine = Path("run"), tmp_path / "mine"
     folder.mkdir()
     mine.mkdir() if name == "tensorboard" else mine.write_text("mine")
     (folder / name).symlink_to(mine)
