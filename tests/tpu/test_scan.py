@@ -40,8 +40,10 @@ DEEP: dict[str, dict[str, Any]] = {
     "qwen3": deeper("qwen3"),
     "mixtral": deeper("mixtral", 2),
     "t5": deeper("t5"),  # its first layers have a table that the others take their bias from
-    "qwen2": {"model__config": {**SMALL, "model_type": "qwen2", "num_hidden_layers": 2}},
-    "mistral": {"model__config": {**SMALL, "model_type": "mistral", "num_hidden_layers": 2}},
+    **{
+        name: {"model__config": {**LLAMA["model__config"], "model_type": name}}
+        for name in ("qwen2", "mistral")
+    },
     "opt": {
         "model__config": {
             **WIDTHS,
