@@ -24,7 +24,7 @@ from benchmarks.big_state import config, dcp_state, on_ranks, step
 from benchmarks.machine import command_line, describe_machine, machine_in_words
 from benchmarks.pages import put_into
 from benchmarks.zero_memory import Sampler, anonymous, file_backed, trim
-from portable.checkpoint.store import CheckpointFolder
+from portable.checkpoint.store import Checkpoints
 from portable.loop import Progress
 from portable.registry import create_backend
 from portable.run.prepare import Prepared, prepare
@@ -60,7 +60,7 @@ def write(strategy: str, hidden: int, layers: int, place: str) -> int:
         run, engine = _engine(strategy, hidden, layers, Path(scratch))
         try:
             step(run, engine)
-            checkpoints = CheckpointFolder(Path(place), keep=1, rank=run.backend.rank)
+            checkpoints = Checkpoints(Path(place), keep=1, rank=run.backend.rank)
             save(run, checkpoints, engine, Progress(1, run.plan.global_batch_size))
             checkpoints.finish()
             run.backend.barrier()

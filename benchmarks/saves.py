@@ -26,7 +26,7 @@ import torch.distributed as dist
 from benchmarks.big_state import RANKS, config, dcp_state, on_ranks, step
 from benchmarks.machine import command_line, describe_machine, machine_in_words
 from benchmarks.pages import put_into
-from portable.checkpoint.store import CheckpointFolder
+from portable.checkpoint.store import Checkpoints
 from portable.loop import Progress
 from portable.registry import create_backend
 from portable.run.prepare import Prepared, prepare
@@ -74,7 +74,7 @@ def _take_turns(
     run: Prepared, engine: Engine, strategy: str, rounds: int, place: Path
 ) -> tuple[Seconds, int]:
     backend = run.backend
-    checkpoints = CheckpointFolder(place / "checkpoints", keep=1, rank=backend.rank)
+    checkpoints = Checkpoints(place / "checkpoints", keep=1, rank=backend.rank)
     number = 0
 
     def save(*, background: bool) -> None:

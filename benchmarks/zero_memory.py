@@ -28,7 +28,7 @@ os.environ.setdefault("USE_TORCH_XLA", "0")
 from benchmarks.big_state import llama, write_text
 from benchmarks.machine import command_line
 from benchmarks.pages import put_into
-from portable.checkpoint.store import CheckpointFolder
+from portable.checkpoint.store import Checkpoints
 from portable.config import load_config
 from portable.loop import Progress, train_step
 from portable.ranks.launch import launch
@@ -154,7 +154,7 @@ def measure(case: Case, hidden: int, layers: int) -> tuple[Usage, int]:
             trim()
             resident = anonymous()
             peak = sampler.restart()
-            checkpoints = CheckpointFolder(Path(scratch) / "checkpoints", keep=1, rank=backend.rank)
+            checkpoints = Checkpoints(Path(scratch) / "checkpoints", keep=1, rank=backend.rank)
             save(run, checkpoints, engine, Progress(STEPS, STEPS * run.plan.global_batch_size))
             checkpoints.finish()
             backend.barrier()

@@ -7,10 +7,7 @@ space. `carry_out` then streams it.
 
 from __future__ import annotations
 
-import os
-import stat
 import struct
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
@@ -22,8 +19,7 @@ from converters.containers.pickle_reader import plain
 from converters.errors import CheckpointError, OptimizerStateError
 from converters.options import EXPANSION
 from converters.storage.bytes import Memory
-from converters.storage.object_store import RemotePath
-from converters.storage.retries import connections
+from converters.storage.places import files_below, side_by_side
 from converters.tensors.casting import BLOCK_BYTES, Losses, cast_blocks, cast_dtype, parse_dtype
 from converters.tensors.dtypes import QUANTISED, itemsize
 from converters.tensors.tensor import Tensor
@@ -272,7 +268,7 @@ def carry_out(
         copied=lambda: _copied(plan),
     )
     with bar, output as draft:
-        workers = draft.threads or (connections() if isinstance(checkpoint.root, RemotePath) else None)
+        workers = draft.threads or side_by_side(checkpoint.root)
         touched: Touched = set()
         late: list[Job] = []
         in_parallel(_write_jobs(draft, plan, touched, late), bar.update, workers)
@@ -320,16 +316,8 @@ def check_expansion(checkpoint: Checkpoint, plan: Plan, *, allowed: bool) -> Non
 
 def _bytes_below(root: Place) -> int:
     """Bytes of all files below the folder of a checkpoint, or beside its file."""
-    if isinstance(root, RemotePath):
-        folder = root.parent if root.is_file() else root
-        return sum(found.size for found in folder.objects().values())
-    total = 0
-    for where, _, names in os.walk(root.parent if root.is_file() else root):
-        for name in names:
-            with suppress(OSError):
-                status = os.stat(os.path.join(where, name))  # noqa: PTH116, PTH118 - a Path for each is slow
-                total += status.st_size if stat.S_ISREG(status.st_mode) else 0
-    return total
+    folder = root.parent if root.is_file() else root
+    return sum(found.size for found in files_below(folder).values())
 
 
 def _scalar(name: str, value: Scalar) -> Tensor:
@@ -356,7 +344,7 @@ def _write_jobs(draft: Draft, plan: Plan, touched: Touched, late: list[Job]) -> 
             else:
                 yield job
 
-    # In an object store the parts of a file do not wait for each other.
+    # In an object store a file is sent in order, and its parts are made side by side.
     return interleaved(map(jobs, plan.files), 1 if draft.threads else threads())
 
 
@@ -388,7 +376,7 @@ def _write_run(
                 data = part.make(crc) if isinstance(part, Trailer) else part.make()
             piece.write(data)
             progress(len(data))
-    piece.finish()
+    piece.finish(progress)
 
 
 def _write_entry(
