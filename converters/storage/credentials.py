@@ -67,7 +67,7 @@ def _s3(bucket: str, url: str) -> dict[str, Any]:
     if keys or role or _on("AWS_SKIP_SIGNATURE"):
         pass  # read by obstore
     elif _env("AWS_PROFILE") or (files and _installed("boto3")):
-        session = _imported("boto3", url).Session()
+        session = _made(_imported("boto3", url).Session, "s3", url)
         provider = _imported("obstore.auth.boto3", url).Boto3CredentialProvider
         options["credential_provider"] = _made(lambda: provider(session), "s3", url)
         client = session.client("s3")

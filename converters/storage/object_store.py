@@ -178,7 +178,7 @@ class Bucket:
         global _used_in
         seconds = min(self.seconds, patience())
         found = tuple(sorted(item for item in os.environ.items() if item[0].startswith(_ENVIRONMENT)))
-        key = (self.kind, self.name, self.url if "@" in self.url else "", seconds, timeout(), found)
+        key = (self.kind, self.name, seconds, timeout(), found)
         with _lock:
             if _used_in and _used_in != os.getpid():
                 raise RemoteError(
@@ -215,7 +215,7 @@ class Bucket:
             options = options_of(self.kind, self.name, self.url)
             client |= options.pop("client_options", {})
             kind = {"s3": store.S3Store, "gs": store.GCSStore, "az": store.AzureStore}[self.kind]
-            return kind(self.name, client_options=client, retry_config=retries, **options)
+            return kind(self.name.partition("@")[0], client_options=client, retry_config=retries, **options)
         except CheckpointError:
             raise
         except Exception as error:  # those of obstore, and of the packages that look for credentials
@@ -360,7 +360,7 @@ class RemotePath:
         key = "/".join(part for part in key.split("/") if part)
         if key:
             checked(key, url)
-        return cls(BUCKETS[protocol](protocol, bucket.partition("@")[0], url.partition("?")[0]), key, key)
+        return cls(BUCKETS[protocol](protocol, bucket, url), key, key)
 
     @classmethod
     def of_hub(cls, repository: str) -> RemotePath:
