@@ -13,7 +13,7 @@ from converters.storage.store_errors import RemoteError, redact
 
 _ALMOST_URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:(/|$)|(s3a?|gs|gcs|az|abfss?|hdfs):")
 
-_LOCAL_URL = re.compile(r"(?:file|local)://(?=/)", re.IGNORECASE)
+_LOCAL_URL = re.compile(r"^(?:file|local)://(?=/)", re.IGNORECASE)
 
 _VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))")
 
@@ -33,14 +33,18 @@ def place(named: str | Place) -> Place:
     named = expanded(named)
     if is_url(named):
         return RemotePath.of(named)
-    if local := _LOCAL_URL.match(named):
-        return Path(named[local.end() :])
+    named = without_file(named)
     # `s3:/bucket` would create a local folder, and its name could hold a secret key.
     if _ALMOST_URL.match(named) and not _exists(named):
         scheme, _, rest = named.partition(":")
         url = redact(f"{scheme}://{rest.lstrip('/')}")
         raise RemoteError(f"{url}: given without its two slashes; write the URL like this")
     return Path(named)
+
+
+def without_file(text: str) -> str:
+    """The path that a URL `file:///path` means; other text unchanged."""
+    return _LOCAL_URL.sub("", text, count=1)
 
 
 def expanded(text: str) -> str:

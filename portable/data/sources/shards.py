@@ -8,6 +8,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from converters.storage.object_store import is_url
+from converters.storage.path_or_url import without_file
 from converters.storage.places import in_store
 from portable.data.sources.compression import format_of, is_compressed
 from portable.data.sources.documents import Document, Source
@@ -110,7 +111,7 @@ def open_stream(
     Raises:
         UserError: if there are none, or it names no files.
     """
-    names = [source] if isinstance(source, str) else list(source or ())
+    names = list(map(without_file, [source] if isinstance(source, str) else source or ()))
     shards: list[Shard] = []
     tokenizer = None
     files: list[tuple[Place, Object | None, int]] = []
