@@ -166,6 +166,24 @@ MUTANTS: dict[str, Mutant] = {
         "            if step not in self.in_use():",
         ("tests/portable/test_best_checkpoints.py::test_the_best_stay_beside_the_last",),
     ),
+    "a lease is written without a condition": Mutant(
+        "portable/output/lease.py",
+        "replacing=self._tag if self._conditional else None",
+        "replacing=None",
+        ("tests/portable/test_remote_runs.py::test_of_two_that_start_at_once_one_begins",),
+    ),
+    "an object may have any name": Mutant(
+        "converters/storage/object_store.py",
+        "    if odd:",
+        "    if not name:",
+        ("tests/converters/test_remote.py::test_odd_names_of_objects_are_refused",),
+    ),
+    "a store that is away ends the run": Mutant(
+        "portable/checkpoint/store.py",
+        "passing = isinstance(failure, RetriesUsedUpError)",
+        "passing = False",
+        ("tests/portable/test_remote_runs.py::test_a_store_that_is_away_for_a_while",),
+    ),
     "a resumed run forgets how long it has waited": Mutant(
         "portable/run/restore.py",
         "return Progress(state.step, state.samples, state.skipped_steps, state.standing)",

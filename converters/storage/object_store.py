@@ -35,7 +35,7 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from urllib.parse import quote
 
 from converters.errors import CheckpointError, printable
@@ -51,10 +51,6 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
-# The environment variables that set limits, and their defaults.
-MINUTES, DEFAULT_MINUTES = "PORTABLE_STORAGE_MINUTES", 3.0
-TIMEOUT, DEFAULT_TIMEOUT = "PORTABLE_STORAGE_TIMEOUT", 60.0
-CONNECTIONS, DEFAULT_CONNECTIONS = "PORTABLE_STORAGE_CONNECTIONS", 4
 FIRST_WAIT, _LONGEST_WAIT = 0.1, 15.0  # seconds between two attempts
 
 _URL = re.compile(r"(?!file:|local:)[a-z][a-z0-9+.:-]*://", re.IGNORECASE)
@@ -83,21 +79,21 @@ def is_url(text: object) -> bool:
 
 def timeout() -> float:
     """Seconds without a response after which a request fails (`PORTABLE_STORAGE_TIMEOUT`, default 60)."""
-    return max(0.1, _setting(TIMEOUT, DEFAULT_TIMEOUT))
+    return max(0.1, _setting("PORTABLE_STORAGE_TIMEOUT", 60))
 
 
 def connections() -> int:
     """Parts that a conversion reads and sends at a time (`PORTABLE_STORAGE_CONNECTIONS`, default 4)."""
-    return max(1, int(_setting(CONNECTIONS, DEFAULT_CONNECTIONS)))
+    return max(1, int(_setting("PORTABLE_STORAGE_CONNECTIONS", 4)))
 
 
 def patience() -> float:
     """Seconds for which a request is repeated (`PORTABLE_STORAGE_MINUTES`, default 3)."""
     if "PORTABLE_STORAGE_ATTEMPTS" in os.environ:
         raise RemoteError(
-            f"PORTABLE_STORAGE_ATTEMPTS: requests are limited by time now; set {MINUTES} instead"
+            "PORTABLE_STORAGE_ATTEMPTS: requests are limited by time now; set PORTABLE_STORAGE_MINUTES"
         )
-    return max(0.0, 60 * _setting(MINUTES, DEFAULT_MINUTES))
+    return max(0.0, 60 * _setting("PORTABLE_STORAGE_MINUTES", 3))
 
 
 def _setting(name: str, default: float) -> float:
@@ -140,12 +136,6 @@ class Object(NamedTuple):
 
     size: int
     version: str
-
-
-class Writable(Protocol):
-    def write(self, data: Any, /) -> object:
-        """Append `data`."""
-        ...
 
 
 class _Entry(NamedTuple):
@@ -193,22 +183,14 @@ class Bucket:
     def _open(self, seconds: float) -> Any:
         from obstore import store  # not at the top: takes time to import
 
-        limits = {"connect_timeout": timedelta(seconds=min(timeout(), 10.0))}
-        client: dict[str, Any] = {
-            **limits,
-            "timeout": timedelta(days=1),
-            "read_timeout": timedelta(seconds=timeout()),
-        }
-        client["allow_http"] = True  # only where the endpoint is given as http://
-        waits = {
-            "init_backoff": timedelta(seconds=FIRST_WAIT),
-            "max_backoff": timedelta(seconds=_LONGEST_WAIT),
-        }
-        retries = {
-            "max_retries": 1 << 20,
-            "retry_timeout": timedelta(seconds=seconds),
-            "backoff": {**waits, "base": 2},
-        }
+        first, longest, limit, quiet, connecting = (
+            timedelta(seconds=s) for s in (FIRST_WAIT, _LONGEST_WAIT, seconds, timeout(), min(timeout(), 10))
+        )
+        waits = {"init_backoff": first, "max_backoff": longest, "base": 2}
+        retries = {"max_retries": 1 << 20, "retry_timeout": limit, "backoff": waits}
+        client: dict[str, Any] = {"connect_timeout": connecting, "read_timeout": quiet}
+        # A large object may take long; http is used only where the endpoint is given as http://.
+        client |= {"timeout": timedelta(days=1), "allow_http": True}
         try:
             if self.kind == "hf":
                 return _hub(self.name, client, retries)
@@ -475,7 +457,7 @@ class RemotePath:
         skip = len(self._key) + 1 if self._key else 0
         return {checked(name[skip:], self): entry for name, entry in sorted(found.items())}
 
-    def object(self) -> Object:
+    def look_up(self) -> Object:
         """The object as it is now, never cached; FileNotFoundError where there is none."""
         return self._bucket.head(self._key, self)
 
@@ -488,7 +470,7 @@ class RemotePath:
         fixed = next((number for number, part in enumerate(parts) if _MAGIC.search(part)), len(parts))
         if fixed == len(parts):
             with suppress(FileNotFoundError):
-                return {self: self.object()}
+                return {self: self.look_up()}
             return {}
         folder = self._at("/".join(parts[:fixed]))
         if fixed == len(parts) - 1 and parts[-1] != "**":
@@ -531,13 +513,13 @@ class RemotePath:
         _log.debug("%s: reading bytes %d to %d", self, start, stop)
         return self._bucket.range(self._key, start, stop, self) if stop > start else b""
 
-    def download(self, file: Writable) -> Object:
-        """Append the object to an open file, in pieces; what was copied."""
+    def download(self, write: Callable[[Any], object]) -> Object:
+        """Give the object to `write`, in pieces; what it was."""
 
         def copy(obs: Any, store: Any) -> Object:
             found = obs.get(store, self._key)
             for block in found.stream(min_chunk_size=PART_BYTES):
-                file.write(block)
+                write(block)
             return object_of(found.meta)
 
         return self._bucket.call(self, "read", copy, again=False)
@@ -545,7 +527,7 @@ class RemotePath:
     def copy_to(self, other: RemotePath) -> None:
         """Copy the object to another path, in any store."""
         with other.create(self.stat().st_size) as out:
-            self.download(out)
+            self.download(out.write)
 
     def move_to(self, other: RemotePath) -> None:
         """Rename the object within its store, which copies and then deletes it."""
@@ -593,7 +575,7 @@ class RemotePath:
     def _check_arrived(self, size: int) -> None:
         """LostUploadError, unless an upload was completed by a request whose answer was lost."""
         with suppress(FileNotFoundError):
-            if self.object().size == size:
+            if self.look_up().size == size:
                 return
         raise LostUploadError(
             f"{self}: another process aborted the upload; give each run an output of its own"
@@ -601,9 +583,7 @@ class RemotePath:
 
     def unlink(self, missing_ok: bool = True) -> None:
         """Delete one object; stores do not tell whether it was there."""
-        with suppress(FileNotFoundError):
-            self._call("delete", lambda obs, store: obs.delete(store, self._key))
-        self._bucket.forget(self._key)
+        self.parent.remove([self.name])
 
     def remove(self, names: Sequence[str]) -> None:
         """Delete objects below, by their names relative to this folder; those already gone are ignored."""
@@ -611,7 +591,8 @@ class RemotePath:
         with suppress(FileNotFoundError):  # another process may delete them too
             if keys:
                 self._call("delete", lambda obs, store: obs.delete(store, keys))
-        self.refresh()
+        for key in keys:
+            self._bucket.forget(key)
 
     def abort_uploads(self, *, deep: bool = True) -> None:
         """Abort the open uploads below, which a killed process leaves behind.

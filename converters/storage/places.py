@@ -93,7 +93,7 @@ def copy_file(source: Place, target: Place) -> None:
         return
     with os.fdopen(open_new(target), "wb") as written:
         if isinstance(source, RemotePath):
-            source.download(written)
+            source.download(written.write)
         else:
             with os.fdopen(open_regular(source), "rb") as read:
                 shutil.copyfileobj(read, written, 1 << 20)

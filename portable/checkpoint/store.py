@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -134,6 +134,12 @@ class Checkpoints(Generic[P]):
     def latest(self) -> P | None:
         """Return the newest complete checkpoint, or None."""
         self._last = next((folder for _, folder in reversed(self.complete())), None)
+        return self._last
+
+    def newest_known(self) -> P | None:
+        """``latest()``, or the last that was seen while the store is away."""
+        with suppress(RetriesUsedUpError):
+            return self.latest()
         return self._last
 
     def set_aside(self, folder: P) -> P:

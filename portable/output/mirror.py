@@ -123,7 +123,7 @@ class Mirror:
             for entry in self.place.iterdir() if self.place.exists() else ():
                 if entry.suffix in (".jsonl", ".txt") and entry.is_file():
                     with (self.work / entry.name).open("xb") as file:
-                        entry.download(file)
+                        entry.download(file.write)
 
     # -- checkpoints -----------------------------------------------------------------------------------------
 

@@ -111,12 +111,12 @@ def rank_leg(
     place: str, data: str, scratch: Path, environment: dict[str, str], settings: dict[str, Any]
 ) -> int:
     """A leg on a rank whose host shares no folder with the others."""
-    os.environ.update(environment)
     host = scratch / f"host-{os.environ.get('RANK', '0')}"
     host.mkdir(parents=True, exist_ok=True)
-    before = Path.cwd()
-    os.chdir(host)
-    try:
+    with pytest.MonkeyPatch.context() as patched:
+        for name, value in environment.items():
+            patched.setenv(name, value)
+        patched.chdir(host)
         config = configured(
             place,
             Path("elsewhere/corpus.jsonl"),
@@ -126,8 +126,6 @@ def rank_leg(
             **settings,
         )
         return run_rank(config.backend, config)
-    finally:
-        os.chdir(before)
 
 
 def local_leg(place: Path, corpus: Path, settings: dict[str, Any]) -> int:
@@ -241,6 +239,18 @@ def test_the_shards_of_one_rank_do_not_get_there(
     with pytest.raises(RankError, match=r"step-000004: could not be written .*__1_0.*last good .*: none"):
         ranks.run(2, rank_leg, *there, {"train__micro_batch_size": 1})
     assert not s3.names("run/checkpoints/step-000004/_COMPLETE")
+
+
+def test_one_rank_that_is_cut_off_for_a_while(
+    s3: ObjectStore, tmp_path: Path, corpus: Path, ranks: RankPool, undisturbed: Path
+) -> None:
+    """All ranks agree that this save has failed, and go on to the next."""
+    s3.fail(status=503, method="PUT", key="step-000004/__1")
+    environment = s3.environment | {"PORTABLE_STORAGE_MINUTES": "0.005"}
+    there = (s3.url("run"), str(corpus), tmp_path, environment)
+    assert ranks.run(2, rank_leg, *there, {"train__micro_batch_size": 1}) == 0
+    assert steps_in(s3) == ["step-000008"] and s3.names(f"run/{EIGHT}/_COMPLETE")
+    assert s3.names("run/final/model.safetensors") and not s3.open_uploads()
 
 
 def child_leg(place: str, corpus: Path, environment: dict[str, str], settings: dict[str, Any]) -> None:

@@ -103,7 +103,7 @@ class FilePart(Source):
                 return False
         assert self._found is not None
         with self._reading():  # the URL of a file of the hub has its revision
-            return bool(self._found.version) and self._path.object() != self._found
+            return bool(self._found.version) and self._path.look_up() != self._found
 
     def check(self) -> None:
         if self._found is None:

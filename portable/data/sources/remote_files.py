@@ -117,7 +117,7 @@ class RemoteFiles(LocalFiles):
             if not _is_intact(copy):
                 fetched = draft.path / path.name
                 with fetched.open("xb") as file:
-                    now = path.download(file)
+                    now = path.download(file.write)
                 # A file of the hub has no version: its URL has the revision.
                 if now._replace(version=now.version if listed_object.version else "") != listed_object:
                     raise changed_meanwhile(path)

@@ -145,7 +145,7 @@ class ShardedTokens(TokenSource):
                 digest.update(file_digest(path, self._digests, self._remember))
             else:
                 with self._reading(piece), storage_errors("data.source"):
-                    digest.update(repr(path.object()).encode())
+                    digest.update(repr(path.look_up()).encode())
         return digest.hexdigest()
 
     @property
