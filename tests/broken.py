@@ -80,8 +80,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "a replaced object is not noticed": Mutant(
         "portable/data/sources/file_parts.py",
-        "return self._path.object() != self._found",
-        "return False",
+        "self._path.look_up() != self._found",
+        "False",
         ("tests/portable/test_stream_faults.py::test_an_object_that_changed_since_it_was_listed",),
     ),
     "files get their name before they are on disk": Mutant(
