@@ -37,7 +37,7 @@ from benchmarks.pages import put_into
 from benchmarks.small_disk import SmallDisk, small_disk
 from benchmarks.train_overhead import SMALL_MODEL
 from converters import CheckpointError, open_checkpoint
-from portable.checkpoint.store import CheckpointFolder
+from portable.checkpoint.store import Checkpoints
 from portable.checkpoint.trainer_state import STATE_FILE, TrainerState
 from portable.errors import DamagedError, UserError
 from portable.reporting.metrics import METRICS_FILE, read_metrics
@@ -136,7 +136,7 @@ class Run:
         self.ranks_wanted = ranks or RANKS
         self._temporary = temporary
         self._changes = dict(changes or {})
-        self.checkpoints = CheckpointFolder(folder / "checkpoints", keep=None)
+        self.checkpoints = Checkpoints(folder / "checkpoints", keep=None)
         self._scratch = scratch
         self._steps = steps
         self._process: subprocess.Popen[str] | None = None

@@ -23,7 +23,7 @@ from benchmarks.gpu_cases import (
     start_counting,
 )
 from benchmarks.loops import PortableLoop
-from portable.checkpoint.store import CheckpointFolder
+from portable.checkpoint.store import Checkpoints
 from portable.errors import UserError
 from portable.loop import Progress, train_step
 from portable.model.parameters import state_tensors
@@ -317,7 +317,7 @@ def measure_saving(
         del engine, host, parameters, parameter
     free_memory(device)
     with _engine(case, device, folder) as (run, engine):
-        checkpoints = CheckpointFolder(folder / "saves", keep=1, rank=0)
+        checkpoints = Checkpoints(folder / "saves", keep=1, rank=0)
         state = [t for t in _tensors(engine) if t.numel()]
         held = [torch.empty(t.shape, dtype=t.dtype, pin_memory=device == "cuda") for t in state]
         for turn in range(rounds):

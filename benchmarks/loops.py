@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from portable.loop import Cadence, Events, train
 from portable.model.groups import groups_of
 from portable.optim.optimizers import parameter_groups
-from portable.output.output_dir import LocalOutput
+from portable.output.output_dir import Output
 from portable.reporting.run_log import RunLog
 from portable.run.batches import train_loader
 from portable.run.restore import restore
@@ -263,7 +263,7 @@ class PortableLoop:
         self._clock = StepClock(prepared.backend.device, now)
         folder.mkdir()
         with _quiet():
-            output = LocalOutput(folder, prepared.backend.rank)
+            output = Output(folder, prepared.backend.rank)
             checkpoints = output.checkpoints(keep=None)
             opened = Open(output, checkpoints, restored, None, RunLog(prepared.backend.rank))
             self._reporter = new_reporter(prepared, opened, lambda _: None)

@@ -401,11 +401,11 @@ def _done(checkpoint: Checkpoint, plan: Plan, taken: str | None, out: Place, *, 
 
 def _loader(plan: Plan, out: Place, options: argparse.Namespace) -> str | None:
     """How to load what was written, if a library does; from an object store, after a copy."""
-    from converters.storage.object_store import RemotePath
+    from converters.storage.object_store import is_url
 
     if options.to != "safetensors" or not plan.names & {"config.json", ADAPTER_CONFIG}:
         return None
-    where = out.name if isinstance(out, RemotePath) else options.out
+    where = out.name if is_url(str(out)) else options.out
     if ADAPTER_CONFIG in plan.names:
         loader = f'PeftModel.from_pretrained(base, "{where}")'
     else:

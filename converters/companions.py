@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import CheckpointError, printable
 from converters.manifest import check_manifest
-from converters.storage.guarded import LinkError, read_small_table, real_path
-from converters.storage.object_store import RemotePath
+from converters.storage.guarded import LinkError, read_small_table
 from converters.storage.path_or_url import place
+from converters.storage.places import inside
 from converters.storage.store_errors import AccessDeniedError
 
 if TYPE_CHECKING:
@@ -153,7 +152,7 @@ def _companions_in(folders: Iterable[Place], names: re.Pattern[str] = COMPANIONS
                 if entry.name in found or not names.fullmatch(entry.name):
                     continue
                 try:
-                    path = _resolved(entry, folder)
+                    path = inside(entry, folder)  # so that the file copied is the file checked
                 except LinkError as error:
                     _log.warning("warning: %s; not copied", printable(error))
                     continue
@@ -169,14 +168,6 @@ def _entries(folder: Place) -> list[Place]:
     except (OSError, AccessDeniedError):  # credentials may not cover folders above the checkpoint
         return []
     return sorted(entries, key=_name)
-
-
-def _resolved(entry: Place, folder: Place) -> Place:
-    """`entry`, with a link resolved, so that the file copied is the file checked; LinkError if it leaves."""
-    if isinstance(entry, RemotePath) or isinstance(folder, RemotePath):
-        return entry
-    real = real_path(entry, folder)
-    return Path(real) if entry.is_symlink() else entry
 
 
 def trainer_metadata(folder: Place) -> dict[str, Any]:

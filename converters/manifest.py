@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from isal import isal_zlib
 
 from converters.errors import CheckpointError, printable
-from converters.storage.guarded import open_regular, read_small_text, real_path
-from converters.storage.object_store import RemotePath
+from converters.storage.guarded import read_small_text
+from converters.storage.places import chunks, files_below, inside
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -33,7 +33,6 @@ MANIFEST = "checkpoint_manifest.json"
 _VERSION = 1
 _DISTCP = ".distcp"
 _ZIP = b"PK\x03\x04"
-_CHUNK = 1 << 22
 
 Entries = dict[str, dict[str, int]]
 
@@ -98,13 +97,8 @@ def check_manifest(folder: Place, only: Callable[[str], object] | None = None) -
     found = read_manifest(folder)
     if found is None:
         return None
-    listed: Mapping[str, int] = {}
-    if isinstance(folder, RemotePath):
-        listed = folder.files()
-        names = list(listed)
-    else:
-        names = [path.relative_to(folder).as_posix() for path in folder.rglob("*")]
-    for name in sorted(names):
+    listed = files_below(folder)
+    for name in sorted(listed):
         if name not in found["files"] and _ANOTHER_FORMAT.fullmatch(name):
             raise CheckpointError(
                 f"{printable(folder / name)}: not written by this save; move it out of the checkpoint"
@@ -114,11 +108,8 @@ def check_manifest(folder: Place, only: Callable[[str], object] | None = None) -
             continue
         path = folder / name
         try:
-            if isinstance(folder, RemotePath):
-                size = listed[name]
-            else:
-                real_path(folder / name, folder)
-                size = path.stat().st_size
+            inside(path, folder)
+            size = listed[name].size
             if size != entry["bytes"]:
                 raise CheckpointError(
                     f"{printable(path)}: has {size:,} bytes, {entry['bytes']:,} were written"
@@ -179,12 +170,9 @@ def _own_crc32(document: Mapping[str, Any]) -> int:
 
 
 def _crc32(path: Place) -> int:
-    if isinstance(path, RemotePath):
-        return isal_zlib.crc32(path.read_bytes())
     crc = 0
-    with os.fdopen(open_regular(path), "rb") as file:
-        while chunk := file.read(_CHUNK):
-            crc = isal_zlib.crc32(chunk, crc)
+    for chunk in chunks(path):
+        crc = isal_zlib.crc32(chunk, crc)
     return crc
 
 

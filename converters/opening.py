@@ -10,9 +10,8 @@ from converters.errors import CheckpointError
 from converters.formats import Format, Source, detect, formats
 from converters.names.canonical import is_number
 from converters.storage.completion_markers import INCOMPLETE, is_unfinished
-from converters.storage.guarded import real_path
-from converters.storage.object_store import RemotePath
 from converters.storage.path_or_url import place
+from converters.storage.places import inside
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -58,7 +57,7 @@ def open_checkpoint(
     root = place(path)
     if not root.exists():
         raise CheckpointError(f"{root}: no such file or folder")
-    if not isinstance(root, RemotePath) and not (root.is_file() or root.is_dir()):
+    if not (root.is_file() or root.is_dir()):
         raise CheckpointError(f"{root}: is neither a file nor a folder")
     found, source = _locate(root, tag, verify)
     try:
@@ -131,15 +130,12 @@ def _locate(root: Place, tag: str | None, verify: bool) -> tuple[Format, Source]
 
 def _inside(root: Place, step: Place) -> Place:
     """`step`; LinkError if a link in it leaves the run folder."""
-    if not isinstance(step, RemotePath) and not isinstance(root, RemotePath):
-        real_path(step, root)
+    inside(step, root)
     return step
 
 
 def _whole(path: Place) -> bool:
-    """Whether no unfinished write is marked here; on a disk the final rename makes every folder whole."""
-    if not isinstance(path, RemotePath):
-        return True
+    """Whether no unfinished write is marked here, in a store or in a copy of it."""
     return not is_unfinished(path.parent if path.is_file() else path)
 
 

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from converters.storage.guarded import leads_out, open_new
+from converters.storage.places import in_store
 from portable.errors import UserError
+
+if TYPE_CHECKING:
+    from converters.storage.path_or_url import Place
 
 _PARTIAL_SUFFIX = ".partial"
 
 
-def write_durably(path: Path, text: str) -> None:
-    """Replace the contents of ``path`` by ``text``, atomically."""
+def write_durably(path: Place, text: str) -> None:
+    """Replace the contents of ``path``, on a disk or in a store, by ``text``, atomically."""
+    if in_store(path):
+        path.write_bytes(text.encode())
+        return
     partial = path.with_name(f".{path.name}{_PARTIAL_SUFFIX}")
     if os.path.lexists(partial):  # left by a killed process, or a link to another file
         partial.unlink()

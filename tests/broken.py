@@ -80,8 +80,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "a replaced object is not noticed": Mutant(
         "portable/data/sources/file_parts.py",
-        "return self._path.object() != self._found",
-        "return False",
+        "self._path.look_up() != self._found",
+        "False",
         ("tests/portable/test_stream_faults.py::test_an_object_that_changed_since_it_was_listed",),
     ),
     "files get their name before they are on disk": Mutant(
@@ -165,6 +165,24 @@ MUTANTS: dict[str, Mutant] = {
         "            if step not in best | self.in_use():",
         "            if step not in self.in_use():",
         ("tests/portable/test_best_checkpoints.py::test_the_best_stay_beside_the_last",),
+    ),
+    "a lease is written without a condition": Mutant(
+        "portable/output/lease.py",
+        "replacing=self._tag if self._conditional else None",
+        "replacing=None",
+        ("tests/portable/test_remote_runs.py::test_of_two_that_start_at_once_one_begins",),
+    ),
+    "an object may have any name": Mutant(
+        "converters/storage/object_store.py",
+        "    if odd:",
+        "    if not name:",
+        ("tests/converters/test_remote.py::test_odd_names_of_objects_are_refused",),
+    ),
+    "a store that is away ends the run": Mutant(
+        "portable/checkpoint/store.py",
+        "passing = isinstance(failure, RetriesUsedUpError)",
+        "passing = False",
+        ("tests/portable/test_remote_runs.py::test_a_store_that_is_away_for_a_while",),
     ),
     "a resumed run forgets how long it has waited": Mutant(
         "portable/run/restore.py",

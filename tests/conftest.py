@@ -162,7 +162,6 @@ def conversations(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def object_store() -> Iterator[ObjectStore]:
     """A real S3 server behind a proxy that counts and fails; tests take `s3`."""
-    pytest.importorskip("s3fs")
     pytest.importorskip("moto")
     with starting("object store"):
         store = ObjectStore()

@@ -1,6 +1,6 @@
 """A real S3 server on loopback, behind a proxy that counts what passes and fails on demand.
 
-The server is moto's; the clients are the real ones (s3fs, aiobotocore), over HTTP. The proxy is what they are
+The server is moto's; the client is the real one (obstore), over HTTP. The proxy is what they are
 pointed to by `AWS_ENDPOINT_URL`, so a test sees every request and can answer some of them badly:
 
     def test_x(s3: ObjectStore) -> None:
@@ -44,7 +44,6 @@ def scale_down(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     from converters.storage import object_store as remote
     from converters.storage import range_reader as remote_file
-    from converters.storage import retries as remote_errors
     from converters.tensors import casting
     from converters.writers import conversion as writing
     from converters.writers import remote_draft as remote_output
@@ -58,7 +57,7 @@ def scale_down(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, names in sizes.items():
         for name in names:
             monkeypatch.setattr(module, name, getattr(module, name) // 16)
-    monkeypatch.setattr(remote_errors, "_FIRST_WAIT", remote_errors._FIRST_WAIT / 16)
+    monkeypatch.setattr(remote, "FIRST_WAIT", remote.FIRST_WAIT / 16)
     assert casting.cast_blocks.__defaults__ == (casting.BLOCK_BYTES,)
     monkeypatch.setattr(casting.cast_blocks, "__defaults__", (casting.BLOCK_BYTES // 16,))
 
@@ -167,7 +166,7 @@ class ObjectStore:
         moto_api_backend.reset()  # it holds what it was sent in memory
         self.least_part(LEAST_PART)
         self._buckets += 1
-        self.bucket = f"test-{self._buckets}"
+        self.bucket = f"test-{os.getpid()}-{self._buckets}"  # runs in it have folders of that name here
         self._ask("PUT", f"/{self.bucket}")
         self.requests.clear()
 

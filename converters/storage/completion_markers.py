@@ -25,18 +25,19 @@ from converters.storage.store_errors import RemoteError
 
 if TYPE_CHECKING:
     from converters.storage.object_store import RemotePath
+    from converters.storage.path_or_url import Place
 
 COMPLETE, INCOMPLETE = "_COMPLETE", "_INCOMPLETE"
 
 
-def is_complete(folder: RemotePath) -> bool:
-    """Whether the folder is marked as complete."""
+def is_complete(folder: Place) -> bool:
+    """Whether the folder, in a store or copied from one, is marked as complete."""
     return (folder / COMPLETE).is_file()
 
 
-def is_unfinished(folder: RemotePath) -> bool:
+def is_unfinished(folder: Place) -> bool:
     """Whether the folder was begun and is not complete (yet)."""
-    return not is_complete(folder) and (folder / INCOMPLETE).is_file()
+    return (folder / INCOMPLETE).is_file() and not is_complete(folder)
 
 
 def facts_of(folder: RemotePath) -> dict[str, Any]:
@@ -99,13 +100,10 @@ def remove_tree(folder: RemotePath) -> None:
     `_INCOMPLETE` goes last.
     """
     folder.abort_uploads()
-    names = folder.files()
-    if COMPLETE in names:
-        (folder / COMPLETE).unlink(missing_ok=True)
-    folder.remove([name for name in names if name not in (COMPLETE, INCOMPLETE)])
-    if INCOMPLETE in names:
-        (folder / INCOMPLETE).unlink(missing_ok=True)
-    folder.remove_folders()
+    names = folder.objects()
+    markers = (COMPLETE, INCOMPLETE)
+    for doomed in ((COMPLETE,), [name for name in names if name not in markers], (INCOMPLETE,)):
+        folder.remove([name for name in doomed if name in names])
 
 
 def _now() -> str:

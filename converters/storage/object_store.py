@@ -1,107 +1,122 @@
-"""Paths in object stores: `s3://bucket/run`, `gs://bucket/run`, and other URLs that fsspec can write to.
+"""Paths in object stores: `s3://bucket/run`, `gs://bucket/run`, `az://container/run`, by way of obstore.
 
     if is_url(text):
-        run = RemotePath.of(text)            # RemoteError: unknown protocol, package missing, ...
+        run = RemotePath.of(text)            # RemoteError: unknown protocol, no bucket, ...
         run.is_dir(); run.iterdir(); (run / "a" / "b.json").read_text()
 
 A `RemotePath` has the reading methods of `pathlib.Path`: `name`, `suffix`, `stem`, `parent`, `parts`, `/`,
 `with_name`, `exists`, `is_file`, `is_dir`, `iterdir`, `stat().st_size`, `open("rb")`, `read_bytes`,
-`read_text`, `str()`. Never make a `Path` of a URL: it collapses the two slashes.
+`read_text`, `str()`. Never make a `Path` of a URL: it collapses the two slashes. What a folder of a disk can
+do as well is in `converters.storage.places`. Listings are cached as long as the paths live that come from one
+`RemotePath.of`; writes through these paths update the cache, `refresh` drops it.
 
-More for reading:
-    path.read_range(start, stop)             the bytes [start, stop) of an object, and nothing else
-    path.download(local)                     the object into a local file, in pieces
-    path.objects(), path.glob()              the objects below, or that match a pattern: sizes and versions
-    path.object()                            the object itself, as it is now
-    path.refresh()                           drop cached listings. They are cached as long as the paths that
-                                             come from one `RemotePath.of` live; writes through these paths
-                                             update the cache, writes by others do not
+Writing: an object appears whole or not at all; folders need not be made. A folder of several objects (a step,
+a converted model) is made whole by the markers of `converters.storage.completion_markers`.
 
-Writing: an object appears whole or not at all; folders need not be made.
-    path.write_bytes(data)                   a small object; replaces an existing one
-    path.upload_file(local)                  a local file, in parts, in little memory
-    with path.create() as file:              a binary stream of any length, uploaded in parts; the object
-        file.write(data)                     appears at the end, and not after an exception. `write` takes
-                                             any buffer, so `torch.save(state, file)` works
-    path.upload(nbytes)                      the parts themselves, from several threads: see `Upload`
-    path.move_to(other)                      rename one object within the store
-    path.unlink(missing_ok=...)              delete one object
-    path.remove(names)                       delete objects below
-    path.abort_uploads()                     abort uploads that a killed process left open
-
-A folder of several objects (a step, a converted model) is made whole by the markers of
-`converters.storage.completion_markers`:
-    token = begin(folder)                    one process, before anything is written
-    ...                                      every host writes its own objects; then a barrier
-    complete(folder, token)                  the same process, last
-    is_complete(folder), is_unfinished(folder)
-
-Every request is retried after transient failures, up to `PORTABLE_STORAGE_ATTEMPTS` attempts with growing
-random waits, and times out after `PORTABLE_STORAGE_TIMEOUT` seconds of silence. Failures raise `RemoteError`
-(a `CheckpointError`: one line that names the URL without credentials) or its subclasses `AccessDeniedError`
-and `RetriesUsedUpError`; a missing object raises `FileNotFoundError`. Credentials and endpoints come from
-where the store's own tools look (`AWS_PROFILE`, `AWS_ENDPOINT_URL`, `GOOGLE_APPLICATION_CREDENTIALS`,
-fsspec's configuration, ...), never from the URL. Thread-safe, and safe after a fork.
+obstore repeats every request after a failure that may pass, for `PORTABLE_STORAGE_MINUTES` minutes; one times
+out after `PORTABLE_STORAGE_TIMEOUT` seconds of silence. Failures raise `RemoteError` (a `CheckpointError`:
+one line that names the URL without credentials) or its subclasses; a missing object raises
+`FileNotFoundError`. Names of objects are untrusted: `checked` refuses those that could leave a folder when
+they are copied to a disk. Thread-safe; a process forked from one that has used a store must not use one.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import io
 import logging
 import os
 import re
 import stat
 import threading
+import time
+from concurrent.futures import Future
 from contextlib import suppress
+from datetime import timedelta
+from functools import partial
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from urllib.parse import quote
 
-from converters.storage.retries import timeout, with_retries
-from converters.storage.store_errors import RemoteError, redact
+from converters.errors import CheckpointError, printable
+from converters.storage.credentials import LOOKED_FOR, options_of
+from converters.storage.store_errors import LostUploadError, RemoteError, broke_off, redact, translated
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
     from types import TracebackType
-    from typing import Self
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
-_URL = re.compile(r"[a-z][a-z0-9+.:-]*://", re.IGNORECASE)
-# The package for a protocol, and the extra of this project that installs it.
-_PACKAGES = {"s3": ("s3fs", "s3"), "s3a": ("s3fs", "s3"), "gs": ("gcsfs", "gcs"), "gcs": ("gcsfs", "gcs")}
+FIRST_WAIT, _LONGEST_WAIT = 0.1, 15.0  # seconds between two attempts
+
+_URL = re.compile(r"(?!file:|local:)[a-z][a-z0-9+.:-]*://", re.IGNORECASE)
+# Other names of the same stores.
+_PROTOCOLS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az"}
 _REFUSED = {
     "memory": "exists in one process only",
+    "hf": "cannot be listed; name the data set without it (owner/name)",
     "http": "can be neither listed nor written",
     "https": "can be neither listed nor written",
     **dict.fromkeys(("ftp", "sftp", "ssh", "smb"), "is no object store"),
 }
-_S3 = ("s3", "s3a")
-_LOCAL = ("file", "local")
-# Other names of the same stores.
-_ALIASES = {"s3a": "s3", "gcs": "gs", "local": "file", "az": "abfs", "abfss": "abfs"}
+_AZURE_HOST = re.compile(r"[\w-]+@\w+\.(dfs|blob)\.(core\.windows\.net|fabric\.microsoft\.com)")
+_MAGIC = re.compile(r"[*?[]")
 
-# The fields that change with an object's content, the most reliable first.
-_VERSION_KEYS = (
-    "ETag",
-    "etag",
-    "generation",
-    "md5Hash",
-    "content_md5",
-    "mtime",
-    "LastModified",
-    "last_modified",
-)
-
-# Bytes of one part of an upload; S3 takes 10,000 parts of at least 5 MiB.
+# Bytes of one part of an upload; S3 takes 10,000 parts of at least 5 MiB, and copies up to 5 GiB at once.
 PART_BYTES = 8 << 20
 _MAX_PARTS = 9_000
-_CONNECTIONS = 32
+_MAX_COPY = 5 << 30
 
 
 def is_url(text: object) -> bool:
-    """Whether `text` is a URL (`s3://bucket/run`) rather than a path."""
+    """Whether `text` is a URL of a store (`s3://bucket/run`) rather than a path."""
     return isinstance(text, str) and _URL.match(text) is not None
+
+
+def timeout() -> float:
+    """Seconds without a response after which a request fails (`PORTABLE_STORAGE_TIMEOUT`, default 60)."""
+    return max(0.1, _setting("PORTABLE_STORAGE_TIMEOUT", 60))
+
+
+def connections() -> int:
+    """Parts that a conversion reads and sends at a time (`PORTABLE_STORAGE_CONNECTIONS`, default 4)."""
+    return max(1, int(_setting("PORTABLE_STORAGE_CONNECTIONS", 4)))
+
+
+def patience() -> float:
+    """Seconds for which a request is repeated (`PORTABLE_STORAGE_MINUTES`, default 3)."""
+    if "PORTABLE_STORAGE_ATTEMPTS" in os.environ:
+        raise RemoteError(
+            "PORTABLE_STORAGE_ATTEMPTS: requests are limited by time now; set PORTABLE_STORAGE_MINUTES"
+        )
+    return max(0.0, 60 * _setting("PORTABLE_STORAGE_MINUTES", 3))
+
+
+def _setting(name: str, default: float) -> float:
+    text = os.environ.get(name, "")
+    try:
+        return float(text) if text else default
+    except ValueError:
+        raise RemoteError(f"{name}: {text!r} is not a number") from None
+
+
+def checked(name: str, where: object) -> str:
+    """The name of an object, relative to a folder, that can be trusted as a relative path on a disk.
+
+    Raises:
+        RemoteError: it has `..`, `.`, an empty part, a leading slash, a backslash or a control character.
+    """
+    odd = {"", ".", ".."} & set(name.split("/")) or "\\" in name or any(c < " " or c == "\x7f" for c in name)
+    if odd:
+        raise RemoteError(
+            f"{redact(str(where))}: the object name {printable(ascii(name))} is refused: it could lead out "
+            "of a folder; rename that object or delete it"
+        )
+    return name
 
 
 class Status(NamedTuple):
@@ -116,7 +131,7 @@ class Object(NamedTuple):
 
     Attributes:
         size: in bytes.
-        version: changes with the content: the store's ETag, generation or modification time.
+        version: changes with the content: the store's ETag or version; empty where the path names a version.
     """
 
     size: int
@@ -125,67 +140,171 @@ class Object(NamedTuple):
 
 class _Entry(NamedTuple):
     is_dir: bool
-    size: int
+    object: Object
 
 
-class _Store:
-    """The file system behind some paths, and its cached listings."""
+_stores: dict[Any, Any] = {}
+_lock = threading.Lock()
+_used_in = 0  # the process that obstore's threads live in
+_ENVIRONMENT = ("AWS_", "GOOGLE_", "AZURE_", "STORAGE_EMULATOR", "HF_", "CLOUDSDK_")
 
-    def __init__(self, protocol: str, fs: Any, root: str) -> None:
+
+class Bucket:
+    """A bucket, opened at its first use in a process, and the cached listings of some paths in it."""
+
+    def __init__(self, protocol: str, name: str, url: str, seconds: float = 1e9) -> None:
         self.protocol = protocol
-        self.fs = fs
-        self.root = root
-        self.folders: dict[str, dict[str, _Entry] | None] = {}
-        self.infos: dict[str, _Entry | None] = {}
+        self.name = name
+        self.seconds = seconds
+        self.kind = _PROTOCOLS.get(protocol, protocol)
+        self.url = url
+        self.folders: dict[str, dict[str, _Entry]] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.protocol, self.name, self.url, self.seconds)
+
+    def store(self) -> Any:
+        """The store of obstore; one per process and environment."""
+        global _used_in
+        seconds = min(self.seconds, patience())
+        found = tuple(sorted(item for item in os.environ.items() if item[0].startswith(_ENVIRONMENT)))
+        key = (self.kind, self.name, seconds, timeout(), found)
+        with _lock:
+            if _used_in and _used_in != os.getpid():
+                raise RemoteError(
+                    f"{redact(self.url)}: this process was forked from one that has used an object store; "
+                    "start it with spawn or forkserver"
+                )
+            _used_in = os.getpid()
+            if key not in _stores:
+                _stores[key] = self._open(seconds)
+            return _stores[key]
+
+    def _open(self, seconds: float) -> Any:
+        from obstore import store  # not at the top: takes time to import
+
+        first, longest, limit, quiet, connecting = (
+            timedelta(seconds=s) for s in (FIRST_WAIT, _LONGEST_WAIT, seconds, timeout(), min(timeout(), 10))
+        )
+        waits = {"init_backoff": first, "max_backoff": longest, "base": 2}
+        retries = {"max_retries": 1 << 20, "retry_timeout": limit, "backoff": waits}
+        client: dict[str, Any] = {"connect_timeout": connecting, "read_timeout": quiet}
+        # A large object may take long; http is used only where the endpoint is given as http://.
+        client |= {"timeout": timedelta(days=1), "allow_http": True}
+        try:
+            if self.kind == "hf":
+                return _hub(self.name, client, retries)
+            options = options_of(self.kind, self.name, self.url)
+            client |= options.pop("client_options", {})
+            kind = {"s3": store.S3Store, "gs": store.GCSStore, "az": store.AzureStore}[self.kind]
+            return kind(self.name.partition("@")[0], client_options=client, retry_config=retries, **options)
+        except CheckpointError:
+            raise
+        except Exception as error:  # those of obstore, and of the packages that look for credentials
+            raise translated(self.url, "open", error, LOOKED_FOR[self.kind]) from None
+
+    def call(
+        self,
+        where: object,
+        what: str,
+        call: Callable[[Any, Any], T],
+        again: bool = True,
+    ) -> T:
+        """`call(obstore, store)` with errors of one line, and so that Ctrl-C is not held up.
+
+        Args:
+            where: the URL, for messages.
+            what: the operation as a verb, for messages ("read").
+            again: whether `call` may be called twice.
+
+        Raises:
+            FileNotFoundError: there is no such object.
+            RemoteError: any other failure; one line, without credentials.
+        """
+        import obstore  # not at the top: takes time to import
+
+        ask = partial(call, obstore, self.store())
+        deadline = time.monotonic() + min(self.seconds, patience())
+        while True:
+            try:
+                return _interruptible(ask)
+            except CheckpointError:
+                raise
+            except Exception as error:
+                _log.debug("%s: %s failed (%s)", where, what, redact(str(error).partition("\n")[0]))
+                failure = translated(str(where), what, error, LOOKED_FOR[self.kind])
+                # obstore does not repeat a request whose answer, a small XML, broke off.
+                if not (again and broke_off(error)) or time.monotonic() > deadline:
+                    raise failure from None
+            time.sleep(FIRST_WAIT)
+
+    # -- what is asked of obstore; keys are without the bucket -----------------------------------------------
+
+    def below(self, key: str, where: object) -> dict[str, Object]:
+        """Every object below a folder, by its key."""
+        found = self.call(
+            where, "list", lambda obs, store: [m for c in obs.list(store, key or None) for m in c]
+        )
+        folders = {above for meta in found for above in _folders(str(meta["path"]))}
+        # Some tools write an empty object for a folder.
+        return {
+            str(meta["path"]): object_of(meta)
+            for meta in found
+            if str(meta["path"]) != key and (meta["size"] or meta["path"] not in folders)
+        }
+
+    def entries(self, key: str, where: object) -> dict[str, tuple[bool, Object]]:
+        """What is directly in a folder by its key: whether it is a folder, and the object."""
+        found = self.call(where, "list", lambda obs, store: obs.list_with_delimiter(store, key or None))
+        entries = {str(m["path"]): (False, object_of(m)) for m in found["objects"] if m["path"] != key}
+        return entries | {str(name): (True, Object(0, "")) for name in found["common_prefixes"]}
+
+    def head(self, key: str, where: object) -> Object:
+        """An object as it is now; FileNotFoundError where there is none."""
+        return object_of(self.call(where, "look up", lambda obs, store: obs.head(store, key)))
+
+    def range(self, key: str, start: int, stop: int, where: object) -> bytes:
+        """The bytes [start, stop) of an object."""
+        call = lambda obs, store: bytes(obs.get_range(store, key, start=start, end=stop))  # noqa: E731
+        return self.call(where, "read", call)
+
+    # -- cached listings -------------------------------------------------------------------------------------
 
     def forget(self, key: str) -> None:
         """Drop the cached listings of every folder on the way to an object that was written or deleted."""
-        for cached in (self.folders, self.infos):
-            for path in [path for path in cached if key == path or key.startswith(path + "/")]:
-                cached.pop(path, None)
+        for path in [path for path in self.folders if not path or f"{key}/".startswith(f"{path}/")]:
+            del self.folders[path]
 
-    def listing(self, key: str, where: str) -> dict[str, _Entry] | None:
-        """The folder's entries by name, None where there is no such folder."""
+    def listing(self, key: str, where: str) -> dict[str, _Entry]:
+        """The folder's entries by name; none where there is no such folder."""
         if key not in self.folders:
-            try:
-                found = with_retries(where, "list", lambda: self.fs.ls(key, detail=True))
-            except FileNotFoundError:
-                found = []
-            entries = {}
-            for entry in found:
-                name = str(entry["name"]).rstrip("/")
-                if name.startswith(key.rstrip("/") + "/"):  # some stores list the folder itself
-                    is_dir = entry["type"] == "directory"
-                    entries[name.rpartition("/")[2]] = _Entry(is_dir, int(entry.get("size") or 0))
-            _log.debug("%s: listed, %d entries", where, len(entries))
-            self.folders[key] = entries or None
+            skip = len(key) + 1 if key else 0
+            found = self.entries(key, where).items()
+            self.folders[key] = {checked(name[skip:], where): _Entry(*entry) for name, entry in found}
+            _log.debug("%s: listed, %d entries", where, len(self.folders[key]))
         return self.folders[key]
 
-    def info(self, key: str, where: str) -> _Entry | None:
-        """Kind and size of `key`, None where it does not exist."""
+    def info(self, key: str, where: str, root: str) -> _Entry | None:
+        """An object or folder, None where it does not exist. Nothing above `root` is listed."""
         parent, _, name = key.rpartition("/")
-        if self.folders.get(key):
-            return _Entry(True, 0)
-        if parent in self.folders or parent == self.root or parent.startswith(self.root + "/"):
-            return (self.listing(parent, where.rpartition("/")[0]) or {}).get(name)
-        if key not in self.infos:
-            try:
-                found = with_retries(where, "look up", lambda: self.fs.info(key))
-            except FileNotFoundError:
-                self.infos[key] = None
-            else:
-                self.infos[key] = _Entry(found["type"] == "directory", int(found.get("size") or 0))
-        return self.infos[key]
+        if key != root and f"{key}/".startswith(f"{root}/" if root else ""):
+            return self.listing(parent, where.rpartition("/")[0]).get(name)
+        if self.listing(key, where):
+            return _Entry(True, Object(0, ""))
+        with suppress(FileNotFoundError):
+            return _Entry(False, self.head(key, where)) if key else None
+        return None
 
 
 class RemotePath:
     """An object, or the folder of all objects whose keys begin with this key and a slash."""
 
-    __slots__ = ("_key", "_store")
+    __slots__ = ("_bucket", "_key", "_root")
 
-    def __init__(self, store: _Store, key: str) -> None:
-        self._store = store
+    def __init__(self, bucket: Bucket, key: str, root: str) -> None:
+        self._bucket = bucket
         self._key = key
+        self._root = root
 
     @classmethod
     def of(cls, url: str) -> RemotePath:
@@ -193,36 +312,53 @@ class RemotePath:
 
         Raises:
             RemoteError: the URL is malformed, or holds credentials or a query; its protocol is unknown or not
-                supported, or needs a package that is not installed.
+                supported.
         """
         protocol, found, rest = url.partition("://")
         protocol = protocol.lower()
         if not found or not _URL.match(url):
             raise RemoteError(f"{redact(url)}: not a URL")
-        if "@" in rest.partition("/")[0]:
+        bucket, _, key = rest.partition("/")
+        if "@" in bucket and not (protocol in ("abfs", "abfss") and _AZURE_HOST.fullmatch(bucket)):
             raise RemoteError(
                 f"{redact(url)}: credentials do not belong in a URL; set them up as for the store's own tools"
             )
-        if "?" in rest:
+        if "?" in rest and not _MAGIC.search(key.partition("?")[0]) and "=" in rest:
             raise RemoteError(f"{redact(url)}: a signed URL cannot name a folder; leave out the query")
         if "::" in protocol:
             raise RemoteError(f"{redact(url)}: chained protocols are not supported")
         if protocol in _REFUSED:
             raise RemoteError(
-                f"{redact(url)}: {protocol}:// {_REFUSED[protocol]}; use s3://, gs:// or a folder"
+                f"{redact(url)}: {protocol}:// {_REFUSED[protocol]}; use s3://, gs://, az:// or a folder"
+            )
+        if protocol not in BUCKETS:
+            raise RemoteError(
+                f"{redact(url)}: no protocol {protocol}:// is known; use s3://, gs://, az:// or a folder"
             )
         if {".", ".."} & set(rest.split("/")):
             raise RemoteError(f"{redact(url)}: . and .. are not supported in a URL; write the full path")
-        from fsspec.core import strip_protocol  # not at the top: slow to import
-
-        fs = _filesystem(protocol, url)
-        key = str(strip_protocol(url)).rstrip("/")
-        if not key:
+        if not bucket:
             raise RemoteError(f"{redact(url)}: names no bucket; write s3://bucket/path")
-        return cls(_Store(protocol, fs, key), key)
+        key = "/".join(part for part in key.split("/") if part)
+        if key:
+            checked(key, url)
+        return cls(BUCKETS[protocol](protocol, bucket, url), key, key)
+
+    @classmethod
+    def of_hub(cls, repository: str) -> RemotePath:
+        """The files of a repository of the Hugging Face hub, for reading: `datasets/owner/name@revision`."""
+        return cls(Bucket("hf", repository, f"hf://{repository}"), "", "")
+
+    def patient(self, seconds: float) -> RemotePath:
+        """This path, whose requests are repeated for `seconds` at most; its listings are cached apart."""
+        known = self._bucket
+        bucket = type(known)(known.protocol, known.name, known.url, seconds)
+        return RemotePath(bucket, self._key, self._root)
 
     def __str__(self) -> str:
-        return f"{self._store.protocol}://{self._key}"
+        return (
+            f"{self._bucket.protocol}://{'/'.join(part for part in (self._bucket.name, self._key) if part)}"
+        )
 
     def __repr__(self) -> str:
         return f"RemotePath({str(self)!r})"
@@ -236,25 +372,22 @@ class RemotePath:
     @property
     def _identity(self) -> str:
         """The URL with one protocol name per store, for comparing."""
-        protocol = self._store.protocol
-        return f"{_ALIASES.get(protocol, protocol)}://{self._key}"
-
-    @property
-    def local(self) -> Path | None:
-        """The local path of a `file://` URL."""
-        from pathlib import Path
-
-        return Path("/", self._key) if self._store.protocol in _LOCAL else None
+        return f"{self._bucket.kind}://{self._bucket.name}/{self._key}"
 
     def __lt__(self, other: RemotePath) -> bool:
         return str(self) < str(other)
 
+    def _at(self, key: str) -> RemotePath:
+        return RemotePath(self._bucket, key, self._root)
+
     def __truediv__(self, name: str) -> RemotePath:
-        return RemotePath(self._store, "/".join([self._key, *PurePosixPath(name).parts]))
+        parts = PurePosixPath(name).parts
+        checked("/".join(parts), self)
+        return self._at("/".join([*([self._key] if self._key else []), *parts]))
 
     @property
     def name(self) -> str:
-        return self._key.rpartition("/")[2]
+        return self._key.rpartition("/")[2] or self._bucket.name
 
     @property
     def suffix(self) -> str:
@@ -266,13 +399,12 @@ class RemotePath:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        return tuple(self._key.split("/"))
+        return (self._bucket.name, *(self._key.split("/") if self._key else ()))
 
     @property
     def parent(self) -> RemotePath:
         """The folder above; the parent of a bucket is the bucket."""
-        above = self._key.rpartition("/")[0]
-        return RemotePath(self._store, above) if above else self
+        return self._at(self._key.rpartition("/")[0])
 
     def with_name(self, name: str) -> RemotePath:
         return self.parent / name
@@ -284,10 +416,15 @@ class RemotePath:
 
     def is_relative_to(self, other: object) -> bool:
         """Whether this is `other` or below it."""
-        return isinstance(other, RemotePath) and f"{self._identity}/".startswith(f"{other._identity}/")
+        return isinstance(other, RemotePath) and f"{self._identity}/".startswith(
+            f"{other._identity.rstrip('/')}/"
+        )
+
+    def _call(self, what: str, call: Callable[[Any, Any], T]) -> T:
+        return self._bucket.call(self, what, call)
 
     def _info(self) -> _Entry | None:
-        return self._store.info(self._key, str(self))
+        return self._bucket.info(self._key, str(self), self._root)
 
     def exists(self) -> bool:
         return self._info() is not None
@@ -302,8 +439,8 @@ class RemotePath:
 
     def iterdir(self) -> Iterator[RemotePath]:
         """The objects and folders directly below; FileNotFoundError where there are none."""
-        found = self._store.listing(self._key, str(self))
-        if found is None:
+        found = self._bucket.listing(self._key, str(self))
+        if not found:
             raise FileNotFoundError(2, "no such folder", str(self))
         return iter([self / name for name in found])
 
@@ -312,57 +449,55 @@ class RemotePath:
         found = self._info()
         if found is None:
             raise FileNotFoundError(2, "no such object", str(self))
-        return Status(stat.S_IFDIR if found.is_dir else stat.S_IFREG, found.size)
-
-    def files(self) -> dict[str, int]:
-        """Every object below, at any depth: name relative to this folder -> bytes. Never cached."""
-        return {name: found.size for name, found in self.objects().items()}
+        return Status(stat.S_IFDIR if found.is_dir else stat.S_IFREG, found.object.size)
 
     def objects(self) -> dict[str, Object]:
-        """Like `files`, with versions; if this path is itself an object, it is included under the name ''."""
-        found = with_retries(str(self), "list", lambda: self._store.fs.find(self._key, detail=True))
-        below = self._key + "/"
-        objects = {
-            str(name)[len(below) :]: _object(entry)
-            for name, entry in found.items()
-            if str(name).startswith(below) and not str(name).endswith("/")
-        }
-        if not objects and self.is_file():
-            objects[""] = _object(with_retries(str(self), "look up", lambda: self._store.fs.info(self._key)))
-        return objects
+        """Every object below, at any depth, by its name relative to this folder. Never cached."""
+        found = self._bucket.below(self._key, self)
+        skip = len(self._key) + 1 if self._key else 0
+        return {checked(name[skip:], self): entry for name, entry in sorted(found.items())}
 
-    def object(self) -> Object:
-        """The object as it is now. Never cached.
-
-        Raises:
-            FileNotFoundError: there is none.
-        """
-        return _object(with_retries(str(self), "look up", lambda: self._store.fs.info(self._key)))
+    def look_up(self) -> Object:
+        """The object as it is now, never cached; FileNotFoundError where there is none."""
+        return self._bucket.head(self._key, self)
 
     def glob(self) -> dict[RemotePath, Object]:
         """The objects that match this path as a pattern: `*` and `[...]` within a name, `**` for any folders.
 
         Without these, the object itself, if it exists.
         """
-        found = with_retries(str(self), "list", lambda: self._store.fs.glob(self._key, detail=True))
-        return {
-            RemotePath(self._store, name): _object(entry)
-            for name, entry in found.items()
-            if entry["type"] == "file"
-        }
+        parts = self._key.split("/")
+        fixed = next((number for number, part in enumerate(parts) if _MAGIC.search(part)), len(parts))
+        if fixed == len(parts):
+            with suppress(FileNotFoundError):
+                return {self: self.look_up()}
+            return {}
+        folder = self._at("/".join(parts[:fixed]))
+        if fixed == len(parts) - 1 and parts[-1] != "**":
+            listed = self._bucket.entries(folder._key, folder)
+            found = {name: entry for name, (is_dir, entry) in listed.items() if not is_dir}
+        else:
+            found = self._bucket.below(folder._key, folder)
+        pattern = re.compile("/".join(map(_expression, parts)).replace(f"{_ANY_FOLDERS}/", _ANY_FOLDERS))
+        matching = {name: entry for name, entry in found.items() if pattern.fullmatch(name)}
+        return {self._at(checked(name, self)): entry for name, entry in matching.items()}
 
     def refresh(self) -> None:
         """Drop the cached listings of all paths that come from the same `RemotePath.of`."""
-        self._store.folders.clear()
-        self._store.infos.clear()
+        self._bucket.folders.clear()
 
     def read_bytes(self) -> bytes:
         """The whole of a small object."""
+        return self.read_versioned()[0]
 
-        def read() -> bytes:
-            return bytes(self._store.fs.cat_file(self._key))
+    def read_versioned(self) -> tuple[bytes, Any]:
+        """The whole of a small object, and what `write_bytes` takes as `replacing`."""
 
-        return with_retries(str(self), "read", read)
+        def read(obs: Any, store: Any) -> tuple[bytes, Any]:
+            found = obs.get(store, self._key)
+            return bytes(found.bytes()), _tag(found.meta)
+
+        return self._call("read", read)
 
     def read_text(self, encoding: str = "utf-8") -> str:
         return self.read_bytes().decode(encoding)
@@ -375,322 +510,173 @@ class RemotePath:
 
     def read_range(self, start: int, stop: int) -> bytes:
         """The bytes [start, stop); fewer where the object ends before `stop`."""
-
-        def read() -> bytes:
-            return bytes(self._store.fs.cat_file(self._key, start=start, end=stop))
-
         _log.debug("%s: reading bytes %d to %d", self, start, stop)
-        return with_retries(str(self), "read", read) if stop > start else b""
+        return self._bucket.range(self._key, start, stop, self) if stop > start else b""
 
-    def download(self, local: Path) -> None:
-        """Copy the object into a new local file, in pieces of `PART_BYTES`."""
-        size = self.stat().st_size
-        with local.open("wb") as file:
-            for start in range(0, size, PART_BYTES):
-                file.write(self.read_range(start, min(size, start + PART_BYTES)))
+    def download(self, write: Callable[[Any], object]) -> Object:
+        """Give the object to `write`, in pieces; what it was."""
+
+        def copy(obs: Any, store: Any) -> Object:
+            found = obs.get(store, self._key)
+            for block in found.stream(min_chunk_size=PART_BYTES):
+                write(block)
+            return object_of(found.meta)
+
+        return self._bucket.call(self, "read", copy, again=False)
 
     def copy_to(self, other: RemotePath) -> None:
-        """Copy the object to another path, in pieces of `PART_BYTES`."""
-        size = self.stat().st_size
-        with other.create() as out:
-            for start in range(0, size, PART_BYTES):
-                out.write(self.read_range(start, min(size, start + PART_BYTES)))
+        """Copy the object to another path, in any store."""
+        with other.create(self.stat().st_size) as out:
+            self.download(out.write)
 
     def move_to(self, other: RemotePath) -> None:
         """Rename the object within its store, which copies and then deletes it."""
-        with_retries(str(self), "copy", lambda: self._store.fs.cp_file(self._key, other._key))
-        self._store.forget(other._key)
+        if self.stat().st_size >= _MAX_COPY:
+            self.copy_to(other)
+        else:
+            self._call("copy", lambda obs, store: obs.copy(store, self._key, other._key))
+        self._bucket.forget(other._key)
         self.unlink(missing_ok=True)
 
-    def write_bytes(self, data: bytes) -> int:
-        """Write a small object in one request, replacing an existing one."""
-        with_retries(str(self), "write", lambda: self._store.fs.pipe_file(self._key, data))
+    def write_bytes(self, data: bytes, *, replacing: Any = None) -> Any:
+        """Write a small object in one request, replacing an existing one.
+
+        Args:
+            replacing: only write if the object is still the one that this value was returned for; "" for one
+                that does not exist.
+
+        Returns:
+            What this object is `replacing` for another write.
+
+        Raises:
+            ConflictError: another process was first.
+            UnconditionalError: the store has no conditional writes.
+        """
+        options = {"mode": replacing or "create"} if replacing is not None else {"use_multipart": False}
+        found = self._call("write", lambda obs, store: obs.put(store, self._key, data, **options))
         _log.debug("%s: wrote %d bytes", self, len(data))
-        self._store.forget(self._key)
-        return len(data)
+        self._bucket.forget(self._key)
+        return _tag(found)
 
-    def upload(self, nbytes: int) -> Upload:
-        """A multipart upload of about `nbytes`; several threads may send parts."""
-        part_bytes = max(PART_BYTES, -(-nbytes // _MAX_PARTS))
-        kind = _S3Upload if self._store.protocol in _S3 else _StreamUpload
-        return kind(self, part_bytes)
-
-    def create(self) -> UploadStream:
-        """A stream whose bytes become the object on `close`; after an exception in `with` none appears."""
-        return UploadStream(self)
+    def create(self, nbytes: int) -> Upload:
+        """A stream of about `nbytes` that become the object on `close`; none after an exception in `with`."""
+        return Upload(self, max(PART_BYTES, -(-nbytes // _MAX_PARTS)))
 
     def upload_file(self, local: Path) -> None:
-        """Copy a local file here, in parts."""
-        with local.open("rb") as file, self.create() as out:
-            while block := file.read(PART_BYTES):
-                out.write(block)
-
-    def unlink(self, missing_ok: bool = False) -> None:
-        """Delete one object."""
+        """Copy a local file here, a large one in parts that are sent side by side."""
+        size = local.stat().st_size
+        options = {"chunk_size": max(PART_BYTES, -(-size // _MAX_PARTS)), "max_concurrency": connections()}
         try:
-            with_retries(str(self), "delete", lambda: self._store.fs.rm_file(self._key))
-        except FileNotFoundError:
-            if not missing_ok:
-                raise
-        self._store.forget(self._key)
+            self._call("upload", lambda obs, store: obs.put(store, self._key, local, **options))
+        except LostUploadError:
+            self._check_arrived(size)
+        self._bucket.forget(self._key)
+
+    def _check_arrived(self, size: int) -> None:
+        """LostUploadError, unless an upload was completed by a request whose answer was lost."""
+        with suppress(FileNotFoundError):
+            if self.look_up().size == size:
+                return
+        raise LostUploadError(
+            f"{self}: another process aborted the upload; give each run an output of its own"
+        )
+
+    def unlink(self, missing_ok: bool = True) -> None:
+        """Delete one object; stores do not tell whether it was there."""
+        self.parent.remove([self.name])
 
     def remove(self, names: Sequence[str]) -> None:
         """Delete objects below, by their names relative to this folder; those already gone are ignored."""
-        keys = [f"{self._key}/{name}" for name in names]
+        keys = [(self / name)._key for name in names]
         with suppress(FileNotFoundError):  # another process may delete them too
             if keys:
-                with_retries(str(self), "delete", lambda: self._store.fs.rm(keys))
+                self._call("delete", lambda obs, store: obs.delete(store, keys))
+        for key in keys:
+            self._bucket.forget(key)
 
-    def remove_folders(self) -> None:
-        """Delete what `remove` leaves on stores that have real folders, and forget what was listed."""
-        with suppress(FileNotFoundError):
-            with_retries(str(self), "delete", lambda: self._store.fs.rm(self._key, recursive=True))
-        self.refresh()
-
-    def abort_uploads(self, *, deep: bool = True) -> int:
+    def abort_uploads(self, *, deep: bool = True) -> None:
         """Abort the open uploads below, which a killed process leaves behind.
+
+        Only on S3, and where boto3 is installed, for obstore cannot list them. Else, and on any failure, they
+        are left to the bucket's lifecycle rules.
 
         Args:
             deep: also those in folders below; else only those directly in this folder.
-
-        Returns:
-            How many there were; 0 where the store cannot list them (Google's expire after a week).
         """
-        if self._store.protocol not in _S3:
-            return 0
-        bucket, _, key = self._key.partition("/")
-        count = 0
-        where: dict[str, Any] = {"Bucket": bucket, "Prefix": f"{key}/" if key else ""}
+        if self._bucket.kind != "s3":
+            return
+        prefix = f"{self._key}/" if self._key else ""
+        try:
+            import boto3
 
-        def listed() -> Any:
-            return self._store.fs.call_s3("list_multipart_uploads", **where)
-
-        while True:
-            page = with_retries(str(self), "list uploads", listed)
-            for upload in page.get("Uploads", []):
-                if not deep and "/" in upload["Key"][len(where["Prefix"]) :]:
-                    continue
-                _abort(self, bucket, upload["Key"], upload["UploadId"])
-                count += 1
-            if not page.get("IsTruncated"):
-                return count
-            where |= {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+            client = boto3.client("s3")
+            pages = client.get_paginator("list_multipart_uploads")
+            for page in pages.paginate(Bucket=self._bucket.name, Prefix=prefix):
+                for upload in page.get("Uploads", []):
+                    if deep or "/" not in upload["Key"][len(prefix) :]:
+                        known = {"Key": upload["Key"], "UploadId": upload["UploadId"]}
+                        client.abort_multipart_upload(Bucket=self._bucket.name, **known)
+        except Exception as error:  # the package is missing, or any of its own
+            _log.debug("%s: open uploads were not aborted: %s", self, redact(str(error)))
 
 
-def _object(entry: dict[str, Any]) -> Object:
-    known = (entry[key] for key in _VERSION_KEYS if entry.get(key) is not None)
-    return Object(int(entry.get("size") or 0), str(next(known, "")).strip('"'))
+class Upload:
+    """A stream uploaded in parts; `close` makes the object, an exception within `with` discards it.
 
-
-class Upload(Protocol):
-    """An object being uploaded. Every part has `part_bytes`, the last one up to twice that.
-
-    Attributes:
-        ordered: whether the parts must be sent in order; else in any order, from any thread.
+    `write` takes any buffer, from one thread at a time; parts are sent side by side behind it.
     """
 
-    part_bytes: int
-    ordered: bool
+    def __init__(self, path: RemotePath, part_bytes: int) -> None:
+        self.part_bytes = part_bytes
+        self._path = path
+        self._writer: Any = None
+        self._bytes = 0
 
-    def part(self, number: int, data: bytes | memoryview) -> None:
-        """Send part `number`, from 1. Numbers order the parts and may have gaps."""
-        ...
+    def write(self, data: Any) -> int:
+        """Append `data`, which is copied: the writer would keep the buffer itself."""
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), self.part_bytes):
+            part = bytes(view[start : start + self.part_bytes])
+            self._call(partial(_write, part))
+        self._bytes += len(view)
+        return len(view)
 
-    def commit(self) -> None:
-        """Make the object from the parts."""
-        ...
+    def tell(self) -> int:
+        return self._bytes
+
+    def flush(self) -> None:
+        """Nothing: parts are sent when they are full."""
+
+    def _call(self, act: Callable[[Any], object]) -> None:
+        def call(obs: Any, store: Any) -> None:
+            if self._writer is None:
+                options = {"buffer_size": self.part_bytes, "max_concurrency": connections()}
+                self._writer = obs.open_writer(store, self._path._key, **options)
+            act(self._writer)
+
+        self._path._bucket.call(self._path, "upload", call, again=False)
+
+    def close(self) -> None:
+        """Make the object."""
+        try:
+            self._call(lambda writer: writer.close())
+            self._writer = None
+        except LostUploadError:
+            self._path._check_arrived(self._bytes)
+        finally:
+            self.discard()
+            self._path._bucket.forget(self._path._key)
 
     def discard(self) -> None:
         """Abort the upload; leaves nothing behind if the store is reachable. Never raises."""
-        ...
-
-
-class _S3Upload:
-    """An S3 multipart upload."""
-
-    ordered = False
-
-    def __init__(self, path: RemotePath, part_bytes: int) -> None:
-        self.part_bytes = part_bytes
-        self._path = path
-        self._bucket, _, self._name = path._key.partition("/")
-        self._lock = threading.Lock()
-        self._id = ""
-        self._tags: dict[int, str] = {}
-        self._nbytes = 0
-
-    def _call(self, method: str, what: str, **arguments: Any) -> Any:
-        fs = self._path._store.fs
-        return with_retries(
-            str(self._path),
-            what,
-            lambda: fs.call_s3(method, Bucket=self._bucket, Key=self._name, **arguments),
-        )
-
-    def part(self, number: int, data: bytes | memoryview) -> None:
-        with self._lock:
-            if not self._id:
-                self._id = self._call("create_multipart_upload", "start an upload")["UploadId"]
-        body = bytes(data)
-        sent = self._call("upload_part", "upload", UploadId=self._id, PartNumber=number, Body=body)
-        with self._lock:
-            self._tags[number] = sent["ETag"]
-            self._nbytes += len(body)
-        _log.debug("%s: part %d, %d bytes", self._path, number, len(body))
-
-    def commit(self) -> None:
-        parts = [{"PartNumber": number, "ETag": self._tags[number]} for number in sorted(self._tags)]
-        try:
-            self._call(
-                "complete_multipart_upload",
-                "complete the upload",
-                UploadId=self._id,
-                MultipartUpload={"Parts": parts},
-            )
-        except FileNotFoundError:
-            # Aborted by another process, or completed by an attempt whose response was lost.
-            self._path._store.forget(self._path._key)
-            if self._path._store.fs.exists(self._path._key) and self._size() == self._nbytes:
-                return
-            raise RemoteError(
-                f"{self._path}: another process aborted the upload; give each run an output of its own"
-            ) from None
-        finally:
-            self._path._store.forget(self._path._key)
-        self._id = ""
-
-    def _size(self) -> int:
-        found = with_retries(str(self._path), "look up", lambda: self._path._store.fs.info(self._path._key))
-        return int(found["size"])
-
-    def discard(self) -> None:
-        if self._id:
-            _abort(self._path, self._bucket, self._name, self._id)
-            self._id = ""
-
-
-def _abort(path: RemotePath, bucket: str, key: str, upload: str) -> None:
-    """Abort one multipart upload; on failure it is left to the bucket's lifecycle rules."""
-    fs = path._store.fs
-    try:
-        with_retries(
-            str(path),
-            "abort an upload",
-            lambda: fs.call_s3("abort_multipart_upload", Bucket=bucket, Key=key, UploadId=upload),
-        )
-    except (RemoteError, FileNotFoundError) as error:
-        _log.debug("%s: an upload of %s was not aborted: %s", path, key, error)
-
-
-class _StreamUpload:
-    """An upload through the protocol package's own file object and its own retries."""
-
-    ordered = True
-
-    def __init__(self, path: RemotePath, part_bytes: int) -> None:
-        self.part_bytes = part_bytes
-        self._path = path
-        self._file: Any = None
-
-    def _do(self, call: Any) -> None:
-        # Not retried: the file has advanced, and its package has retried already.
-        try:
-            call()
-        except OSError as error:
-            raise RemoteError(f"{self._path}: cannot upload: {redact(str(error))}") from None
-
-    def part(self, number: int, data: bytes | memoryview) -> None:
-        if self._file is None:
-            self._file = with_retries(
-                str(self._path),
-                "start an upload",
-                lambda: self._path._store.fs.open(
-                    self._path._key, "wb", autocommit=False, block_size=self.part_bytes
-                ),
-            )
-        self._do(lambda: self._file.write(data))
-
-    def commit(self) -> None:
-        if self._file is None:
-            self.part(1, b"")
-        self._do(self._file.close)
-        self._do(self._file.commit)
-        self._file = None
-        self._path._store.forget(self._path._key)
-
-    def discard(self) -> None:
-        file, self._file = self._file, None
-        if file is not None:
+        writer, self._writer = self._writer, None
+        if writer is not None:
             try:
-                file.discard()
+                writer.__exit__(RuntimeError, RuntimeError("discarded"), None)
             except Exception as error:  # the failure that led here matters more
                 _log.debug("%s: an upload was not discarded: %s", self._path, redact(str(error)))
 
-
-class UploadStream(io.RawIOBase):
-    """A stream uploaded in parts; `close` makes the object, an exception within `with` discards it."""
-
-    def __init__(self, path: RemotePath) -> None:
-        super().__init__()
-        self._path = path
-        self._upload = path.upload(0)
-        self._buffer = bytearray()
-        self._parts = 0
-        self._position = 0
-        self._discarded = False
-
-    def writable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def write(self, data: Any) -> int:
-        if self.closed or self._discarded:
-            raise ValueError("the upload is closed")
-        view = memoryview(data).cast("B")
-        limit = self._part_bytes()
-        for start in range(0, len(view), limit):
-            self._buffer += view[start : start + limit]
-            if len(self._buffer) >= limit:
-                self._send()
-        self._position += len(view)
-        return len(view)
-
-    def _part_bytes(self) -> int:
-        # Parts grow with their number, so that the largest object fits into the 10,000 parts of S3.
-        return self._upload.part_bytes << min(8, self._parts // 1000)
-
-    def _send(self) -> None:
-        self._parts += 1
-        data, self._buffer = self._buffer, bytearray()
-        self._upload.part(self._parts, memoryview(data))
-
-    def discard(self) -> None:
-        """Abort the upload; no object appears."""
-        if not self.closed:
-            self._discarded = True
-            self._upload.discard()
-            super().close()
-
-    def close(self) -> None:
-        if self.closed:
-            return
-        try:
-            if not self._parts:
-                self._path.write_bytes(bytes(self._buffer))
-            else:
-                if self._buffer:
-                    self._send()
-                self._upload.commit()
-        except BaseException:
-            self._discarded = True
-            self._upload.discard()
-            raise
-        finally:
-            super().close()
-
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Upload:
         return self
 
     def __exit__(
@@ -701,57 +687,67 @@ class UploadStream(io.RawIOBase):
         else:
             self.discard()
 
-    def __del__(self) -> None:
-        # Never closed: the writer failed, so make no object.
-        self.discard()
+
+def _write(data: bytes, writer: Any) -> None:
+    writer.write(data)
 
 
-_filesystems: dict[Any, Any] = {}
-_filesystems_lock = threading.Lock()
+BUCKETS: dict[str, type[Bucket]] = dict.fromkeys(_PROTOCOLS, Bucket)
+"""The class for each protocol in a URL."""
 
 
-def _filesystem(protocol: str, url: str) -> Any:
-    """The fsspec file system of a protocol: one per process and environment."""
-    seconds = timeout()
-    settings = tuple(sorted(item for item in os.environ.items() if item[0].startswith(("AWS_", "FSSPEC_"))))
-    key = (os.getpid(), protocol, seconds, settings)
-    with _filesystems_lock:
-        if key not in _filesystems:
-            _filesystems[key] = _make_filesystem(protocol, url, seconds)
-        return _filesystems[key]
+def object_of(meta: Any) -> Object:
+    """An object as obstore lists it."""
+    return Object(
+        int(meta["size"]), str(meta.get("e_tag") or meta.get("version") or meta["last_modified"]).strip('"')
+    )
 
 
-def _make_filesystem(protocol: str, url: str, seconds: float) -> Any:
-    import fsspec  # not at the top: slow to import
-    from fsspec.config import conf
+def _tag(meta: Any) -> dict[str, str]:
+    """What identifies an object's content in a conditional write."""
+    return {name: meta[name] for name in ("e_tag", "version") if meta.get(name)}
 
-    options: dict[str, Any] = {"skip_instance_cache": True, "use_listings_cache": False}
-    if protocol in _S3:
-        options["max_concurrency"] = 1  # per read: more would request the size first
-        options["config_kwargs"] = {
-            "connect_timeout": min(seconds, 10.0),
-            "read_timeout": seconds,
-            "max_pool_connections": _CONNECTIONS,
-            **conf.get(protocol, {}).get("config_kwargs", {}),
-            "retries": {"mode": "standard", "total_max_attempts": 1},  # `with_retries` retries
-        }
-    if protocol in _LOCAL:
-        options["auto_mkdir"] = True
-    try:
-        fs = fsspec.filesystem(protocol, **options)
-    except ImportError as error:
-        package, extra = _PACKAGES.get(protocol, ("", ""))
-        if not package:
-            raise RemoteError(f"{redact(url)}: {redact(str(error))}") from None
-        raise RemoteError(
-            f"{redact(url)}: the package {package} is not installed: pip install 'portable-trainer[{extra}]'"
-        ) from None
-    except ValueError:
-        raise RemoteError(
-            f"{redact(url)}: fsspec knows no protocol {protocol}://; use s3://, gs:// or a folder"
-        ) from None
-    except Exception as error:  # some packages look for credentials on construction
-        raise RemoteError(f"{redact(url)}: cannot be set up: {redact(str(error))}") from None
-    if protocol in _S3:
-        fs.retries = 1
-    return fs
+
+def _folders(key: str) -> Iterator[str]:
+    """The folders on the way to an object."""
+    while key := key.rpartition("/")[0]:
+        yield key
+
+
+_ANY_FOLDERS = "(?:[^/]+/)*"
+
+
+def _expression(part: str) -> str:
+    """A part of a pattern as a regular expression."""
+    if part == "**":
+        return _ANY_FOLDERS
+    return fnmatch.translate(part).removeprefix("(?s:").removesuffix(r")\Z").replace(".*", "[^/]*")
+
+
+def _hub(repository: str, client: dict[str, Any], retries: Any) -> Any:
+    """The files of a repository on the hub at one revision."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import build_hf_headers
+    from obstore.store import HTTPStore
+
+    name, _, revision = repository.partition("@")
+    headers = {key: value for key, value in build_hf_headers().items() if key.lower() == "authorization"}
+    options: Any = {**client, "default_headers": headers}
+    url = f"{constants.ENDPOINT}/{name}/resolve/{quote(revision or 'main', safe='')}"
+    return HTTPStore.from_url(url, client_options=options, retry_config=retries)
+
+
+def _interruptible(call: Callable[[], T]) -> T:
+    """`call()`; in the main thread it is another's, since no signal is handled within obstore."""
+    if threading.current_thread() is not threading.main_thread():
+        return call()
+    result: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(call())
+        except BaseException as error:
+            result.set_exception(error)
+
+    threading.Thread(target=run, name="store", daemon=True).start()
+    return result.result()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import struct
 import tempfile
 import threading
@@ -113,7 +112,7 @@ class Piece:
             progress(count)
         return True
 
-    def finish(self) -> None:
+    def finish(self, progress: Callable[[int], object] | None = None) -> None:
         """Flush, and end this piece."""
         self._flush()
         self.file.finish()
@@ -159,17 +158,3 @@ def write_file(path: Place, data: bytes) -> None:
     piece = OutputFile(path).piece(0)
     piece.write(data)
     piece.finish()
-
-
-def copy_file(source: Place, target: Path) -> None:
-    """Copy a small file into a new one in chunks, and fsync it; OSError if that fails."""
-    if isinstance(source, RemotePath):
-        source.download(target)
-    else:
-        with os.fdopen(open_regular(source), "rb") as read, os.fdopen(open_new(target), "wb") as written:
-            shutil.copyfileobj(read, written, 1 << 20)
-    fd = os.open(target, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -13,6 +13,8 @@ from converters.storage.store_errors import RemoteError, redact
 
 _ALMOST_URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:(/|$)|(s3a?|gs|gcs|az|abfss?|hdfs):")
 
+_LOCAL_URL = re.compile(r"^(?:file|local)://(?=/)", re.IGNORECASE)
+
 _VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))")
 
 # Both have the same methods for reading: exists, is_file, is_dir, iterdir, stat, read_text, `/` ...
@@ -20,10 +22,10 @@ Place = Union[Path, RemotePath]  # noqa: UP007
 
 
 def place(named: str | Place) -> Place:
-    """The path or URL, with `~` and `${VAR}` expanded as in a shell.
+    """The path or URL, with `~` and `${VAR}` expanded as in a shell; a path for `file:///folder`.
 
     Raises:
-        RemoteError: not a valid URL, or the package for its protocol is not installed.
+        RemoteError: not a valid URL.
         CheckpointError: an environment variable or a user in it does not exist.
     """
     if not isinstance(named, str):
@@ -31,12 +33,18 @@ def place(named: str | Place) -> Place:
     named = expanded(named)
     if is_url(named):
         return RemotePath.of(named)
+    named = without_file(named)
     # `s3:/bucket` would create a local folder, and its name could hold a secret key.
     if _ALMOST_URL.match(named) and not _exists(named):
         scheme, _, rest = named.partition(":")
         url = redact(f"{scheme}://{rest.lstrip('/')}")
         raise RemoteError(f"{url}: given without its two slashes; write the URL like this")
     return Path(named)
+
+
+def without_file(text: str) -> str:
+    """The path that a URL `file:///path` means; other text unchanged."""
+    return _LOCAL_URL.sub("", text, count=1)
 
 
 def expanded(text: str) -> str:

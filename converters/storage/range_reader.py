@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from converters.errors import CheckpointError
 from converters.storage.bytes import SourceFile
-from converters.storage.retries import connections
+from converters.storage.object_store import connections
 
 if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor

@@ -1,44 +1,27 @@
-"""Errors of object stores, reported in one line without credentials.
-
-Protocol packages raise their own exceptions (botocore, aiohttp, gcsfs, ...). They are recognised by class
-name along the chain of causes, so that none of these packages has to be imported.
-"""
+"""Errors of object stores, reported in one line without credentials."""
 
 from __future__ import annotations
 
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from converters.errors import CheckpointError
+from converters.errors import CheckpointError, printable
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-_NO_CREDENTIALS_NAMES = {
-    "NoCredentialsError",
-    "PartialCredentialsError",
-    "CredentialRetrievalError",
-    "DefaultCredentialsError",
-    "RefreshError",
-    "TokenRetrievalError",
-    "UnauthorizedSSOTokenError",
-    "ProfileNotFound",
-}
-_DENIED_CODES = {
-    "AccessDenied",
-    "AccountProblem",
-    "AllAccessDisabled",
-    "ExpiredToken",
-    "Forbidden",
-    "InvalidAccessKeyId",
-    "InvalidToken",
-    "SignatureDoesNotMatch",
-    "Unauthorized",
-    "401",
-    "403",
-}
+_STATUS = re.compile(r"non-2xx status code: (\d{3})|status: (\d{3})")
+_CODE = re.compile(r"<Code>(\w+)</Code>")
+_NO_BUCKET = re.compile(r"NoSuchBucket|ContainerNotFound|specified bucket does not exist", re.IGNORECASE)
+_EXPIRED = re.compile(r"ExpiredToken|TokenRefreshRequired|token (?:\w+ )*expired", re.IGNORECASE)
+_NO_CREDENTIALS = re.compile(
+    r"lacked valid authentication|169\.254\.169\.254|metadata\.google\.internal|invalid_grant"
+    r"|credential provider",
+    re.IGNORECASE,
+)
+_UPLOAD = re.compile(r"[?&]uploadId=")
+_REDIRECTED = re.compile(r"redirect without LOCATION|PermanentRedirect|AuthorizationHeaderMalformed")
+_PASSING = {"408", "429", "500", "502", "503", "504"}
+_CUT = re.compile(r"HTTP error|connection|timed out|error decoding response body|incomplete", re.IGNORECASE)
+_AFTER = re.compile(r"after (\d+) retries")
 
 
 class RemoteError(CheckpointError):
@@ -50,57 +33,76 @@ class AccessDeniedError(RemoteError):
 
 
 class RetriesUsedUpError(RemoteError):
-    """A transient failure persisted through every attempt."""
+    """A failure that may pass, and that lasted as long as requests are repeated."""
 
 
-def chain_of(error: BaseException | None) -> Iterator[BaseException]:
-    """`error` and what caused it."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+class ConflictError(RemoteError):
+    """A conditional write found another object than it expected."""
 
 
-def names_of(error: BaseException) -> set[str]:
-    """Class names of `error`, base classes included."""
-    return {kind.__name__ for kind in type(error).__mro__}
+class LostUploadError(RemoteError):
+    """An upload in parts that the store no longer knows: aborted, or completed with its answer lost."""
 
 
-def status_of(error: BaseException) -> tuple[int, str]:
-    """HTTP status and the store's error code; (0, "") where the error has none."""
-    response = getattr(error, "response", None)
-    if isinstance(response, dict):  # botocore
-        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-        code = str(response.get("Error", {}).get("Code", ""))
-        return (int(code) if code.isdigit() and not status else int(status or 0)), code
-    number = str(getattr(error, "code", ""))  # gcsfs
-    return (int(number), number) if "HttpError" in names_of(error) and number.isdigit() else (0, "")
+class UnconditionalError(RemoteError):
+    """The store has no conditional writes."""
 
 
-def translated(where: str, what: str, error: Exception, causes: list[BaseException]) -> Exception:
-    """The exception to raise instead of `error`, with a message of one line."""
-    url = redact(where)
-    codes = {code for status, code in map(status_of, causes)} | {str(status_of(cause)[0]) for cause in causes}
-    if "NoSuchBucket" in codes or any("bucket does not exist" in str(cause).lower() for cause in causes):
+def translated(where: str, what: str, error: Exception, looked_for: str) -> Exception:
+    """The exception to raise instead of one of obstore, with a message of one line.
+
+    Args:
+        where: the URL.
+        what: the operation as a verb, such as "read".
+        looked_for: where credentials were looked for.
+    """
+    url, text, kind = redact(where), str(error), type(error).__name__
+    reason = reason_of(error)
+    found = _STATUS.search(text)
+    status = (found[1] or found[2]) if found else ""
+    if _NO_BUCKET.search(text):
         return RemoteError(f"{url}: there is no such bucket")
-    if any(names_of(cause) & _NO_CREDENTIALS_NAMES for cause in causes):
-        return RemoteError(
-            f"{url}: no credentials found; configure them as for the store's own tools (docs/storage.md)"
-        )
-    if codes & _DENIED_CODES or any(isinstance(cause, PermissionError) for cause in causes):
-        return AccessDeniedError(
-            f"{url}: access denied, these credentials may not {what} here ({redact(reason_of(error))})"
-        )
-    if "404" in codes or any(isinstance(cause, FileNotFoundError) for cause in causes):
+    if kind == "InvalidPathError":
+        return RemoteError(f"{url}: {reason}; rename that object or delete it")
+    if kind in ("AlreadyExistsError", "PreconditionError") or status in ("409", "412"):
+        return ConflictError(f"{url}: cannot {what}: another process was first")
+    if kind == "NotImplementedError" or status == "501":
+        return UnconditionalError(f"{url}: cannot {what}: {reason}")
+    if _EXPIRED.search(text):
+        return AccessDeniedError(f"{url}: the credentials have expired; renew them ({looked_for})")
+    if kind == "UnauthenticatedError" or _NO_CREDENTIALS.search(text):
+        return AccessDeniedError(f"{url}: no credentials found ({looked_for}): {reason}")
+    if kind == "PermissionDeniedError" or status in ("401", "403"):
+        return AccessDeniedError(f"{url}: access denied, these credentials may not {what} here ({reason})")
+    if _REDIRECTED.search(text):
+        return RemoteError(f"{url}: the bucket is in another region; set AWS_REGION to it ({reason})")
+    if status == "404" and _UPLOAD.search(text):
+        return LostUploadError(f"{url}: the store no longer knows this upload")
+    if isinstance(error, FileNotFoundError) or status == "404":
         return FileNotFoundError(2, "no such object", url)
-    return RemoteError(f"{url}: cannot {what}: {redact(reason_of(error))}")
+    if status in _PASSING or (not status and _CUT.search(text)):
+        retries = _AFTER.search(text)
+        count = int(retries[1]) + 1 if retries else 1
+        return RetriesUsedUpError(f"{url}: cannot {what}, {count} attempts failed; the last: {reason}")
+    return RemoteError(f"{url}: cannot {what}: {reason}")
 
 
-def reason_of(error: BaseException) -> str:
-    """The message of `error`, or its class name."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
+def broke_off(error: Exception) -> bool:
+    """Whether a failure may pass and was not repeated."""
+    text = str(error)
+    return not _STATUS.search(text) and bool(_CUT.search(text)) and not _AFTER.search(text)
+
+
+def reason_of(error: Exception) -> str:
+    """The message of an error of obstore in one short line: the store's own words, if it gave any."""
+    text = " ".join(str(error).partition("Debug source:")[0].split())
+    head, said, tail = text.partition("Server returned non-2xx status code: ")
+    if said:
+        code, message = _CODE.search(tail), re.search(r"<Message>([^<]*)", tail)
+        text = " ".join([tail.partition(":")[0], *(found[1] for found in (code, message) if found)])
+    else:
+        text = head.rpartition(" - ")[2]
+    return printable(redact(text[:300])) or type(error).__name__
 
 
 _USERINFO = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*://)[^\s/@]*@", re.IGNORECASE)
@@ -112,7 +114,8 @@ _PARAMETER = re.compile(
     re.IGNORECASE,
 )
 _SECRET_NAME = re.compile(
-    r"SECRET|TOKEN(?!IZER)|PASSWORD|PASSWD|CREDENTIAL|ACCESS_KEY|API_KEY|SAS|ACCOUNT_KEY"
+    r"SECRET|TOKEN(?!IZER)|PASSWORD|PASSWD|CREDENTIAL|ACCESS_KEY|API_KEY|SAS|ACCOUNT_KEY|STORAGE_KEY"
+    r"|CONNECTION_STRING"
 )
 
 

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
-import stat
 import struct
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
@@ -24,8 +22,7 @@ from converters.errors import CheckpointError, OptimizerStateError
 from converters.options import EXPANSION
 from converters.storage.bytes import Memory
 from converters.storage.guarded import open_regular
-from converters.storage.object_store import RemotePath
-from converters.storage.retries import connections
+from converters.storage.places import files_below, in_store, side_by_side
 from converters.tensors.casting import BLOCK_BYTES, Losses, cast_blocks, cast_dtype, parse_dtype
 from converters.tensors.dtypes import QUANTISED, itemsize
 from converters.tensors.tensor import Tensor
@@ -34,6 +31,7 @@ from converters.writers.parallel import in_parallel, interleaved, threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
+    from pathlib import Path
 
     from converters.checkpoint import Checkpoint, OptimizerState, ParamGroups, Scalar
     from converters.storage.bytes import FileSpan, Touched
@@ -276,7 +274,7 @@ def carry_out(
         copied=lambda: _copied(plan),
     )
     with bar, output as draft:
-        workers = draft.threads or (connections() if isinstance(checkpoint.root, RemotePath) else None)
+        workers = draft.threads or side_by_side(checkpoint.root)
         touched: Touched = set()
         late: list[Job] = []
         in_parallel(_write_jobs(draft, plan, touched, late), bar.update, workers)
@@ -324,25 +322,19 @@ def check_expansion(checkpoint: Checkpoint, plan: Plan, *, allowed: bool) -> Non
 
 def _bytes_below(root: Place) -> int:
     """Bytes of all files below the folder of a checkpoint, or beside its file."""
-    if isinstance(root, RemotePath):
-        folder = root.parent if root.is_file() else root
-        return sum(found.size for found in folder.objects().values())
-    total = 0
-    for where, _, names in os.walk(root.parent if root.is_file() else root):
-        for name in names:
-            with suppress(OSError):
-                path = os.path.join(where, name)  # noqa: PTH118 - a Path for each is slow
-                status = os.stat(path)  # noqa: PTH116
-                if stat.S_ISREG(status.st_mode):
-                    holes = status.st_blocks * _BLOCK < status.st_size
-                    total += _stored(path, status.st_size) if holes else status.st_size
-    return total
+    folder = root.parent if root.is_file() else root
+    files = files_below(folder).items()
+    return sum(
+        found.size if in_store(folder) else _stored(folder / name, found.size) for name, found in files
+    )
 
 
-def _stored(path: str, size: int) -> int:
+def _stored(path: Path, size: int) -> int:
     """The bytes of a file that are not in holes; its blocks do not tell, since some systems compress them."""
+    if path.stat().st_blocks * _BLOCK >= size:
+        return size
     stored, at = 0, 0
-    descriptor = open_regular(os.path.realpath(path))
+    descriptor = open_regular(path.resolve())
     try:
         while at < size:
             begin = os.lseek(descriptor, at, os.SEEK_DATA)
@@ -380,7 +372,7 @@ def _write_jobs(draft: Draft, plan: Plan, touched: Touched, late: list[Job]) -> 
             else:
                 yield job
 
-    # In an object store the parts of a file do not wait for each other.
+    # In an object store a file is sent in order, and its parts are made side by side.
     return interleaved(map(jobs, plan.files), 1 if draft.threads else threads())
 
 
@@ -412,7 +404,7 @@ def _write_run(
                 data = part.make(crc) if isinstance(part, Trailer) else part.make()
             piece.write(data)
             progress(len(data))
-    piece.finish()
+    piece.finish(progress)
 
 
 def _write_entry(

@@ -10,15 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from converters.errors import CheckpointError
-from converters.storage.object_store import RemotePath
-from converters.storage.output_file import (
-    BLOCK_BYTES,
-    FLUSH_BYTES,
-    OutputFile,
-    copy_file,
-    shares_blocks,
-    write_file,
-)
+from converters.storage.output_file import BLOCK_BYTES, FLUSH_BYTES, OutputFile, shares_blocks, write_file
+from converters.storage.places import copy_file, in_store
 from converters.writers.remote_draft import check_prefix, new_prefix
 from converters.writers.replace_folder import (
     check_replaceable,
@@ -47,8 +40,12 @@ class OutPiece(Protocol):
         """Let the kernel append the bytes of `span`; False, with nothing written, where it cannot."""
         ...
 
-    def finish(self) -> None:
-        """End this piece."""
+    def finish(self, progress: Callable[[int], object]) -> None:
+        """End this piece, in the turn of its number.
+
+        Args:
+            progress: called with 0 while it waits; raises to stop it.
+        """
         ...
 
 
@@ -111,7 +108,7 @@ def new_output(
         facts: extra fields for the completion marker in an object store.
         copied: the spans of files that are copied unchanged, which may take no space.
     """
-    if isinstance(target, RemotePath):
+    if in_store(target):
         return new_prefix(target, overwrite=overwrite, names=names, facts=facts)
     return _new_local(target, needed=needed, overwrite=overwrite, copied=copied)
 
@@ -122,43 +119,41 @@ def check_output(out: Place, sources: Sequence[Place], *, overwrite: bool) -> Pl
     Args:
         sources: folders and files that are read; the output may neither contain one nor lie in one.
     """
-    target = out.resolve()
-    if isinstance(target, Path):
+    target: Place = out.resolve()
+    if not in_store(target):
         recover(target)
-    where = _resolved(out)
     for source in sources:
-        origin = _resolved(source)
-        if where == origin:
+        origin = source.resolve()
+        if target == origin:
             raise CheckpointError(f"{out}: is the checkpoint itself; give another output folder")
-        if _is_within(where, origin):
+        if _is_within(target, origin):
             raise CheckpointError(f"{out}: lies inside {source}; give an output folder outside it")
-        if _is_within(origin, where):
+        if _is_within(origin, target):
             raise CheckpointError(f"{out}: contains {source}; give another output folder")
-    if isinstance(target, RemotePath):
+    if in_store(target):
         check_prefix(target, overwrite=overwrite)
-    elif os.path.lexists(str(out)):
-        if not overwrite:
-            raise CheckpointError(f"{out}: exists already; give another folder or --overwrite")
-        if isinstance(out, Path) and out.is_symlink():
-            raise CheckpointError(f"{out}: is a link; give the folder that it points to")
-        if not target.is_dir():
-            raise CheckpointError(f"{out}: is not a folder")
-        if Path.cwd().is_relative_to(target) or Path.home().is_relative_to(target):
-            raise CheckpointError(f"{out}: contains the current or the home folder and will not be replaced")
-        check_replaceable(out, {entry.name + "/" * entry.is_dir() for entry in target.iterdir()})
+    elif not in_store(out):
+        _check_folder(out, overwrite)
     return target
 
 
+def _check_folder(out: Path, overwrite: bool) -> None:
+    if not os.path.lexists(str(out)):
+        return
+    target = out.resolve()
+    if not overwrite:
+        raise CheckpointError(f"{out}: exists already; give another folder or --overwrite")
+    if out.is_symlink():
+        raise CheckpointError(f"{out}: is a link; give the folder that it points to")
+    if not target.is_dir():
+        raise CheckpointError(f"{out}: is not a folder")
+    if Path.cwd().is_relative_to(target) or Path.home().is_relative_to(target):
+        raise CheckpointError(f"{out}: contains the current or the home folder and will not be replaced")
+    check_replaceable(out, {entry.name + "/" * entry.is_dir() for entry in target.iterdir()})
+
+
 def _is_within(path: Place, folder: Place) -> bool:
-    if isinstance(path, RemotePath) or isinstance(folder, RemotePath):
-        return isinstance(path, RemotePath) and path.is_relative_to(folder)
-    return path.is_relative_to(folder)
-
-
-def _resolved(place: Place) -> Place:
-    """With links resolved, and `file://` URLs as paths."""
-    local = place.local if isinstance(place, RemotePath) else place
-    return place if local is None else local.resolve()
+    return type(path) is type(folder) and path.is_relative_to(folder)  # type: ignore[arg-type]
 
 
 class _LocalDraft:
@@ -263,7 +258,7 @@ def _shared_bytes(spans: Iterable[FileSpan], folder: Path) -> int:
     total = 0
     for span in spans:
         path, blocks = span.file.path, span.nbytes // BLOCK_BYTES - 1
-        if isinstance(path, RemotePath) or blocks < 1:
+        if in_store(path) or blocks < 1:
             continue
         if path not in tried:
             tried[path] = shares_blocks(path, folder)

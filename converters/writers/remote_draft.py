@@ -2,10 +2,9 @@
 
 Files are written as multipart uploads, which are invisible. When all are done, the folder is marked as begun
 (`converters.storage.completion_markers`), its old objects are deleted and the uploads completed; the small
-files, the
-comparison of `--verify` and the completion marker follow. A conversion that fails while uploading leaves
-OUT unchanged. A killed one leaves uploads, which the next run to the same OUT aborts, or, near the end, a
-folder marked as incomplete, which is never read.
+files, the comparison of `--verify` and the completion marker follow. A conversion that fails while uploading
+leaves OUT unchanged. A killed one leaves uploads, which the next run to the same OUT aborts, or, near the
+end, a folder marked as incomplete, which is never read.
 
 The completion marker lists every object that was written, with its version (`Written`). A program that writes
 to the same folder again can thus tell its own objects from those of others.
@@ -13,7 +12,8 @@ to the same folder again can thus tell its own objects from those of others.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+import threading
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,16 +26,16 @@ from converters.storage.completion_markers import (
     facts_of,
     is_unfinished,
 )
-from converters.storage.object_store import RemotePath
+from converters.storage.object_store import connections
 from converters.storage.output_file import FLUSH_BYTES
-from converters.storage.retries import connections
+from converters.storage.places import copy_file
 from converters.writers.replace_folder import check_replaceable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from converters.storage.bytes import FileSpan
-    from converters.storage.object_store import Upload
+    from converters.storage.object_store import RemotePath, Upload
     from converters.storage.path_or_url import Place
 
 Version = tuple[int, str]
@@ -123,7 +123,6 @@ class _Draft:
         self, folder: RemotePath, *, overwrite: bool, names: Iterable[str], facts: Mapping[str, Any]
     ) -> None:
         self.folder = folder
-        # Each mostly waits for the network, and holds up to two parts of output and two runs of input.
         self.threads = connections()
         self._overwrite = overwrite
         self._planned = sorted(names)
@@ -134,14 +133,13 @@ class _Draft:
         self._token = ""
 
     def run_bytes(self, nbytes: int) -> int:
-        probe = self.folder.upload(nbytes)
-        return nbytes if probe.ordered else max(FLUSH_BYTES, probe.part_bytes)
+        return FLUSH_BYTES
 
     def file(self, name: str, lengths: Sequence[int]) -> _File:
-        upload = (self.folder / name).upload(sum(lengths))
+        upload = (self.folder / name).create(sum(lengths))
         self._uploads.append(upload)
         self._names.append(name)
-        return _File(upload, lengths)
+        return _File(upload)
 
     def commit(self) -> None:
         """Replace the content of the folder by the uploaded objects, marked as incomplete."""
@@ -156,12 +154,10 @@ class _Draft:
                     "nothing was replaced"
                 )
         self._token = begin(self.folder, facts=self._facts, objects=there, names=self._planned)
-        for name in there:
-            # Keep what is overwritten later: a config.json may be copied from this folder to itself.
-            if name not in self._planned:
-                (self.folder / name).unlink(missing_ok=True)
+        # Keep what is overwritten later: a config.json may be copied from this folder to itself.
+        self.folder.remove([name for name in there if name not in self._planned])
         while self._uploads:
-            self._uploads[0].commit()
+            self._uploads[0].close()
             self._uploads.pop(0)
 
     def write(self, name: str, data: bytes) -> None:
@@ -169,14 +165,11 @@ class _Draft:
         self._names.append(name)
 
     def copy(self, path: Place, name: str) -> None:
-        if isinstance(path, RemotePath):
-            path.copy_to(self.folder / name)
-        else:
-            (self.folder / name).upload_file(path)
+        copy_file(path, self.folder / name)
         self._names.append(name)
 
     def publish(self) -> None:
-        # A retried start of an upload, whose first response was lost, leaves an unknown upload.
+        # A repeated start of an upload, whose first response was lost, leaves an unknown upload.
         self.folder.abort_uploads(deep=False)
         there = versions(self.folder)
         objects = {name: there[name] for name in sorted(self._names) if name in there}
@@ -190,56 +183,50 @@ class _Draft:
         self._uploads.clear()
         token, self._token = self._token, ""
         if token:
-            self._remove()
-
-    def _remove(self) -> None:
-        try:
-            for name in [*self._names, COMPLETE, INCOMPLETE]:
-                (self.folder / name).unlink(missing_ok=True)
-        except CheckpointError:
-            pass  # the rest is marked as incomplete; the original error matters more
+            with suppress(CheckpointError):  # what stays is marked as incomplete
+                self.folder.remove(self._names)
+                self.folder.remove([COMPLETE, INCOMPLETE])
 
 
 class _File:
-    """An upload with parts numbered consecutively over all pieces."""
+    """An upload, to which pieces are appended in the order of their numbers.
 
-    def __init__(self, upload: Upload, lengths: Sequence[int]) -> None:
+    Pieces are read and cast side by side. One that is not next is kept in memory, and its thread waits at
+    its end, so that no more pieces are kept than there are threads.
+    """
+
+    def __init__(self, upload: Upload) -> None:
         self.upload = upload
-        self._firsts = [1]
-        for length in lengths:
-            self._firsts.append(self._firsts[-1] + max(1, length // upload.part_bytes))
+        self.next = 0
+        self.turns = threading.Condition()
 
     def piece(self, number: int) -> _Piece:
-        return _Piece(self.upload, self._firsts[number], self._firsts[number + 1] - 1)
+        return _Piece(self, number)
 
 
 class _Piece:
-    """Parts `first` to `last` of an upload; the last is up to twice as long."""
-
-    def __init__(self, upload: Upload, first: int, last: int) -> None:
-        self._upload = upload
-        self._next = first
-        self._last = last
-        self._buffer = bytearray()
+    def __init__(self, file: _File, number: int) -> None:
+        self._file = file
+        self._number = number
+        self._kept = bytearray()
 
     def write(self, data: memoryview | bytes) -> None:
-        view = memoryview(data).cast("B")
-        limit = self._upload.part_bytes
-        while view:
-            room = limit - len(self._buffer) if self._next < self._last else len(view)
-            self._buffer += view[:room]
-            view = view[room:]
-            if self._next < self._last and len(self._buffer) == limit:
-                self._send()
+        if self._file.next != self._number:
+            self._kept += data
+            return
+        kept, self._kept = self._kept, bytearray()
+        self._file.upload.write(kept)
+        self._file.upload.write(data)
 
     def copy(self, span: FileSpan, progress: Callable[[int], object]) -> bool:
         return False
 
-    def finish(self) -> None:
-        if self._buffer:
-            self._send()
-
-    def _send(self) -> None:
-        data, self._buffer = self._buffer, bytearray()
-        self._upload.part(self._next, memoryview(data))
-        self._next += 1
+    def finish(self, progress: Callable[[int], object]) -> None:
+        file = self._file
+        with file.turns:
+            while not file.turns.wait_for(lambda: file.next == self._number, timeout=0.2):
+                progress(0)  # raises after a failure elsewhere
+        self.write(b"")
+        with file.turns:
+            file.next += 1
+            file.turns.notify_all()

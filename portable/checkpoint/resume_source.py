@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from converters.storage.object_store import RemotePath
-from portable.checkpoint.store import CheckpointFolder
+from portable.checkpoint.store import Checkpoints
 from portable.errors import UserError
 from portable.paths import exists, place_of, storage_errors
 
 if TYPE_CHECKING:
-    from portable.checkpoint.store import Checkpoints
     from portable.config import RunConfig
     from portable.paths import Place
 
@@ -53,13 +51,7 @@ def resume_source(config: RunConfig, checkpoints: Checkpoints[Any]) -> Place | N
 
 def checkpoints_of(run: Place) -> Checkpoints[Any]:
     """The checkpoints of a run, read-only."""
-    folder = run / "checkpoints"
-    if isinstance(folder, RemotePath):
-        # Imported here because it needs torch, which other commands do not load.
-        from portable.checkpoint.remote_store import RemoteCheckpoints
-
-        return RemoteCheckpoints(folder)
-    return CheckpointFolder(folder)
+    return Checkpoints(run / "checkpoints")
 
 
 def checkpoint_of(path: Place) -> Place:

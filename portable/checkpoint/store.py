@@ -2,21 +2,38 @@
 
 A checkpoint is a folder ``<run>/checkpoints/step-000100/``: the shards in the strategy's native format, the
 model's config and tokenizer, ``trainer_state.json`` and a manifest of all files (:mod:`converters.manifest`).
+
+It is written into a local folder. On a disk that all ranks share this is ``.step-000100.partial``, which is
+then renamed; so a folder named by a step is always complete, even if the run was killed. For an object store
+each rank has a folder of its own, and its mirror uploads it; a marker completes the checkpoint there.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from abc import ABC, abstractmethod
+import time
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic
 
 from converters import manifest_entries, manifest_text
 from converters.manifest import MANIFEST
-from converters.storage.object_store import RemotePath
+from converters.storage.completion_markers import is_unfinished
+from converters.storage.places import (
+    PARTIAL,
+    P,
+    folders_in,
+    is_left_over,
+    is_taken,
+    move_folder,
+    remove_folder,
+    set_aside,
+    unused_name,
+)
+from converters.storage.store_errors import RetriesUsedUpError
 from converters.writers.replace_folder import exchange
 from portable.checkpoint.background import in_background
 from portable.checkpoint.trainer_state import STATE_FILE, TrainerState, step_of
@@ -30,101 +47,118 @@ if TYPE_CHECKING:
 
     from converters.manifest import Entries
     from portable.backend import Backend, SaveHandle
-
-P = TypeVar("P", Path, RemotePath)
-"""The type of the paths: local or in an object store."""
+    from portable.output.mirror import Mirror
 
 NO_CHECKPOINT = f"has no {STATE_FILE}, so it is not a checkpoint"
-_PARTIAL_SUFFIX = ".partial"
-_DAMAGED_SUFFIX = ".damaged"
+_AGAIN = 5.0  # seconds between two attempts at the last save of a run
 
 
-@dataclass(frozen=True)
-class _Pending(Generic[P]):
-    """A save in progress: its final path and its completion."""
+class AwayError(RunError):
+    """A save failed on a rank because the store is away, which may pass."""
+
+
+@dataclass
+class _Save(Generic[P]):
+    """A save in progress.
+
+    Attributes:
+        final: the path of the checkpoint.
+        written: this rank's folder of it.
+        write: waits for the shards and adds the other files; returns the manifest entries of this rank's.
+        manifest: the text of the manifest of all ranks' files.
+        best: the steps that are kept.
+        completion: its end or error.
+    """
 
     final: P
-    completion: Future[None]
+    written: Path
+    write: Callable[[], Entries]
+    manifest: Callable[[Entries], str]
+    best: set[int]
+    completion: Future[None] = field(init=False)
+
+    @cached_property
+    def entries(self) -> Entries:
+        return self.write()
 
 
-class Checkpoints(ABC, Generic[P]):
+class Checkpoints(Generic[P]):
     """The checkpoints of a run. Rank 0 completes them; saves never overlap.
 
     Args:
         path: the folder or URL of the checkpoints.
         keep: number of checkpoints to keep; None for all.
         rank: of this process.
+        mirror: what uploads them, for a URL that is written to.
+        outage_seconds: for how long saves may fail because the store is away.
     """
 
-    def __init__(self, path: P, *, keep: int | None = None, rank: int = 0) -> None:
+    def __init__(
+        self,
+        path: P,
+        *,
+        keep: int | None = None,
+        rank: int = 0,
+        mirror: Mirror | None = None,
+        outage_seconds: float = 0.0,
+    ) -> None:
         self.path: P = path
         self._keep = keep
         self._rank = rank
-        self._pending: _Pending[P] | None = None
+        self._mirror = mirror
+        self._outage_seconds = outage_seconds
+        self._away_since: float | None = None
+        self._failed: list[P] = []
+        """What failed saves left in the store."""
+        self._pending: _Save[P] | None = None
+        self._unsent: _Save[P] | None = None
+        """A save that failed because the store is away, until the next one replaces it."""
         self._last: P | None = None  # the last complete checkpoint, as far as this rank knows
         self.on_complete: Callable[[P], None] = lambda folder: None
         """Called on rank 0 with each new checkpoint, where it was saved: mostly in a background thread."""
         self.in_use: Callable[[], set[int]] = set
         """The steps of checkpoints that must not be deleted yet."""
 
-    # -- implemented for each kind of storage ------------------------------------------------------------
-
-    @abstractmethod
-    def _complete_ones(self) -> Iterator[P]:
-        """The complete checkpoints, in any order."""
-
-    @abstractmethod
-    def _set_aside(self, folder: P) -> P:
-        """See :meth:`set_aside`."""
-
-    @abstractmethod
-    def remove_partial(self) -> None:
-        """Delete the files of interrupted saves. Called on rank 0, which holds the run's lock."""
-
-    @abstractmethod
-    def _open(self, final: P) -> Path:
-        """Create an empty folder for this rank's files of ``final``, on all ranks after a barrier."""
-
-    @abstractmethod
-    def _complete(
-        self,
-        handle: SaveHandle,
-        written: Path,
-        final: P,
-        add_files: Callable[[], None],
-        manifest: Callable[[Entries], str],
-    ) -> None:
-        """Wait for the shards and complete the checkpoint. Runs on every rank in a background thread.
-
-        Args:
-            handle: of the shards.
-            written: this rank's folder.
-            final: the path of the checkpoint.
-            add_files: adds the other files to ``written``; for rank 0.
-            manifest: returns the text of the manifest of all ranks' files; for rank 0.
-        """
-
-    @abstractmethod
-    def _remove(self, folder: P) -> None:
-        """Delete a checkpoint. It must not count as complete once the first file is deleted."""
-
-    # -- common to all storage ---------------------------------------------------------------------------
-
     def complete(self) -> list[tuple[int, P]]:
         """Return the complete checkpoints as (step, folder), oldest first."""
-        steps = [(step_of(folder.name), folder) for folder in self._complete_ones()]
-        return sorted(((step, folder) for step, folder in steps if step is not None), key=lambda one: one[0])
+        steps = [(step_of(folder.name), folder) for folder in folders_in(self.path)]
+        return sorted(
+            (
+                (step, folder)
+                for step, folder in steps
+                if step is not None and (folder / STATE_FILE).is_file() and not is_unfinished(folder)
+            ),
+            key=lambda one: one[0],
+        )
 
     def latest(self) -> P | None:
         """Return the newest complete checkpoint, or None."""
         self._last = next((folder for _, folder in reversed(self.complete())), None)
         return self._last
 
+    def newest_known(self) -> P | None:
+        """``latest()``, or the last that was seen while the store is away."""
+        with suppress(RetriesUsedUpError):
+            return self.latest()
+        return self._last
+
     def set_aside(self, folder: P) -> P:
         """Mark a damaged checkpoint so that it no longer counts, without deleting it; return its path."""
-        aside = self._set_aside(folder)
+        aside = set_aside(folder)
         self.latest()
         return aside
+
+    def remove_partial(self) -> None:
+        """Delete the files of interrupted saves. Called on rank 0, which holds the run's lock."""
+        for entry in folders_in(self.path):
+            if is_left_over(entry):
+                remove_folder(entry)
+            elif (
+                step_of(entry.name) is not None
+                and not (entry / STATE_FILE).is_file()
+                and not is_unfinished(entry)
+            ):
+                tell(f"warning: {entry}: {NO_CHECKPOINT}")
 
     def begin(
         self,
@@ -143,45 +177,71 @@ class Checkpoints(ABC, Generic[P]):
         """
         self.finish()
         final = self.path / f"step-{state.step:06d}"
+        if self._unsent is not None:
+            shutil.rmtree(self._unsent.written, ignore_errors=True)
+            self._failed.append(self._unsent.final)
+            self._unsent = None
         with self._failure(final):
             written = self._open(final)
         backend.barrier()
         with self._failure(final):
             handle = save(written)
 
-        def add() -> None:
-            add_files(written)
-            state.write(written)
+        def write() -> Entries:
+            handle.wait()
+            if self._rank == 0:
+                add_files(written)
+                state.write(written)
+            return manifest_entries(written) if self._mirror is not None or self._rank == 0 else {}
 
         def manifest(entries: Entries) -> str:
             return manifest_text(entries, step=state.step, run=state.run_digest)
 
-        # Syncing, uploading and deleting an older checkpoint take time, so they run in the background too.
-        def complete() -> None:
-            self._complete(handle, written, final, add, manifest)
-            if self._rank == 0:
-                self.on_complete(final)
-                self.prune({step for step, _ in state.standing.best})
-
-        self._pending = _Pending(final, in_background(complete, name="checkpoint"))
+        best = {step for step, _ in state.standing.best}
+        self._pending = _Save(final, written, write, manifest, best)
+        self._start()
 
     def finish_if_written(self) -> None:
         """Finish a save that has ended, and raise its error if it failed. Does not wait."""
         if self._pending is not None and self._pending.completion.done():
             self.finish()
 
-    def finish(self) -> None:
+    def finish(self, *, last: bool = False) -> None:
         """Wait until the save in progress, if any, is complete.
+
+        Where the store is away, training goes on without this checkpoint, and the next save tries again.
+
+        Args:
+            last: no other save will follow, so try again until it has succeeded.
 
         Raises:
             RunError: if it failed. Earlier checkpoints are intact.
         """
-        if self._pending is None:
-            return
-        pending, self._pending = self._pending, None
-        with self._failure(pending.final):
-            pending.completion.result()
-        self._last = pending.final
+        if last and self._pending is None:
+            self._pending, self._unsent = self._unsent, None
+            self._start()
+        while (pending := self._pending) is not None:
+            self._pending = None
+            try:
+                with self._failure(pending.final):
+                    pending.completion.result()
+                self._last = pending.final
+            except AwayError as error:
+                if self._rank == 0:
+                    then = "trying again" if last else "training goes on, and the next save tries again"
+                    tell(f"warning: {error}; {then}")
+                if last:
+                    time.sleep(_AGAIN)
+                    self._pending = pending
+                    self._start()
+                else:
+                    self._unsent = pending
+
+    def _start(self) -> None:
+        # Syncing, uploading and deleting an older checkpoint take time, so they run in the background too.
+        if self._pending is not None:
+            complete = partial(self._complete, self._pending)
+            self._pending.completion = in_background(complete, name="checkpoint")
 
     @contextmanager
     def _failure(self, folder: P) -> Iterator[None]:
@@ -192,7 +252,8 @@ class Checkpoints(ABC, Generic[P]):
                 raise
             reason = one_line(_cause(error))
             reason = reason if len(reason) <= 300 else f"... {reason[-300:]}"
-            raise RunError(
+            kind = AwayError if isinstance(error, AwayError) else RunError
+            raise kind(
                 f"{folder}: could not be written ({reason}); last good checkpoint: {self._last or 'none'}"
             ) from error
 
@@ -202,88 +263,131 @@ class Checkpoints(ABC, Generic[P]):
             return
         for step, folder in self.complete()[: -self._keep]:
             if step not in best | self.in_use():
-                self._remove(folder)
+                remove_folder(folder)
 
+    # -- in the background -----------------------------------------------------------------------------------
 
-class CheckpointFolder(Checkpoints[Path]):
-    """``<run>/checkpoints`` in a file system shared by all ranks.
-
-    A checkpoint is written as ``.step-000100.partial`` and then renamed, so a folder named by a step is
-    always complete, even if the run was killed.
-    """
-
-    def _complete_ones(self) -> Iterator[Path]:
-        for entry in self.path.iterdir() if self.path.is_dir() else ():
-            if (entry / STATE_FILE).is_file():
-                yield entry
-
-    def _set_aside(self, folder: Path) -> Path:
-        """Rename it."""
-        aside = unused_name(folder.with_name(f"{folder.name}{_DAMAGED_SUFFIX}"))
-        folder.rename(aside)
-        sync_folder(self.path)
-        return aside
-
-    def remove_partial(self) -> None:
-        for entry in sorted(self.path.iterdir()) if self.path.is_dir() else ():
-            if entry.name.startswith(".") and entry.name.endswith(_PARTIAL_SUFFIX):
-                shutil.rmtree(entry, ignore_errors=True)
-            elif step_of(entry.name) is not None and not (entry / STATE_FILE).is_file():
-                tell(f"warning: {entry}: {NO_CHECKPOINT}")
-
-    def _open(self, final: Path) -> Path:
-        partial = self.path / f".{final.name}{_PARTIAL_SUFFIX}"
-        if self._rank == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-            sync_folder(self.path.parent)
-        return partial
-
-    def _complete(
-        self,
-        handle: SaveHandle,
-        written: Path,
-        final: Path,
-        add_files: Callable[[], None],
-        manifest: Callable[[Entries], str],
-    ) -> None:
-        """On rank 0, flush everything to disk, then rename it."""
-        handle.wait()
-        if self._rank == 0:
-            add_files()
-            (written / MANIFEST).write_text(manifest(manifest_entries(written)), "utf-8")
-            sync_tree(written)
-            self._put(written, final)
-            sync_folder(self.path)
-
-    def _put(self, written: Path, final: Path) -> None:
-        """Rename a checkpoint, replacing one of the same step that was written before a resume."""
-        if os.path.lexists(final) and not (final / STATE_FILE).is_file():
-            aside = unused_name(final.with_name(f"{final.name}.kept"))
-            final.rename(aside)
-            tell(f"warning: {final}: had no {STATE_FILE}, so it was not a checkpoint; moved to {aside}")
-        if os.path.lexists(final) and exchange(written, final):
+    def _open(self, final: P) -> Path:
+        """Create an empty folder for this rank's files of ``final``, on all ranks before a barrier."""
+        if self._mirror is not None:
+            self._group  # noqa: B018  (creating it is a collective, so not in a thread)
+            written = self._mirror.shards / final.name
+        else:
+            written = Path(str(self.path)) / f".{final.name}{PARTIAL}"
+        if self._mirror is not None or self._rank == 0:
             shutil.rmtree(written, ignore_errors=True)
-            return
-        self._remove(final)
-        written.rename(final)
+            written.mkdir(parents=True)
+        if self._mirror is None and self._rank == 0:
+            sync_folder(written.parent.parent)
+        return written
 
-    def _remove(self, folder: Path) -> None:
-        """Rename it first, so that a partly deleted checkpoint never counts as one."""
-        doomed = folder.with_name(f".{folder.name}.old{_PARTIAL_SUFFIX}")
-        shutil.rmtree(doomed, ignore_errors=True)
-        with suppress(FileNotFoundError):
-            folder.rename(doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+    def _complete(self, save: _Save[P]) -> None:
+        """Complete a checkpoint, on every rank."""
+        if self._mirror is not None:
+            self._upload(save, self._mirror)
+        else:
+            entries = save.entries
+            if self._rank == 0:
+                self._rename(save, entries)
+        if self._rank == 0:
+            self.on_complete(save.final)
+            self._clear(save)
 
+    def _rename(self, save: _Save[P], entries: Entries) -> None:
+        """Flush everything to disk, then rename it, replacing a checkpoint from before a resume."""
+        final = Path(str(save.final))
+        (save.written / MANIFEST).write_text(save.manifest(entries), "utf-8")
+        sync_tree(save.written)
+        self._make_way(save.final)
+        if os.path.lexists(final) and exchange(save.written, final):
+            shutil.rmtree(save.written, ignore_errors=True)
+        else:
+            remove_folder(final)
+            save.written.rename(final)
+        sync_folder(final.parent)
 
-def unused_name(path: P) -> P:
-    """Return the first of ``path``, ``path-2``, ``path-3`` ... that does not exist."""
-    found, number = path, 1
-    while found.exists() if isinstance(found, RemotePath) else os.path.lexists(found):
-        number += 1
-        found = path.with_name(f"{path.name}-{number}")
-    return found
+    def _upload(self, save: _Save[P], mirror: Mirror) -> None:
+        """Upload all ranks' files; then rank 0 writes the marker. A failure is one on all ranks."""
+        final = mirror.place / "checkpoints" / save.final.name
+
+        def begin() -> Entries:
+            ours = save.entries
+            if self._rank == 0:
+                self._make_way(save.final)
+                remove_folder(final)
+                mirror.begin(final)
+            return ours
+
+        def send() -> None:
+            mirror.send(save.written, final)
+
+        def complete() -> None:
+            if self._rank == 0:
+                (final / MANIFEST).write_bytes(save.manifest(entries).encode())
+                mirror.complete(final, step_of(final.name))
+
+        entries: Entries = self._together(begin)
+        self._together(send)
+        self._together(complete)
+        self._away_since = None
+        shutil.rmtree(save.written, ignore_errors=True)
+
+    def _clear(self, save: _Save[P]) -> None:
+        """Delete older checkpoints, and what failed saves left."""
+        try:
+            while self._failed:
+                if self._failed[-1] != save.final:
+                    remove_folder(self._failed[-1])
+                self._failed.pop()
+            self.prune(save.best)
+        except RetriesUsedUpError as error:  # this checkpoint is complete
+            tell(f"warning: older checkpoints are not deleted yet: {one_line(error)}")
+
+    def _make_way(self, final: P) -> None:
+        """Move away what has the name of a checkpoint and is none."""
+        if is_taken(final) and not (final / STATE_FILE).is_file() and not is_unfinished(final):
+            aside = move_folder(final, unused_name(final.with_name(f"{final.name}.kept")))
+            tell(f"warning: {final}: had no {STATE_FILE}, so it was not a checkpoint; moved to {aside}")
+
+    @cached_property
+    def _group(self) -> Any:
+        from portable.ranks.collectives import background_group  # not at the top: imports torch
+
+        return background_group()
+
+    def _together(self, act: Callable[[], Entries | None]) -> Entries:
+        """``act()`` on every rank; the entries of all. Raises on all ranks if it failed on one of them.
+
+        Raises:
+            AwayError: the store is away on some rank, for less than ``outage_seconds`` so far.
+        """
+        failure: BaseException | None = None
+        entries: Entries | None = None
+        try:
+            entries = act()
+        except BaseException as error:
+            failure = error
+        passing = isinstance(failure, RetriesUsedUpError)
+        if passing:
+            self._away_since = self._away_since or time.monotonic()
+            passing = time.monotonic() - self._away_since < self._outage_seconds
+        ours = (None if failure is None else one_line(failure), passing, entries or {})
+        everyone = [ours]
+        if self._group is not None:
+            import torch.distributed as dist
+
+            everyone = [ours] * dist.get_world_size(self._group)
+            dist.all_gather_object(everyone, ours, group=self._group)
+        failures = [(rank, text, away) for rank, (text, away, _) in enumerate(everyone) if text is not None]
+        if failures and all(away for _, _, away in failures):
+            self._away_since = self._away_since or time.monotonic()
+            raise AwayError(failures[0][1])
+        if failure is not None and not passing:
+            raise failure
+        for rank, text, away in failures:
+            if not away:
+                raise RunError(f"rank {rank}: {text}")
+        return {name: entry for _, _, found in everyone for name, entry in found.items()}
 
 
 def _cause(error: BaseException) -> BaseException:

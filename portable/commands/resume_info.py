@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, get_args
 
 from converters import CheckpointError
 from converters.console import fitted, say
-from converters.storage.object_store import RemotePath
+from converters.storage.places import files_below, in_store
 from portable import plugins
 from portable.batch_plan import plan_batches
 from portable.checkpoint.external import open_external
@@ -35,10 +35,9 @@ def _rows(folder: Place, state: TrainerState, config: RunConfig) -> list[tuple[s
         parameters = f"{sum(tensor.numel for tensor in checkpoint.tensors.values()):,} weights"
     except CheckpointError as error:
         parameters = f"damaged: {one_line(error)}"
-    if isinstance(folder, RemotePath):
-        files, written = list(folder.files().values()), "in an object store"
-    else:
-        files = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
+    files = [file.size for file in files_below(folder).values()]
+    written = "in an object store"
+    if not in_store(folder):
         written = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime((folder / STATE_FILE).stat().st_mtime))
     try:
         whole = "all as written" if state.check_files(folder) is None else "not checked: it has no manifest"

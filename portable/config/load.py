@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Union
 
-from converters.storage.object_store import RemotePath
+from converters.storage.path_or_url import Place
 from portable.config import accelerate_yaml, flags, keys, yaml_text
 from portable.config.problems import Origin, build, shown, unknown_key
 from portable.config.run_config import RunConfig
@@ -22,7 +22,7 @@ MAX_BYTES = 1 << 20
 _AFTER_THE_FILES = sys.maxsize // 2
 
 Keys = tuple[str, ...]
-Source = str | Path | RemotePath | Mapping[str, Any]
+Source = Union[str, Place, Mapping[str, Any]]  # noqa: UP007
 """A YAML file, or its content."""
 
 
@@ -75,9 +75,9 @@ def load_config(
         given = flags.parse(list(overrides), RunConfig, ()).overrides
     if source is None:
         return assemble((), given)
-    if isinstance(source, str | Path | RemotePath | Mapping):
-        return assemble([source], given)
-    return assemble(source, given)
+    if isinstance(source, Sequence) and not isinstance(source, str):
+        return assemble(source, given)
+    return assemble([source], given)
 
 
 def assemble(
@@ -167,7 +167,7 @@ def _draft(source: Source, first_line: int) -> _Draft:
     return _read(source, first_line)
 
 
-def _read(path: Path | RemotePath, first_line: int) -> _Draft:
+def _read(path: Place, first_line: int) -> _Draft:
     document = _parse(path)
     if document.value is None:
         raise UserError(f"{path}: the config is empty; leave --config out for the defaults")
@@ -177,7 +177,7 @@ def _read(path: Path | RemotePath, first_line: int) -> _Draft:
     return _Draft(document.value, origins)
 
 
-def _parse(path: Path | RemotePath) -> yaml_text.Document:
+def _parse(path: Place) -> yaml_text.Document:
     try:
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)

@@ -1017,6 +1017,12 @@ class CheckpointConfig(Section):
         description="If output_dir is a URL: a local folder for shards before their upload, with space for "
         "this machine's share of one checkpoint. Null: a folder in the system's temporary folder.",
     )
+    max_outage_minutes: float = Field(
+        default=60.0,
+        ge=0,
+        description="If output_dir is a URL: for how many minutes saves may fail because the store is away. "
+        "The steps go on meanwhile, and each save tries again.",
+    )
     export: Flag | Literal["merged"] = Field(
         default=True,
         description="At the end, write safetensors into <output_dir>/final for from_pretrained: the model, "

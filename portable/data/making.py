@@ -10,11 +10,11 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from converters.storage.places import files_below, in_store, make_folder, put_folder
 from portable.data.sources.documents import NoTextError
 from portable.data.sources.prepared import BEGUN, INDEX, LAST, TOKENIZER, Index, shard_folder
 from portable.data.tokens.cache import CacheDamagedError, TokenCache
@@ -25,7 +25,7 @@ from portable.paths import storage_errors
 from portable.temporary_folder import scratch_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from pathlib import Path
 
     from converters.storage.path_or_url import Place
     from portable.config.sections import DataConfig
@@ -74,7 +74,7 @@ def make(
     Raises:
         UserError: if the source or ``out`` cannot be used, or ``out`` has the tokens of something else.
     """
-    drafts = nullcontext(out / _DRAFTS) if isinstance(out, Path) else scratch_folder("portable-data")
+    drafts = scratch_folder("portable-data") if in_store(out) else nullcontext(out / _DRAFTS)
     try:
         with storage_errors("--out"), drafts as scratch:
             work = reading.tokenizing(settings, source, scratch)
@@ -100,9 +100,8 @@ def make(
             if len(known) == len(records):
                 if not tokens:
                     raise source.no_text()
-                _write_text(out / INDEX, Index(work.made, settings.format, tuple(known)).text())  # type: ignore[arg-type]
-                if isinstance(out, Path):
-                    shutil.rmtree(scratch, ignore_errors=True)
+                write_durably(out / INDEX, Index(work.made, settings.format, tuple(known)).text())  # type: ignore[arg-type]
+                shutil.rmtree(scratch, ignore_errors=True)
             return Made(len(known), tokens, len(records) - len(known))
     except OSError as error:
         raise UserError(f"--out: cannot write in {out} ({one_line(error)}); choose another place") from error
@@ -110,39 +109,28 @@ def make(
 
 def _begin(out: Place, what: dict[str, str], name: str) -> bool:
     """Note what ``out`` is made of, or compare it with that; return whether it has to be begun."""
-    if isinstance(out, Path):
-        out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     begun = (out / BEGUN).is_file()
     if begun:
         with suppress(ValueError):
             if json.loads((out / BEGUN).read_text()) == what and (out / TOKENIZER).is_dir():
                 return False
-        if any(path.name.endswith(LAST) for path in _below(out / "shards")):
+        if any(name.endswith(LAST) for name in files_below(out / "shards")):
             raise UserError(
                 f"--out: {out} was begun with other files, another tokenizer or template than those of "
                 f"{name}; choose another place, or remove it"
             )
-    elif isinstance(out, Path) and any(path.name != _DRAFTS for path in out.iterdir()):
+    elif not in_store(out) and any(path.name != _DRAFTS for path in out.iterdir()):
         raise UserError(f"--out: {out} is not empty; choose an empty or new folder")
-    _write_text(out / BEGUN, json.dumps(what) + "\n")
+    write_durably(out / BEGUN, json.dumps(what) + "\n")
     return True
-
-
-def _below(place: Place) -> Iterator[Place]:
-    """All files below ``place``."""
-    if isinstance(place, Path):
-        yield from place.rglob("*")
-    else:
-        yield from map(place.__truediv__, place.objects())
 
 
 def _learn(out: Place, records: list[Record | None]) -> None:
     """Fill in the records of the shards that are whole by now."""
     missing = [number for number, record in enumerate(records) if record is None]
-    if not isinstance(out, Path):
-        names = (out / "shards").objects()
-        whole = {int(name.partition("/")[0]) for name in names if name.endswith(f"/{LAST}")}
-        missing = [number for number in missing if number in whole]
+    names = files_below(out / "shards")
+    missing = [number for number in missing if f"{number:06}/{LAST}" in names]
     with ThreadPoolExecutor(_READS) as pool:
         found = pool.map(lambda number: _record(shard_folder(out, number)), missing)
         for number, record in zip(missing, found, strict=True):
@@ -154,7 +142,7 @@ def _record(folder: Place) -> Record | None:
         meta = json.loads((folder / LAST).read_text())
         if not meta["documents"]:
             return _EMPTY
-        if isinstance(folder, Path):
+        if not in_store(folder):
             with suppress(CacheDamagedError):
                 return _record_of(TokenCache.open(folder))
             return None
@@ -179,33 +167,15 @@ class _Writing:
         try:
             tokens = self.work.open(shard)
         except NoTextError:
-            _write_text(folder / LAST, json.dumps({"documents": 0}) + "\n")
+            make_folder(folder)
+            write_durably(folder / LAST, json.dumps({"documents": 0}) + "\n")
             return _EMPTY
         record = _record_of(tokens)
-        if isinstance(folder, Path):
-            folder.parent.mkdir(exist_ok=True)
-            shutil.rmtree(folder, ignore_errors=True)  # damaged
-            tokens.folder.rename(folder)
-        else:
-            with storage_errors("--out"):
-                for path in sorted(tokens.folder.iterdir(), key=lambda path: path.name == LAST):
-                    (folder / path.name).upload_file(path)
-            shutil.rmtree(tokens.folder, ignore_errors=True)
+        with storage_errors("--out"):
+            put_folder(tokens.folder, folder, last=LAST)
         return record
 
 
-def _write_text(place: Place, text: str) -> None:
-    if isinstance(place, Path):
-        place.parent.mkdir(parents=True, exist_ok=True)
-        write_durably(place, text)
-    else:
-        place.write_bytes(text.encode())
-
-
 def _save_tokenizer(tokenizer: Any, folder: Place, scratch: Path) -> None:
-    if isinstance(folder, Path):
-        tokenizer.save_pretrained(folder)
-        return
     tokenizer.save_pretrained(scratch / TOKENIZER)
-    for path in sorted((scratch / TOKENIZER).iterdir()):
-        (folder / path.name).upload_file(path)
+    put_folder(scratch / TOKENIZER, folder)

@@ -27,10 +27,9 @@ from converters import (
     write_safetensors,
 )
 from converters.errors import printable
-from converters.storage.object_store import RemotePath
+from converters.storage.places import in_store, unused_name
 from converters.writers.remote_draft import Written, versions
 from converters.writers.replace_folder import recover, swap
-from portable.checkpoint.store import unused_name
 from portable.durable import sync_folder, write_durably
 from portable.errors import UserError, one_line
 from portable.optim.average import AVERAGE
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from converters import Checkpoint
+    from converters.storage.object_store import RemotePath
     from portable.paths import Place
 
 MARKER = ".export.json"
@@ -71,7 +71,7 @@ def export(
     try:
         with storage_errors("checkpoint.export"):
             check_manifest(checkpoint)
-            if isinstance(folder, RemotePath):
+            if in_store(folder):
                 _move_other_objects(folder)
                 facts = {EXPORTED: checkpoint.name}
                 _write(checkpoint, folder, base, beside or {}, average, overwrite=True, facts=facts)

@@ -1,11 +1,13 @@
-"""A lease for an output URL: one run at a time, as far as an object store allows.
+"""A lease for an output URL: one run at a time.
 
-Object stores have no locks and do not notice when a process dies. So a run writes an object that identifies
-it and renews it every :data:`RENEWED` seconds. A new run takes over a lease that does not change for
-:data:`STALE` seconds. It watches the object itself, so clocks of other hosts do not matter.
+A store does not notice when a process dies. So a run keeps an object that identifies it, and changes it every
+:data:`RENEWED` seconds. A new run takes over a lease that does not change while it watches for :data:`STALE`
+seconds; no clock of any host matters.
 
-Limit: two runs that start at the same moment may both begin. The one whose lease was overwritten notices at
-its next renewal or save, and ends.
+Every write is conditional: the lease is created only where there is none, and replaced only where it is
+still the one that was read. So of two runs that start at the same moment one is refused. A store without such
+writes is told once; there both may begin, and the one whose lease was overwritten ends at its next renewal or
+save.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from converters.errors import printable
+from converters.storage.store_errors import ConflictError, UnconditionalError
 from portable.errors import RunError, UserError
 from portable.terminal import tell
 
@@ -31,7 +35,7 @@ if TYPE_CHECKING:
 LEASE_FILE = "lease.json"
 RENEWED = 15.0  # seconds between two renewals
 STALE = 60.0  # seconds without renewal after which the holder counts as dead
-LONG_GONE = 1800.0  # seconds, more than any difference of clocks: an older lease is stale without watching
+PATIENCE = 10.0  # seconds for which a request is repeated
 
 
 class Lease:
@@ -42,17 +46,26 @@ class Lease:
     """
 
     def __init__(self, place: RemotePath) -> None:
-        self._object = place / LEASE_FILE
+        self._object = place.patient(PATIENCE) / LEASE_FILE
         self._place = place
         self._id = uuid.uuid4().hex
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
         self._taken_by: str | None = None
+        self._tag: Any = ""
+        """What identifies the lease that a write replaces; "" for none."""
+        self._conditional = True
 
     def __enter__(self) -> Lease:
-        self._wait_for_the_holder()
-        self._write()
-        if (holder := self._read()).get("id") != self._id:
+        while True:
+            holder, self._tag = self._read()
+            if holder and not _is_gone(holder):
+                self._wait_for(holder)
+            if self._write():
+                break
+        if self._conditional:
+            self._try_conditions()
+        if not self._conditional and (holder := self._read()[0]).get("id") != self._id:
             raise self._in_use(holder)
         self._thread.start()
         return self
@@ -63,8 +76,8 @@ class Lease:
         self._ended.set()
         self._thread.join(timeout=5.0)  # the store may be unreachable
         with suppress(Exception):  # the lease will expire
-            if self._read().get("id") == self._id:
-                self._object.unlink(missing_ok=True)
+            if self._read()[0].get("id") == self._id:
+                self._object.unlink()
 
     def check(self) -> None:
         """Check that no other run writes here. Call it before completing a write.
@@ -81,22 +94,20 @@ class Lease:
             )
 
     def _look(self) -> None:
-        holder = self._read()
+        holder, _ = self._read()
         if holder.get("id") not in (None, self._id):
             self._taken_by = _shown(holder)
 
     def _renew(self) -> None:
         while not self._ended.wait(RENEWED) and self._taken_by is None:
             with suppress(Exception):  # unreachable for now: saves raise if that persists
-                self._look()
-                if self._taken_by is None:
-                    self._write()
+                if not self._conditional:
+                    self._look()
+                if self._taken_by is None and not self._write():
+                    self._look()
 
-    def _wait_for_the_holder(self) -> None:
-        """Return when no run holds the lease."""
-        holder = self._read()
-        if not holder or _is_gone(holder):
-            return
+    def _wait_for(self, holder: dict[str, Any]) -> None:
+        """Return when the holder is found to be gone."""
         tell(
             f"output_dir: {self._place} was in use by {_shown(holder)}; checking for {STALE:.0f} s whether "
             "it still is"
@@ -104,7 +115,7 @@ class Lease:
         deadline = time.monotonic() + STALE
         while time.monotonic() < deadline:
             time.sleep(min(STALE / 20, 3.0))
-            now = self._read()
+            now, self._tag = self._read()
             if not now:
                 return
             if now != holder:
@@ -114,22 +125,50 @@ class Lease:
             "the lease"
         )
 
-    def _read(self) -> dict[str, Any]:
-        """Read the lease; empty if there is none."""
-        with suppress(FileNotFoundError, ValueError):
-            found = json.loads(self._object.read_bytes())
-            return found if isinstance(found, dict) else {}
-        return {}
+    def _read(self) -> tuple[dict[str, Any], Any]:
+        """The lease, and what identifies it for a write; empty if there is none."""
+        try:
+            content, tag = self._object.read_versioned()
+        except FileNotFoundError:
+            return {}, ""
+        with suppress(ValueError, RecursionError):
+            found = json.loads(content)
+            if isinstance(found, dict) and found:
+                return found, tag
+        return {"damaged": True}, tag
 
-    def _write(self) -> None:
-        lease = {
-            "id": self._id,
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "machine": _machine(),
-            "renewed": time.time(),
-        }
-        self._object.write_bytes(json.dumps(lease).encode())
+    def _write(self) -> bool:
+        """Write the lease in place of the one that was read or written last; False if that has changed."""
+        # A new content gives it a new tag.
+        lease = {"id": self._id, "host": socket.gethostname(), "pid": os.getpid(), "machine": _machine()}
+        content = json.dumps({**lease, "renewal": uuid.uuid4().hex}).encode()
+        try:
+            self._tag = self._object.write_bytes(content, replacing=self._tag if self._conditional else None)
+        except ConflictError:
+            holder, tag = self._read()
+            if holder.get("id") != self._id:
+                return False
+            self._tag = tag  # written by a request whose answer was lost
+        except UnconditionalError:
+            self._without_conditions()
+            return self._write()
+        return True
+
+    def _try_conditions(self) -> None:
+        """Find out whether the store heeds conditions, by one that does not hold."""
+        self._tag, tag = "", self._tag
+        try:
+            self._tag = self._object.write_bytes(self._object.read_bytes(), replacing="")
+            self._without_conditions()
+        except ConflictError:
+            self._tag = tag
+
+    def _without_conditions(self) -> None:
+        self._conditional = False
+        tell(
+            f"note: output_dir: the store of {self._place} has no conditional writes; of two runs that start "
+            "at the same moment, both may begin"
+        )
 
     def _in_use(self, holder: dict[str, Any]) -> UserError:
         return UserError(
@@ -139,14 +178,11 @@ class Lease:
 
 
 def _shown(holder: dict[str, Any]) -> str:
-    return f"process {holder.get('pid')} on {holder.get('host')}"
+    return printable(f"process {holder.get('pid')} on {holder.get('host')}")
 
 
 def _is_gone(holder: dict[str, Any]) -> bool:
     """Whether the holder is known to be dead without watching."""
-    renewed = holder.get("renewed")
-    if not isinstance(renewed, int | float) or time.time() - renewed > LONG_GONE:
-        return True
     pid, machine = holder.get("pid"), _machine()
     if machine is None or holder.get("machine") != machine or not isinstance(pid, int):
         return False

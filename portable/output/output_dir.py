@@ -3,99 +3,84 @@
 from __future__ import annotations
 
 import shutil
-from abc import ABC, abstractmethod
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from converters.errors import CheckpointError
+from converters.storage.places import in_store
 from converters.writers.replace_folder import recover
-from portable.checkpoint.store import CheckpointFolder
-from portable.errors import UserError
+from portable.checkpoint.store import Checkpoints
+from portable.errors import RunError, UserError, one_line
 from portable.output.lock import locked
-from portable.paths import CONFIG_FILE, FINAL
+from portable.output.mirror import Mirror
+from portable.paths import CONFIG_FILE, FINAL, place_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from contextlib import AbstractContextManager
     from pathlib import Path
-    from typing import Any
 
-    from portable.checkpoint.store import Checkpoints
+    from portable.config import RunConfig
     from portable.paths import Place
 
 
-class Output(ABC):
-    """The interface of a local output folder and one in an object store.
+def open_output(config: RunConfig, rank: int = 0) -> Output:
+    """Return the output that ``output_dir`` names.
+
+    Raises:
+        UserError: if it cannot be used.
+    """
+    place = place_of("output_dir", config.output_dir)
+    return Output(
+        place, rank, config.checkpoint.staging_dir, outage_minutes=config.checkpoint.max_outage_minutes
+    )
+
+
+class Output:
+    """A local output folder, or one in an object store, which is a local folder with a mirror there.
+
+    Args:
+        place: the path or URL of ``output_dir``. A local folder is shared by all ranks.
+        rank: of this process.
+        staging: the local folder for what goes to a store; None for one in the system's temporary folder.
+        outage_minutes: for how long saves may fail because the store is away.
 
     Attributes:
-        place: the path or URL of ``output_dir``.
         work: the local folder for this process's files. They appear at ``place`` under the same names, at
             once if it is the same folder, else at :meth:`publish`.
         scratch: a local folder for temporary files, which are not published. It may not exist.
-        rank: of this process.
         agreed: the part of ``output_dir`` that must be equal on all ranks. Empty for a local folder: a shared
             folder may have another path on each rank.
     """
 
-    place: Place
     work: Path
     scratch: Path
-    rank: int
-    agreed = ""
 
-    @abstractmethod
+    def __init__(
+        self, place: Place, rank: int, staging: str | None = None, *, outage_minutes: float = 60.0
+    ) -> None:
+        self.place = place
+        self.rank = rank
+        self.agreed = ""
+        self._outage_minutes = outage_minutes
+        self._mirror: Mirror | None = None
+        if in_store(place):
+            self._mirror = mirror = Mirror(place, rank, staging)
+            self.work, self.scratch, self.agreed = mirror.work, mirror.scratch, str(place)
+        else:
+            self.work, self.scratch = place, place / ".scratch"
+
     def check_writable(self) -> None:
-        """Check early that ``place`` is writable, if that is cheap."""
+        """Check early that a store is writable. Of a folder, taking the lock checks it."""
+        if self._mirror is not None:
+            self._mirror.check_writable()
 
-    @abstractmethod
     def held(self) -> AbstractContextManager[None]:
         """Lock ``place`` against other runs. Called on rank 0."""
-
-    @abstractmethod
-    def open(self, shard_bytes: int) -> None:
-        """Prepare ``work`` with the logs of earlier launches. Called on all ranks while rank 0 has the lock.
-
-        Args:
-            shard_bytes: estimated size of this rank's shards of a checkpoint.
-        """
-
-    @abstractmethod
-    def checkpoints(self, *, keep: int | None) -> Checkpoints[Any]:
-        """The run's checkpoints, writable by this rank."""
-
-    @abstractmethod
-    def publish(self) -> None:
-        """Copy this process's new files from ``work`` to ``place``.
-
-        Raises:
-            RunError: if it fails.
-        """
-
-    @abstractmethod
-    def publish_soon(self, *, at_once: bool = False) -> None:
-        """Publish in the background, without raising errors.
-
-        Args:
-            at_once: start now, rather than some time after the last call.
-        """
-
-    @abstractmethod
-    def close(self) -> None:
-        """Publish the last files and clean up. Never raises."""
-
-
-class LocalOutput(Output):
-    """A folder in a file system shared by all ranks."""
-
-    def __init__(self, folder: Path, rank: int) -> None:
-        self.place = self.work = folder
-        self.scratch = folder / ".scratch"
-        self.rank = rank
-
-    def check_writable(self) -> None:
-        """A no-op: taking the lock checks it."""
+        return self._locked() if self._mirror is None else self._mirror.held()
 
     @contextmanager
-    def held(self) -> Iterator[None]:
+    def _locked(self) -> Iterator[None]:
         new = not self.work.exists()
         with locked(self.work):
             recover(self.work / FINAL)
@@ -107,16 +92,44 @@ class LocalOutput(Output):
                 raise
 
     def open(self, shard_bytes: int) -> None:
-        pass
+        """Prepare ``work`` with the logs of earlier launches. Called on all ranks while rank 0 has the lock.
 
-    def checkpoints(self, *, keep: int | None) -> CheckpointFolder:
-        return CheckpointFolder(self.work / "checkpoints", keep=keep, rank=self.rank)
+        Args:
+            shard_bytes: estimated size of this rank's shards of a checkpoint.
+        """
+        if self._mirror is not None:
+            self._mirror.open(shard_bytes)
+
+    def checkpoints(self, *, keep: int | None) -> Checkpoints[Any]:
+        """The run's checkpoints, writable by this rank."""
+        mirror = self._mirror
+        folder = (self.place if mirror is None else mirror.place) / "checkpoints"
+        return Checkpoints(
+            folder, keep=keep, rank=self.rank, mirror=mirror, outage_seconds=60 * self._outage_minutes
+        )
 
     def publish(self) -> None:
-        pass
+        """Copy this process's new files from ``work`` to ``place``.
+
+        Raises:
+            RunError: if it fails.
+        """
+        try:
+            if self._mirror is not None:
+                self._mirror.publish()
+        except (CheckpointError, OSError) as error:
+            raise RunError(f"output_dir: {one_line(error)}") from error
 
     def publish_soon(self, *, at_once: bool = False) -> None:
-        pass
+        """Publish in the background, without raising errors.
+
+        Args:
+            at_once: start now, rather than some time after the last call.
+        """
+        if self._mirror is not None:
+            self._mirror.publish_soon(at_once=at_once)
 
     def close(self) -> None:
-        pass
+        """Publish the last files and clean up. Never raises."""
+        if self._mirror is not None:
+            self._mirror.close()

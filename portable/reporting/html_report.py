@@ -24,6 +24,7 @@ from converters.console import complain, say
 from converters.containers.pickle_reader import plain
 from converters.errors import printable
 from converters.storage.guarded import LinkError, read_small
+from converters.storage.places import in_store
 from portable.config.flags import path_given
 from portable.durable import write_durably
 from portable.errors import RunError, UserError, one_line
@@ -415,7 +416,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser_of().parse_args(argv)
     try:
         folders = [place_of("RUN", run) for run in arguments.runs]
-        beside = folders[0] if len(folders) == 1 and isinstance(folders[0], Path) else Path()
+        beside = next((folder for folder in folders if len(folders) == 1 and not in_store(folder)), Path())
         out = Path(path_given("--out", arguments.out)) if arguments.out else beside / REPORT_FILE
         with storage_errors("RUN"):
             warnings = write_report(folders, out)

@@ -71,7 +71,7 @@ class Run:
     @property
     def checkpoint(self) -> Place | None:
         """The newest complete checkpoint."""
-        newest: Place | None = self._checkpoints.latest()
+        newest: Place | None = self._checkpoints.newest_known()
         return newest
 
     def log(self, values: Mapping[str, float | Tensor]) -> None:

@@ -7,7 +7,6 @@ import gc
 import json
 import os
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from converters.console import say
@@ -15,7 +14,7 @@ from portable.checkpoint.resume_source import checkpoints_of, resume_source
 from portable.durable import own_path, write_durably
 from portable.errors import ReportedElsewhereError, RunError, UserError
 from portable.formatting import table
-from portable.output.open_output import open_output
+from portable.output.output_dir import open_output
 from portable.ranks import launch
 from portable.ranks.collectives import all_or_none, peer_error, publish_error
 from portable.ranks.consistency import agree, settings_and_versions
@@ -157,7 +156,7 @@ def _evaluate_only(prepared: Prepared) -> int:
         if place.exists():
             text = json.dumps({"step": restored.progress.step, **values}) + "\n"
             file = place / "evaluation.json"
-            write_durably(file, text) if isinstance(file, Path) else file.write_bytes(text.encode())
+            write_durably(file, text)
         rows = [("step", str(restored.progress.step))]
         for name, value in values.items():
             shown = f"{value:.6f}" if isinstance(value, float) else json.dumps(value)

@@ -15,7 +15,7 @@ from portable.checkpoint.external import own_state
 from portable.data import recognise_format
 from portable.output.existing_run import ExistingRun, check_same_run, existing_run
 from portable.output.hub import Hub, pushes
-from portable.output.open_output import open_output
+from portable.output.output_dir import open_output
 from portable.paths import place_of, storage_errors
 from portable.registry import backend_package
 from portable.reporting.trackers import check_trackers

@@ -7,9 +7,9 @@ import json
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from converters.storage.places import in_store
 from portable.checkpoint.resume_source import resume_source
 from portable.config import dump_yaml
 from portable.data.preview import SHOWN, preview
@@ -118,7 +118,7 @@ def _open(prepared: Prepared, output: Output, log: RunLog, *, profile: bool) -> 
     log.open(output.work)
     if backend.rank == 0:
         checkpoints.remove_partial()
-        if isinstance(output.place, Path):
+        if not in_store(output.place):
             recover_export(output.place / FINAL)
         write_durably(output.work / CONFIG_FILE, dump_yaml(config))
         _write_preview(prepared, output)
@@ -188,7 +188,7 @@ def _train(prepared: Prepared, opened: Open, hub: Hub | None) -> int:
                 raise DeviceMemoryError(progress.step + 1) from error
             raise
         events.call("on_end")
-        checkpoints.finish()
+        checkpoints.finish(last=True)
         backend.barrier()  # no rank ends before rank 0 has renamed the checkpoint's folder
         if stopped:
             reporter.on_stop(progress)

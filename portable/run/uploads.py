@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import shutil
 import threading
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from converters.storage.places import in_store
 from portable.checkpoint.background import in_background
 from portable.checkpoint.trainer_state import step_of
 from portable.errors import one_line
@@ -16,6 +16,7 @@ from portable.terminal import tell
 if TYPE_CHECKING:
     from collections.abc import Callable
     from concurrent.futures import Future
+    from pathlib import Path
 
     from portable.output.hub import Hub
     from portable.paths import Place
@@ -82,15 +83,15 @@ class Uploads:
         if final is not None and checkpoint is not None:
             message = f"Final model, step {step_of(checkpoint.name)}"
             try:
-                if isinstance(final, Path):
+                if not in_store(final):
                     url = self._hub.push(final, message)
                 else:
                     url = self._upload(checkpoint, message)
             except Exception as error:
                 lines.append(
                     f"hub.push: {final} was not uploaded ({one_line(error)}); upload it by hand: "
-                    + ("" if isinstance(final, Path) else "copy it to a local folder, FOLDER, and run: ")
-                    + self._hub.by_hand(final if isinstance(final, Path) else "FOLDER")
+                    + ("" if not in_store(final) else "copy it to a local folder, FOLDER, and run: ")
+                    + self._hub.by_hand("FOLDER" if in_store(final) else final)
                 )
         return url, lines
 

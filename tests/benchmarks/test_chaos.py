@@ -16,7 +16,7 @@ from benchmarks import chaos
 from benchmarks.chaos import KEEP, Chaos, Launch, Outcome, Run
 from benchmarks.inotify import CREATED, RENAMED, Watch
 from benchmarks.small_disk import small_disk
-from portable.checkpoint.store import CheckpointFolder
+from portable.checkpoint.store import Checkpoints
 from portable.checkpoint.trainer_state import STATE_FILE
 from tests.runs import configured
 
@@ -128,7 +128,7 @@ def test_a_small_disk_fills_and_frees(tmp_path: Path) -> None:
             (disk.path / "much").write_bytes(b"x" * 100_000)
         disk.free()
         (disk.path / "much").write_bytes(b"x" * 10_000_000)
-        assert CheckpointFolder(disk.path, keep=None).complete() == []
+        assert Checkpoints(disk.path, keep=None).complete() == []
     assert not (tmp_path / "disk.img").exists()
 
 

@@ -307,7 +307,7 @@ def test_starts_without_a_framework_and_in_a_blink() -> None:
     code = (
         "import sys, time; start = time.process_time(); import converters.cli;"
         "took = time.process_time() - start;"
-        "heavy = {'torch', 'transformers', 'tqdm', 'fsspec', 'portable', 'gpu', 'tpu'} & set(sys.modules);"
+        "heavy = {'torch', 'transformers', 'tqdm', 'obstore', 'portable', 'gpu', 'tpu'} & set(sys.modules);"
         "print(took, sorted(heavy))"
     )
     said = [

@@ -9,7 +9,7 @@ import pytest
 
 import converters
 
-HEAVY = ("numpy", "ml_dtypes", "torch", "safetensors", "tqdm", "fsspec", "isal")
+HEAVY = ("numpy", "ml_dtypes", "torch", "safetensors", "tqdm", "obstore", "isal")
 
 
 def loaded(code: str) -> set[str]:

@@ -40,7 +40,7 @@ def leg(config: RunConfig) -> tuple[dict[str, Any], dict[str, float]]:
     from deepspeed.accelerator import get_accelerator
 
     from gpu.zero.runtime import import_deepspeed
-    from portable.checkpoint.store import CheckpointFolder
+    from portable.checkpoint.store import Checkpoints
     from portable.loop import Progress, train_step
     from portable.registry import create_backend
     from portable.run.batches import train_loader
@@ -57,7 +57,7 @@ def leg(config: RunConfig) -> tuple[dict[str, Any], dict[str, float]]:
     backend.start()
     try:
         run = prepare(settled, backend)
-        checkpoints = CheckpointFolder(Path(config.output_dir) / "checkpoints", keep=None, rank=backend.rank)
+        checkpoints = Checkpoints(Path(config.output_dir) / "checkpoints", keep=None, rank=backend.rank)
         restored = restore(run, checkpoints.latest())
         engine: Any = restored.engine
         progress = restored.progress

@@ -29,7 +29,7 @@ def fp16_leg(config: RunConfig, start: int, stop: int) -> list[tuple[float, floa
     from deepspeed.accelerator import get_accelerator
 
     from gpu.zero.runtime import import_deepspeed
-    from portable.checkpoint.store import CheckpointFolder
+    from portable.checkpoint.store import Checkpoints
     from portable.loop import Progress, train_step
     from portable.registry import create_backend
     from portable.run.batches import train_loader
@@ -46,7 +46,7 @@ def fp16_leg(config: RunConfig, start: int, stop: int) -> list[tuple[float, floa
     backend.start()
     try:
         run = prepare(settled, backend)
-        checkpoints = CheckpointFolder(Path(config.output_dir) / "checkpoints", keep=None, rank=backend.rank)
+        checkpoints = Checkpoints(Path(config.output_dir) / "checkpoints", keep=None, rank=backend.rank)
         restored = restore(run, checkpoints.latest())
         engine, progress = restored.engine, restored.progress
         assert progress.step == start

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from portable.checkpoint.store import CheckpointFolder
+from portable.checkpoint.store import Checkpoints
 from portable.checkpoint.trainer_state import TrainerState
 from portable.cli import main
 from portable.config import load_config
@@ -156,7 +156,7 @@ def test_an_output_folder_that_cannot_be_written_to(
 
 def test_a_checkpoint_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").touch()
-    folder = CheckpointFolder(tmp_path / "checkpoints", keep=None)
+    folder = Checkpoints(tmp_path / "checkpoints", keep=None)
     unused: Any = None
     with pytest.raises(RunError, match=r"step-000004: could not be written .*last good checkpoint: none"):
         folder.begin(unused, TrainerState(**STATE), unused, unused)

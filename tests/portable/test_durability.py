@@ -18,7 +18,7 @@ from converters import check_manifest, open_checkpoint, write_dcp, write_safeten
 from converters.manifest import MANIFEST
 from converters.writers.replace_folder import exchange
 from portable.checkpoint import store as checkpointing
-from portable.checkpoint.store import CheckpointFolder
+from portable.checkpoint.store import Checkpoints
 from portable.checkpoint.trainer_state import STATE_FILE, TrainerState
 from portable.durable import own_path
 from portable.errors import RunError, UserError
@@ -153,7 +153,7 @@ class _Written:
             raise self._failure
 
 
-def begin(checkpoints: CheckpointFolder, step: int, written: _Written) -> None:
+def begin(checkpoints: Checkpoints[Path], step: int, written: _Written) -> None:
     state = TrainerState(step, 6 * step, 0, {}, {}, "", "cpu", "no_shard", 1)
 
     def shards(folder: Path) -> _Written:
@@ -164,13 +164,13 @@ def begin(checkpoints: CheckpointFolder, step: int, written: _Written) -> None:
     checkpoints.begin(_Alone(), state, shards, lambda folder: None)  # type: ignore[arg-type]
 
 
-def save(checkpoints: CheckpointFolder, step: int) -> None:
+def save(checkpoints: Checkpoints[Path], step: int) -> None:
     begin(checkpoints, step, _Written())
     checkpoints.finish()
 
 
 def test_never_two_saves_at_once(tmp_path: Path) -> None:
-    checkpoints = CheckpointFolder(tmp_path, keep=None)
+    checkpoints = Checkpoints(tmp_path, keep=None)
     go = threading.Event()
     begin(checkpoints, 1, _Written(go))
     second = threading.Thread(target=begin, args=(checkpoints, 2, _Written()))
@@ -187,7 +187,7 @@ def test_never_two_saves_at_once(tmp_path: Path) -> None:
 
 def test_a_failed_write_is_an_error_at_the_next_step(tmp_path: Path) -> None:
     """As soon as it is known, that is: the loop asks after every step, and does not wait."""
-    checkpoints = CheckpointFolder(tmp_path, keep=None)
+    checkpoints = Checkpoints(tmp_path, keep=None)
     save(checkpoints, 1)
     go = threading.Event()
     begin(checkpoints, 2, _Written(go, OSError(28, "No space left on device")))
@@ -207,7 +207,7 @@ def test_half_a_checkpoint_never_passes_for_one(
     removed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed while an older one is being removed, which is emulated: nothing more happens from then on."""
-    checkpoints = CheckpointFolder(tmp_path, keep=1)
+    checkpoints = Checkpoints(tmp_path, keep=1)
     save(checkpoints, 1)
     unlink, left = os.unlink, removed
 
@@ -222,7 +222,7 @@ def test_half_a_checkpoint_never_passes_for_one(
         patch.setattr(os, "unlink", dies)
         patch.setattr(os, "remove", dies)
         save(checkpoints, 2)
-    found = CheckpointFolder(tmp_path, keep=1).complete()
+    found = Checkpoints(tmp_path, keep=1).complete()
     assert [step for step, _ in found] == [2]
     assert all(len(list(folder.iterdir())) == 22 for _, folder in found)
     checkpoints.remove_partial()
@@ -232,7 +232,7 @@ def test_half_a_checkpoint_never_passes_for_one(
 def test_the_last_good_one_stays(tmp_path: Path, corpus: Path) -> None:
     """Of one kept checkpoint the next is complete first; one that was damaged counts as none."""
     seen: list[list[int]] = []
-    checkpoints = CheckpointFolder(tmp_path / "alone", keep=1)
+    checkpoints = Checkpoints(tmp_path / "alone", keep=1)
     for step in (1, 2, 3):
         save(checkpoints, step)
         seen.append([step for step, _ in checkpoints.complete()])
@@ -247,7 +247,7 @@ def test_the_last_good_one_stays(tmp_path: Path, corpus: Path) -> None:
     assert run_rank("cpu", configured(folder, corpus, **kept, train__stop_after=7)) == 0
     names = sorted(path.name for path in (folder / "checkpoints").iterdir())
     assert names == ["step-000006", "step-000006.damaged", "step-000007"]
-    good = [step for step, _ in CheckpointFolder(folder / "checkpoints", keep=None).complete()]
+    good = [step for step, _ in Checkpoints(folder / "checkpoints", keep=None).complete()]
     assert good == [6, 7]  # 6 was made once more, from 4
 
 
@@ -268,7 +268,7 @@ def test_a_step_saved_again_is_there_at_every_moment(tmp_path: Path, monkeypatch
     """Killed at any call that changes a name, which is emulated: one of the two is a checkpoint."""
     for survived in range(4):
         folder = tmp_path / str(survived)
-        checkpoints = CheckpointFolder(folder)
+        checkpoints = Checkpoints(folder)
         save(checkpoints, 1)
         left = survived
 
@@ -284,8 +284,8 @@ def test_a_step_saved_again_is_there_at_every_moment(tmp_path: Path, monkeypatch
             patch.setattr(checkpointing, "exchange", partial(dies, real=exchange))
             patch.setattr(shutil, "rmtree", partial(dies, real=shutil.rmtree))
             save(checkpoints, 1)
-        assert [step for step, _ in CheckpointFolder(folder).complete()] == [1]
-        CheckpointFolder(folder).remove_partial()
+        assert [step for step, _ in Checkpoints(folder).complete()] == [1]
+        Checkpoints(folder).remove_partial()
         assert [path.name for path in folder.iterdir()] == ["step-000001"]
 
 
@@ -293,7 +293,7 @@ def test_what_is_no_checkpoint_is_kept(tmp_path: Path, capsys: pytest.CaptureFix
     mine = tmp_path / "step-000001" / "mine.txt"
     mine.parent.mkdir()
     mine.write_text("kept")
-    checkpoints = CheckpointFolder(tmp_path)
+    checkpoints = Checkpoints(tmp_path)
     checkpoints.remove_partial()
     assert "step-000001: has no trainer_state.json, so it is not a checkpoint" in capsys.readouterr().err
     save(checkpoints, 1)

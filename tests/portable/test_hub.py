@@ -12,7 +12,7 @@ import yaml
 from huggingface_hub.utils import get_session
 from safetensors.numpy import load, save_file
 
-from portable.checkpoint.store import CheckpointFolder
+from portable.checkpoint.store import Checkpoints
 from portable.checkpoint.trainer_state import STATE_FILE
 from portable.config import load_config
 from portable.errors import RunError, UserError
@@ -146,7 +146,7 @@ def test_checkpoints_are_uploaded_behind_the_training(tmp_path: Path, corpus: Pa
 
 
 def test_a_checkpoint_is_kept_until_it_is_exported(tmp_path: Path, hub: FakeHub) -> None:
-    checkpoints = CheckpointFolder(tmp_path / "checkpoints", keep=1)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1)
     folders = [checkpoints.path / f"step-{step:06d}" for step in (1, 2, 3)]
     for folder in folders:
         folder.mkdir(parents=True)

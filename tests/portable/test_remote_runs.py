@@ -10,6 +10,7 @@ import random
 import shutil
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +19,9 @@ from unittest.mock import Mock
 import pytest
 
 from converters.storage.object_store import RemotePath
+from converters.storage.places import remove_folder
 from converters.storage.store_errors import RemoteError
-from portable.checkpoint.remote_store import RemoteCheckpoints, send_files
+from portable.checkpoint.store import Checkpoints
 from portable.cli import main
 from portable.errors import RunError, UserError
 from portable.output import lease
@@ -43,7 +45,7 @@ EIGHT = "checkpoints/step-000008"
 @pytest.fixture(autouse=True)
 def quick_legs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short waits, and no looking for garbage among all that tests have imported, of legs in this process."""
-    monkeypatch.setattr("converters.storage.retries._FIRST_WAIT", 0.01)
+    monkeypatch.setattr("converters.storage.object_store.FIRST_WAIT", 0.01)
     monkeypatch.setattr("portable.run.train.gc", Mock(spec=gc))
 
 
@@ -109,12 +111,12 @@ def rank_leg(
     place: str, data: str, scratch: Path, environment: dict[str, str], settings: dict[str, Any]
 ) -> int:
     """A leg on a rank whose host shares no folder with the others."""
-    os.environ.update(environment)
     host = scratch / f"host-{os.environ.get('RANK', '0')}"
     host.mkdir(parents=True, exist_ok=True)
-    before = Path.cwd()
-    os.chdir(host)
-    try:
+    with pytest.MonkeyPatch.context() as patched:
+        for name, value in environment.items():
+            patched.setenv(name, value)
+        patched.chdir(host)
         config = configured(
             place,
             Path("elsewhere/corpus.jsonl"),
@@ -124,8 +126,6 @@ def rank_leg(
             **settings,
         )
         return run_rank(config.backend, config)
-    finally:
-        os.chdir(before)
 
 
 def local_leg(place: Path, corpus: Path, settings: dict[str, Any]) -> int:
@@ -175,18 +175,60 @@ def test_failures_that_pass(s3: ObjectStore, undisturbed: Path, corpus: Path) ->
 
 
 @pytest.mark.usefixtures("brief_runs")
-def test_a_store_that_goes_away(
+def test_a_store_that_stays_away(
     s3: ObjectStore, undisturbed: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PORTABLE_STORAGE_ATTEMPTS", "2")
+    monkeypatch.setenv("PORTABLE_STORAGE_MINUTES", "0.01")
     s3.fail(drop=True, key="step-000008/__0")
     with pytest.raises(RunError, match=r"step-000008: could not be written .*last good.*s3://.*step-000004$"):
-        leg(s3.url("run"), corpus, train__steps=12)
+        leg(s3.url("run"), corpus, train__steps=12, checkpoint__max_outage_minutes=0)
     assert not s3.names(f"run/{LEASE_FILE}")
     assert not s3.names(f"run/{EIGHT}/_COMPLETE")
     s3.heal()
     assert leg(s3.url("run"), corpus, train__steps=12, train__stop_after=4) == 0
     assert steps_in(s3) == ["step-000004"], "what an interrupted save left is removed"
+
+
+@pytest.mark.parametrize("moment", ["in between", "at the last save", "without a background"])
+@pytest.mark.usefixtures("brief_runs")
+def test_a_store_that_is_away_for_a_while(
+    moment: str,
+    s3: ObjectStore,
+    undisturbed: Path,
+    corpus: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """The steps go on, and the next save is whole; the last one waits."""
+    monkeypatch.setenv("PORTABLE_STORAGE_MINUTES", "0.002")
+    monkeypatch.setattr("portable.checkpoint.store._AGAIN", 0.2)
+    monkeypatch.setattr("converters.storage.object_store.PART_BYTES", LEAST_PART // 8)
+    s3.least_part(1)
+    settings: dict[str, Any] = {"checkpoint__every_steps": 2, "checkpoint__keep": None}
+    settings["checkpoint__async"] = moment != "without a background"
+    failed = "step-000008" if moment == "at the last save" else "step-000004"
+    begun = s3.fail(delay=0.0, key=f"{failed}/_INCOMPLETE", method="PUT")
+    forward, away = s3.forward, [0]
+
+    def refuse(method: str, path: str, headers: Any, body: bytes) -> Any:
+        """All requests, from the first one of the second part of a shard on."""
+        hit = begun.done and "partNumber=2" in path and f"{failed}/__0" in path
+        ours = "authorization" in {name.lower() for name in headers}
+        if ours and (away[0] or hit) and away[0] < 30:
+            away[0] += 1
+            return 503, [], b"<Error><Code>SlowDown</Code></Error>"
+        return forward(method, path, headers, body)
+
+    monkeypatch.setattr(s3, "forward", refuse)
+    assert leg(s3.url("run"), corpus, **settings) == 0
+    assert away[0] == 30
+    told = capfd.readouterr().err
+    assert f"{failed}: could not be written" in told
+    assert ("trying again" if failed == "step-000008" else "training goes on, and the next save") in told
+    check_same(s3, undisturbed)
+    whole = [step for step in steps_in(s3) if s3.names(f"run/checkpoints/{step}/_COMPLETE")]
+    assert steps_in(s3) == whole and "step-000008" in whole and "step-000002" in whole
+    assert not s3.open_uploads() and not s3.names(f"run/{LEASE_FILE}")
 
 
 def test_the_shards_of_one_rank_do_not_get_there(
@@ -197,6 +239,18 @@ def test_the_shards_of_one_rank_do_not_get_there(
     with pytest.raises(RankError, match=r"step-000004: could not be written .*__1_0.*last good .*: none"):
         ranks.run(2, rank_leg, *there, {"train__micro_batch_size": 1})
     assert not s3.names("run/checkpoints/step-000004/_COMPLETE")
+
+
+def test_one_rank_that_is_cut_off_for_a_while(
+    s3: ObjectStore, tmp_path: Path, corpus: Path, ranks: RankPool, undisturbed: Path
+) -> None:
+    """All ranks agree that this save has failed, and go on to the next."""
+    s3.fail(status=503, method="PUT", key="step-000004/__1")
+    environment = s3.environment | {"PORTABLE_STORAGE_MINUTES": "0.005"}
+    there = (s3.url("run"), str(corpus), tmp_path, environment)
+    assert ranks.run(2, rank_leg, *there, {"train__micro_batch_size": 1}) == 0
+    assert steps_in(s3) == ["step-000008"] and s3.names(f"run/{EIGHT}/_COMPLETE")
+    assert s3.names("run/final/model.safetensors") and not s3.open_uploads()
 
 
 def child_leg(place: str, corpus: Path, environment: dict[str, str], settings: dict[str, Any]) -> None:
@@ -267,7 +321,7 @@ def test_a_damaged_checkpoint_is_set_aside(
 @pytest.mark.usefixtures("brief_runs")
 def test_an_outage_is_no_damage(s3: ObjectStore, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert leg(s3.url("run"), corpus, train__stop_after=5) == 0
-    monkeypatch.setenv("PORTABLE_STORAGE_ATTEMPTS", "2")
+    monkeypatch.setenv("PORTABLE_STORAGE_MINUTES", "0.01")
     s3.fail(drop=True, method="GET", key="step-000005/__0")
     with pytest.raises(RunError, match=r"checkpoint.resume: .*step-000005"):
         leg(s3.url("run"), corpus)
@@ -295,12 +349,12 @@ def test_a_large_file_goes_in_parts(s3: ObjectStore, tmp_path: Path, monkeypatch
     (tmp_path / "shard").write_bytes(content)
     target = RemotePath.of(s3.url("shard"))
     s3.fail(status=503, method="PUT", query="partNumber=2", times=2)
-    send_files({tmp_path / "shard": target})
+    target.upload_file(tmp_path / "shard")
     assert s3.get("shard") == content
     assert s3.count("PUT", "shard", "partNumber") == 5, "three parts, one of them three times"
     s3.fail(status=403, method="PUT", query="partNumber=3")
     with pytest.raises(RemoteError, match="access denied"):
-        send_files({tmp_path / "shard": RemotePath.of(s3.url("other"))})
+        RemotePath.of(s3.url("other")).upload_file(tmp_path / "shard")
     assert not s3.names("other") and not s3.open_uploads()
 
 
@@ -345,24 +399,20 @@ def test_places_that_cannot_be(
 
 
 def test_a_place_that_cannot_be_written_to_is_found_out_before_any_work(
-    s3: ObjectStore, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+    s3: ObjectStore, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = flags(tiny(s3.url("run"), corpus) | {"data.cache_dir": str(tmp_path / "cache")})
     s3.fail(status=403, method="PUT")
     line = refusal(capsys, settings)
     assert f"output_dir: {s3.url('run')}" in line and "access denied" in line and SECRET_KEY not in line
     assert not (tmp_path / "cache").exists()
-    monkeypatch.setattr("converters.storage.object_store._filesystems", {})
-    monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3")
-    monkeypatch.setitem(sys.modules, "s3fs", None)
-    assert "the package s3fs is not installed" in refusal(capsys, settings)
 
 
 def test_staging_needs_room(
     s3: ObjectStore, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=100_000)
-    monkeypatch.setattr("portable.output.remote_output_dir.shutil.disk_usage", lambda _: usage)
+    monkeypatch.setattr("portable.output.mirror.shutil.disk_usage", lambda _: usage)
     with pytest.raises(UserError, match=r"checkpoint.staging_dir: .* has 97.7 KiB free, .* need about 650"):
         leg(s3.url("run"), corpus)
     assert not s3.names("run/")
@@ -404,12 +454,76 @@ def test_a_lease_that_nobody_renews_is_taken_over(
         assert s3.names("run/") == [LEASE_FILE]
 
 
+def test_of_two_that_start_at_once_one_begins(s3: ObjectStore, quick_leases: None, monkeypatch: Any) -> None:
+    """Both have seen that there is no lease before either writes one."""
+    together, read = threading.Barrier(2), Lease._read
+    first: set[int] = set()
+
+    def read_together(self: Lease) -> tuple[dict[str, Any], Any]:
+        found = read(self)
+        if id(self) not in first:
+            first.add(id(self))
+            together.wait(10)
+        return found
+
+    monkeypatch.setattr(Lease, "_read", read_together)
+    ended: list[str] = []
+    leases = [Lease(RemotePath.of(s3.url("run"))) for _ in range(2)]
+
+    def start(each: Lease) -> None:
+        try:
+            each.__enter__()
+            ended.append("held")
+        except UserError as error:
+            ended.append(str(error))
+
+    threads = [threading.Thread(target=start, args=(each,)) for each in leases]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert sorted(text.startswith("output_dir:") for text in ended) == [False, True], ended
+    (held,) = [each for each in leases if each._thread.is_alive()]
+    held.__exit__(None, None, None)
+    assert not s3.names("run/")
+
+
+@pytest.mark.parametrize("store", ["answers 501", "heeds no conditions"])
+def test_a_store_without_conditional_writes_is_told(
+    store: str, s3: ObjectStore, quick_leases: None, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(lease, "PATIENCE", 0.1)
+    forward = s3.forward
+
+    def without(method: str, path: str, headers: Any, body: bytes) -> Any:
+        plain = {name: value for name, value in headers.items() if not name.lower().startswith("if-")}
+        if store == "answers 501" and len(plain) < len(headers):
+            return 501, [], b"<Error><Code>NotImplemented</Code></Error>"
+        return forward(method, path, plain, body)
+
+    monkeypatch.setattr(s3, "forward", without)
+    with Lease(RemotePath.of(s3.url("run"))) as held:
+        time.sleep(0.3)
+        held.check()
+        assert capsys.readouterr().err.count("no conditional writes") == 1
+        with pytest.raises(UserError, match="in use by another run"):
+            Lease(RemotePath.of(s3.url("run"))).__enter__()
+    assert not s3.names("run/")
+
+
+def test_no_clock_counts(s3: ObjectStore, quick_leases: None, monkeypatch: Any) -> None:
+    with Lease(RemotePath.of(s3.url("run"))):
+        monkeypatch.setattr(time, "time", lambda: 4e9)
+        with pytest.raises(UserError, match="in use by another run"):
+            Lease(RemotePath.of(s3.url("run"))).__enter__()
+
+
 @pytest.mark.parametrize("trap", ["a link", "another user's"])
 def test_a_staging_folder_that_somebody_else_made_is_refused(
     trap: str, s3: ObjectStore, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its name in the system's folder for temporary files is known to all who may write there."""
-    monkeypatch.setattr("portable.output.remote_output_dir.lasting_folder", lambda: tmp_path)
+    monkeypatch.setattr("portable.output.mirror.lasting_folder", lambda: tmp_path)
     base = tmp_path / f"portable-{os.getuid()}"
     if trap == "a link":
         (tmp_path / "theirs").mkdir()
@@ -450,9 +564,9 @@ def test_half_of_an_unmarked_checkpoint_goes_with_the_next_leg(s3: ObjectStore) 
         s3.put(f"run/checkpoints/step-000001/{name}", b"{}")
     place = RemotePath.of(s3.url("run/checkpoints"))
     s3.fail(status=403, method="POST", query="delete")
-    checkpoints = RemoteCheckpoints(place, keep=1)
+    checkpoints = Checkpoints(place, keep=1)
     with pytest.raises(RemoteError):
-        checkpoints._remove(place / "step-000001")
+        remove_folder(place / "step-000001")
     s3.heal()
     assert checkpoints.latest() is None
     checkpoints.remove_partial()

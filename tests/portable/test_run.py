@@ -17,12 +17,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from converters.formats.dcp.checksums import CHECKSUMS
 from converters.manifest import MANIFEST
-from portable.checkpoint.store import CheckpointFolder
+from portable.checkpoint.store import Checkpoints
 from portable.checkpoint.trainer_state import TrainerState
 from portable.config import load_config
 from portable.errors import DamagedError, RunError, UserError
 from portable.output.lock import locked
-from portable.output.open_output import open_output
+from portable.output.output_dir import open_output
 from portable.reporting.html_report import write_report
 from portable.reporting.metrics import read_metrics
 from portable.run import batches
@@ -67,7 +67,7 @@ def test_leaves_what_the_design_promises(finished: Path) -> None:
     assert [row["samples"] for row in logged] == [6 * step for step in range(1, 9)]
     assert [row["step"] for row in rows if "eval_loss" in row] == [4, 8]
     assert logged[-1]["loss"] < logged[0]["loss"] - 0.3
-    names = [folder.name for _, folder in CheckpointFolder(finished / "checkpoints", keep=None).complete()]
+    names = [folder.name for _, folder in Checkpoints(finished / "checkpoints", keep=None).complete()]
     assert names == ["step-000004", "step-000008"]
     state = json.loads((finished / "checkpoints" / "step-000008" / "trainer_state.json").read_text())
     assert (state["step"], state["samples"], state["format_version"]) == (8, 48, 2)

@@ -10,7 +10,6 @@ levanter/checkpoint.py, tensorstore_serialization.py, checkpoint_manifest.py.
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,7 @@ from converters.containers.zarr import V2, V3, element_type
 from converters.errors import CheckpointError, blame
 from converters.names.canonical import MAX_TENSOR_NAME
 from converters.storage.guarded import read_small
-from converters.storage.object_store import RemotePath
+from converters.storage.places import files_below
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -160,7 +159,7 @@ def _levanter(folder: Folder) -> Leaves:
     _table(folder, COMMITTED)
     database = read_ocdbt(folder) if (folder.path / MANIFEST).exists() else None
     header = V2 if database is None else V3
-    keys = list(_files(folder.path) if database is None else database)
+    keys = list(files_below(folder.path) if database is None else database)
     names = sorted(key[: -len(header) - 1] for key in keys if key.endswith(f"/{header}"))
     where = str(folder.path)
     if database is None:
@@ -183,16 +182,6 @@ def _levanter(folder: Folder) -> Leaves:
     _check_names(stored, where)
     source = _LISTED if described else COMMITTED
     return Leaves(source, stored, header, complete=False, database=database, described=described)
-
-
-def _files(folder: Place) -> Iterable[str]:
-    """The files below `folder`, relative to it; links to folders are not followed."""
-    if isinstance(folder, RemotePath):
-        yield from folder.files()
-        return
-    for below, _, files in os.walk(folder):
-        inside = os.path.relpath(below, folder).replace(os.sep, "/")
-        yield from (f"{inside}/{file}" for file in files)
 
 
 def _entries(listed: list[Any], where: str) -> dict[str, tuple[Shape, str]]:

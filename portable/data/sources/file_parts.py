@@ -10,9 +10,9 @@ import hashlib
 import io
 from abc import abstractmethod
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from converters.storage.places import in_store
 from portable.data.sources.documents import Document, Fields, Source, changed_meanwhile, read_rows
 from portable.data.sources.files import json_row, unreadable
 from portable.data.sources.parquet_rows import parquet_file, rows_of
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from converters.storage.object_store import Object, RemotePath
+    from converters.storage.path_or_url import Place
 
 _BUFFER = 4 << 20  # bytes of a request for lines
 
@@ -37,9 +38,7 @@ class FilePart(Source):
         found: the object as it was listed; None for a local file.
     """
 
-    def __init__(
-        self, path: Path | RemotePath, start: int, stop: int, fields: Fields, *, found: Object | None
-    ) -> None:
+    def __init__(self, path: Place, start: int, stop: int, fields: Fields, *, found: Object | None) -> None:
         self.name = str(path) if not start else f"{path} from byte {start}"
         self.downloads = found is not None
         self.bad = fields.bad
@@ -96,21 +95,22 @@ class FilePart(Source):
             raise refusal
 
     def _changed(self, before: str) -> bool:
-        if isinstance(self._path, Path):
+        if not in_store(self._path):
             self._key = None
             try:
                 return self.key != before
             except UserError:
                 return False
-        with self._reading():
-            return self._path.object() != self._found
+        assert self._found is not None
+        with self._reading():  # the URL of a file of the hub has its revision
+            return bool(self._found.version) and self._path.look_up() != self._found
 
     def check(self) -> None:
         if self._found is None:
             super().check()
 
     def _open(self) -> io.RawIOBase:
-        if isinstance(self._path, Path):
+        if not in_store(self._path):
             return open_file(self._path)
         assert self._found is not None
         return _Ranges(self._path, self._found.size)

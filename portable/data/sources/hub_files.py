@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _HUB = "hf://"
 _CARD, _STANDALONE = "README.md", ".huggingface.yaml"
+_AT_A_TIME = 500  # files that are asked for in a request
 _SPLITS = (r"train|training", r"test|testing|eval|evaluation|validation|valid|dev|val")
 """Names of splits, as in test.jsonl or data/train-00000-of-00002.parquet."""
 
@@ -37,7 +38,7 @@ def hub_files(name: str, config_name: str | None, split: str) -> dict[RemotePath
     """
     found: dict[RemotePath, Object] = {}
     with storage_errors("data.source"):
-        roots: dict[str, RemotePath] = {}
+        wanted: dict[str, list[str]] = {}
         for url in _files_of_split(name, config_name, split):
             repository = "/".join(url.removeprefix(_HUB).split("/")[:3])  # datasets/owner/name@revision
             if not url.startswith(f"{_HUB}datasets/") or format_of(url) not in FORMATS:
@@ -45,10 +46,30 @@ def hub_files(name: str, config_name: str | None, split: str) -> dict[RemotePath
                     f"data.source: {url}: cannot stream this kind of file (but {listed(FORMATS)}); "
                     "set data.stream to false"
                 )
-            root = roots.setdefault(repository, RemotePath.of(_HUB + repository))
-            path = root / url.removeprefix(f"{_HUB}{repository}/")
-            found[path] = Object(path.stat().st_size, "")  # the revision is the version
+            wanted.setdefault(repository, []).append(url.removeprefix(f"{_HUB}{repository}/"))
+        for repository, files in wanted.items():
+            sizes = _sizes(repository, files)
+            root = RemotePath.of_hub(repository)
+            found |= {root / file: Object(sizes[file], "") for file in files}  # the revision is the version
     return found
+
+
+def _sizes(repository: str, files: list[str]) -> dict[str, int]:
+    """The sizes of files of a repository on the hub, in bytes."""
+    from huggingface_hub import HfApi
+
+    name, _, revision = repository.removeprefix("datasets/").partition("@")
+    sizes: dict[str, int] = {}
+    for start in range(0, len(files), _AT_A_TIME):
+        some = files[start : start + _AT_A_TIME]
+        try:
+            found = HfApi().get_paths_info(name, some, revision=revision or None, repo_type="dataset")
+            sizes |= {entry.path: getattr(entry, "size", 0) for entry in found}
+        except Exception as error:  # its own, and those of its HTTP client
+            raise cannot_load((name, None), error) from error
+    if missing := [file for file in files if file not in sizes]:
+        raise UserError(f"data.source: {_HUB}{repository}/{missing[0]}: there is no such file")
+    return sizes
 
 
 def files_of_folder(name: str, config_name: str | None, split: str) -> list[Path] | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from converters.storage.object_store import is_url
+from converters.storage.path_or_url import without_file
 from portable import plugins
 from portable.data.sources.documents import Document, Fields, Source, text_only
 from portable.data.sources.files import LocalFiles, local_files
@@ -64,7 +65,7 @@ def open_source(
     if source is None:
         text_only(fields, "the standard library's sources")
         return StandardLibrary(max_samples)
-    names = [source] if isinstance(source, str) else list(source)
+    names = list(map(without_file, [source] if isinstance(source, str) else source))
     if not names or not all(names):
         raise UserError("data.source: it is empty; set it to a hub data set, files or null")
     if any(map(plugins.names_code, names)):

@@ -11,9 +11,9 @@ import hashlib
 import json
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from converters.storage.places import copy_folder, files_below, in_store
 from portable.data.locked_folder import locked_folder
 from portable.data.sources.documents import Document, Fields, Source
 from portable.data.sources.files import place_with
@@ -23,6 +23,7 @@ from portable.paths import read_json, storage_errors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from converters.storage.path_or_url import Place
     from portable.data.sources.conversations import Format
@@ -93,16 +94,14 @@ def prepared_shards(place: Place) -> Iterator[Shard]:
 def prepared_tokenizer(place: Place, cache: Path) -> Path:
     """The folder of the tokenizer that made the tokens; from an object store, a copy in ``cache``."""
     folder = place / TOKENIZER
-    if isinstance(folder, Path):
+    if not in_store(folder):
         return folder
     with storage_errors("data.source"):
-        objects = folder.objects()
-        name = hashlib.blake2b(f"{folder} {objects}".encode(), digest_size=16).hexdigest()
+        name = hashlib.blake2b(f"{folder} {files_below(folder)}".encode(), digest_size=16).hexdigest()
         copy = cache / "tokenizers" / name
         if not copy.is_dir():
             with locked_folder(copy) as draft:
-                for part in objects:
-                    (folder / part).download(draft.path / part)
+                copy_folder(folder, draft.path)
                 draft.commit()
     return copy
 
@@ -114,7 +113,7 @@ class PreparedShard(Source):
 
     def __init__(self, folder: Place, documents: int, fingerprint: str, index: Index, fields: Fields) -> None:
         self.name = str(folder)
-        self.downloads = not isinstance(folder, Path)
+        self.downloads = in_store(folder)
         self.made = index.made
         self._documents = documents
         self._folder = folder
@@ -151,17 +150,15 @@ class PreparedShard(Source):
         if not self._documents:
             raise self.no_text()
         folder = self._folder
-        if isinstance(folder, Path):
+        if not in_store(folder):
             return folder
         copy = cache / self.key
         if (copy / LAST).is_file():
             return copy
         with storage_errors("data.source"), locked_folder(copy) as draft:
             if not (copy / LAST).is_file():
-                names = folder.objects()
-                if LAST not in names:
+                if not (folder / LAST).is_file():
                     raise UserError(f"data.source: {folder}: is not there; run portable-data again")
-                for name in names:
-                    (folder / name).download(draft.path / name)
+                copy_folder(folder, draft.path)
                 draft.commit()
         return copy

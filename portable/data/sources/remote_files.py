@@ -116,9 +116,10 @@ class RemoteFiles(LocalFiles):
         with storage_errors("data.source"), locked_folder(folder) as draft:
             if not _is_intact(copy):
                 fetched = draft.path / path.name
-                path.download(fetched)
-                now = path.objects().get("")
-                if fetched.stat().st_size != listed_object.size or now != listed_object:
+                with fetched.open("xb") as file:
+                    now = path.download(file.write)
+                # A file of the hub has no version: its URL has the revision.
+                if now._replace(version=now.version if listed_object.version else "") != listed_object:
                     raise changed_meanwhile(path)
                 (draft.path / _DIGEST).write_bytes(content_digest(fetched))
                 draft.commit()

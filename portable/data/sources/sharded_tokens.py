@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from converters.storage.places import in_store
 from portable.data.sources.compression import check_expanded
 from portable.data.sources.documents import Document, Fields, Source, changed_meanwhile, listed, text_only
 from portable.data.sources.files import file_digest, place_with
@@ -128,7 +129,7 @@ class ShardedTokens(TokenSource):
         remember: bool = True,
     ) -> None:
         self.name = str(place) if len(pieces) > 1 else str(place / pieces[0]["file"])
-        self.downloads = not isinstance(place, Path)
+        self.downloads = in_store(place)
         self._place = place
         self._pieces = tuple(pieces)
         self._digests = digests
@@ -140,11 +141,11 @@ class ShardedTokens(TokenSource):
         digest = hashlib.blake2b(repr(self._pieces).encode(), digest_size=16)
         for piece in self._pieces:
             path = self._place / piece["file"]
-            if isinstance(path, Path):
+            if not in_store(path):
                 digest.update(file_digest(path, self._digests, self._remember))
             else:
                 with self._reading(piece), storage_errors("data.source"):
-                    digest.update(repr(path.object()).encode())
+                    digest.update(repr(path.look_up()).encode())
         return digest.hexdigest()
 
     @property

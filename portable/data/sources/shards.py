@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
-from converters.storage.object_store import RemotePath, is_url
+from converters.storage.object_store import is_url
+from converters.storage.path_or_url import without_file
+from converters.storage.places import in_store
 from portable.data.sources.compression import format_of, is_compressed
 from portable.data.sources.documents import Document, Source
 from portable.data.sources.file_parts import LinesBetween, RowGroupsBetween
@@ -109,10 +111,10 @@ def open_stream(
     Raises:
         UserError: if there are none, or it names no files.
     """
-    names = [source] if isinstance(source, str) else list(source or ())
+    names = list(map(without_file, [source] if isinstance(source, str) else source or ()))
     shards: list[Shard] = []
     tokenizer = None
-    files: list[tuple[Path | RemotePath, Object | None, int]] = []
+    files: list[tuple[Place, Object | None, int]] = []
     whole = _Whole(downloads, digests, remember)
     for name in names:
         if (prepared := prepared_place(name)) is not None:
@@ -151,10 +153,10 @@ class _Whole:
     digests: Path | None
     remember: bool
 
-    def open(self, path: Path | RemotePath, found: Object | None, fields: Fields) -> Source:
-        if found is not None:
-            return RemoteFiles(str(path), {path: found}, fields, None, self.downloads)  # type: ignore[dict-item]
-        assert not isinstance(path, RemotePath)
+    def open(self, path: Place, found: Object | None, fields: Fields) -> Source:
+        if in_store(path):
+            assert found is not None
+            return RemoteFiles(str(path), {path: found}, fields, None, self.downloads)
         if names_tokens(str(path)):
             return TokenFiles(str(path), [path], fields, self.digests, self.remember)
         return LocalFiles(str(path), [path], fields, None, self.digests, self.remember)
@@ -163,9 +165,7 @@ class _Whole:
         return ShardedTokens(place, [piece], fields, self.digests, self.remember)
 
 
-def _of_file(
-    path: Path | RemotePath, found: Object | None, size: int, part: int, whole: _Whole
-) -> Iterator[Shard]:
+def _of_file(path: Place, found: Object | None, size: int, part: int, whole: _Whole) -> Iterator[Shard]:
     """The parts of a file, of ``part`` bytes; or the file."""
     kind = None if is_compressed(path) else _IN_PARTS.get(format_of(path))
     if kind is None:

@@ -1,4 +1,8 @@
-"""An output folder in an object store, with a local staging folder."""
+"""Brings what a run writes into a local folder of each rank to an object store.
+
+A run in a bucket works in a local folder, as any other. Its mirror uploads a checkpoint once it is written,
+and what has grown of the records; a marker, written last, makes a checkpoint whole.
+"""
 
 from __future__ import annotations
 
@@ -9,43 +13,43 @@ import stat
 import threading
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from converters.errors import CheckpointError
-from portable.checkpoint.remote_store import RemoteCheckpoints, files_in, send_files
+from converters.storage.completion_markers import begin, complete
+from converters.storage.places import files_below
 from portable.errors import RunError, UserError, one_line
 from portable.formatting import human_bytes
 from portable.output.lease import Lease
-from portable.output.output_dir import Output
 from portable.paths import storage_errors
 from portable.temporary_folder import lasting_folder
 from portable.terminal import tell
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from converters.storage.object_store import RemotePath
 
-PAUSE = 30.0  # minimum seconds between uploads
-SHARE = 20  # uploads take at most 1/20 of the time, because a file that grows is uploaded again as a whole
+UPLOADS = 8  # files that a rank sends at a time
+PATIENCE = 30.0  # seconds for which a request of a save is repeated: the next save tries again
+PAUSE = 30.0  # minimum seconds between uploads of records
+SHARE = 20  # these take at most 1/20 of the time, because a file that grows is uploaded again as a whole
 
 
-class RemoteOutput(Output):
-    """An output URL. Every rank uploads from its own local folder, so ranks need no shared file system.
+class Mirror:
+    """The mirror of a rank. Every rank uploads from its own folder, so ranks need no shared file system.
 
     Args:
-        place: the URL.
+        place: the URL of the run.
         rank: of this process.
         staging: the local folder for uploads; None for one in the system's temporary folder.
     """
 
-    place: RemotePath
-
     def __init__(self, place: RemotePath, rank: int, staging: str | None) -> None:
-        self.place = place
-        self.agreed = str(place)
+        self.place = place.patient(PATIENCE)
         self.rank = rank
         base = Path(staging or lasting_folder() / f"portable-{os.getuid()}")
         self._shared = None if staging else base
@@ -53,23 +57,26 @@ class RemoteOutput(Output):
         self._staging = base.absolute() / digest / f"rank-{rank}"
         # Trackers and plots name the run by the last parts of the URL.
         self.work = self._staging / "run" / place.parent.name / place.name
-        self._shards = self._staging / "shards"
+        self.shards = self._staging / "shards"
         self.scratch = self._staging / "scratch"
         self._opened = False
         self._lease: Lease | None = None
-        self._sent: dict[str, tuple[int, int]] = {}
+        self._token = ""
+        self._sent: dict[str, str] = {}
         self._sending = threading.Lock()
         self._next = time.monotonic() + PAUSE
         self._sender: threading.Thread | None = None
 
     def check_writable(self) -> None:
+        """Write and delete an object, before any work."""
         probe = self.place / f".probe-{uuid.uuid4().hex}"
         with storage_errors("output_dir"):
             probe.write_bytes(b"")
-            probe.unlink(missing_ok=True)
+            probe.unlink()
 
     @contextmanager
     def held(self) -> Iterator[None]:
+        """Keep other runs away."""
         with storage_errors("output_dir"):
             lease = Lease(self.place)
             lease.__enter__()
@@ -80,14 +87,19 @@ class RemoteOutput(Output):
             lease.__exit__(None, None, None)
 
     def open(self, shard_bytes: int) -> None:
+        """Make the local folders, with the logs of earlier launches.
+
+        Args:
+            shard_bytes: estimated size of this rank's shards of a checkpoint.
+        """
         try:
             if self._shared is not None:
                 _claim(self._shared)
             shutil.rmtree(self._staging, ignore_errors=True)  # left by a killed launch
-            self._shards.mkdir(parents=True)
+            self.shards.mkdir(parents=True)
             self._staging.chmod(0o700)
             self.work.mkdir(parents=True)
-            free = shutil.disk_usage(self._shards).free
+            free = shutil.disk_usage(self.shards).free
         except OSError as error:
             raise UserError(
                 f"checkpoint.staging_dir: {self._staging} cannot be created ({one_line(error)}); choose a "
@@ -98,7 +110,7 @@ class RemoteOutput(Output):
         needed = shard_bytes * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if needed > free:
             raise UserError(
-                f"checkpoint.staging_dir: {self._shards} has {human_bytes(free)} free, but this machine's "
+                f"checkpoint.staging_dir: {self.shards} has {human_bytes(free)} free, but this machine's "
                 f"shards of a checkpoint need about {human_bytes(needed)} before the upload to {self.place}; "
                 "choose a folder with more space"
             )
@@ -108,42 +120,54 @@ class RemoteOutput(Output):
     def _fetch_records(self) -> None:
         """Download the log files, to which every launch of the run appends."""
         with storage_errors("output_dir"):
-            for entry in self.place.iterdir():
+            for entry in self.place.iterdir() if self.place.exists() else ():
                 if entry.suffix in (".jsonl", ".txt") and entry.is_file():
-                    entry.download(self.work / entry.name)
+                    with (self.work / entry.name).open("xb") as file:
+                        entry.download(file.write)
 
-    def checkpoints(self, *, keep: int | None) -> RemoteCheckpoints:
-        return RemoteCheckpoints(
-            self.place / "checkpoints",
-            keep=keep,
-            rank=self.rank,
-            staging=self._shards,
-            before_complete=self.publish,
-            check_held=self._check_held,
-        )
+    # -- checkpoints -----------------------------------------------------------------------------------------
 
-    def _check_held(self) -> None:
+    def begin(self, final: RemotePath) -> None:
+        """Mark a checkpoint as being written. On rank 0, before any rank sends."""
+        self._token = begin(final)
+
+    def send(self, written: Path, final: RemotePath) -> None:
+        """Upload this rank's files of a checkpoint, and its records.
+
+        Raises:
+            RemoteError: what was sent stays, marked as incomplete; no upload is left open.
+        """
+        _send({written / name: final / name for name in files_below(written)})
+        self.publish()
+
+    def complete(self, final: RemotePath, step: int | None) -> None:
+        """Mark a checkpoint as complete, if this run still holds its lease. On rank 0, when all have sent."""
+        self.check_held()
+        complete(final, self._token, step=step)
+
+    def check_held(self) -> None:
+        """RunError if another run has taken over."""
         if self._lease is not None:
             self._lease.check()
 
+    # -- records ---------------------------------------------------------------------------------------------
+
     def publish(self) -> None:
+        """Upload what is new of the records; RemoteError if that fails."""
         with self._sending:
             began = time.monotonic()
             try:
-                self._check_held()
+                self.check_held()
                 # Hidden files are temporary and will be renamed.
-                files = {n: path for n, path in files_in(self.work).items() if not path.name.startswith(".")}
-                states = {name: _state(path) for name, path in files.items()}
-                new = {name: state for name, state in states.items() if self._sent.get(name) != state}
-                send_files({files[name]: self.place / name for name in new})
-            except (CheckpointError, OSError) as error:
-                raise RunError(f"output_dir: {one_line(error)}") from error
+                names = {n: f.version for n, f in files_below(self.work).items() if "/." not in f"/{n}"}
+                new = {name: version for name, version in names.items() if self._sent.get(name) != version}
+                _send({self.work / name: self.place / name for name in new})
             finally:
-                now = time.monotonic()
-                self._next = now + max(PAUSE, SHARE * (now - began))
+                self._next = time.monotonic() + max(PAUSE, SHARE * (time.monotonic() - began))
             self._sent.update(new)
 
     def publish_soon(self, *, at_once: bool = False) -> None:
+        """Publish in the background, some time after the last call or ``at_once``; failures are warnings."""
         busy = self._sender is not None and self._sender.is_alive()
         if not at_once and (busy or time.monotonic() < self._next):
             return
@@ -153,18 +177,28 @@ class RemoteOutput(Output):
     def _try_to_publish(self) -> None:
         try:
             self.publish()
-        except RunError as error:
-            tell(f"warning: {error}; trying again later")
+        except (CheckpointError, OSError, RunError) as error:
+            tell(f"warning: output_dir: {one_line(error)}; trying again later")
 
     def close(self) -> None:
+        """Publish the last records and remove the local folders. Never raises."""
         if self._opened:
             self._try_to_publish()
             shutil.rmtree(self._staging, ignore_errors=True)
 
 
-def _state(path: Path) -> tuple[int, int]:
-    status = path.stat()
-    return status.st_size, status.st_mtime_ns
+def _send(files: Mapping[Path, RemotePath]) -> None:
+    """Upload files side by side. The first error is raised after the running uploads have ended."""
+    if not files:
+        return
+    with ThreadPoolExecutor(UPLOADS, thread_name_prefix="upload") as pool:
+        sent = [pool.submit(target.upload_file, path) for path, target in files.items()]
+        try:
+            for upload in sent:
+                upload.result()
+        finally:
+            for upload in sent:
+                upload.cancel()
 
 
 def _claim(folder: Path) -> None:

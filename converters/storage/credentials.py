@@ -1,0 +1,191 @@
+"""What an object store is opened with: credentials, endpoint, region, from where the vendors' tools look.
+
+obstore itself reads each vendor's environment variables and asks a machine for its role. What it does not
+read (profiles and single sign-on in `~/.aws`, federated Google accounts, a login to Azure) comes from the
+vendor's own package, imported only then.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from converters.storage.store_errors import AccessDeniedError, RemoteError, reason_of, redact
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+LOOKED_FOR = {
+    "s3": "looked for AWS_ACCESS_KEY_ID, AWS_PROFILE and ~/.aws, a role of this container or machine",
+    "gs": "looked for GOOGLE_APPLICATION_CREDENTIALS, gcloud auth application-default login, a role of this "
+    "machine",
+    "az": "looked for AZURE_STORAGE_CONNECTION_STRING, AZURE_STORAGE_KEY or _SAS_TOKEN, AZURE_CLIENT_ID, "
+    "az login, a role of this machine",
+    "hf": "looked for HF_TOKEN, hf auth login",
+}
+_EXTRAS = {"boto3": "s3", "google": "gcs", "azure": "azure"}
+_MACHINES = {"s3": "169.254.169.254", "gs": "metadata.google.internal"}
+
+
+def options_of(protocol: str, bucket: str, url: str) -> dict[str, Any]:
+    """Keyword arguments for the store of a bucket, beside those that obstore reads from the environment.
+
+    Raises:
+        RemoteError: there are no credentials, or the package that reads them is not installed.
+    """
+    options: dict[str, Any] = {"s3": _s3, "gs": _gs, "az": _az}[protocol](bucket, url)
+    return options
+
+
+def _env(*names: str) -> str:
+    """The first of these environment variables that is set."""
+    return next((os.environ[name] for name in names if os.environ.get(name)), "")
+
+
+def _on(name: str) -> bool:
+    return os.environ.get(name, "").lower() in ("1", "true", "yes", "on")
+
+
+def _s3(bucket: str, url: str) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    endpoint = _env("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+    region = _env("AWS_REGION", "AWS_DEFAULT_REGION")
+    shared = [_env("AWS_CONFIG_FILE") or "~/.aws/config"]
+    shared += [_env("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials"]
+    files = any(Path(file).expanduser().is_file() for file in shared)
+    keys = _env("AWS_ACCESS_KEY_ID") and _env("AWS_SECRET_ACCESS_KEY")
+    role = not _env("AWS_PROFILE") and _env(
+        "AWS_WEB_IDENTITY_TOKEN_FILE",
+        "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+        "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+    )
+    if keys or role or _on("AWS_SKIP_SIGNATURE"):
+        pass  # read by obstore
+    elif _env("AWS_PROFILE") or (files and _installed("boto3")):
+        session = _made(_imported("boto3", url).Session, "s3", url)
+        provider = _imported("obstore.auth.boto3", url).Boto3CredentialProvider
+        options["credential_provider"] = _made(lambda: provider(session), "s3", url)
+        client = session.client("s3")
+        region = region or session.region_name or ""
+        if not endpoint and "amazonaws.com" not in client.meta.endpoint_url:
+            endpoint = options["endpoint"] = client.meta.endpoint_url
+    elif _on("AWS_EC2_METADATA_DISABLED") or not _reachable("s3"):
+        raise _missing("s3", url)
+    if not region and not endpoint:
+        region = _region(bucket)
+    if region:
+        options["region"] = region
+    if certificates := _env("AWS_CA_BUNDLE"):
+        options["client_options"] = {"root_certificate": Path(certificates).read_bytes()}
+    return options
+
+
+def _region(bucket: str) -> str:
+    """The region of a bucket of Amazon's, which tells it to everybody."""
+    request = urllib.request.Request(f"https://s3.amazonaws.com/{bucket}", method="HEAD")
+    try:
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            headers = answer.headers
+    except urllib.error.HTTPError as error:  # mostly 403 or a redirect, which tell it too
+        headers = error.headers
+    except OSError:
+        return ""
+    return str(headers.get("x-amz-bucket-region") or "")
+
+
+def _gs(bucket: str, url: str) -> dict[str, Any]:
+    if emulator := _env("STORAGE_EMULATOR_HOST"):
+        base = emulator if "://" in emulator else f"http://{emulator}"
+        return {"base_url": base.rstrip("/"), "skip_signature": True}
+    given = ("GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SERVICE_ACCOUNT_PATH", "GOOGLE_SERVICE_ACCOUNT_KEY")
+    if _on("GOOGLE_SKIP_SIGNATURE") or _env(*given, "GOOGLE_BEARER_TOKEN"):
+        return {}
+    folder = Path(_env("CLOUDSDK_CONFIG") or "~/.config/gcloud").expanduser()
+    named = _env("GOOGLE_APPLICATION_CREDENTIALS")
+    file = Path(named).expanduser() if named else folder / "application_default_credentials.json"
+    if named or file.is_file():
+        try:
+            kind = json.loads(file.read_bytes())["type"]
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise AccessDeniedError(
+                f"{redact(url)}: {file}: holds no Google credentials ({type(error).__name__})"
+            ) from None
+        if kind in ("authorized_user", "service_account"):
+            return {"application_credentials": str(file)}
+        provider = _imported("obstore.auth.google", url).GoogleCredentialProvider
+        return {"credential_provider": _made(provider, "gs", url)}
+    if not _reachable("gs"):
+        raise _missing("gs", url)
+    return {}
+
+
+def _az(bucket: str, url: str) -> dict[str, Any]:
+    pairs = [part.partition("=") for part in _env("AZURE_STORAGE_CONNECTION_STRING").split(";")]
+    given = {name: value for name, _, value in pairs}
+    host = url.partition("@")[2].partition("/")[0] if "@" in url else ""  # abfss://container@account.dfs...
+    account = host.partition(".")[0] or given.get("AccountName", "")
+    account = account or _env("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT")
+    names = {
+        "account_name": account,
+        "endpoint": given.get("BlobEndpoint", ""),
+        "account_key": given.get("AccountKey") or _env("AZURE_STORAGE_KEY", "AZURE_STORAGE_ACCOUNT_KEY"),
+        "sas_key": given.get("SharedAccessSignature") or _env("AZURE_STORAGE_SAS_TOKEN"),
+    }
+    options: dict[str, Any] = {name: value for name, value in names.items() if value}
+    if _on("AZURE_STORAGE_USE_EMULATOR"):
+        return {}
+    if not account:
+        raise RemoteError(f"{redact(url)}: names no storage account; set AZURE_STORAGE_ACCOUNT_NAME")
+    native = _env("AZURE_STORAGE_ACCESS_KEY", "AZURE_STORAGE_MASTER_KEY", "AZURE_STORAGE_TOKEN")
+    login = _env("AZURE_CLIENT_SECRET", "AZURE_STORAGE_CLIENT_SECRET", "AZURE_FEDERATED_TOKEN_FILE")
+    if not ({"account_key", "sas_key"} & options.keys() or native or login or _on("AZURE_SKIP_SIGNATURE")):
+        provider = _imported("obstore.auth.azure", url).AzureCredentialProvider
+        options["credential_provider"] = _made(provider, "az", url)
+    return options
+
+
+def _installed(package: str) -> bool:
+    from importlib.util import find_spec
+
+    return find_spec(package) is not None
+
+
+def _imported(module: str, url: str) -> Any:
+    from importlib import import_module
+
+    try:
+        return import_module(module)
+    except ImportError:
+        package = module.rpartition(".")[2]
+        extra = _EXTRAS.get(package, "s3")
+        raise RemoteError(
+            f"{redact(url)}: these credentials need a package that is not installed: "
+            f"pip install 'portable-trainer[{extra}]'"
+        ) from None
+
+
+def _made(make: Callable[[], Any], protocol: str, url: str) -> Any:
+    """A provider of credentials; errors of the vendor's package say what was looked for."""
+    try:
+        return make()
+    except Exception as error:  # each package has its own
+        raise _missing(protocol, url, reason_of(error)) from None
+
+
+def _missing(protocol: str, url: str, reason: str = "") -> AccessDeniedError:
+    because = f": {reason}" if reason else ""
+    return AccessDeniedError(f"{redact(url)}: no credentials found ({LOOKED_FOR[protocol]}){because}")
+
+
+def _reachable(protocol: str) -> bool:
+    """Whether this machine can be asked for its role; obstore would try for minutes."""
+    try:
+        socket.create_connection((_MACHINES[protocol], 80), timeout=1).close()
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,197 @@
+"""What can be done with a folder of a disk and with one of an object store alike.
+
+Each function takes a `Path` or a `RemotePath`, and nothing above this module asks which one a place is. A
+place is read with the methods that both have (`iterdir`, `stat`, `read_bytes`, `/`). What is whole is told by
+a rename on a disk, and by `converters.storage.completion_markers` in a store.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from converters.storage.completion_markers import INCOMPLETE, begin, is_unfinished, remove_tree
+from converters.storage.guarded import open_new, open_regular, real_path
+from converters.storage.object_store import PART_BYTES, Object, RemotePath, connections
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from typing_extensions import TypeIs
+
+    from converters.storage.path_or_url import Place
+
+P = TypeVar("P", Path, RemotePath)
+"""Both or neither of two places are in a store."""
+
+PARTIAL = ".partial"
+"""Ends the name of a hidden folder on a disk that is being written or deleted."""
+DAMAGED = "_DAMAGED"
+"""An object in a folder that was set aside."""
+
+
+def in_store(place: Place) -> TypeIs[RemotePath]:
+    """Whether a place is in an object store, for choosing what writes or mirrors a folder."""
+    return isinstance(place, RemotePath)
+
+
+def files_below(folder: Place) -> dict[str, Object]:
+    """Every regular file below a folder, by its name relative to it; links to folders are not followed."""
+    if isinstance(folder, RemotePath):
+        return folder.objects()
+    found = {}
+    for where, _, names in os.walk(folder):
+        inside = "" if where == str(folder) else os.path.relpath(where, folder).replace(os.sep, "/") + "/"
+        for name in names:
+            with suppress(OSError):
+                status = os.stat(os.path.join(where, name))  # noqa: PTH116, PTH118 - a Path for each is slow
+                if stat.S_ISREG(status.st_mode):
+                    found[inside + name] = Object(status.st_size, str(status.st_mtime_ns))
+    return found
+
+
+def folders_in(folder: P) -> list[P]:
+    """The folders directly in a folder as it is now, hidden ones too; none where it does not exist."""
+    if isinstance(folder, RemotePath):
+        folder.refresh()
+    with suppress(FileNotFoundError, NotADirectoryError):
+        return sorted(entry for entry in folder.iterdir() if entry.is_dir())
+    return []
+
+
+def inside(path: Place, within: Place) -> Place:
+    """`path`, or what it is a link to; LinkError where that is not in `within`. A store has no links."""
+    if isinstance(path, RemotePath) or isinstance(within, RemotePath):
+        return path
+    real = real_path(path, within)
+    return Path(real) if path.is_symlink() else path
+
+
+def chunks(path: Place) -> Iterator[bytes]:
+    """The content of a file; OSError where it is no regular file."""
+    if isinstance(path, RemotePath):
+        size = path.stat().st_size
+        for start in range(0, size, PART_BYTES):
+            yield path.read_range(start, min(size, start + PART_BYTES))
+        return
+    with os.fdopen(open_regular(path), "rb") as file:
+        while chunk := file.read(PART_BYTES):
+            yield chunk
+
+
+def copy_file(source: Place, target: Place) -> None:
+    """Copy a file into a new one in chunks, on a disk fsynced; OSError if that fails."""
+    if isinstance(target, RemotePath):
+        if isinstance(source, RemotePath):
+            source.copy_to(target)
+        else:
+            target.upload_file(source)
+        return
+    with os.fdopen(open_new(target), "wb") as written:
+        if isinstance(source, RemotePath):
+            source.download(written.write)
+        else:
+            with os.fdopen(open_regular(source), "rb") as read:
+                shutil.copyfileobj(read, written, 1 << 20)
+        written.flush()
+        os.fsync(written.fileno())
+
+
+def copy_folder(folder: Place, target: Path) -> None:
+    """Copy every file below a folder into a new folder of a disk."""
+    for name in files_below(folder):
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        copy_file(folder / name, target / name)
+
+
+def make_folder(folder: Place) -> None:
+    """Make a folder with those above it; a store needs none."""
+    if not isinstance(folder, RemotePath):
+        folder.mkdir(parents=True, exist_ok=True)
+
+
+def put_folder(written: Path, folder: Place, *, last: str = "") -> None:
+    """Move a local folder to a place, replacing what is there: by a rename, or in a store file by file.
+
+    Args:
+        last: the file that goes last, by whose presence a folder of a store is known to be whole.
+    """
+    if isinstance(folder, RemotePath):
+        for name in sorted(files_below(written), key=lambda name: (name == last, name)):
+            (folder / name).upload_file(written / name)
+        shutil.rmtree(written, ignore_errors=True)
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    written.rename(folder)
+
+
+def side_by_side(place: Place) -> int | None:
+    """How many files to read at a time; None for as many as there are cores."""
+    return connections() if isinstance(place, RemotePath) else None
+
+
+# -- folders that are whole or not ---------------------------------------------------------------------------
+
+
+def unused_name(path: P) -> P:
+    """The first of `path`, `path-2`, `path-3` ... that does not exist."""
+    found, number = path, 1
+    while is_taken(found):
+        number += 1
+        found = path.with_name(f"{path.name}-{number}")
+    return found
+
+
+def is_taken(path: Place) -> bool:
+    """Whether something has this name, be it a link to nothing."""
+    return path.exists() if isinstance(path, RemotePath) else os.path.lexists(path)
+
+
+def is_left_over(folder: Place) -> bool:
+    """Whether an interrupted write or deletion left this folder behind."""
+    if isinstance(folder, RemotePath):
+        return is_unfinished(folder) and not (folder / DAMAGED).is_file()
+    return folder.name.startswith(".") and folder.name.endswith(PARTIAL)
+
+
+def set_aside(folder: P) -> P:
+    """Mark a damaged folder, which stays but no longer counts; where it is now, or the mark."""
+    if not isinstance(folder, RemotePath):
+        return move_folder(folder, unused_name(folder.with_name(f"{folder.name}.damaged")))
+    aside = folder / DAMAGED
+    aside.write_bytes(b"")
+    begin(folder)
+    return aside
+
+
+def move_folder(folder: P, target: P) -> P:
+    """Rename a folder durably, in a store object by object; the new place."""
+    if isinstance(folder, RemotePath):
+        for name in folder.objects():
+            (folder / name).move_to(target / name)
+        return target
+    folder.rename(target)
+    fd = os.open(folder.parent, os.O_RDONLY)
+    os.fsync(fd)
+    os.close(fd)
+    return target
+
+
+def remove_folder(folder: Place) -> None:
+    """Delete a folder, which no longer counts from the first deletion on."""
+    if isinstance(folder, RemotePath):
+        folder.refresh()
+        if folder.exists() and not (folder / INCOMPLETE).is_file():
+            begin(folder)  # so that it is found if the deletion is interrupted
+        remove_tree(folder)
+        return
+    doomed = folder.with_name(f".{folder.name.lstrip('.')}.old{PARTIAL}")
+    shutil.rmtree(doomed, ignore_errors=True)
+    with suppress(FileNotFoundError):
+        folder.rename(doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
