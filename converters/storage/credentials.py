@@ -12,6 +12,7 @@ import os
 import socket
 import urllib.error
 import urllib.request
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,6 +86,7 @@ def _s3(bucket: str, url: str) -> dict[str, Any]:
     return options
 
 
+@cache
 def _region(bucket: str) -> str:
     """The region of a bucket of Amazon's, which tells it to everybody."""
     request = urllib.request.Request(f"https://s3.amazonaws.com/{bucket}", method="HEAD")

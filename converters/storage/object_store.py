@@ -40,7 +40,14 @@ from urllib.parse import quote
 
 from converters.errors import CheckpointError, printable
 from converters.storage.credentials import LOOKED_FOR, options_of
-from converters.storage.store_errors import LostUploadError, RemoteError, broke_off, redact, translated
+from converters.storage.store_errors import (
+    LostUploadError,
+    RemoteError,
+    broke_off,
+    reason_of,
+    redact,
+    translated,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -201,7 +208,7 @@ class Bucket:
         except CheckpointError:
             raise
         except Exception as error:  # those of obstore, and of the packages that look for credentials
-            raise translated(self.url, "open", error, LOOKED_FOR[self.kind]) from None
+            raise RemoteError(f"{redact(self.url)}: cannot be set up: {reason_of(error)}") from None
 
     def call(
         self,

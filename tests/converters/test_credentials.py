@@ -91,6 +91,13 @@ def test_without_any_the_line_names_what_was_looked_for(s3: ObjectStore, no_keys
     assert "no credentials found (looked for AWS_ACCESS_KEY_ID, AWS_PROFILE and ~/.aws, a role of" in line
 
 
+def test_what_cannot_be_set_up_is_told(
+    s3: ObjectStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("AWS_CA_BUNDLE", str(tmp_path / "missing.pem"))
+    assert "cannot be set up" in (line := said(s3.url("x"))) and "missing.pem" in line
+
+
 def test_unsigned_requests(
     s3: ObjectStore, no_keys: None, signed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
