@@ -209,7 +209,9 @@ class Adapter:
                 )
             rank = config.rank(module.path)
             stacked = bool(config.target_parameters)
-            if left.shape[0] != rank and not stacked:
+            # With ensure_weight_tying a table has the factors of the other, and the scaling of its own rank.
+            tied = config.tie and left.shape[0] in (config.r, *config.rank_pattern.values())
+            if left.shape[0] != rank and not stacked and not tied:
                 raise CheckpointError(
                     f"{self.root}: {module.path}: has rank {left.shape[0]}, {config.path} says {rank}"
                 )

@@ -266,9 +266,13 @@ class _Merge:
         own = {
             self._tokens(module): module for module in self.adapter.modules if module.find(TOKENS) is not None
         }
+        paths = [module.path for module in own.values()]
         for alias, owner in self.ties.items():
             if owner in own and alias not in own:  # peft gives it the owner's
                 self._change(alias, 1).edits.extend(self.changes[owner].edits)
+                paths.append(alias.removesuffix(".weight"))
+        for path in paths:
+            self._without_bias(path)
         nested: dict[str, list[Module]] = {}
         for module in self.adapter.modules:
             if module.pair() is None:
@@ -279,6 +283,13 @@ class _Merge:
                 self._lora(module)
         for path, modules in nested.items():
             self._parameters(path, modules)
+
+    def _without_bias(self, module: str) -> None:
+        """With trained tokens, or tied to a saved embedding, peft's head leaves out the base's bias."""
+        found = self.names.find(f"{module}.bias")
+        if found is not None and found.whole is not None:
+            zeros = partial(np.zeros, found.shape, np.float32)
+            self._change(found.whole, 0).edits.append(Scale(zeros, 0, 0, 1, columns=True))
 
     def _lora(self, module: Module) -> None:
         pair = module.pair()
@@ -487,6 +498,10 @@ class _Merge:
         change.source = tensor
         if found.shape != tensor.shape:
             self.config_changes["vocab_size"] = tensor.shape[0]
+        if leaf == "weight" and self.config.tie and name in self.ties:
+            owner = self.ties[name].removesuffix(".weight")
+            if self._is_saved(module) or self._is_saved(owner):
+                self._without_bias(module)
 
     def _is_saved(self, module: str) -> bool:
         """Whether `modules_to_save` names this module, or one that it is in."""

@@ -5,14 +5,6 @@
 
 `maxtext` is a `TrainState` as MaxText saves it, by two processes with two devices each; the others are a tree
 of odd arrays on four devices. The values follow from the names (`orbax_values.py`); a test needs no JAX.
-
-Programs with arrays of TensorStore's own, each beside what it needs (with `--no-deps`):
-
-    PYTHONPATH=.:FOLDER python -m tests.converters.make_orbax OUT levanter NAME
-    PYTHONPATH=.:FOLDER python -m tests.converters.make_orbax OUT easydel
-
-`levanter.zip` is of marin-levanter 0.2.20, `levanter_zarr.zip` of levanter 1.2.dev1644: a Llama of Levanter's
-own as its trainer saves it. `easydel.zip` is written by eformer 0.0.99.12 with the names of EasyDeL's Llama.
 """
 
 from __future__ import annotations
@@ -24,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.converters.orbax_values import LLAMA, ODD, STEP, easydel_llama, maxtext_llama, pattern
+from tests.converters.orbax_values import ODD, STEP, maxtext_llama, pattern
 
 RUNS = {"ocdbt": (True, False), "zarr": (False, False), "zarr3": (False, True)}
 
@@ -76,109 +68,6 @@ def odd(out: Path) -> None:
         ocp.Checkpointer(handler).save((out / name).absolute(), args=ocp.args.PyTreeSave(tree))
 
 
-def _zipped(folder: Path) -> None:
-    shutil.make_archive(str(folder), "zip", folder)
-    shutil.rmtree(folder)
-
-
-def levanter(out: Path, name: str) -> None:
-    """The state of a trainer with AdamW; Levanter's own exporter must agree with what a test expects."""
-    import dataclasses
-
-    import haliax.state_dict
-    import jax
-    import numpy as np
-    from haliax import Axis
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
-    from levanter.checkpoint import save_checkpoint
-    from levanter.models.llama import LlamaConfig
-    from levanter.optim import AdamConfig
-    from levanter.trainer_state import TrainerState
-    from levanter.utils.jax_utils import leaf_key_paths
-
-    hidden, inner, layers, heads, keys, head = (
-        LLAMA[key]
-        for key in (
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-        )
-    )
-    config = LlamaConfig(
-        seq_len=32,
-        hidden_dim=hidden,
-        intermediate_dim=inner,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=keys,
-        head_dim=head,
-    )
-    key = jax.random.PRNGKey(0)
-    model = config.build(Axis("vocab", 12), key=key)
-    state = TrainerState.init(AdamConfig().build(10), model, key=key, is_trainable=True)
-    mesh = Mesh(np.array(jax.devices()[:2]), ("fsdp",))
-
-    def leaf(path: str, value: Any) -> Any:
-        if not hasattr(value, "shape") or path == "training_key":
-            return value
-        if not value.shape:
-            return jax.numpy.array(STEP, value.dtype) if value.dtype.kind == "i" else value
-        axes = [None] * (value.ndim - 1) + ["fsdp"]
-        if name != "levanter" or value.shape[-1] % 2:
-            axes = []
-        wanted = pattern(path, value.dtype.name, value.shape)
-        sharding = NamedSharding(mesh, PartitionSpec(*axes))
-        return jax.make_array_from_callback(value.shape, sharding, lambda index: wanted[index])
-
-    def is_named(value: object) -> bool:
-        return isinstance(value, haliax.NamedArray)
-
-    def filled(path: str, value: Any) -> Any:
-        return (
-            dataclasses.replace(value, array=leaf(path, value.array))
-            if is_named(value)
-            else leaf(path, value)
-        )
-
-    state = jax.tree.map(filled, leaf_key_paths(state, is_leaf=is_named), state, is_leaf=is_named)
-    exported = haliax.state_dict.to_torch_compatible_state_dict(state.model)
-    step = out / name / f"step-{STEP}"
-    save_checkpoint(state.saveable_state, STEP, str(step), is_temporary=False)
-    while not (step / "metadata.json").exists():  # written in the background
-        pass
-    values: dict[str, Any] = {key: np.asarray(value) for key, value in exported.items()}
-    np.savez(out / name / "exported.npz", **values)
-    _zipped(out / name)
-
-
-def easydel(out: Path) -> None:
-    """`model` and the optimizer's `tx`, whose leaves are variables of flax, by EasyDeL's own serializer."""
-    import jax.numpy as jnp
-    from eformer.serialization import Checkpointer
-
-    saver = Checkpointer(base_path=str(out / "easydel"), save_interval=None, step_policies=[])
-
-    def tree(what: str, *below: str) -> dict[str, Any]:
-        made: dict[str, Any] = {}
-        for name, shape in easydel_llama().items():
-            node = made
-            *above, last = (*name.split("."), *below)
-            for key in above:
-                node = node.setdefault(key, {})
-            kind = "bfloat16" if what == "model" else "float32"
-            node[last] = jnp.asarray(pattern(f"{what}.{name}", kind, shape))
-        return made
-
-    moments = {what: tree(what, "value") for what in ("mu", "nu")}
-    adam = [(), [{"count": jnp.array(STEP, jnp.int32), **moments}, (), {"count": jnp.array(STEP, jnp.int32)}]]
-    saver.save_pytree(tree=tree("model"), prefix="model")
-    saver.save_pytree(tree=adam, prefix="tx")
-    _zipped(out / "easydel")
-
-
 def maxtext(out: Path, rank: int, processes: int) -> None:
     """`<step>/items` of a Llama with scanned layers, after MaxText's checkpointing.py."""
     import jax
@@ -228,9 +117,5 @@ if __name__ == "__main__":
         main(Path(folder))
     elif more == ["odd"]:
         odd(Path(folder))
-    elif more[0] == "levanter":
-        levanter(Path(folder).absolute(), more[1])
-    elif more == ["easydel"]:
-        easydel(Path(folder).absolute())
     else:
         maxtext(Path(folder), *map(int, more))

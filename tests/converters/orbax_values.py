@@ -70,25 +70,3 @@ def maxtext_llama() -> Arrays:
     }
     named = {**around, **{f"decoder.layers.{name}": what for name, what in stacked.items()}}
     return {name: (kind, shape, axes) for name, (shape, axes) in named.items()}
-
-
-def easydel_llama() -> dict[str, tuple[int, ...]]:
-    """The parameters of one layer of `LLAMA` as EasyDeL names them: kernels are [in, out]."""
-    hidden, heads, groups, inner, words = 8, 24, 12, 12, 10
-    layer = {
-        "self_attn.q_proj.kernel": (hidden, heads),
-        "self_attn.k_proj.kernel": (hidden, groups),
-        "self_attn.v_proj.kernel": (hidden, groups),
-        "self_attn.o_proj.kernel": (heads, hidden),
-        "mlp.gate_proj.kernel": (hidden, inner),
-        "mlp.up_proj.kernel": (hidden, inner),
-        "mlp.down_proj.kernel": (inner, hidden),
-        "input_layernorm.kernel": (hidden,),
-        "post_attention_layernorm.kernel": (hidden,),
-    }
-    return {
-        "model.embed_tokens.embedding": (words, hidden),
-        **{f"model.layers.0.{name}": shape for name, shape in layer.items()},
-        "model.norm.kernel": (hidden,),
-        "lm_head.kernel": (hidden, words),
-    }

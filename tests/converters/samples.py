@@ -85,11 +85,6 @@ def _kept(name: str) -> Callable[[Path], None]:
     return make
 
 
-def _levanter(folder: Path) -> None:
-    shutil.unpack_archive(_ORBAX / "levanter.zip", folder)
-    (folder / "exported.npz").unlink()
-
-
 _EXTRA = tuple(f"extra_state_world_size_{n}_rank_{rank}.pt" for n in (3, 4) for rank in range(n))
 
 _WRITTEN = [
@@ -112,13 +107,6 @@ _WRITTEN = [
         "orbax-maxtext",
         "orbax",
         make=_kept("maxtext/checkpoints/7"),
-        unchecked=_between_nodes,
-        same_layout=lambda left, right: left.parent.name == right.parent.name == "d",
-    ),
-    Sample(
-        "orbax-levanter",
-        "orbax",
-        make=_levanter,
         unchecked=_between_nodes,
         same_layout=lambda left, right: left.parent.name == right.parent.name == "d",
     ),

@@ -643,12 +643,15 @@ def saved(folder: Path, arrays: Mapping[str, Array | np.generic], **more: Any) -
     return folder
 
 
-def test_a_chunk_may_be_missing_only_in_what_older_versions_wrote(tmp_path: Path) -> None:
+def test_a_chunk_may_be_missing_only_in_what_older_versions_wrote(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     arrays = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "b": np.ones((), np.float32)}
     older = saved(tmp_path / "older", arrays, use_ocdbt=None)
     (older / "a" / "0.0").unlink()
     tensors = open_checkpoint(older).tensors
     assert not tensors["a"].read().any() and tensors["b"].read() == 1
+    assert "zeros are read for chunks that are not stored (1)" in caplog.text
     newer = saved(tmp_path / "newer", arrays, store_array_data_equal_to_fill_value=True)
     (newer / "a" / "0.0").unlink()
     with pytest.raises(CheckpointError, match=r"newer/a/0\.0: No such file"):
@@ -730,6 +733,24 @@ def test_what_is_missing_is_told(tmp_path: Path) -> None:
     (copy("zarr")).rename(tmp_path / "7.orbax-checkpoint-tmp")
     with pytest.raises(CheckpointError, match="an Orbax checkpoint that was not finished"):
         open_checkpoint(tmp_path / "7.orbax-checkpoint-tmp")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("metadata.json", {"step": 7, "is_temporary": False}, "Levanter's own arrays; .*export_lm_to_hf"),
+        ("tensorstore_index.json", {"format": "tensorstore"}, r"EasyDeL's own arrays; .*to_torch\(\)"),
+    ],
+)
+def test_arrays_of_programs_that_export_themselves(
+    name: str, content: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    step = Path(shutil.copytree(SAMPLES / "ocdbt", tmp_path / "run" / "step-7"))
+    (step / "_METADATA").unlink()
+    (step / name).write_text(json.dumps(content))
+    for path in (step, tmp_path / "run"):
+        with pytest.raises(CheckpointError, match=told):
+            open_checkpoint(path)
 
 
 def test_a_tree_and_a_database_that_disagree_are_refused(tmp_path: Path) -> None:

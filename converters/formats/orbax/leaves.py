@@ -1,27 +1,20 @@
-"""Which arrays a tree holds, and how they are stored, as each program records it.
+"""Which arrays a tree holds, and how they are stored, as `_METADATA` lists them.
 
-Orbax lists them in `_METADATA`, EasyDeL in `tensorstore_index.json`. Levanter's `metadata.json` only says
-that a checkpoint is complete; its arrays are found in the OCDBT database, or in the folders of zarr version 2
-that older versions wrote. Newer versions list them in `manifest.json`, too.
-
-Source: orbax/checkpoint/_src/metadata/tree.py; eformer/serialization/serialization.py, async_manager.py;
-levanter/checkpoint.py, tensorstore_serialization.py, checkpoint_manifest.py.
+Source: orbax/checkpoint/_src/metadata/tree.py.
 """
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from converters.containers.ocdbt import MANIFEST, read_ocdbt
 from converters.containers.pickle_reader import shown
 from converters.containers.shard_index import read_json
-from converters.containers.zarr import V2, V3, element_type
-from converters.errors import CheckpointError, blame
+from converters.containers.zarr import V2, V3
+from converters.errors import CheckpointError
 from converters.names.canonical import MAX_TENSOR_NAME
 from converters.storage.guarded import read_small
-from converters.storage.places import files_below
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -29,16 +22,14 @@ if TYPE_CHECKING:
     from converters.storage.bytes import Source
     from converters.storage.folder import Folder
     from converters.storage.path_or_url import Place
-    from converters.tensors.tensor import Shape
 
 Path = tuple[str, ...]
-METADATA, INDEX, COMMITTED = "_METADATA", "tensorstore_index.json", "metadata.json"
-MARKS = (METADATA, INDEX, COMMITTED)
-# What tells a file of that name from another program's; the first kilobytes hold it.
-_CONTENT = {METADATA: b'"tree_metadata"', INDEX: b'"tensorstore"', COMMITTED: b'"is_temporary"'}
-_LISTED = "manifest.json"
-_OPTIMIZER = "opt_state"
-_CHUNK = re.compile(r"\d+(?:\.\d+)*")
+METADATA = "_METADATA"
+# Programs with arrays of their own, which export for transformers themselves: their file, what is in it.
+_OTHERS = (
+    ("metadata.json", b'"is_temporary"', "Levanter", "python -m levanter.main.export_lm_to_hf"),
+    ("tensorstore_index.json", b'"tensorstore"', "EasyDeL", "model.to_torch().save_pretrained(...)"),
+)
 _MAX_BYTES = 64 << 20
 
 
@@ -47,50 +38,54 @@ class Leaves:
     """The arrays of a tree.
 
     Attributes:
-        source: the file that marks or lists them, for messages.
         stored: path in the tree -> name of the array in the folder or the database.
         header: the name of an array's header, which tells the version of zarr.
         complete: whether chunks of zeros are stored, too: then none may be missing.
         database: the OCDBT database; None where arrays are folders.
         scalars: which are Python's numbers.
-        described: the shapes and types that the list says.
     """
 
-    source: str
     stored: Mapping[Path, str]
     header: str
     complete: bool
     database: Mapping[str, Source] | None
     scalars: frozenset[Path] = frozenset()
-    described: Mapping[Path, tuple[Shape, str]] = field(default_factory=dict)
 
 
-def mark(folder: Place) -> str | None:
-    """The file that makes a folder a tree of arrays."""
-    for name in MARKS:
-        try:
-            if _CONTENT[name] in read_small(folder / name, limit=4096, head=True):
-                return name
-        except (OSError, CheckpointError):
-            continue
+def is_tree(folder: Place) -> bool:
+    """Whether a folder holds a tree of arrays; the first kilobytes of the list tell it from other files."""
+    return _holds(folder / METADATA, b'"tree_metadata"')
+
+
+def of_another_program(folder: Place) -> str | None:
+    """Why a tree of another program's own arrays is not read, and what to do instead."""
+    for name, content, program, export in _OTHERS:
+        if _holds(folder / name, content):
+            return f"{folder}: holds {program}'s own arrays; export the model there with {export}"
     return None
 
 
+def _holds(path: Place, content: bytes) -> bool:
+    try:
+        return content in read_small(path, limit=4096, head=True)
+    except (OSError, CheckpointError):
+        return False
+
+
 def read_leaves(folder: Folder) -> Leaves:
-    """The arrays of a tree, of whichever program wrote it.
+    """The arrays of a tree.
 
     Raises:
         CheckpointError: its list is damaged, or does not fit the database.
     """
-    readers = {METADATA: _orbax, INDEX: _easydel, COMMITTED: _levanter}
-    found = readers[mark(folder.path) or METADATA](folder)
+    found = _orbax(folder)
     if found.database is not None:
         ending = f"/{found.header}"
         held = {key[: -len(ending)] for key in found.database if key.endswith(ending)}
         extra = min(held.difference(found.stored.values()), default=None)
         if extra is not None:
             raise CheckpointError(
-                f"{folder.path}: damaged, holds {shown(extra)}, which {found.source} does not list"
+                f"{folder.path}: damaged, holds {shown(extra)}, which {METADATA} does not list"
             )
     return found
 
@@ -123,80 +118,12 @@ def _orbax(folder: Folder) -> Leaves:
     _check_names(paths, where)
     in_database = (folder.path / MANIFEST).exists() if ocdbt is None else ocdbt
     return Leaves(
-        METADATA,
         {path: ".".join(path) for path in paths},
         V3 if zarr3 else V2,
         complete=complete is True,  # older versions left out chunks of zeros
         database=read_ocdbt(folder) if in_database else None,
         scalars=frozenset(scalars),
     )
-
-
-def _easydel(folder: Folder) -> Leaves:
-    """EasyDeL keeps trees side by side: `model`, and the optimizer as `tx`."""
-    content = _table(folder, INDEX)
-    where = f"{folder.path / INDEX}"
-    trees = content.get("prefixes")
-    lists = [*(trees.values() if isinstance(trees, dict) else ()), content.get("arrays", [])]
-    if not all(isinstance(entries, list) for entries in lists):
-        raise CheckpointError(f"{where}: damaged, lists no arrays")
-    entries = _entries([entry for listed in lists for entry in listed], where)
-    if not entries:
-        raise CheckpointError(f"{where}: damaged, lists no arrays")
-    stored, described = {}, {}
-    for name, saying in entries.items():
-        path = tuple(name.split("/"))
-        if path[0] == "tx":
-            # Its leaves are flax's variables, whose value has a key of its own.
-            path = (_OPTIMIZER, *(path[1:-1] if path[-1] in ("value", "raw_value") else path[1:]))
-        stored[path] = name
-        described[path] = saying
-    _check_names(stored, where)
-    return Leaves(INDEX, stored, V2, complete=False, database=None, described=described)
-
-
-def _levanter(folder: Folder) -> Leaves:
-    _table(folder, COMMITTED)
-    database = read_ocdbt(folder) if (folder.path / MANIFEST).exists() else None
-    header = V2 if database is None else V3
-    keys = list(files_below(folder.path) if database is None else database)
-    names = sorted(key[: -len(header) - 1] for key in keys if key.endswith(f"/{header}"))
-    where = str(folder.path)
-    if database is None:
-        chunks = {above for above, _, last in (key.rpartition("/") for key in keys) if _CHUNK.fullmatch(last)}
-        lost = min(chunks.difference(names, ("",)), default=None)
-        if lost is not None:
-            raise CheckpointError(f"{where}: damaged, {shown(lost)} has chunks and no {header}")
-    if not names:
-        raise CheckpointError(f"{where}: Levanter's {COMMITTED} lies here, and no arrays: it is incomplete")
-    described = {}
-    if (folder.path / _LISTED).exists():
-        where = f"{folder.path / _LISTED}"
-        listed = _table(folder, _LISTED).get("arrays")
-        if not isinstance(listed, list):
-            raise CheckpointError(f"{where}: damaged, lists no arrays")
-        entries = _entries(listed, where)
-        described = {tuple(name.split("/")): saying for name, saying in entries.items()}
-        names = sorted(entries)
-    stored = {tuple(name.split("/")): name for name in names}
-    _check_names(stored, where)
-    source = _LISTED if described else COMMITTED
-    return Leaves(source, stored, header, complete=False, database=database, described=described)
-
-
-def _entries(listed: list[Any], where: str) -> dict[str, tuple[Shape, str]]:
-    """Name of an array -> the shape and the type that a list says."""
-    found: dict[str, tuple[Shape, str]] = {}
-    for entry in listed:
-        try:
-            name, shape, dtype = entry["path"], tuple(entry["shape"]), entry["dtype"]
-        except (LookupError, TypeError):
-            raise CheckpointError(f"{where}: damaged, describes an array without its path or shape") from None
-        if not isinstance(name, str) or name in found:
-            raise CheckpointError(f"{where}: damaged, lists {shown(name)} twice, or no name")
-        with blame(where):
-            found[name] = shape, element_type(dtype)
-    return found
 
 
 def _check_names(paths: Iterable[Path], where: str) -> None:

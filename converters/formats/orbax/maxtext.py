@@ -131,7 +131,6 @@ class Place:
         kernel: whether the first dimensions are the inputs.
         paired: whether the elements of a head are rotated one with the next.
         rows: of the result, where it is padded.
-        shape: of the result, where its dimensions are merged.
         scale: what the weights of transformers are multiplied by ...
         divided: ... or divided by ...
         term: ... and what is then added.
@@ -142,7 +141,6 @@ class Place:
     kernel: bool = False
     paired: bool = False
     rows: int | None = None
-    shape: Shape | None = None
     scale: float = 1.0
     divided: float = 1.0
     term: float = 0.0
@@ -173,8 +171,6 @@ class Layout:
             layer = tensor if place.stack is None else selected(tensor, place.stack, number)
             if place.kernel:
                 layer = _outputs_first(layer, place, name)
-            if place.shape is not None and layer.shape != place.shape:
-                layer = reshaped(layer, place.shape)
             if place.rows is not None and place.rows < layer.shape[0]:
                 layer = part(layer, 0, 0, place.rows)
             if (float(edit.factor), float(edit.divisor), float(edit.term)) != (1, 1, 0):
@@ -211,7 +207,7 @@ def maxtext_layout(shapes: Mapping[Path, Shape], config: Mapping[str, Any], wher
     return _Model(config, where).layout(shapes, prefix)
 
 
-def named_layout(shapes: Mapping[Path, Shape], config: Mapping[str, Any], where: str) -> Layout:
+def named_layout(shapes: Mapping[Path, Shape], where: str) -> Layout:
     """The layout of any tree: each parameter as it is, by its keys, without a wrapper's prefix."""
     plain = plain_names({".".join(path): path for path in shapes}, where=where)
     return Layout({path: Place((name,)) for name, path in plain.items()})

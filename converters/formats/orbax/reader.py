@@ -1,10 +1,10 @@
-"""Orbax and its kin: the checkpoints of JAX programs (MaxText, Flax, Levanter, EasyDeL), read without JAX.
+"""Orbax: the checkpoints of JAX programs (MaxText, Flax), read without JAX.
 
 A folder holds a tree of arrays (`leaves.py`), and each is a zarr array, in one OCDBT database
 (`manifest.ocdbt`, `d/`) or in a folder of its own. Orbax's `CheckpointManager` writes `<step>/<item>/`.
-Tensors have the keys of the tree (`params.decoder.norm.scale`); those of MaxText, Levanter and EasyDeL get
-transformers' names where the model's config.json is known (`maxtext.py`, `llama.py`). The moments of optax's
-Adam are found by their place in the tree.
+Tensors have the keys of the tree (`params.decoder.norm.scale`); those of MaxText get transformers' names
+where the model's config.json is known (`maxtext.py`). The moments of optax's Adam are found by their place in
+the tree.
 
 Source: https://orbax.readthedocs.io, orbax/checkpoint/_src/metadata/tree.py, _src/serialization/.
 """
@@ -23,8 +23,7 @@ from converters.containers.pickle_reader import shown
 from converters.containers.zarr import V3, Budget, read_zarr
 from converters.errors import CheckpointError, OptimizerStateError, blame, printable
 from converters.formats import Format, Source
-from converters.formats.orbax.leaves import COMMITTED, INDEX, MARKS, METADATA, mark, read_leaves
-from converters.formats.orbax.llama import easydel_layout, levanter_layout
+from converters.formats.orbax.leaves import METADATA, is_tree, of_another_program, read_leaves
 from converters.formats.orbax.maxtext import Layout, maxtext_layout, named_layout
 from converters.names.canonical import is_number
 from converters.storage.folder import Folder
@@ -47,22 +46,20 @@ _ITEMS = ("items", "default", "pytree", "state", "params", "model_params")
 _OPTIMIZERS = frozenset({"opt_state", "optimizer_state"})
 # A count may be an array; a float may be a parameter.
 _COUNTS = ("I32", "I64", "U32")
-# Random states of MaxText and Levanter; Levanter's average of the weights.
-_AUXILIARY = frozenset({"nnx_aux", "training_key", "model_averaging"})
+_AUXILIARY = frozenset({"nnx_aux"})  # MaxText's random states
 _MOMENTS = {"mu": "exp_avg", "nu": "exp_avg_sq"}
 _BOTH = frozenset(_MOMENTS.values())
 # Chunks of an array that are files; chunks of all arrays that lie within others, or are not stored.
 _MAX_CHUNKS, _MAX_BEYOND = 1 << 22, 1 << 18
 _MAX_HEADER = 1 << 20
-_LAYOUTS = (maxtext_layout, levanter_layout, easydel_layout, named_layout)
 
 
 def _folder(path: Place) -> Place | None:
     """The folder of the tree for a path: of it, of a file in it, or of the step that holds it as an item."""
-    folder = path.parent if path.is_file() and path.name in (*MARKS, MANIFEST) else path
+    folder = path.parent if path.is_file() and path.name in (METADATA, MANIFEST) else path
     if _TEMPORARY in folder.name or not folder.is_dir():
         return None
-    if mark(folder) is not None:
+    if is_tree(folder):
         return folder
     items = _items(folder)
     found = next((name for name in _ITEMS if name in items), items[0] if len(items) == 1 else None)
@@ -76,7 +73,7 @@ def _items(folder: Place) -> list[str]:
     except OSError:
         return []
     names = listed if _STEP_METADATA in listed else listed.intersection(_ITEMS)
-    return sorted(name for name in names if mark(folder / name) == METADATA)
+    return sorted(name for name in names if is_tree(folder / name))
 
 
 def _detect(source: Source) -> bool:
@@ -91,16 +88,14 @@ def _incomplete(source: Source) -> str | None:
         listed = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
     except OSError:
         return None
+    if (why := of_another_program(path)) is not None:
+        return why
     if MANIFEST in listed or any(name.startswith("ocdbt.process_") for name in listed):
-        return (
-            f"{path}: an Orbax checkpoint without {METADATA}, which lists its tensors, or Levanter's without "
-            f"{COMMITTED}: it is incomplete"
-        )
+        return f"{path}: an Orbax checkpoint without {METADATA}, which lists its tensors: it is incomplete"
     if len(items := _items(path)) > 1:
         return f"{path}: holds several Orbax checkpoints, {', '.join(items[:8])}: name one of these folders"
-    for name, program in ((METADATA, "an Orbax checkpoint"), (INDEX, "EasyDeL's arrays")):
-        if name in listed:
-            return f"{path}: {name} is not the list of {program}: it is damaged"
+    if METADATA in listed:
+        return f"{path}: {METADATA} is not the list of an Orbax checkpoint: it is damaged"
     return None
 
 
@@ -157,12 +152,6 @@ class _Tree:
         # The database says which are zeros; a number that is zero is common.
         if leaves.database is None and array.shape and path[0] not in _AUXILIARY:
             self.absent += len(absent)
-        shape, dtype = leaves.described.get(path, (array.shape, array.dtype))
-        if (array.shape, array.dtype) != (shape, dtype):
-            raise CheckpointError(
-                f"{self.where}: damaged, {name} is {array.dtype} {list(array.shape)}, {leaves.source} says "
-                f"{dtype} {list(shape)}"
-            )
         return array
 
     def _has(self, key: str) -> bool:
@@ -190,8 +179,7 @@ class _Tree:
         beside = inside | self.scalars | {path for path in self.arrays if path[0] in _AUXILIARY}
         model = {path: array for path, array in self.arrays.items() if path not in beside}
         shapes = {path: array.shape for path, array in model.items()}
-        found = (make(shapes, config, self.where) for make in _LAYOUTS)
-        layout = next(made for made in found if made is not None)
+        layout = maxtext_layout(shapes, config, self.where) or named_layout(shapes, self.where)
         tensors: dict[str, Tensor] = {}
         with blame(folder):
             for path, array in model.items():
@@ -276,8 +264,6 @@ FORMAT = Format(
     _open,
     _incomplete,
     written_by="Orbax, with OCDBT or without, zarr 2 or 3: MaxText (Llama, Mistral, Qwen3, Gemma 1 and 2 "
-    "get transformers' names), Flax; Levanter's and EasyDeL's TensorStore arrays (Llama, Mistral, Qwen2 and "
-    "Qwen3 get transformers' names)",
-    recognised_by="`_METADATA` with a tree, there or in `<step>/items/`, `<step>/default/`; Levanter's "
-    "`metadata.json`; EasyDeL's `tensorstore_index.json`",
+    "get transformers' names), Flax",
+    recognised_by="`_METADATA` with a tree, there or in `<step>/items/`, `<step>/default/`",
 )
