@@ -18,8 +18,9 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
 from converters import CheckpointError, open_checkpoint, write_checkpoint
 from converters.cli import main
-from converters.tensors.quantised import quantise
-from converters.writers.gguf_writer import _LLAMA3, MODEL_TYPES, _byte_level_bpe
+from converters.tensors.quantised import q8_0
+from converters.writers.gguf_models import MODELS
+from converters.writers.gguf_tokenizer import _LLAMA3, byte_level_bpe
 
 VOCAB = 320
 SHAPE = {
@@ -81,7 +82,7 @@ def saved(folder: Path, name: str) -> torch.nn.Module:
 
 
 def test_every_architecture_has_its_test() -> None:
-    assert {kind for kind, _ in CONFIGS.values()} == set(MODEL_TYPES)
+    assert {kind for kind, _ in CONFIGS.values()} == set(MODELS)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -143,7 +144,7 @@ def test_q8_0_is_ggmls() -> None:
 def test_a_tokenizer_that_might_split_differently_is_left_out(tmp_path: Path) -> None:
     known = json.loads(tokenizer("llama").to_str())
     config = {"vocab_size": VOCAB, "bos_token_id": 0}
-    assert _byte_level_bpe(known, config) is not None
+    assert byte_level_bpe(known, config, [0]) is not None
     changes: list[dict[str, Any]] = [
         {"normalizer": {"type": "Lowercase"}},
         {"pre_tokenizer": {"type": "Whitespace"}},
@@ -153,7 +154,7 @@ def test_a_tokenizer_that_might_split_differently_is_left_out(tmp_path: Path) ->
         {"post_processor": {"type": "BertProcessing"}},
     ]
     for change in changes:
-        assert _byte_level_bpe({**known, **change}, config) is None, change
+        assert byte_level_bpe({**known, **change}, config, [0]) is None, change
     saved(tmp_path / "in", "llama")
     for damaged in (True, False):
         file = tmp_path / "in" / "tokenizer.json"
