@@ -232,7 +232,7 @@ def _convert(options: argparse.Namespace) -> int:
     checkpoint, adapter = _adapter(checkpoint, given, options)
     if given is not None and adapter is None:
         config = {**read_small_table(checkpoint.companions.get("config.json")), **checkpoint.config}
-        check_fits(checkpoint.tensors, config, options.config_from)
+        check_fits(checkpoint.tensors, config, f"--config-from {options.config_from}")
     choices = Choices(options.dtype, options.max_shard_size, options.optimizer)
 
     def make_plan() -> Plan:

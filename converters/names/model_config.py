@@ -61,6 +61,4 @@ def check_fits(tensors: Mapping[str, Tensor], config: Mapping[str, Any], named: 
         found.append((next(iter(depths)), allowed, {count}, f"the tensors have {count:,} layers"))
     for key, allowed, actual, told in found:
         if not allowed & actual:
-            raise CheckpointError(
-                f"--config-from {named}: {key} is {sizes[key]:,}, and {told}; give the model's own"
-            )
+            raise CheckpointError(f"{named}: {key} is {sizes[key]:,}, and {told}; give the model's own")

@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from math import ceil, floor, log, pi, sqrt
+from math import pi, sqrt
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from converters.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Container, Mapping
 
     from converters.storage.path_or_url import Place
 
-_LARGEST = 3e38  # of a float32, about
+_LARGEST = (3e38, 1 << 24)  # of a float32, about, and of a count
 _SHOWN = 60
 
 # Of training, generation, the tokenizer, or how the program runs.
@@ -58,6 +58,7 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "is_encoder_decoder": (False,),
     "add_cross_attention": (False,),
     "pruned_heads": (None, {}),
+    "quantization_config": (None,),
 }
 _WITH_BIASES = {"attention_bias": (False, True), "mlp_bias": (False, True)}
 _GEMMA = {
@@ -199,6 +200,7 @@ MODELS = {
         "phi3",
         {"lm_head_bias": (None, False), "full_attn_mod": (None, 1), "interpolate_factor": (None, 1)},
         {"rms_norm_eps": 1e-5},
+        scalings=("default",),  # "yarn" is another name of longrope here
         partial=True,
         square=True,
     ),
@@ -256,74 +258,67 @@ class Settings:
 
     Attributes:
         values: what `GGUFWriter.add_*` writes -> the value.
-        factors: what each frequency of the rotary embedding is divided by, if not by 1.
-        query_scale: what queries are multiplied by beforehand.
-        biases: the modules whose linear layers have biases.
         tied: whether the output matrix is the embedding.
+        biases: the modules whose linear layers have biases.
+        query_scale: what queries are multiplied by beforehand.
+        factors: what each frequency of the rotary embedding is divided by, if not by 1.
     """
 
     values: dict[str, Any]
-    factors: list[float] = field(default_factory=list)
+    tied: bool
+    biases: set[str]
     query_scale: float = 1.0
-    biases: set[str] = field(default_factory=set)
-    tied: bool = False
+    factors: list[float] = field(default_factory=list)
 
 
 class _Table:
-    """The settings of one table of `config.json`; each is taken by what understands it."""
+    """A table of `config.json`; each of its settings is taken by what understands it."""
 
-    def __init__(
-        self, values: Mapping[str, Any], absent: Mapping[str, Any], where: Place, path: str = ""
-    ) -> None:
-        self.values, self.absent, self.where, self.path = values, absent, where, path
-        self.left = dict.fromkeys(values)
+    def __init__(self, values: Any, absent: Mapping[str, Any], where: str) -> None:
+        if not isinstance(values, dict):
+            raise CheckpointError(f"{where[:-1]} {_shown(values)}: it must be a table")
+        self.values, self.absent, self.where = values, absent, where
+        self._left = set(values)
 
     def take(self, *names: str) -> Any:
         """The value of a setting that has several names, or its default."""
-        found = [self.values[name] for name in names if name in self.values]
-        for name in names:
-            self.left.pop(name, None)
+        found = [self.values[name] for name in names if self.values.get(name) is not None]
         if any(not _same(one, found[0]) for one in found):
-            self.refuse(names[0], f"but {' or '.join(names[1:])} differs")
-        return found[0] if found else self.absent.get(names[0])
+            self.refuse(names[0], f"{' or '.join(names[1:])} differs")
+        there = self._left.intersection(names)
+        self._left -= there
+        return found[0] if found else None if there else self.absent.get(names[0])
 
-    def number(self, *names: str, default: float | None = None) -> float:
-        """A positive number; `default` for null."""
+    def number(self, *names: str, default: float | None = None, whole: bool = False) -> Any:
+        """A positive number, or a count; `default` for null."""
         found: Any = self.take(*names)
         found = default if found is None else found
-        if found is None and names[0] not in self.values:
-            raise CheckpointError(f"{self.where}: config.json has no {self.path}{names[0]}")
-        if type(found) not in (int, float) or not 0 < found < _LARGEST:
-            self.refuse(names[0], "it must be a positive number", found)
-        return float(found)
-
-    def count(self, *names: str, default: int | None = None) -> int:
-        """A whole number from 1."""
-        found = self.number(*names, default=default)
-        given = next((self.values[name] for name in names if name in self.values), None)
-        if type(given) is float or found >= 1 << 31:
-            self.refuse(names[0], "it must be a count", given)
-        return int(found)
-
-    def only(self, name: str, allowed: Sequence[Any]) -> Any:
-        """A setting that may have these values."""
-        found = self.take(name)
-        if found is None and name not in self.values and name not in self.absent:
-            return allowed[0]
-        if not any(_same(found, one) for one in allowed):
-            told = " or ".join(_shown(one) for one in allowed)
-            self.refuse(name, f"llama.cpp computes as with {told}", found)
+        if type(found) not in ((int,) if whole else (int, float)) or not 0 < found < _LARGEST[whole]:
+            self.refuse(names[0], "it must be a count" if whole else "it must be a positive number")
         return found
 
-    def refuse(self, name: str, why: str, value: Any = None) -> NoReturn:
-        value = self.values.get(name, value)
-        raise CheckpointError(f"{self.where}: config.json has {self.path}{name} {_shown(value)}: {why}")
+    def only(self, name: str, *allowed: Any) -> Any:
+        """A setting with one of these values; the first where it is absent and has no other default."""
+        given = name in self.values or name in self.absent
+        found = self.take(name) if given else allowed[0]
+        if not any(_same(found, one) for one in allowed):
+            self.refuse(name, f"llama.cpp computes as with {' or '.join(map(_shown, allowed))} only")
+        return found
 
-    def finish(self, ignored: frozenset[str] = frozenset()) -> None:
+    def inner(self, *names: str, absent: Mapping[str, Any]) -> _Table:
+        """A table in this one; empty where there is none."""
+        name = next((name for name in names if self.values.get(name)), names[0])
+        return _Table(self.take(*names) or self.absent.get(name, {}), absent, f"{self.where}{name}.")
+
+    def refuse(self, name: str, why: str) -> NoReturn:
+        value = self.values.get(name, self.absent.get(name))
+        raise CheckpointError(f"{self.where}{name[:_SHOWN]} {_shown(value)}: {why}")
+
+    def finish(self, ignored: Container[str] = ()) -> None:
         """Refuse what nothing has taken."""
-        for name in self.left:
+        for name in sorted(self._left):
             if name not in ignored:
-                self.refuse(name[:_SHOWN], "not known to --to gguf; remove it if it changes no logits")
+                self.refuse(name, "not known to --to gguf; remove it if it changes no logits")
 
 
 def _same(left: Any, right: Any) -> bool:
@@ -335,188 +330,104 @@ def _shown(value: Any) -> str:
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
 
 
-def settings_of(config: Mapping[str, Any], model: Model, depth: int, where: Place) -> Settings:
+def settings_of(config: Mapping[str, Any], model: Model, where: Place) -> Settings:
     """What llama.cpp builds the model from.
-
-    Args:
-        depth: how many layers the tensors have.
 
     Raises:
         CheckpointError: a setting is missing, impossible, unknown, or not what llama.cpp computes.
     """
-    table = _Table(config, {**_ABSENT, **model.absent}, where)
-    if table.take("quantization_config"):
-        table.refuse("quantization_config", "--to gguf takes no quantised weights; convert the original")
-    only = {name: table.only(name, values) for name, values in (_ONLY | dict(model.only)).items()}
-    values: dict[str, Any] = {
-        key: table.count(*names) for key, names in (_COUNTS | dict(model.counts)).items()
-    }
+    table = _Table(config, {**_ABSENT, **model.absent}, f"{where}: config.json has ")
+    only = {name: table.only(name, *allowed) for name, allowed in {**_ONLY, **model.only}.items()}
+    values = {key: table.number(*names, whole=True) for key, names in {**_COUNTS, **model.counts}.items()}
+    values |= {key: table.number(*names) for key, names in model.numbers.items()}
     layers, width, heads = (values[key] for key in ("block_count", "embedding_length", "head_count"))
-    if layers != depth:
-        table.refuse("num_hidden_layers", f"the tensors have {depth} layers", layers)
-    values["feed_forward_length"] = table.count(
-        "intermediate_size", "n_inner", default=4 * width if model.inputs_first else None
-    )
-    for key, names in model.numbers.items():
-        values[key] = table.number(*names)
+    wide = 4 * width if model.inputs_first else None
+    values["feed_forward_length"] = table.number("intermediate_size", "n_inner", default=wide, whole=True)
     if values.get("expert_used_count", 0) > values.get("expert_count", 0):
         table.refuse("num_experts_per_tok", "there are fewer experts")
-    found = Settings(values, tied=table.take("tie_word_embeddings") is True)
-    found.biases = {
-        module for module, key in (("self_attn", "attention_bias"), ("mlp", "mlp_bias")) if only[key]
-    }
+    biased = {"self_attn": "attention_bias", "mlp": "mlp_bias"}
+    biases = {module for module, name in biased.items() if only[name]}
+    found = Settings(values, table.take("tie_word_embeddings") is True, biases)
     if model.scalings:
-        key_heads = values["head_count_kv"] = table.count("num_key_value_heads", default=heads)
-        head = table.count("head_dim", default=max(1, width // heads))
-        if heads % key_heads:
-            table.refuse("num_key_value_heads", f"{heads} heads cannot share them")
-        if model.square and head * heads != width:
-            table.refuse(
-                "head_dim", f"llama.cpp's {model.arch} needs {heads} heads of {width} / {heads}", head
-            )
+        values["head_count_kv"] = table.number("num_key_value_heads", default=heads, whole=True)
+        head = table.number("head_dim", default=width // heads, whole=True)
         values["key_length"] = values["value_length"] = head
-        _rotary(table, model, head, found)
-        _windows(table, model, found)
+        if model.square and head * heads != width:
+            table.refuse("head_dim", f"llama.cpp's {model.arch} needs {width} / {heads}")
+        _rotary(table, model, found)
+        _layers(table, model, found)
         if model.scalar is not None:
             scaled_by = width // heads if layers == model.scalar else head
             found.query_scale = sqrt(scaled_by / table.number("query_pre_attn_scalar"))
-    if model.no_rope:
-        step = table.take("no_rope_layer_interval")
-        wanted = [int((i + 1) % model.no_rope != 0) for i in range(layers)]
-        if (rotated := table.take("no_rope_layers")) is None:
-            if step not in (None, model.no_rope):
-                table.refuse("no_rope_layer_interval", f"llama.cpp's {model.arch} has {model.no_rope}")
-        elif rotated != wanted:
-            table.refuse("no_rope_layers", f"llama.cpp's {model.arch} leaves out every {model.no_rope}th")
-    table.finish(frozenset(_NO_EFFECT.split()))
+    table.finish(_NO_EFFECT.split())
     return found
 
 
-def _windows(table: _Table, model: Model, found: Settings) -> None:
-    """Which layers attend to a window."""
-    layers, context = found.values["block_count"], found.values["context_length"]
-    switch, types = table.take("use_sliding_window"), table.take("layer_types")
-    pattern, size = (
-        table.take("sliding_window_pattern", "_sliding_window_pattern"),
-        table.take("sliding_window"),
-    )
-    every = model.window or 1
-    if pattern not in (None, every):
-        table.refuse("sliding_window_pattern", f"llama.cpp's {model.arch} has {every}", pattern)
-    if types is not None:
-        wanted = ["full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(layers)]
-        if types != wanted:
-            kind = (
-                f"full attention in every {every}th layer"
-                if model.window
-                else "full attention in every layer"
-            )
-            table.refuse("layer_types", f"llama.cpp's {model.arch} has {kind}")
+def _layers(table: _Table, model: Model, found: Settings) -> None:
+    """In which layers attention differs."""
+    numbers, every = range(1, found.values["block_count"] + 1), model.window or 1
+    windows = table.take("use_sliding_window") is not False and "layer_types" not in table.values
+    kinds = ["sliding_attention" if number % every else "full_attention" for number in numbers]
+    table.only("layer_types", None, kinds)
+    for name in ("sliding_window_pattern", "_sliding_window_pattern"):
+        table.only(name, None, every)
+    if model.no_rope:
+        table.only("no_rope_layer_interval", None, model.no_rope)
+        table.only("no_rope_layers", None, [int(number % model.no_rope > 0) for number in numbers])
+    context = found.values["context_length"]
+    size = table.number("sliding_window", default=None if model.window else context, whole=True)
     if model.window:
-        found.values["sliding_window"] = table.count("sliding_window")
-    elif types is None and size is not None and switch is not False:
-        size = table.count("sliding_window")
-        if size < context:
-            name, other = ("use_sliding_window", "false") if switch else ("sliding_window", "null")
-            why = f"llama.cpp's {model.arch} has no windows; with {other}, texts longer than {size} differ"
-            table.refuse(name, why)
+        found.values["sliding_window"] = size
+    elif windows and size < context:
+        why = f"llama.cpp's {model.arch} has no windows; with null, texts of more than {size} tokens differ"
+        table.refuse("sliding_window", why)
 
 
-def _rotary(table: _Table, model: Model, head: int, found: Settings) -> None:
+def _rotary(table: _Table, model: Model, found: Settings) -> None:
     """The rotary embedding: of the layers that attend to everything, where there are two kinds."""
-    new, old = table.take("rope_parameters"), table.take("rope_scaling")
-    if new and old and new != old:
-        table.refuse("rope_scaling", "but rope_parameters differs")
-    name, given = ("rope_parameters", new) if new else ("rope_scaling", old)
-    given, path = given or model.absent.get("rope_parameters", {}), f"{name}."
-    theta, part = table.take("rope_theta"), table.take("partial_rotary_factor")
-    context = table.take("original_max_position_embeddings", "initial_context_length")
-    local = table.take("rope_local_base_freq")
-    if not isinstance(given, dict):
-        table.refuse(name, "it must be a table")
-    if context is not None and given.get("original_max_position_embeddings", context) != context:
-        table.refuse(
-            "original_max_position_embeddings", f"but {path}original_max_position_embeddings differs"
-        )
-    if model.local_base is not None and given.keys() & {"full_attention", "sliding_attention"}:
-        both = _Table(given, {}, table.where, path)
-        given, sliding = both.take("full_attention"), both.take("sliding_attention")
-        both.finish()
-        for name, one in (("full_attention", given), ("sliding_attention", sliding)):
-            if not isinstance(one, dict):
-                both.refuse(name, "it must be a table")
-        inner = _Table(sliding, {"rope_theta": model.local_base}, table.where, f"{path}sliding_attention.")
-        inner.only("rope_type", ("default",))
-        inner.only("rope_theta", (model.local_base,))
-        inner.finish()
-        path += "full_attention."
-    elif local not in (None, model.local_base):
-        table.refuse("rope_local_base_freq", f"llama.cpp's {model.arch} has {model.local_base}")
+    values, old = found.values, "original_max_position_embeddings"
+    part, context = table.take("partial_rotary_factor"), table.take(old, "initial_context_length")
     absent = {
-        "rope_theta": theta,
+        "rope_theta": table.take("rope_theta"),
         "partial_rotary_factor": 1.0 if part is None else part,
-        "original_max_position_embeddings": found.values["context_length"] if context is None else context,
-        "truncate": True,
+        old: values["context_length"] if context is None else context,
     }
-    rope = _Table(given, absent, table.where, path)
-    base, rotated = rope.number("rope_theta"), head * rope.number("partial_rotary_factor")
+    table.only("rope_local_base_freq", None, model.local_base)
+    rope = table.inner("rope_parameters", "rope_scaling", absent=absent)
+    if model.local_base and "full_attention" in rope.values:
+        local = rope.inner("sliding_attention", absent={})
+        local.only("rope_type", "default")
+        local.only("rope_theta", model.local_base)
+        local.finish()
+        both, rope = rope, rope.inner("full_attention", absent=absent)
+        both.finish()
+    if context not in (None, rope.values.get(old, context)):
+        table.refuse(old, f"that of {_shown(rope.values)} differs")
     kind = rope.take("rope_type", "type") or "default"
     if kind not in model.scalings:
-        told = " or ".join(model.scalings)
-        rope.refuse("rope_type", f"llama.cpp's {model.arch} computes {told}", kind)
-    if (
-        rotated != int(rotated)
-        or int(rotated) % 2
-        or not (rotated == head or (model.partial and rotated < head))
-    ):
-        rope.refuse("partial_rotary_factor", f"of {head} dimensions, llama.cpp cannot rotate these", part)
-    values, size = found.values, int(rotated)
-    values |= {"rope_freq_base": base, "rope_dimension_count": size}
+        rope.refuse("rope_type", f"llama.cpp's {model.arch} computes {' or '.join(model.scalings)}")
+    base, head = rope.number("rope_theta"), values["key_length"]
+    size = head * rope.number("partial_rotary_factor")
+    if size % 2 or size > head or (size < head and not model.partial):
+        rope.refuse("partial_rotary_factor", f"llama.cpp's {model.arch} cannot rotate {size} of {head}")
+    values |= {"rope_freq_base": float(base), "rope_dimension_count": int(size)}
     if kind in ("linear", "yarn"):
         values |= {"rope_scaling_type": kind, "rope_scaling_factor": rope.number("factor")}
     if kind == "yarn":
-        _yarn(rope, base, size, values)
+        values["rope_scaling_orig_ctx_len"] = rope.number(old, whole=True)
+        rope.only("beta_fast", None, 32)
+        rope.only("beta_slow", None, 1)
+        rope.only("truncate", True)
     elif kind == "llama3":
         found.factors = _llama3(rope, base, size)
-    ignored = {"original_max_position_embeddings", "max_position_embeddings", "attention_factor"}
-    rope.finish(frozenset(ignored) if kind in ("default", "linear") else frozenset())
+    rope.finish((old, "max_position_embeddings"))
 
 
-def _yarn(rope: _Table, base: float, size: int, values: dict[str, Any]) -> None:
-    factor, old = values["rope_scaling_factor"], rope.count("original_max_position_embeddings")
-    fast, slow = rope.number("beta_fast", default=32), rope.number("beta_slow", default=1)
-    own = 0.1 * log(factor) + 1 if factor > 1 else 1.0  # what llama.cpp multiplies by
-    scale, both = rope.take("attention_factor"), (rope.take("mscale"), rope.take("mscale_all_dim"))
-    if scale is not None:
-        scale = rope.number("attention_factor")
-    elif all(both):
-        over, under = (rope.number(name) for name in ("mscale", "mscale_all_dim"))
-        scale = (over * (own - 1) + 1) / (under * (own - 1) + 1)
-    ends = [
-        size * log(old / (turns * 2 * pi)) / (2 * log(base)) if base != 1 else 0.0 for turns in (fast, slow)
-    ]
-    whole = floor(ends[0]) == ends[0] and ceil(ends[1]) == ends[1]
-    if not rope.take("truncate") and not whole:
-        rope.refuse(
-            "truncate", "llama.cpp computes as with true; with that, long texts differ a little", False
-        )
-    values |= {"rope_scaling_orig_ctx_len": old}
-    if fast != 32 or slow != 1:
-        values |= {"rope_scaling_yarn_beta_fast": fast, "rope_scaling_yarn_beta_slow": slow}
-    if scale is not None and abs(scale / own - 1) > 1e-6:
-        values["rope_scaling_attn_factors"] = scale / own
-
-
-def _llama3(rope: _Table, base: float, size: int) -> list[float]:
-    factor, low, high, old = (
-        rope.number(key)
-        for key in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    )
+def _llama3(rope: _Table, base: float, size: float) -> list[float]:
+    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    factor, low, high, old = map(rope.number, names)
     if not low < high:
         rope.refuse("high_freq_factor", "it must be above low_freq_factor")
-    factors = []
-    for i in range(0, size, 2):
-        turns = old / (2 * pi * base ** (i / size))
-        smooth = min(max((turns - low) / (high - low), 0), 1)
-        factors.append(1 / ((1 - smooth) / factor + smooth))
-    return factors
+    turns = [old / (2 * pi * base ** (i / size)) for i in range(0, int(size), 2)]
+    smooth = [min(max((each - low) / (high - low), 0), 1) for each in turns]
+    return [1 / ((1 - each) / factor + each) for each in smooth]
