@@ -22,10 +22,10 @@ from converters.storage.bytes import Memory
 from converters.storage.folder import Folder
 from converters.storage.guarded import read_small_table
 from converters.tensors.casting import parse_dtype
-from converters.tensors.computed import computed
+from converters.tensors.computed import Affine, computed
 from converters.tensors.dtypes import CASTABLE
 from converters.tensors.quantised import BLOCK, q8_0
-from converters.tensors.rearranged import joined, permuted, region, reshaped, selected, transposed
+from converters.tensors.rearranged import joined, part, permuted, reshaped, selected, transposed
 from converters.tensors.tensor import Tensor
 from converters.writers.conversion import Entry, Part, Plan, PlannedFile, model_entries
 from converters.writers.gguf_models import MODELS, settings_of
@@ -33,11 +33,10 @@ from converters.writers.gguf_tokenizer import add_tokenizer
 from converters.writers.targets import Target
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from converters.checkpoint import Checkpoint
     from converters.storage.path_or_url import Place
-    from converters.tensors.tensor import Array
     from converters.writers.conversion import Choices
     from converters.writers.gguf_models import Model, Settings
 
@@ -48,20 +47,6 @@ _EXPERT = re.compile(r"(.+\.experts)\.(\d{1,6})\.(.+)")
 # Masks and frequencies that old versions of transformers saved.
 _BUFFER = re.compile(r".+\.attn\.(masked_)?bias|.+\.rotary_emb\.inv_freq")
 _BIAS = re.compile(r".+\.(self_attn|mlp)\.\w+_proj\.bias")
-
-
-class _Affine:
-    """Adds to every element, and multiplies."""
-
-    def __init__(self, added: float, factor: float) -> None:
-        self.added, self.factor = added, factor
-
-    def prepare(self, before: Callable[[Callable[[Array, int], None]], None]) -> None:
-        """Nothing to see first."""
-
-    def apply(self, block: Array, first: int) -> None:
-        block += self.added
-        block *= self.factor
 
 
 def plan_gguf(checkpoint: Checkpoint, choices: Choices) -> Plan:
@@ -110,11 +95,11 @@ def plan_gguf(checkpoint: Checkpoint, choices: Choices) -> Plan:
     def reopen(place: Place) -> dict[str, Tensor]:
         path = place if place.is_file() else place / FILE
         written, at, found = Folder(path.parent).file(path.name), 0, {}
-        for part in parts:
-            nbytes = len(part) if isinstance(part, bytes) else part.nbytes
-            if isinstance(part, Entry):
-                span = written.span(at, nbytes, what=repr(part.name))
-                found[part.name] = Tensor.contiguous(part.name, part.dtype, part.tensor.shape, span)
+        for each in parts:
+            nbytes = len(each) if isinstance(each, bytes) else each.nbytes
+            if isinstance(each, Entry):
+                span = written.span(at, nbytes, what=repr(each.name))
+                found[each.name] = Tensor.contiguous(each.name, each.dtype, each.tensor.shape, span)
             at += nbytes
         return found
 
@@ -174,15 +159,17 @@ def _single_experts(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor
         stem, kind = leaf.removesuffix("_bias"), "bias" if leaf.endswith("_bias") else "weight"
         for i in range(tensor.shape[0]):
             one = selected(tensor, 0, i)
-            one = transposed(one) if turned and kind == "weight" else one
-            if stem != "gate_up_proj":
-                yield f"{module}.{i}.{stem}.{kind}", one
-                continue
-            rest = [0] * (len(one.shape) - 1)
-            sizes = [one.shape[0] // 2, *one.shape[1:]]
-            for half, first in (("gate_proj", 0), ("up_proj", 1 if turned else sizes[0])):
-                box = region(one, [0, *rest], [first, *rest], sizes, 2 if turned else 1)
-                yield f"{module}.{i}.{half}.{kind}", Tensor(one.name, one.dtype, sizes, [box])
+            halves = [(stem, one)]
+            if stem == "gate_up_proj" and turned:
+                pairs = reshaped(one, (*one.shape[:-1], one.shape[-1] // 2, 2))
+                halves = [("gate_proj", selected(pairs, len(one.shape), 0))]
+                halves += [("up_proj", selected(pairs, len(one.shape), 1))]
+            elif stem == "gate_up_proj":
+                size = one.shape[0] // 2
+                halves = [("gate_proj", part(one, 0, 0, size)), ("up_proj", part(one, 0, size, size))]
+            for half, each in halves:
+                made = transposed(each) if turned and kind == "weight" else each
+                yield f"{module}.{i}.{half}.{kind}", made
 
 
 def _stacked(
@@ -217,13 +204,13 @@ def _prepared(name: str, tensor: Tensor, model: Model, settings: Settings) -> Te
             return permuted(tensor, split, (0, 2, 1, *range(3, len(split))))
     if model.inputs_first and len(tensor.shape) == 2 and leaf.startswith(("attn_", "ffn_")):
         return transposed(tensor)
-    added = 1.0 if model.plus_one and leaf.endswith("norm.weight") else 0.0
     # Where queries are normalised, they are scaled after that.
     scaled = "attn_q_norm.weight" if model.local_base else "attn_q.weight"
     factor = settings.query_scale if leaf == scaled else 1.0
-    if (added, factor) == (0.0, 1.0):
+    term = factor if model.plus_one and leaf.endswith("norm.weight") else 0.0
+    if (factor, term) == (1.0, 0.0):
         return tensor
-    return computed(tensor, "F32", len(tensor.shape) - 1, [_Affine(added, factor)])
+    return computed(tensor, "F32", len(tensor.shape) - 1, [Affine(factor, term=term)])
 
 
 def _type(name: str, dtype: str, shape: Sequence[int], wanted: str | None) -> str:

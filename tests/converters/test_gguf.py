@@ -239,7 +239,7 @@ def distance(file: Path, model: torch.nn.Module, tokens: Tokenizer) -> float:
     first = told["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
     found = {one["id"]: one["logprob"] for one in first}
     assert len(found) == VOCAB
-    return max(abs(value - wanted[int(i)].item()) for i, value in found.items())
+    return float(max(abs(value - wanted[int(i)].item()) for i, value in found.items()))
 
 
 def test_every_model_type_has_its_test() -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from converters.containers.pickle_reader import shown
 from converters.errors import CheckpointError
 from converters.formats.orbax.maxtext import Layout, Place
+from converters.names.model_config import sizes_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -29,7 +30,6 @@ Path = tuple[str, ...]
 _TYPES = ("llama", "mistral", "qwen2", "qwen3")
 # Their norms of the query and the key; their biases of query, key and value.
 _QUERY_NORMS, _BIASES = ("qwen3",), ("qwen2",)
-_MAX_SIZE = 1 << 20
 # The sizes of a weight: the width, query and key heads and their size, the inner width, the vocabulary.
 _LINEAR = {
     "self_attn.q_proj": ("HD", "E"),
@@ -110,24 +110,9 @@ class _Model:
             raise CheckpointError(
                 f"{where}: {program}'s model of type {shown(self.kind)} is not read; {self.remedy}"
             )
-        self.layers = self._number("num_hidden_layers")
-        heads, hidden = self._number("num_attention_heads"), self._number("hidden_size")
-        self.sizes = {
-            "E": hidden,
-            "H": heads,
-            "K": self._number("num_key_value_heads", heads),
-            "D": self._number("head_dim", hidden // heads),
-            "M": self._number("intermediate_size"),
-            "V": self._number("vocab_size"),
-        }
+        self.sizes = sizes_of(config, where)
+        self.layers = self.sizes["L"]
         self.shapes = self._shapes()
-
-    def _number(self, name: str, default: int | None = None) -> int:
-        value = self.config.get(name)
-        value = default if value is None else value
-        if type(value) is not int or not 0 < value <= _MAX_SIZE:
-            raise CheckpointError(f"{self.where}: its config.json has no {name}")
-        return value
 
     def _shapes(self) -> dict[str, tuple[str, ...]]:
         """The parameters of a layer and their sizes."""
