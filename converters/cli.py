@@ -67,7 +67,7 @@ examples:
   portable-convert zero/ out/ --config-from org/m  config.json of the base model
   portable-convert ckpt/ out/ --optimizer          the optimizer state too
   portable-convert ckpt/ out/ --to dcp --optimizer for torch.distributed
-  portable-convert ckpt/ out/ --to gguf            for llama.cpp
+  portable-convert ckpt/ out.gguf --to gguf        for llama.cpp
   portable-convert lora/ out/                      an adapter, as peft loads it
   portable-convert lora/ out/ --merge-into base/   base and adapter as one model
   portable-convert ckpt/ out/ --dry-run            show what would be written
@@ -97,7 +97,7 @@ def parser_of() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("src", metavar="SRC", help="run folder, step folder, folder of shards, or file")
-    parser.add_argument("out", metavar="OUT", help="folder to create")
+    parser.add_argument("out", metavar="OUT", help="folder to create; with --to gguf also a file, x.gguf")
     parser.add_argument("--tag", help="step of SRC: a folder name (step-000100) or a number (100)")
     parser.add_argument(
         "--dtype",
@@ -219,19 +219,20 @@ def _convert(options: argparse.Namespace) -> int:
     from converters.writers.targets import target
 
     source, out = model_from(options.src), place(options.out)
+    single = target(options.to).single(out)
 
     if not source.exists():
         raise CheckpointError(f"{source}: no such file or folder")
     sources = [source] if options.merge_into is None else [source, place(options.merge_into)]
     if not options.dry_run:
-        check_output(out, sources, overwrite=options.overwrite)
+        check_output(out, sources, overwrite=options.overwrite, single=single)
     given = None if options.config_from is None else companions_from(options.config_from)
     checkpoint = open_checkpoint(source, options.tag, companions=given)
     taken = _taken(checkpoint, source)
     checkpoint, adapter = _adapter(checkpoint, given, options)
     if given is not None and adapter is None:
         config = {**read_small_table(checkpoint.companions.get("config.json")), **checkpoint.config}
-        check_fits(checkpoint.tensors, config, options.config_from)
+        check_fits(checkpoint.tensors, config, f"--config-from {options.config_from}")
     choices = Choices(options.dtype, options.max_shard_size, options.optimizer)
 
     def make_plan() -> Plan:
@@ -243,7 +244,9 @@ def _convert(options: argparse.Namespace) -> int:
         plan = make_plan()
         check_expansion(checkpoint, plan, allowed=options.expand)
         describe = (
-            _json(checkpoint, plan, taken, options) if options.json else _describe(checkpoint, plan, out)
+            _json(checkpoint, plan, taken, options)
+            if options.json
+            else _describe(checkpoint, plan, out, single=single)
         )
         say(describe)
         _note_config(plan, source, options)
@@ -256,6 +259,7 @@ def _convert(options: argparse.Namespace) -> int:
         progress=not options.quiet,
         verify=options.verify,
         expand=options.expand,
+        single=single,
     )
     if options.json:
         say(_json(checkpoint, plan, taken, options))
@@ -420,14 +424,16 @@ def _loader(plan: Plan, out: Place, options: argparse.Namespace) -> str | None:
     return f"portable-convert {shlex.quote(options.out)} {shlex.quote(where)}, then {loader}"
 
 
-def _describe(checkpoint: Checkpoint, plan: Plan, out: Place) -> str:
+def _describe(checkpoint: Checkpoint, plan: Plan, out: Place, *, single: bool) -> str:
     lines = [f"{checkpoint.root} ({checkpoint.format})"]
     if "step" in checkpoint.metadata:
         lines[0] += f", step {checkpoint.metadata['step']}"
     for alias, owner in checkpoint.aliases.items():
         lines.append(f"  tied: {alias} is {owner}, left out")
     for file in plan.files:
-        lines.append(f"{out / file.name}: {len(file.entries)} tensors, {_bytes(file.nbytes)}")
+        lines.append(
+            f"{out if single else out / file.name}: {len(file.entries)} tensors, {_bytes(file.nbytes)}"
+        )
         for entry in file.entries:
             source = entry.tensor.dtype
             dtype = source if source == entry.dtype else f"{source} -> {entry.dtype}"

@@ -18,6 +18,37 @@ _WIDTHS = ("hidden_size", "n_embd", "d_model", "dim", "hidden_dim")
 _DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 
 
+# No size of a model is larger.
+MAX_SIZE = 1 << 20
+
+
+def sizes_of(config: Mapping[str, Any], where: str) -> dict[str, int]:
+    """The sizes of a Llama-shaped model: layers (L), width (E), heads (H), those of keys (K), the width of a
+    head (D) and of the MLP (M), and the vocabulary (V).
+
+    Raises:
+        CheckpointError: one is missing or impossible.
+    """
+
+    def size(name: str, default: int | None = None) -> int:
+        value = config.get(name)
+        value = default if value is None else value
+        if type(value) is not int or not 0 < value <= MAX_SIZE:
+            raise CheckpointError(f"{where}: its config.json has no {name}")
+        return value
+
+    layers, heads, hidden = map(size, ("num_hidden_layers", "num_attention_heads", "hidden_size"))
+    return {
+        "L": layers,
+        "E": hidden,
+        "H": heads,
+        "K": size("num_key_value_heads", heads),
+        "D": size("head_dim", hidden // heads),
+        "M": size("intermediate_size"),
+        "V": size("vocab_size"),
+    }
+
+
 def check_fits(tensors: Mapping[str, Tensor], config: Mapping[str, Any], named: str) -> None:
     """Compare a config with the tensors, where both say the same thing in one way only.
 
@@ -61,6 +92,4 @@ def check_fits(tensors: Mapping[str, Tensor], config: Mapping[str, Any], named: 
         found.append((next(iter(depths)), allowed, {count}, f"the tensors have {count:,} layers"))
     for key, allowed, actual, told in found:
         if not allowed & actual:
-            raise CheckpointError(
-                f"--config-from {named}: {key} is {sizes[key]:,}, and {told}; give the model's own"
-            )
+            raise CheckpointError(f"{named}: {key} is {sizes[key]:,}, and {told}; give the model's own")

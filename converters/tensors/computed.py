@@ -43,6 +43,24 @@ class Edit(Protocol):
         ...
 
 
+class Affine:
+    """Each element times `factor`, or divided by `divisor`, plus `term`, in float32."""
+
+    def __init__(self, factor: float = 1.0, divisor: float = 1.0, term: float = 0.0) -> None:
+        self.factor, self.divisor, self.term = np.float32(factor), np.float32(divisor), np.float32(term)
+
+    def prepare(self, before: Callable[[Callable[[Array, int], None]], None]) -> None:
+        """Nothing: each element depends on itself alone."""
+
+    def apply(self, block: Array, first: int) -> None:
+        if self.factor != 1:
+            block *= self.factor
+        if self.divisor != 1:
+            block /= self.divisor
+        if self.term:
+            block += self.term
+
+
 class _Rows:
     """The rows of a tensor, edited; a byte source of the edited tensor in its new dtype."""
 

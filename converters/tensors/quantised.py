@@ -1,7 +1,4 @@
-"""Q8_0 of ggml: blocks of 32 elements, each a float16 scale and 32 signed bytes.
-
-Source: https://github.com/ggml-org/ggml, src/ggml-quants.c (`quantize_row_q8_0_ref`).
-"""
+"""Q8_0 of ggml, by the package `gguf`: blocks of 32 elements, each a float16 scale and 32 signed bytes."""
 
 from __future__ import annotations
 
@@ -12,13 +9,15 @@ import numpy as np
 
 from converters.tensors.casting import rounded
 from converters.tensors.dtypes import numpy_dtype
+from converters.tensors.rearranged import source_of
 from converters.tensors.tensor import Tensor
 
 if TYPE_CHECKING:
     from converters.storage.bytes import Touched
-    from converters.tensors.tensor import Array
 
 BLOCK, BLOCK_BYTES = 32, 34
+# Elements that are computed at once: little memory, and more than a row where rows are short.
+_AT_ONCE = 1 << 16
 
 
 class _Blocks:
@@ -31,34 +30,23 @@ class _Blocks:
         self.nbytes = prod(tensor.shape[:-1]) * self.row_bytes
 
     def read_into(self, buffer: memoryview, at: int, touched: Touched) -> None:
+        from gguf import GGMLQuantizationType, quants  # not at the top: slow to import
+
+        source, kind = source_of(self.tensor), numpy_dtype(self.tensor.dtype)
         out, done = np.frombuffer(buffer, np.uint8), 0
-        while done < len(buffer):
+        most = max(1, _AT_ONCE // self.columns)
+        while done < out.size:
             row, start = divmod(at + done, self.row_bytes)
-            data = self._row(row, touched)
-            count = min(len(buffer) - done, self.row_bytes - start)
-            out[done : done + count] = data[start : start + count]
-            done += count
-
-    def _row(self, row: int, touched: Touched) -> Array:
-        above = [int(n) for n in np.unravel_index(row, self.tensor.shape[:-1])]
-        stored = np.empty((*[1] * len(above), self.columns), numpy_dtype(self.tensor.dtype))
-        self.tensor.fill(stored, (*above, 0), touched)
-        return quantise(rounded(stored.reshape(-1), "F32"))
-
-
-def quantise(values: Array) -> Array:
-    """The blocks, as bytes, of float32 values whose number is a multiple of 32."""
-    blocks = values.reshape(-1, BLOCK)
-    scale = np.abs(blocks).max(axis=1, keepdims=True) / np.float32(127)
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        inverse = np.where(scale == 0, np.float32(0), np.float32(1) / scale)
-        scaled = blocks * inverse
-    whole = np.floor(np.abs(scaled) + np.float32(0.5))  # halves away from zero, as C's roundf
-    made = np.empty((len(blocks), BLOCK_BYTES), np.uint8)
-    with np.errstate(over="ignore"):
-        made[:, :2] = scale.astype(np.float16).view(np.uint8)
-    made[:, 2:] = (np.sign(scaled) * whole).astype(np.int8).view(np.uint8)
-    return made.reshape(-1)
+            rows = min(most, -(-(start + out.size - done) // self.row_bytes))
+            stored = np.empty((rows, self.columns), kind)
+            source.read_into(
+                stored.view(np.uint8).data.cast("B"), row * self.columns * kind.itemsize, touched
+            )
+            with np.errstate(all="ignore"):  # as in C
+                made = quants.quantize(rounded(stored, "F32"), GGMLQuantizationType.Q8_0).reshape(-1)
+            part = made[start : start + out.size - done]
+            out[done : done + part.size] = part
+            done += part.size
 
 
 def q8_0(tensor: Tensor) -> Tensor:

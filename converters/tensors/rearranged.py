@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from converters.tensors.tensor import Array, Shape
 
 # Bytes of a transposed matrix that are gathered at once; its source is read once for each.
-_TILE_BYTES = 32 << 20
+_TILE_BYTES = 2 << 20
 
 
 class _RowMajor:
@@ -89,10 +89,11 @@ class _Transposed:
     def _tile(self, number: int, touched: Touched) -> Array:
         with self._lock:
             if self._held is None or self._held[0] != number:
+                self._held = None  # or two would be in memory
                 first = number * self.step
                 rows = min(self.step, self.rows - first)
                 made = np.empty((rows, self.length), numpy_dtype(self.tensor.dtype))
-                below = np.empty((max(1, min(self.length, 1 << 16)), rows), made.dtype)
+                below = np.empty((max(1, min(self.length, 1 << 8)), rows), made.dtype)
                 for low in range(0, self.length, len(below)):
                     part = below[: min(len(below), self.length - low)]
                     self.tensor.fill(part, (low, first), touched)
@@ -150,11 +151,7 @@ def permuted(tensor: Tensor, split: Sequence[int], order: Sequence[int]) -> Tens
     Rotary embeddings pair the rows of a head in two ways: with (heads, 2, half, ...) and (0, 2, 1, ...), the
     first half's rows alternate with the second's.
     """
-    strides = row_major(split, itemsize(tensor.dtype))
-    shape, steps = [split[dim] for dim in order], tuple(strides[dim] for dim in order)
-    box = Box((0,) * len(shape), tuple(shape), lambda: View(source_of(tensor), 0, steps))
-    turned = Tensor(tensor.name, tensor.dtype, shape, [box])
-    return Tensor.contiguous(tensor.name, tensor.dtype, tensor.shape, _RowMajor(turned))
+    return reshaped(turned(reshaped(tensor, split), order), tensor.shape)
 
 
 def selected(tensor: Tensor, dim: int, index: int) -> Tensor:

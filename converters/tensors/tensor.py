@@ -373,5 +373,5 @@ def _gather(out: Array, source: Source, at: int, strides: Shape, touched: Touche
 def _scratch() -> memoryview:
     buffer: memoryview | None = getattr(_local, "scratch", None)
     if buffer is None or len(buffer) < SCRATCH_BYTES:
-        buffer = _local.scratch = memoryview(bytearray(SCRATCH_BYTES))
+        buffer = _local.scratch = np.empty(SCRATCH_BYTES, np.uint8).data  # pages that are used take memory
     return buffer

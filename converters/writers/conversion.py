@@ -240,18 +240,20 @@ def carry_out(
     progress: bool,
     verify: bool,
     expand: bool,
+    single: bool = False,
     facts: Mapping[str, Any] | None = None,
 ) -> Plan:
     """Write a plan into `out`, atomically.
 
     Args:
+        single: `out` is the plan's only file, and no folder.
         expand: allow any size: see `check_expansion`.
         facts: extra fields for the completion marker of an `out` in an object store.
 
     Raises:
         CheckpointError: `out` is refused, the source is damaged, or the disk is full.
     """
-    target = check_output(out, [checkpoint.root], overwrite=overwrite)
+    target = check_output(out, [checkpoint.root], overwrite=overwrite, single=single)
     plan = make_plan()
     check_expansion(checkpoint, plan, allowed=expand)
     from tqdm import tqdm  # not at the top: slow to import
@@ -270,6 +272,7 @@ def carry_out(
         needed=plan.nbytes,
         overwrite=overwrite,
         names=plan.names,
+        single=single,
         facts=facts or {},
         copied=lambda: _copied(plan),
     )

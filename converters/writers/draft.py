@@ -1,4 +1,4 @@
-"""Output folders that appear atomically: by a rename on a disk, by a marker in an object store."""
+"""Outputs that appear atomically: by a rename on a disk, by a marker in an object store."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from converters.writers.replace_folder import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from converters.storage.bytes import FileSpan
@@ -96,8 +96,9 @@ def new_output(
     *,
     needed: int,
     overwrite: bool,
-    names: Iterable[str],
+    names: Collection[str],
     facts: Mapping[str, Any],
+    single: bool = False,
     copied: Callable[[], Iterable[FileSpan]] = tuple,
 ) -> AbstractContextManager[Draft]:
     """A draft that becomes `target` at the end of the block, and is removed after an exception.
@@ -106,18 +107,21 @@ def new_output(
         needed: bytes that will be written.
         names: of all files that will be written.
         facts: extra fields for the completion marker in an object store.
+        single: `target` is the only one of those files.
         copied: the spans of files that are copied unchanged, which may take no space.
     """
     if in_store(target):
-        return new_prefix(target, overwrite=overwrite, names=names, facts=facts)
-    return _new_local(target, needed=needed, overwrite=overwrite, copied=copied)
+        return new_prefix(target, overwrite=overwrite, names=names, facts=facts, single=single)
+    only = next(iter(names)) if single else None
+    return _new_local(target, needed=needed, overwrite=overwrite, only=only, copied=copied)
 
 
-def check_output(out: Place, sources: Sequence[Place], *, overwrite: bool) -> Place:
-    """The absolute output folder; CheckpointError if writing there could destroy something.
+def check_output(out: Place, sources: Sequence[Place], *, overwrite: bool, single: bool = False) -> Place:
+    """The absolute output; CheckpointError if writing there could destroy something.
 
     Args:
         sources: folders and files that are read; the output may neither contain one nor lie in one.
+        single: the output is a file.
     """
     target: Place = out.resolve()
     if not in_store(target):
@@ -130,7 +134,14 @@ def check_output(out: Place, sources: Sequence[Place], *, overwrite: bool) -> Pl
             raise CheckpointError(f"{out}: lies inside {source}; give an output folder outside it")
         if _is_within(origin, target):
             raise CheckpointError(f"{out}: contains {source}; give another output folder")
-    if in_store(target):
+    if single:
+        if not in_store(out) and out.is_symlink():
+            raise CheckpointError(f"{out}: is a link; give the file that it points to")
+        if out.exists() and not out.is_file():
+            raise CheckpointError(f"{out}: is not a file")
+        if out.exists() and not overwrite:
+            raise CheckpointError(f"{out}: exists already; give another file or --overwrite")
+    elif in_store(target):
         check_prefix(target, overwrite=overwrite)
     elif not in_store(out):
         _check_folder(out, overwrite)
@@ -204,9 +215,14 @@ class _LocalFile:
 
 @contextmanager
 def _new_local(
-    target: Path, *, needed: int, overwrite: bool, copied: Callable[[], Iterable[FileSpan]]
+    target: Path,
+    *,
+    needed: int,
+    overwrite: bool,
+    only: str | None,
+    copied: Callable[[], Iterable[FileSpan]],
 ) -> Iterator[Draft]:
-    with new_folder(target, needed=needed, overwrite=overwrite, copied=copied) as folder:
+    with new_folder(target, needed=needed, overwrite=overwrite, only=only, copied=copied) as folder:
         draft = _LocalDraft(folder)
         yield draft
         draft.sync()
@@ -214,12 +230,18 @@ def _new_local(
 
 @contextmanager
 def new_folder(
-    target: Path, *, needed: int, overwrite: bool, copied: Callable[[], Iterable[FileSpan]] = tuple
+    target: Path,
+    *,
+    needed: int,
+    overwrite: bool,
+    only: str | None = None,
+    copied: Callable[[], Iterable[FileSpan]] = tuple,
 ) -> Iterator[Path]:
     """A temporary folder beside `target` that replaces it at the end of the block.
 
     Args:
         needed: bytes that will be written, checked against the free disk space first.
+        only: the file in it that replaces `target` instead.
         copied: spans of files among them; those whose blocks the file system shares need no space.
 
     A killed process leaves `target` old or new, never partial; `check_output` removes its leftovers.
@@ -237,7 +259,7 @@ def new_folder(
         temporary, held = new_temporary(target)
         yield temporary
         sync_folder(temporary)
-        _swap(temporary, target, overwrite=overwrite)
+        _swap(temporary if only is None else temporary / only, target, overwrite=overwrite)
         created = []
     except OSError as error:
         raise CheckpointError(f"{target}: cannot be written: {error.strerror or error}") from None
@@ -290,7 +312,7 @@ def _make_parents(folder: Path) -> list[Path]:
 
 
 def _swap(temporary: Path, target: Path, *, overwrite: bool) -> None:
-    if not target.exists():
+    if not target.exists() or (overwrite and temporary.is_file()):
         temporary.rename(target)
     elif not overwrite:
         raise CheckpointError(f"{target}: appeared while it was being written; nothing was replaced")

@@ -99,15 +99,22 @@ def check_prefix(out: RemotePath, *, overwrite: bool) -> None:
 
 @contextmanager
 def new_prefix(
-    target: RemotePath, *, overwrite: bool, names: Iterable[str], facts: Mapping[str, Any]
+    target: RemotePath,
+    *,
+    overwrite: bool,
+    names: Iterable[str],
+    facts: Mapping[str, Any],
+    single: bool = False,
 ) -> Iterator[_Draft]:
     """A draft that becomes the folder `target` at the end of the block.
 
     Args:
         names: of all objects that will be written.
         facts: extra fields for the marker: see `Written`.
+        single: `target` is the only object that will be written, and no folder.
     """
-    draft = _Draft(target, overwrite=overwrite, names=names, facts=facts)
+    made = _Object if single else _Draft
+    draft = made(target, overwrite=overwrite, names=names, facts=facts)
     target.abort_uploads(deep=False)
     try:
         yield draft
@@ -186,6 +193,31 @@ class _Draft:
             with suppress(CheckpointError):  # what stays is marked as incomplete
                 self.folder.remove(self._names)
                 self.folder.remove([COMPLETE, INCOMPLETE])
+
+
+class _Object(_Draft):
+    """The upload of a single object, which needs no marker: it is never seen in part."""
+
+    def file(self, name: str, lengths: Sequence[int]) -> _File:
+        self._uploads.append(self.folder.create(sum(lengths)))
+        return _File(self._uploads[0])
+
+    def commit(self) -> None:
+        self.folder.refresh()
+        if versions(self.folder) != self._there:
+            raise CheckpointError(f"{self.folder}: appeared while it was being written; nothing was replaced")
+        self._uploads.pop().close()
+        self._token = self.folder.name
+
+    def publish(self) -> None:
+        self._token = ""
+
+    def discard(self) -> None:
+        token, self._token = self._token, ""
+        super().discard()
+        if token:
+            with suppress(CheckpointError):
+                self.folder.unlink(missing_ok=True)
 
 
 class _File:

@@ -33,12 +33,18 @@ class Target:
         opened_by: the programs that open them, for the documentation.
         optimizer: whether the format holds an optimizer's state.
         needs_optimizer: whether it cannot be without.
+        suffix: OUT with this ending is the one file of the format, and no folder.
     """
 
     plan: Callable[[Checkpoint, Choices], Plan]
     opened_by: str
     optimizer: bool = True
     needs_optimizer: bool = False
+    suffix: str | None = None
+
+    def single(self, out: Place) -> bool:
+        """Whether `out` is a file."""
+        return self.suffix is not None and out.suffix == self.suffix
 
 
 def target(name: str) -> Target:
@@ -80,11 +86,12 @@ def write_checkpoint(
         CheckpointError: `out` is refused, the source is damaged, the format cannot hold it, the disk is full,
             or the object store is unreachable. `out` is then unchanged.
     """
-    plan = target(to).plan
+    format = target(to)
     return carry_out(
         checkpoint,
-        lambda: plan(checkpoint, Choices(dtype, max_shard_size, optimizer)),
+        lambda: format.plan(checkpoint, Choices(dtype, max_shard_size, optimizer)),
         place(out),
+        single=format.single(place(out)),
         overwrite=overwrite,
         progress=progress,
         verify=verify,

@@ -1,13 +1,19 @@
-"""GGUF files, read again by the `gguf` package, and run by llama.cpp, which `xllamacpp` brings as a wheel."""
+"""GGUF files, read again by the `gguf` package, and run by llama.cpp, which `xllamacpp` brings as a wheel.
+
+What llama.cpp computes is compared with transformers, for every model type and every setting that changes
+something: equal, or refused by the setting's name.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gguf
 import numpy as np
@@ -16,24 +22,63 @@ import torch
 import transformers
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
-from converters import CheckpointError, open_checkpoint, write_checkpoint
+from converters import open_checkpoint, write_checkpoint
 from converters.cli import main
-from converters.tensors.quantised import quantise
-from converters.writers.gguf_writer import _LLAMA3, MODEL_TYPES, _byte_level_bpe
+from converters.storage.bytes import Memory
+from converters.storage.object_store import RemotePath
+from converters.tensors import quantised
+from converters.tensors.quantised import q8_0
+from converters.tensors.tensor import Tensor
+from converters.writers.gguf_models import MODELS
+from converters.writers.gguf_tokenizer import _LLAMA3, byte_level_bpe
+
+if TYPE_CHECKING:
+    from tests.object_store import ObjectStore
 
 VOCAB = 320
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
     "intermediate_size": 96,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
     "bos_token_id": 0,
     "eos_token_id": 0,
+    "pad_token_id": 0,
 }
-SCALED = {
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+PLAIN: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": None},
+    "mixtral": EXPERTS,
+    "granite": {
+        "attention_multiplier": 0.2,
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.4,
+        "logits_scaling": 2.0,
+    },
+    "smollm3": {"num_hidden_layers": 5},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 32},
+    "qwen3_moe": {**EXPERTS, "head_dim": 32, "moe_intermediate_size": 32, "norm_topk_prob": True},
+    "gemma": {"head_dim": 16},
+    "gemma2": {"head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 16},
+    "gemma3_text": {"head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 16},
+    "phi3": {},
+    "gpt2": {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64},
+    "gpt_oss": {
+        **EXPERTS,
+        "head_dim": 16,
+        "sliding_window": 16,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+    "glm4": {"head_dim": 16},
+    "cohere2": {"num_hidden_layers": 5, "sliding_window": 16},
+    "olmo2": {},
+}
+LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
     "factor": 8.0,
@@ -41,26 +86,92 @@ SCALED = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
-SLIDING = {"head_dim": 16, "sliding_window": 16, "query_pre_attn_scalar": 16, "tie_word_embeddings": True}
-CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {**SHAPE, "attention_bias": True}),
-    "llama3": ("llama", {**SHAPE, "rope_parameters": SCALED}),
-    "mistral": ("mistral", {**SHAPE, "sliding_window": None, "head_dim": 16}),
-    "qwen2": ("qwen2", {**SHAPE, "tie_word_embeddings": True}),
-    "qwen3": ("qwen3", {**SHAPE, "head_dim": 32}),
-    "gemma": ("gemma", {**SHAPE, "head_dim": 16, "tie_word_embeddings": True}),
-    "gemma2": ("gemma2", {**SHAPE, **SLIDING}),
-    "gemma3_text": ("gemma3_text", {**SHAPE, **SLIDING}),
-    "gpt2": ("gpt2", {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64}),
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+YARN = {"rope_type": "yarn", "rope_theta": 1000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+TWO_ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    "full_attention": {"rope_type": "linear", "rope_theta": 1000000.0, "factor": 8.0},
 }
-SPLITS = {"llama3": _LLAMA3, "qwen2": _LLAMA3.replace("{1,3}", ""), "qwen3": _LLAMA3.replace("{1,3}", "")}
+FULL, WINDOW = "full_attention", "sliding_attention"
+# (model type, settings beside PLAIN, None where llama.cpp computes the same, or else what the refusal names)
+SETTINGS: list[tuple[str, dict[str, Any], str | None]] = [
+    ("llama", {"rope_parameters": LLAMA3}, None),
+    ("llama", {"rope_parameters": LINEAR}, None),
+    ("llama", {"rope_parameters": YARN}, None),
+    ("llama", {"rope_parameters": {**YARN, "beta_fast": 32.0, "beta_slow": 1}}, None),
+    ("llama", {"rope_parameters": {**YARN, "beta_fast": 1.5}}, "rope_parameters.beta_fast"),
+    ("llama", {"rope_parameters": {**YARN, "beta_slow": 0.1}}, "rope_parameters.beta_slow"),
+    ("llama", {"rope_parameters": {**YARN, "attention_factor": 1.5}}, "rope_parameters.attention_factor"),
+    ("llama", {"rope_parameters": {**YARN, "mscale": 2.0, "mscale_all_dim": 0.5}}, "rope_parameters.mscale"),
+    ("llama", {"rope_parameters": {**YARN, "truncate": False}}, "rope_parameters.truncate"),
+    ("llama", {"rope_parameters": {**LINEAR, "rope_type": "dynamic"}}, "rope_parameters.rope_type"),
+    (
+        "llama",
+        {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        "partial_rotary_factor",
+    ),
+    ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 32}, None),
+    ("llama", {"tie_word_embeddings": True, "pretraining_tp": 2}, None),
+    ("llama", {"hidden_act": "gelu"}, "hidden_act"),
+    ("mistral", {"sliding_window": 8}, "sliding_window"),
+    ("mistral", {"sliding_window": 64, "rope_parameters": YARN}, None),
+    ("mixtral", {"sliding_window": 8}, "sliding_window"),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "layer_types"),
+    ("qwen2", {"use_sliding_window": False, "sliding_window": 8, "max_window_layers": 1}, None),
+    ("qwen2", {"rope_parameters": YARN}, None),
+    ("qwen2", {"rope_parameters": LLAMA3}, "rope_parameters.rope_type"),
+    ("qwen3", {"attention_bias": True}, "attention_bias"),
+    ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "layer_types"),
+    ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob"),
+    ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers"),
+    ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step"),
+    ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 8}, "sliding_window"),
+    ("gemma", {"hidden_act": "relu"}, "hidden_act"),
+    ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    ("gemma2", {"query_pre_attn_scalar": 100}, None),
+    ("gemma2", {"layer_types": [FULL, WINDOW, FULL]}, "layer_types"),
+    ("gemma2", {"final_logit_softcapping": 5.0, "attn_logit_softcapping": 2.0}, None),
+    ("gemma2", {"final_logit_softcapping": None}, "final_logit_softcapping"),
+    ("gemma2", {"attention_bias": True}, "attention_bias"),
+    ("gemma2", {"tie_word_embeddings": False}, "lm_head.weight"),
+    ("gemma3_text", {"query_pre_attn_scalar": 64}, None),
+    ("gemma3_text", {"layer_types": [FULL, WINDOW, FULL]}, "layer_types"),
+    ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+    ("gemma3_text", {"final_logit_softcapping": 5.0}, "final_logit_softcapping"),
+    ("gemma3_text", {"rope_parameters": TWO_ROPES, "num_hidden_layers": 7}, None),
+    ("gemma3_text", {"num_hidden_layers": 62, "head_dim": 32}, None),
+    ("phi3", {"sliding_window": 8}, "sliding_window"),
+    ("phi3", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, None),
+    ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights"),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
+    ("gpt2", {"activation_function": "relu"}, "activation_function"),
+    ("gpt2", {"tie_word_embeddings": False, "n_inner": 96}, None),
+    ("gpt_oss", {"rope_parameters": YARN}, None),
+    ("gpt_oss", {"rope_parameters": {**YARN, "truncate": False}}, "rope_parameters.truncate"),
+    ("gpt_oss", {"layer_types": [FULL, WINDOW, FULL]}, "layer_types"),
+    ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit"),
+    ("gpt_oss", {"attention_bias": False}, "attention_bias"),
+    ("glm4", {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}}, None),
+    ("glm4", {"attention_bias": False, "head_dim": 16}, None),
+    ("glm4", {"head_dim": 32}, "head_dim"),
+    ("cohere2", {"logit_scale": 0.5}, None),
+    ("cohere2", {"attention_bias": True}, "attention_bias"),
+    ("cohere2", {"layer_types": [FULL] * 5}, "layer_types"),
+    ("olmo2", {"tie_word_embeddings": True}, None),
+    ("granite", {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3}, None),
+    ("smollm3", {"no_rope_layers": [1, 0, 1, 0, 1]}, "no_rope_layers"),
+    ("smollm3", {"use_sliding_window": True, "sliding_window": 8}, "layer_types"),
+]
+CASES = [*((kind, {}, None) for kind in PLAIN), *SETTINGS]
+SPLITS = {"smollm3": _LLAMA3, "qwen2": _LLAMA3.replace("{1,3}", "")}
 
 
-def tokenizer(name: str) -> Tokenizer:
-    made = Tokenizer(models.BPE(ignore_merges=name == "llama3"))
-    bytes_: Any = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=name not in SPLITS)
-    if name in SPLITS:
-        bytes_ = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(SPLITS[name]), "isolated"), bytes_])
+@cache
+def tokenizer(kind: str) -> Tokenizer:
+    made = Tokenizer(models.BPE(ignore_merges=kind == "smollm3"))
+    bytes_: Any = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind not in SPLITS)
+    if kind in SPLITS:
+        bytes_ = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(SPLITS[kind]), "isolated"), bytes_])
     made.pre_tokenizer = bytes_
     every = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=310, special_tokens=["<|end|>"], initial_alphabet=every)
@@ -68,82 +179,246 @@ def tokenizer(name: str) -> Tokenizer:
     return made
 
 
-def saved(folder: Path, name: str) -> torch.nn.Module:
-    kind, values = CONFIGS[name]
+def saved(folder: Path, kind: str, changed: dict[str, Any] | None = None) -> torch.nn.Module:
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **values))
+    values = PLAIN[kind] if kind == "gpt2" else {**SHAPE, **PLAIN[kind]}
+    config = transformers.AutoConfig.for_model(kind, **{**values, **(changed or {})})
+    model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for value in model.parameters():  # or norms would be all ones and biases zeros
-            value.add_(torch.randn_like(value) * 0.05)
+            value.add_(torch.randn_like(value) * 0.03)
     model.float().eval().save_pretrained(folder)
-    tokenizer(name).save(str(folder / "tokenizer.json"))
+    tokenizer(kind).save(str(folder / "tokenizer.json"))
     return model  # type: ignore[no-any-return]
 
 
-def test_every_architecture_has_its_test() -> None:
-    assert {kind for kind, _ in CONFIGS.values()} == set(MODEL_TYPES)
+RUN = """
+import json, os, sys, urllib.request
+import xllamacpp
+params = xllamacpp.CommonParams()
+params.model.path, params.n_ctx, params.warmup, params.n_parallel = sys.argv[1], 64, False, 1
+params.cpuparams.n_threads, params.cache_type_k, params.cache_type_v = 1, 0, 0  # float32
+params.flash_attn_type = 0
+server = xllamacpp.Server(params)
+for path, ask in json.loads(sys.argv[2]):
+    if path == "/completions":
+        told = server.handle_completions({"n_predict": 2, "temperature": 0.0, **ask})
+    else:
+        body = json.dumps(ask).encode() if ask else None
+        headers = {"Content-Type": "application/json"}
+        told = urllib.request.urlopen(urllib.request.Request(server.listening_address + path, body, headers))
+        told = told.read().decode()
+    print("TOLD" + (told if isinstance(told, str) else json.dumps(told)), flush=True)
+os._exit(0)
+"""
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_every_tensor_where_llama_cpp_looks_for_it(tmp_path: Path, name: str) -> None:
-    """Names by the maps of the `gguf` package; values bit for bit where nothing is reordered or computed."""
-    state = saved(tmp_path / "in", name).state_dict()
-    argv = [str(tmp_path / "in"), str(tmp_path / "out"), "--to", "gguf", "--verify", "--quiet"]
-    assert main(argv) == 0
-    reader = gguf.GGUFReader(tmp_path / "out" / "model.gguf")
-    held = {tensor.name: tensor for tensor in reader.tensors}
-    arch = bytes(reader.fields["general.architecture"].parts[-1]).decode()
-    numbers = {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}
-    names = gguf.get_tensor_name_map(numbers[arch], 2)
-    wanted: dict[str, Any] = {key: names.get_name(key, (".weight", ".bias")) for key in state}
-    if CONFIGS[name][1].get("tie_word_embeddings", name == "gpt2"):
-        del wanted["lm_head.weight"]
-    assert held.keys() - {"rope_freqs.weight"} == set(wanted.values())
-    assert ("rope_freqs.weight" in held) == (name == "llama3")
-    for key, place in wanted.items():
-        value = state[key].numpy()
-        if place.endswith("norm.weight") and name.startswith("gemma"):
-            value = value + 1
-        if name == "gpt2" and any(part in key for part in ("c_attn", "c_fc", "c_proj")) and value.ndim == 2:
-            value = value.T
-        if (".q_proj" in key or ".k_proj" in key) and arch == "llama":
-            heads = 4 if ".q_proj" in key else 2
-            value = value.reshape(heads, 2, -1, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape)
-        assert np.array_equal(held[place].data, value), key
-    tokens = reader.fields["tokenizer.ggml.tokens"]
-    assert len(tokens.data) == VOCAB
-    pre = bytes(reader.fields["tokenizer.ggml.pre"].parts[-1]).decode()
-    assert pre == {"llama3": "llama-bpe", "qwen2": "qwen2", "qwen3": "qwen2"}.get(name, "gpt-2")
+def asked(file: Path, *asks: tuple[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """What llama.cpp's server answers to requests: (path, body)."""
+    ran = subprocess.run(
+        [sys.executable, "-c", RUN, str(file), json.dumps(asks)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    told = [json.loads(line.partition("TOLD")[2]) for line in ran.stdout.splitlines() if "TOLD" in line]
+    assert len(told) == len(asks), ran.stdout[-500:] + ran.stderr[-3000:]
+    return told
+
+
+def distance(file: Path, model: torch.nn.Module, tokens: Tokenizer) -> float:
+    """The largest difference of a log probability, of a prompt longer than the windows."""
+    ids = tokens.encode("The checkpoint of 2026 goes   on\n\nto 12345 TPUs, it's fine. And so on, " * 2).ids[
+        :60
+    ]
+    with torch.no_grad():
+        wanted = torch.log_softmax(model(torch.tensor([ids])).logits[0, -1], -1)
+    # The server reports a token once its text is whole; the probabilities are those before the bias.
+    letter = tokens.token_to_id("a")
+    (told,) = asked(file, ("/completions", {"prompt": ids, "n_probs": VOCAB, "logit_bias": [[letter, 1000]]}))
+    first = told["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+    found = {one["id"]: one["logprob"] for one in first}
+    assert len(found) == VOCAB
+    return float(max(abs(value - wanted[int(i)].item()) for i, value in found.items()))
+
+
+def test_every_model_type_has_its_test() -> None:
+    assert PLAIN.keys() == MODELS.keys()
+
+
+@pytest.mark.parametrize(
+    ("kind", "changed", "refused"), CASES, ids=[f"{a}-{'-'.join(b)}" for a, b, _ in CASES]
+)
+def test_llama_cpp_computes_the_same_or_the_setting_is_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], kind: str, changed: dict[str, Any], refused: str | None
+) -> None:
+    model = saved(tmp_path / "in", kind, changed)
+    file = tmp_path / "out.gguf"
+    argv = [str(tmp_path / "in"), str(file), "--to", "gguf", "--quiet", "--overwrite", "--verify"]
+    if refused is not None:
+        assert main(argv) == 2 and not file.exists()
+        error = capfd.readouterr().err.splitlines()[-1]
+        assert error.startswith("error: ") and refused in error
+        return
+    # Its GELU is a table of float16; q8_0 adds up over many layers.
+    limits = {"keep": 2e-3} | ({} if "num_hidden_layers" in changed else {"q8_0": 6e-2})
+    for dtype, most in limits.items():
+        assert main([*argv, "--dtype", dtype]) == 0
+        found = distance(file, model, tokenizer(kind))
+        assert found < most, dtype
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    saved(folder, "llama")
+    return folder
+
+
+def converted(source: Path, changes: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> str:
+    """The error of converting with this in config.json; empty where there is none."""
+    folder = source.parent / "changed"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(source, folder)
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    code = main([str(folder), str(source.parent / "x.gguf"), "--to", "gguf", "--quiet", "--overwrite"])
+    lines = capfd.readouterr().err.splitlines()
+    assert (code, len(lines), lines and lines[0].startswith("error: ")) in ((0, 0, []), (2, 1, True)), lines
+    return lines[0] if lines else ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"model_type": "bert"}, "not 'bert'"),
+        ({"model_type": ["llama"]}, "not ['llama']"),
+        ({"attention_sink_size": 4}, "attention_sink_size 4: not known"),
+        ({"new_switch": None}, "new_switch null: not known"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_scaling differs"),
+        ({"rope_parameters": {**LLAMA3, "high_freq_factor": 1.0}}, "high_freq_factor 1.0: it must be above"),
+        ({"rope_parameters": {**LINEAR, "factor": -4}}, "rope_parameters.factor -4: it must be a positive"),
+        ({"rope_parameters": {**LINEAR, "wavelength": 3}}, "rope_parameters.wavelength 3: not known"),
+        ({"rope_parameters": [1]}, "rope_parameters [1]: it must be a table"),
+        ({"num_attention_heads": None}, "num_attention_heads null: it must be a count"),
+        ({"num_attention_heads": 0}, "num_attention_heads 0: it must be a count"),
+        ({"num_attention_heads": 8, "n_head": 4}, "n_head differs"),
+        ({"num_attention_heads": 3}, "has 64 rows"),
+        ({"num_key_value_heads": 1}, "has 32 rows"),
+        ({"num_hidden_layers": 1 << 40}, "num_hidden_layers is 1,099,511,627,776, and the tensors have 3"),
+        ({"max_position_embeddings": 1 << 40}, "max_position_embeddings 1099511627776: it must be a count"),
+        ({"hidden_size": 64.0}, "hidden_size 64.0: it must be a count"),
+        ({"intermediate_size": True}, "intermediate_size true: it must be a count"),
+        ({"rms_norm_eps": 1e60}, "rms_norm_eps 1e+60: it must be a positive number"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps NaN"),
+        ({"rms_norm_eps": "x" * 1000}, "x...: it must be a positive number"),
+        ({"head_dim": -16}, "head_dim -16"),
+        ({"hidden_act": ["silu"]}, "hidden_act"),
+        ({"vocab_size": 100}, "vocab_size is 100"),
+        ({"rope_scaling": None, "rope_theta": 5.0, "num_key_value_heads": 2}, ""),
+        ({"unsloth_version": "1", "_name_or_path": "a/b"}, ""),
+    ],
+)
+def test_a_setting_that_is_unknown_or_impossible_is_one_line(
+    llama: Path, capfd: pytest.CaptureFixture[str], changes: dict[str, Any], told: str
+) -> None:
+    error = converted(llama, changes, capfd)
+    assert told in error and bool(told) == bool(error)
+
+
+def test_defaults_are_those_of_transformers() -> None:
+    known = {"query_pre_attn_scalar", "rope_parameters"}
+    for kind, model in MODELS.items():
+        config = transformers.AutoConfig.for_model(kind)
+        ropes: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+        values = {**config.to_dict(), **ropes.get("full_attention", ropes)}
+        for key, value in {**model.absent, "rms_norm_eps": model.absent.get("rms_norm_eps", 1e-6)}.items():
+            if key in values and key not in known:
+                assert values[key] == value, (kind, key)
+        for key, allowed in model.only.items():
+            if key in values and key not in model.absent:
+                assert values[key] == allowed[0] or values[key] in allowed, (kind, key)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "gpt_oss"])
+def test_experts_as_one_tensor(tmp_path: Path, kind: str) -> None:
+    """The names of a live model, which checkpoints of a training run have."""
+    model = saved(tmp_path / "in", kind)
+    live = {name: value.contiguous() for name, value in model.state_dict().items()}
+    assert any(name.endswith("experts.gate_up_proj") for name in live)
+    (tmp_path / "live").mkdir()
+    shutil.copy(tmp_path / "in" / "config.json", tmp_path / "live")
+    torch.save(live, tmp_path / "live" / "pytorch_model.bin")
+    files = []
+    for name in ("in", "live"):
+        write_checkpoint(open_checkpoint(tmp_path / name), tmp_path / f"{name}.gguf", "gguf", verify=True)
+        reader = gguf.GGUFReader(tmp_path / f"{name}.gguf")
+        files.append({tensor.name: tensor.data.tobytes() for tensor in reader.tensors})
+    assert files[0] == files[1]
 
 
 @pytest.mark.parametrize(("dtype", "kind"), [("bfloat16", "BF16"), ("fp16", "F16"), ("q8_0", "Q8_0")])
 def test_types_are_those_of_the_gguf_package(tmp_path: Path, dtype: str, kind: str) -> None:
-    state = saved(tmp_path / "in", "qwen2").state_dict()
-    write_checkpoint(open_checkpoint(tmp_path / "in"), tmp_path / "out", "gguf", dtype=dtype, verify=True)
-    reader = gguf.GGUFReader(tmp_path / "out" / "model.gguf")
+    state = saved(tmp_path / "in", "qwen3_moe").state_dict()
+    checkpoint = open_checkpoint(tmp_path / "in")
+    write_checkpoint(checkpoint, tmp_path / "out.gguf", "gguf", dtype=dtype, verify=True)
+    reader = gguf.GGUFReader(tmp_path / "out.gguf")
+    assert reader.fields["general.file_type"].contents() == gguf.LlamaFileType[f"MOSTLY_{kind}"]
+    assert reader.fields["general.name"].contents() == "in"
     for tensor in reader.tensors:
-        if tensor.name == "blk.1.ffn_down.weight":
-            assert tensor.tensor_type.name == kind
-            value = state["model.layers.1.mlp.down_proj.weight"].numpy()
+        single = len(tensor.shape) == 1 or "ffn_gate_inp" in tensor.name
+        assert tensor.tensor_type.name == ("F32" if single else kind), tensor.name
+        if tensor.name == "blk.1.ffn_down_exps.weight":
+            value = state["model.layers.1.mlp.experts.down_proj"].numpy()
             theirs = gguf.quants.quantize(value, tensor.tensor_type)
             assert np.array_equal(tensor.data.view(np.uint8), theirs.view(np.uint8))
-        elif len(tensor.shape) == 1:
-            assert tensor.tensor_type.name == "F32"
 
 
-def test_q8_0_is_ggmls() -> None:
-    values = np.random.default_rng(0).standard_normal((64, 96)).astype(np.float32)
-    values[3, :32] = 0
-    values[4, :32] = 1e30  # its scale is infinite in float16
-    values[5, :5] = [0.5, 1.5, -0.5, 127, -127]
-    theirs = gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q8_0)
-    assert np.array_equal(quantise(values.reshape(-1)).reshape(theirs.shape), theirs)
+def test_q8_0_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = np.random.default_rng(0).standard_normal((3, 20, 96)).astype(np.float32)
+    values[0, 3, :32] = 0
+    values[1, 4, :32] = 1e30  # its scale is infinite in float16
+    monkeypatch.setattr(quantised, "_AT_ONCE", 200)
+    tensor = q8_0(Tensor.contiguous("x", "F32", values.shape, Memory(values.tobytes())))
+    with np.errstate(all="ignore"):
+        theirs = gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q8_0)
+    assert tensor.read().tobytes() == theirs.tobytes()
+    assert b"".join(block.tobytes() for block in tensor.blocks(77, set())) == theirs.tobytes()
 
 
-def test_a_tokenizer_that_might_split_differently_is_left_out(tmp_path: Path) -> None:
+def test_the_file_and_the_folder(llama: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "a" / "m.gguf"
+    to = ["--to", "gguf", "--quiet"]
+    assert main([str(llama), str(tmp_path / "out"), *to]) == 0
+    assert main([str(llama), str(file), *to, "--verify"]) == 0
+    assert file.read_bytes() == (tmp_path / "out" / "model.gguf").read_bytes()
+    assert [one.name for one in file.parent.iterdir()] == ["m.gguf"]
+    assert main([str(llama), str(file), "--to", "gguf", "--dry-run", "--overwrite"]) == 0
+    assert f"{file}: " in capfd.readouterr().out
+    (tmp_path / "d.gguf").mkdir()
+    (tmp_path / "l.gguf").symlink_to(file)
+    refused = {"a/m.gguf": "give another file or --overwrite", "d.gguf": "not a file", "l.gguf": "is a link"}
+    for name, told in refused.items():
+        assert main([str(llama), str(tmp_path / name), *to]) == 2
+        assert told in capfd.readouterr().err
+    assert main([str(llama), str(file), *to, "--overwrite", "--dtype", "fp16"]) == 0
+    assert file.stat().st_size < (tmp_path / "out" / "model.gguf").stat().st_size
+
+
+def test_one_object_in_a_store(llama: Path, s3: ObjectStore, capfd: pytest.CaptureFixture[str]) -> None:
+    scale = ["--to", "gguf", "--quiet", "--verify"]
+    assert main([str(llama), s3.url("b/m.gguf"), *scale]) == 0
+    assert main([str(llama), s3.url("b/m.gguf"), *scale]) == 2
+    assert "exists already" in capfd.readouterr().err
+    assert main([str(llama), s3.url("b/m.gguf"), *scale, "--overwrite"]) == 0
+    assert list(RemotePath.of(s3.url("b")).objects()) == ["m.gguf"]
+
+
+def test_a_tokenizer_that_might_split_differently_is_left_out(llama: Path, tmp_path: Path) -> None:
     known = json.loads(tokenizer("llama").to_str())
     config = {"vocab_size": VOCAB, "bos_token_id": 0}
-    assert _byte_level_bpe(known, config) is not None
+    assert byte_level_bpe(known, config, [0]) is not None
     changes: list[dict[str, Any]] = [
         {"normalizer": {"type": "Lowercase"}},
         {"pre_tokenizer": {"type": "Whitespace"}},
@@ -153,112 +428,76 @@ def test_a_tokenizer_that_might_split_differently_is_left_out(tmp_path: Path) ->
         {"post_processor": {"type": "BertProcessing"}},
     ]
     for change in changes:
-        assert _byte_level_bpe({**known, **change}, config) is None, change
-    saved(tmp_path / "in", "llama")
+        assert byte_level_bpe({**known, **change}, config, [0]) is None, change
+    shutil.copytree(llama, tmp_path / "in")
+    (tmp_path / "in" / "chat_template.jinja").write_text("kept")
     for damaged in (True, False):
         file = tmp_path / "in" / "tokenizer.json"
         file.write_text("{") if damaged else file.unlink()
-        checkpoint = open_checkpoint(tmp_path / "in")
-        write_checkpoint(checkpoint, tmp_path / "out", "gguf", overwrite=True)
-    reader = gguf.GGUFReader(tmp_path / "out" / "model.gguf")
-    assert bytes(reader.fields["tokenizer.ggml.model"].parts[-1]) == b"no_vocab"
-    assert "tokenizer.ggml.tokens" not in reader.fields
+        write_checkpoint(open_checkpoint(tmp_path / "in"), tmp_path / "x.gguf", "gguf", overwrite=True)
+    fields = gguf.GGUFReader(tmp_path / "x.gguf").fields
+    assert fields["tokenizer.ggml.model"].contents() == "no_vocab"
+    assert fields["tokenizer.chat_template"].contents() == "kept"
+    assert "tokenizer.ggml.tokens" not in fields
 
 
 @pytest.mark.parametrize(
-    ("stops", "own", "template", "end"),
+    ("stops", "own", "template", "ends"),
     [
-        (None, "a", "", 9),  # the model's own
-        (2, "a", "", 2),
-        ([0, 1], "a", "{{ m + 'b' }}", 1),  # a base whose turns end with b
-        ([0, 1, 2], "c", "{{ 'b' if calls else 'c' }}", 2),  # Llama 3.1 has several ends in its template
-        ([0, 1], "b", "{{ m }}", 1),
+        (None, "a", "", [9]),  # the model's own
+        (2, "a", "", ["c"]),
+        ([0, 1], "a", "{{ m + 'b' }}", ["b", "a"]),  # a base whose turns end with b
+        ([0, 1, 2], "c", "{{ 'b' if calls else 'c' }}", ["c", "a", "b"]),  # Llama 3.1 has several ends
+        ([0, 1], "b", "{{ m }}", ["b", "a"]),
     ],
 )
-def test_the_end_of_an_answer_and_the_template(
-    tmp_path: Path, stops: Any, own: str, template: str, end: int
+def test_llama_cpp_stops_where_transformers_does(
+    llama: Path, tmp_path: Path, stops: Any, own: str, template: str, ends: list[Any]
 ) -> None:
-    saved(tmp_path / "in", "llama")
-    made = tokenizer("llama")
+    folder = tmp_path / "in"
+    shutil.copytree(llama, folder)
+    made = Tokenizer.from_str(tokenizer("llama").to_str())
     made.add_special_tokens(["a", "b", "c"])
     ids = [made.token_to_id(text) for text in "abc"]
-    made.save(str(tmp_path / "in" / "tokenizer.json"))
-    (tmp_path / "in" / "tokenizer_config.json").write_text(
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
         json.dumps({"eos_token": {"content": own}, "chat_template": [{"name": "default", "template": "old"}]})
     )
-    config = json.loads((tmp_path / "in" / "config.json").read_text())
-    (tmp_path / "in" / "config.json").write_text(json.dumps({**config, "eos_token_id": 9}))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": 9}))
     if template:
-        (tmp_path / "in" / "chat_template.jinja").write_text(template)
+        (folder / "chat_template.jinja").write_text(template)
     told = [ids[at] for at in stops] if isinstance(stops, list) else None if stops is None else ids[stops]
-    (tmp_path / "in" / "generation_config.json").write_text(json.dumps({"eos_token_id": told}))
-    write_checkpoint(open_checkpoint(tmp_path / "in"), tmp_path / "out", "gguf")
-    fields = gguf.GGUFReader(tmp_path / "out" / "model.gguf").fields
-    assert fields["tokenizer.ggml.eos_token_id"].contents() == (9 if stops is None else ids[end])
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": told}))
+    write_checkpoint(open_checkpoint(folder), tmp_path / "x.gguf", "gguf")
+    fields = gguf.GGUFReader(tmp_path / "x.gguf").fields
+    wanted = [one if isinstance(one, int) else made.token_to_id(one) for one in ends]
+    written = [fields.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
+    assert [field.contents() for field in written if field] == wanted
     assert fields["tokenizer.chat_template"].contents() == (template or "old")
+    others = [one for one in (*ids, 9, 10) if one not in wanted]
+    bodies = [{"prompt": [5, 6], "logit_bias": [[one, 1000]]} for one in (*wanted, *others)]
+    answers = asked(tmp_path / "x.gguf", *(("/completions", body) for body in bodies))
+    reasons = [answer["choices"][0]["finish_reason"] for answer in answers]
+    assert reasons == ["stop"] * len(wanted) + ["length"] * len(others)
 
 
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        ({"model_type": "bert"}, "not 'bert'"),
-        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "'yarn' is not written"),
-        ({"hidden_act": "relu"}, "has no 'relu'"),
-        ({"quantization_config": {}}, "quantised"),
-        ({"num_attention_heads": None}, "has no num_attention_heads"),
-        ({"num_attention_heads": 0}, "has num_attention_heads 0, which cannot be"),
-        ({"hidden_size": 64.0}, "has hidden_size 64.0, which cannot be"),
-        ({"rms_norm_eps": 1e60}, r"has rms_norm_eps 1e\+60, which cannot be"),
-        ({"rope_scaling": {**SCALED, "high_freq_factor": 1.0}}, "impossible scaling"),
-    ],
-)
-def test_what_llama_cpp_would_compute_differently_is_refused(
-    tmp_path: Path, change: dict[str, Any], told: str
-) -> None:
-    saved(tmp_path / "in", "llama")
-    path = tmp_path / "in" / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "rope_parameters": None, **change}))
-    with pytest.raises(CheckpointError, match=told):
-        write_checkpoint(open_checkpoint(tmp_path / "in"), tmp_path / "out", "gguf")
-    assert not (tmp_path / "out").exists()
+FAMILIES = "llama3 qwen2_5 qwen3 gemma3 phi3 gptoss cohere2 glm4moe deepseekv3 lfm2 nemotron_3_nano"
 
 
-RUN = """
-import json, os, sys
-import xllamacpp
-params = xllamacpp.CommonParams()
-params.model.path, params.n_ctx, params.warmup, params.n_parallel = sys.argv[1], 64, False, 1
-params.cpuparams.n_threads = 1
-ask = {"prompt": json.loads(sys.argv[2]), "n_predict": 2, "n_probs": 320, "temperature": 0.0}
-told = xllamacpp.Server(params).handle_completions(ask)
-told = told if isinstance(told, dict) else json.loads(told)
-first = told["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
-print("LOGPROBS" + json.dumps({one["id"]: one["logprob"] for one in first}), flush=True)
-os._exit(0)
-"""
+@pytest.mark.parametrize("family", FAMILIES.split())
+def test_chat_templates_arrive_as_they_are(llama: Path, tmp_path: Path, family: str) -> None:
+    import trl
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CONFIGS)
-def test_llama_cpp_computes_the_same(tmp_path: Path, name: str) -> None:
-    model = saved(tmp_path / "in", name)
-    write_checkpoint(open_checkpoint(tmp_path / "in"), tmp_path / "out", "gguf")
-    tokens = tokenizer(name)
-    ids = tokens.encode("The checkpoint of 2026 goes   on\n\nto 12345 TPUs, it's fine.").ids[:40]
-    with torch.no_grad():
-        every = torch.log_softmax(model(torch.tensor([ids])).logits[0], -1)
-    # The server reports a token once its text is whole, so the likeliest one must be a character.
-    best = [tokens.decode([int(one)]) for one in every.argmax(-1)]
-    length = max(i + 1 for i, text in enumerate(best) if text and text.isascii())
-    ids, wanted = ids[:length], every[length - 1]
-    ran = subprocess.run(
-        [sys.executable, "-c", RUN, str(tmp_path / "out" / "model.gguf"), json.dumps(ids)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    template = (Path(trl.__file__).parent / "chat_templates" / f"{family}.jinja").read_text("utf-8")
+    shutil.copytree(llama, tmp_path / "in")
+    (tmp_path / "in" / "chat_template.jinja").write_text(template, "utf-8")
+    write_checkpoint(open_checkpoint(tmp_path / "in"), tmp_path / "x.gguf", "gguf")
+    assert gguf.GGUFReader(tmp_path / "x.gguf").fields["tokenizer.chat_template"].contents() == template
+    # llama.cpp renders as transformers does.
+    talk = [{"role": role, "content": f" {role}s say\n"} for role in ("user", "assistant", "user")]
+    (told,) = asked(tmp_path / "x.gguf", ("/apply-template", {"messages": talk}))
+    tokens = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer("llama"), bos_token="<|end|>", chat_template=template
     )
-    line = next(line for line in ran.stdout.splitlines() if "LOGPROBS" in line)
-    found = json.loads(line.partition("LOGPROBS")[2])
-    assert len(found) == VOCAB
-    # llama.cpp keeps keys and values in float16.
-    assert max(abs(value - wanted[int(i)].item()) for i, value in found.items()) < 5e-3
+    assert told["prompt"] == tokens.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)

@@ -185,7 +185,7 @@ def test_a_vocabulary_that_no_table_has(tmp_path: Path, capsys: pytest.CaptureFi
     (source / "config.json").write_text(json.dumps({**shapes, "vocab_size": 4_000_000_000}))
     safetensors.torch.save_file({"transformer.wte.weight": torch.zeros(6, 4)}, source / "model.safetensors")
     line = said(capsys, source, tmp_path / "out.gguf", "--to", "gguf")
-    assert "config.json: vocab_size is 4,000,000,000, and no tensor has as many rows" in line
+    assert "config.json: vocab_size is 4,000,000,000, and 'transformer.wte.weight' has 6 rows" in line
 
 
 def test_a_name_that_is_no_text_is_refused(tmp_path: Path) -> None:

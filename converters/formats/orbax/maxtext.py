@@ -22,18 +22,18 @@ import numpy as np
 from converters.containers.pickle_reader import shown
 from converters.errors import CheckpointError
 from converters.names.canonical import plain_names
-from converters.tensors.computed import computed
+from converters.names.model_config import MAX_SIZE, sizes_of
+from converters.tensors.computed import Affine, computed
 from converters.tensors.rearranged import part, reshaped, selected, turned
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
-    from converters.tensors.tensor import Array, Shape, Tensor
+    from converters.tensors.tensor import Shape, Tensor
 
 Path = tuple[str, ...]
 
 _LAYER = re.compile(r"layers(?:_(\d{1,6}))?")
-_MAX_SIZE = 1 << 20
 _KERNELS = {
     "self_attention{}.query.kernel": "self_attn.q_proj",
     "self_attention{}.key.kernel": "self_attn.k_proj",
@@ -103,24 +103,6 @@ _FAMILIES = {
 }
 
 
-class _Affine:
-    """Each element times `factor`, or divided by `divisor`, plus `term`, in float32."""
-
-    def __init__(self, factor: float = 1.0, divisor: float = 1.0, term: float = 0.0) -> None:
-        self.factor, self.divisor, self.term = np.float32(factor), np.float32(divisor), np.float32(term)
-
-    def prepare(self, before: Callable[[Callable[[Array, int], None]], None]) -> None:
-        """Nothing: each element depends on itself alone."""
-
-    def apply(self, block: Array, first: int) -> None:
-        if self.factor != 1:
-            block *= self.factor
-        if self.divisor != 1:
-            block /= self.divisor
-        if self.term:
-            block += self.term
-
-
 @dataclass(frozen=True)
 class Place:
     """Where a parameter goes.
@@ -155,7 +137,7 @@ class Layout:
     def weights(self, path: Path, tensor: Tensor) -> dict[str, Tensor]:
         """One parameter of MaxText as transformers' parameters."""
         place = self.places[path]
-        edit = _Affine(place.scale, place.divided, place.term)
+        edit = Affine(place.scale, place.divided, place.term)
         return dict(self._made(place, tensor, edit))
 
     def moments(self, path: Path, tensor: Tensor, moment: str) -> dict[str, Tensor]:
@@ -164,9 +146,9 @@ class Layout:
         factor, divisor = (
             (place.divided, place.scale) if moment == "mu" else (place.divided**2, place.scale**2)
         )
-        return dict(self._made(place, tensor, _Affine(factor, divisor)))
+        return dict(self._made(place, tensor, Affine(factor, divisor)))
 
-    def _made(self, place: Place, tensor: Tensor, edit: _Affine) -> Iterator[tuple[str, Tensor]]:
+    def _made(self, place: Place, tensor: Tensor, edit: Affine) -> Iterator[tuple[str, Tensor]]:
         for number, name in enumerate(place.names):
             layer = tensor if place.stack is None else selected(tensor, place.stack, number)
             if place.kernel:
@@ -225,26 +207,11 @@ class _Model:
                 "to_huggingface, or convert it without config.json to keep MaxText's names"
             )
         self.family = family
-        self.layers = self._number("num_hidden_layers")
-        heads, hidden = self._number("num_attention_heads"), self._number("hidden_size")
-        self.sizes = {
-            "E": hidden,
-            "H": heads,
-            "K": self._number("num_key_value_heads", heads),
-            "D": self._number("head_dim", hidden // heads),
-            "M": self._number("intermediate_size"),
-        }
-        self.vocabulary = self._number("vocab_size")
+        self.sizes = sizes_of(config, where)
+        self.layers, self.vocabulary = self.sizes["L"], self.sizes["V"]
         self.paired = self._rope() == "llama3"
         if self.paired and self.sizes["D"] % 2:
             raise CheckpointError(f"{where}: its config.json has an odd head_dim, {self.sizes['D']}")
-
-    def _number(self, name: str, default: int | None = None) -> int:
-        value = self.config.get(name)
-        value = default if value is None else value
-        if type(value) is not int or not 0 < value <= _MAX_SIZE:
-            raise CheckpointError(f"{self.where}: its config.json has no {name}")
-        return value
 
     def _rope(self) -> str:
         rope = self.config.get("rope_parameters") or self.config.get("rope_scaling") or {}
@@ -319,7 +286,7 @@ class _Model:
 
     def _query_scale(self) -> float:
         scalar = self.config.get("query_pre_attn_scalar", self.sizes["D"])
-        if not isinstance(scalar, int | float) or not 0 < scalar < _MAX_SIZE:
+        if not isinstance(scalar, int | float) or not 0 < scalar < MAX_SIZE:
             raise CheckpointError(f"{self.where}: its config.json has no query_pre_attn_scalar")
         return float(np.sqrt(np.float32(scalar)))
 

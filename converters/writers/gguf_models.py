@@ -1,0 +1,433 @@
+"""Which models llama.cpp computes as transformers does, and with which settings of `config.json`.
+
+Each setting is written to the GGUF file, may have certain values only, or has no effect on what is computed.
+Any other is refused by its name, so that one which nobody has thought of cannot pass.
+
+Source: transformers' `configuration_*.py`; https://github.com/ggml-org/llama.cpp, src/models.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from math import pi, sqrt
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from converters.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Mapping
+
+    from converters.storage.path_or_url import Place
+
+_LARGEST = (3e38, 1 << 24)  # of a float32, about, and of a count
+_SHOWN = 60
+
+# Of training, generation, the tokenizer, or how the program runs.
+_NO_EFFECT = """
+_attn_implementation _name_or_path architectures attention_dropout attn_implementation attn_pdrop auto_map
+bos_token_id cache_implementation chunk_size_feed_forward decoder_start_token_id do_sample dtype
+early_stopping embd_pdrop eos_token_id finetuning_task gradient_checkpointing id2label initializer_range
+is_decoder label2id length_penalty max_length max_window_layers min_length model_type n_ctx
+no_repeat_ngram_size num_beams num_labels num_return_sequences output_attentions output_hidden_states
+output_router_logits pad_token_id prefix pretraining_tp problem_type remove_invalid_values
+reorder_and_upcast_attn repetition_penalty resid_pdrop return_dict return_dict_in_generate
+router_aux_loss_coef router_jitter_noise sep_token_id summary_activation summary_first_dropout
+summary_proj_to_labels summary_type summary_use_proj task_specific_params temperature tokenizer_class
+top_k top_p torch_dtype torchscript transformers.js_config transformers_version unk_token_id
+unsloth_fixed unsloth_version use_bfloat16 use_cache
+"""
+# What `GGUFWriter.add_*` writes: a setting and its other names.
+_COUNTS = {
+    "block_count": ("num_hidden_layers", "n_layer"),
+    "context_length": ("max_position_embeddings", "n_positions"),
+    "embedding_length": ("hidden_size", "n_embd"),
+    "head_count": ("num_attention_heads", "n_head"),
+    "vocab_size": ("vocab_size",),
+}
+_RMS = {"layer_norm_rms_eps": ("rms_norm_eps",)}
+_EXPERTS = {
+    "expert_count": ("num_local_experts", "num_experts"),
+    "expert_used_count": ("num_experts_per_tok", "experts_per_token"),
+}
+_ABSENT: dict[str, Any] = {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": False}
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "is_encoder_decoder": (False,),
+    "add_cross_attention": (False,),
+    "pruned_heads": (None, {}),
+    "quantization_config": (None,),
+}
+_WITH_BIASES = {"attention_bias": (False, True), "mlp_bias": (False, True)}
+_GEMMA = {
+    "hidden_act": ("gelu_pytorch_tanh", "gelu"),  # Gemma 1's "gelu" was the tanh's, too
+    "hidden_activation": (None, "gelu_pytorch_tanh"),
+    "use_bidirectional_attention": (None, False),
+}
+_SCALINGS = ("default", "linear", "yarn")
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "truncate": False,
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model type of transformers, as llama.cpp has it.
+
+    Attributes:
+        arch: llama.cpp's name.
+        only: setting -> the values with which both compute the same; the first where the setting is absent.
+        absent: setting -> its value where it is absent, which is transformers' default.
+        counts: what `GGUFWriter.add_*` writes -> a count and its other names.
+        numbers: likewise, positive numbers.
+        scalings: those of the rotary embedding; none where there is no rotary embedding.
+        partial: whether the rotary embedding may leave out a part of each head.
+        window: every `window`-th layer attends to everything and the others to a window; 0: no windows.
+        local_base: of the rotary embedding of layers with a window, where it differs.
+        no_rope: every `no_rope`-th layer has no rotary embedding.
+        scalar: number of layers with which llama.cpp scales queries by hidden_size / heads, not by the
+            size of a head; None where there is no `query_pre_attn_scalar`.
+        square: whether the heads together must be as wide as the model.
+        pairs: whether the rotary embedding pairs adjacent rows of the query and key projections.
+        plus_one: whether norms scale by 1 + weight.
+        inputs_first: whether the linear layers hold (in, out) matrices.
+        own_head: whether the output matrix is written where it is tied, too.
+    """
+
+    arch: str
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    absent: Mapping[str, Any] = field(default_factory=dict)
+    counts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    numbers: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: _RMS)
+    scalings: tuple[str, ...] = _SCALINGS
+    partial: bool = False
+    window: int = 0
+    local_base: float | None = None
+    no_rope: int = 0
+    scalar: int | None = None
+    square: bool = False
+    pairs: bool = False
+    plus_one: bool = False
+    inputs_first: bool = False
+    own_head: bool = False
+
+
+MODELS = {
+    "llama": Model("llama", _WITH_BIASES, pairs=True, scalings=(*_SCALINGS, "llama3")),
+    "mistral": Model("llama", absent={"sliding_window": 4096}, pairs=True, scalings=(*_SCALINGS, "llama3")),
+    "mixtral": Model(
+        "llama",
+        absent={"rms_norm_eps": 1e-5, "rope_theta": 1e6},
+        counts=_EXPERTS,
+        pairs=True,
+        scalings=(*_SCALINGS, "llama3"),
+    ),
+    "granite": Model(
+        "granite",
+        _WITH_BIASES,
+        numbers={
+            **_RMS,
+            "attention_scale": ("attention_multiplier",),
+            "embedding_scale": ("embedding_multiplier",),
+            "residual_scale": ("residual_multiplier",),
+            "logit_scale": ("logits_scaling",),
+        },
+        absent={f"{key}_multiplier": 1.0 for key in ("attention", "embedding", "residual")}
+        | {"logits_scaling": 1.0},
+        pairs=True,
+        scalings=(*_SCALINGS, "llama3"),
+    ),
+    "smollm3": Model(
+        "smollm3",
+        absent={"rope_theta": 2e6, "tie_word_embeddings": True, "use_sliding_window": False},
+        pairs=True,
+        no_rope=4,
+    ),
+    "qwen2": Model(
+        "qwen2",
+        {"attention_bias": (True,), "use_mrope": (None, False)},
+        {"use_sliding_window": False},
+    ),
+    "qwen3": Model("qwen3", absent={"use_sliding_window": False}),
+    "qwen3_moe": Model(
+        "qwen3moe",
+        {"norm_topk_prob": (True,), "decoder_sparse_step": (1,), "mlp_only_layers": (None, [])},
+        {"norm_topk_prob": False, "use_sliding_window": False},
+        {**_EXPERTS, "expert_feed_forward_length": ("moe_intermediate_size",)},
+    ),
+    "gemma": Model("gemma", _GEMMA, {"tie_word_embeddings": True}, plus_one=True),
+    "gemma2": Model(
+        "gemma2",
+        _GEMMA,
+        {
+            "tie_word_embeddings": True,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+        },
+        numbers={
+            **_RMS,
+            "attn_logit_softcapping": ("attn_logit_softcapping",),
+            "final_logit_softcapping": ("final_logit_softcapping",),
+        },
+        scalings=("default", "linear"),
+        window=2,
+        scalar=46,
+        plus_one=True,
+    ),
+    "gemma3_text": Model(
+        "gemma3",
+        {**_GEMMA, "attn_logit_softcapping": (None,), "final_logit_softcapping": (None,)},
+        {
+            "tie_word_embeddings": True,
+            "rope_theta": 1e6,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+        },
+        scalings=("default", "linear"),
+        window=6,
+        local_base=10000.0,
+        scalar=62,
+        plus_one=True,
+    ),
+    "phi3": Model(
+        "phi3",
+        {"lm_head_bias": (None, False), "full_attn_mod": (None, 1), "interpolate_factor": (None, 1)},
+        {"rms_norm_eps": 1e-5},
+        scalings=("default",),  # "yarn" is another name of longrope here
+        partial=True,
+        square=True,
+    ),
+    "gpt2": Model(
+        "gpt2",
+        {
+            "attention_bias": (True,),
+            "mlp_bias": (True,),
+            "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+            "scale_attn_weights": (True,),
+            "scale_attn_by_inverse_layer_idx": (False,),
+        },
+        {"tie_word_embeddings": True, "layer_norm_epsilon": 1e-5},
+        numbers={"layer_norm_eps": ("layer_norm_epsilon",)},
+        scalings=(),
+        inputs_first=True,
+    ),
+    "gpt_oss": Model(
+        "gpt-oss",
+        {"attention_bias": (True,), "mlp_bias": (True,), "swiglu_limit": (7.0,), "swiglu_alpha": (1.702,)},
+        {
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150000.0,
+            "sliding_window": 128,
+            "rope_parameters": _GPT_OSS_ROPE,
+        },
+        {**_EXPERTS, "expert_feed_forward_length": ("intermediate_size",)},
+        window=2,
+        own_head=True,
+    ),
+    "glm4": Model("glm4", _WITH_BIASES, {"rms_norm_eps": 1.5625e-07}, partial=True, square=True),
+    "cohere2": Model(
+        "cohere2",
+        {
+            "use_parallel_block": (None, True),
+            "use_gated_activation": (None, True),
+            "use_embedding_sharing": (None, True),
+            "position_embedding_type": (None, "rope_gptj"),
+            "order_of_interleaved_layers": (None, "local_attn_first"),
+            "layer_switch": (None, 4),
+            "rotary_pct": (None, 1.0),
+        },
+        {"layer_norm_eps": 1e-5, "tie_word_embeddings": True, "logit_scale": 0.0625, "sliding_window": 4096},
+        numbers={"layer_norm_eps": ("layer_norm_eps",), "logit_scale": ("logit_scale",)},
+        window=4,
+        square=True,
+    ),
+    "olmo2": Model("olmo2", absent={"rms_norm_eps": 1e-5}, square=True, own_head=True),
+}
+
+
+@dataclass
+class Settings:
+    """What a `config.json` says, in llama.cpp's terms.
+
+    Attributes:
+        values: what `GGUFWriter.add_*` writes -> the value.
+        tied: whether the output matrix is the embedding.
+        biases: the modules whose linear layers have biases.
+        query_scale: what queries are multiplied by beforehand.
+        factors: what each frequency of the rotary embedding is divided by, if not by 1.
+    """
+
+    values: dict[str, Any]
+    tied: bool
+    biases: set[str]
+    query_scale: float = 1.0
+    factors: list[float] = field(default_factory=list)
+
+
+class _Table:
+    """A table of `config.json`; each of its settings is taken by what understands it."""
+
+    def __init__(self, values: Any, absent: Mapping[str, Any], where: str) -> None:
+        if not isinstance(values, dict):
+            raise CheckpointError(f"{where[:-1]} {_shown(values)}: it must be a table")
+        self.values, self.absent, self.where = values, absent, where
+        self._left = set(values)
+
+    def take(self, *names: str) -> Any:
+        """The value of a setting that has several names, or its default."""
+        found = [self.values[name] for name in names if self.values.get(name) is not None]
+        if any(not _same(one, found[0]) for one in found):
+            self.refuse(names[0], f"{' or '.join(names[1:])} differs")
+        there = self._left.intersection(names)
+        self._left -= there
+        return found[0] if found else None if there else self.absent.get(names[0])
+
+    def number(self, *names: str, default: float | None = None, whole: bool = False) -> Any:
+        """A positive number, or a count; `default` for null."""
+        found: Any = self.take(*names)
+        found = default if found is None else found
+        if type(found) not in ((int,) if whole else (int, float)) or not 0 < found < _LARGEST[whole]:
+            self.refuse(names[0], "it must be a count" if whole else "it must be a positive number")
+        return found
+
+    def only(self, name: str, *allowed: Any) -> Any:
+        """A setting with one of these values; the first where it is absent and has no other default."""
+        given = name in self.values or name in self.absent
+        found = self.take(name) if given else allowed[0]
+        if not any(_same(found, one) for one in allowed):
+            self.refuse(name, f"llama.cpp computes as with {' or '.join(map(_shown, allowed))} only")
+        return found
+
+    def inner(self, *names: str, absent: Mapping[str, Any]) -> _Table:
+        """A table in this one; empty where there is none."""
+        name = next((name for name in names if self.values.get(name)), names[0])
+        return _Table(self.take(*names) or self.absent.get(name, {}), absent, f"{self.where}{name}.")
+
+    def refuse(self, name: str, why: str) -> NoReturn:
+        value = self.values.get(name, self.absent.get(name))
+        raise CheckpointError(f"{self.where}{name[:_SHOWN]} {_shown(value)}: {why}")
+
+    def finish(self, ignored: Container[str] = ()) -> None:
+        """Refuse what nothing has taken."""
+        for name in sorted(self._left):
+            if name not in ignored:
+                self.refuse(name, "not known to --to gguf; remove it if it changes no logits")
+
+
+def _same(left: Any, right: Any) -> bool:
+    return isinstance(left, bool) == isinstance(right, bool) and bool(left == right)
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
+
+
+def settings_of(config: Mapping[str, Any], model: Model, where: Place) -> Settings:
+    """What llama.cpp builds the model from.
+
+    Raises:
+        CheckpointError: a setting is missing, impossible, unknown, or not what llama.cpp computes.
+    """
+    table = _Table(config, {**_ABSENT, **model.absent}, f"{where}: config.json has ")
+    only = {name: table.only(name, *allowed) for name, allowed in {**_ONLY, **model.only}.items()}
+    values = {key: table.number(*names, whole=True) for key, names in {**_COUNTS, **model.counts}.items()}
+    values |= {key: table.number(*names) for key, names in model.numbers.items()}
+    layers, width, heads = (values[key] for key in ("block_count", "embedding_length", "head_count"))
+    wide = 4 * width if model.inputs_first else None
+    values["feed_forward_length"] = table.number("intermediate_size", "n_inner", default=wide, whole=True)
+    if values.get("expert_used_count", 0) > values.get("expert_count", 0):
+        table.refuse("num_experts_per_tok", "there are fewer experts")
+    biased = {"self_attn": "attention_bias", "mlp": "mlp_bias"}
+    biases = {module for module, name in biased.items() if only[name]}
+    found = Settings(values, table.take("tie_word_embeddings") is True, biases)
+    if model.scalings:
+        values["head_count_kv"] = table.number("num_key_value_heads", default=heads, whole=True)
+        head = table.number("head_dim", default=width // heads, whole=True)
+        values["key_length"] = values["value_length"] = head
+        if model.square and head * heads != width:
+            table.refuse("head_dim", f"llama.cpp's {model.arch} needs {width} / {heads}")
+        _rotary(table, model, found)
+        _layers(table, model, found)
+        if model.scalar is not None:
+            scaled_by = width // heads if layers == model.scalar else head
+            found.query_scale = sqrt(scaled_by / table.number("query_pre_attn_scalar"))
+    table.finish(_NO_EFFECT.split())
+    return found
+
+
+def _layers(table: _Table, model: Model, found: Settings) -> None:
+    """In which layers attention differs."""
+    numbers, every = range(1, found.values["block_count"] + 1), model.window or 1
+    windows = table.take("use_sliding_window") is not False and "layer_types" not in table.values
+    kinds = ["sliding_attention" if number % every else "full_attention" for number in numbers]
+    table.only("layer_types", None, kinds)
+    for name in ("sliding_window_pattern", "_sliding_window_pattern"):
+        table.only(name, None, every)
+    if model.no_rope:
+        table.only("no_rope_layer_interval", None, model.no_rope)
+        table.only("no_rope_layers", None, [int(number % model.no_rope > 0) for number in numbers])
+    context = found.values["context_length"]
+    size = table.number("sliding_window", default=None if model.window else context, whole=True)
+    if model.window:
+        found.values["sliding_window"] = size
+    elif windows and size < context:
+        why = f"llama.cpp's {model.arch} has no windows; with null, texts of more than {size} tokens differ"
+        table.refuse("sliding_window", why)
+
+
+def _rotary(table: _Table, model: Model, found: Settings) -> None:
+    """The rotary embedding: of the layers that attend to everything, where there are two kinds."""
+    values, old = found.values, "original_max_position_embeddings"
+    part, context = table.take("partial_rotary_factor"), table.take(old, "initial_context_length")
+    absent = {
+        "rope_theta": table.take("rope_theta"),
+        "partial_rotary_factor": 1.0 if part is None else part,
+        old: values["context_length"] if context is None else context,
+    }
+    table.only("rope_local_base_freq", None, model.local_base)
+    rope = table.inner("rope_parameters", "rope_scaling", absent=absent)
+    if model.local_base and "full_attention" in rope.values:
+        local = rope.inner("sliding_attention", absent={})
+        local.only("rope_type", "default")
+        local.only("rope_theta", model.local_base)
+        local.finish()
+        both, rope = rope, rope.inner("full_attention", absent=absent)
+        both.finish()
+    if context not in (None, rope.values.get(old, context)):
+        table.refuse(old, f"that of {_shown(rope.values)} differs")
+    kind = rope.take("rope_type", "type") or "default"
+    if kind not in model.scalings:
+        rope.refuse("rope_type", f"llama.cpp's {model.arch} computes {' or '.join(model.scalings)}")
+    base, head = rope.number("rope_theta"), values["key_length"]
+    size = head * rope.number("partial_rotary_factor")
+    if size % 2 or size > head or (size < head and not model.partial):
+        rope.refuse("partial_rotary_factor", f"llama.cpp's {model.arch} cannot rotate {size} of {head}")
+    values |= {"rope_freq_base": float(base), "rope_dimension_count": int(size)}
+    if kind in ("linear", "yarn"):
+        values |= {"rope_scaling_type": kind, "rope_scaling_factor": rope.number("factor")}
+    if kind == "yarn":
+        values["rope_scaling_orig_ctx_len"] = rope.number(old, whole=True)
+        rope.only("beta_fast", None, 32)
+        rope.only("beta_slow", None, 1)
+        rope.only("truncate", True)
+    elif kind == "llama3":
+        found.factors = _llama3(rope, base, size)
+    rope.finish((old, "max_position_embeddings"))
+
+
+def _llama3(rope: _Table, base: float, size: float) -> list[float]:
+    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    factor, low, high, old = map(rope.number, names)
+    if not low < high:
+        rope.refuse("high_freq_factor", "it must be above low_freq_factor")
+    turns = [old / (2 * pi * base ** (i / size)) for i in range(0, int(size), 2)]
+    smooth = [min(max((each - low) / (high - low), 0), 1) for each in turns]
+    return [1 / ((1 - each) / factor + each) for each in smooth]

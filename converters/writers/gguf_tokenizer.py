@@ -1,0 +1,169 @@
+"""The tokenizer of a GGUF file, its chat template, and the tokens at which llama.cpp stops.
+
+The tokenizer is written where it is a byte-level BPE that llama.cpp splits in exactly the same way (GPT-2's,
+Llama 3's, Qwen2's). Otherwise the file says that it has none (`no_vocab`), and llama.cpp takes and gives
+token numbers only.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from converters.companions import GENERATION
+from converters.storage.guarded import read_small, read_small_table
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from converters.checkpoint import Checkpoint
+
+_log = logging.getLogger(__name__)
+
+# The pre-tokenizers that llama.cpp knows by name, by their pattern in tokenizer.json.
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+_SPLITS = {_LLAMA3: "llama-bpe", _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}"): "qwen2"}
+_ENDS = ("eos", "eot", "eom")  # llama.cpp stops at each
+
+
+def add_tokenizer(writer: Any, checkpoint: Checkpoint, config: Mapping[str, Any]) -> None:
+    """Write the tokenizer and the chat template; a warning where llama.cpp may split differently."""
+    path = checkpoint.companions.get("tokenizer.json")
+    known, template = read_small_table(path), _chat_template(checkpoint)
+    # Half of a surrogate pair is no text.
+    writer.add_chat_template(template.encode("utf-8", "replace").decode())
+    try:
+        ends = _ends(checkpoint, config, known, template)
+        tables = byte_level_bpe(known, config, ends)
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError):  # not a tokenizer.json
+        tables = None
+    if tables is None:
+        why = (
+            "has no tokenizer.json"
+            if path is None
+            else "has a tokenizer that llama.cpp may split differently"
+        )
+        _log.warning("warning: %s: %s; the GGUF file has none and takes token numbers", checkpoint.root, why)
+        writer.add_tokenizer_model("no_vocab")
+        return
+    if len(ends) > len(_ENDS):
+        _log.warning(
+            "warning: %s: llama.cpp stops at %d of %d end tokens", checkpoint.root, len(_ENDS), len(ends)
+        )
+    for key, value in tables.items():
+        getattr(writer, f"add_{key}")(value)
+
+
+def _chat_template(checkpoint: Checkpoint) -> str:
+    """The template that writes a conversation; empty where there is none."""
+    path = checkpoint.companions.get("chat_template.jinja")
+    if path is not None:
+        return read_small(path).decode("utf-8", "replace")
+    kept = read_small_table(checkpoint.companions.get("tokenizer_config.json")).get("chat_template")
+    if isinstance(kept, list):
+        named = {one.get("name"): one.get("template") for one in kept if isinstance(one, dict)}
+        kept = named.get("default")
+    return kept if isinstance(kept, str) else ""
+
+
+def _ends(
+    checkpoint: Checkpoint, config: Mapping[str, Any], known: Mapping[str, Any], template: str
+) -> list[int]:
+    """The tokens at which transformers stops; first the one that the template writes, or the tokenizer's."""
+    stops = read_small_table(checkpoint.companions.get(GENERATION)).get("eos_token_id")
+    stops = config.get("eos_token_id") if stops is None else stops
+    texts = {token["id"]: token["content"] for token in known.get("added_tokens", ())}
+    own = read_small_table(checkpoint.companions.get("tokenizer_config.json")).get("eos_token")
+    own = own.get("content") if isinstance(own, dict) else own
+    ids = [one for one in (stops if isinstance(stops, list) else [stops]) if type(one) is int]
+    order = {one: (texts.get(one, "\0") not in template, texts.get(one) != own) for one in ids}
+    return sorted(order, key=lambda one: order[one])
+
+
+def byte_level_bpe(
+    known: Mapping[str, Any], config: Mapping[str, Any], ends: list[int]
+) -> dict[str, Any] | None:
+    """What `GGUFWriter.add_*` writes of a `tokenizer.json`; None where llama.cpp would split differently.
+
+    Args:
+        ends: the tokens that end a text or a turn.
+    """
+    model, split = known.get("model"), _splitting(known.get("pre_tokenizer"))
+    if not isinstance(model, dict) or model.get("type") != "BPE" or split is None:
+        return None
+    if (normalizer := known.get("normalizer")) and (split != "qwen2" or normalizer.get("type") != "NFC"):
+        return None
+    if bool(model.get("ignore_merges")) != (split == "llama-bpe") or model.get("byte_fallback"):
+        return None
+    added = {token["id"]: token for token in known.get("added_tokens", ())}
+    vocab = {number: text for text, number in model.get("vocab", {}).items()}
+    vocab |= {number: token["content"] for number, token in added.items()}
+    count = config.get("vocab_size")
+    if type(count) is not int or not vocab or max(vocab) >= count:
+        return None
+    begins = _adds_bos(known.get("post_processor"), vocab, config)
+    if begins is None:
+        return None
+    from gguf import TokenType  # not at the top: slow to import
+
+    kinds = [
+        (TokenType.CONTROL if added[i].get("special") else TokenType.USER_DEFINED)
+        if i in added
+        else TokenType.NORMAL
+        if i in vocab
+        else TokenType.UNUSED
+        for i in range(count)
+    ]
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model.get("merges", ())]
+    tokens = [
+        *((key, config.get(f"{key}_token_id")) for key in ("bos", "pad")),
+        *zip(_ENDS, ends, strict=False),
+    ]
+    return {
+        "tokenizer_model": "gpt2",
+        "tokenizer_pre": split,
+        "token_list": [vocab.get(i, f"[PAD{i}]").encode("utf-8", "surrogatepass") for i in range(count)],
+        "token_types": kinds,
+        "token_merges": [merge.encode("utf-8", "surrogatepass") for merge in merges],
+        **{f"{key}_token_id": one for key, one in tokens if type(one) is int and 0 <= one < count},
+        "add_bos_token": begins,
+    }
+
+
+def _splitting(steps: Any) -> str | None:
+    """llama.cpp's name of a pre-tokenizer."""
+    if not isinstance(steps, dict):
+        return None
+    if steps.get("type") == "ByteLevel":
+        plain = not steps.get("add_prefix_space") and steps.get("use_regex", True)
+        return "gpt-2" if plain else None
+    inner = steps.get("pretokenizers")
+    if steps.get("type") != "Sequence" or not isinstance(inner, list) or len(inner) != 2:
+        return None
+    first, second = inner
+    pattern = first.get("pattern", {}).get("Regex") if first.get("type") == "Split" else None
+    plain = second.get("type") == "ByteLevel" and second.get("use_regex") is False
+    isolated = first.get("behavior") == "Isolated" and not first.get("invert")
+    return _SPLITS.get(str(pattern)) if plain and isolated and not second.get("add_prefix_space") else None
+
+
+def _adds_bos(step: Any, vocab: Mapping[int, str], config: Mapping[str, Any]) -> bool | None:
+    """Whether a text begins with the first token; None where it is changed in another way."""
+    if step is None or step.get("type") == "ByteLevel":
+        return False
+    steps = step.get("processors", []) if step.get("type") == "Sequence" else [step]
+    steps = [one for one in steps if one.get("type") != "ByteLevel"]
+    if not steps:
+        return False
+    if len(steps) != 1 or steps[0].get("type") != "TemplateProcessing":
+        return None
+    single = steps[0].get("single", [])
+    tokens = [one["SpecialToken"]["id"] for one in single if "SpecialToken" in one]
+    if not tokens:
+        return False
+    begins = single and "SpecialToken" in single[0] and len(tokens) == 1
+    bos = config.get("bos_token_id")
+    return True if begins and isinstance(bos, int) and vocab.get(bos) == tokens[0] else None
