@@ -222,7 +222,7 @@ def test_whatever_changes_the_documents_changes_the_key(tmp_path: Path) -> None:
     path = written(tmp_path, "b.jsonl")
     changes: dict[str, Any] = {
         "text": "a", "target": "a", "label": "a", "text_split": "line", "pair": "a", "prefix": "a",
-        "bad": BadRecords(), "columns": ("a",), "format": "messages",
+        "bad": BadRecords(), "columns": ("a",), "format": "messages", "roles": frozenset({"user"}),
     }  # fmt: skip
     assert changes.keys() == {field.name for field in dataclasses.fields(Fields)}
     openers: list[Callable[..., Any]] = [

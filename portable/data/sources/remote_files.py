@@ -119,7 +119,7 @@ class RemoteFiles(LocalFiles):
                 with fetched.open("xb") as file:
                     now = path.download(file.write)
                 # A file of the hub has no version: its URL has the revision.
-                if now._replace(version=now.version if listed_object.version else "") != listed_object:
+                if listed_object.version not in ("", now.version) or now.size != listed_object.size:
                     raise changed_meanwhile(path)
                 (draft.path / _DIGEST).write_bytes(content_digest(fetched))
                 draft.commit()
