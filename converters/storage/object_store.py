@@ -279,17 +279,20 @@ class Bucket:
 
     def forget(self, key: str) -> None:
         """Drop the cached listings of every folder on the way to an object that was written or deleted."""
-        for path in [path for path in self.folders if not path or f"{key}/".startswith(f"{path}/")]:
-            del self.folders[path]
+        for path in list(self.folders):  # which other threads change
+            if not path or f"{key}/".startswith(f"{path}/"):
+                self.folders.pop(path, None)
 
     def listing(self, key: str, where: str) -> dict[str, _Entry]:
         """The folder's entries by name; none where there is no such folder."""
-        if key not in self.folders:
+        listed = self.folders.get(key)
+        if listed is None:
             skip = len(key) + 1 if key else 0
             found = self.entries(key, where).items()
-            self.folders[key] = {checked(name[skip:], where): _Entry(*entry) for name, entry in found}
-            _log.debug("%s: listed, %d entries", where, len(self.folders[key]))
-        return self.folders[key]
+            listed = {checked(name[skip:], where): _Entry(*entry) for name, entry in found}
+            self.folders[key] = listed
+            _log.debug("%s: listed, %d entries", where, len(listed))
+        return listed
 
     def info(self, key: str, where: str, root: str) -> _Entry | None:
         """An object or folder, None where it does not exist. Nothing above `root` is listed."""
@@ -595,9 +598,12 @@ class RemotePath:
     def remove(self, names: Sequence[str]) -> None:
         """Delete objects below, by their names relative to this folder; those already gone are ignored."""
         keys = [(self / name)._key for name in names]
-        with suppress(FileNotFoundError):  # another process may delete them too
+        try:
             if keys:
                 self._call("delete", lambda obs, store: obs.delete(store, keys))
+        except FileNotFoundError:  # another process deletes them too, and some stores stop there
+            for name in names if len(names) > 1 else ():
+                self.remove([name])
         for key in keys:
             self._bucket.forget(key)
 
@@ -728,7 +734,9 @@ def _expression(part: str) -> str:
     """A part of a pattern as a regular expression."""
     if part == "**":
         return _ANY_FOLDERS
-    return fnmatch.translate(part).removeprefix("(?s:").removesuffix(r")\Z").replace(".*", "[^/]*")
+    inner = re.fullmatch(r"\(\?s:(.*)\)\\[zZ]", fnmatch.translate(part), re.DOTALL)
+    assert inner is not None
+    return inner[1].replace(".*", "[^/]*")
 
 
 def _hub(repository: str, client: dict[str, Any], retries: Any) -> Any:

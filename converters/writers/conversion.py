@@ -334,10 +334,13 @@ def _bytes_below(root: Place) -> int:
 
 def _stored(path: Path, size: int) -> int:
     """The bytes of a file that are not in holes; its blocks do not tell, since some systems compress them."""
-    if path.stat().st_blocks * _BLOCK >= size:
-        return size
     stored, at = 0, 0
-    descriptor = open_regular(path.resolve())
+    try:
+        if path.stat().st_blocks * _BLOCK >= size:
+            return size
+        descriptor = open_regular(path.resolve())
+    except OSError:  # it is gone, or is another user's
+        return 0
     try:
         while at < size:
             begin = os.lseek(descriptor, at, os.SEEK_DATA)

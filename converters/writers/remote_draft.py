@@ -198,13 +198,23 @@ class _Draft:
 class _Object(_Draft):
     """The upload of a single object, which needs no marker: it is never seen in part."""
 
+    def __init__(self, folder: RemotePath, **options: Any) -> None:
+        super().__init__(folder, **options)
+        self._before = self._now()
+
+    def _now(self) -> Any:
+        with suppress(FileNotFoundError):
+            return self.folder.look_up()
+        return None
+
     def file(self, name: str, lengths: Sequence[int]) -> _File:
         self._uploads.append(self.folder.create(sum(lengths)))
         return _File(self._uploads[0])
 
     def commit(self) -> None:
         self.folder.refresh()
-        if versions(self.folder) != self._there:
+        now = self._now()
+        if now != self._before or (now is not None and not self._overwrite):
             raise CheckpointError(f"{self.folder}: appeared while it was being written; nothing was replaced")
         self._uploads.pop().close()
         self._token = self.folder.name

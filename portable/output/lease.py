@@ -147,8 +147,13 @@ class Lease:
         except ConflictError:
             holder, tag = self._read()
             if holder.get("id") != self._id:
+                if not holder:
+                    self._tag = ""  # deleted: the next renewal creates it
                 return False
             self._tag = tag  # written by a request whose answer was lost
+        except FileNotFoundError:  # what some stores say of a condition on what is gone
+            self._tag = ""
+            return False
         except UnconditionalError:
             self._without_conditions()
             return self._write()

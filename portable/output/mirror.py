@@ -31,7 +31,7 @@ from portable.terminal import tell
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from converters.storage.object_store import RemotePath
+    from converters.storage.object_store import Object, RemotePath
 
 UPLOADS = 8  # files that a rank sends at a time
 PATIENCE = 30.0  # seconds for which a request of a save is repeated: the next save tries again
@@ -62,7 +62,7 @@ class Mirror:
         self._opened = False
         self._lease: Lease | None = None
         self._token = ""
-        self._sent: dict[str, str] = {}
+        self._sent: dict[str, Object] = {}
         self._sending = threading.Lock()
         self._next = time.monotonic() + PAUSE
         self._sender: threading.Thread | None = None
@@ -159,8 +159,8 @@ class Mirror:
             try:
                 self.check_held()
                 # Hidden files are temporary and will be renamed.
-                names = {n: f.version for n, f in files_below(self.work).items() if "/." not in f"/{n}"}
-                new = {name: version for name, version in names.items() if self._sent.get(name) != version}
+                names = {n: f for n, f in files_below(self.work).items() if "/." not in f"/{n}"}
+                new = {name: found for name, found in names.items() if self._sent.get(name) != found}
                 _send({self.work / name: self.place / name for name in new})
             finally:
                 self._next = time.monotonic() + max(PAUSE, SHARE * (time.monotonic() - began))

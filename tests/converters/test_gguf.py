@@ -24,11 +24,13 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 
 from converters import open_checkpoint, write_checkpoint
 from converters.cli import main
+from converters.errors import CheckpointError
 from converters.storage.bytes import Memory
 from converters.storage.object_store import RemotePath
 from converters.tensors import quantised
 from converters.tensors.quantised import q8_0
 from converters.tensors.tensor import Tensor
+from converters.writers.draft import new_output
 from converters.writers.gguf_models import MODELS
 from converters.writers.gguf_tokenizer import _LLAMA3, byte_level_bpe
 
@@ -413,6 +415,15 @@ def test_one_object_in_a_store(llama: Path, s3: ObjectStore, capfd: pytest.Captu
     assert "exists already" in capfd.readouterr().err
     assert main([str(llama), s3.url("b/m.gguf"), *scale, "--overwrite"]) == 0
     assert list(RemotePath.of(s3.url("b")).objects()) == ["m.gguf"]
+    out = RemotePath.of(s3.url("b/other.gguf"))
+    with (
+        pytest.raises(CheckpointError, match="appeared while it was being written"),
+        new_output(out, needed=0, overwrite=False, names=["x"], facts={}, single=True) as draft,
+    ):
+        draft.file("x", [1]).piece(0).write(b"x")
+        out.write_bytes(b"another's")
+        draft.commit()
+    assert out.read_bytes() == b"another's"
 
 
 def test_a_tokenizer_that_might_split_differently_is_left_out(llama: Path, tmp_path: Path) -> None:

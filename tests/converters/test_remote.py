@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import fnmatch
 import io
 import logging
 import os
 import signal
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import obstore
 import pytest
 
 from converters.errors import CheckpointError
@@ -142,6 +144,31 @@ def test_a_tree_is_removed_with_its_open_uploads(s3: ObjectStore, folder: Remote
     completion.remove_tree(folder)
     assert s3.names() == ["run-2/stays"] and s3.open_uploads() == []
     completion.remove_tree(folder)  # nothing there is no error
+
+
+def test_what_is_gone_already_does_not_stop_a_deletion(
+    s3: ObjectStore, folder: RemotePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Google's store ends a deletion of several at the first that is missing; here it is pretended to."""
+    delete = obstore.delete
+
+    def one_by_one(store: Any, keys: list[str]) -> None:
+        if len(keys) > 1 or "gone" in keys[0]:
+            raise FileNotFoundError(keys[0])
+        delete(store, keys)
+
+    monkeypatch.setattr(obstore, "delete", one_by_one)
+    for name in ("a", "b"):
+        (folder / name).write_bytes(b"x")
+    folder.remove(["gone", "a", "b"])
+    assert not {"a", "b"} & folder.objects().keys()
+
+
+def test_patterns_are_those_of_every_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.14 ends a translated pattern with \\z."""
+    for end in (r"\Z", r"\z"):
+        monkeypatch.setattr(fnmatch, "translate", lambda part, end=end: rf"(?s:.*\.{part[2:]}){end}")
+        assert remote._expression("*.json") == r"[^/]*\.json"
 
 
 def test_markers_tell_what_is_whole(s3: ObjectStore, folder: RemotePath) -> None:

@@ -518,6 +518,16 @@ def test_a_store_without_conditional_writes_is_told(
     assert not s3.names("run/")
 
 
+def test_a_lease_that_somebody_deletes_is_written_again(s3: ObjectStore, quick_leases: None) -> None:
+    place = RemotePath.of(s3.url("run"))
+    with Lease(place) as first:
+        (place / LEASE_FILE).unlink()
+        assert not first._write() and first._write()
+        assert s3.names("run/") == [LEASE_FILE]
+        with pytest.raises(UserError, match="in use by another run"):
+            Lease(place).__enter__()
+
+
 def test_no_clock_counts(s3: ObjectStore, quick_leases: None, monkeypatch: Any) -> None:
     with Lease(RemotePath.of(s3.url("run"))):
         monkeypatch.setattr(time, "time", lambda: 4e9)
