@@ -127,7 +127,8 @@ def byte_level_bpe(
         "tokenizer_pre": split,
         "token_list": [vocab.get(i, f"[PAD{i}]").encode("utf-8", "surrogatepass") for i in range(count)],
         "token_types": kinds,
-        "token_merges": [merge.encode("utf-8", "surrogatepass") for merge in merges],
+        # The list may not be empty. This pair never comes to be: its halves are no single characters.
+        "token_merges": [merge.encode("utf-8", "surrogatepass") for merge in merges or ["<none> <none>"]],
         **{f"{key}_token_id": one for key, one in tokens if type(one) is int and 0 <= one < count},
         "add_bos_token": begins,
     }

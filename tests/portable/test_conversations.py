@@ -715,6 +715,7 @@ def answered_by_llama_cpp(folder: Path, words: list[str], tmp_path: Path) -> lis
         text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
+    assert "FOUND" in ran.stdout, ran.stderr[-2000:]
     line = next(line for line in ran.stdout.splitlines() if "FOUND" in line)
     found = json.loads(line.partition("FOUND")[2])
     return [text + "<|im_end|>" * (reason == "stop") for text, reason in found]
