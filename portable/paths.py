@@ -11,11 +11,11 @@ import json
 import os
 import stat
 from contextlib import contextmanager
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import CheckpointError
-from converters.storage.guarded import LinkError, open_regular, read_small, real_path
+from converters.storage.guarded import LinkError, open_regular, read_small, real_path, stays_inside
 from converters.storage.path_or_url import Place, place
 from converters.storage.store_errors import RemoteError, RetriesUsedUpError
 from portable.errors import RunError, UserError
@@ -32,11 +32,11 @@ __all__ = [
     "check_folder",
     "check_link",
     "default_cache_dir",
-    "files_below",
     "name_inside",
     "open_file",
     "place_of",
     "read_json",
+    "regular_files",
     "storage_errors",
 ]
 _MOST_JSON = 1 << 30
@@ -134,13 +134,12 @@ def name_inside(name: object) -> str:
     """
     if not isinstance(name, str) or not name or "\0" in name or "://" in name or "::" in name:
         raise ValueError(f"{name!r} is no path inside the folder")
-    path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts or name.startswith("~") or "\\" in name:
+    if not stays_inside(name) or name.startswith("~"):
         raise ValueError(f"{name!r} leads out of the folder")
     return name
 
 
-def files_below(key: str, folder: Path) -> Iterator[Path]:
+def regular_files(key: str, folder: Path) -> Iterator[Path]:
     """The files in a folder and its subfolders, also in linked ones, without hidden ones, in no set order.
 
     Raises:
@@ -172,7 +171,7 @@ def check_folder(key: str, named: str) -> None:
     Raises:
         UserError: for the setting ``key``.
     """
-    for _ in files_below(key, Path(named)) if exists(Path(named)) else ():
+    for _ in regular_files(key, Path(named)) if exists(Path(named)) else ():
         pass
 
 

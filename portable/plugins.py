@@ -327,12 +327,6 @@ def digest(text: str) -> str:
         return ""
 
 
-def file_of(text: str) -> str:
-    """The file of the module that a setting names; empty for none."""
-    module = parse(text).module
-    return "" if module is None else str(getattr(_module(text, module), "__file__", ""))
-
-
 def _code_digest(source: str) -> str:
     tree = ast.dump(ast.parse(source))
     return hashlib.blake2b(tree.encode(), digest_size=6).hexdigest()

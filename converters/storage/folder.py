@@ -6,12 +6,11 @@ import os
 import stat
 import threading
 from collections import OrderedDict
-from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 from converters.errors import CheckpointError
 from converters.storage.bytes import Descriptor, SourceFile
-from converters.storage.guarded import real_path
+from converters.storage.guarded import real_path, stays_inside
 from converters.storage.object_store import RemotePath
 from converters.storage.range_reader import RemoteFile
 
@@ -55,8 +54,7 @@ class Folder:
         return known
 
     def _open(self, name: str) -> SourceFile:
-        pure = PurePosixPath(name)
-        if not name or "\0" in name or "\\" in name or pure.is_absolute() or ".." in pure.parts:
+        if not stays_inside(name):
             raise CheckpointError(f"{self.path}: the file name {name!r} leaves the checkpoint folder")
         try:
             name.encode("utf-8")

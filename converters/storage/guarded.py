@@ -11,7 +11,7 @@ import errno
 import json
 import os
 import stat
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import CheckpointError
@@ -44,6 +44,12 @@ def real_path(path: Path, within: Path) -> str:
             "put the file itself there, or give the folder that holds it"
         )
     return real
+
+
+def stays_inside(name: str) -> bool:
+    """Whether the name of a file, as another file gives it, is a relative path that stays in its folder."""
+    path = PurePosixPath(name)
+    return bool(name) and not ("\0" in name or "\\" in name or path.is_absolute() or ".." in path.parts)
 
 
 def leads_out(path: Place, within: Place) -> bool:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from converters.tensors.tensor import Array, Shape
 
 # Bytes of a transposed matrix that are gathered at once; its source is read once for each.
-_TILE_BYTES = 2 << 20
+_TILE_BYTES = 16 << 20
 
 
 class _RowMajor:

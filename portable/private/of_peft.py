@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from contextlib import contextmanager, suppress
 from types import SimpleNamespace
@@ -76,13 +75,16 @@ def trains_tokens(module: nn.Module) -> bool:
 @_peft.needed_for("adapter")
 def matched_by(matcher: Matcher) -> Iterator[None]:
     """Within this context, peft matches the patterns of an adapter's settings by ``matcher``."""
+    matching: Any = peft.tuners.tuners_utils
+    theirs = matching.re
     loaded = [module for name, module in sys.modules.items() if name.startswith("peft.")]
-    modules: list[Any] = [module for module in loaded if vars(module).get("re") is re]
-    assert any(module.__name__ == "peft.tuners.tuners_utils" for module in modules)
+    modules: list[Any] = [module for module in loaded if vars(module).get("re") is theirs]
     for module in modules:
-        module.re = SimpleNamespace(**{**vars(re), "match": matcher.match, "fullmatch": matcher.fullmatch})
+        module.re = SimpleNamespace(
+            **{**vars(theirs), "match": matcher.match, "fullmatch": matcher.fullmatch}
+        )
     try:
         yield
     finally:
         for module in modules:
-            module.re = re
+            module.re = theirs

@@ -32,7 +32,7 @@ from portable.data.sources.documents import (
 from portable.data.sources.library import csv_rows
 from portable.data.sources.parquet_rows import parquet_file, rows_of
 from portable.errors import MissingDataError, UserError, one_line
-from portable.paths import check_link, files_below, open_file, place_of, storage_errors
+from portable.paths import check_link, open_file, place_of, regular_files, storage_errors
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -76,7 +76,7 @@ def local_files(name: str) -> list[Path] | None:
 def _local_files(name: str) -> list[Path] | None:
     path = Path(name)
     if path.is_dir():
-        found = sorted(file for file in files_below("data.source", path) if format_of(file) in FORMATS)
+        found = sorted(file for file in regular_files("data.source", path) if format_of(file) in FORMATS)
         if not found:
             raise UserError(f"data.source: {name} has no {listed(FORMATS)} files; choose another folder")
         return found
