@@ -12,8 +12,7 @@ from portable import plugins
 from portable.checkpoint.resume_source import checkpoints_of
 from portable.data.sources.own_records import written_records
 from portable.errors import RunError
-from portable.paths import default_cache_dir, place_of
-from portable.reporting.html_report import REPORT_FILE
+from portable.paths import REPORT_FILE, default_cache_dir, place_of
 from portable.reporting.metrics import read_metrics
 
 if TYPE_CHECKING:

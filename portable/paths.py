@@ -23,11 +23,12 @@ from portable.errors import RunError, UserError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-CONFIG_FILE, FINAL = "config.yaml", "final"
-"""In the folder of a run: its config, and the folder of the exported model."""
+CONFIG_FILE, FINAL, REPORT_FILE = "config.yaml", "final", "report.html"
+"""In the folder of a run: its config, the folder of the exported model, and the report."""
 __all__ = [
     "CONFIG_FILE",
     "FINAL",
+    "REPORT_FILE",
     "Place",
     "check_folder",
     "check_link",

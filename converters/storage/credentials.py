@@ -10,8 +10,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import urllib.error
-import urllib.request
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,6 +87,9 @@ def _s3(bucket: str, url: str) -> dict[str, Any]:
 @cache
 def _region(bucket: str) -> str:
     """The region of a bucket of Amazon's, which tells it to everybody."""
+    import urllib.error  # not at the top: takes time to import
+    import urllib.request
+
     request = urllib.request.Request(f"https://s3.amazonaws.com/{bucket}", method="HEAD")
     try:
         with urllib.request.urlopen(request, timeout=10) as answer:

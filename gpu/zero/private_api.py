@@ -353,7 +353,7 @@ def is_dtype(name: Any) -> bool:
     """Whether DeepSpeed reads ``name`` as a dtype."""
     from deepspeed.runtime.config import DtypeEnum
 
-    return name in DtypeEnum._value2member_map_
+    return isinstance(name, str) and name in DtypeEnum._value2member_map_
 
 
 for _name, _one in list(globals().items()):

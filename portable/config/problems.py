@@ -105,9 +105,7 @@ def shown(value: object) -> str:
 def _problem(
     model: type[BaseModel], values: Mapping[str, Any], origins: Mapping[Path, Origin], detail: Any
 ) -> _Problem:
-    # In brackets are the alternatives of a union, and the key of a mapping.
-    first, *rest = map(str, detail["loc"]) if detail["loc"] else ("",)
-    path = (first, *(part for part in rest if part not in (ONE, SEVERAL, "[key]")))
+    path = _without_marks(tuple(map(str, detail["loc"])), detail["type"])
     cause = detail.get("ctx", {}).get("error")
     if isinstance(cause, ConflictError):
         return _Problem(_latest(cause.keys, origins), str(cause))
@@ -134,6 +132,13 @@ def _problem(
                 message += "" if inner is None else f"; write {key}: {written}"
             return _Problem(origin, message + what_to_do(key))
     return _Problem(None, f"{'.'.join(path)}: {detail['msg']}")
+
+
+def _without_marks(path: Path, kind: str) -> Path:
+    """The place of an error without what pydantic adds: the alternative of a union, the key of a mapping."""
+    if path[2:3] in ((ONE,), (SEVERAL,)):  # of data.eval; further in, it is somebody's name
+        path = path[:2] + path[3:]
+    return path[:-1] if path[1:] and path[-1] == "[key]" and kind != "extra_forbidden" else path
 
 
 def _inside(group: type[BaseModel], values: Mapping[str, Any], path: Path, length: int, detail: Any) -> str:

@@ -30,7 +30,7 @@ from portable.durable import write_durably
 from portable.errors import RunError, UserError, one_line
 from portable.formatting import human_bytes, human_count, human_time
 from portable.output.existing_run import PREVIEW_FILE
-from portable.paths import CONFIG_FILE, place_of, storage_errors
+from portable.paths import CONFIG_FILE, REPORT_FILE, place_of, storage_errors
 from portable.reporting.events import EVENTS_FILE
 from portable.reporting.json_lines import MOST, count, number, read_rows
 from portable.reporting.metrics import METRICS_FILE, is_evaluation
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
     from portable.paths import Place
 
-REPORT_FILE = "report.html"
 Point = tuple[int, "int | None", "float | None", float]
 """step, tokens, hours, value."""
 _Point = TypeVar("_Point", bound=tuple[Any, ...])

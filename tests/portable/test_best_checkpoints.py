@@ -335,6 +335,11 @@ def test_nothing_is_held_out_then(sources: dict[str, Path], tmp_path: Path, corp
             "data.eval.max_samples must be integer >= 1 or null",
         ),
         ({"data.eval": {"a/b": {"source": "x"}}}, "data.eval.a/b: the name 'a/b' may only have letters"),
+        (
+            {"data.eval": {"[one]": {"source": "x"}}},
+            "data.eval.[one]: the name '[one]' may only",
+        ),
+        ({"data.eval": {"[key]": 1}}, "unknown key data.eval.[key]; it takes source"),
         ({"data.eval": {"a": {"source": "x", "seq_len": 3}}}, "unknown key data.eval.a.seq_len"),
         ({"data.eval": {"source": "no.jsonl"}}, "data.eval.source: no.jsonl: no such file"),
         ({"data.eval": {"held_out": {"source": "x"}}}, "data.eval.held_out: the share of data.eval_fraction"),

@@ -32,7 +32,7 @@ from portable.data.tokens import parallel
 from portable.data.tokens import tokenize as tokenizing
 from portable.data.tokens.parallel import ordered_map
 from portable.errors import RunError, UserError
-from portable.reporting.html_report import REPORT_FILE
+from portable.paths import REPORT_FILE
 from portable.run.rank import run_rank
 from tests.portable.chat_support import GREETING, SYSTEM, TALK, template, tokenizer
 from tests.portable.data_support import Settings, replace, write_jsonl
