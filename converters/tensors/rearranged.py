@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from converters.storage.bytes import Source, Touched
     from converters.tensors.tensor import Array, Shape
 
-# Bytes of a transposed matrix that are gathered at once; its source is read once for each.
-_TILE_BYTES = 16 << 20
+# Bytes of a transposed matrix that are gathered at once. The source is read once for each, so of each of its
+# rows a page at the least, as long as the tile is not too large.
+_TILE_BYTES, _AT_LEAST, _LARGEST_TILE = 2 << 20, 4096, 32 << 20
 
 
 class _RowMajor:
@@ -70,7 +71,9 @@ class _Transposed:
         self.tensor = tensor
         self.nbytes = tensor.nbytes
         self.length, self.rows = tensor.shape
-        self.step = max(1, _TILE_BYTES // max(1, self.length * itemsize(tensor.dtype)))
+        size = itemsize(tensor.dtype)
+        row = max(1, self.length * size)
+        self.step = max(1, _TILE_BYTES // row, min(_AT_LEAST // size, _LARGEST_TILE // row))
         self._lock = threading.Lock()
         self._held: tuple[int, Array] | None = None
 
