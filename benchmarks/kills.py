@@ -1,31 +1,29 @@
-"""Kill runs and conversions at random moments, a thousand times.
+"""Kill runs and conversions, and hold what is left to what is promised.
 
-``python -m benchmarks.kills --forks --minutes 20`` has each engine train a tiny model, from an empty cache
-to ``final/``, again and again. Each launch is ended by a SIGKILL of the launcher or of one rank, at a
-random moment of the launch or of one of its phases, and the next one resumes. The launch that may finish
-must equal an undisturbed run byte for byte, and leave the same names and no others: in its folder, in the
-cache and among temporary files. Between these, ``portable-convert --overwrite`` replaces the model of one
-step by that of another, and is killed as often. ``--forks`` runs commands as forks of one process that has
-imported everything. ``--saves`` has the runs save after each step, more than a disk takes at once, and
-strikes nothing but saves: when a folder of shards appears, or a random time after, of about as long as the
-saves before took. Exits with 1 if a promise was broken.
+``python -m benchmarks.kills --kills 100 --each 10`` trains a tiny model. Each launch is ended by a blow: a
+SIGKILL of the launcher or of one rank, at a random moment or at one of a save that inotify reports; SIGTERM,
+one or two; a full disk. The next launch resumes, in the first run on another engine each time. After every
+blow each checkpoint is read through with its checksums, none that should be kept may be missing, and an error
+is one line. The launch that may finish is compared with an undisturbed run: on several engines within 1e-5
+(losses) and 1e-4 (weights), on a single one byte for byte, with the same names in the run's folder, the token
+cache and the temporary folder. ``--bucket`` does so with runs in a bucket of the tests' S3 server.
+``--conversions N`` kills ``portable-convert --overwrite`` of one step over another N times. ``--forks`` runs
+commands as forks of one process that has imported everything. Exits with 1 if a promise was broken.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
-import itertools
 import json
+import math
 import os
 import random
-import shutil
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -33,334 +31,590 @@ from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("USE_TORCH_XLA", "0")
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
-from benchmarks import chaos
-from benchmarks.chaos import Chaos, Launch, Outcome, Run, _alive
 from benchmarks.inotify import CREATED, RENAMED, Watch
 from benchmarks.machine import command_line, describe_machine, machine_in_words
+from benchmarks.small_disk import SmallDisk, small_disk
 from benchmarks.train_overhead import SMALL_MODEL
-from converters import open_checkpoint
+from converters import CheckpointError, open_checkpoint
+from converters.storage.path_or_url import place
+from converters.storage.places import files_below, in_store
+from portable.checkpoint.store import Checkpoints
+from portable.checkpoint.trainer_state import STATE_FILE, TrainerState
+from portable.errors import DamagedError, UserError
 from portable.output.export import MARKER
+from portable.reporting.metrics import METRICS_FILE, read_metrics
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-ENGINES: dict[str, tuple[int, ...]] = {
-    **dict.fromkeys(("no_shard", "full_shard", "zero1", "zero2", "zero3"), (2, 1)),
-    "xla": (2,),
-}
-"""Each with the numbers of ranks, or devices, that take turns."""
-STEPS = 10
-LAUNCHES = 6
-"""Kills before the run may finish."""
-AFTER = 3
-"""Kills of the same command on the complete run, which exports again."""
-CONVERTED = 60
-"""Kills of conversions after each run."""
-PHASES = ("start", "tokenizing", "resume", "training", "save", "export")
-CONVERSIONS = ("reading", "writing", "replacing", "done")
-POLL = 0.005
-FORKS, FORKED = "forks", "for "
-"""The folder of programs that forks stand for (``tests.zygote``), and how the name of one then begins."""
-SAVING: dict[str, Any] = {
-    "model.config": {**SMALL_MODEL, "vocab_size": 16384, "hidden_size": 64},
-    "checkpoint.every_steps": 1,
-}
-"""Of runs whose saves are struck: two million parameters that cost little to train, 25 MB a checkpoint."""
+    from converters.storage.path_or_url import Place
+
+ENGINES = ("full_shard", "zero2", "xla", "no_shard", "zero3")
+RANKS = 2
+EVERY, KEEP = 2, 2
+STEPS_A_KILL = 5
+MOST_LOST = 2 * EVERY
+"""Steps that a kill may cost: one save may be under way when the next is due."""
+LOSSES, WEIGHTS = 1e-5, 1e-4
+"""Largest relative differences between a run on several engines and an undisturbed one."""
+EXIT_STOPPED = 75
+PATIENCE = 180.0  # seconds, for every wait
 GONE = 10.0
 """Seconds within which every process of a launch must end."""
-IN_A_PHASE = {"start": 0.3, "tokenizing": 0.15, "resume": 0.4, "training": 0.15, "save": 0.04, "export": 0.1}
-"""Seconds that each about takes: a kill comes at a random moment of them, after the phase begins."""
+FORKS, FORKED = "forks", "for "
+"""The folder of programs that forks stand for (``tests.zygote``), and how the name of one then begins."""
 
-
-until = functools.partial(chaos.until, poll=POLL)
+KINDS = {
+    "starting": "SIGKILL of the launcher as the launch starts",
+    "any": "SIGKILL of the launcher at any moment",
+    "rank": "SIGKILL of one rank",
+    "saving": "SIGKILL while shards are written",
+    "before rename": "SIGKILL when all is written, ahead of the rename",
+    "after rename": "SIGKILL at the rename",
+    "removing": "SIGKILL while an old checkpoint is removed",
+    "term": "SIGTERM",
+    "two terms": "SIGTERM, and a second one at once",
+    "full": "full disk, and a start on it",
+    "full for a moment": "full disk that is freed as the run ends",
+}
+"""Every way to end a launch."""
+WITH_DISK = ("full", "full for a moment")
+MOMENTS = ("saving", "before rename", "after rename", "removing")
+"""Blows that need the names in a folder, which inotify reports."""
+ALLOWED: Mapping[str, tuple[int, ...]] = {
+    "starting": (-signal.SIGKILL,),
+    "any": (-signal.SIGKILL,),
+    "rank": (1, -signal.SIGKILL),  # a rank may be the only process
+    "term": (EXIT_STOPPED,),
+    "two terms": (EXIT_STOPPED, 1, -signal.SIGTERM, 128 + signal.SIGTERM),
+    **dict.fromkeys(WITH_DISK, (1, 2)),
+    # Rank 0 is killed first, so its launcher may report that before it is killed itself.
+    **dict.fromkeys(MOMENTS, (1, -signal.SIGKILL)),
+}
+"""Exit codes; 0 is that of a launch that was over when it was struck."""
 
 
 @dataclass
-class Tally:
-    """Kills by phase, and broken promises."""
+class Launch:
+    """One launch: the blow, and the result."""
 
-    kills: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """By engine and phase."""
-    lost: list[str] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)
-    other: list[str] = field(default_factory=list)
-    halves: int = 0
-    """Kills that left a folder of shards under the name that it has while it is written."""
-    finished: int = 0
-    """Runs and conversions that were left alone in the end, and looked through."""
-    slowest: float = 0.0
-    """Seconds until the last process of a launch ended."""
+    engine: str
+    kind: str
+    resumed: int = 0
+    reached: int = 0
+    """The last step in its metrics."""
+    kept: int = 0
+    """The newest complete checkpoint afterwards."""
+    moment: str = "between saves"
+    """The state of the folder at the SIGKILL."""
+    code: int | None = None
+    seconds: float = 0.0
+
+
+@dataclass
+class Outcome:
+    """A run's launches, and the promises that they broke."""
+
+    name: str
+    launches: list[Launch] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
+    loss_difference: float = math.nan
+    weight_difference: float = math.nan
+    equal: bool = False
+    refused_starts: int = 0
+    conversions: dict[str, int] = field(default_factory=dict)
+    """Kills of conversions, by what they hit."""
 
     @property
-    def broken(self) -> list[str]:
-        return [*self.lost, *self.left, *self.other]
+    def lost(self) -> int:
+        """The most steps that a launch repeated."""
+        return max((launch.reached - launch.kept for launch in self.launches), default=0)
 
 
-@dataclass(frozen=True)
-class Whole:
-    """The result of an undisturbed run."""
+class Run:
+    """One run's folder, and the launches in it.
 
-    losses: dict[int, float]
-    names: frozenset[str]
-    files: dict[str, bytes]
-    seconds: float
-    """From its start until it began to train, and until its end."""
+    Args:
+        scratch: for the launchers' notes, the text, the token cache and temporary files.
+        folder: of the run, on a disk or in a bucket.
+        steps: of its schedule.
+        ranks: ranks or devices of each launch.
+        changes: settings that differ from this module's.
+    """
+
+    def __init__(
+        self,
+        scratch: Path,
+        folder: Place,
+        steps: int,
+        *,
+        ranks: int | None = None,
+        changes: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.folder = folder
+        self.checkpoints: Checkpoints[Any] = Checkpoints(folder / "checkpoints", keep=None)
+        self._ranks = ranks or RANKS
+        self._changes = dict(changes or {})
+        self.cache, self.temporary = scratch / "cache", scratch / "temporary"
+        self.temporary.mkdir(parents=True, exist_ok=True)
+        self._scratch = scratch
+        self._steps = steps
+        self._process: subprocess.Popen[str] | None = None
+        self._notes = scratch / "notes"
+
+    def start(self, engine: str, until: int | None = None) -> None:
+        """Start a launch that ends at step ``until`` unless it is killed."""
+        text = self._scratch / "text.txt"
+        if not text.exists():
+            text.write_text("\n".join(f"line {i} of a text with {i * i} words" for i in range(3000)))
+        settings: dict[str, Any] = {
+            "backend": "xla" if engine == "xla" else "cpu",
+            "strategy": "full_shard" if engine == "xla" else engine,
+            "precision": "fp32",
+            "output_dir": str(self.folder),
+            "model.config": SMALL_MODEL,
+            "data.source": str(text),
+            "data.cache_dir": str(self.cache),
+            "data.seq_len": 32,
+            "data.eval_fraction": 0,
+            "train.steps": self._steps,
+            "train.learning_rate": 1e-4,
+            "train.global_batch_size": 4,
+            "train.micro_batch_size": 2 if engine != "xla" else 1,
+            "train.eval_every": None,
+            "checkpoint.every_steps": EVERY,
+            "checkpoint.keep": KEEP,
+            "log.every_steps": 1,
+            "log.trackers": [],
+            "log.sample_tokens": 0,
+        }
+        settings |= self._changes
+        if until is not None:
+            settings["train.stop_after"] = min(until, self._steps)
+        flags = [f"--{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in settings.items()]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(self.temporary)}
+        if engine == "xla":
+            environment |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(self._ranks)}
+        else:
+            flags += ["--nproc", str(self._ranks)]
+        self._notes = Path(tempfile.mkdtemp(prefix="notes-", dir=self._scratch))
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "portable.cli", *flags],
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=(self._notes / "stderr").open("w"),
+            text=True,
+        )
+        wait_for_fork(self._process.pid)
+
+    def wait(self) -> tuple[int, str]:
+        """Wait until all ranks have ended; return exit code and output."""
+        assert self._process is not None
+        pids = self.ranks()
+        code = self._process.wait(PATIENCE)
+        until(lambda: not any(map(_alive, pids)))
+        return code, self.output()
+
+    def alone(self, engine: str) -> tuple[int, str]:
+        """A launch that nothing disturbs, to its end."""
+        self.start(engine)
+        return self.wait()
+
+    def output(self) -> str:
+        return (self._notes / "stderr").read_text()
+
+    def processes(self) -> list[int]:
+        """The live processes of the launch."""
+        return writing_to(self._notes / "stderr")
+
+    def begun(self) -> bool:
+        """Whether the launch has reported its start and is about to train."""
+        return any(line.startswith(("resuming at step ", "starting")) for line in self.output().splitlines())
+
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def ranks(self) -> list[int]:
+        """The process of each rank that is running; for XLA the started process."""
+        assert self._process is not None
+        names = [path.name.split(".") for path in self.temporary.glob("portable-launch-*/rank*.*.pid")]
+        names = [name for name in names if _alive(int(name[1]))]  # others belong to an earlier launch
+        return [int(pid) for _, pid, _ in sorted(names)] or [self._process.pid]
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the launcher."""
+        assert self._process is not None
+        with suppress(ProcessLookupError):
+            os.kill(self._process.pid, number)
+
+    def kill_everything(self) -> None:
+        """SIGKILL rank 0, which renames the folders, then the launcher, which takes all ranks with it."""
+        with suppress(ProcessLookupError):
+            os.kill(self.ranks()[0], signal.SIGKILL)
+        self.signal(signal.SIGKILL)
+
+    def step(self) -> int:
+        """The last step that the launch has told, or that is in the metrics of a folder."""
+        if in_store(self.folder):
+            return max(map(int, re.findall(r"^step +(\d+)/", self.output(), re.MULTILINE)), default=0)
+        path = self.folder / METRICS_FILE
+        return max((row["step"] for row in read_metrics(self.folder)), default=0) if path.exists() else 0
+
+    @property
+    def final(self) -> Place:
+        """The exported model, as it is now: nothing of it was listed before."""
+        return place(str(self.folder / "final"))
+
+    def losses(self) -> dict[int, float]:
+        return {row["step"]: row["loss"] for row in read_metrics(self.folder) if "loss" in row}
+
+    def names(self) -> set[str]:
+        """Everything in the folders of the run, but for the logs of failed ranks."""
+        found = {f"run/{name}" for name in files_below(self.folder) if not name.startswith("log.rank")}
+        for folder in (self.cache, self.temporary):
+            found |= {str(path.relative_to(folder.parent)) for path in folder.rglob("*")}
+        # The last launch's files on their way to a bucket, in a folder named by the URL.
+        return {name for name in found if not name.startswith("temporary/portable-")}
 
 
-def names_below(*folders: Path) -> frozenset[str]:
-    """Everything below some folders, each name from its folder's own name on."""
-    return frozenset(str(path.relative_to(folder.parent)) for folder in folders for path in folder.rglob("*"))
+def until(condition: Callable[[], bool], seconds: float = PATIENCE, poll: float = 0.002) -> None:
+    """Poll ``condition`` until it is true.
+
+    Raises:
+        TimeoutError: it does not become true.
+    """
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            raise TimeoutError("what was waited for did not happen")
+        time.sleep(poll)
 
 
-def files_of(folder: Path) -> dict[str, bytes]:
-    """The files that an export or a conversion wrote; not the marker, which tells times."""
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name != MARKER}
-
-
-def begin(pid: int) -> None:
+def wait_for_fork(pid: int) -> None:
     """Where commands are forks, wait for the fork: what stands for it has to know of it to take it along."""
     if Path(sys.executable).parent.name == FORKS:
         until(lambda: not _alive(pid) or Path(f"/proc/{pid}/comm").read_text().startswith(FORKED))
 
 
-class Cycle:
-    """A run from an empty folder and cache to its export.
+def writing_to(notes: Path) -> list[int]:
+    """The live processes whose errors go to a file."""
+    found = []
+    for process in Path("/proc").iterdir():
+        with suppress(OSError):  # no process, or one that has ended
+            if process.name.isdigit() and (process / "fd" / "2").readlink() == notes:
+                found.append(int(process.name))
+    return found
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def files_of(folder: Place) -> dict[str, bytes]:
+    """The files that an export or a conversion wrote; not its marker, which tells times."""
+    found = {name: (folder / name).read_bytes() for name in files_below(folder)}
+    return {name: data for name, data in found.items() if name != MARKER and not name.startswith("_COMPLETE")}
+
+
+class Attack:
+    """Launches of one run, each with its blow and a check of the folder after it.
 
     Args:
-        scratch: an empty folder for it, its cache and its temporary files.
-        changes: to its settings.
+        seconds: from a launch's start to its end, undisturbed.
     """
 
-    def __init__(
-        self, scratch: Path, engine: str, ranks: int, changes: Mapping[str, Any] | None = None
-    ) -> None:
-        self.engine = engine
-        self.name = f"{engine}, {ranks}"
-        self.folder, self.cache, self.temporary = scratch / "run", scratch / "cache", scratch / "temporary"
-        self.temporary.mkdir(parents=True)
-        self.run = Run(scratch, self.folder, STEPS, ranks=ranks, temporary=self.temporary, changes=changes)
+    def __init__(self, run: Run, disk: SmallDisk | None, dice: random.Random, seconds: float = 10.0) -> None:
+        self._run = run
+        self._disk = disk
+        self._dice = dice
+        self._seconds = seconds
+        self._complete: list[int] = []
 
-    def alone(self) -> tuple[int, str]:
-        """Run the command to its end."""
-        self.run.start(self.engine)
-        return self.run.wait()
-
-    def whole(self) -> Whole:
-        """What the run came to, now that it is over."""
-        return Whole(self.run.losses(), self.names(), files_of(self.folder / "final"), 0.0)
-
-    def names(self) -> frozenset[str]:
-        return names_below(self.folder, self.cache, self.temporary)
-
-    def state(self) -> dict[str, tuple[int, int]]:
-        """What in the folders tells where a launch is; each with what changes when it is written anew."""
-        found = {}
-        for path in (
-            *self.folder.glob(".*"),
-            *self.folder.glob("checkpoints/*"),
-            *self.folder.glob("checkpoints/.*"),
-            *self.cache.glob("*/*"),
-            *self.cache.glob("*/*/*"),
-        ):
-            with suppress(FileNotFoundError):
-                status = path.lstat()
-                found[str(path.relative_to(self.folder.parent))] = (status.st_ino, status.st_mtime_ns)
-        return found
-
-
-class Killing:
-    """Kills in a cycle, and what they leave looked at.
-
-    Args:
-        whole: of a cycle that nothing disturbed.
-    """
-
-    def __init__(self, cycle: Cycle, whole: Whole, dice: random.Random, tally: Tally) -> None:
-        self._cycle, self._whole, self._dice, self._tally = cycle, whole, dice, tally
-        self._looking = Chaos(cycle.run, None, dice)
-        self._kept = 0
-        self._exported = False
-        self._save_seconds = IN_A_PHASE["save"]
-
-    def launch(self, aim: str) -> None:
-        """One launch that a kill ends, or that ends before it comes."""
-        cycle, run = self._cycle, self._cycle.run
-        before = cycle.state()
-        run.start(cycle.engine)
-        begin(run.pid)
-        self._wait_for(aim, before)
-        struck = run.running()
-        phase = self._phase(before)
-        kind = self._dice.choice(("launcher",) * 4 + ("rank",))
-        victims = run.ranks() if kind == "rank" else []
-        if victims:
-            with suppress(ProcessLookupError):
-                os.kill(self._dice.choice(victims), signal.SIGKILL)
-        else:
-            run.signal(signal.SIGKILL)
-        code, output = self._ended()
+    def launch(self, engine: str, kind: str, outcome: Outcome) -> bool:
+        """Resume with ``engine`` until the blow; False if the launch ended before it."""
+        run, launch = self._run, Launch(engine, kind)
+        begun = time.monotonic()
+        at = self._newest()
+        target = at + self._dice.randint(1, STEPS_A_KILL - 1)
+        run.start(engine, until=at + 4 * STEPS_A_KILL)
+        struck = self._strike(kind, at, target)
+        launch.code, output = run.wait()
+        # The launch drops rows after its first step, so only its own output says where it started.
+        launch.resumed = _resumed(output)
+        launch.reached = max(run.step(), launch.resumed)
+        self.look(launch, output, outcome)
+        if kind == "full" and self._disk is not None:
+            self._start_on_full_disk(engine, outcome)
+        if self._disk is not None:
+            self._disk.free()
+        launch.seconds = time.monotonic() - begun
+        if launch.resumed != at and run.begun():
+            outcome.broken.append(
+                f"{engine}: went on from step {launch.resumed}, and {at} was there\n{output[-2000:]}"
+            )
         if struck:
-            self._tally.kills[cycle.engine, phase] += 1
-            self._tally.halves += any(cycle.folder.glob("checkpoints/.step-*"))
-        self._look(Launch(cycle.engine, kind, code=code), phase, output)
+            outcome.launches.append(launch)
+        return struck
 
-    def finish(self) -> None:
-        """A launch that is left alone, and everything compared."""
-        name, whole, tally = self._cycle.name, self._whole, self._tally
-        code, output = self._cycle.alone()
-        self._gone()
-        if code:
-            tally.lost.append(f"{name}: the undisturbed launch ended with {code}\n{output[-3000:]}")
-            return
-        self._resumed_right(output)
-        tally.finished += 1
-        ours = self._cycle.whole()
-        if ours.losses != whole.losses:
-            tally.lost.append(f"{name}: losses {ours.losses}, and undisturbed {whole.losses}")
-        if ours.files != whole.files:
-            tally.lost.append(f"{name}: final is not that of the undisturbed run")
-        if more := sorted(ours.names - whole.names):
-            tally.left.append(f"{name}: left behind {more[:9]}, {len(more)} in all")
-        if fewer := sorted(whole.names - ours.names):
-            tally.lost.append(f"{name}: not there {fewer[:9]}, {len(fewer)} in all")
-        self._exported = True
-        self._kept = STEPS
+    # -- blows -------------------------------------------------------------------------------------------
 
-    # -- the moment --------------------------------------------------------------------------------------
+    def _strike(self, kind: str, at: int, target: int) -> bool:
+        """End the running launch; False if it ended by itself."""
+        run = self._run
+        if kind in ("starting", "any"):
+            # Strike before training: a fast machine may otherwise reach the run's end.
+            end = time.monotonic() + self._dice.uniform(0, self._seconds)
+            until(lambda: time.monotonic() > end or (kind == "starting" and run.begun()) or not run.running())
+            struck = run.running()
+            run.signal(signal.SIGKILL)
+            return struck
+        # It has dropped rows that the earlier launch logged after its last checkpoint.
+        until(lambda: not run.running() or run.begun())
+        until(lambda: not run.running() or run.step() > at)
+        if kind in MOMENTS:
+            return self._at_moment(kind)
+        until(lambda: not run.running() or run.step() >= target)
+        if not run.running():
+            return False
+        if kind == "rank":
+            with suppress(ProcessLookupError):
+                os.kill(self._dice.choice(run.ranks()), signal.SIGKILL)
+        elif kind in ("term", "two terms"):
+            run.signal(signal.SIGTERM)
+            if kind == "two terms":
+                time.sleep(self._dice.choice((0, 0, 0.01, 0.1)))
+                run.signal(signal.SIGTERM)
+        elif self._disk is not None:
+            self._disk.fill(leave=self._dice.choice((0, 16 << 10, 100 << 10, 300 << 10)))
+        return True
 
-    def _wait_for(self, aim: str, before: dict[str, tuple[int, int]]) -> None:
-        run = self._cycle.run
-        if aim == "any":
-            end = time.monotonic() + self._dice.uniform(0, self._whole.seconds)
-            until(lambda: not run.running() or time.monotonic() > end)
-            return
-        if aim == "save":
-            self._wait_for_save()
-            return
-        if aim != "start":
-            until(lambda: not run.running() or self._phase(before) == aim)
-        end = time.monotonic() + self._dice.uniform(0, IN_A_PHASE[aim])
-        until(lambda: not run.running() or time.monotonic() > end)
-
-    def _wait_for_save(self) -> None:
-        """Let some saves go by, and see how long they take; then wait for a moment of the next."""
-        run, folder = self._cycle.run, self._cycle.folder / "checkpoints"
-        until(lambda: not run.running() or folder.is_dir())
-        left, begun = self._dice.randrange(3), time.monotonic()
+    def _at_moment(self, kind: str) -> bool:
+        """SIGKILL at a moment of the next save, which inotify reports."""
+        run, folder = self._run, self._run.checkpoints.path
+        assert isinstance(folder, Path)
         with Watch() as watch:
+            until(lambda: not run.running() or folder.exists())
             watch.add(folder)
-            for what, path in watch.events(run.running, chaos.PATIENCE):
-                if what == CREATED and path.name.startswith(".step-"):
-                    begun = time.monotonic()
-                    if not left:
+            patience = self._dice.uniform(0, 0.02)
+            for what, path in watch.events(run.running, PATIENCE):
+                if what == CREATED and path.suffix == ".partial":
+                    if kind == "saving":
+                        time.sleep(patience)
                         break
-                    left -= 1
-                elif what == RENAMED and path.name.startswith("step-"):
-                    self._save_seconds = time.monotonic() - begun
-        time.sleep(self._dice.uniform(0, self._save_seconds))
+                    if kind == "before rename":
+                        watch.add(path)
+                elif what == RENAMED and kind == _renamed(path):
+                    break
+            struck = run.running()
+            run.kill_everything()
+        return struck
 
-    def _phase(self, before: dict[str, tuple[int, int]]) -> str:
-        """What the launch that began with ``before`` does."""
-        now = self._cycle.state()
-        new = {path for path, values in now.items() if before.get(path) != values}
-        names = [path.rsplit("/", 1)[-1] for path in new]
-        if any(name.startswith((".final.", "..final.")) for name in names):
-            return "export"
-        begun = self._cycle.run.begun()
-        if begun and self._cycle.run.step() == STEPS and any("step" not in name for name in names):
-            return "export" if f"run/checkpoints/step-{STEPS:06d}" in now else "save"
-        if any(name.startswith(".step-") for name in names):
-            return "save"
-        if begun:
-            return "training"
-        if "run/.lock" in new:
-            return "resume" if self._kept else "start"
-        return "tokenizing" if any(path.startswith("cache/") for path in new) else "start"
+    def _start_on_full_disk(self, engine: str, outcome: Outcome) -> None:
+        """A start on a full disk must end with one line and change nothing."""
+        assert self._disk is not None
+        before = self._newest()
+        self._disk.fill(leave=0)
+        code, output = self._run.alone(engine)
+        outcome.refused_starts += 1
+        if code not in (1, 2) or not _one_error(output):
+            outcome.broken.append(
+                f"{engine}: a start on a full disk ended with {code} and output\n{output[-3000:]}"
+            )
+        if self._newest() != before:
+            outcome.broken.append(f"{engine}: a start on a full disk cost the checkpoint of step {before}")
 
     # -- looking -----------------------------------------------------------------------------------------
 
-    def _ended(self) -> tuple[int, str]:
-        code, output = self._cycle.run.wait()
-        self._gone()
-        return code, output
+    def _newest(self) -> int:
+        return max((step for step, _ in self._run.checkpoints.complete()), default=0)
 
-    def _gone(self) -> None:
-        """Wait until no process of the launch is left."""
-        begun, run = time.monotonic(), self._cycle.run
+    def look(self, launch: Launch, output: str, outcome: Outcome) -> None:
+        """Check the promises on what a launch left."""
+        broken = outcome.broken
+        where = f"{launch.engine}, {KINDS[launch.kind]}, step {launch.reached}"
         try:
-            until(lambda: not run.processes(), GONE)
+            until(lambda: not self._run.processes(), GONE)
         except TimeoutError:
-            told = [Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ") for pid in run.processes()]
-            self._tally.left.append(f"{self._cycle.name}: processes {told}")
-            for pid in run.processes():
+            broken.append(f"{where}: processes that do not end")
+            for pid in self._run.processes():
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-        self._tally.slowest = max(self._tally.slowest, time.monotonic() - begun)
+        complete = self._run.checkpoints.complete()
+        steps = [step for step, _ in complete]
+        launch.kept = max(steps, default=0)
+        if lost := self._lost(steps):
+            broken.append(f"{where}: the checkpoints of steps {lost} are gone")
+        self._complete = steps
+        for step, folder in complete:
+            try:
+                TrainerState.read(folder)
+                _read_through(folder)
+            except (UserError, DamagedError, CheckpointError) as error:
+                broken.append(f"{where}: the checkpoint of step {step} is not whole: {error}")
+        if launch.reached - launch.kept > MOST_LOST:
+            broken.append(f"{where}: lost the steps since {launch.kept}")
+        if launch.code == EXIT_STOPPED and launch.kept != launch.reached:
+            broken.append(f"{where}: exit code 75, and the last checkpoint is of step {launch.kept}")
+        if launch.code not in (*ALLOWED[launch.kind], 0):
+            broken.append(f"{where}: exit code {launch.code}\n{output[-3000:]}")
+        if launch.code in (1, 2) and not _one_error(output):
+            broken.append(f"{where}: no one line about it\n{output[-3000:]}")
+        launch.moment = self._moment(complete)
 
-    def _look(self, launch: Launch, phase: str, output: str) -> None:
-        """Hold what a launch left to what is promised."""
-        name, tally, outcome = f"{self._cycle.name}, {phase}", self._tally, Outcome(self._cycle.name)
-        self._resumed_right(output)
-        launch.reached = self._cycle.run.step() if self._cycle.folder.exists() else 0
-        self._looking._look(launch, output, outcome)
-        for line in outcome.broken:
-            (tally.other if "exit code" in line or "no one line" in line else tally.lost).append(
-                f"{name}: {line}"
-            )
-        self._kept = launch.kept
-        final = self._cycle.folder / "final"
-        if not final.exists():
-            if self._exported:
-                tally.lost.append(f"{name}: final is gone")
-            return
-        self._exported = True
-        if files_of(final) != self._whole.files:
-            tally.lost.append(f"{name}: final is not whole")
+    def _lost(self, steps: list[int]) -> list[int]:
+        """Complete checkpoints that are missing although fewer than ``KEEP`` newer ones exist."""
+        gone = [step for step in self._complete if step not in steps]
+        return [step for step in gone if sum(other > step for other in steps) < KEEP]
 
-    def _resumed_right(self, output: str) -> None:
-        marks = [line.split()[3] for line in output.splitlines() if line.startswith("resuming at step ")]
-        begun = bool(marks) or any(line.startswith("starting") for line in output.splitlines())
-        if begun and int(marks[0] if marks else 0) != self._kept:
-            self._tally.lost.append(f"{self._cycle.name}: went on from {marks}, and {self._kept} was there")
+    def _moment(self, complete: list[tuple[int, Place]]) -> str:
+        path = self._run.checkpoints.path
+        names = [entry.name for entry in path.iterdir()] if path.exists() else []
+        partial = [name for name in names if name.endswith(".partial")]
+        if any(name.endswith(".old.partial") for name in partial):
+            return "removing"
+        if any((path / name / STATE_FILE).exists() for name in partial):
+            return "before rename"
+        if partial:
+            return "saving"
+        return "after rename" if len(complete) > KEEP else "between saves"
 
 
-def undisturbed(
-    scratch: Path, engine: str, ranks: int, changes: Mapping[str, Any] | None = None
-) -> tuple[Cycle, Whole]:
-    """A cycle that nothing disturbs.
+def _renamed(path: Path) -> str:
+    """Time at which ``path`` was renamed."""
+    if path.name == STATE_FILE:
+        return "before rename"
+    return "removing" if path.name.endswith(".old.partial") else "after rename"
 
-    Its command is given twice: the second launch exports again, as those do that are killed.
-    """
-    cycle = Cycle(scratch, engine, ranks, changes)
+
+def _read_through(folder: Place) -> None:
+    """Read every byte of a checkpoint, checksums and all."""
+    checkpoint = open_checkpoint(folder)
+    for tensor in checkpoint.tensors.values():
+        tensor.read()
+    assert checkpoint.optimizer is not None
+    for values in checkpoint.optimizer.state.values():
+        for value in values.values():
+            if not isinstance(value, (int, float)):
+                value.read()
+
+
+def _resumed(output: str) -> int:
+    marks = [line.split()[3] for line in output.splitlines() if line.startswith("resuming at step ")]
+    return int(marks[0]) if marks else 0
+
+
+def _one_error(output: str) -> bool:
+    return sum(line.startswith("error: ") for line in output.splitlines()) == 1 and "Traceback" not in output
+
+
+def plan(
+    dice: random.Random, engines: Sequence[str], kills: int, kinds: Sequence[str]
+) -> Iterator[tuple[str, str]]:
+    """Engine and blow of each launch; every blow meets every engine before a pair repeats."""
+    decks: dict[str, list[str]] = {engine: [] for engine in engines}
+    for number in range(kills):
+        engine = engines[number % len(engines)]
+        if not decks[engine]:
+            decks[engine] = list(kinds)
+            dice.shuffle(decks[engine])
+        yield engine, decks[engine].pop()
+
+
+def attack(
+    name: str,
+    engines: Sequence[str],
+    kills: int,
+    scratch: Path,
+    where: Place,
+    disk: SmallDisk | None,
+    dice: random.Random,
+    bar: tqdm[Any],
+) -> tuple[Outcome, Run]:
+    """Strike a run in the folder ``where`` ``kills`` times, let it finish, and compare it."""
+    steps = (kills + 1) * STEPS_A_KILL
+    outcome = Outcome(name)
+    whole = Run(scratch / f"{name}-whole", where / f"{name}-whole" / "run", steps)
     begun = time.monotonic()
-    code, output = cycle.alone()
-    seconds = time.monotonic() - begun
+    code, output = whole.alone(engines[0])
     if code:
-        raise RuntimeError(f"{engine}: the undisturbed run ended with {code}\n{output}")
-    whole = cycle.whole()
-    return cycle, Whole(whole.losses, whole.names, whole.files, seconds)
+        raise RuntimeError(f"the undisturbed run ended with {code}\n{output}")
+    seconds = min(10.0, time.monotonic() - begun)
+    run = Run(scratch / name, where / name / "run", steps)
+    kinds = [kind for kind in KINDS if not (kind in WITH_DISK and disk is None)]
+    if in_store(where):
+        kinds = [kind for kind in kinds if kind not in MOMENTS]
+    struck = Attack(run, disk, dice, seconds)
+    for engine, kind in plan(dice, engines, kills, kinds):
+        for _ in range(3):
+            if struck.launch(engine, kind, outcome):
+                break
+        else:
+            outcome.broken.append(
+                f"{engine}, {KINDS[kind]}: the launch ended three times before it was struck"
+            )
+        bar.set_postfix_str(f"{engine}, {kind}, step {run.step()}, broken {len(outcome.broken)}")
+        bar.update()
+    code, output = run.alone(engines[0])
+    if code:
+        outcome.broken.append(f"the last launch ended with {code}\n{output[-3000:]}")
+    else:
+        compare(outcome, run, whole, exact=len(engines) == 1)
+    return outcome, run
+
+
+def compare(outcome: Outcome, run: Run, whole: Run, *, exact: bool) -> None:
+    """Compare a run with the undisturbed one."""
+    ours, theirs = run.losses(), whole.losses()
+    if list(ours) != list(theirs):
+        outcome.broken.append(f"the metrics have steps {list(ours)[:5]}... and not each once")
+        return
+    outcome.loss_difference = max(abs(ours[step] - loss) / abs(loss) for step, loss in theirs.items())
+    weights, others = _weights(run), _weights(whole)
+    outcome.weight_difference = max(
+        float(np.abs(weights[name] - other).max() / np.abs(other).max()) for name, other in others.items()
+    )
+    outcome.equal = ours == theirs and files_of(run.final) == files_of(whole.final)
+    if exact and not outcome.equal:
+        other = files_of(whole.final)
+        files = [name for name, data in files_of(run.final).items() if other.get(name) != data]
+        outcome.broken.append(f"not byte for byte those of the undisturbed run: losses, or {files}")
+    if outcome.loss_difference > LOSSES or outcome.weight_difference > WEIGHTS:
+        outcome.broken.append(
+            f"losses differ by {outcome.loss_difference:.1e}, weights by {outcome.weight_difference:.1e}"
+        )
+    names, undisturbed = run.names(), whole.names()
+    if exact and (more := sorted(names - undisturbed)):
+        outcome.broken.append(f"left behind: {more[:9]}, {len(more)} in all")
+    if exact and (fewer := sorted(undisturbed - names)):
+        outcome.broken.append(f"not there: {fewer[:9]}, {len(fewer)} in all")
+
+
+def _weights(run: Run) -> Mapping[str, Any]:
+    tensors = open_checkpoint(run.final).tensors
+    return {name: tensor.read().astype("f8") for name, tensor in tensors.items()}
 
 
 class Conversions:
-    """Conversions over one another, each killed; and looked through every now and then.
+    """Conversions over one another, each killed.
 
     Args:
-        cycle: a complete one, whose two last steps are converted by turns.
+        run: a complete one, whose two last steps are converted by turns.
     """
 
-    def __init__(self, scratch: Path, cycle: Cycle, dice: random.Random, tally: Tally) -> None:
-        self._dice, self._tally = dice, tally
-        self._notes, self._temporary = scratch / "notes", scratch / "temporary"
-        self._parent = scratch / "converted"
+    def __init__(self, scratch: Path, run: Run, dice: random.Random, outcome: Outcome) -> None:
+        self._dice, self._outcome = dice, outcome
+        self._notes, self._parent = scratch / "notes", scratch / "converted"
         self._parent.mkdir(parents=True)
-        self._temporary.mkdir()
-        self._engine = cycle.engine
-        self._sources = [folder for _, folder in cycle.run.checkpoints.complete()]
+        self._sources = [folder for _, folder in run.checkpoints.complete()]
         self._out = {to: self._parent / to for to in ("safetensors", "dcp")}
-        self._results: dict[tuple[Path, str], dict[str, bytes]] = {}
+        self._results: dict[tuple[Place, str], dict[str, bytes]] = {}
         self._there: dict[str, dict[str, bytes]] = {}
         self._seconds = 0.1
         for source in self._sources:
@@ -372,13 +626,12 @@ class Conversions:
 
     def kill(self) -> None:
         """One conversion that a kill ends, or that ends before it comes."""
-        engine, source = self._engine, self._dice.choice(self._sources)
-        to = self._dice.choice(list(self._out))
+        source, to = self._dice.choice(self._sources), self._dice.choice(list(self._out))
         old, new = self._there[to], self._results[source, to]
         with Watch() as watch:
             watch.add(self._parent)
             process = self._start(source, to)
-            begin(process.pid)
+            wait_for_fork(process.pid)
             if self._dice.random() < 0.75:  # while it writes
                 for what, path in watch.events(lambda: process.poll() is None, 60):
                     if what == CREATED and ".tmp-" in path.name:
@@ -389,16 +642,16 @@ class Conversions:
         struck = process.poll() is None
         process.kill()
         process.wait()
-        until(lambda: not self._processes())
-        name = f"{engine} to {to}"
+        until(lambda: not writing_to(self._notes))
         found = files_of(self._out[to]) if self._out[to].exists() else {}
         beside = [path for path in self._parent.iterdir() if path.name.startswith(f".{to}.tmp-")]
         if struck:
             whole = "replacing" if beside else "done"
             phase = whole if found == new != old else ("writing" if beside else "reading")
-            self._tally.kills[f"convert {engine}", phase] += 1
+            kills = self._outcome.conversions
+            kills[phase] = kills.get(phase, 0) + 1
         if found not in (old, new):
-            self._tally.lost.append(f"{name}: what is there is neither the old nor the new ({sorted(found)})")
+            self._outcome.broken.append(f"to {to}: OUT is neither the old nor the new ({sorted(found)})")
         self._there[to] = found
 
     def finish(self) -> None:
@@ -406,136 +659,97 @@ class Conversions:
         for to in self._out:
             source = self._dice.choice(self._sources)
             self._alone(source, to)
-            self._there[to] = files_of(self._out[to])
-            self._tally.finished += 1
-            if self._there[to] != self._results[source, to]:
-                self._tally.lost.append(f"{source} to {to}: not what an undisturbed conversion wrote")
-        left = sorted({path.name for path in self._parent.iterdir()} - set(self._out))
-        left += sorted(path.name for path in self._temporary.iterdir())
-        if left:
-            self._tally.left.append(f"conversions: left behind {left}")
+            if files_of(self._out[to]) != self._results[source, to]:
+                self._outcome.broken.append(f"{source} to {to}: not what an undisturbed conversion wrote")
+        if left := sorted({path.name for path in self._parent.iterdir()} - set(self._out)):
+            self._outcome.broken.append(f"conversions: left behind {left}")
 
-    def _start(self, source: Path, to: str) -> subprocess.Popen[bytes]:
+    def _start(self, source: Place, to: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "converters.cli", str(source), str(self._out[to])]
         with self._notes.open("w") as notes:
             return subprocess.Popen(
-                [*command, "--to", to, "--overwrite", "--quiet"],
-                env={**os.environ, "TMPDIR": str(self._temporary)},
-                stdout=notes,
-                stderr=notes,
+                [*command, "--to", to, "--overwrite", "--quiet"], stdout=notes, stderr=notes
             )
 
-    def _alone(self, source: Path, to: str) -> None:
+    def _alone(self, source: Place, to: str) -> None:
         if self._start(source, to).wait():
             raise RuntimeError(f"{source} to {to}: {self._notes.read_text()}")
         for tensor in open_checkpoint(self._out[to]).tensors.values():
             tensor.read()
 
-    def _processes(self) -> list[int]:
-        found = []
-        for process in Path("/proc").iterdir():
-            with suppress(OSError):
-                if process.name.isdigit() and (process / "fd" / "2").readlink() == self._notes:
-                    found.append(int(process.name))
-        return found
 
-
-def cycles(engines: Sequence[str]) -> Iterator[tuple[str, int]]:
-    """Engines and ranks, by turns, without an end."""
-    for turn in itertools.count():
-        for engine in engines:
-            yield engine, ENGINES[engine][turn % len(ENGINES[engine])]
-
-
-def table(tally: Tally) -> str:
-    """A Markdown table for runs, and one for conversions."""
-    parts = []
-    for phases, head, converting in ((PHASES, "engine", False), (CONVERSIONS, "conversions of", True)):
-        engines = sorted({engine for engine, _ in tally.kills if engine.startswith("convert ") == converting})
-        rows = {engine: [tally.kills[engine, phase] for phase in phases] for engine in engines}
-        rows["**together**"] = [sum(column) for column in zip(*rows.values(), strict=True)] or [0] * len(
-            phases
+def tables(outcomes: Sequence[Outcome]) -> str:
+    """Two Markdown tables: blows by kind, and the result of each run."""
+    launches = [launch for outcome in outcomes for launch in outcome.launches]
+    lines = [
+        "| blow | times | of these in that very moment | steps lost, at most |",
+        "| --- | ---: | ---: | ---: |",
+    ]
+    for kind, words in KINDS.items():
+        if struck := [launch for launch in launches if launch.kind == kind]:
+            exactly = sum(launch.moment == kind for launch in struck) if kind in MOMENTS else ""
+            lost = max(launch.reached - launch.kept for launch in struck)
+            lines.append(f"| {words} | {len(struck)} | {exactly} | {lost} |")
+    lines.append(f"| **together** | **{len(launches)}** | | **{max(o.lost for o in outcomes)}** |")
+    lines += [
+        "",
+        "| run | launches ended by a blow | resumed | starts on a full disk | steps lost, at most "
+        "| losses differ by | weights differ by | kills of conversions |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | --- |",
+    ]
+    for outcome in outcomes:
+        resumed = sum(launch.resumed > 0 for launch in outcome.launches) + 1
+        figures = (
+            "0, byte for byte | 0, byte for byte"
+            if outcome.equal
+            else f"{outcome.loss_difference:.1e} | {outcome.weight_difference:.1e}"
         )
-        lines = [f"| {head} | {' | '.join(phases)} | kills |", "| --- |" + " ---: |" * (len(phases) + 1)]
-        lines += [
-            f"| {engine.removeprefix('convert ')} | {' | '.join(map(str, row))} | {sum(row)} |"
-            for engine, row in rows.items()
-        ]
-        parts.append("\n".join(lines))
-    return "\n\n".join(parts)
-
-
-def kill_for(
-    minutes: float,
-    engines: Sequence[str],
-    scratch: Path,
-    dice: random.Random,
-    most: int | None = None,
-    *,
-    saves: bool = False,
-) -> Tally:
-    """Kill until the time is over, or ``most`` runs have been seen to their end.
-
-    Args:
-        saves: strike saves of runs, and nothing else.
-    """
-    changes = SAVING if saves else None
-    tally, end = Tally(), time.monotonic() + 60 * minutes
-    wholes: dict[tuple[str, int], Whole] = {}
-    conversions: dict[tuple[str, int], Conversions] = {}
-    bar: tqdm[Any] = tqdm(unit="kill", dynamic_ncols=True)
-    told = 0
-    for number, (engine, ranks) in enumerate(cycles(engines)):
-        if time.monotonic() > end or number == most:
-            break
-        if (engine, ranks) not in wholes:
-            cycle, wholes[engine, ranks] = undisturbed(
-                scratch / f"whole-{engine}-{ranks}", engine, ranks, changes
-            )
-            if not saves:
-                conversions[engine, ranks] = Conversions(
-                    scratch / f"conversions-{number}", cycle, dice, tally
-                )
-        folder = scratch / f"cycle-{number}"
-        killing = Killing(Cycle(folder, engine, ranks, changes), wholes[engine, ranks], dice, tally)
-        aims = [*PHASES, "any", "any"]
-        dice.shuffle(aims)
-        aims.sort(key=lambda aim: (aim != "tokenizing", aim == "export"))  # as a run goes through them
-        for aim in ["save"] * LAUNCHES if saves else aims[:LAUNCHES]:
-            killing.launch(aim)
-            bar.update()
-        killing.finish()
-        if not saves:
-            for aim in ["resume", *["export"] * AFTER]:
-                killing.launch(aim)
-                bar.update()
-            killing.finish()
-            for _ in range(CONVERTED):
-                conversions[engine, ranks].kill()
-                bar.update()
-            conversions[engine, ranks].finish()
-        bar.set_postfix_str(f"{engine}, lost {len(tally.lost)}, left {len(tally.left)}, {len(tally.other)}")
-        shutil.rmtree(folder)
-        for line in tally.broken[told:]:
-            tqdm.write(f"BROKEN: {line}")
-        told = len(tally.broken)
-    bar.close()
-    return tally
+        converted = ", ".join(f"{phase}: {times}" for phase, times in sorted(outcome.conversions.items()))
+        lines.append(
+            f"| {outcome.name} | {len(outcome.launches)} | {resumed} | {outcome.refused_starts} "
+            f"| {outcome.lost} | {figures} | {converted} |"
+        )
+    return "\n".join(lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kills", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=20)
-    parser.add_argument("--runs", type=int, help="end after so many, if that is sooner")
-    parser.add_argument("--engines", nargs="+", choices=[*ENGINES], default=[*ENGINES])
-    parser.add_argument("--saves", action="store_true", help="strike saves, and nothing else")
+    parser.add_argument("--kills", type=int, default=100, help="in the run that moves between engines")
+    parser.add_argument("--each", type=int, default=10, help="in the run of each engine alone")
+    parser.add_argument("--conversions", type=int, default=0, help="kills of conversions after each run")
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES)
+    parser.add_argument("--bucket", action="store_true", help="runs in a bucket; needs the tests' folder")
     parser.add_argument("--forks", action="store_true", help="commands as forks; needs the tests' folder")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write everything there")
     given = parser.parse_args(argv)
+    if given.bucket and given.forks:
+        parser.error("a launcher that has used a store cannot fork its ranks: leave out --forks")
+    command = command_line("benchmarks.kills", argv)
     machine = describe_machine(torch.device("cpu"), "deepspeed", "torch_xla")
+    dice = random.Random(given.seed)
+    begun = time.monotonic()
+    outcomes: list[Outcome] = []
+    runs = [("moving", tuple(given.engines), given.kills)] if given.kills else []
+    runs += [(engine, (engine,), given.each) for engine in given.engines if given.each]
     with ExitStack() as stack:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kills-")))
+        where: Place = scratch
+        disk = None
+        if given.bucket:
+            from tests.object_store import ObjectStore
+
+            store = ObjectStore()
+            stack.callback(store.close)
+            store.renew()
+            os.environ.update(store.environment)
+            where = place(store.url("runs"))
+        else:
+            disk = stack.enter_context(small_disk(scratch))
+            if disk is None:
+                print("no file system may be mounted here: no full disks", file=sys.stderr)
+            else:
+                where = disk.path
         if given.forks:
             from tests.zygote import Zygote
 
@@ -544,20 +758,32 @@ def main(argv: Sequence[str] | None = None) -> int:
             stack.callback(zygote.close)
             stack.callback(setattr, sys, "executable", sys.executable)
             sys.executable = str(zygote.folder / "python")
-        dice = random.Random(given.seed)
-        tally = kill_for(given.minutes, given.engines, scratch, dice, given.runs, saves=given.saves)
-    print(f"{table(tally)}\n\n`{command_line('benchmarks.kills', argv)}`; {machine_in_words(machine)}")
+        bar: tqdm[Any] = stack.enter_context(
+            tqdm(total=sum(kills for _, _, kills in runs), unit="kill", dynamic_ncols=True)
+        )
+        for name, engines, kills in runs:
+            outcome, run = attack(name, engines, kills, scratch, where, disk, dice, bar)
+            outcomes.append(outcome)
+            if given.conversions:
+                conversions = Conversions(scratch / f"{name}-conversions", run, dice, outcome)
+                for _ in range(given.conversions):
+                    conversions.kill()
+                conversions.finish()
+            if given.json is not None:
+                values = {"command": command, "machine": machine, "runs": list(map(asdict, outcomes))}
+                given.json.write_text(json.dumps(values, indent=1) + "\n", "utf-8")
+            for line in outcome.broken:
+                tqdm.write(f"BROKEN: {name}: {line}")
+    print(tables(outcomes))
     print(
-        f"kills: {tally.kills.total()}, of which {tally.halves} left half a checkpoint; "
-        f"seen to their end: {tally.finished}; lost: {len(tally.lost)}; "
-        f"left behind: {len(tally.left)}; other promises broken: {len(tally.other)}; "
-        f"the last process gone after {tally.slowest:.1f} s at most"
+        f"\n{time.strftime('%Y-%m-%d')}, `{command}`, {(time.monotonic() - begun) / 60:.0f} minutes; ", end=""
     )
-    print("\n".join(tally.broken))
-    if given.json is not None:
-        told = {**asdict(tally), "kills": [[*key, times] for key, times in tally.kills.items()]}
-        given.json.write_text(json.dumps({"machine": machine, **told}, indent=1) + "\n", "utf-8")
-    return 1 if tally.broken else 0
+    print(machine_in_words(machine))
+    broken = [f"{outcome.name}: {line}" for outcome in outcomes for line in outcome.broken]
+    checkpoints_lost = sum("are gone" in line or "is not whole" in line for line in broken)
+    print(f"checkpoints lost: {checkpoints_lost}; promises broken: {len(broken)}")
+    print("\n".join(broken))
+    return 1 if broken else 0
 
 
 if __name__ == "__main__":

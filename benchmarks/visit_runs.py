@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.chaos import Run, until
+from benchmarks.kills import Run, until
 from converters import Tensor, open_checkpoint
 from portable.cli import main as portable_train
 from portable.ranks.parent_death import die_with_parent
@@ -272,7 +272,7 @@ def _killed(place: Place, changes: dict[str, Any], kills: int) -> dict[str, Any]
         run.kill_everything()
         run.wait()
         reached.append(run.step())
-    same = _exported(run.folder) == _exported(whole.folder)
+    same = _exported(place.folder / "killed") == _exported(place.folder / "never killed")
     _require(same, "the weights differ from those of an undisturbed run")
     _require(run.losses() == whole.losses(), "the losses differ from those of an undisturbed run")
     return {"kills": kills, "at steps": " ".join(map(str, reached))}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from converters.console import visible
@@ -107,7 +108,8 @@ class RunLog(logging.Handler):
             if record.name != LOG.name and logging.WARNING <= record.levelno < logging.ERROR:
                 print(visible(record.getMessage()), file=sys.stderr)
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):  # a full disk, which takes the last line no more
+                self._file.close()
 
 
 class _Visible(logging.Formatter):
@@ -125,6 +127,11 @@ class _OwnFile(logging.FileHandler):
     def _open(self) -> TextIOWrapper:
         descriptor = open_own(self._path, os.O_WRONLY | os.O_APPEND)
         return os.fdopen(descriptor, "a", encoding=self.encoding)
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
+        """Go without the line where the disk is full: the error that ends the run has its own."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
 
 
 def _prints(handler: logging.Handler) -> bool:

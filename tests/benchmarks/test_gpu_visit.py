@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from benchmarks import gpu_visit
-from benchmarks.chaos import until
 from benchmarks.gpu_visit import CUT, FAILED, PASSED, SLOW, Part, main
+from benchmarks.kills import until
 from benchmarks.visit_wheels import SETS, keep_libraries, requirement
 
 HANG = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(99)'])"

@@ -1,18 +1,24 @@
-"""The kills at random moments still run, and see what is broken."""
+"""The kills still run, and see what is broken. What came of them, the page tells."""
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
+import signal
 import subprocess
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from benchmarks import kills
-from benchmarks.chaos import KEEP, Launch
-from benchmarks.kills import Conversions, Cycle, Killing, Tally
+from benchmarks.inotify import CREATED, RENAMED, Watch
+from benchmarks.kills import KEEP, Attack, Conversions, Launch, Outcome, Run
+from benchmarks.small_disk import small_disk
+from portable.checkpoint.store import Checkpoints
+from portable.checkpoint.trainer_state import STATE_FILE
 from portable.reporting.metrics import METRICS_FILE
 from tests.runs import configured
 
@@ -22,119 +28,165 @@ if TYPE_CHECKING:
     from tests.zygote import Zygote
 
 
+def kill_forks(run: Run) -> None:
+    """SIGKILL for what stands for the launch here, and for the fork that it is, which would outlive that."""
+    run.signal(signal.SIGKILL)
+    forks = run.processes()
+    for pid in forks:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    kills.until(lambda: not any(map(kills._alive, forks)))
+
+
 @pytest.mark.usefixtures("quick_python")
-def test_a_few_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, zygote: Zygote) -> None:
-    for name, value in {
-        "LAUNCHES": 1,
-        "AFTER": 0,
-        "CONVERTED": 3,
-        "STEPS": 4,
-        "FORKS": zygote.folder.name,
-    }.items():
-        monkeypatch.setattr(kills, name, value)
-    monkeypatch.setitem(kills.ENGINES, "no_shard", (1,))
+def test_a_kill_in_the_middle_of_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, zygote: Zygote
+) -> None:
+    """A rank without a launcher, forked; other blows need both, and real ones."""
+    monkeypatch.setattr(kills, "KINDS", {"saving": kills.KINDS["saving"]})
+    monkeypatch.setattr(kills, "FORKS", zygote.folder.name)
+    monkeypatch.setattr(kills, "RANKS", 1)
+    monkeypatch.setattr(Run, "kill_everything", kill_forks)
     report = tmp_path / "report.json"
-    assert kills.main(["--runs", "1", "--engines", "no_shard", "--json", str(report)]) == 0
-    told = json.loads(report.read_text())
-    assert told["finished"] == 4
-    assert not told["lost"] + told["left"] + told["other"]
+    flags = ["--kills", "0", "--each", "1", "--conversions", "3", "--engines", "no_shard"]
+    assert kills.main([*flags, "--json", str(report)]) == 0
+    (outcome,) = json.loads(report.read_text())["runs"]
+    assert [launch["kind"] for launch in outcome["launches"]] == ["saving"]
+    assert outcome["equal"] and not outcome["broken"]
 
 
 @pytest.mark.exhaustive
-def test_kills_of_every_phase(tmp_path: Path) -> None:
-    """Launchers of two ranks, forked."""
+@pytest.mark.parametrize("flags", [["--forks"], ["--bucket"]])
+def test_a_few_kills_of_every_sort(tmp_path: Path, flags: list[str]) -> None:
+    """Launchers on two ranks, to the end."""
     report = tmp_path / "report.json"
-    assert kills.main(["--forks", "--runs", "2", "--engines", "zero2", "--json", str(report)]) == 0
-    assert sum(times for _, _, times in json.loads(report.read_text())["kills"]) > 20
-
-
-@pytest.mark.exhaustive
-def test_kills_of_saves_strike_saves(tmp_path: Path) -> None:
-    report = tmp_path / "report.json"
-    flags = ["--forks", "--saves", "--runs", "1", "--engines", "full_shard", "--json", str(report)]
-    assert kills.main(flags) == 0
-    told = json.loads(report.read_text())
-    assert told["halves"] >= 3 and told["finished"] == 1
+    arguments = ["--kills", "4", "--each", "2", "--engines", "no_shard", "--seed", "1", "--json", str(report)]
+    assert kills.main([*arguments, *flags]) == 0
+    outcomes = json.loads(report.read_text())["runs"]
+    assert [len(outcome["launches"]) for outcome in outcomes] == [4, 2]
+    assert all(outcome["equal"] and not outcome["broken"] for outcome in outcomes)
 
 
 @pytest.fixture
-def cycle(tmp_path: Path, corpus: Path) -> Cycle:
-    """A run that is complete."""
+def run(tmp_path: Path, corpus: Path) -> Run:
+    """A complete run, of which two checkpoints are kept."""
     from portable.run.rank import run_rank
 
-    made = Cycle(tmp_path / "cycle", "no_shard", 1)
-    made.cache.mkdir()
-    settings = {"checkpoint__every_steps": 2, "checkpoint__keep": KEEP}
-    assert run_rank("cpu", configured(made.folder, corpus, **settings)) == 0
+    settings: dict[str, Any] = {"checkpoint__every_steps": 2, "checkpoint__keep": KEEP}
+    assert run_rank("cpu", configured(tmp_path / "a" / "run", corpus, **settings)) == 0
+    made = Run(tmp_path / "a", tmp_path / "a" / "run", 8)
+    made.cache.mkdir(exist_ok=True)
     return made
 
 
-@pytest.fixture
-def killing(cycle: Cycle, monkeypatch: pytest.MonkeyPatch) -> Killing:
-    """Of the complete run, whose last launch begins where it ended and does nothing."""
-    steps = cycle.run.step()
-    monkeypatch.setattr(kills, "STEPS", steps)
-    monkeypatch.setattr(cycle, "alone", lambda: (0, f"resuming at step {steps} of {steps}\n"))
-    monkeypatch.setattr(cycle.run, "processes", list)
-    made = Killing(cycle, cycle.whole(), random.Random(0), Tally())
-    made._look(Launch("no_shard", "launcher", code=-9), "export", "")
-    made.finish()
-    assert made._tally.broken == []
-    return made
+def look(run: Run, launch: Launch, before: list[int], output: str = "") -> list[str]:
+    """What is found broken in the folder that a launch left."""
+    looking, outcome = Attack(run, None, random.Random(0)), Outcome("tried")
+    looking._complete = before
+    looking.look(launch, output, outcome)
+    return outcome.broken
 
 
-def test_what_is_lost_is_seen(cycle: Cycle, killing: Killing) -> None:
-    lost, final = killing._tally.lost, cycle.folder / "final"
-    killed = Launch("no_shard", "launcher", code=-9)
-    killing._look(killed, "export", "resuming at step 2 of 8\n")
-    assert "went on from ['2']" in lost.pop()
-    (final / "model.safetensors").write_bytes(b"")
-    killing._look(killed, "export", "")
-    assert "final is not whole" in lost.pop()
-    shutil.rmtree(final)
-    killing._look(killed, "export", "")
-    assert "final is gone" in lost.pop()
-    newest = max((cycle.folder / "checkpoints").iterdir())
-    shutil.rmtree(newest)
-    killing._look(killed, "save", "")
-    assert any("are gone" in line for line in lost)
+def test_what_is_broken_is_seen(tmp_path: Path, run: Run) -> None:
+    killed = Launch("no_shard", "any", reached=9, code=-9)
+    assert look(run, killed, [4, 6]) == []
+    assert "steps [7] are gone" in look(run, killed, [6, 7])[0]
+    assert "lost the steps since 8" in look(run, Launch("no_shard", "any", reached=13, code=-9), [6, 8])[0]
+    stopped = Launch("no_shard", "term", reached=9, code=75)
+    assert "exit code 75" in look(run, stopped, [6, 8])[0]
+    full = Launch("no_shard", "full", reached=9, code=1)
+    assert look(run, full, [6, 8], "error: no space\n") == []
+    assert "no one line" in look(run, full, [6, 8], "Traceback ...\nerror: no space\n")[0]
+    assert "exit code 0" not in "".join(look(run, Launch("no_shard", "term", reached=8, code=0), [6, 8]))
+    shard = next((tmp_path / "a" / "run" / "checkpoints" / "step-000008").glob("*.distcp"))
+    shard.write_bytes(shard.read_bytes()[:-1000])
+    assert "step 8 is not whole" in look(run, killed, [6, 8])[0]
 
 
-def test_another_loss_or_a_name_too_many_is_seen(cycle: Cycle, killing: Killing) -> None:
-    tally = killing._tally
-    (cycle.folder / "checkpoints" / ".step-000010.partial").mkdir()
-    (cycle.temporary / "pymp-left").mkdir()
-    killing.finish()
-    assert ".step-000010.partial" in tally.left[0]
-    assert "pymp-left" in tally.left[0]
-    assert tally.lost == []
-    rows = [json.loads(line) for line in (cycle.folder / METRICS_FILE).read_text().splitlines()]
-    rows[0]["loss"] += 1e-6
-    (cycle.folder / METRICS_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (cycle.folder / "config.yaml").unlink()
-    killing.finish()
-    assert "losses" in tally.lost[0]
-    assert "config.yaml" in tally.lost[1]
+def test_another_loss_or_a_name_too_many_is_seen(tmp_path: Path, run: Run) -> None:
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    whole = Run(tmp_path / "b", tmp_path / "b" / "run", 8)
+
+    def compared() -> str:
+        outcome = Outcome("tried")
+        kills.compare(outcome, run, whole, exact=True)
+        return " ".join(outcome.broken)
+
+    assert compared() == ""
+    (run.temporary / "pymp-left").mkdir()
+    folder = tmp_path / "a" / "run"
+    (folder / "config.yaml").unlink()
+    assert "left behind: ['temporary/pymp-left']" in compared()
+    assert "not there: ['run/config.yaml']" in compared()
+    (folder / "final" / "config.json").write_bytes(b"{}")
+    assert "byte for byte" in compared()
+    rows = [json.loads(line) for line in (folder / METRICS_FILE).read_text().splitlines()]
+    rows[0]["loss"] *= 1.001
+    (folder / METRICS_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "losses differ by" in compared()
 
 
 @pytest.mark.usefixtures("quick_python")
 def test_half_a_conversion_is_seen(
-    tmp_path: Path, cycle: Cycle, monkeypatch: pytest.MonkeyPatch, zygote: Zygote
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, zygote: Zygote
 ) -> None:
     monkeypatch.setattr(kills, "FORKS", zygote.folder.name)
-    tally = Tally()
-    conversions = Conversions(tmp_path / "conversions", cycle, random.Random(0), tally)
+    outcome = Outcome("tried")
+    conversions = Conversions(tmp_path / "conversions", run, random.Random(0), outcome)
     conversions.finish()
-    assert tally.broken == []
+    assert outcome.broken == []
     monkeypatch.setattr(conversions, "_start", lambda *_: subprocess.Popen(["true"]))
     conversions.kill()
-    assert tally.broken == []
+    assert outcome.broken == []
     for folder in conversions._out.values():
         (folder / "config.json").unlink()
     conversions.kill()
-    assert "neither the old nor the new" in tally.lost[0]
+    assert "neither the old nor the new" in outcome.broken.pop()
     (tmp_path / "conversions" / "converted" / ".dcp.old-1-abcdef").mkdir()
     monkeypatch.setattr(conversions, "_alone", lambda *_: None)
     conversions.finish()
-    assert ".dcp.old-1-abcdef" in tally.left[0]
-    assert "not what an undisturbed conversion wrote" in tally.lost[1]
+    assert ".dcp.old-1-abcdef" in outcome.broken.pop()
+    assert "not what an undisturbed conversion wrote" in outcome.broken[0]
+
+
+def test_the_moment_of_a_kill_is_told(tmp_path: Path, run: Run) -> None:
+    looking, path = Attack(run, None, random.Random(0)), tmp_path / "a" / "run" / "checkpoints"
+    complete = run.checkpoints.complete()
+    assert looking._moment(complete) == "between saves"
+    partial = path / ".step-000010.partial"
+    partial.mkdir()
+    assert looking._moment(complete) == "saving"
+    (partial / STATE_FILE).touch()
+    assert looking._moment(complete) == "before rename"
+    shutil.rmtree(partial)
+    assert looking._moment([*complete, (10, path / "step-000010")]) == "after rename"
+    (path / ".step-000006.old.partial").mkdir()
+    assert looking._moment(complete) == "removing"
+
+
+def test_the_kernel_tells_of_names(tmp_path: Path) -> None:
+    with Watch() as watch:
+        watch.add(tmp_path)
+        (tmp_path / "a").mkdir()
+        (tmp_path / "a").rename(tmp_path / "b")
+        found = list(watch.events(lambda: True, 0.2))
+    assert found == [(CREATED, tmp_path / "a"), (RENAMED, tmp_path / "b")]
+
+
+def test_a_small_disk_fills_and_frees(tmp_path: Path) -> None:
+    with small_disk(tmp_path) as disk:
+        if disk is None:
+            pytest.skip("this user may not mount a file system")
+        disk.fill(leave=50_000)
+        (disk.path / "little").write_bytes(b"x" * 20_000)
+        with pytest.raises(OSError, match="No space left"):
+            (disk.path / "much").write_bytes(b"x" * 100_000)
+        disk.free()
+        (disk.path / "much").write_bytes(b"x" * 10_000_000)
+        assert Checkpoints(disk.path, keep=None).complete() == []
+    assert not (tmp_path / "disk.img").exists()
+
+
+def test_each_blow_meets_each_engine() -> None:
+    met = list(kills.plan(random.Random(0), ["a", "b"], 2 * len(kills.KINDS), list(kills.KINDS)))
+    assert sorted(set(met)) == sorted((engine, kind) for engine in "ab" for kind in kills.KINDS)
