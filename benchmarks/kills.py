@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from converters.storage.path_or_url import Place
+    from tests.object_store import ObjectStore
 
 ENGINES = ("full_shard", "zero2", "xla", "no_shard", "zero3")
 RANKS = 2
@@ -62,7 +63,7 @@ MOST_LOST = 2 * EVERY
 LOSSES, WEIGHTS = 1e-5, 1e-4
 """Largest relative differences between a run on several engines and an undisturbed one."""
 EXIT_STOPPED = 75
-PATIENCE = 180.0  # seconds, for every wait
+PATIENCE = 1800.0  # seconds, for every wait: saves to a bucket take a while
 GONE = 10.0
 """Seconds within which every process of a launch must end."""
 FORKS, FORKED = "forks", "for "
@@ -601,6 +602,42 @@ def _weights(run: Run) -> Mapping[str, Any]:
     return {name: tensor.read().astype("f8") for name, tensor in tensors.items()}
 
 
+def stay_away(seconds: Sequence[float], scratch: Path, store: ObjectStore, outcome: Outcome) -> None:
+    """A run in a bucket whose store drops every connection, for some seconds each time, from a save on."""
+    changes = {
+        "checkpoint.every_steps": 50,
+        "log.every_steps": 10,
+        "data.seq_len": 256,
+        "model.config": {**SMALL_MODEL, "max_position_embeddings": 256},
+    }
+    run = Run(scratch / "away", place(store.url("away")), 1_000_000, changes=changes)
+    run.start("no_shard")
+    until(lambda: bool(run.checkpoints.complete()) or not run.running())
+    for length in seconds:
+        store.forget()
+        until(lambda: store.count("PUT", "checkpoints/") > 0 or not run.running())
+        store.fail(drop=True)
+        time.sleep(length)
+        store.heal()
+        step, seen = run.step(), 0
+        while run.running() and seen < step:
+            # A slow listing may find that all checkpoints it began with have been replaced.
+            seen = max((found for found, _ in run.checkpoints.complete()), default=0)
+        if not run.running():
+            outcome.broken.append(f"away for {length:.0f} s: the run ended\n{run.output()[-3000:]}")
+            return
+    run.signal(signal.SIGTERM)
+    launch = Launch("no_shard", "term")
+    launch.code, output = run.wait()
+    launch.reached = max((step for step, _ in run.checkpoints.complete()), default=0)
+    Attack(run, None, random.Random(0)).look(launch, output, outcome)
+    kept = {folder.name for _, folder in run.checkpoints.complete()}
+    there = {name.split("/")[0] for name in store.names("away/checkpoints/")}
+    if there != kept or store.open_uploads():
+        outcome.broken.append(f"left behind: {sorted(there - kept)}, uploads {store.open_uploads()}")
+    outcome.launches.append(launch)
+
+
 class Conversions:
     """Conversions over one another, each killed.
 
@@ -719,10 +756,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--conversions", type=int, default=0, help="kills of conversions after each run")
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES)
     parser.add_argument("--bucket", action="store_true", help="runs in a bucket; needs the tests' folder")
+    parser.add_argument(
+        "--away", nargs="+", type=float, default=[], help="seconds without the bucket's store"
+    )
     parser.add_argument("--forks", action="store_true", help="commands as forks; needs the tests' folder")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write everything there")
     given = parser.parse_args(argv)
+    if given.away and not given.bucket:
+        parser.error("--away needs --bucket")
     if given.bucket and given.forks:
         parser.error("a launcher that has used a store cannot fork its ranks: leave out --forks")
     command = command_line("benchmarks.kills", argv)
@@ -744,6 +786,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             store.renew()
             os.environ.update(store.environment)
             where = place(store.url("runs"))
+            if given.away:
+                outcomes.append(Outcome(f"store away for {given.away} s"))
+                stay_away(given.away, scratch, store, outcomes[-1])
         else:
             disk = stack.enter_context(small_disk(scratch))
             if disk is None:
