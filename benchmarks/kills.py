@@ -328,7 +328,7 @@ class Attack:
     """Launches of one run, each with its blow and a check of the folder after it.
 
     Args:
-        seconds: from a launch's start to its end, undisturbed.
+        seconds: from a launch's start until it has trained a little.
     """
 
     def __init__(self, run: Run, disk: SmallDisk | None, dice: random.Random, seconds: float = 10.0) -> None:
@@ -543,10 +543,12 @@ def attack(
     outcome = Outcome(name)
     whole = Run(scratch / f"{name}-whole", where / f"{name}-whole" / "run", steps)
     begun = time.monotonic()
-    code, output = whole.alone(engines[0])
+    whole.start(engines[0])
+    until(lambda: whole.begun() or not whole.running())
+    seconds = 1.3 * (time.monotonic() - begun)  # a launch trains for a few steps only
+    code, output = whole.wait()
     if code:
         raise RuntimeError(f"the undisturbed run ended with {code}\n{output}")
-    seconds = min(10.0, time.monotonic() - begun)
     run = Run(scratch / name, where / name / "run", steps)
     kinds = [kind for kind in KINDS if not (kind in WITH_DISK and disk is None)]
     if in_store(where):

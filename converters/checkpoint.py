@@ -69,7 +69,8 @@ class Checkpoint:
         root: the folder (or file) that was opened.
         metadata: what else the format records (`step`, `world_size`, ...), as plain Python values.
         companions: `config.json`, tokenizer files and the like found beside the shards: file name -> path.
-        config: settings that a written `config.json` gets in place of the companion's own.
+        config: settings that a written `config.json` gets in place of the companion's own; None for one that
+            it loses.
         documents: small files that are written beside the tensors: name -> content.
 
     `optimizer` may be a function of `aliases`, called at the first use, so that the model is readable where
@@ -139,6 +140,17 @@ class Checkpoint:
     def with_companions(self, files: Mapping[str, Place]) -> Checkpoint:
         """The same checkpoint with `files` (name -> path), which override those found beside the shards."""
         return self._with(companions={**self.companions, **files})
+
+    def of_floats(
+        self, tensors: Mapping[str, Tensor], config: Mapping[str, Any], companions: Mapping[str, Place]
+    ) -> Checkpoint:
+        """The same model with other tensors, and other settings and files beside them."""
+        return self._with(
+            tensors=tensors,
+            aliases=self.aliases,
+            config={**self.config, **config},
+            companions=companions,
+        )
 
     def with_state_as_weights(self, what: str) -> Checkpoint:
         """The same model with a state of the optimizer, such as an average of the weights, in their place.

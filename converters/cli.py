@@ -68,6 +68,7 @@ examples:
   portable-convert ckpt/ out/ --optimizer          the optimizer state too
   portable-convert ckpt/ out/ --to dcp --optimizer for torch.distributed
   portable-convert ckpt/ out.gguf --to gguf        for llama.cpp
+  portable-convert fp8/ out/ --dequantize          quantized weights in bfloat16
   portable-convert lora/ out/                      an adapter, as peft loads it
   portable-convert lora/ out/ --merge-into base/   base and adapter as one model
   portable-convert ckpt/ out/ --dry-run            show what would be written
@@ -106,6 +107,14 @@ def parser_of() -> argparse.ArgumentParser:
         metavar="{keep,float32,bfloat16,float16,q8_0}",
         help="dtype of floating-point tensors (also bf16, fp16, fp32), recorded in config.json; keep "
         "(default) is the highest precision in SRC. Integers and 0-d tensors are never cast; q8_0: gguf",
+    )
+    parser.add_argument(
+        "--dequantize",
+        nargs="?",
+        const="bfloat16",
+        choices=["bfloat16", "float16", "float32"],
+        help="write quantized weights (FP8, MXFP4, NVFP4, INT4, INT8, GPTQ, AWQ, bitsandbytes) as floats, "
+        "bfloat16 by default; also those of BASE",
     )
     parser.add_argument(
         "--config-from",
@@ -229,6 +238,8 @@ def _convert(options: argparse.Namespace) -> int:
     given = None if options.config_from is None else companions_from(options.config_from)
     checkpoint = open_checkpoint(source, options.tag, companions=given)
     taken = _taken(checkpoint, source)
+    if options.dequantize is not None and options.merge_into is None:
+        checkpoint = _floats(checkpoint, options.dequantize)
     checkpoint, adapter = _adapter(checkpoint, given, options)
     if given is not None and adapter is None:
         config = {**read_small_table(checkpoint.companions.get("config.json")), **checkpoint.config}
@@ -314,12 +325,23 @@ def _adapter(
         base = adapter.own_base().with_companions(companions or {})
     else:
         base = open_checkpoint(where, companions=companions)
+    if options.dequantize is not None:
+        base = _floats(base, options.dequantize)
     merged = merge(adapter, base, dtype=options.dtype)
     if merged.config.get("tie_word_embeddings") is False and not options.quiet:
         _note(
             "the adapter changes only one of the tied embeddings: they become two, tie_word_embeddings: false"
         )
     return merged, None
+
+
+def _floats(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
+    from converters.quantization import dequantized
+
+    try:
+        return dequantized(checkpoint, dtype)
+    except CheckpointError as error:
+        raise CheckpointError(f"--dequantize: {error}") from error
 
 
 def _lost(losses: Losses) -> str:

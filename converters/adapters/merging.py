@@ -25,6 +25,7 @@ from converters.companions import GENERATION, MERGED
 from converters.errors import CheckpointError, blame, printable
 from converters.fingerprints import fingerprint
 from converters.names.tied_weights import EMBEDDINGS, HEADS, ends_with, same_values
+from converters.quantization import quantization_of
 from converters.storage.guarded import read_small_table
 from converters.tensors.casting import cast_dtype, parse_dtype
 from converters.tensors.computed import computed, grown
@@ -178,11 +179,11 @@ class _Merge:
         base, adapter = self.base, self.adapter
         if any(name.startswith(PREFIX) or part_of(name) is not None for name in base.tensors):
             raise CheckpointError(f"{base.root}: holds an adapter; give the base model alone")
-        quantized = self.base_config.get("quantization_config")
-        if quantized:
-            method = quantized.get("quant_method") if isinstance(quantized, dict) else None
+        quantized = quantization_of(base)
+        if quantized is not None:
+            method = printable(quantized.get("quant_method"))[:40]
             raise CheckpointError(
-                f"{base.root}: is quantised ({printable(method)[:40]}); give the model that it was made from"
+                f"{base.root}: is quantized ({method}); give the model that it was made from, or --dequantize"
             )
         if digest in {known.get("adapter") for known in self._merged_before()}:
             raise CheckpointError(f"{base.root}: {adapter.root} is merged into it already ({MERGED})")

@@ -36,7 +36,7 @@ def _with_dtype(
     copied = dict(checkpoint.companions)
     config = read_small_table(copied.get("config.json"))
     # In a config of quantized weights the dtype means something else.
-    if not config or "quantization_config" in config:
+    if not config or ("quantization_config" in config and "quantization_config" not in checkpoint.config):
         return {}, copied
     sizes: dict[str, int] = {}
     for entry in entries:
@@ -53,6 +53,8 @@ def _with_dtype(
         parts = [part for part in config.values() if isinstance(part, dict) and key in part]
         for part in [part for part in (config, *parts) if key in part] or [config]:
             part[key] = value
+            if value is None:
+                del part[key]
     del copied["config.json"]
     text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
     try:

@@ -108,8 +108,8 @@ class Checkpoints(Generic[P]):
         self._mirror = mirror
         self._outage_seconds = outage_seconds
         self._away_since: float | None = None
-        self._failed: list[P] = []
-        """What failed saves left in the store."""
+        self._unwanted: list[P] = []
+        """Folders that are to be deleted: old ones, and what failed saves left in the store."""
         self._pending: _Save[P] | None = None
         self._unsent: _Save[P] | None = None
         """A save that failed because the store is away, until the next one replaces it."""
@@ -179,7 +179,7 @@ class Checkpoints(Generic[P]):
         final = self.path / f"step-{state.step:06d}"
         if self._unsent is not None:
             shutil.rmtree(self._unsent.written, ignore_errors=True)
-            self._failed.append(self._unsent.final)
+            self._unwanted.append(self._unsent.final)
             self._unsent = None
         with self._failure(final):
             written = self._open(final)
@@ -259,11 +259,14 @@ class Checkpoints(Generic[P]):
 
     def prune(self, best: set[int]) -> None:
         """Delete old checkpoints, except those of the steps ``best`` and those in use."""
-        if self._keep is None:
-            return
-        for step, folder in self.complete()[: -self._keep]:
-            if step not in best | self.in_use():
-                remove_folder(folder)
+        if self._keep is not None:
+            kept = best | self.in_use()
+            old = [folder for step, folder in self.complete()[: -self._keep] if step not in kept]
+            self._unwanted += [folder for folder in old if folder not in self._unwanted]
+        # A folder stays in the list until it is gone, since half of one is no longer complete.
+        while self._unwanted:
+            remove_folder(self._unwanted[-1])
+            self._unwanted.pop()
 
     # -- in the background -----------------------------------------------------------------------------------
 
@@ -333,12 +336,9 @@ class Checkpoints(Generic[P]):
         shutil.rmtree(save.written, ignore_errors=True)
 
     def _clear(self, save: _Save[P]) -> None:
-        """Delete older checkpoints, and what failed saves left."""
+        """Delete older checkpoints, and what failed saves left; later where the store is away."""
         try:
-            while self._failed:
-                if self._failed[-1] != save.final:
-                    remove_folder(self._failed[-1])
-                self._failed.pop()
+            self._unwanted = [folder for folder in self._unwanted if folder != save.final]
             self.prune(save.best)
         except RetriesUsedUpError as error:  # this checkpoint is complete
             tell(f"warning: older checkpoints are not deleted yet: {one_line(error)}")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from converters import CheckpointError, open_checkpoint
+from converters import CheckpointError, dequantized, dequantizes, open_checkpoint
 from portable.errors import UserError, one_line
 from portable.model.build import without_quantization
 from portable.model.grown import GrownTensor
@@ -75,11 +75,13 @@ def pretrained_weights(settings: ModelConfig, model: PreTrainedModel) -> Pretrai
             output head of a language model, or is quantized in a way that cannot be undone here.
     """
     assert settings.name_or_path is not None
-    if (method := _quantization(settings)) is not None:
-        weights = _dequantized(settings, model, method)
+    described = without_quantization(_own_config(settings))
+    if described is not None and not dequantizes(described):
+        weights = _dequantized(settings, model, described)
     else:
         try:
-            tensors = open_checkpoint(snapshot(settings.name_or_path)).tensors
+            checkpoint = open_checkpoint(snapshot(settings.name_or_path))
+            tensors = (checkpoint if described is None else dequantized(checkpoint, "float32")).tensors
         except CheckpointError as error:
             raise UserError(f"model.name_or_path: {error}") from error
         weights = _matched(settings, model, tensors)
@@ -302,30 +304,24 @@ def _check_head(model: PreTrainedModel, weights: PretrainedWeights) -> None:
 # -- quantized checkpoints -----------------------------------------------------------------------------------
 
 
-def _quantization(settings: ModelConfig) -> str | None:
-    """The checkpoint's quantization method, or None if it is not quantized."""
-    given = without_quantization(_own_config(settings))
-    if given is None:
-        return None
-    kind = given.get("quant_method") or ("bitsandbytes" if _is_bitsandbytes(given) else "unknown method")
-    return str(getattr(kind, "value", kind))
-
-
-def _is_bitsandbytes(description: Mapping[str, Any]) -> bool:
-    return bool(description.get("load_in_8bit") or description.get("load_in_4bit"))
-
-
 def _own_config(settings: ModelConfig) -> PretrainedConfig:
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(settings.name_or_path, trust_remote_code=settings.trust_remote_code)
 
 
-def _dequantized(settings: ModelConfig, model: PreTrainedModel, method: str) -> PretrainedWeights:
-    """Load a quantized checkpoint as floats, with transformers' dequantization."""
+def _dequantized(
+    settings: ModelConfig, model: PreTrainedModel, described: Mapping[str, Any]
+) -> PretrainedWeights:
+    """Load a quantized checkpoint as floats, with transformers' dequantization.
+
+    Args:
+        described: the config's ``quantization_config``.
+    """
+    method, given = described.get("quant_method", "unknown method"), dict(described)
+    method = getattr(method, "value", method)  # an enumeration, or its value
     try:
         config = copy.deepcopy(model.config)
-        given = without_quantization(_own_config(settings)) or {}
         if of_transformers.dequantizes_on_loading(given):
             given["dequantize"] = True  # during loading
         config.quantization_config = given

@@ -587,7 +587,7 @@ def test_what_else_is_no_base_or_no_adapter(
     pair.out = tmp_path / "out"
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "gptq"}}))
-    assert "is quantised (gptq)" in refused(pair, capsys)
+    assert "is quantized (gptq)" in refused(pair, capsys)
 
 
 def test_another_base_than_the_one_trained_on(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:

@@ -238,6 +238,31 @@ def test_a_store_that_is_away_for_a_while(
     assert not s3.open_uploads() and not s3.names(f"run/{LEASE_FILE}")
 
 
+@pytest.mark.usefixtures("brief_runs")
+def test_a_store_that_goes_away_while_an_old_checkpoint_is_deleted(
+    s3: ObjectStore, corpus: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The next save deletes the rest, which is no checkpoint any more."""
+    monkeypatch.setenv("PORTABLE_STORAGE_MINUTES", "0.002")
+    forward, given_up = s3.forward, threading.Event()
+
+    def refuse(method: str, path: str, headers: Any, body: bytes) -> Any:
+        old = path.endswith("?delete") and b"step-000002" in body and b"_COMPLETE" not in body
+        if old and s3.names("run/checkpoints/step-000004/_COMPLETE") and not given_up.is_set():
+            return 503, [], b"<Error><Code>SlowDown</Code></Error>"
+        return forward(method, path, headers, body)
+
+    def say(text: str) -> None:
+        given_up.set()
+        tell(text)
+
+    monkeypatch.setattr(s3, "forward", refuse)
+    monkeypatch.setattr("portable.checkpoint.store.tell", say)
+    assert leg(s3.url("run"), corpus, checkpoint__every_steps=2, checkpoint__keep=1) == 0
+    assert "older checkpoints are not deleted yet" in capfd.readouterr().err
+    assert steps_in(s3) == ["step-000008"]
+
+
 def test_the_shards_of_one_rank_do_not_get_there(
     s3: ObjectStore, tmp_path: Path, corpus: Path, ranks: RankPool
 ) -> None:

@@ -1,0 +1,352 @@
+"""Checkpoints of quantized weights, as `quantization_config` in their config.json says, opened as floats.
+
+    floats = dequantized(open_checkpoint("gpt-oss-20b"), "bfloat16")
+
+Nothing is read or computed before a tensor is. A method, a key of `quantization_config` or a tensor that is
+not known is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+from converters.errors import CheckpointError, printable
+from converters.options import DTYPES
+from converters.storage.guarded import read_small_table
+from converters.tensors import dequantized as made
+from converters.tensors.dtypes import QUANTISED
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from converters.checkpoint import Checkpoint
+    from converters.tensors.tensor import Tensor
+
+KEY = "quantization_config"
+"""In config.json."""
+# Files that say the same again for other programs.
+_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+# Of activations and of the cache of keys and values, which a model of floats does not have.
+_OF_ACTIVATIONS = re.compile(
+    r"(.+[._])?(input|output|activation|prob_output|[kvq])_(scale|zero_point|global_scale|scale_ub)|.+\.g_idx"
+)
+_OF_WEIGHTS = re.compile(
+    r".+(_scale(_inv|_2)?|_zero_point|_global_scale|_scales|_shape|\.(scales|qzeros|absmax|SCB|quant_map))"
+)
+_HARMLESS = frozenset({"quant_method", "modules_to_not_convert", "ignore", "ignored_layers", "dequantize"})
+_MOST = 1 << 16  # bytes of a tensor that holds JSON
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+class _Weights:
+    """The tensors of a checkpoint while weights are made of them."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], dtype: str) -> None:
+        self.left = dict(tensors)
+        self.made: dict[str, Tensor] = {}
+        self.dtype = dtype
+
+    def ending(self, *ends: str) -> Iterator[tuple[str, str]]:
+        """The tensors whose names end so, and what stands before."""
+        for name in list(self.left):
+            for end in ends:
+                if name.endswith(end) and name in self.left:
+                    yield name, name.removesuffix(end)
+
+    def take(self, name: str) -> Tensor | None:
+        return self.left.pop(name, None)
+
+    def need(self, name: str, of: str) -> Tensor:
+        found = self.left.pop(name, None)
+        if found is None:
+            raise CheckpointError(f"{printable(of)}: quantized, and {printable(name)} is not there")
+        return found
+
+    def bytes_with_scales(self, *ends: str, block: tuple[int, int] | None = None) -> None:
+        """Make the weights of 8-bit codes that have a scale of one of these names."""
+        for name, tensor in list(self.left.items()):
+            if tensor.dtype not in ("F8_E4M3", "F8_E5M2", "I8") or len(tensor.shape) < 2:
+                continue
+            scale = next((found for end in ends if (found := self.take(name + end)) is not None), None)
+            if scale is None:
+                continue
+            zero = self.take(f"{name}_zero_point")
+            weight = self.left.pop(name)
+            self.made[name] = made.scaled_bytes(name, self.dtype, weight, scale, block=block, zero=zero)
+
+
+def dequantized(checkpoint: Checkpoint, dtype: str = "bfloat16") -> Checkpoint:
+    """`checkpoint` with its quantized weights as floats, which are computed when they are read.
+
+    Args:
+        dtype: bfloat16, float16 or float32, of the weights that were quantized; others keep theirs.
+
+    Raises:
+        CheckpointError: it is not quantized; by a method that is not known here; or scales are missing or do
+            not fit their weights.
+    """
+    settings = quantization_of(checkpoint)
+    if settings is None:
+        raise CheckpointError(f"{checkpoint.root}: its config.json has no {KEY}, so nothing is to dequantize")
+    method = str(settings.get("quant_method") or ("bitsandbytes" if _is_bitsandbytes(settings) else ""))
+    if method not in METHODS:
+        raise CheckpointError(
+            f"{checkpoint.root}: {KEY}: quant_method {printable(repr(method))} is not one of "
+            f"{', '.join(METHODS)}; dequantize it with the program that wrote it"
+        )
+    read, known = METHODS[method]
+    where = f"{checkpoint.root}: {KEY} of {method}"
+    if unknown := sorted(settings.keys() - known - _HARMLESS):
+        raise CheckpointError(f"{where}: {printable(unknown[0])} is not known, and may change the weights")
+    weights = _Weights(checkpoint.tensors, str(DTYPES[dtype]))
+    read(weights, settings, where)
+    kept = {name: tensor for name, tensor in weights.left.items() if not _OF_ACTIVATIONS.fullmatch(name)}
+    for name, tensor in kept.items():
+        if (tensor.dtype in QUANTISED and len(tensor.shape) > 1) or _OF_WEIGHTS.fullmatch(name):
+            raise CheckpointError(f"{where}: {printable(name)} belongs to no weight that is known")
+    order = [*checkpoint.tensors, *weights.made]
+    tensors = {name: (weights.made | kept)[name] for name in order if name in weights.made or name in kept}
+    files = {name: path for name, path in checkpoint.companions.items() if name not in _FILES}
+    return checkpoint.of_floats(tensors, {KEY: None, "compression_config": None}, files)
+
+
+def quantization_of(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
+    """What config.json says of quantized weights; None for nothing."""
+    if KEY in checkpoint.config:
+        return None
+    return described(read_small_table(checkpoint.companions.get("config.json")))
+
+
+def described(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The quantization that a config.json describes."""
+    for part in (config, *(part for part in config.values() if isinstance(part, dict))):
+        for key in (KEY, "compression_config"):
+            if isinstance(part.get(key), dict) and part[key]:
+                found: Mapping[str, Any] = part[key]
+                return found
+    return None
+
+
+def dequantizes(settings: Mapping[str, Any]) -> bool:
+    """Whether weights of this `quantization_config` can be opened as floats."""
+    method = settings.get("quant_method") or ("bitsandbytes" if _is_bitsandbytes(settings) else "")
+    return str(getattr(method, "value", method)) in METHODS
+
+
+def _is_bitsandbytes(settings: Mapping[str, Any]) -> bool:
+    return bool(settings.get("load_in_8bit") or settings.get("load_in_4bit"))
+
+
+def _block(settings: Mapping[str, Any], where: str) -> tuple[int, int] | None:
+    given = settings.get("weight_block_size")
+    if given is None:
+        return None
+    if (
+        isinstance(given, list)
+        and len(given) == 2
+        and all(isinstance(n, int) and 0 < n < 1 << 30 for n in given)
+    ):
+        return given[0], given[1]
+    raise CheckpointError(f"{where}: weight_block_size {printable(repr(given))} is not two sizes")
+
+
+def _only(settings: Mapping[str, Any], key: str, allowed: tuple[Any, ...], where: str) -> None:
+    """Refuse a value that changes what the stored codes mean."""
+    if key in settings and settings[key] not in allowed:
+        values = ", ".join(str(value) for value in allowed)
+        raise CheckpointError(f"{where}: {key} {printable(repr(settings[key]))} is not one of {values}")
+
+
+_COMPRESSED = (
+    "pack-quantized",
+    "int-quantized",
+    "float-quantized",
+    "naive-quantized",
+    "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized",
+    "dense",
+)
+
+
+# -- methods -------------------------------------------------------------------------------------------------
+
+
+def _fp8(weights: _Weights, settings: Mapping[str, Any], where: str) -> None:
+    block = _block(settings, where)
+    weights.bytes_with_scales("_scale_inv", "_scale", block=block)
+    for name, stem in weights.ending("_scale_inv"):  # of FP4 codes beside: two in a byte
+        if (packed := weights.left.get(stem)) is not None and packed.dtype == "I8":
+            scale, packed = weights.left.pop(name), weights.left.pop(stem)
+            weights.made[stem] = made.fp4(stem, weights.dtype, packed, scale)
+
+
+def _mxfp4(weights: _Weights, settings: Mapping[str, Any], where: str) -> None:
+    for name, stem in weights.ending("_blocks"):
+        scales = weights.need(f"{stem}_scales", name)
+        weights.made[stem] = made.gpt_oss(stem, weights.dtype, weights.left.pop(name), scales)
+
+
+def _compressed_tensors(weights: _Weights, settings: Mapping[str, Any], where: str) -> None:
+    for key in ("sparsity_config", "transform_config"):
+        given = settings.get(key)
+        if given and not (isinstance(given, dict) and given.get("format") == "dense"):
+            raise CheckpointError(f"{where}: {key} changes the weights, and cannot be undone here")
+    groups = settings.get("config_groups")
+    bits: set[Any] = set()
+    for group in groups.values() if isinstance(groups, dict) else ():
+        group = group if isinstance(group, dict) else {}
+        if group.get("format") is not None:
+            _only(group, "format", _COMPRESSED, where)
+        if isinstance(described := group.get("weights"), dict):
+            bits.add(described.get("num_bits"))
+    _only(settings, "quantization_status", ("compressed", "frozen"), where)
+    for name, stem in weights.ending(".weight_packed"):
+        _packed(weights, name, f"{stem}.weight", bits or {2, 4, 8})
+    weights.bytes_with_scales("_scale", block=None)
+
+
+def _packed(weights: _Weights, name: str, weight: str, bits: set[Any]) -> None:
+    packed = weights.left.pop(name)
+    scale = weights.need(f"{weight}_scale", name)
+    if packed.dtype == "U8":
+        whole = weights.take(f"{weight}_global_scale")
+        weights.made[weight] = made.fp4(weight, weights.dtype, packed, scale, divide=whole)
+        return
+    held = weights.need(f"{weight}_shape", name)
+    if held.dtype not in ("I64", "I32") or held.shape != (2,):
+        raise CheckpointError(f"{printable(held.name)}: does not hold two sizes")
+    rows, columns = (int(size) for size in held.read())
+    width = packed.shape[-1] if packed.shape else 0
+    # The number of bits is not written beside the weight; its shape tells it, or leaves one of the settings'.
+    fitting = [n for n in range(1, 9) if n in bits and -(-columns * n // 32) == width]
+    if len(fitting) != 1 or rows < 1 or columns < 1:
+        raise CheckpointError(
+            f"{printable(name)}: shape {list(packed.shape)} holds no {rows} x {columns} codes "
+            f"of {' or '.join(sorted(printable(str(n)) for n in bits))} bits"
+        )
+    zero = weights.take(f"{weight}_zero_point")
+    groups = weights.take(f"{weight}_g_idx")
+    if groups is not None and int(groups.read().max(initial=-1)) < 0:  # all -1: groups are runs of columns
+        groups = None
+    weights.made[weight] = made.packed_rows(
+        weight, weights.dtype, packed, scale, (rows, columns), fitting[0], zero=zero, groups=groups
+    )
+
+
+def _gptq(weights: _Weights, settings: Mapping[str, Any], where: str) -> None:
+    _only(settings, "pack_dtype", ("int32",), where)
+    _only(settings, "checkpoint_format", ("gptq", "gptq_v2"), where)
+    _only(settings, "format", ("gptq", "gptq_v2"), where)
+    form = settings.get("checkpoint_format", settings.get("format", "gptq"))
+    for name, stem in weights.ending(".qweight"):
+        rest = ("qzeros", "scales", "g_idx")
+        parts = {"qweight": weights.left.pop(name), **{k: weights.need(f"{stem}.{k}", name) for k in rest}}
+        weight = f"{stem}.weight"
+        weights.made[weight] = made.gptq(weight, weights.dtype, parts, first_zero=int(form == "gptq"))
+
+
+def _awq(weights: _Weights, settings: Mapping[str, Any], where: str) -> None:
+    _only(settings, "version", ("gemm", "GEMM"), where)
+    for key in ("bits", "w_bit"):
+        _only(settings, key, (4,), where)
+    for name, stem in weights.ending(".qweight"):
+        parts = {"qweight": weights.left.pop(name)}
+        parts |= {key: weights.need(f"{stem}.{key}", name) for key in ("qzeros", "scales")}
+        weights.made[f"{stem}.weight"] = made.awq(f"{stem}.weight", weights.dtype, parts)
+
+
+def _bitsandbytes(weights: _Weights, settings: Mapping[str, Any], where: str) -> None:
+    _only(settings, "bnb_4bit_quant_storage", ("uint8", None), where)
+    for name, weight in weights.ending(".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4"):
+        state = _quant_state(weights.left.pop(name))
+        keys, nested = ["absmax", "quant_map"], None
+        if "nested_blocksize" in state:
+            keys += ["nested_absmax", "nested_quant_map"]
+            nested = int(state["nested_blocksize"]), float(state["nested_offset"])
+        parts = {key: weights.need(f"{weight}.{key}", name) for key in keys}
+        packed = weights.need(weight, name)
+        shape, block = tuple(int(size) for size in state["shape"]), int(state["blocksize"])
+        weights.made[weight] = made.four_bits(weight, weights.dtype, packed, parts, shape, block, nested)
+    for name, stem in weights.ending(".SCB"):
+        weight = f"{stem}.weight"
+        form = weights.take(f"{weight}_format") or weights.take(f"{stem}.weight_format")
+        if form is not None and int(form.read().reshape(-1)[0]) != 0:
+            raise CheckpointError(f"{printable(form.name)}: a layout of 8 bits for one kind of GPU")
+        held = weights.need(weight, name)
+        weights.made[weight] = made.eight_bits(weight, weights.dtype, held, weights.left.pop(name))
+
+
+def _quant_state(tensor: Tensor) -> dict[str, Any]:
+    try:
+        if tensor.dtype != "U8" or tensor.nbytes > _MOST:
+            raise ValueError
+        state = json.loads(bytes(tensor.read()))
+        sizes = [*state["shape"], state["blocksize"], state.get("nested_blocksize", 1)]
+        if not state["shape"] or any(not isinstance(n, int) or not 0 < n < 1 << 40 for n in sizes):
+            raise ValueError
+        float(state.get("nested_offset", 0.0))
+        found: dict[str, Any] = state
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        raise CheckpointError(f"{printable(tensor.name)}: is no state of bitsandbytes") from None
+    return found
+
+
+def _modelopt(weights: _Weights, settings: Mapping[str, Any], where: str) -> None:
+    _only(settings, "quant_algo", ("FP8", "NVFP4"), where)
+    for name, stem in weights.ending(".weight_scale_2"):
+        weight = f"{stem}.weight"
+        packed, scale = weights.need(weight, name), weights.need(f"{weight}_scale", name)
+        whole = weights.left.pop(name)
+        weights.made[weight] = made.fp4(weight, weights.dtype, packed, scale, multiply=whole)
+    weights.bytes_with_scales("_scale")
+
+
+METHODS: dict[str, tuple[Callable[[_Weights, Mapping[str, Any], str], None], frozenset[str]]] = {
+    "fp8": (_fp8, _words("activation_scheme fmt weight_block_size scale_fmt")),
+    "fbgemm_fp8": (_fp8, frozenset({"activation_scale_ub"})),
+    "mxfp4": (_mxfp4, frozenset()),
+    "compressed-tensors": (
+        _compressed_tensors,
+        _words(
+            "config_groups format global_compression_ratio kv_cache_scheme quantization_status "
+            "run_compressed sparsity_config transform_config version"
+        ),
+    ),
+    "gptq": (
+        _gptq,
+        _words(
+            "backend batch_size bits block_name_to_quantize cache_block_outputs checkpoint_format "
+            "damp_percent dataset desc_act exllama_config format group_size is_marlin_format lm_head "
+            "max_input_length meta model_file_base_name model_name_or_path modules_in_block_to_quantize "
+            "module_name_preceding_first_block pack_dtype pad_token_id static_groups sym tokenizer "
+            "true_sequential use_cuda_fp16 use_exllama"
+        ),
+    ),
+    "awq": (
+        _awq,
+        _words(
+            "backend bits do_fuse exllama_config fuse_max_seq_len group_size modules_to_fuse q_group_size "
+            "version w_bit zero_point"
+        ),
+    ),
+    "bitsandbytes": (
+        _bitsandbytes,
+        _words(
+            "_load_in_4bit _load_in_8bit bnb_4bit_compute_dtype bnb_4bit_quant_storage bnb_4bit_quant_type "
+            "bnb_4bit_use_double_quant llm_int8_enable_fp32_cpu_offload llm_int8_has_fp16_weight "
+            "llm_int8_skip_modules llm_int8_threshold load_in_4bit load_in_8bit"
+        ),
+    ),
+    "modelopt": (
+        _modelopt,
+        _words(
+            "config_groups exclude_modules group_size kv_cache_quant_algo kv_cache_scheme producer quant_algo"
+        ),
+    ),
+}
+"""Each `quant_method`: what makes the weights, and the keys that it looks at or that change no weight."""

@@ -1,0 +1,518 @@
+"""Quantized weights as floats, computed a few rows at a time while they are read.
+
+Codes become float32, exactly; zero points are subtracted and scales multiplied in float32; the result is
+rounded once, to the dtype that is asked for. Each function here takes the stored tensors of one weight and
+returns the lazy float tensor. Sources of the formats are named beside the functions.
+"""
+
+from __future__ import annotations
+
+import threading
+from math import gcd, prod
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from converters.errors import CheckpointError
+from converters.tensors.casting import rounded
+from converters.tensors.dtypes import itemsize, numpy_dtype
+from converters.tensors.tensor import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from converters.storage.bytes import Touched
+    from converters.tensors.tensor import Array, Shape
+
+# Elements that are computed at once. Layouts that are transposed read all their bytes once for each block.
+_BLOCK, _TRANSPOSED_BLOCK = 1 << 17, 1 << 21
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+_FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+_INT8_FACTOR = np.float32(7.874015718698502e-3)  # 1 / 127, as bitsandbytes multiplies
+
+
+class _Rows(Protocol):
+    def __call__(self, matrix: Shape, first: int, count: int, touched: Touched) -> Array:
+        """The rows [first, first + count) of one matrix of a stack, in float32."""
+        ...
+
+
+class _Computed:
+    """The row-major bytes of matrices whose rows are computed; each thread keeps its last block."""
+
+    def __init__(self, shape: Shape, dtype: str, rows: _Rows, align: int, elements: int) -> None:
+        self.lead, self.rows, self.columns = shape[:-2], shape[-2], shape[-1]
+        self.dtype = dtype
+        self.nbytes = prod(shape) * itemsize(dtype)
+        self._make = rows
+        self._step = max(1, elements // max(1, self.columns) // align) * align
+        self._memory = threading.local()
+
+    def read_into(self, buffer: memoryview, at: int, touched: Touched) -> None:
+        out, done = np.frombuffer(buffer, np.uint8), 0
+        row = self.columns * itemsize(self.dtype)
+        while done < out.size:
+            index, start = divmod(at + done, row)
+            matrix, inside = divmod(index, self.rows)
+            number, skipped = divmod(inside, self._step)
+            block = self._block(matrix, number, touched)[skipped * row + start :]
+            part = block[: out.size - done]
+            out[done : done + part.size] = part
+            done += part.size
+
+    def _block(self, matrix: int, number: int, touched: Touched) -> Array:
+        if getattr(self._memory, "key", None) != (matrix, number):
+            self._memory.block = None  # or two would be in memory
+            first = number * self._step
+            place = tuple(int(n) for n in np.unravel_index(matrix, self.lead)) if self.lead else ()
+            with np.errstate(all="ignore"):
+                made = self._make(place, first, min(self._step, self.rows - first), touched)
+            self._memory.block = rounded(np.ascontiguousarray(made), self.dtype).view(np.uint8).reshape(-1)
+            self._memory.key = matrix, number
+        block: Array = self._memory.block
+        return block
+
+
+def _tensor(
+    name: str, dtype: str, shape: Shape, rows: _Rows, *, align: int = 1, elements: int = _BLOCK
+) -> Tensor:
+    return Tensor.contiguous(name, dtype, shape, _Computed(shape, dtype, rows, align, elements))
+
+
+def _part(tensor: Tensor, lows: Shape, sizes: Shape, touched: Touched) -> Array:
+    found = np.empty(sizes, numpy_dtype(tensor.dtype))
+    tensor.fill(found, lows, touched)
+    return found
+
+
+def _require(fits: bool, tensor: Tensor, why: str) -> None:
+    if not fits:
+        raise CheckpointError(f"{tensor.name}: {tensor.dtype} of shape {list(tensor.shape)} {why}")
+
+
+# -- scales --------------------------------------------------------------------------------------------------
+
+
+def _as_scale(tensor: Tensor, values: Array) -> Array:
+    """Scales in float32, of which each must be finite. Bytes are exponents (OCP's E8M0)."""
+    if values.dtype == np.uint8:
+        values = values.view(numpy_dtype("F8_E8M0"))
+    made = values.astype(np.float32)
+    if not np.isfinite(made).all():
+        raise CheckpointError(f"{tensor.name}: a scale is infinite or NaN")
+    return made
+
+
+def _scaled(values: Array, scale: Array, width: int, named: Tensor) -> Array:
+    """`values` times `scale`, a column of which belongs to `width` columns; in place if possible."""
+    count, columns = values.shape
+    if not scale.all() and np.any(values[np.repeat(scale == 0, width, axis=1)[:, :columns]]):
+        raise CheckpointError(f"{named.name}: the scale of values other than 0 is 0")
+    if columns == scale.shape[1] * width:
+        values.reshape(count, scale.shape[1], width)[...] *= scale[:, :, None]
+        return values
+    values *= np.repeat(scale, width, axis=1)[:, :columns]
+    return values
+
+
+class _Grid:
+    """Scales (or zero points) of a weight: one for it all, for each row, or for each block of it.
+
+    Args:
+        block: the sizes of a block as the format's settings give them; None to take them from the shapes.
+    """
+
+    def __init__(self, scale: Tensor, shape: Shape, block: tuple[int, int] | None = None) -> None:
+        *lead, rows, columns = shape
+        self.tensor = scale
+        held = tuple(scale.shape)
+        if held in ((), (1,)) and prod(lead) == 1:
+            held = (*lead, 1, 1)
+        elif held == (*lead, rows):
+            held = (*held, 1)
+        elif lead and held == tuple(lead):
+            held = (*held, 1, 1)
+        self._shape = held
+        fits = held[:-2] == tuple(lead) and len(held) == len(shape)
+        if fits and held[-2:] == (1, 1):
+            self.height, self.width = rows, columns
+        elif fits and block is not None and held[-2:] != (rows, 1):
+            self.height, self.width = block
+            fits = held[-2:] == (-(-rows // block[0]), -(-columns // block[1]))
+        else:
+            fits = fits and not (rows % max(1, held[-2]) or columns % max(1, held[-1])) and 0 not in held
+            self.height, self.width = (rows // held[-2], columns // held[-1]) if fits else (1, 1)
+        _require(fits, scale, f"does not belong to a weight of shape {list(shape)}")
+
+    def rows(self, matrix: Shape, first: int, count: int, touched: Touched) -> Array:
+        """One row for each of these rows of the weight, as it is stored."""
+        low, high = first // self.height, (first + count - 1) // self.height + 1
+        sizes = (*(1 for _ in matrix), high - low, self._shape[-1])
+        flat = len(self.tensor.shape) < len(self._shape)
+        if flat:  # of one element, or of one for each row or matrix
+            whole = _part(self.tensor, (0,) * len(self.tensor.shape), self.tensor.shape, touched)
+            found: Array = whole.reshape(self._shape)[matrix][low:high]
+        else:
+            found = _part(self.tensor, (*matrix, low, 0), sizes, touched).reshape(sizes[-2:])
+        if self.height == 1:
+            return found
+        picked: Array = found[np.arange(first, first + count) // self.height - low]
+        return picked
+
+    def apply(
+        self, values: Array, matrix: Shape, first: int, touched: Touched, times: np.float32 | None = None
+    ) -> Array:
+        """`values`, which are rows from `first` on, multiplied."""
+        scale = _as_scale(self.tensor, self.rows(matrix, first, len(values), touched))
+        return _scaled(values, scale if times is None else scale * times, self.width, self.tensor)
+
+
+# -- codes of one byte or less, row by row -------------------------------------------------------------------
+
+
+def _codes(tensor: Tensor) -> Array | None:
+    """The float32 value of each byte of an 8-bit float; None for integers."""
+    if tensor.dtype in ("F8_E4M3", "F8_E5M2"):
+        return np.arange(256, dtype=np.uint8).view(numpy_dtype(tensor.dtype)).astype(np.float32)
+    _require(tensor.dtype == "I8", tensor, "holds no codes of 8 bits")
+    return None
+
+
+def scaled_bytes(
+    name: str,
+    dtype: str,
+    weight: Tensor,
+    scale: Tensor,
+    *,
+    block: tuple[int, int] | None = None,
+    zero: Tensor | None = None,
+) -> Tensor:
+    """FP8 or INT8 codes times a scale of the tensor, of each row or of each block.
+
+    Source: deepseek-ai/DeepSeek-V3 inference/kernel.py (`weight_dequant`), compressed-tensors `dequantize`.
+    """
+    table, shape = _codes(weight), weight.shape
+    _require(len(shape) >= 2, weight, "is no matrix")
+    grid = _Grid(scale, shape, block)
+    zeros = None if zero is None else _Grid(zero, shape, block)
+
+    def rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
+        sizes = (*(1 for _ in matrix), count, shape[-1])
+        held = _part(weight, (*matrix, first, 0), sizes, touched).reshape(sizes[-2:])
+        values: Array = held.astype(np.float32) if table is None else table[held.view(np.uint8)]
+        if zeros is not None:
+            below = zeros.rows(matrix, first, count, touched).astype(np.float32)
+            values -= np.repeat(below, zeros.width, axis=1)[:, : shape[-1]]
+        return grid.apply(values, matrix, first, touched)
+
+    return _tensor(name, dtype, shape, rows)
+
+
+_PAIRS = np.stack([_FP4[np.arange(256) & 15], _FP4[np.arange(256) >> 4]], axis=-1)
+
+
+def fp4(
+    name: str,
+    dtype: str,
+    packed: Tensor,
+    scale: Tensor,
+    *,
+    multiply: Tensor | None = None,
+    divide: Tensor | None = None,
+) -> Tensor:
+    """E2M1 codes, two in a byte with the first in its low half, times a scale for each 16 or 32 of a row.
+
+    Args:
+        multiply, divide: NVFP4's scale of the whole tensor, which scales the scales.
+
+    Source: OCP Microscaling Formats 1.0; compressed-tensors `nvfp4_quantized`, ModelOpt `NVFP4QTensor`.
+    """
+    shape = (*packed.shape[:-1], 2 * packed.shape[-1])
+    _require(packed.dtype in ("U8", "I8") and len(shape) >= 2, packed, "holds no pairs of FP4 codes")
+    grid = _Grid(scale, shape)
+
+    def rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
+        sizes = (*(1 for _ in matrix), count, packed.shape[-1])
+        held = _part(packed, (*matrix, first, 0), sizes, touched).view(np.uint8)
+        values = _PAIRS[held].reshape(count, shape[-1])
+        factor = None
+        if multiply is not None:
+            factor = _scalar(multiply, touched)
+        elif divide is not None:
+            scales = _as_scale(scale, grid.rows(matrix, first, count, touched)) / _scalar(divide, touched)
+            return _scaled(values, scales, grid.width, scale)
+        return grid.apply(values, matrix, first, touched, factor)
+
+    return _tensor(name, dtype, shape, rows)
+
+
+def _scalar(tensor: Tensor, touched: Touched) -> np.float32:
+    _require(tensor.numel == 1, tensor, "is not one number")
+    value = _part(tensor, (0,) * len(tensor.shape), tensor.shape, touched)
+    return np.float32(_as_scale(tensor, value.reshape(-1))[0])
+
+
+def gpt_oss(name: str, dtype: str, blocks: Tensor, scales: Tensor) -> Tensor:
+    """MXFP4 as GPT-OSS stores it: blocks of 16 bytes of a transposed matrix, and a byte of exponent for each.
+
+    Args:
+        blocks: (..., columns of the result, rows of the result / 32, 16)
+        scales: the same without the last dimension.
+
+    Source: openai/gpt-oss torch/weights.py; transformers `convert_moe_packed_tensors`.
+    """
+    *lead, columns, groups, width = blocks.shape if len(blocks.shape) >= 3 else (0, 0, 0)
+    fits = blocks.dtype == "U8" and width == 16
+    _require(fits, blocks, "holds no blocks of MXFP4")
+    fits = scales.dtype in ("U8", "F8_E8M0") and tuple(scales.shape) == tuple(blocks.shape[:-1])
+    _require(fits, scales, f"does not belong to {blocks.name}")
+
+    def rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
+        low, high = first // 32, -(-(first + count) // 32)
+        ones = tuple(1 for _ in matrix)
+        held = _part(blocks, (*matrix, 0, low, 0), (*ones, columns, high - low, 16), touched)
+        scale = _part(scales, (*matrix, 0, low), (*ones, columns, high - low), touched)
+        exponents = _as_scale(scales, scale.reshape(columns, high - low))
+        values = _PAIRS[held.reshape(columns, -1)].reshape(columns, -1)
+        return _scaled(values, exponents, 32, scales).T
+
+    return _tensor(name, dtype, (*lead, 32 * groups, columns), rows, align=32, elements=_TRANSPOSED_BLOCK)
+
+
+# -- codes in words of 32 bits -------------------------------------------------------------------------------
+
+
+def unpacked(words: Array, bits: int) -> Array:
+    """The codes of `bits` bits in words along the first dimension, the lowest bits first.
+
+    Args:
+        words: (words, n), of 32 bits. A code may lie across two; what is left of the last word is ignored.
+
+    Returns:
+        (words * 32 // bits, n), uint8.
+    """
+    words = words.view(np.uint32)
+    period = 32 // gcd(bits, 32)
+    wide = period * bits // 32
+    if short := -len(words) % wide:
+        words = np.pad(words, ((0, short), (0, 0)))
+    grouped = words.reshape(-1, wide, words.shape[1])
+    made = np.empty((len(grouped), period, words.shape[1]), np.uint8)
+    for i in range(period):
+        word, shift = divmod(i * bits, 32)
+        value = grouped[:, word] >> np.uint32(shift)
+        if shift + bits > 32:
+            value = value | grouped[:, word + 1] << np.uint32(32 - shift)
+        made[:, i] = value & np.uint32((1 << bits) - 1)
+    return made.reshape(-1, words.shape[1])
+
+
+def packed_rows(
+    name: str,
+    dtype: str,
+    packed: Tensor,
+    scale: Tensor,
+    shape: Shape,
+    bits: int,
+    *,
+    zero: Tensor | None = None,
+    groups: Tensor | None = None,
+) -> Tensor:
+    """compressed-tensors' `pack-quantized`: rows of signed codes in words, groups of a row with a scale each.
+
+    Args:
+        shape: (rows, columns) of the weight.
+        zero: the zero points, packed along the rows.
+        groups: the group of each column, if they are not runs of equal length.
+
+    Source: compressed-tensors `unpack_from_int32`, `dequantize`.
+    """
+    offset = np.float32(1 << (bits - 1))
+    count_rows, columns = shape
+    fits = packed.dtype == "I32" and tuple(packed.shape) == (count_rows, -(-columns * bits // 32))
+    _require(fits, packed, f"does not hold {count_rows} x {columns} codes of {bits} bits")
+    grid = _Grid(scale, shape if groups is None else (count_rows, scale.shape[-1]))
+    wide = grid._shape[-1]
+    if zero is not None:
+        fits = zero.dtype == "I32" and tuple(zero.shape) == (-(-count_rows * bits // 32), wide)
+        _require(fits, zero, f"does not belong to {scale.name}")
+    if groups is not None:
+        _require(tuple(groups.shape) == (columns,), groups, f"does not belong to {packed.name}")
+
+    def rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
+        words = _part(packed, (first, 0), (count, packed.shape[1]), touched)
+        codes = unpacked(np.ascontiguousarray(words.T), bits)[:columns].T
+        values = codes.astype(np.float32) - offset
+        scales = _as_scale(scale, grid.rows((), first, count, touched))
+        below = None
+        if zero is not None:
+            low, high = first // 32 * bits, -(-(first + count) * bits // 32)
+            held = unpacked(_part(zero, (low, 0), (high - low, wide), touched), bits)
+            below = held[first % 32 :][:count].astype(np.float32) - offset
+        if groups is not None:
+            index = _group_index(groups, wide, touched)
+            values -= 0 if below is None else below[:, index]
+            return _scaled(values, scales[:, index], 1, scale)
+        if below is not None:
+            values -= np.repeat(below, grid.width, axis=1)[:, :columns]
+        return _scaled(values, scales, grid.width, scale)
+
+    return _tensor(name, dtype, shape, rows)
+
+
+def _group_index(groups: Tensor, count: int, touched: Touched) -> Array:
+    index = _part(groups, (0,), groups.shape, touched)
+    _require(bool(index.size == 0 or 0 <= index.min() <= index.max() < count), groups, "names other groups")
+    return index
+
+
+def gptq(
+    name: str,
+    dtype: str,
+    parts: Mapping[str, Tensor],
+    *,
+    first_zero: int,
+) -> Tensor:
+    """GPTQ's codes in words along the input, zero points in words along the output; 2, 3, 4 or 8 bits.
+
+    Args:
+        parts: `qweight` (inputs * bits / 32, outputs), `qzeros` (groups, outputs * bits / 32), `scales`
+            (groups, outputs), `g_idx` (inputs,).
+        first_zero: what is added to a stored zero point: 1 in the first format, 0 in the second.
+
+    Source: AutoGPTQ and GPTQModel, `TorchQuantLinear`.
+    """
+    weight, zeros, scales, index = (parts[key] for key in ("qweight", "qzeros", "scales", "g_idx"))
+    inputs = index.numel
+    (groups, outputs) = scales.shape if len(scales.shape) == 2 else (0, 0)
+    bits = weight.shape[0] * 32 // inputs if len(weight.shape) == 2 and inputs else 0
+    fits = bits in (2, 3, 4, 8) and weight.dtype == "I32"
+    fits = fits and tuple(weight.shape) == (inputs * bits // 32, outputs)
+    _require(fits, weight, f"does not hold {inputs} x {outputs} codes of 2, 3, 4 or 8 bits")
+    fits = zeros.dtype == "I32" and tuple(zeros.shape) == (groups, outputs * bits // 32)
+    _require(fits, zeros, f"does not belong to {weight.name}")
+
+    def rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
+        group = _group_index(index, groups, touched)
+        words = _part(weight, (0, first), (weight.shape[0], count), touched)
+        low, high = first * bits // 32, -(-(first + count) * bits // 32)
+        held = _part(zeros, (0, low), (groups, high - low), touched)
+        below = unpacked(np.ascontiguousarray(held.T), bits)[:count].T
+        below = (below + np.uint8(first_zero)) & np.uint8((1 << bits) - 1)
+        scale = _as_scale(scales, _part(scales, (0, first), (groups, count), touched))
+        values = unpacked(words, bits)[:inputs].astype(np.float32) - below.astype(np.float32)[group]
+        return _scaled(values, scale[group], 1, scales).T
+
+    return _tensor(name, dtype, (outputs, inputs), rows, align=32, elements=_TRANSPOSED_BLOCK)
+
+
+def awq(name: str, dtype: str, parts: Mapping[str, Tensor]) -> Tensor:
+    """AWQ's codes of 4 bits in words along the output, in the order of its kernel for matrix products.
+
+    Args:
+        parts: `qweight` (inputs, outputs / 8), `qzeros` (groups, outputs / 8), `scales` (groups, outputs).
+
+    Source: AutoAWQ `awq/utils/packing_utils.py`.
+    """
+    weight, zeros, scales = (parts[key] for key in ("qweight", "qzeros", "scales"))
+    (groups, outputs) = scales.shape if len(scales.shape) == 2 else (0, 0)
+    inputs = weight.shape[0] if weight.shape else 0
+    fits = weight.dtype == "I32" and weight.shape[1:] == (outputs // 8,) and bool(groups) and outputs % 8 == 0
+    _require(fits and inputs % groups == 0, weight, f"does not belong to {scales.name}")
+    fits = zeros.dtype == "I32" and tuple(zeros.shape) == (groups, outputs // 8)
+    _require(fits, zeros, f"does not belong to {weight.name}")
+
+    def codes(tensor: Tensor, first: int, count: int, touched: Touched) -> Array:
+        words = _part(tensor, (0, first // 8), (tensor.shape[0], count // 8), touched).view(np.uint32)
+        made = np.empty((*words.shape, 8), np.uint8)
+        for i, column in enumerate(_AWQ_ORDER):
+            made[..., column] = words >> np.uint32(4 * i) & np.uint32(15)
+        return made.reshape(len(words), count)
+
+    def rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
+        scale = _as_scale(scales, _part(scales, (0, first), (groups, count), touched))
+        values = codes(weight, first, count, touched).astype(np.float32).reshape(groups, -1, count)
+        values -= codes(zeros, first, count, touched).astype(np.float32)[:, None]
+        if not scale.all() and np.any(values[np.broadcast_to(scale[:, None] == 0, values.shape)]):
+            raise CheckpointError(f"{scales.name}: the scale of values other than 0 is 0")
+        values *= scale[:, None]
+        return values.reshape(inputs, count).T
+
+    return _tensor(name, dtype, (outputs, inputs), rows, align=8, elements=_TRANSPOSED_BLOCK)
+
+
+# -- bitsandbytes --------------------------------------------------------------------------------------------
+
+
+def four_bits(
+    name: str,
+    dtype: str,
+    packed: Tensor,
+    parts: Mapping[str, Tensor],
+    shape: Shape,
+    block: int,
+    nested: tuple[int, float] | None,
+) -> Tensor:
+    """bitsandbytes' NF4 and FP4: two codes in a byte with the first in its high half, and a table of values.
+
+    Args:
+        parts: `absmax`, `quant_map`; with `nested` also `nested_absmax`, `nested_quant_map`.
+        shape: of the weight.
+        block: elements with a common maximum.
+        nested: the block and the offset of maxima that are quantized themselves.
+
+    Source: bitsandbytes `functional.py` (`dequantize_4bit`, `QuantState`).
+    """
+    total = prod(shape)
+    _require(packed.dtype == "U8" and packed.numel == -(-total // 2), packed, f"does not hold {list(shape)}")
+    count_max = -(-total // block)
+    _require(parts["absmax"].shape == (count_max,), parts["absmax"], f"does not belong to {packed.name}")
+    _require(parts["quant_map"].shape == (16,), parts["quant_map"], "is no table of 16 values")
+
+    def flat(tensor: Tensor, low: int, high: int, touched: Touched) -> Array:
+        # Stored as (n, 1).
+        ends = (1,) * (len(tensor.shape) - 1)
+        return _part(tensor, (low, *(0 for _ in ends)), (high - low, *ends), touched).reshape(-1)
+
+    def maxima(low: int, high: int, touched: Touched) -> Array:
+        held = flat(parts["absmax"], low, high, touched)
+        if nested is None:
+            return _as_scale(parts["absmax"], held)
+        width, offset = nested
+        table = flat(parts["nested_quant_map"], 0, 256, touched)
+        above = flat(parts["nested_absmax"], low // width, -(-high // width), touched)
+        picked = above[np.arange(low, high) // width - low // width]
+        return _as_scale(parts["absmax"], table[held] * picked + np.float32(offset))
+
+    columns = shape[-1]
+
+    def rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
+        low, high = first * columns, (first + count) * columns
+        held = flat(packed, low // 2, -(-high // 2), touched)
+        table = flat(parts["quant_map"], 0, 16, touched).astype(np.float32)
+        codes = np.stack([held >> 4, held & 15], axis=-1).reshape(-1)[low - low // 2 * 2 :][: high - low]
+        values = table[codes]
+        scale = maxima(low // block, -(-high // block), touched)
+        values *= scale[np.arange(low, high) // block - low // block]
+        return values.reshape(count, columns)
+
+    whole = (prod(shape[:-1]), columns)
+    source = _Computed(whole, dtype, rows, 1, _BLOCK)
+    return Tensor.contiguous(name, dtype, shape, source)
+
+
+def eight_bits(name: str, dtype: str, weight: Tensor, maxima: Tensor) -> Tensor:
+    """bitsandbytes' LLM.int8: bytes times the largest magnitude of their row, divided by 127.
+
+    Source: bitsandbytes `functional.py` (`int8_vectorwise_dequant`).
+    """
+    _require(weight.dtype == "I8" and len(weight.shape) == 2, weight, "holds no rows of bytes")
+    grid = _Grid(maxima, weight.shape)
+
+    def rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
+        held = _part(weight, (first, 0), (count, weight.shape[1]), touched)
+        values = grid.apply(held.astype(np.float32), (), first, touched)
+        values *= _INT8_FACTOR
+        return values
+
+    return _tensor(name, dtype, weight.shape, rows)

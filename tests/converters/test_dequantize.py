@@ -1,0 +1,347 @@
+"""Quantized weights as floats: each format beside its own library, or its published formula in torch."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from converters import CheckpointError, dequantized, open_checkpoint
+from converters.cli import main
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from torch import Tensor
+
+    Case = tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]
+
+FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def spread(scale: Tensor, height: int, width: int, shape: tuple[int, int]) -> Tensor:
+    """A scale for each block of a matrix, for each element."""
+    wide = scale.float().repeat_interleave(height, -2).repeat_interleave(width, -1)
+    return wide[..., : shape[0], : shape[1]]
+
+
+def eight(*shape: int, kind: torch.dtype = torch.float8_e4m3fn) -> Tensor:
+    return torch.randn(*shape).clamp(-3, 3).mul(40).to(kind)
+
+
+def fp8_blocks(kind: torch.dtype = torch.float8_e4m3fn) -> Case:
+    """DeepSeek's `weight_dequant`, with blocks that do not divide the shape."""
+    weight, scale = eight(70, 100, kind=kind), torch.rand(5, 4) + 0.1
+    settings = {"quant_method": "fp8", "weight_block_size": [16, 32], "activation_scheme": "dynamic"}
+    tensors = {"a.weight": weight, "a.weight_scale_inv": scale, "norm.weight": torch.rand(7)}
+    tensors["a.activation_scale"] = torch.ones(1)
+    whole = {
+        "a.weight": weight.float() * spread(scale, 16, 32, (70, 100)),
+        "norm.weight": tensors["norm.weight"],
+    }
+    return settings, tensors, whole
+
+
+def fp8_exponents() -> Case:
+    """A stack of experts whose scales are powers of two."""
+    weight = eight(3, 32, 64)
+    scale = torch.randint(120, 134, (3, 2, 4), dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    wide = torch.stack([spread(part.float(), 16, 16, (32, 64)) for part in scale])
+    settings = {"quant_method": "fp8", "weight_block_size": [16, 16], "scale_fmt": "ue8m0"}
+    return settings, {"up": weight, "up_scale_inv": scale}, {"up": weight.float() * wide}
+
+
+def fp8_rows() -> Case:
+    weight, scale = eight(33, 17), torch.rand(33, 1) + 0.1
+    tensors = {"a.weight": weight, "a.weight_scale": scale, "a.input_scale_ub": torch.ones(1)}
+    return {"quant_method": "fbgemm_fp8"}, tensors, {"a.weight": weight.float() * scale}
+
+
+def fp8_whole() -> Case:
+    weight, scale = eight(33, 17), torch.tensor(0.37)
+    tensors = {"a.weight": weight, "a.weight_scale": scale, "a.input_scale": torch.ones(1)}
+    settings = {"quant_method": "modelopt", "quant_algo": "FP8"}
+    return settings, tensors, {"a.weight": weight.float() * scale}
+
+
+def mxfp4() -> Case:
+    """transformers' own unpacking of GPT-OSS's experts."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    blocks = torch.randint(0, 256, (3, 40, 5, 16), dtype=torch.uint8)
+    scales = torch.randint(110, 140, (3, 40, 5), dtype=torch.uint8)
+    whole = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    tensors = {"e.gate_up_proj_blocks": blocks, "e.gate_up_proj_scales": scales}
+    return {"quant_method": "mxfp4"}, tensors, {"e.gate_up_proj": whole}
+
+
+def pairs(*shape: int) -> tuple[Tensor, Tensor]:
+    """Bytes of two FP4 codes, and their values."""
+    packed = torch.randint(0, 256, shape, dtype=torch.uint8)
+    codes = torch.stack([packed & 15, packed >> 4], -1).reshape(*shape[:-1], -1)
+    return packed, FP4[codes.long()]
+
+
+def nvfp4() -> Case:
+    packed, values = pairs(24, 32)
+    scale, whole = (torch.rand(24, 4) * 100 + 1).to(torch.float8_e4m3fn), torch.tensor(0.013)
+    tensors = {"a.weight": packed, "a.weight_scale": scale, "a.weight_scale_2": whole}
+    expected = values * spread(scale.float() * whole, 1, 16, (24, 64))
+    return {"quant_method": "modelopt", "quant_algo": "NVFP4"}, tensors, {"a.weight": expected}
+
+
+def nvfp4_of_compressed_tensors() -> Case:
+    packed, values = pairs(24, 32)
+    scale, whole = (torch.rand(24, 4) * 100 + 1).to(torch.float8_e4m3fn), torch.tensor([771.0])
+    tensors = {"a.weight_packed": packed, "a.weight_scale": scale, "a.weight_global_scale": whole}
+    expected = values * spread(scale.float() / whole, 1, 16, (24, 64))
+    return compressed("nvfp4-pack-quantized"), tensors, {"a.weight": expected}
+
+
+def compressed(form: str) -> dict[str, Any]:
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "config_groups": {"group_0": {"targets": ["Linear"], "format": form}},
+        "ignore": ["lm_head"],
+        "quantization_status": "compressed",
+    }
+
+
+def words(codes: Tensor, bits: int) -> Tensor:
+    """Codes packed along the first dimension, the lowest bits first, as AutoGPTQ's `pack` does."""
+    flat = np.zeros((codes.shape[0] * bits // 32, codes.shape[1]), np.uint64)
+    for number, row in enumerate(codes.numpy().astype(np.uint64)):
+        word, shift = divmod(number * bits, 32)
+        flat[word] |= row << np.uint64(shift) & np.uint64(0xFFFFFFFF)
+        if shift + bits > 32:
+            flat[word + 1] |= row >> np.uint64(32 - shift)
+    return torch.from_numpy(flat.astype(np.uint32).view(np.int32))
+
+
+def of_library(form: str, rows: int, columns: int, **weights: Any) -> Case:
+    """compressed-tensors' own scales, compression and decompression."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights), format=form)
+    args = scheme.weights
+    weight = torch.randn(rows, columns)
+    grouped = weight.unflatten(-1, (-1, args.group_size)) if args.group_size else weight[:, None]
+    scale, zero = calculate_qparams(grouped.amin(-1), grouped.amax(-1), args)
+    state = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero}
+    compressor = BaseCompressor.get_value_from_registry(form)
+    state = compressor.compress(state, scheme)
+    whole = compressor.decompress(state, scheme)["weight"].float()
+    settings = compressed(form)
+    settings["config_groups"]["group_0"]["weights"] = args.model_dump(mode="json")
+    return settings, {f"a.{name}": value for name, value in state.items()}, {"a.weight": whole}
+
+
+def ordered_int4() -> Case:
+    """Groups of columns in another order, as `weight_g_idx` of older versions says."""
+    settings, tensors, _ = of_library("pack-quantized", 30, 96, num_bits=4, strategy="group", group_size=32)
+    codes = (tensors["a.weight_packed"][..., None] >> torch.arange(0, 32, 4) & 15).flatten(1) - 8
+    index = torch.arange(96).div(32, rounding_mode="floor")[torch.randperm(96)]
+    whole = codes * tensors["a.weight_scale"][:, index]
+    return settings, {**tensors, "a.weight_g_idx": index.to(torch.int32)}, {"a.weight": whole}
+
+
+def gptq(bits: int, form: str = "gptq", *, ordered: bool = False) -> Case:
+    inputs, outputs, groups = 96, 64, 3
+    codes = torch.randint(0, 1 << bits, (inputs, outputs))
+    zeros = torch.randint(1, 1 << bits, (groups, outputs))
+    scales = (torch.rand(groups, outputs) + 0.1).to(torch.float16)
+    index = torch.arange(inputs) // (inputs // groups)
+    index = index[torch.randperm(inputs)] if ordered else index
+    tensors = {
+        "a.qweight": words(codes, bits),
+        "a.qzeros": words((zeros - int(form == "gptq")).T, bits).T,
+        "a.scales": scales,
+        "a.g_idx": index.to(torch.int32),
+        "a.bias": torch.rand(outputs),
+    }
+    whole = scales.float()[index] * (codes - zeros[index])
+    settings = {"quant_method": "gptq", "bits": bits, "group_size": 32, "checkpoint_format": form}
+    return settings, tensors, {"a.weight": whole.T, "a.bias": tensors["a.bias"]}
+
+
+def awq() -> Case:
+    inputs, outputs, groups = 64, 48, 2
+    order = [0, 2, 4, 6, 1, 3, 5, 7]
+    codes, zeros = torch.randint(0, 16, (inputs, outputs)), torch.randint(0, 16, (groups, outputs))
+    scales = (torch.rand(groups, outputs) + 0.1).to(torch.float16)
+
+    def packed(values: Tensor) -> Tensor:
+        return words(values.reshape(len(values), -1, 8)[..., order].reshape(len(values), -1).T, 4).T
+
+    tensors = {"a.qweight": packed(codes), "a.qzeros": packed(zeros), "a.scales": scales}
+    whole = (codes - zeros.repeat_interleave(32, 0)) * scales.float().repeat_interleave(32, 0)
+    return {"quant_method": "awq", "bits": 4, "version": "gemm"}, tensors, {"a.weight": whole.T}
+
+
+def bitsandbytes(kind: str, *, nested: bool = False, columns: int = 64) -> Case:
+    """bitsandbytes' own quantization, state and dequantization on the CPU."""
+    from bitsandbytes import functional
+
+    weight = torch.randn(48, columns)
+    packed, state = functional.quantize_4bit(
+        weight, blocksize=64, quant_type=kind, compress_statistics=nested
+    )
+    whole = functional.dequantize_4bit(packed, state)
+    tensors = {"a.weight": packed}
+    tensors |= {f"a.weight.{name}": value for name, value in state.as_dict(packed=True).items()}
+    return {"quant_method": "bitsandbytes", "load_in_4bit": True}, tensors, {"a.weight": whole}
+
+
+def llm_int8() -> Case:
+    from bitsandbytes import functional
+
+    weight = torch.randint(-127, 128, (40, 24), dtype=torch.int8)
+    maxima = torch.rand(40) + 0.1
+    whole = functional.int8_vectorwise_dequant(weight, maxima)
+    tensors = {"a.weight": weight, "a.SCB": maxima, "a.weight_format": torch.tensor(0, dtype=torch.uint8)}
+    return {"quant_method": "bitsandbytes", "load_in_8bit": True}, tensors, {"a.weight": whole}
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "fp8 blocks": fp8_blocks,
+    "fp8 blocks of e5m2": lambda: fp8_blocks(torch.float8_e5m2),
+    "fp8 exponents": fp8_exponents,
+    "fp8 rows": fp8_rows,
+    "fp8 whole": fp8_whole,
+    "mxfp4": mxfp4,
+    "nvfp4": nvfp4,
+    "nvfp4 of compressed-tensors": nvfp4_of_compressed_tensors,
+    **{
+        f"int{bits}, symmetric {even}": partial(
+            of_library,
+            "pack-quantized",
+            30,
+            72,
+            num_bits=bits,
+            strategy="group",
+            group_size=24,
+            symmetric=even,
+        )
+        for bits, even in (
+            (2, True),
+            (3, False),
+            (4, True),
+            (4, False),
+            (5, True),
+            (6, True),
+            (7, True),
+            (8, False),
+        )
+    },
+    "int4, odd columns": partial(of_library, "pack-quantized", 31, 45, num_bits=4, strategy="channel"),
+    "int4 in another order": ordered_int4,
+    "int8": partial(of_library, "int-quantized", 31, 45, num_bits=8, strategy="channel"),
+    "int8 with zero points": partial(
+        of_library, "int-quantized", 31, 45, num_bits=8, strategy="channel", symmetric=False
+    ),
+    "fp8 channels": partial(
+        of_library, "float-quantized", 31, 45, num_bits=8, type="float", strategy="channel"
+    ),
+    "fp8 groups": partial(
+        of_library, "float-quantized", 31, 64, num_bits=8, type="float", strategy="group", group_size=32
+    ),
+    "mxfp4 of compressed-tensors": partial(
+        of_library,
+        "mxfp4-pack-quantized",
+        31,
+        64,
+        num_bits=4,
+        type="float",
+        strategy="group",
+        group_size=32,
+        scale_dtype=torch.uint8,
+        zp_dtype=torch.uint8,
+    ),
+    **{f"gptq {bits}": partial(gptq, bits) for bits in (2, 3, 4, 8)},
+    "gptq in another order": lambda: gptq(4, ordered=True),
+    "gptq 2": lambda: gptq(4, "gptq_v2"),
+    "awq": awq,
+    "nf4": lambda: bitsandbytes("nf4"),
+    "nf4 nested": lambda: bitsandbytes("nf4", nested=True),
+    "nf4 of an odd shape": lambda: bitsandbytes("nf4", columns=63),
+    "fp4": lambda: bitsandbytes("fp4"),
+    "llm.int8": llm_int8,
+}
+
+
+def written(folder: Path, settings: dict[str, Any], tensors: dict[str, Tensor]) -> Path:
+    folder.mkdir(exist_ok=True)
+    save_file({name: value.contiguous() for name, value in tensors.items()}, folder / "model.safetensors")
+    config = {"model_type": "llama", "dtype": "bfloat16", "quantization_config": settings}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_what_the_format_says(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    settings, tensors, whole = CASES[name]()
+    source = written(tmp_path / "in", settings, tensors)
+    for dtype, kind in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
+        out = tmp_path / dtype
+        assert main([str(source), str(out), "--dequantize", dtype, "--verify", "--quiet"]) == 0
+        found = load_file(out / "model.safetensors")
+        assert set(found) == set(whole)
+        for key, expected in whole.items():
+            wanted = (
+                expected.to(kind) if key not in tensors or tensors[key].dtype != expected.dtype else expected
+            )
+            assert found[key].dtype == wanted.dtype
+            assert torch.equal(found[key], wanted), key
+        assert "quantization_config" not in json.loads((out / "config.json").read_text())
+    tensor = dequantized(open_checkpoint(source), "float32").tensors[next(iter(whole))]
+    part = (slice(None),) * (len(tensor.shape) - 2) + (slice(5, 19), slice(3, 11))
+    assert np.array_equal(tensor.read(part), whole[tensor.name][part].numpy())
+
+
+BAD: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], object], str]] = {
+    "no scale": (lambda s, t: t.pop("a.weight_scale_inv"), "a.weight belongs to no weight"),
+    "no weight": (lambda s, t: t.pop("a.weight"), "a.weight_scale_inv belongs to no weight"),
+    "another shape": (
+        lambda s, t: t.update({"a.weight_scale_inv": torch.ones(5, 3)}),
+        "a.weight_scale_inv: F32 of shape [5, 3] does not belong to a weight of shape [70, 100]",
+    ),
+    "NaN": (
+        lambda s, t: t["a.weight_scale_inv"].fill_(torch.nan),
+        "a.weight_scale_inv: a scale is infinite or NaN",
+    ),
+    "zero": (
+        lambda s, t: t["a.weight_scale_inv"].zero_(),
+        "a.weight_scale_inv: the scale of values other than 0",
+    ),
+    "unknown key": (lambda s, t: s.update(rotate=True), "rotate is not known"),
+    "unknown method": (lambda s, t: s.update(quant_method="hqq"), "quant_method 'hqq' is not one of"),
+    "no block": (lambda s, t: s.update(weight_block_size="x"), "weight_block_size 'x' is not two sizes"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_does_not_fit_is_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    change, told = BAD[name]
+    settings, tensors, _ = fp8_blocks()
+    change(settings, tensors)
+    source = written(tmp_path / "in", settings, tensors)
+    assert main([str(source), str(tmp_path / "out"), "--dequantize"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and told in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_floats_are_not_dequantized(tmp_path: Path) -> None:
+    source = written(tmp_path / "in", {}, {"a.weight": torch.ones(2, 2)})
+    with pytest.raises(CheckpointError, match="nothing is to dequantize"):
+        dequantized(open_checkpoint(source))
