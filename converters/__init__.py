@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from converters.formats.dcp.checksums import item_checksums, write_shard_checksums
     from converters.manifest import check_manifest, manifest_entries, manifest_text
     from converters.opening import open_checkpoint, read_pickled
-    from converters.quantization import dequantized, dequantizes
+    from converters.quantization.dequantize import dequantized, dequantizes
     from converters.tensors.tensor import Tensor
     from converters.writers.safetensors_writer import write_adapter, write_merged
     from converters.writers.targets import write_checkpoint, write_dcp, write_safetensors
@@ -57,8 +57,8 @@ _MODULES = {
     "OptimizerState": "converters.checkpoint",
     "Tensor": "converters.tensors.tensor",
     "check_manifest": "converters.manifest",
-    "dequantized": "converters.quantization",
-    "dequantizes": "converters.quantization",
+    "dequantized": "converters.quantization.dequantize",
+    "dequantizes": "converters.quantization.dequantize",
     "find_adapter": "converters.adapters.adapter",
     "fingerprint": "converters.fingerprints",
     "item_checksums": "converters.formats.dcp.checksums",

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 from converters.commands import BY_SIGNAL, DONE, REFUSED, ShowVersion, command, exit_codes
 from converters.console import complain, fitted, say
 from converters.errors import CheckpointError, printable
-from converters.options import ADAPTER_CONFIG, DTYPES, EXPANSION, WRITERS
+from converters.options import ADAPTER_CONFIG, DTYPES, EXPANSION, FORMS, WRITERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -69,6 +69,7 @@ examples:
   portable-convert ckpt/ out/ --to dcp --optimizer for torch.distributed
   portable-convert ckpt/ out.gguf --to gguf        for llama.cpp
   portable-convert fp8/ out/ --dequantize          quantized weights in bfloat16
+  portable-convert out/ fp8/ --quantize fp8-block  the way back; --quantize-like BASE: as BASE is
   portable-convert lora/ out/                      an adapter, as peft loads it
   portable-convert lora/ out/ --merge-into base/   base and adapter as one model
   portable-convert ckpt/ out/ --dry-run            show what would be written
@@ -115,6 +116,17 @@ def parser_of() -> argparse.ArgumentParser:
         choices=["bfloat16", "float16", "float32"],
         help="write quantized weights (FP8, MXFP4, NVFP4, INT4, INT8, GPTQ, AWQ, bitsandbytes) as floats, "
         "bfloat16 by default; also those of BASE",
+    )
+    parser.add_argument(
+        "--quantize",
+        choices=FORMS,
+        metavar="FORM",
+        help=f"write the weights of linear layers as codes: {', '.join(FORMS)}",
+    )
+    parser.add_argument(
+        "--quantize-like",
+        metavar="FOLDER_OR_ID",
+        help="write the same weights as codes as this quantized model, with its quantization_config",
     )
     parser.add_argument(
         "--config-from",
@@ -230,6 +242,7 @@ def _convert(options: argparse.Namespace) -> int:
     source, out = model_from(options.src), place(options.out)
     single = target(options.to).single(out)
 
+    quantizes = options.quantize is not None or options.quantize_like is not None
     if not source.exists():
         raise CheckpointError(f"{source}: no such file or folder")
     sources = [source] if options.merge_into is None else [source, place(options.merge_into)]
@@ -244,7 +257,11 @@ def _convert(options: argparse.Namespace) -> int:
     if given is not None and adapter is None:
         config = {**read_small_table(checkpoint.companions.get("config.json")), **checkpoint.config}
         check_fits(checkpoint.tensors, config, f"--config-from {options.config_from}")
-    choices = Choices(options.dtype, options.max_shard_size, options.optimizer)
+    if quantizes:
+        checkpoint = _codes(checkpoint, adapter, options)
+    # What is quantized is cast before that.
+    dtype = "keep" if quantizes else options.dtype
+    choices = Choices(dtype, options.max_shard_size, options.optimizer)
 
     def make_plan() -> Plan:
         if adapter is not None:
@@ -336,12 +353,38 @@ def _adapter(
 
 
 def _floats(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
-    from converters.quantization import dequantized
+    from converters.quantization.dequantize import dequantized
 
     try:
         return dequantized(checkpoint, dtype)
     except CheckpointError as error:
         raise CheckpointError(f"--dequantize: {error}") from error
+
+
+def _codes(checkpoint: Checkpoint, adapter: Adapter | None, options: argparse.Namespace) -> Checkpoint:
+    from converters.companions import model_from
+    from converters.opening import open_checkpoint
+    from converters.quantization.quantize import quantized, quantized_like
+
+    option = "--quantize" if options.quantize_like is None else "--quantize-like"
+    wrong = {
+        "--quantize-like": options.quantize is not None and options.quantize_like is not None,
+        "--optimizer": options.optimizer,
+        f"--to {options.to}": options.to != "safetensors",
+        "--dtype q8_0": options.dtype == "q8_0",
+    }
+    if excluded := next((name for name, is_given in wrong.items() if is_given), None):
+        raise CheckpointError(f"{option}: cannot be combined with {excluded}; leave out one of them")
+    if adapter is not None:
+        raise CheckpointError(f"{option}: {checkpoint.root} holds an adapter; add --merge-into BASE")
+    try:
+        if options.quantize is not None:
+            return quantized(checkpoint, options.quantize, dtype=options.dtype)
+        return quantized_like(
+            checkpoint, open_checkpoint(model_from(options.quantize_like)), dtype=options.dtype
+        )
+    except CheckpointError as error:
+        raise CheckpointError(f"{option}: {error}") from error
 
 
 def _lost(losses: Losses) -> str:

@@ -13,6 +13,8 @@ DTYPES: dict[str, str | None] = {
     "fp16": "F16",
     "q8_0": "Q8_0",  # --to gguf only
 }
+# --quantize: see converters.quantization.quantize.
+FORMS = ("fp8-block", "fp8", "mxfp4", "int8", "int4")
 # A conversion writes at most this many times the bytes of SRC's files, unless --expand is given. A cast to a
 # wider dtype writes up to four times as many.
 EXPANSION = 8

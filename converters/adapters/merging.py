@@ -25,7 +25,7 @@ from converters.companions import GENERATION, MERGED
 from converters.errors import CheckpointError, blame, printable
 from converters.fingerprints import fingerprint
 from converters.names.tied_weights import EMBEDDINGS, HEADS, ends_with, same_values
-from converters.quantization import quantization_of
+from converters.quantization.dequantize import quantization_of
 from converters.storage.guarded import read_small_table
 from converters.tensors.casting import cast_dtype, parse_dtype
 from converters.tensors.computed import computed, grown

@@ -7,15 +7,14 @@ returns the lazy float tensor. Sources of the formats are named beside the funct
 
 from __future__ import annotations
 
-import threading
 from math import gcd, prod
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from converters.errors import CheckpointError
-from converters.tensors.casting import rounded
-from converters.tensors.dtypes import itemsize, numpy_dtype
+from converters.tensors.by_rows import BLOCK, ComputedRows, part_of, require, tensor_of
+from converters.tensors.dtypes import numpy_dtype
 from converters.tensors.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -24,70 +23,10 @@ if TYPE_CHECKING:
     from converters.storage.bytes import Touched
     from converters.tensors.tensor import Array, Shape
 
-# Elements that are computed at once. Layouts that are transposed read all their bytes once for each block.
-_BLOCK, _TRANSPOSED_BLOCK = 1 << 17, 1 << 21
+_TRANSPOSED_BLOCK = 1 << 21  # elements; such layouts read all their bytes once for each block
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 _INT8_FACTOR = np.float32(7.874015718698502e-3)  # 1 / 127, as bitsandbytes multiplies
-
-
-class _Rows(Protocol):
-    def __call__(self, matrix: Shape, first: int, count: int, touched: Touched) -> Array:
-        """The rows [first, first + count) of one matrix of a stack, in float32."""
-        ...
-
-
-class _Computed:
-    """The row-major bytes of matrices whose rows are computed; each thread keeps its last block."""
-
-    def __init__(self, shape: Shape, dtype: str, rows: _Rows, align: int, elements: int) -> None:
-        self.lead, self.rows, self.columns = shape[:-2], shape[-2], shape[-1]
-        self.dtype = dtype
-        self.nbytes = prod(shape) * itemsize(dtype)
-        self._make = rows
-        self._step = max(1, elements // max(1, self.columns) // align) * align
-        self._memory = threading.local()
-
-    def read_into(self, buffer: memoryview, at: int, touched: Touched) -> None:
-        out, done = np.frombuffer(buffer, np.uint8), 0
-        row = self.columns * itemsize(self.dtype)
-        while done < out.size:
-            index, start = divmod(at + done, row)
-            matrix, inside = divmod(index, self.rows)
-            number, skipped = divmod(inside, self._step)
-            block = self._block(matrix, number, touched)[skipped * row + start :]
-            part = block[: out.size - done]
-            out[done : done + part.size] = part
-            done += part.size
-
-    def _block(self, matrix: int, number: int, touched: Touched) -> Array:
-        if getattr(self._memory, "key", None) != (matrix, number):
-            self._memory.block = None  # or two would be in memory
-            first = number * self._step
-            place = tuple(int(n) for n in np.unravel_index(matrix, self.lead)) if self.lead else ()
-            with np.errstate(all="ignore"):
-                made = self._make(place, first, min(self._step, self.rows - first), touched)
-            self._memory.block = rounded(np.ascontiguousarray(made), self.dtype).view(np.uint8).reshape(-1)
-            self._memory.key = matrix, number
-        block: Array = self._memory.block
-        return block
-
-
-def _tensor(
-    name: str, dtype: str, shape: Shape, rows: _Rows, *, align: int = 1, elements: int = _BLOCK
-) -> Tensor:
-    return Tensor.contiguous(name, dtype, shape, _Computed(shape, dtype, rows, align, elements))
-
-
-def _part(tensor: Tensor, lows: Shape, sizes: Shape, touched: Touched) -> Array:
-    found = np.empty(sizes, numpy_dtype(tensor.dtype))
-    tensor.fill(found, lows, touched)
-    return found
-
-
-def _require(fits: bool, tensor: Tensor, why: str) -> None:
-    if not fits:
-        raise CheckpointError(f"{tensor.name}: {tensor.dtype} of shape {list(tensor.shape)} {why}")
 
 
 # -- scales --------------------------------------------------------------------------------------------------
@@ -142,7 +81,7 @@ class _Grid:
         else:
             fits = fits and not (rows % max(1, held[-2]) or columns % max(1, held[-1])) and 0 not in held
             self.height, self.width = (rows // held[-2], columns // held[-1]) if fits else (1, 1)
-        _require(fits, scale, f"does not belong to a weight of shape {list(shape)}")
+        require(fits, scale, f"does not belong to a weight of shape {list(shape)}")
 
     def rows(self, matrix: Shape, first: int, count: int, touched: Touched) -> Array:
         """One row for each of these rows of the weight, as it is stored."""
@@ -150,10 +89,10 @@ class _Grid:
         sizes = (*(1 for _ in matrix), high - low, self._shape[-1])
         flat = len(self.tensor.shape) < len(self._shape)
         if flat:  # of one element, or of one for each row or matrix
-            whole = _part(self.tensor, (0,) * len(self.tensor.shape), self.tensor.shape, touched)
+            whole = part_of(self.tensor, (0,) * len(self.tensor.shape), self.tensor.shape, touched)
             found: Array = whole.reshape(self._shape)[matrix][low:high]
         else:
-            found = _part(self.tensor, (*matrix, low, 0), sizes, touched).reshape(sizes[-2:])
+            found = part_of(self.tensor, (*matrix, low, 0), sizes, touched).reshape(sizes[-2:])
         if self.height == 1:
             return found
         picked: Array = found[np.arange(first, first + count) // self.height - low]
@@ -174,7 +113,7 @@ def _codes(tensor: Tensor) -> Array | None:
     """The float32 value of each byte of an 8-bit float; None for integers."""
     if tensor.dtype in ("F8_E4M3", "F8_E5M2"):
         return np.arange(256, dtype=np.uint8).view(numpy_dtype(tensor.dtype)).astype(np.float32)
-    _require(tensor.dtype == "I8", tensor, "holds no codes of 8 bits")
+    require(tensor.dtype == "I8", tensor, "holds no codes of 8 bits")
     return None
 
 
@@ -192,20 +131,20 @@ def scaled_bytes(
     Source: deepseek-ai/DeepSeek-V3 inference/kernel.py (`weight_dequant`), compressed-tensors `dequantize`.
     """
     table, shape = _codes(weight), weight.shape
-    _require(len(shape) >= 2, weight, "is no matrix")
+    require(len(shape) >= 2, weight, "is no matrix")
     grid = _Grid(scale, shape, block)
     zeros = None if zero is None else _Grid(zero, shape, block)
 
     def rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
         sizes = (*(1 for _ in matrix), count, shape[-1])
-        held = _part(weight, (*matrix, first, 0), sizes, touched).reshape(sizes[-2:])
+        held = part_of(weight, (*matrix, first, 0), sizes, touched).reshape(sizes[-2:])
         values: Array = held.astype(np.float32) if table is None else table[held.view(np.uint8)]
         if zeros is not None:
             below = zeros.rows(matrix, first, count, touched).astype(np.float32)
             values -= np.repeat(below, zeros.width, axis=1)[:, : shape[-1]]
         return grid.apply(values, matrix, first, touched)
 
-    return _tensor(name, dtype, shape, rows)
+    return tensor_of(name, dtype, shape, rows)
 
 
 _PAIRS = np.stack([_FP4[np.arange(256) & 15], _FP4[np.arange(256) >> 4]], axis=-1)
@@ -228,12 +167,12 @@ def fp4(
     Source: OCP Microscaling Formats 1.0; compressed-tensors `nvfp4_quantized`, ModelOpt `NVFP4QTensor`.
     """
     shape = (*packed.shape[:-1], 2 * packed.shape[-1])
-    _require(packed.dtype in ("U8", "I8") and len(shape) >= 2, packed, "holds no pairs of FP4 codes")
+    require(packed.dtype in ("U8", "I8") and len(shape) >= 2, packed, "holds no pairs of FP4 codes")
     grid = _Grid(scale, shape)
 
     def rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
         sizes = (*(1 for _ in matrix), count, packed.shape[-1])
-        held = _part(packed, (*matrix, first, 0), sizes, touched).view(np.uint8)
+        held = part_of(packed, (*matrix, first, 0), sizes, touched).view(np.uint8)
         values = _PAIRS[held].reshape(count, shape[-1])
         factor = None
         if multiply is not None:
@@ -243,12 +182,12 @@ def fp4(
             return _scaled(values, scales, grid.width, scale)
         return grid.apply(values, matrix, first, touched, factor)
 
-    return _tensor(name, dtype, shape, rows)
+    return tensor_of(name, dtype, shape, rows)
 
 
 def _scalar(tensor: Tensor, touched: Touched) -> np.float32:
-    _require(tensor.numel == 1, tensor, "is not one number")
-    value = _part(tensor, (0,) * len(tensor.shape), tensor.shape, touched)
+    require(tensor.numel == 1, tensor, "is not one number")
+    value = part_of(tensor, (0,) * len(tensor.shape), tensor.shape, touched)
     return np.float32(_as_scale(tensor, value.reshape(-1))[0])
 
 
@@ -263,20 +202,20 @@ def gpt_oss(name: str, dtype: str, blocks: Tensor, scales: Tensor) -> Tensor:
     """
     *lead, columns, groups, width = blocks.shape if len(blocks.shape) >= 3 else (0, 0, 0)
     fits = blocks.dtype == "U8" and width == 16
-    _require(fits, blocks, "holds no blocks of MXFP4")
+    require(fits, blocks, "holds no blocks of MXFP4")
     fits = scales.dtype in ("U8", "F8_E8M0") and tuple(scales.shape) == tuple(blocks.shape[:-1])
-    _require(fits, scales, f"does not belong to {blocks.name}")
+    require(fits, scales, f"does not belong to {blocks.name}")
 
     def rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
         low, high = first // 32, -(-(first + count) // 32)
         ones = tuple(1 for _ in matrix)
-        held = _part(blocks, (*matrix, 0, low, 0), (*ones, columns, high - low, 16), touched)
-        scale = _part(scales, (*matrix, 0, low), (*ones, columns, high - low), touched)
+        held = part_of(blocks, (*matrix, 0, low, 0), (*ones, columns, high - low, 16), touched)
+        scale = part_of(scales, (*matrix, 0, low), (*ones, columns, high - low), touched)
         exponents = _as_scale(scales, scale.reshape(columns, high - low))
         values = _PAIRS[held.reshape(columns, -1)].reshape(columns, -1)
         return _scaled(values, exponents, 32, scales).T
 
-    return _tensor(name, dtype, (*lead, 32 * groups, columns), rows, align=32, elements=_TRANSPOSED_BLOCK)
+    return tensor_of(name, dtype, (*lead, 32 * groups, columns), rows, align=32, elements=_TRANSPOSED_BLOCK)
 
 
 # -- codes in words of 32 bits -------------------------------------------------------------------------------
@@ -330,24 +269,24 @@ def packed_rows(
     offset = np.float32(1 << (bits - 1))
     count_rows, columns = shape
     fits = packed.dtype == "I32" and tuple(packed.shape) == (count_rows, -(-columns * bits // 32))
-    _require(fits, packed, f"does not hold {count_rows} x {columns} codes of {bits} bits")
+    require(fits, packed, f"does not hold {count_rows} x {columns} codes of {bits} bits")
     grid = _Grid(scale, shape if groups is None else (count_rows, scale.shape[-1]))
     wide = grid._shape[-1]
     if zero is not None:
         fits = zero.dtype == "I32" and tuple(zero.shape) == (-(-count_rows * bits // 32), wide)
-        _require(fits, zero, f"does not belong to {scale.name}")
+        require(fits, zero, f"does not belong to {scale.name}")
     if groups is not None:
-        _require(tuple(groups.shape) == (columns,), groups, f"does not belong to {packed.name}")
+        require(tuple(groups.shape) == (columns,), groups, f"does not belong to {packed.name}")
 
     def rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
-        words = _part(packed, (first, 0), (count, packed.shape[1]), touched)
+        words = part_of(packed, (first, 0), (count, packed.shape[1]), touched)
         codes = unpacked(np.ascontiguousarray(words.T), bits)[:columns].T
         values = codes.astype(np.float32) - offset
         scales = _as_scale(scale, grid.rows((), first, count, touched))
         below = None
         if zero is not None:
             low, high = first // 32 * bits, -(-(first + count) * bits // 32)
-            held = unpacked(_part(zero, (low, 0), (high - low, wide), touched), bits)
+            held = unpacked(part_of(zero, (low, 0), (high - low, wide), touched), bits)
             below = held[first % 32 :][:count].astype(np.float32) - offset
         if groups is not None:
             index = _group_index(groups, wide, touched)
@@ -357,12 +296,12 @@ def packed_rows(
             values -= np.repeat(below, grid.width, axis=1)[:, :columns]
         return _scaled(values, scales, grid.width, scale)
 
-    return _tensor(name, dtype, shape, rows)
+    return tensor_of(name, dtype, shape, rows)
 
 
 def _group_index(groups: Tensor, count: int, touched: Touched) -> Array:
-    index = _part(groups, (0,), groups.shape, touched)
-    _require(bool(index.size == 0 or 0 <= index.min() <= index.max() < count), groups, "names other groups")
+    index = part_of(groups, (0,), groups.shape, touched)
+    require(bool(index.size == 0 or 0 <= index.min() <= index.max() < count), groups, "names other groups")
     return index
 
 
@@ -388,22 +327,22 @@ def gptq(
     bits = weight.shape[0] * 32 // inputs if len(weight.shape) == 2 and inputs else 0
     fits = bits in (2, 3, 4, 8) and weight.dtype == "I32"
     fits = fits and tuple(weight.shape) == (inputs * bits // 32, outputs)
-    _require(fits, weight, f"does not hold {inputs} x {outputs} codes of 2, 3, 4 or 8 bits")
+    require(fits, weight, f"does not hold {inputs} x {outputs} codes of 2, 3, 4 or 8 bits")
     fits = zeros.dtype == "I32" and tuple(zeros.shape) == (groups, outputs * bits // 32)
-    _require(fits, zeros, f"does not belong to {weight.name}")
+    require(fits, zeros, f"does not belong to {weight.name}")
 
     def rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
         group = _group_index(index, groups, touched)
-        words = _part(weight, (0, first), (weight.shape[0], count), touched)
+        words = part_of(weight, (0, first), (weight.shape[0], count), touched)
         low, high = first * bits // 32, -(-(first + count) * bits // 32)
-        held = _part(zeros, (0, low), (groups, high - low), touched)
+        held = part_of(zeros, (0, low), (groups, high - low), touched)
         below = unpacked(np.ascontiguousarray(held.T), bits)[:count].T
         below = (below + np.uint8(first_zero)) & np.uint8((1 << bits) - 1)
-        scale = _as_scale(scales, _part(scales, (0, first), (groups, count), touched))
+        scale = _as_scale(scales, part_of(scales, (0, first), (groups, count), touched))
         values = unpacked(words, bits)[:inputs].astype(np.float32) - below.astype(np.float32)[group]
         return _scaled(values, scale[group], 1, scales).T
 
-    return _tensor(name, dtype, (outputs, inputs), rows, align=32, elements=_TRANSPOSED_BLOCK)
+    return tensor_of(name, dtype, (outputs, inputs), rows, align=32, elements=_TRANSPOSED_BLOCK)
 
 
 def awq(name: str, dtype: str, parts: Mapping[str, Tensor]) -> Tensor:
@@ -418,19 +357,19 @@ def awq(name: str, dtype: str, parts: Mapping[str, Tensor]) -> Tensor:
     (groups, outputs) = scales.shape if len(scales.shape) == 2 else (0, 0)
     inputs = weight.shape[0] if weight.shape else 0
     fits = weight.dtype == "I32" and weight.shape[1:] == (outputs // 8,) and bool(groups) and outputs % 8 == 0
-    _require(fits and inputs % groups == 0, weight, f"does not belong to {scales.name}")
+    require(fits and inputs % groups == 0, weight, f"does not belong to {scales.name}")
     fits = zeros.dtype == "I32" and tuple(zeros.shape) == (groups, outputs // 8)
-    _require(fits, zeros, f"does not belong to {weight.name}")
+    require(fits, zeros, f"does not belong to {weight.name}")
 
     def codes(tensor: Tensor, first: int, count: int, touched: Touched) -> Array:
-        words = _part(tensor, (0, first // 8), (tensor.shape[0], count // 8), touched).view(np.uint32)
+        words = part_of(tensor, (0, first // 8), (tensor.shape[0], count // 8), touched).view(np.uint32)
         made = np.empty((*words.shape, 8), np.uint8)
         for i, column in enumerate(_AWQ_ORDER):
             made[..., column] = words >> np.uint32(4 * i) & np.uint32(15)
         return made.reshape(len(words), count)
 
     def rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
-        scale = _as_scale(scales, _part(scales, (0, first), (groups, count), touched))
+        scale = _as_scale(scales, part_of(scales, (0, first), (groups, count), touched))
         values = codes(weight, first, count, touched).astype(np.float32).reshape(groups, -1, count)
         values -= codes(zeros, first, count, touched).astype(np.float32)[:, None]
         if not scale.all() and np.any(values[np.broadcast_to(scale[:, None] == 0, values.shape)]):
@@ -438,7 +377,7 @@ def awq(name: str, dtype: str, parts: Mapping[str, Tensor]) -> Tensor:
         values *= scale[:, None]
         return values.reshape(inputs, count).T
 
-    return _tensor(name, dtype, (outputs, inputs), rows, align=8, elements=_TRANSPOSED_BLOCK)
+    return tensor_of(name, dtype, (outputs, inputs), rows, align=8, elements=_TRANSPOSED_BLOCK)
 
 
 # -- bitsandbytes --------------------------------------------------------------------------------------------
@@ -464,15 +403,15 @@ def four_bits(
     Source: bitsandbytes `functional.py` (`dequantize_4bit`, `QuantState`).
     """
     total = prod(shape)
-    _require(packed.dtype == "U8" and packed.numel == -(-total // 2), packed, f"does not hold {list(shape)}")
+    require(packed.dtype == "U8" and packed.numel == -(-total // 2), packed, f"does not hold {list(shape)}")
     count_max = -(-total // block)
-    _require(parts["absmax"].shape == (count_max,), parts["absmax"], f"does not belong to {packed.name}")
-    _require(parts["quant_map"].shape == (16,), parts["quant_map"], "is no table of 16 values")
+    require(parts["absmax"].shape == (count_max,), parts["absmax"], f"does not belong to {packed.name}")
+    require(parts["quant_map"].shape == (16,), parts["quant_map"], "is no table of 16 values")
 
     def flat(tensor: Tensor, low: int, high: int, touched: Touched) -> Array:
         # Stored as (n, 1).
         ends = (1,) * (len(tensor.shape) - 1)
-        return _part(tensor, (low, *(0 for _ in ends)), (high - low, *ends), touched).reshape(-1)
+        return part_of(tensor, (low, *(0 for _ in ends)), (high - low, *ends), touched).reshape(-1)
 
     def maxima(low: int, high: int, touched: Touched) -> Array:
         held = flat(parts["absmax"], low, high, touched)
@@ -497,7 +436,7 @@ def four_bits(
         return values.reshape(count, columns)
 
     whole = (prod(shape[:-1]), columns)
-    source = _Computed(whole, dtype, rows, 1, _BLOCK)
+    source = ComputedRows(whole, dtype, rows, 1, BLOCK)
     return Tensor.contiguous(name, dtype, shape, source)
 
 
@@ -506,13 +445,13 @@ def eight_bits(name: str, dtype: str, weight: Tensor, maxima: Tensor) -> Tensor:
 
     Source: bitsandbytes `functional.py` (`int8_vectorwise_dequant`).
     """
-    _require(weight.dtype == "I8" and len(weight.shape) == 2, weight, "holds no rows of bytes")
+    require(weight.dtype == "I8" and len(weight.shape) == 2, weight, "holds no rows of bytes")
     grid = _Grid(maxima, weight.shape)
 
     def rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
-        held = _part(weight, (first, 0), (count, weight.shape[1]), touched)
+        held = part_of(weight, (first, 0), (count, weight.shape[1]), touched)
         values = grid.apply(held.astype(np.float32), (), first, touched)
         values *= _INT8_FACTOR
         return values
 
-    return _tensor(name, dtype, weight.shape, rows)
+    return tensor_of(name, dtype, weight.shape, rows)

@@ -24,7 +24,7 @@ from converters.storage.guarded import read_small_table
 from converters.tensors.casting import parse_dtype
 from converters.tensors.computed import Affine, computed
 from converters.tensors.dtypes import CASTABLE
-from converters.tensors.quantised import BLOCK, q8_0
+from converters.tensors.q8_0 import BLOCK, q8_0
 from converters.tensors.rearranged import joined, part, permuted, reshaped, selected, transposed
 from converters.tensors.tensor import Tensor
 from converters.writers.conversion import Entry, Part, Plan, PlannedFile, model_entries

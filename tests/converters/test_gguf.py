@@ -27,8 +27,7 @@ from converters.cli import main
 from converters.errors import CheckpointError
 from converters.storage.bytes import Memory
 from converters.storage.object_store import RemotePath
-from converters.tensors import quantised
-from converters.tensors.quantised import q8_0
+from converters.tensors.q8_0 import q8_0
 from converters.tensors.tensor import Tensor
 from converters.writers.draft import new_output
 from converters.writers.gguf_models import MODELS
@@ -381,7 +380,7 @@ def test_q8_0_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     values = np.random.default_rng(0).standard_normal((3, 20, 96)).astype(np.float32)
     values[0, 3, :32] = 0
     values[1, 4, :32] = 1e30  # its scale is infinite in float16
-    monkeypatch.setattr(quantised, "_AT_ONCE", 200)
+    monkeypatch.setattr("converters.tensors.q8_0._AT_ONCE", 200)
     tensor = q8_0(Tensor.contiguous("x", "F32", values.shape, Memory(values.tobytes())))
     with np.errstate(all="ignore"):
         theirs = gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q8_0)

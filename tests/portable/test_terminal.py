@@ -112,7 +112,7 @@ def test_a_full_disk_under_the_log_prints_no_traceback(
 ) -> None:
     """Whatever ends the run says so."""
     handler = _OwnFile(tmp_path / "log.txt", delay=True)
-    handler.stream = Path("/dev/full").open("w")
+    handler.stream = Path("/dev/full").open("w")  # noqa: SIM115 - the handler closes it
     handler.emit(logging.LogRecord("a", logging.INFO, "a.py", 1, "a line", None, None))
     with suppress(OSError):
         handler.close()

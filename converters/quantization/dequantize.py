@@ -29,7 +29,7 @@ KEY = "quantization_config"
 # Files that say the same again for other programs.
 _FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 # Of activations and of the cache of keys and values, which a model of floats does not have.
-_OF_ACTIVATIONS = re.compile(
+ACTIVATIONS = re.compile(
     r"(.+[._])?(input|output|activation|prob_output|[kvq])_(scale|zero_point|global_scale|scale_ub)|.+\.g_idx"
 )
 _OF_WEIGHTS = re.compile(
@@ -105,7 +105,7 @@ def dequantized(checkpoint: Checkpoint, dtype: str = "bfloat16") -> Checkpoint:
         raise CheckpointError(f"{where}: {printable(unknown[0])} is not known, and may change the weights")
     weights = _Weights(checkpoint.tensors, str(DTYPES[dtype]))
     read(weights, settings, where)
-    kept = {name: tensor for name, tensor in weights.left.items() if not _OF_ACTIVATIONS.fullmatch(name)}
+    kept = {name: tensor for name, tensor in weights.left.items() if not ACTIVATIONS.fullmatch(name)}
     for name, tensor in kept.items():
         if (tensor.dtype in QUANTISED and len(tensor.shape) > 1) or _OF_WEIGHTS.fullmatch(name):
             raise CheckpointError(f"{where}: {printable(name)} belongs to no weight that is known")
@@ -142,7 +142,7 @@ def _is_bitsandbytes(settings: Mapping[str, Any]) -> bool:
     return bool(settings.get("load_in_8bit") or settings.get("load_in_4bit"))
 
 
-def _block(settings: Mapping[str, Any], where: str) -> tuple[int, int] | None:
+def block_size(settings: Mapping[str, Any], where: str) -> tuple[int, int] | None:
     given = settings.get("weight_block_size")
     if given is None:
         return None
@@ -177,7 +177,7 @@ _COMPRESSED = (
 
 
 def _fp8(weights: _Weights, settings: Mapping[str, Any], where: str) -> None:
-    block = _block(settings, where)
+    block = block_size(settings, where)
     weights.bytes_with_scales("_scale_inv", "_scale", block=block)
     for name, stem in weights.ending("_scale_inv"):  # of FP4 codes beside: two in a byte
         if (packed := weights.left.get(stem)) is not None and packed.dtype == "I8":

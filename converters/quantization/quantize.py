@@ -1,0 +1,244 @@
+"""Checkpoints of floats as quantized ones, as servers load them.
+
+    written = quantized(open_checkpoint("out"), "fp8-block")
+    written = quantized_like(open_checkpoint("fine-tuned"), open_checkpoint("quantized-base"))
+
+Scales come from the weights alone, so methods that need calibration data (GPTQ, AWQ, NVFP4) are refused.
+Nothing is read or computed before a tensor is.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from converters.errors import CheckpointError, printable
+from converters.options import DTYPES, FORMS
+from converters.quantization.dequantize import ACTIVATIONS, KEY, block_size, quantization_of
+from converters.storage.guarded import read_small_table
+from converters.tensors.computed import Affine, computed
+from converters.tensors.dtypes import CASTABLE
+from converters.tensors.quantized import Scheme, bytes_of, fp4_of, gpt_oss_of, packed_rows_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from converters.checkpoint import Checkpoint
+    from converters.tensors.tensor import Tensor
+
+# The names of linear layers in transformers. Routers of experts, embeddings and GPT-2's transposed layers
+# (`c_*`) are none.
+_LINEAR = re.compile(
+    r"(?:.+\.)?\d+\.(?:.+\.)?"
+    r"(?!c_)(?:(?:\w+_)?proj(?:_\w+)?|fc\d?|fc_(?:in|out)|lin\d|dense\w*|query(?:_key_value)?|key|value"
+    r"|[qkvo]|w[io123](?:_\d)?|Wqkv|W[io]|o_proj)\.weight"
+)
+
+
+class _Form(NamedTuple):
+    """One value of `--quantize`."""
+
+    scheme: Scheme
+    make: Callable[[Tensor, Scheme], dict[str, Tensor]]
+    settings: Callable[[list[str]], dict[str, Any]]
+    """`quantization_config`, given the modules that stay floats."""
+
+
+def _scaled(suffix: str) -> Callable[[Tensor, Scheme], dict[str, Tensor]]:
+    return lambda weight, scheme: bytes_of(weight, scheme, weight.name + suffix)
+
+
+def _blocks_of_fp8(kept: list[str]) -> dict[str, Any]:
+    return {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": kept,
+    }
+
+
+def _compressed(
+    form: str, bits: int, kind: str, strategy: str, *, group: int | None = None, tokens: bool = False
+) -> Callable[[list[str]], dict[str, Any]]:
+    """compressed-tensors' settings of its own presets: W8A8, W4A16, FP8_DYNAMIC, MXFP4A16."""
+    weights: dict[str, Any] = {
+        "num_bits": bits,
+        "type": kind,
+        "strategy": strategy,
+        "symmetric": True,
+        "dynamic": False,
+    }
+    if group is not None:
+        weights["group_size"] = group
+    if form.startswith("mxfp4"):
+        weights |= {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
+    activations = {"num_bits": bits, "type": kind, "strategy": "token", "symmetric": True, "dynamic": True}
+    described: dict[str, Any] = {"targets": ["Linear"], "weights": weights, "format": form}
+    described["input_activations"] = activations if tokens else None
+    return lambda kept: {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": described},
+        "ignore": kept,
+    }
+
+
+_FORMS: dict[str, _Form] = dict(
+    zip(
+        FORMS,
+        (
+            _Form(Scheme("F8_E4M3", 128, 128, "inverse", "F32"), _scaled("_scale_inv"), _blocks_of_fp8),
+            _Form(
+                Scheme("F8_E4M3", 1, 0, "range"),
+                _scaled("_scale"),
+                _compressed("float-quantized", 8, "float", "channel", tokens=True),
+            ),
+            _Form(
+                Scheme("FP4", 1, 32, "near", "U8"),
+                fp4_of,
+                _compressed("mxfp4-pack-quantized", 4, "float", "group", group=32),
+            ),
+            _Form(
+                Scheme("I8", 1, 0, "range"),
+                _scaled("_scale"),
+                _compressed("int-quantized", 8, "int", "channel", tokens=True),
+            ),
+            _Form(
+                Scheme("INT4", 1, 128, "range"),
+                packed_rows_of,
+                _compressed("pack-quantized", 4, "int", "group", group=128),
+            ),
+        ),
+        strict=True,
+    )
+)
+
+
+def quantized(checkpoint: Checkpoint, form: str, *, dtype: str = "keep") -> Checkpoint:
+    """`checkpoint` with the weights of its linear layers as codes; the head and all else stay floats.
+
+    A weight that the format's blocks do not divide stays as it is, as the format's own programs have it.
+
+    Args:
+        form: fp8-block (transformers' `fp8`, blocks of 128 x 128), or compressed-tensors' fp8 (a scale for
+            each output), mxfp4 (for 32 inputs), int8 (for each output), int4 (for 128 inputs).
+        dtype: of what stays, and of the weights as codes are computed from them.
+
+    Raises:
+        CheckpointError: it is quantized already, has no config.json, or no linear layer is known by its name.
+    """
+    chosen = _FORMS[form]
+    floats = _floats(checkpoint, dtype)
+    if not read_small_table(checkpoint.companions.get("config.json")):
+        raise CheckpointError(
+            f"{checkpoint.root}: has no config.json, which says how weights are quantized; add --config-from"
+        )
+    tensors: dict[str, Tensor] = {}
+    kept, changed = set(), False
+    for name, tensor in floats.items():
+        height, width = chosen.scheme.height or 1, chosen.scheme.width or 1
+        whole = len(tensor.shape) == 2 and not (tensor.shape[0] % height or tensor.shape[1] % width)
+        if whole and tensor.dtype in CASTABLE and _LINEAR.fullmatch(name):
+            tensors |= chosen.make(tensor, chosen.scheme)
+            changed = True
+            continue
+        if len(tensor.shape) > 2 and "expert" in name:
+            raise CheckpointError(
+                f"{printable(name)}: a stack of experts, for which {form} has no names; "
+                "use --quantize-like with a model whose experts are quantized"
+            )
+        tensors[name] = tensor
+        if len(tensor.shape) == 2 and name.endswith(".weight"):
+            kept.add(name.removesuffix(".weight"))
+    if not changed:
+        raise CheckpointError(
+            f"{checkpoint.root}: no linear layer is known by its name, so none is quantized"
+        )
+    kept |= {alias.removesuffix(".weight") for alias in checkpoint.aliases}
+    return checkpoint.of_floats(tensors, {KEY: chosen.settings(sorted(kept))}, checkpoint.companions)
+
+
+def quantized_like(checkpoint: Checkpoint, base: Checkpoint, *, dtype: str = "keep") -> Checkpoint:
+    """`checkpoint` with the layout of `base`: the same weights as codes, and its `quantization_config`.
+
+    Args:
+        base: of FP8 (with blocks, for each output, or for the whole), MXFP4, or compressed-tensors' symmetric
+            integers. Its scales of activations are taken over.
+        dtype: as of `quantized`.
+
+    Raises:
+        CheckpointError: `base` is not quantized so, or the two have other weights.
+    """
+    settings = quantization_of(base)
+    if settings is None:
+        raise CheckpointError(f"{base.root}: its config.json has no {KEY}")
+    method = str(settings.get("quant_method"))
+    if method not in ("fp8", "fbgemm_fp8", "mxfp4", "compressed-tensors", "modelopt"):
+        raise CheckpointError(
+            f"{base.root}: {KEY}: {printable(method)} needs calibration data; quantize with its own program"
+        )
+    floats = _floats(checkpoint, dtype)
+    tensors: dict[str, Tensor] = {}
+    there = dict(base.tensors)
+    for name, tensor in floats.items():
+        made = _like(name, tensor, there, settings, f"{base.root}: {KEY} of {method}")
+        for key, value in made.items():
+            model = there.pop(key, None)
+            if model is None or tuple(model.shape) != tuple(value.shape):
+                shape = "is not there" if model is None else f"has shape {list(model.shape)}"
+                raise CheckpointError(f"{base.root}: {printable(key)} {shape}, not {list(value.shape)}")
+        tensors |= made
+    for name, tensor in there.items():
+        if not ACTIVATIONS.fullmatch(name):
+            raise CheckpointError(f"{checkpoint.root}: has no {printable(name)}, which {base.root} has")
+        tensors[name] = tensor
+    return checkpoint.of_floats(tensors, {KEY: dict(settings)}, checkpoint.companions)
+
+
+def _like(
+    name: str, weight: Tensor, base: Mapping[str, Tensor], settings: Mapping[str, Any], where: str
+) -> dict[str, Tensor]:
+    """The tensors that `base` has for one weight."""
+    refused = [f"{name}_{what}" for what in ("zero_point", "g_idx", "global_scale", "scale_2")]
+    if other := next((key for key in refused if key in base), None):
+        raise CheckpointError(f"{where}: {printable(other)} comes from calibration data; use its own program")
+    if (held := base.get(f"{name}_packed")) is not None:
+        of_groups = base.get(f"{name}_scale", held)
+        width = weight.shape[-1] // max(1, of_groups.shape[-1] if of_groups.shape else 1)
+        if held.dtype == "U8":
+            return fp4_of(weight, Scheme("FP4", 1, width, "near", "U8"))
+        bits = 32 * held.shape[-1] // max(1, weight.shape[-1])
+        made = packed_rows_of(weight, Scheme(f"INT{bits}", 1, width, "range", of_groups.dtype))
+        return {key: value for key, value in made.items() if key in base or not key.endswith("_shape")}
+    if f"{name}_blocks" in base:
+        return gpt_oss_of(weight, Scheme("FP4", 1, 32, "floor", "U8"))
+    codes = base.get(name)
+    if codes is None or codes.dtype in CASTABLE:
+        return {name: weight}
+    for suffix, rule in (("_scale_inv", "inverse"), ("_scale", "range")):
+        if (scale := base.get(name + suffix)) is not None and codes.dtype in ("F8_E4M3", "F8_E5M2", "I8"):
+            rows, columns = weight.shape[-2:]
+            block = block_size(settings, where)
+            if scale.numel == 1:
+                block = (0, 0)
+            elif block is None:
+                grid = scale.shape[-2:] if len(scale.shape) == len(weight.shape) else (rows, 1)
+                block = (-(-rows // max(1, grid[0])), -(-columns // max(1, grid[1])))
+            scheme = Scheme(codes.dtype, *block, rule, scale.dtype)
+            return bytes_of(weight, scheme, name + suffix, tuple(scale.shape))
+    raise CheckpointError(f"{where}: {printable(name)} is {codes.dtype}, and its scale is not there")
+
+
+def _floats(checkpoint: Checkpoint, dtype: str) -> dict[str, Tensor]:
+    """The tensors, cast."""
+    if quantization_of(checkpoint) is not None:
+        raise CheckpointError(f"{checkpoint.root}: is quantized; add --dequantize")
+    target = DTYPES[dtype]
+    return {
+        name: computed(tensor, target, 1, [Affine()])
+        if target is not None and tensor.dtype in CASTABLE and tensor.dtype != target and tensor.shape
+        else tensor
+        for name, tensor in checkpoint.tensors.items()
+    }

@@ -1,0 +1,284 @@
+"""Floats as codes and scales, computed a few rows at a time while they are read.
+
+The inverse of `converters.tensors.dequantized`. Each function takes the float tensor of one weight and
+returns the tensors that its format stores for it. A scale belongs to a block of a matrix and comes from the
+largest magnitude in it, as the format's own program computes it without calibration data.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import ml_dtypes
+import numpy as np
+
+from converters.errors import CheckpointError
+from converters.storage.bytes import Memory
+from converters.tensors.by_rows import BLOCK, ComputedRows, part_of, require, tensor_of
+from converters.tensors.casting import rounded
+from converters.tensors.dtypes import numpy_dtype
+from converters.tensors.tensor import Tensor
+
+if TYPE_CHECKING:
+    from converters.storage.bytes import Touched
+    from converters.tensors.by_rows import Rows
+    from converters.tensors.tensor import Array, Shape
+
+_MOST = {"F8_E4M3": 448.0, "F8_E5M2": 57344.0, "FP4": 6.0}
+_KEPT = 1024  # rows of a block whose scale is computed again for each use; higher ones are kept in memory
+_EXPONENT_OF_FP4 = 2  # of its largest value, 6
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How a matrix becomes codes.
+
+    Attributes:
+        codes: F8_E4M3, F8_E5M2, I8, FP4, or INT4 (INT2, INT8) for integers that are packed into words.
+        height, width: of a block with a common scale; 0 for the matrix's own.
+        rule: how scales come from magnitudes:
+
+            - ``inverse``: in float32, as the reciprocal of its own reciprocal. Source: transformers
+              `integrations/finegrained_fp8.py` (`Fp8Quantize`).
+            - ``range``: the magnitude through half the codes' range, each operation rounded to the scale's
+              dtype. Source: compressed-tensors `calculate_qparams`, `quantize`.
+            - ``near``: a power of two, up from 1.75 of it. Source: compressed-tensors `generate_mx_scales`.
+            - ``floor``: the power of two at or below. Source: OCP Microscaling Formats 1.0, 6.3.
+        scale: the dtype of the scales; empty for the weight's.
+    """
+
+    codes: str
+    height: int
+    width: int
+    rule: str
+    scale: str = ""
+
+
+def _blocks_of(length: int, size: int) -> int:
+    return -(-length // (size or max(1, length)))
+
+
+class _Cut:
+    """A weight in blocks: its values, scales and codes.
+
+    Args:
+        turned: take the columns of the stored matrices as rows.
+    """
+
+    def __init__(self, weight: Tensor, scheme: Scheme, *, turned: bool = False) -> None:
+        require(
+            weight.dtype in ("F32", "F16", "BF16") and len(weight.shape) > 1, weight, "cannot be quantized"
+        )
+        *lead, rows, columns = weight.shape
+        self.weight, self.scheme, self.turned = weight, scheme, turned
+        self.lead = tuple(lead)
+        self.rows, self.columns = (columns, rows) if turned else (rows, columns)
+        self.height, self.width = scheme.height or self.rows, scheme.width or self.columns
+        self.scale_dtype = scheme.scale or weight.dtype
+        self.grid = (*lead, _blocks_of(self.rows, self.height), _blocks_of(self.columns, self.width))
+        exact = self.scale_dtype in ("F16", "BF16") and scheme.rule == "range"
+        self._native = self.scale_dtype if exact else weight.dtype if scheme.rule == "near" else "F32"
+        self._known: dict[tuple[Shape, int], Array] = {}
+        self._lock = threading.Lock()
+
+    def values(self, matrix: Shape, first: int, count: int, touched: Touched) -> Array:
+        """Rows [first, first + count), float32."""
+        ones = tuple(1 for _ in matrix)
+        if self.turned:
+            held = part_of(self.weight, (*matrix, 0, first), (*ones, self.columns, count), touched)
+            return np.ascontiguousarray(held.reshape(self.columns, count).T).astype(np.float32)
+        held = part_of(self.weight, (*matrix, first, 0), (*ones, count, self.columns), touched)
+        return held.reshape(count, self.columns).astype(np.float32)
+
+    def magnitudes(self, matrix: Shape, low: int, high: int, touched: Touched) -> Array:
+        """The largest magnitude in each block of the block rows [low, high)."""
+        if self.height > _KEPT:
+            with self._lock:
+                for row in range(low, high):
+                    if (matrix, row) not in self._known:
+                        self._known[matrix, row] = self._magnitudes(matrix, row, row + 1, touched)
+            return np.concatenate([self._known[matrix, row] for row in range(low, high)])
+        return self._magnitudes(matrix, low, high, touched)
+
+    def _magnitudes(self, matrix: Shape, low: int, high: int, touched: Touched) -> Array:
+        at_once = max(1, BLOCK // max(1, self.columns))
+        found = []
+        for row in range(low, high):
+            end = min((row + 1) * self.height, self.rows)
+            largest = np.zeros(self.grid[-1], np.float32)
+            for first in range(row * self.height, end, at_once):
+                values = self.values(matrix, first, min(at_once, end - first), touched)
+                np.maximum(largest, self._largest(values).max(axis=0), out=largest)
+            found.append(largest)
+        return np.stack(found)
+
+    def _largest(self, values: Array) -> Array:
+        """(rows, blocks): the largest magnitude of each row in each block."""
+        magnitude = np.abs(values)
+        if self.columns == self.grid[-1] * self.width:
+            largest: Array = magnitude.reshape(len(values), -1, self.width).max(axis=2)
+        else:
+            largest = np.maximum.reduceat(magnitude, np.arange(0, self.columns, self.width), axis=1)
+        if not np.isfinite(largest).all():
+            raise CheckpointError(
+                f"{self.weight.name}: holds infinite values or NaN, which no code stands for"
+            )
+        return largest
+
+    def scales(self, matrix: Shape, low: int, high: int, touched: Touched) -> Array:
+        """The scales of block rows, in the dtype that they are stored in."""
+        return self._scales(self.magnitudes(matrix, low, high, touched))
+
+    def _scales(self, largest: Array) -> Array:
+        rule, stored = self.scheme.rule, numpy_dtype(self.scale_dtype)
+        if rule == "inverse":
+            scale = np.float32(1) / self._inverse(largest)
+            if stored == numpy_dtype("F8_E8M0"):  # up to a power of two
+                fraction, exponent = np.frexp(np.maximum(scale, np.finfo(np.float32).tiny))
+                scale = np.ldexp(np.float32(1), exponent - (fraction == 0.5))
+            return scale.astype(stored)
+        if rule == "range":
+            scale = self._rounded(largest / np.float32(self._most))
+            least = {"F32": 2.0**-23, "F16": 2.0**-10, "BF16": 2.0**-7}[self._native]
+            return np.where(scale == 0, np.float32(least), scale).astype(stored)
+        fraction, exponent = np.frexp(largest)
+        up = fraction >= 0.875 if rule == "near" else 0
+        exponent = np.where(largest > 0, exponent - 1 + up - _EXPONENT_OF_FP4 + 127, 0)
+        return np.clip(exponent, 0, 254).astype(np.uint8)
+
+    def _inverse(self, largest: Array) -> Array:
+        # As torch divides a number by a tensor.
+        return np.where(largest > 0, np.float32(1) / largest * np.float32(self._most), np.float32(1))
+
+    @property
+    def _most(self) -> float:
+        """What the magnitude of a block is divided by."""
+        if self.scheme.codes in _MOST:
+            return _MOST[self.scheme.codes]
+        return float((1 << self.bits) - 1) / 2
+
+    @property
+    def bits(self) -> int:
+        """Of an integer code."""
+        return 8 if self.scheme.codes == "I8" else int(self.scheme.codes.removeprefix("INT"))
+
+    def _rounded(self, values: Array) -> Array:
+        return rounded(values, self._native).astype(np.float32)
+
+    def coded(self, matrix: Shape, first: int, count: int, touched: Touched) -> Array:
+        """The codes of rows: in the dtype F8_E4M3, F8_E5M2 or I8; FP4 and packed integers as uint8."""
+        values = self.values(matrix, first, count, touched)
+        low, high = first // self.height, -(-(first + count) // self.height)
+        if self.height <= _KEPT and first == low * self.height:
+            starts = np.arange(0, count, self.height)
+            largest = np.maximum.reduceat(self._largest(values), starts, axis=0)
+        else:
+            largest = self.magnitudes(matrix, low, high, touched)
+        scale = self._scales(largest)
+        if scale.dtype == np.uint8:
+            scale = scale.view(numpy_dtype("F8_E8M0"))
+        inverse = self.scheme.rule == "inverse"
+        factor = self._inverse(largest) if inverse and scale.dtype == np.float32 else scale.astype(np.float32)
+        wide = factor[np.arange(first, first + count) // self.height - low]
+        wide = wide if self.width == 1 else np.repeat(wide, self.width, axis=1)[:, : self.columns]
+        if inverse and scale.dtype == np.float32:
+            values *= wide
+        else:
+            values = self._rounded(np.divide(values, wide, out=values))
+        return self._codes(values)
+
+    def _codes(self, values: Array) -> Array:
+        codes = self.scheme.codes
+        if codes in _MOST:
+            most = np.float32(_MOST[codes])
+            np.clip(values, -most, most, out=values)
+            if codes == "FP4":
+                if self.scheme.rule == "near":
+                    values += np.float32(0)  # -0.0 becomes 0.0, as in the library
+                return values.astype(ml_dtypes.float4_e2m1fn).view(np.uint8) & np.uint8(15)
+            return values.astype(numpy_dtype(codes))
+        half = 1 << (self.bits - 1)
+        np.clip(np.rint(values, out=values), -half, half - 1, out=values)
+        return values.astype(np.int8) if codes == "I8" else (values + half).astype(np.uint8)
+
+    def scale_tensor(self, name: str, shape: Shape | None = None) -> Tensor:
+        """The scales as a tensor; `shape` where they are stored in another one."""
+        source = ComputedRows(
+            self.grid,
+            self.scale_dtype,
+            lambda matrix, first, count, touched: self.scales(matrix, first, first + count, touched),
+            1,
+            max(1, BLOCK // (min(self.height, _KEPT) * self.width)),
+        )
+        return Tensor.contiguous(name, self.scale_dtype, self.grid if shape is None else shape, source)
+
+    @property
+    def align(self) -> int:
+        return self.height if self.height <= _KEPT else 1
+
+
+def bytes_of(weight: Tensor, scheme: Scheme, scale: str, shape: Shape | None = None) -> dict[str, Tensor]:
+    """Codes of 8 bits in the weight's own shape, and their scales.
+
+    Args:
+        scale: the name of the scales.
+        shape: of the scales, where it is another than one number for each block.
+    """
+    cut = _Cut(weight, scheme)
+    codes = tensor_of(weight.name, scheme.codes, weight.shape, cut.coded, align=cut.align)
+    return {weight.name: codes, scale: cut.scale_tensor(scale, shape)}
+
+
+def packed_rows_of(weight: Tensor, scheme: Scheme) -> dict[str, Tensor]:
+    """compressed-tensors' `pack-quantized`: see `dequantized.packed_rows`."""
+    cut = _Cut(weight, scheme)
+    require(len(weight.shape) == 2 and 32 % cut.bits == 0, weight, f"cannot be packed as {scheme.codes}")
+    per = 32 // cut.bits
+    words = -(-cut.columns // per)
+    places = np.arange(per, dtype=np.uint32) * np.uint32(cut.bits)
+
+    def rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
+        codes = cut.coded(matrix, first, count, touched)
+        codes = np.pad(codes, ((0, 0), (0, words * per - cut.columns))).reshape(count, words, per)
+        packed: Array = np.bitwise_or.reduce(codes.astype(np.uint32) << places, axis=2).view(np.int32)
+        return packed
+
+    packed, scale, held = (f"{weight.name}_{what}" for what in ("packed", "scale", "shape"))
+    made = tensor_of(packed, "I32", (cut.rows, words), rows, elements=max(1, BLOCK // per))
+    sizes = np.array(weight.shape, np.int64)
+    return {
+        packed: made,
+        scale: cut.scale_tensor(scale),
+        held: Tensor.contiguous(held, "I64", (2,), Memory(sizes.tobytes())),
+    }
+
+
+def _pairs(cut: _Cut) -> Rows:
+    def rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
+        codes = cut.coded(matrix, first, count, touched)
+        paired: Array = codes[:, ::2] | codes[:, 1::2] << np.uint8(4)
+        return paired
+
+    return rows
+
+
+def fp4_of(weight: Tensor, scheme: Scheme) -> dict[str, Tensor]:
+    """Pairs of FP4 codes in bytes, and exponents of their scales: see `dequantized.fp4`."""
+    cut = _Cut(weight, scheme)
+    require(cut.columns % scheme.width == 0, weight, f"has rows that {scheme.width} does not divide")
+    shape = (*cut.lead, cut.rows, cut.columns // 2)
+    packed, scale = f"{weight.name}_packed", f"{weight.name}_scale"
+    return {packed: tensor_of(packed, "U8", shape, _pairs(cut)), scale: cut.scale_tensor(scale)}
+
+
+def gpt_oss_of(weight: Tensor, scheme: Scheme) -> dict[str, Tensor]:
+    """MXFP4 as GPT-OSS stores it: see `dequantized.gpt_oss`."""
+    cut = _Cut(weight, scheme, turned=True)
+    require(cut.columns % 32 == 0, weight, "has columns that 32 does not divide")
+    shape = (*cut.lead, cut.rows, cut.columns // 2)
+    source = ComputedRows(shape, "U8", _pairs(cut), 1, BLOCK)
+    blocks, scales = f"{weight.name}_blocks", f"{weight.name}_scales"
+    held = (*cut.lead, cut.rows, cut.columns // 32, 16)
+    return {blocks: Tensor.contiguous(blocks, "U8", held, source), scales: cut.scale_tensor(scales)}

@@ -1,0 +1,239 @@
+"""Floats as quantized weights: bit for bit what each format's own library makes of them."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from converters.cli import main
+from converters.options import FORMS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from torch import Tensor
+
+NAME = "model.layers.0.mlp.up_proj.weight"
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 96}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def weights(dtype: torch.dtype) -> dict[str, Tensor]:
+    """One linear layer with rows of zeros and of tiny values, and what stays as it is."""
+    torch.manual_seed(0)
+    weight = torch.randn(256, 384) * torch.logspace(-6, 2, 256)[:, None]
+    weight[5] = 0
+    weight[128:] *= (torch.arange(384) < 128) | (torch.arange(384) >= 256)  # a block of zeros
+    others = {"model.embed_tokens.weight": torch.randn(96, 128), "lm_head.weight": torch.randn(96, 128)}
+    others |= {"model.layers.0.mlp.gate.weight": torch.randn(8, 128), "model.norm.weight": torch.ones(128)}
+    return {name: value.to(dtype) for name, value in {NAME: weight, **others}.items()}
+
+
+def of_transformers(weight: Tensor, **settings: Any) -> dict[str, Tensor]:
+    from transformers import FineGrainedFP8Config
+    from transformers.integrations.finegrained_fp8 import Fp8Quantize
+
+    class Quantizer:
+        quantization_config = FineGrainedFP8Config(**settings)
+
+    made: dict[str, Tensor] = Fp8Quantize(Quantizer()).convert({NAME: weight})
+    return made
+
+
+def of_compressed_tensors(weight: Tensor, settings: dict[str, Any]) -> dict[str, Tensor]:
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    scheme = QuantizationConfig.model_validate(settings).config_groups["group_0"]
+    args = scheme.weights
+    grouped = weight.unflatten(-1, (-1, args.group_size)) if args.group_size else weight[:, None]
+    scale, _ = calculate_qparams(grouped.amin(-1), grouped.amax(-1), args)
+    state = {"weight": weight, "weight_scale": scale}
+    made = BaseCompressor.get_value_from_registry(scheme.format).compress(state, scheme)
+    return {NAME.removesuffix("weight") + name: value for name, value in made.items()}
+
+
+def written(folder: Path, tensors: dict[str, Tensor]) -> Path:
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "dtype": "bfloat16"}))
+    return folder
+
+
+def raw(tensor: Tensor) -> Tensor:
+    """The bytes, which tell -0.0 from 0.0."""
+    return tensor.reshape(-1).contiguous().view(torch.uint8)
+
+
+def codes_of(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    settings = json.loads((folder / "config.json").read_text())["quantization_config"]
+    return load_file(folder / "model.safetensors"), settings
+
+
+# compressed-tensors' scales of MXFP4 leave the range of float16.
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    [
+        (form, dtype)
+        for form in FORMS
+        for dtype in (torch.bfloat16, torch.float32, torch.float16)
+        if (form, dtype) != ("mxfp4", torch.float16)
+    ],
+)
+def test_equals_what_the_library_makes(form: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    tensors = weights(dtype)
+    source = written(tmp_path / "in", tensors)
+    assert main([str(source), str(tmp_path / "out"), "--quantize", form, "--verify", "--quiet"]) == 0
+    found, settings = codes_of(tmp_path / "out")
+    made = of_transformers(tensors[NAME]) if form == "fp8-block" else None
+    expected = {**tensors, **(made or of_compressed_tensors(tensors[NAME], settings))}
+    expected.pop(NAME) if f"{NAME}_packed" in expected else None
+    assert set(found) == set(expected)
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype and found[name].shape == value.shape, name
+        assert torch.equal(raw(found[name]), raw(value)), name
+    kept = settings.get("modules_to_not_convert", settings.get("ignore"))
+    assert kept == ["lm_head", "model.embed_tokens", "model.layers.0.mlp.gate"]
+    # The same again, as a model that is quantized already has it.
+    like = [str(source), str(tmp_path / "like"), "--quantize-like", str(tmp_path / "out"), "--quiet"]
+    assert main(like) == 0
+    assert codes_of(tmp_path / "like")[1] == settings
+    assert (tmp_path / "like" / "model.safetensors").read_bytes() == (
+        tmp_path / "out" / "model.safetensors"
+    ).read_bytes()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_transformers_loads_it(form: str, tmp_path: Path) -> None:
+    """The logits are those of the weights that --dequantize makes of it."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "in")
+    assert main([str(tmp_path / "in"), str(tmp_path / "codes"), "--quantize", form, "--quiet"]) == 0
+    back = [str(tmp_path / "codes"), str(tmp_path / "floats"), "--dequantize", "--verify", "--quiet"]
+    assert main(back) == 0
+    settings = {} if form != "fp8-block" else {"quantization_config": dequantizing(tmp_path / "codes")}
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "codes", dtype=torch.bfloat16, **settings)
+    floats = AutoModelForCausalLM.from_pretrained(tmp_path / "floats", dtype=torch.bfloat16)
+    tokens = torch.arange(24).reshape(2, 12)
+    with torch.no_grad():
+        ours, theirs = floats(tokens).logits, loaded(tokens).logits
+        whole = model(tokens).logits
+    assert not torch.equal(ours, whole) and torch.allclose(ours, whole, atol=0.3)
+    # Some schemes quantize the activations as well.
+    close = 0.0 if form in ("fp8-block", "mxfp4", "int4") else 0.1
+    assert float((ours - theirs).abs().max()) <= close
+
+
+def dequantizing(folder: Path) -> Any:
+    from transformers import FineGrainedFP8Config
+
+    settings = json.loads((folder / "config.json").read_text())["quantization_config"]
+    return FineGrainedFP8Config(**{**settings, "dequantize": True})
+
+
+def exponents(tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Of DeepSeek V3.1: blocks whose scales are powers of two."""
+    settings = {"weight_block_size": [128, 128], "scale_fmt": "ue8m0"}
+    tensors |= of_transformers(tensors[NAME], **settings)
+    return {"quant_method": "fp8", **settings}
+
+
+def whole(tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """One scale, and one of the activations, as ModelOpt writes them."""
+    weight = tensors[NAME].float()
+    scale = weight.abs().max() / 448
+    tensors[NAME] = (weight / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+    tensors |= {f"{NAME}_scale": scale, NAME.replace("weight", "input_scale"): torch.tensor(0.1)}
+    return {"quant_method": "modelopt", "quant_algo": "FP8"}
+
+
+def experts(tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """GPT-OSS, by the rules of OCP."""
+    weight = tensors.pop(NAME).float()
+    blocks = weight.T.unflatten(1, (-1, 32))
+    exponent = (blocks.abs().amax(-1).log2().floor() - 2).clamp(-127, 127)
+    values = blocks / exponent.exp2()[..., None]
+    table = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    middles = (table[1:] + table[:-1]) / 2
+    upwards = torch.tensor([False, True, False, True, False, True, False])  # a tie goes to the even code
+    codes = ((values.abs()[..., None] > middles) | (values.abs()[..., None] == middles) & upwards).sum(-1)
+    codes = codes | torch.signbit(values).long() << 3
+    tensors[f"{NAME}_blocks"] = (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8)
+    tensors[f"{NAME}_scales"] = (exponent + 127).to(torch.uint8)
+    return {"quant_method": "mxfp4"}
+
+
+LIKE: dict[str, Callable[[dict[str, Tensor]], dict[str, Any]]] = {
+    "exponents": exponents,
+    "whole": whole,
+    "experts": experts,
+}
+
+
+@pytest.mark.parametrize("form", LIKE)
+def test_like_a_base(form: str, tmp_path: Path) -> None:
+    source, tensors = written(tmp_path / "in", weights(torch.float32)), weights(torch.float32)
+    settings = LIKE[form](tensors)
+    base = written(tmp_path / "base", {name: value.contiguous() for name, value in tensors.items()})
+    config = json.loads((base / "config.json").read_text()) | {"quantization_config": settings}
+    (base / "config.json").write_text(json.dumps(config))
+    assert main([str(source), str(tmp_path / "out"), "--quantize-like", str(base), "--quiet"]) == 0
+    found, described = codes_of(tmp_path / "out")
+    assert described == settings and set(found) == set(tensors)
+    for name, value in tensors.items():
+        assert torch.equal(raw(found[name]), raw(value)), name
+
+
+REFUSED: dict[str, tuple[list[str], str]] = {
+    "an optimizer": (["--quantize", "fp8", "--optimizer"], "--optimizer"),
+    "another format": (["--quantize", "fp8", "--to", "dcp"], "--to dcp"),
+    "a base of floats": (["--quantize-like", "IN"], "config.json has no quantization_config"),
+    "both": (["--quantize", "fp8", "--quantize-like", "IN"], "leave out one of them"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_written_is_refused(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options, told = REFUSED[case]
+    source = written(tmp_path / "in", weights(torch.bfloat16))
+    options = [str(source) if option == "IN" else option for option in options]
+    assert main([str(source), str(tmp_path / "out"), *options]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and told in line and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("change", ["NaN", "no linear", "quantized", "no config"])
+def test_weights_that_cannot_be_quantized(
+    change: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensors = weights(torch.bfloat16)
+    if change == "NaN":
+        tensors[NAME][3, 4] = torch.nan
+    if change == "no linear":
+        del tensors[NAME]
+    source = written(tmp_path / "in", tensors)
+    if change == "quantized":
+        config = {"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}
+        (source / "config.json").write_text(json.dumps(config))
+    if change == "no config":
+        (source / "config.json").unlink()
+    assert main([str(source), str(tmp_path / "out"), "--quantize", "int8"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    told = {
+        "NaN": "holds infinite values or NaN",
+        "no linear": "no linear layer",
+        "quantized": "--dequantize",
+    }
+    assert line.startswith("error: ") and told.get(change, "--config-from") in line
+    assert not (tmp_path / "out").exists()
