@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from converters.storage.bytes import Touched
     from converters.tensors.tensor import Array, Shape
 
-BLOCK = 1 << 17
+BLOCK = 1 << 16
 """Elements that are computed at once."""
 
 

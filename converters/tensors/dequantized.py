@@ -138,7 +138,9 @@ def scaled_bytes(
     def rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
         sizes = (*(1 for _ in matrix), count, shape[-1])
         held = part_of(weight, (*matrix, first, 0), sizes, touched).reshape(sizes[-2:])
-        values: Array = held.astype(np.float32) if table is None else table[held.view(np.uint8)]
+        values: Array = (
+            held.astype(np.float32) if table is None else table.take(held.view(np.uint8), mode="wrap")
+        )
         if zeros is not None:
             below = zeros.rows(matrix, first, count, touched).astype(np.float32)
             values -= np.repeat(below, zeros.width, axis=1)[:, : shape[-1]]
@@ -173,7 +175,7 @@ def fp4(
     def rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
         sizes = (*(1 for _ in matrix), count, packed.shape[-1])
         held = part_of(packed, (*matrix, first, 0), sizes, touched).view(np.uint8)
-        values = _PAIRS[held].reshape(count, shape[-1])
+        values = _PAIRS.take(held, axis=0, mode="wrap").reshape(count, shape[-1])
         factor = None
         if multiply is not None:
             factor = _scalar(multiply, touched)
@@ -212,7 +214,7 @@ def gpt_oss(name: str, dtype: str, blocks: Tensor, scales: Tensor) -> Tensor:
         held = part_of(blocks, (*matrix, 0, low, 0), (*ones, columns, high - low, 16), touched)
         scale = part_of(scales, (*matrix, 0, low), (*ones, columns, high - low), touched)
         exponents = _as_scale(scales, scale.reshape(columns, high - low))
-        values = _PAIRS[held.reshape(columns, -1)].reshape(columns, -1)
+        values = _PAIRS.take(held.reshape(columns, -1), axis=0, mode="wrap").reshape(columns, -1)
         return _scaled(values, exponents, 32, scales).T
 
     return tensor_of(name, dtype, (*lead, 32 * groups, columns), rows, align=32, elements=_TRANSPOSED_BLOCK)

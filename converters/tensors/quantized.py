@@ -11,7 +11,6 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import ml_dtypes
 import numpy as np
 
 from converters.errors import CheckpointError
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from converters.tensors.tensor import Array, Shape
 
 _MOST = {"F8_E4M3": 448.0, "F8_E5M2": 57344.0, "FP4": 6.0}
+_FLOATS = {"F8_E4M3": (4, 3), "F8_E5M2": (5, 2), "FP4": (2, 1)}  # bits of exponent and of mantissa
 _KEPT = 1024  # rows of a block whose scale is computed again for each use; higher ones are kept in memory
 _EXPONENT_OF_FP4 = 2  # of its largest value, 6
 
@@ -98,27 +98,39 @@ class _Cut:
             with self._lock:
                 for row in range(low, high):
                     if (matrix, row) not in self._known:
-                        self._known[matrix, row] = self._magnitudes(matrix, row, row + 1, touched)
+                        self._known[matrix, row] = self._of_high_block(matrix, row, touched)
             return np.concatenate([self._known[matrix, row] for row in range(low, high)])
-        return self._magnitudes(matrix, low, high, touched)
+        first, end = low * self.height, min(high * self.height, self.rows)
+        at_once = max(1, BLOCK // max(1, self.columns * self.height)) * self.height
+        return np.concatenate(
+            [
+                self._of_blocks(self.values(matrix, row, min(at_once, end - row), touched))
+                for row in range(first, end, at_once)
+            ]
+        )
 
-    def _magnitudes(self, matrix: Shape, low: int, high: int, touched: Touched) -> Array:
+    def _of_high_block(self, matrix: Shape, row: int, touched: Touched) -> Array:
+        end = min((row + 1) * self.height, self.rows)
         at_once = max(1, BLOCK // max(1, self.columns))
-        found = []
-        for row in range(low, high):
-            end = min((row + 1) * self.height, self.rows)
-            largest = np.zeros(self.grid[-1], np.float32)
-            for first in range(row * self.height, end, at_once):
-                values = self.values(matrix, first, min(at_once, end - first), touched)
-                np.maximum(largest, self._largest(values).max(axis=0), out=largest)
-            found.append(largest)
-        return np.stack(found)
+        largest = np.zeros((1, self.grid[-1]), np.float32)
+        for first in range(row * self.height, end, at_once):
+            values = self.values(matrix, first, min(at_once, end - first), touched)
+            np.maximum(largest, self._of_columns(np.abs(values).max(axis=0, keepdims=True)), out=largest)
+        return largest
 
-    def _largest(self, values: Array) -> Array:
-        """(rows, blocks): the largest magnitude of each row in each block."""
+    def _of_blocks(self, values: Array) -> Array:
+        """The largest magnitude in each block of rows that begin with a block."""
         magnitude = np.abs(values)
+        if not len(values) % self.height:
+            magnitude = magnitude.reshape(-1, self.height, self.columns).max(axis=1)
+        else:
+            magnitude = np.maximum.reduceat(magnitude, np.arange(0, len(values), self.height), axis=0)
+        return self._of_columns(magnitude)
+
+    def _of_columns(self, magnitude: Array) -> Array:
+        """(rows, blocks): the largest of each row in each block."""
         if self.columns == self.grid[-1] * self.width:
-            largest: Array = magnitude.reshape(len(values), -1, self.width).max(axis=2)
+            largest: Array = magnitude.reshape(len(magnitude), -1, self.width).max(axis=2)
         else:
             largest = np.maximum.reduceat(magnitude, np.arange(0, self.columns, self.width), axis=1)
         if not np.isfinite(largest).all():
@@ -172,8 +184,7 @@ class _Cut:
         values = self.values(matrix, first, count, touched)
         low, high = first // self.height, -(-(first + count) // self.height)
         if self.height <= _KEPT and first == low * self.height:
-            starts = np.arange(0, count, self.height)
-            largest = np.maximum.reduceat(self._largest(values), starts, axis=0)
+            largest = self._of_blocks(values)
         else:
             largest = self.magnitudes(matrix, low, high, touched)
         scale = self._scales(largest)
@@ -194,11 +205,10 @@ class _Cut:
         if codes in _MOST:
             most = np.float32(_MOST[codes])
             np.clip(values, -most, most, out=values)
-            if codes == "FP4":
-                if self.scheme.rule == "near":
-                    values += np.float32(0)  # -0.0 becomes 0.0, as in the library
-                return values.astype(ml_dtypes.float4_e2m1fn).view(np.uint8) & np.uint8(15)
-            return values.astype(numpy_dtype(codes))
+            if self.scheme.rule == "near":
+                values += np.float32(0)  # -0.0 becomes 0.0, as in the library
+            made = small_floats(values, *_FLOATS[codes])
+            return made if codes == "FP4" else made.view(numpy_dtype(codes))
         half = 1 << (self.bits - 1)
         np.clip(np.rint(values, out=values), -half, half - 1, out=values)
         return values.astype(np.int8) if codes == "I8" else (values + half).astype(np.uint8)
@@ -217,6 +227,32 @@ class _Cut:
     @property
     def align(self) -> int:
         return self.height if self.height <= _KEPT else 1
+
+
+def small_floats(values: Array, exponent: int, mantissa: int) -> Array:
+    """The codes of floats of few bits, round to nearest, ties to even; several times as fast as ml_dtypes.
+
+    Args:
+        values: float32, of a magnitude that the codes can represent.
+        exponent, mantissa: bits.
+
+    Returns:
+        uint8, of the sign, the exponent and the mantissa.
+    """
+    bias, cut = (1 << (exponent - 1)) - 1, 23 - mantissa
+    magnitude = np.abs(values)
+    bits = magnitude.view(np.int32)
+    # Half of the last place, less one for an even code, carries into the exponent, which has another bias.
+    codes = bits >> cut & 1
+    codes += bits
+    codes += (1 << (cut - 1)) - 1 - ((127 - bias) << 23)
+    codes >>= cut
+    # Below the least exponent codes are even steps: there these are the larger, and above it the smaller.
+    magnitude *= np.float32(2.0 ** (bias - 1 + mantissa))
+    np.minimum(np.rint(magnitude, out=magnitude), np.float32(1 << mantissa), out=magnitude)
+    made: Array = np.maximum(codes, magnitude.astype(np.int32), out=codes).astype(np.uint8)
+    made |= np.signbit(values).view(np.uint8) << np.uint8(exponent + mantissa)
+    return made
 
 
 def bytes_of(weight: Tensor, scheme: Scheme, scale: str, shape: Shape | None = None) -> dict[str, Tensor]:
