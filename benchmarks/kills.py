@@ -375,6 +375,8 @@ class Attack:
             until(lambda: time.monotonic() > end or (kind == "starting" and run.begun()) or not run.running())
             struck = run.running()
             run.signal(signal.SIGKILL)
+            if not struck:  # launches are quicker than the first one was
+                self._seconds /= 2
             return struck
         # It has dropped rows that the earlier launch logged after its last checkpoint.
         until(lambda: not run.running() or run.begun())
