@@ -13,15 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from converters.adapters.adapter import Adapter, find_adapter
+    from converters.adapters.merging import merge
     from converters.checkpoint import Checkpoint, OptimizerState
     from converters.errors import CheckpointError
     from converters.fingerprints import fingerprint
     from converters.formats.dcp.checksums import item_checksums, write_shard_checksums
     from converters.manifest import check_manifest, manifest_entries, manifest_text
     from converters.opening import open_checkpoint, read_pickled
-    from converters.quantization.dequantize import dequantized, dequantizes
+    from converters.quantization.dequantize import dequantized, dequantizes, quantization_of
+    from converters.quantization.quantize import layout_of, quantized, quantized_like
     from converters.tensors.tensor import Tensor
-    from converters.writers.safetensors_writer import write_adapter, write_merged
+    from converters.writers.safetensors_writer import write_adapter
     from converters.writers.targets import write_checkpoint, write_dcp, write_safetensors
 
 __all__ = [
@@ -36,14 +38,18 @@ __all__ = [
     "find_adapter",
     "fingerprint",
     "item_checksums",
+    "layout_of",
     "manifest_entries",
     "manifest_text",
+    "merge",
     "open_checkpoint",
+    "quantization_of",
+    "quantized",
+    "quantized_like",
     "read_pickled",
     "write_adapter",
     "write_checkpoint",
     "write_dcp",
-    "write_merged",
     "write_safetensors",
     "write_shard_checksums",
 ]
@@ -62,14 +68,18 @@ _MODULES = {
     "find_adapter": "converters.adapters.adapter",
     "fingerprint": "converters.fingerprints",
     "item_checksums": "converters.formats.dcp.checksums",
+    "layout_of": "converters.quantization.quantize",
     "manifest_entries": "converters.manifest",
     "manifest_text": "converters.manifest",
+    "merge": "converters.adapters.merging",
     "open_checkpoint": "converters.opening",
+    "quantization_of": "converters.quantization.dequantize",
+    "quantized": "converters.quantization.quantize",
+    "quantized_like": "converters.quantization.quantize",
     "read_pickled": "converters.opening",
     "write_adapter": "converters.writers.safetensors_writer",
     "write_checkpoint": "converters.writers.targets",
     "write_dcp": "converters.writers.targets",
-    "write_merged": "converters.writers.safetensors_writer",
     "write_safetensors": "converters.writers.targets",
     "write_shard_checksums": "converters.formats.dcp.checksums",
 }

@@ -11,7 +11,7 @@ import shlex
 import signal
 import sys
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from converters.commands import BY_SIGNAL, DONE, REFUSED, ShowVersion, command, exit_codes
 from converters.console import complain, fitted, say
@@ -236,6 +236,7 @@ def _convert(options: argparse.Namespace) -> int:
     from converters.storage.path_or_url import place
     from converters.writers.conversion import Choices, carry_out, check_expansion
     from converters.writers.draft import check_output
+    from converters.writers.gguf_writer import plan_gguf_adapter
     from converters.writers.safetensors_writer import plan_adapter
     from converters.writers.targets import target
 
@@ -264,6 +265,8 @@ def _convert(options: argparse.Namespace) -> int:
     choices = Choices(dtype, options.max_shard_size, options.optimizer)
 
     def make_plan() -> Plan:
+        if adapter is not None and options.to == "gguf":
+            return plan_gguf_adapter(adapter, _base_config(adapter, given), choices)
         if adapter is not None:
             return plan_adapter(adapter, choices)
         return target(options.to).plan(checkpoint, choices)
@@ -317,9 +320,11 @@ def _adapter(
         "--adapter-name": options.adapter_name,
     }
     given = [name for name, value in asked.items() if value is not None]
-    if options.to != "safetensors" and options.merge_into is None:
+    if options.to not in ("safetensors", "gguf") and options.merge_into is None:
         if given:
-            raise CheckpointError(f"{given[0]}: adapters are written as safetensors only; leave out --to")
+            raise CheckpointError(
+                f"{given[0]}: adapters are written as safetensors or gguf; leave out --to {options.to}"
+            )
         return checkpoint, None
     config = None if options.adapter_config is None else given_config(options.adapter_config)
     adapter = find_adapter(checkpoint, config=config, name=options.adapter_name)
@@ -350,6 +355,17 @@ def _adapter(
             "the adapter changes only one of the tied embeddings: they become two, tie_word_embeddings: false"
         )
     return merged, None
+
+
+def _base_config(adapter: Adapter, given: Mapping[str, Place] | None) -> Mapping[str, Any]:
+    """The settings of the model that an adapter was trained on."""
+    from converters.companions import companions_from
+    from converters.storage.guarded import read_small_table
+
+    path = adapter.trained_config
+    if given is None and path is None and adapter.config.base is not None:
+        given = companions_from(adapter.config.base)
+    return read_small_table(path if given is None else given.get("config.json"))
 
 
 def _floats(checkpoint: Checkpoint, dtype: str) -> Checkpoint:

@@ -16,6 +16,7 @@ from converters.errors import CheckpointError, printable
 from converters.options import DTYPES, FORMS
 from converters.quantization.dequantize import ACTIVATIONS, KEY, block_size, quantization_of
 from converters.storage.guarded import read_small_table
+from converters.tensors.casting import cast_dtype
 from converters.tensors.computed import Affine, computed
 from converters.tensors.dtypes import CASTABLE
 from converters.tensors.quantized import Scheme, bytes_of, fp4_of, gpt_oss_of, packed_rows_of
@@ -136,7 +137,7 @@ def quantized(checkpoint: Checkpoint, form: str, *, dtype: str = "keep") -> Chec
             f"{checkpoint.root}: has no config.json, which says how weights are quantized; add --config-from"
         )
     tensors: dict[str, Tensor] = {}
-    kept, changed = set(), False
+    kept, changed = {"lm_head"}, False  # also where it is tied, and in no file
     for name, tensor in floats.items():
         height, width = chosen.scheme.height or 1, chosen.scheme.width or 1
         whole = len(tensor.shape) == 2 and not (tensor.shape[0] % height or tensor.shape[1] % width)
@@ -156,7 +157,6 @@ def quantized(checkpoint: Checkpoint, form: str, *, dtype: str = "keep") -> Chec
         raise CheckpointError(
             f"{checkpoint.root}: no linear layer is known by its name, so none is quantized"
         )
-    kept |= {alias.removesuffix(".weight") for alias in checkpoint.aliases}
     return checkpoint.of_floats(tensors, {KEY: chosen.settings(sorted(kept))}, checkpoint.companions)
 
 
@@ -165,20 +165,14 @@ def quantized_like(checkpoint: Checkpoint, base: Checkpoint, *, dtype: str = "ke
 
     Args:
         base: of FP8 (with blocks, for each output, or for the whole), MXFP4, or compressed-tensors' symmetric
-            integers. Its scales of activations are taken over.
+            integers. Its scales of activations and the dtypes of what stays are taken over.
         dtype: as of `quantized`.
 
     Raises:
         CheckpointError: `base` is not quantized so, or the two have other weights.
     """
-    settings = quantization_of(base)
-    if settings is None:
-        raise CheckpointError(f"{base.root}: its config.json has no {KEY}")
-    method = str(settings.get("quant_method"))
-    if method not in ("fp8", "fbgemm_fp8", "mxfp4", "compressed-tensors", "modelopt"):
-        raise CheckpointError(
-            f"{base.root}: {KEY}: {printable(method)} needs calibration data; quantize with its own program"
-        )
+    settings = layout_of(base)
+    method = str(settings["quant_method"])
     floats = _floats(checkpoint, dtype)
     tensors: dict[str, Tensor] = {}
     there = dict(base.tensors)
@@ -195,6 +189,24 @@ def quantized_like(checkpoint: Checkpoint, base: Checkpoint, *, dtype: str = "ke
             raise CheckpointError(f"{checkpoint.root}: has no {printable(name)}, which {base.root} has")
         tensors[name] = tensor
     return checkpoint.of_floats(tensors, {KEY: dict(settings)}, checkpoint.companions)
+
+
+def layout_of(base: Checkpoint) -> Mapping[str, Any]:
+    """The `quantization_config` of a model whose layout can be written.
+
+    Raises:
+        CheckpointError: it has none, or one that cannot be written here.
+    """
+    settings = quantization_of(base)
+    if settings is None:
+        raise CheckpointError(f"{base.root}: is not quantized: its config.json has no {KEY}")
+    method = settings.get("quant_method")
+    if method not in ("fp8", "fbgemm_fp8", "mxfp4", "compressed-tensors", "modelopt"):
+        raise CheckpointError(
+            f"{base.root}: {KEY}: {printable(str(method))} needs calibration data; "
+            "quantize with its own program"
+        )
+    return settings
 
 
 def _like(
@@ -216,7 +228,7 @@ def _like(
         return gpt_oss_of(weight, Scheme("FP4", 1, 32, "floor", "U8"))
     codes = base.get(name)
     if codes is None or codes.dtype in CASTABLE:
-        return {name: weight}
+        return {name: weight if codes is None else _cast(weight, codes.dtype)}
     for suffix, rule in (("_scale_inv", "inverse"), ("_scale", "range")):
         if (scale := base.get(name + suffix)) is not None and codes.dtype in ("F8_E4M3", "F8_E5M2", "I8"):
             rows, columns = weight.shape[-2:]
@@ -235,10 +247,9 @@ def _floats(checkpoint: Checkpoint, dtype: str) -> dict[str, Tensor]:
     """The tensors, cast."""
     if quantization_of(checkpoint) is not None:
         raise CheckpointError(f"{checkpoint.root}: is quantized; add --dequantize")
-    target = DTYPES[dtype]
-    return {
-        name: computed(tensor, target, 1, [Affine()])
-        if target is not None and tensor.dtype in CASTABLE and tensor.dtype != target and tensor.shape
-        else tensor
-        for name, tensor in checkpoint.tensors.items()
-    }
+    return {name: _cast(tensor, DTYPES[dtype]) for name, tensor in checkpoint.tensors.items()}
+
+
+def _cast(tensor: Tensor, dtype: str | None) -> Tensor:
+    written = cast_dtype(tensor, dtype)
+    return tensor if written == tensor.dtype else computed(tensor, written, 1, [Affine()])

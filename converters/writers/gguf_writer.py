@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 import struct
+from dataclasses import replace
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ from converters.writers.targets import Target
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from converters.adapters.adapter import Adapter
     from converters.checkpoint import Checkpoint
     from converters.storage.path_or_url import Place
     from converters.writers.conversion import Choices
@@ -58,27 +60,16 @@ def plan_gguf(checkpoint: Checkpoint, choices: Choices) -> Plan:
     """
     import gguf  # not at the top: slow to import
 
-    root = checkpoint.root
-    if choices.optimizer:
-        raise CheckpointError("--to gguf: holds no optimizer state; leave out --optimizer")
+    root, wanted = checkpoint.root, _wanted(choices)
     config = {**read_small_table(checkpoint.companions.get("config.json")), **checkpoint.config}
-    kind = config.get("model_type", "")
-    if not kind:
-        raise CheckpointError(f"{root}: --to gguf needs the model's config.json; give it with --config-from")
-    if not isinstance(kind, str) or kind not in MODELS:
-        raise CheckpointError(f"{root}: --to gguf knows the model types {', '.join(MODELS)}, not {kind!r}")
-    model, wanted = MODELS[kind], parse_dtype(choices.dtype, quantised=True)
+    model = _model(config, root)
     tensors = {entry.name: entry.tensor for entry in model_entries(checkpoint, "keep")}
     check_fits(tensors, config, f"{root}: config.json")
     settings = settings_of(config, model, root)
     writer, entries = gguf.GGUFWriter(None, model.arch), []
     for name, tensor in _named(tensors, model, settings, root).items():
         ready = _prepared(name, tensor, model, settings)
-        target = _type(name, tensor.dtype, ready.shape, wanted)
-        entry = Entry(name, "U8", q8_0(ready)) if target == "Q8_0" else Entry(name, target, ready)
-        entries.append(entry)
-        number = gguf.GGMLQuantizationType[target]
-        writer.add_tensor_info(name, ready.shape, np.dtype(np.float32), entry.nbytes, number)
+        entries.append(_entry(writer, name, ready, _type(name, tensor.dtype, ready.shape, wanted)))
     named = str(config.get("_name_or_path") or root.name)
     writer.add_name(named.rstrip("/").rpartition("/")[2].encode("utf-8", "replace").decode())
     writer.add_type("model")
@@ -88,6 +79,83 @@ def plan_gguf(checkpoint: Checkpoint, choices: Choices) -> Plan:
     for key, value in settings.values.items():
         getattr(writer, f"add_{key}")(gguf.RopeScalingType(value) if isinstance(value, str) else value)
     add_tokenizer(writer, checkpoint, config)
+    return _plan(writer, entries)
+
+
+def plan_gguf_adapter(adapter: Adapter, config: Mapping[str, Any], choices: Choices) -> Plan:
+    """The plan of `--to gguf` for LoRA, as `llama-server --lora FILE` loads it.
+
+    Args:
+        config: the settings of the base model.
+
+    Raises:
+        CheckpointError: it is no plain LoRA of linear layers, or of a model that llama.cpp has not.
+
+    Source: https://github.com/ggml-org/llama.cpp, convert_lora_to_gguf.py, src/llama-adapter.cpp.
+    """
+    import gguf  # not at the top: slow to import
+
+    root, wanted, lora = adapter.root, _wanted(choices), adapter.config
+    model = _model(config, root)
+    settings = settings_of(config, model, root)
+    if lora.type != "LORA" or lora.dora or lora.unsupported or adapter.replaced or lora.target_parameters:
+        raise CheckpointError(
+            f"{root}: --to gguf takes plain LoRA of linear layers; write the merged model with --merge-into"
+        )
+    factors: dict[str, tuple[Tensor, Tensor, float]] = {}
+    for module in adapter.modules:
+        pair = module.pair()
+        if pair is None or pair[2] or ".experts." in module.path:
+            raise CheckpointError(
+                f"{root}: {module.path}: --to gguf takes LoRA of linear layers; use --merge-into"
+            )
+        factors[f"{module.path}.weight"] = pair[0], pair[1], lora.scaling(module.path)
+    writer, entries = gguf.GGUFWriter(None, model.arch), []
+    writer.add_type("adapter")
+    writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
+    writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, lora.alpha)
+    plain = replace(model, inputs_first=False)  # factors are never transposed
+    for name, key in _places(factors, model, settings, root).items():
+        left, right, scaling = factors[key]
+        ready = _prepared(name, right, plain, settings)
+        share = scaling * left.shape[0] / lora.alpha  # llama.cpp multiplies by alpha / rank
+        if share != 1:
+            ready = computed(ready, "F32", 1, [Affine(share)])
+        for end, factor in (("lora_a", left), ("lora_b", ready)):
+            target = _type(name, factor.dtype, factor.shape, wanted)
+            entries.append(_entry(writer, f"{name}.{end}", factor, target))
+    return _plan(writer, entries)
+
+
+def _wanted(choices: Choices) -> str | None:
+    if choices.optimizer:
+        raise CheckpointError("--to gguf: holds no optimizer state; leave out --optimizer")
+    return parse_dtype(choices.dtype, quantised=True)
+
+
+def _model(config: Mapping[str, Any], root: Place) -> Model:
+    kind = config.get("model_type", "")
+    if not kind:
+        raise CheckpointError(f"{root}: --to gguf needs the model's config.json; give it with --config-from")
+    if not isinstance(kind, str) or kind not in MODELS:
+        raise CheckpointError(f"{root}: --to gguf knows the model types {', '.join(MODELS)}, not {kind!r}")
+    return MODELS[kind]
+
+
+def _entry(writer: Any, name: str, tensor: Tensor, target: str) -> Entry:
+    """The tensor as `target`, announced in the header."""
+    import gguf
+
+    entry = Entry(name, "U8", q8_0(tensor)) if target == "Q8_0" else Entry(name, target, tensor)
+    number = gguf.GGMLQuantizationType[target]
+    writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), entry.nbytes, number)
+    return entry
+
+
+def _plan(writer: Any, entries: Sequence[Entry]) -> Plan:
+    """One file of the header and the tensors."""
+    import gguf
+
     parts: list[Part] = [_header(writer)]
     for entry in entries:
         parts += [entry, bytes(-entry.nbytes % gguf.GGUF_DEFAULT_ALIGNMENT)]
@@ -121,26 +189,34 @@ def _header(writer: Any) -> bytes:
 
 def _named(tensors: Mapping[str, Tensor], model: Model, settings: Settings, root: Place) -> dict[str, Tensor]:
     """The tensors under llama.cpp's names."""
-    import gguf
-
-    arch = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == model.arch)
-    names = gguf.get_tensor_name_map(arch, 1)  # the layers are alike
     found: dict[str, Tensor] = {}
     if settings.factors:
         data = struct.pack(f"<{len(settings.factors)}f", *settings.factors)
         found["rope_freqs.weight"] = Tensor.contiguous("rope", "F32", (len(settings.factors),), Memory(data))
-    for name, tensor in _stacked(_single_experts(tensors), settings, root):
-        full = name if name.endswith((".weight", ".bias")) else f"{name}.weight"
-        match, bias = _LAYER.fullmatch(full), _BIAS.fullmatch(full)
-        made = names.get_name(f"{match[1]}.0.{match[3]}" if match else full, (".weight", ".bias"))
-        made = made and made.replace("blk.0.", f"blk.{match[2]}." if match else "")
-        if made is None or made in found or (bias and bias[1] not in settings.biases):
-            raise CheckpointError(f"{root}: {name!r} has no place in llama.cpp's {model.arch}")
-        found[made] = tensor
+    held = dict(_stacked(_single_experts(tensors), settings, root))
+    found |= {made: held[name] for made, name in _places(held, model, settings, root).items()}
     if "output.weight" not in found and not settings.tied:
         raise CheckpointError(f"{root}: has no lm_head.weight, and tie_word_embeddings is not true")
     if model.own_head:
         found.setdefault("output.weight", found["token_embd.weight"])
+    return found
+
+
+def _places(names: Iterable[str], model: Model, settings: Settings, root: Place) -> dict[str, str]:
+    """llama.cpp's name -> the name of the parameter."""
+    import gguf
+
+    arch = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == model.arch)
+    known = gguf.get_tensor_name_map(arch, 1)  # the layers are alike
+    found: dict[str, str] = {}
+    for name in names:
+        full = name if name.endswith((".weight", ".bias")) else f"{name}.weight"
+        match, bias = _LAYER.fullmatch(full), _BIAS.fullmatch(full)
+        made = known.get_name(f"{match[1]}.0.{match[3]}" if match else full, (".weight", ".bias"))
+        made = made and made.replace("blk.0.", f"blk.{match[2]}." if match else "")
+        if made is None or made in found or (bias and bias[1] not in settings.biases):
+            raise CheckpointError(f"{root}: {name!r} has no place in llama.cpp's {model.arch}")
+        found[made] = name
     return found
 
 

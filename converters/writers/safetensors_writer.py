@@ -9,7 +9,6 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from converters.adapters.adapter import FINGERPRINT
-from converters.adapters.merging import merge
 from converters.errors import CheckpointError
 from converters.formats.safetensors import ADAPTER, GROUPS, MAX_HEADER, OPTIMIZER, SINGLE, read_file
 from converters.storage.folder import Folder
@@ -29,8 +28,7 @@ from converters.writers.conversion import (
     required_optimizer,
     shards,
 )
-from converters.writers.draft import check_output
-from converters.writers.targets import Target, write_safetensors
+from converters.writers.targets import Target
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -124,38 +122,6 @@ def write_adapter(
         progress=progress,
         verify=verify,
         expand=True,
-        facts=facts,
-    )
-
-
-def write_merged(
-    adapter: Adapter,
-    base: Checkpoint,
-    out: str | Place,
-    *,
-    dtype: str = "keep",
-    max_shard_size: int = Choices.max_shard_size,
-    overwrite: bool = False,
-    progress: bool = True,
-    verify: bool = False,
-    facts: Mapping[str, Any] | None = None,
-) -> Plan:
-    """Write the base model with the adapter merged into it, in memory that does not grow with the model.
-
-    The arguments are those of `write_checkpoint`; with `dtype="keep"`, each tensor has the base's dtype.
-
-    Raises:
-        CheckpointError: as `write_checkpoint`; or the adapter cannot be merged into this base.
-    """
-    check_output(place(out), [adapter.root], overwrite=overwrite)
-    return write_safetensors(
-        merge(adapter, base, dtype=dtype),
-        out,
-        dtype=dtype,
-        max_shard_size=max_shard_size,
-        overwrite=overwrite,
-        progress=progress,
-        verify=verify,
         facts=facts,
     )
 

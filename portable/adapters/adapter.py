@@ -33,7 +33,7 @@ from portable.model import build as models
 from portable.model.freezing import COMPUTE, freeze, frozen_names
 from portable.model.initialize import Blueprint
 from portable.model.parameters import state_tensors, tied_names
-from portable.model.pretrained import snapshot
+from portable.model.pretrained import files_of
 from portable.model.quantized import KINDS, QuantizedLinear, QuantizedTensor, quantize
 from portable.model.tensors import to_torch
 from portable.private import of_transformers
@@ -273,10 +273,7 @@ class Adapter:
         settings = self._run.model
         if settings.from_scratch:
             return None
-        try:
-            return open_checkpoint(snapshot(str(settings.name_or_path)))
-        except CheckpointError as error:
-            raise UserError(f"model.name_or_path: {error}") from error
+        return files_of(settings, "bfloat16")
 
     def write_config(self, folder: Path) -> None:
         """Write ``adapter_config.json`` as peft does."""

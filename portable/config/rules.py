@@ -153,6 +153,11 @@ def _adapter(config: RunConfig) -> Iterator[ConflictError]:
             ("checkpoint.export", "model.name_or_path"),
             "checkpoint.export merged needs a base model with files, model.name_or_path; set it to true",
         )
+    if config.checkpoint.export == "like_base" and config.model.from_scratch:
+        yield ConflictError(
+            ("checkpoint.export", "model.name_or_path"),
+            "checkpoint.export like_base needs a quantized base model, model.name_or_path; set it to true",
+        )
     if not given:
         return
     if adapter.type is None and not from_file:

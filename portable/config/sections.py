@@ -1023,10 +1023,11 @@ class CheckpointConfig(Section):
         description="If output_dir is a URL: for how many minutes saves may fail because the store is away. "
         "The steps go on meanwhile, and each save tries again.",
     )
-    export: Flag | Literal["merged"] = Field(
+    export: Flag | Literal["merged", "like_base"] = Field(
         default=True,
         description="At the end, write safetensors into <output_dir>/final for from_pretrained: the model, "
-        "or the adapter alone, in peft's format. merged: the model with the adapter merged into it.",
+        "or the adapter alone, in peft's format. merged: the model with the adapter merged into it. "
+        "like_base: quantized as model.name_or_path is, also with an adapter merged into it.",
     )
 
     @property

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from converters import CheckpointError, dequantized, dequantizes, open_checkpoint
+from converters import CheckpointError, dequantized, dequantizes, layout_of, open_checkpoint, quantization_of
 from portable.errors import UserError, one_line
 from portable.model.build import without_quantization
 from portable.model.grown import GrownTensor
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel
 
+    from converters import Checkpoint
     from converters import Tensor as StoredTensor
     from portable.config import ModelConfig
     from portable.model.tensors import Index
@@ -79,12 +80,7 @@ def pretrained_weights(settings: ModelConfig, model: PreTrainedModel) -> Pretrai
     if described is not None and not dequantizes(described):
         weights = _dequantized(settings, model, described)
     else:
-        try:
-            checkpoint = open_checkpoint(snapshot(settings.name_or_path))
-            tensors = (checkpoint if described is None else dequantized(checkpoint, "float32")).tensors
-        except CheckpointError as error:
-            raise UserError(f"model.name_or_path: {error}") from error
-        weights = _matched(settings, model, tensors)
+        weights = _matched(settings, model, files_of(settings, "float32").tensors)
     if settings.task != "sequence-classification":
         _check_head(model, weights)
     return weights
@@ -299,6 +295,33 @@ def _check_head(model: PreTrainedModel, weights: PretrainedWeights) -> None:
             f"model.name_or_path: the checkpoint has no output head {lost[0]}{unused}, which would be "
             "randomly initialized; use a checkpoint of a language model, or set model.init: scratch"
         )
+
+
+def files_of(settings: ModelConfig, dtype: str) -> Checkpoint:
+    """The checkpoint ``model.name_or_path``, with quantized weights as floats of ``dtype``.
+
+    Raises:
+        UserError: if it cannot be read, or dequantized.
+    """
+    try:
+        checkpoint = open_checkpoint(snapshot(str(settings.name_or_path)))
+        return checkpoint if quantization_of(checkpoint) is None else dequantized(checkpoint, dtype)
+    except CheckpointError as error:
+        raise UserError(f"model.name_or_path: {error}") from error
+
+
+def layout_to_export(settings: ModelConfig) -> Checkpoint:
+    """The checkpoint ``model.name_or_path`` as it is, for ``checkpoint.export: like_base``.
+
+    Raises:
+        UserError: if it is not quantized, or in a way that cannot be written.
+    """
+    try:
+        checkpoint = open_checkpoint(snapshot(str(settings.name_or_path)))
+        layout_of(checkpoint)
+    except CheckpointError as error:
+        raise UserError(f"checkpoint.export: like_base: {error}") from error
+    return checkpoint
 
 
 # -- quantized checkpoints -----------------------------------------------------------------------------------

@@ -21,9 +21,10 @@ from converters import (
     CheckpointError,
     check_manifest,
     find_adapter,
+    merge,
     open_checkpoint,
+    quantized_like,
     write_adapter,
-    write_merged,
     write_safetensors,
 )
 from converters.errors import printable
@@ -54,6 +55,7 @@ def export(
     folder: Place,
     *,
     base: Checkpoint | None = None,
+    like: Checkpoint | None = None,
     beside: Mapping[str, Path] | None = None,
     average: bool = False,
 ) -> None:
@@ -65,6 +67,7 @@ def export(
         checkpoint: of this program.
         folder: what to write.
         base: the model to merge an adapter into; None: write the adapter.
+        like: a quantized model, whose layout is written.
         beside: further files to write, by name.
         average: write the average of the weights.
     """
@@ -74,11 +77,11 @@ def export(
             if in_store(folder):
                 _move_other_objects(folder)
                 facts = {EXPORTED: checkpoint.name}
-                _write(checkpoint, folder, base, beside or {}, average, overwrite=True, facts=facts)
+                _write(checkpoint, folder, base, like, beside or {}, average, overwrite=True, facts=facts)
                 return
             recover_export(folder)
             new = _new(folder)
-            _write(checkpoint, new, base, beside or {}, average)
+            _write(checkpoint, new, base, like, beside or {}, average)
             marker = {"checkpoint": checkpoint.name, "files": _files(new)}
             write_durably(new / MARKER, json.dumps(marker, indent=1) + "\n")
             _put(new, folder)
@@ -92,6 +95,7 @@ def _write(
     checkpoint: Place,
     out: Place,
     base: Checkpoint | None,
+    like: Checkpoint | None,
     beside: Mapping[str, Path],
     average: bool,
     **options: Any,
@@ -101,12 +105,11 @@ def _write(
         opened = opened.with_state_as_weights(AVERAGE)
     options["progress"] = at_a_terminal()
     adapter = find_adapter(opened)
-    if adapter is None:
-        write_safetensors(opened, out, **options)
-    elif base is None:
+    if adapter is not None and base is None:
         write_adapter(adapter, out, **options)
-    else:
-        write_merged(adapter, base.with_companions(beside), out, **options)
+        return
+    model = opened if adapter is None or base is None else merge(adapter, base.with_companions(beside))
+    write_safetensors(model if like is None else quantized_like(model, like), out, **options)
 
 
 def recover_export(folder: Path) -> None:

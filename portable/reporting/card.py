@@ -70,7 +70,7 @@ def model_card(
     name = config.model.name_or_path
     loader, pipeline = _AUTO[config.model.task]
     kind = None if adapter is None else str(config.adapter.type)
-    alone = kind is not None and config.checkpoint.export != "merged"
+    alone = kind is not None and config.checkpoint.export not in ("merged", "like_base")
     on_hub = name if name is not None and not Path(name).exists() and not config.model.from_scratch else None
     head = ModelCardData(
         base_model=on_hub,

@@ -17,6 +17,7 @@ from portable.errors import one_line
 from portable.formatting import human_count, table
 from portable.model.build import positions
 from portable.model.flops import parameters_in_words
+from portable.model.pretrained import layout_to_export
 from portable.model.shape_hints import shape_hints
 from portable.output.export import export
 from portable.paths import FINAL, REPORT_FILE
@@ -230,8 +231,10 @@ def export_with_card(prepared: Prepared, folder: Path, checkpoint: Place, out: P
         card = temporary / CARD
         card.write_text(text, "utf-8")
         beside = {CARD: card}
-        base = adapter.base if adapter is not None and config.checkpoint.export == "merged" else None
+        merges = config.checkpoint.export in ("merged", "like_base")
+        base = adapter.base if adapter is not None and merges else None
+        like = layout_to_export(config.model) if config.checkpoint.export == "like_base" else None
         if base is not None:  # whose config knows nothing of the labels and special tokens of this run
             prepared.model_config.save_pretrained(temporary)
             beside["config.json"] = temporary / "config.json"
-        export(checkpoint, out, base=base, beside=beside, average=config.checkpoint.export_ema)
+        export(checkpoint, out, base=base, like=like, beside=beside, average=config.checkpoint.export_ema)

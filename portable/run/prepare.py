@@ -24,6 +24,7 @@ from portable.model.labels import (
     known_classes,
     problem_of,
 )
+from portable.model.pretrained import layout_to_export
 from portable.model.special_tokens import SpecialTokens
 from portable.optim.schedule import build_schedule, too_long_a_warmup
 from portable.registry import backend_package
@@ -118,6 +119,8 @@ def prepare(settled: Settled, backend: Backend) -> Prepared:
     special_tokens = SpecialTokens(model_config, config.model)
     problem = problem_of(model_config, config.model)  # before the labels decide it
     known = known_classes(model_config, config.model)
+    if config.checkpoint.export == "like_base":
+        layout_to_export(config.model)  # refused now, not after the last step
     data = open_data(config, model_config, special_tokens)
     adopt_labels(model_config, data.classes)
     of_task = config.model.task if data.classes is None else data.classes.problem

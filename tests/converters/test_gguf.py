@@ -200,6 +200,10 @@ params = xllamacpp.CommonParams()
 params.model.path, params.n_ctx, params.warmup, params.n_parallel = sys.argv[1], 64, False, 1
 params.cpuparams.n_threads, params.cache_type_k, params.cache_type_v = 1, 0, 0  # float32
 params.flash_attn_type = 0
+if len(sys.argv) > 3:
+    lora = xllamacpp.CommonAdapterLoraInfo()
+    lora.path, lora.scale = sys.argv[3], 1.0
+    params.lora_adapters = [lora]
 server = xllamacpp.Server(params)
 for path, ask in json.loads(sys.argv[2]):
     if path == "/completions":
@@ -214,10 +218,10 @@ os._exit(0)
 """
 
 
-def asked(file: Path, *asks: tuple[str, dict[str, Any]]) -> list[dict[str, Any]]:
+def asked(file: Path, *asks: tuple[str, dict[str, Any]], lora: Path | None = None) -> list[dict[str, Any]]:
     """What llama.cpp's server answers to requests: (path, body)."""
     ran = subprocess.run(
-        [sys.executable, "-c", RUN, str(file), json.dumps(asks)],
+        [sys.executable, "-c", RUN, str(file), json.dumps(asks), *([] if lora is None else [str(lora)])],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
@@ -227,7 +231,7 @@ def asked(file: Path, *asks: tuple[str, dict[str, Any]]) -> list[dict[str, Any]]
     return told
 
 
-def distance(file: Path, model: torch.nn.Module, tokens: Tokenizer) -> float:
+def distance(file: Path, model: torch.nn.Module, tokens: Tokenizer, lora: Path | None = None) -> float:
     """The largest difference of a log probability, of a prompt longer than the windows."""
     ids = tokens.encode("The checkpoint of 2026 goes   on\n\nto 12345 TPUs, it's fine. And so on, " * 2).ids[
         :60
@@ -236,7 +240,8 @@ def distance(file: Path, model: torch.nn.Module, tokens: Tokenizer) -> float:
         wanted = torch.log_softmax(model(torch.tensor([ids])).logits[0, -1], -1)
     # The server reports a token once its text is whole; the probabilities are those before the bias.
     letter = tokens.token_to_id("a")
-    (told,) = asked(file, ("/completions", {"prompt": ids, "n_probs": VOCAB, "logit_bias": [[letter, 1000]]}))
+    ask = {"prompt": ids, "n_probs": VOCAB, "logit_bias": [[letter, 1000]]}
+    (told,) = asked(file, ("/completions", ask), lora=lora)
     first = told["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
     found = {one["id"]: one["logprob"] for one in first}
     assert len(found) == VOCAB
@@ -267,6 +272,60 @@ def test_llama_cpp_computes_the_same_or_the_setting_is_refused(
         assert main([*argv, "--dtype", dtype]) == 0
         found = distance(file, model, tokenizer(kind))
         assert found < most, dtype
+
+
+LORA: dict[str, tuple[str, dict[str, Any]]] = {
+    "rows in pairs": ("llama", {"target_modules": "all-linear"}),
+    "other ranks": (
+        "llama",
+        {
+            "target_modules": ["q_proj", "v_proj", "down_proj"],
+            "use_rslora": True,
+            "rank_pattern": {"q_proj": 2},
+            "alpha_pattern": {"v_proj": 3},
+        },
+    ),
+    "scaled queries": ("gemma2", {"target_modules": ["q_proj", "o_proj"]}),
+    "transposed layers": ("gpt2", {"target_modules": ["c_attn", "c_fc"], "fan_in_fan_out": True}),
+}
+
+
+@pytest.mark.parametrize("case", LORA)
+def test_an_adapter_computes_as_peft_does(case: str, tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    kind, settings = LORA[case]
+    model = saved(tmp_path / "base", kind)
+    tuned = get_peft_model(model, LoraConfig(r=4, lora_alpha=12, init_lora_weights=False, **settings))
+    tuned.save_pretrained(str(tmp_path / "lora"))
+    base, lora = tmp_path / "base.gguf", tmp_path / "lora.gguf"
+    assert main([str(tmp_path / "base"), str(base), "--to", "gguf", "--quiet"]) == 0
+    argv = [str(tmp_path / "lora"), str(lora), "--to", "gguf", "--config-from", str(tmp_path / "base")]
+    assert main([*argv, "--quiet", "--verify"]) == 0
+    assert distance(base, tuned.eval(), tokenizer(kind)) > 0.1  # without the adapter
+    assert distance(base, tuned, tokenizer(kind), lora) < 2e-3
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"use_dora": True}, "plain LoRA"),
+        ({"modules_to_save": ["lm_head"]}, "plain LoRA"),
+        ({"target_modules": ["embed_tokens"]}, "plain LoRA"),
+    ],
+)
+def test_other_adapters_are_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], settings: dict[str, Any], told: str
+) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model = saved(tmp_path / "base", "llama")
+    tuned = get_peft_model(model, LoraConfig(**{"target_modules": ["q_proj"], **settings}))
+    tuned.save_pretrained(str(tmp_path / "lora"))
+    argv = [str(tmp_path / "lora"), str(tmp_path / "x.gguf"), "--to", "gguf"]
+    assert main([*argv, "--config-from", str(tmp_path / "base")]) == 2
+    line = capfd.readouterr().err.splitlines()[-1]
+    assert line.startswith("error: ") and told in line and "--merge-into" in line
 
 
 @pytest.fixture(scope="module")

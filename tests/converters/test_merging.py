@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from converters import find_adapter, open_checkpoint, write_merged
+from converters import find_adapter, merge, open_checkpoint, write_safetensors
 from converters.adapters import patterns
 from converters.adapters.base_names import BaseNames
 from converters.adapters.merging import INPUTS_FIRST
@@ -712,7 +712,7 @@ def test_memory_is_one_block(tmp_path: Path) -> None:
     assert adapter is not None
     base = open_checkpoint(tmp_path / "base")
     tracemalloc.start()
-    write_merged(adapter, base, tmp_path / "out", progress=False)
+    write_safetensors(merge(adapter, base), tmp_path / "out", progress=False)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < weight.nbytes // 2
