@@ -138,7 +138,6 @@ def train_step(
     first_sample: int,
     learning_rate: float,
     max_grad_norm: float,
-    betas: tuple[float, float] | None = None,
     measures: bool = True,
 ) -> StepResult:
     """Take one optimizer step over the global batch that starts at ``first_sample``, without a host sync.
@@ -157,7 +156,7 @@ def train_step(
         losses.append(engine.accumulate(backend.place(batch), valid, last=last))
     sums = backend.sum(torch.stack(losses).sum(dim=0))
     loss, numbers = (sums, None) if sums.dim() == 0 else (sums[0], sums[1:])
-    grad_norm = engine.update(learning_rate, max_grad_norm, loss, betas=betas)
+    grad_norm = engine.update(learning_rate, max_grad_norm, loss)
     return StepResult(loss, grad_norm, numbers)
 
 
@@ -210,7 +209,6 @@ def train(
                 first_sample=progress.samples,
                 learning_rate=learning_rate,
                 max_grad_norm=max_grad_norm,
-                betas=schedule.betas(progress.step),
                 measures=_due(progress.step + 1, cadence.log_every) or progress.step + 1 == cadence.until,
             )
             progress.step += 1

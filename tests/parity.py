@@ -63,7 +63,6 @@ class Opened:
             first_sample=self.steps * self.run.plan.global_batch_size,
             learning_rate=schedule(self.steps) if learning_rate is None else learning_rate,
             max_grad_norm=settings.max_grad_norm or 0.0,
-            betas=schedule.betas(self.steps),
         )
         self.steps += 1
         return result

@@ -60,6 +60,7 @@ def assemble(
     for key, value in model.__dict__.get("changed_config", {}).items():  # by model.function
         setattr(model_config, key, value)
     models.check_vocabulary(model, size, config)
+    models.check_length(model_config, config, model)
     aligned: list[str] = []
     if tokenizer is not None:
         aligned = special_tokens.align(model, tokenizer, data.target_frame, data.end_of_turn)

@@ -377,15 +377,13 @@ def positions(config: PretrainedConfig) -> int | None:
     return bound if isinstance(bound, int) and bound > 0 else None
 
 
-def check_length(config: PretrainedConfig, run: RunConfig) -> None:
-    """Raise UserError if sequences are longer than the model's positions."""
+def check_length(config: PretrainedConfig, run: RunConfig, model: nn.Module | None = None) -> None:
+    """Raise UserError if sequences are longer than the positions of the model: with it, of those in use."""
     seq_len = run.data.longest
     bound = positions(config)
     if bound is None:
         return
-    padding = getattr(config.get_text_config(), "pad_token_id", None)
-    if isinstance(padding, int) and bound - padding - 1 < seq_len <= bound:
-        bound -= _reserved_positions(config)
+    bound -= 0 if model is None else _reserved_positions(model)
     if bound < seq_len:
         key = "data.seq_len" if seq_len == run.data.seq_len else "data.target_seq_len"
         if run.model.name_or_path is None:
@@ -395,19 +393,8 @@ def check_length(config: PretrainedConfig, run: RunConfig) -> None:
         raise UserError(f"{key}: {seq_len} tokens exceed the model's {bound} positions; lower it, {remedy}")
 
 
-def _reserved_positions(config: PretrainedConfig) -> int:
+def _reserved_positions(model: nn.Module) -> int:
     """Rows of the position table that no token uses: RoBERTa's positions start after its padding id."""
-    from accelerate import init_empty_weights
-    from transformers import AutoModel
-
-    try:
-        with init_empty_weights():
-            # The code of a hub model was trusted when its config was loaded. Without this argument
-            # transformers asks on stdin.
-            trusted = type(config).__module__.startswith("transformers_modules.")
-            model: nn.Module = AutoModel.from_config(copy.deepcopy(config), trust_remote_code=trusted)
-    except Exception:  # build_model reports what is wrong with the config
-        return 0
     reserved = 0
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and "position" in name and module.padding_idx is not None:

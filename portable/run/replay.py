@@ -125,7 +125,6 @@ def _take_steps_before(
             first_sample=progress.samples,
             learning_rate=run.schedule(progress.step),
             max_grad_norm=run.config.train.max_grad_norm or 0.0,
-            betas=run.schedule.betas(progress.step),
         )
         progress.step += 1
         progress.samples += run.plan.global_batch_size
