@@ -24,6 +24,7 @@ from portable.model.shape_hints import shape_hints
 from portable.optim.schedule import build_schedule, too_long_a_warmup
 from portable.planner.this_machine import memory_rows, planner_here
 from portable.registry import create_backend
+from portable.run.callbacks import order
 from portable.run.evaluation import judge_of
 from portable.run.finish import ranks_in_words
 from portable.run.prepare import notes_on
@@ -131,6 +132,7 @@ def _plan_rows(
         ("tokens a step", f"{plan.global_batch_size * config.data.seq_len:,}"),
         ("steps", _unknown_steps(config, data) if steps is None else f"{steps:,}"),
         ("start", f"resume from {source}" if source is not None else "step 0"),
+        ("beside each step", ", ".join(order(config))),
         *begun,
     ]
 

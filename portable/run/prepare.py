@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from portable.adapters.assemble import assemble, tokenizer_hints
 from portable.batch_plan import total_steps
@@ -15,6 +15,7 @@ from portable.data.tokens.parallel import cores
 from portable.errors import UserError
 from portable.evaluation.builtin import Setting, measures_of
 from portable.formatting import human_count
+from portable.loop import steps
 from portable.model import build as models
 from portable.model.flops import flops_per_token, parameter_count, trained_count
 from portable.model.freezing import tie_notes
@@ -35,15 +36,18 @@ from portable.run.settle import on_device
 from portable.terminal import shows_bars
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from transformers import PretrainedConfig, PreTrainedModel
 
     from portable.adapters.adapter import Adapter
-    from portable.backend import Backend
+    from portable.backend import Backend, Batch, Engine
     from portable.batch_plan import BatchPlan
     from portable.config import RunConfig
     from portable.data import Data, DataSizes
     from portable.evaluation.metrics import Measures
     from portable.evaluation.standing import Judge
+    from portable.loop import Progress, StepResult
     from portable.optim.schedule import Schedule
     from portable.run.settle import Settled
 
@@ -99,6 +103,22 @@ class Prepared:
         """Whether the micro-batch was searched for."""
         return self.settled.config.train.micro_batch_size == "auto"
 
+    def take_steps(
+        self, engine: Engine, batches: Iterator[Batch], progress: Progress, until: int, **more: Any
+    ) -> Iterator[StepResult]:
+        """See :func:`portable.loop.steps`."""
+        return steps(
+            self.backend,
+            engine,
+            batches,
+            progress,
+            plan=self.plan,
+            schedule=self.schedule,
+            max_grad_norm=self.config.train.max_grad_norm or 0.0,
+            until=until,
+            **more,
+        )
+
     @property
     def search(self) -> Search:
         """What a search for a micro-batch needs; does not keep ``model`` alive."""
@@ -134,8 +154,8 @@ def prepare(settled: Settled, backend: Backend) -> Prepared:
     reference = reference_of(config)
     data = with_computed(config, backend, data, reference)
     config = _with_micro_batch(settled, backend, model_config, data)
-    steps = total_steps(config, data.train.epoch_samples)
-    if (reason := too_long_a_warmup(config.train, steps)) is not None:
+    length = total_steps(config, data.train.epoch_samples)
+    if (reason := too_long_a_warmup(config.train, length)) is not None:
         raise UserError(reason)
     notes = notes_on(settled, model_config, assembled.aligned, data.sizes)
     if adapter is not None and config.model.from_scratch:
@@ -164,9 +184,9 @@ def prepare(settled: Settled, backend: Backend) -> Prepared:
         trained=trained_count(model),
         flops_per_token=flops,
         plan=batch_plan(config, backend),
-        steps=steps,
-        until=min(steps, config.train.stop_after or steps),
-        schedule=build_schedule(config.train, steps),
+        steps=length,
+        until=min(length, config.train.stop_after or length),
+        schedule=build_schedule(config.train, length),
         measures=measures,
         judge=judge,
         reference=reference,

@@ -17,7 +17,6 @@ from converters.console import say
 from portable.checkpoint.resume_source import checkpoints_of
 from portable.errors import UserError, one_line
 from portable.formatting import table
-from portable.loop import train_step
 from portable.paths import place_of
 from portable.ranks.consistency import agree
 from portable.run.batches import train_loader
@@ -116,18 +115,8 @@ def _take_steps_before(
     step: int, run: Prepared, engine: Engine, batches: Iterator[Batch], progress: Progress
 ) -> None:
     start = progress.step
-    while progress.step < step - 1:
-        train_step(
-            run.backend,
-            engine,
-            batches,
-            plan=run.plan,
-            first_sample=progress.samples,
-            learning_rate=run.schedule(progress.step),
-            max_grad_norm=run.config.train.max_grad_norm or 0.0,
-        )
-        progress.step += 1
-        progress.samples += run.plan.global_batch_size
+    for _ in run.take_steps(engine, batches, progress, until=step - 1):
+        pass
     health = engine.health()
     if health.halted:
         assert health.first_bad_update is not None
