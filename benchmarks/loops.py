@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from portable.backend import Batch
     from portable.config import RunConfig
-    from portable.run.prepare import Prepared
+    from portable.run.stages import Prepared
 
 
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16}

@@ -265,7 +265,7 @@ def _from_config(config: PretrainedConfig, settings: ModelConfig, attention: str
     from accelerate import init_empty_weights
 
     auto_class = getattr(transformers, AUTO_CLASSES[settings.task])
-    config = copy.deepcopy(config)  # the saved config must stay unchanged
+    saved, config = config, copy.deepcopy(config)
     text = config.get_text_config()
     vocabulary, padding = getattr(text, "vocab_size", None), getattr(text, "pad_token_id", None)
     given = settings.name_or_path is not None or "pad_token_id" in (settings.config or {})
@@ -279,7 +279,7 @@ def _from_config(config: PretrainedConfig, settings: ModelConfig, attention: str
             trust_remote_code=settings.trust_remote_code,
         )
         if settings.function is not None:
-            model = changed(model, settings.function)
+            model = changed(model, settings.function, saved)
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             if buffer.is_meta:  # created as a parameter, so it has no value
@@ -287,8 +287,11 @@ def _from_config(config: PretrainedConfig, settings: ModelConfig, attention: str
     return model
 
 
-def changed(model: PreTrainedModel, function: str) -> PreTrainedModel:
+def changed(model: PreTrainedModel, function: str, saved: PretrainedConfig | None = None) -> PreTrainedModel:
     """``model`` as ``model.function`` changes it, or the model that it returns.
+
+    Args:
+        saved: the config that is saved with the weights; gets what the function changes in the model's.
 
     Raises:
         UserError: if it fails or returns something else.
@@ -308,9 +311,10 @@ def changed(model: PreTrainedModel, function: str) -> PreTrainedModel:
         f"{told}: the parameter {next(iter(scalars), '')} is a scalar, which cannot be sharded; make it a "
         "vector of one, as in torch.ones(1)",
     )
-    after = found.config.to_dict()
-    found.__dict__["changed_config"] = {key: after[key] for key in after if after[key] != before.get(key)}
-    found.__dict__["changed_by"] = function  # so that it can be made again, for its initial weights
+    if saved is not None:
+        for key, value in found.config.to_dict().items():
+            if value != before.get(key):
+                setattr(saved, key, value)
     return found
 
 

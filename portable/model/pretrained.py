@@ -65,10 +65,15 @@ class PretrainedWeights:
         return notes
 
 
-def pretrained_weights(settings: ModelConfig, model: PreTrainedModel) -> PretrainedWeights:
+def pretrained_weights(
+    settings: ModelConfig, model: PreTrainedModel, grown_from: int | None = None
+) -> PretrainedWeights:
     """Map the tensors of the checkpoint ``model.name_or_path`` to ``model``, lazily if possible.
 
     A checkpoint of a base model fits a model with a head, and vice versa.
+
+    Args:
+        grown_from: the rows of its vocabulary before ``data.added_tokens``; None if it has not grown.
 
     Raises:
         UserError: if the checkpoint cannot be read, has another architecture or other shapes, lacks the
@@ -82,7 +87,7 @@ def pretrained_weights(settings: ModelConfig, model: PreTrainedModel) -> Pretrai
             tensors = open_checkpoint(snapshot(settings.name_or_path)).tensors
         except CheckpointError as error:
             raise UserError(f"model.name_or_path: {error}") from error
-        weights = _matched(settings, model, tensors)
+        weights = _matched(settings, model, tensors, grown_from)
     if settings.task != "sequence-classification":
         _check_head(model, weights)
     return weights
@@ -92,14 +97,14 @@ def pretrained_weights(settings: ModelConfig, model: PreTrainedModel) -> Pretrai
 
 
 def _matched(
-    settings: ModelConfig, model: PreTrainedModel, tensors: Mapping[str, StoredTensor]
+    settings: ModelConfig, model: PreTrainedModel, tensors: Mapping[str, StoredTensor], rows: int | None
 ) -> PretrainedWeights:
     wanted = state_tensors(model)
     translated = _translated(model, tensors)
     if translated is None:
         return _loaded_by_transformers(settings, model)
     sources, unclaimed = translated
-    if (rows := model.__dict__.get("grown_from")) is not None:
+    if rows is not None:
         sources = {
             name: GrownTensor(source, wanted[name].shape[0], seed=rows)
             if name in wanted and source.shape[:1] == (rows,) and wanted[name].shape[0] > rows

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from portable.data import Batch, Samples
-    from portable.run.prepare import Prepared
+    from portable.run.stages import Prepared
 
 BAR_DELAY = 1.0  # seconds that an evaluation takes before it shows a bar
 

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from portable.loop import StepResult
     from portable.paths import Place
     from portable.ranks.watchdog import Watchdog
-    from portable.run.prepare import Prepared
-    from portable.run.restore import Restored
+    from portable.run.stages import Prepared, Restored
 
 HOOKS = ("on_start", "on_step", "on_log", "on_evaluation", "on_save", "on_end")
 
@@ -57,7 +56,7 @@ class Run:
     def __init__(self, prepared: Prepared, restored: Restored, checkpoints: Checkpoints[Any]) -> None:
         engine = restored.engine
         self.config: RunConfig = prepared.config
-        self.folder: Place = prepared.settled.place
+        self.folder: Place = prepared.resolved.place
         self.rank: int = prepared.backend.rank
         self.world_size: int = prepared.backend.world_size
         self.steps: int = prepared.steps

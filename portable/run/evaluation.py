@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from portable.evaluation.metrics import Measures
     from portable.loop import Progress
     from portable.run.callbacks import Run
-    from portable.run.prepare import Prepared
+    from portable.run.stages import Prepared
 
 
 def evaluate_all(

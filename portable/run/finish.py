@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     from portable.reporting.profiling import Profiler
     from portable.reporting.reporter import Reporter
     from portable.run.callbacks import Run
-    from portable.run.prepare import Prepared
-    from portable.run.restore import Restored
+    from portable.run.stages import Prepared, Restored
     from portable.run.uploads import Uploads
 
 PROMPT_TOKENS = 32

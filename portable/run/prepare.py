@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from portable.adapters.assemble import assemble, tokenizer_hints
 from portable.batch_plan import total_steps
@@ -15,7 +15,6 @@ from portable.data.tokens.parallel import cores
 from portable.errors import UserError
 from portable.evaluation.builtin import Setting, measures_of
 from portable.formatting import human_count
-from portable.loop import steps
 from portable.model import build as models
 from portable.model.flops import flops_per_token, parameter_count, trained_count
 from portable.model.freezing import tie_notes
@@ -31,101 +30,21 @@ from portable.registry import backend_package
 from portable.run import micro_batch
 from portable.run.evaluation import judge_of
 from portable.run.micro_batch import Search, batch_plan
-from portable.run.once import reference_of, with_computed
+from portable.run.precompute import reference_of, with_computed
 from portable.run.settle import on_device
+from portable.run.stages import Prepared
 from portable.terminal import shows_bars
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from transformers import PretrainedConfig
 
-    from transformers import PretrainedConfig, PreTrainedModel
-
-    from portable.adapters.adapter import Adapter
-    from portable.backend import Backend, Batch, Engine
-    from portable.batch_plan import BatchPlan
+    from portable.backend import Backend
     from portable.config import RunConfig
     from portable.data import Data, DataSizes
-    from portable.evaluation.metrics import Measures
-    from portable.evaluation.standing import Judge
-    from portable.loop import Progress, StepResult
-    from portable.optim.schedule import Schedule
-    from portable.run.settle import Settled
+    from portable.run.stages import Resolved
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """What every later stage reads.
-
-    Attributes:
-        settled: what the launcher settled.
-        config: the same with the micro-batch that ``auto`` came to.
-        backend: of this rank.
-        model_config: as it is saved with the weights.
-        data: tokenizer, samples and their order.
-        model: on the meta device until an engine fills it.
-        adapter: in ``model``; None if all of it is trained.
-        architecture: class of ``model``, before anything wraps it.
-        parameters: of ``model``, tied ones counted once.
-        trained: how many of them are trained.
-        flops_per_token: forward and backward, as the PaLM paper counts.
-        plan: how this rank goes through a global batch.
-        steps: length of the schedule.
-        until: the step at which this launch ends.
-        schedule: learning rate by step.
-        measures: the metrics of an evaluation.
-        judge: compares evaluations; None if nothing follows from them.
-        reference: a digest of the weights that the loss compares with; None without such.
-        notes: what may surprise the user, one line each.
-    """
-
-    settled: Settled
-    config: RunConfig
-    backend: Backend
-    model_config: PretrainedConfig
-    data: Data
-    model: PreTrainedModel
-    adapter: Adapter | None
-    architecture: str
-    parameters: int
-    trained: int
-    flops_per_token: float
-    plan: BatchPlan
-    steps: int
-    until: int
-    schedule: Schedule
-    measures: Measures
-    judge: Judge | None
-    reference: str | None
-    notes: tuple[str, ...]
-
-    @property
-    def searches(self) -> bool:
-        """Whether the micro-batch was searched for."""
-        return self.settled.config.train.micro_batch_size == "auto"
-
-    def take_steps(
-        self, engine: Engine, batches: Iterator[Batch], progress: Progress, until: int, **more: Any
-    ) -> Iterator[StepResult]:
-        """See :func:`portable.loop.steps`."""
-        return steps(
-            self.backend,
-            engine,
-            batches,
-            progress,
-            plan=self.plan,
-            schedule=self.schedule,
-            max_grad_norm=self.config.train.max_grad_norm or 0.0,
-            until=until,
-            **more,
-        )
-
-    @property
-    def search(self) -> Search:
-        """What a search for a micro-batch needs; does not keep ``model`` alive."""
-        return _search(self.settled, self.config, self.backend, self.model_config, self.data)
-
-
-def prepare(settled: Settled, backend: Backend) -> Prepared:
+def prepare(settled: Resolved, backend: Backend) -> Prepared:
     """Build all of it. Before :meth:`Backend.start`: a search for a micro-batch starts groups of its own.
 
     Raises:
@@ -172,13 +91,14 @@ def prepare(settled: Settled, backend: Backend) -> Prepared:
             "this order"
         )
     return Prepared(
-        settled=settled,
+        resolved=settled,
         config=config,
         backend=backend,
         model_config=model_config,
         data=data,
         model=model,
         adapter=adapter,
+        grown_from=assembled.grown_from,
         architecture=architecture,
         parameters=parameters,
         trained=trained_count(model),
@@ -218,31 +138,25 @@ def with_agreed_micro_batch(prepared: Prepared) -> Prepared:
     backend, config = prepared.backend, prepared.config
     found = prepared.plan.micro_batch_size
     config = micro_batch.with_micro_batch(
-        config, micro_batch.agreed(found, config, prepared.settled.world, backend)
+        config, micro_batch.agreed(found, config, prepared.resolved.world, backend)
     )
     return replace(prepared, config=config, plan=batch_plan(config, backend))
 
 
 def _with_micro_batch(
-    settled: Settled, backend: Backend, model_config: PretrainedConfig, data: Data
+    settled: Resolved, backend: Backend, model_config: PretrainedConfig, data: Data
 ) -> RunConfig:
     config = settled.config
     if config.train.micro_batch_size != "auto":
         return config
     size = micro_batch.begun_with(config, settled.existing, settled.place, settled.world)
     if size is None:
-        size = micro_batch.largest(_search(settled, config, backend, model_config, data))
+        size = micro_batch.largest(Search(backend, config, model_config, data.train, settled.world))
     return micro_batch.with_micro_batch(config, size)
 
 
-def _search(
-    settled: Settled, config: RunConfig, backend: Backend, model_config: PretrainedConfig, data: Data
-) -> Search:
-    return Search(backend, config, model_config, data.train, settled.world)
-
-
 def notes_on(
-    settled: Settled, model_config: PretrainedConfig, aligned: list[str], data: DataSizes
+    settled: Resolved, model_config: PretrainedConfig, aligned: list[str], data: DataSizes
 ) -> list[str]:
     """What may surprise the user before the first step, one line each.
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from portable.backend import Backend, Batch, Engine
     from portable.loop import Progress
     from portable.paths import Place
-    from portable.run.prepare import Prepared
+    from portable.run.stages import Prepared
 
 _SHOWN = 160  # characters of a sample's text
 
@@ -101,7 +101,7 @@ def replay_step(run: Prepared, step: int) -> int:
 
 def _last_before(run: Prepared, step: int) -> Place | None:
     """The newest checkpoint from which ``step`` is still to come; None: from the start."""
-    own = checkpoints_of(run.settled.place).complete()
+    own = checkpoints_of(run.resolved.place).complete()
     before: list[Place] = [folder for done, folder in own if done < step]
     if before:
         return before[-1]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from portable.loop import Progress
     from portable.ranks.watchdog import Watchdog
     from portable.run.callbacks import Health, Run
-    from portable.run.prepare import Prepared
+    from portable.run.stages import Prepared
 
 
 ADAPTER = "adapter"

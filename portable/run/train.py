@@ -41,8 +41,7 @@ if TYPE_CHECKING:
     from portable.loop import Callback
     from portable.output.output_dir import Output
     from portable.reporting.run_log import RunLog
-    from portable.run.prepare import Prepared
-    from portable.run.restore import Restored
+    from portable.run.stages import Prepared, Restored
 
 EXIT_DONE, EXIT_STOPPED = 0, 75
 
@@ -125,7 +124,7 @@ def _hold(prepared: Prepared, output: Output, held: ExitStack) -> Hub | None:
     try:
         if prepared.backend.rank == 0:
             held.enter_context(output.held())
-            check_unchanged(output.place, prepared.settled.existing)
+            check_unchanged(output.place, prepared.resolved.existing)
             if pushes(prepared.config):
                 hub = Hub(prepared.config)
                 hub.create()
