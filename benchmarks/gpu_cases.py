@@ -19,7 +19,7 @@ from portable.config import load_config
 from portable.planner.memory_model import Setting as Sharding
 from portable.planner.this_machine import planner_here
 from portable.registry import create_backend
-from portable.run.prepare import Prepared, prepare
+from portable.run.prepare import prepare
 from portable.run.settle import settle
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from benchmarks.loops import Turn
     from portable.backend import Backend
+    from portable.run.stages import Prepared
 
 OURS, BARE, ACCELERATE, TRAINER = "portable-train", "bare PyTorch", "Accelerate", "Trainer"
 COMPILED_TRAINER, FLOAT8 = "Trainer, compiled", "portable-train, fp8"

@@ -25,7 +25,7 @@ from benchmarks.gpu_cases import (
 from benchmarks.loops import PortableLoop
 from portable.checkpoint.store import Checkpoints
 from portable.errors import UserError
-from portable.loop import Progress, train_step
+from portable.loop import Progress
 from portable.model.parameters import state_tensors
 from portable.registry import create_backend
 from portable.run.batches import train_loader
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from portable.backend import Engine
-    from portable.run.prepare import Prepared
+    from portable.run.stages import Prepared
 
 # -- the table of the guide --------------------------------------------------------------------------------
 
@@ -365,15 +365,7 @@ def _tensors(engine: Any) -> list[torch.Tensor]:
 def _step(run: Prepared, engine: Engine) -> None:
     """Take one optimizer step, so that the optimizer has its state."""
     batches = iter(train_loader(run, 0))
-    train_step(
-        run.backend,
-        engine,
-        batches,
-        plan=run.plan,
-        first_sample=0,
-        learning_rate=1e-4,
-        max_grad_norm=1.0,
-    )
+    list(run.take_steps(engine, batches, Progress(0, 0), until=1))
     batches.close()
 
 

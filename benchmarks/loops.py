@@ -20,14 +20,14 @@ import torch
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
-from portable.loop import Cadence, Events, train
+from portable.loop import Cadence, Callback, train
 from portable.model.groups import groups_of
 from portable.optim.optimizers import parameter_groups
 from portable.output.output_dir import Output
-from portable.reporting.run_log import RunLog
-from portable.run.batches import train_loader
+from portable.reporting.reporter import Reporter
+from portable.run.batches import Awaited, train_loader
+from portable.run.callbacks import Run
 from portable.run.restore import restore
-from portable.run.train import Open, new_reporter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -37,9 +37,7 @@ if TYPE_CHECKING:
 
     from portable.backend import Batch
     from portable.config import RunConfig
-    from portable.loop import Progress
-    from portable.reporting.reporter import Reporter
-    from portable.run.prepare import Prepared
+    from portable.run.stages import Prepared
 
 
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16}
@@ -255,37 +253,23 @@ class PortableLoop:
     name = "portable-train"
 
     def __init__(self, prepared: Prepared, folder: Path, now: Callable[[], float]) -> None:
-        self._prepared = prepared
         restored = restore(prepared, None)
-        self._engine, self._progress = restored.engine, restored.progress
-        self.model = self._engine.model
-        self._batches = iter(train_loader(prepared, 0))
+        self.model = restored.engine.model
+        self._batches = Awaited(iter(train_loader(prepared, 0)))
         self._clock = StepClock(prepared.backend.device, now)
         folder.mkdir()
         with _quiet():
             output = Output(folder, prepared.backend.rank)
-            checkpoints = output.checkpoints(keep=None)
-            opened = Open(output, checkpoints, restored, None, RunLog(prepared.backend.rank))
-            self._reporter = new_reporter(prepared, opened, lambda _: None)
-        self._events = _Timed(self._reporter, self._clock)
+            self._run = Run(prepared, restored, output.checkpoints(keep=None))
+            self._reporter = Reporter(self._run, output, self._batches, None)
+        self._run.callbacks = [self._reporter, _Ticks(self._clock)]
 
     def turn(self, steps: int) -> Turn:
-        prepared = self._prepared
+        # The last step of a launch is always logged.
+        self._run.cadence = Cadence(until=self._run.step + steps, log_every=0, eval_every=0, save_every=0)
         with _quiet():
             self._clock.start()
-            train(
-                prepared.backend,
-                self._engine,
-                self._batches,
-                None,
-                progress=self._progress,
-                # The last step of a launch is always logged.
-                cadence=Cadence(until=self._progress.step + steps, log_every=0, eval_every=0, save_every=0),
-                schedule=prepared.schedule,
-                plan=prepared.plan,
-                max_grad_norm=prepared.config.train.max_grad_norm or 0.0,
-                events=self._events,
-            )
+            train(self._run, self._batches)
             seconds = self._clock.stop()
         return Turn(seconds, self._reporter.last_loss)
 
@@ -294,21 +278,13 @@ class PortableLoop:
         self._reporter.close()
 
 
-class _Timed(Events):
-    """The reporter of a real run without checkpoints, with a clock that stops when a step is complete."""
+class _Ticks(Callback):
+    """Beside the reporter of a real run without checkpoints: a clock that stops when a step is complete."""
 
-    def __init__(self, reporter: Reporter, clock: StepClock) -> None:
-        self._reporter = reporter
+    def __init__(self, clock: StepClock) -> None:
         self._clock = clock
 
-    def on_step(self, progress: Progress) -> None:
-        self._reporter.on_step(progress)
-
-    def on_log(self, progress: Progress, *values: Any) -> None:
-        self._reporter.on_log(progress, *values)
-
-    def on_pause(self, seconds: float) -> None:
-        self._reporter.on_pause(seconds)
+    def on_step(self, run: Run) -> None:
         self._clock.tick()
 
 

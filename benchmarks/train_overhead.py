@@ -38,13 +38,15 @@ from benchmarks.loops import (
 from benchmarks.machine import command_line, describe_machine
 from portable.config import RunConfig, load_config
 from portable.registry import create_backend, resolve_backend
-from portable.run.prepare import Prepared, prepare
+from portable.run.prepare import prepare
 from portable.run.settle import settle
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import nn
+
+    from portable.run.stages import Prepared
 
 SAME_LOSS = 1e-6
 """Largest relative difference of this project's fp32 losses from the bare loop's."""

@@ -30,12 +30,12 @@ from torch.nn import functional
 
 from benchmarks.machine import command_line, describe_machine
 from portable.config import load_config
-from portable.loop import train_step
+from portable.loop import Progress
 from portable.model.groups import groups_of
 from portable.optim.optimizers import parameter_groups
 from portable.registry import create_backend
 from portable.run.batches import train_loader
-from portable.run.prepare import Prepared, prepare
+from portable.run.prepare import prepare
 from portable.run.restore import restore
 from portable.run.settle import settle
 from tpu.graphs import counted
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from portable.backend import Backend, Batch
+    from portable.run.stages import Prepared
 
 SAME_LOSS = 1e-6
 BARE = "bare torch_xla"
@@ -70,22 +71,13 @@ class Ours:
         self._prepared, self._backend = prepared, backend
         self.engine = restore(prepared, None).engine
         self._batches = iter(train_loader(prepared, 0))
-        self._step = 0
+        self._progress = Progress(0, 0)
 
     def turn(self, steps: int) -> float:
-        plan, schedule = self._prepared.plan, self._prepared.schedule
-        for _ in range(steps):
-            result = train_step(
-                self._backend,
-                self.engine,
-                self._batches,
-                plan=plan,
-                first_sample=self._step * plan.global_batch_size,
-                learning_rate=schedule(self._step),
-                max_grad_norm=1.0,
-            )
-            self._step += 1
-        return self._backend.read([result.loss])[0]
+        until = self._progress.step + steps
+        for result in self._prepared.take_steps(self.engine, self._batches, self._progress, until):
+            last = result
+        return self._backend.read([last.loss])[0]
 
     def close(self) -> None:
         self._batches.close()

@@ -51,7 +51,7 @@ from portable.model.tensors import to_torch
 from portable.ranks.launch import launch
 from portable.registry import create_backend, resolve_backend
 from portable.run.batches import train_loader
-from portable.run.prepare import Prepared, prepare
+from portable.run.prepare import prepare
 from portable.run.settle import settle
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from portable.config import RunConfig
+    from portable.run.stages import Prepared
 
 SAME_LOSS = 1e-5
 """Largest relative difference of this project's fp32 losses from the bare loop's."""

@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     from portable.config import RunConfig, load_config
     from portable.errors import RunError, UserError
     from portable.evaluation.metrics import Metric
+    from portable.loop import Callback
     from portable.model.training_loss import Loss, Outputs
     from portable.optim.own import MakesOptimizer
-    from portable.run.callbacks import Callback, Run
+    from portable.run.callbacks import Run
 
 __all__ = [
     "Callback",
@@ -76,7 +77,7 @@ sys.meta_path.insert(0, _Beside)
 
 # Imported at the first use (PEP 562): every module of the package passes here, and few need all of it.
 _HOMES = {
-    "Callback": "portable.run.callbacks",
+    "Callback": "portable.loop",
     "Loss": "portable.model.training_loss",
     "MakesOptimizer": "portable.optim.own",
     "Metric": "portable.evaluation.metrics",

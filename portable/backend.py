@@ -80,14 +80,7 @@ class Engine(Protocol):
             numbers to log, ``[1 + numbers]``: the loss, and its share of each.
         """
 
-    def update(
-        self,
-        learning_rate: float,
-        max_norm: float,
-        loss: Tensor,
-        *,
-        betas: tuple[float, float] | None = None,
-    ) -> Tensor:
+    def update(self, learning_rate: float, max_norm: float, loss: Tensor) -> Tensor:
         """Clip, step, zero. Skips an update whose loss or norm is not finite, on all ranks alike.
 
         A skipped update leaves weights, moments and step counts bit for bit unchanged. After as many skipped
@@ -97,7 +90,6 @@ class Engine(Protocol):
             learning_rate: of this step.
             max_norm: bound of the global gradient norm; 0 does not clip.
             loss: the global loss of this step, a device scalar.
-            betas: Adam's decay rates from this step on, if the schedule moves them.
 
         Returns:
             the gradient norm before clipping, an fp32 device scalar (no host sync).

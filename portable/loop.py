@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from portable.errors import RunError
 from portable.evaluation.standing import Standing
 from portable.ranks.stop_signals import stop_signals
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from torch import Tensor
 
     from portable.backend import Backend, Batch, Engine
     from portable.batch_plan import BatchPlan
-    from portable.evaluation.standing import Verdict
-    from portable.optim.schedule import Schedule
+    from portable.paths import Place
+    from portable.run.callbacks import Run
 
 
 @dataclass(frozen=True)
@@ -34,6 +32,7 @@ class StepResult:
     loss: Tensor
     grad_norm: Tensor
     numbers: Tensor | None = None
+    learning_rate: float = 0.0
 
 
 @dataclass
@@ -55,19 +54,6 @@ class Progress:
     ended: bool = False
 
 
-class Evaluation(Protocol):
-    """The evaluations of a run, and what follows from them. All ranks call each method."""
-
-    def __call__(self, progress: Progress, *, counts: bool) -> Verdict:
-        """Evaluate and report. If it ``counts``, compare with earlier ones, in ``progress.standing``."""
-
-    def lacks(self, progress: Progress, *, counts: bool) -> bool:
-        """Whether the evaluation after ``progress.step`` is missing; the arguments are those of a call."""
-
-    def ends(self, progress: Progress) -> bool:
-        """Whether the run ends early, by the evaluations so far."""
-
-
 @dataclass(frozen=True)
 class Cadence:
     """Intervals in optimizer steps; 0 means never.
@@ -87,46 +73,94 @@ class Cadence:
     eval_samples: float = 0.0
     save_samples: float = 0.0
 
+    def measures(self, step: int) -> bool:
+        """Whether step ``step``, from 1, is logged wherever the launch ends, and measures what that shows."""
+        return step == self.until or _every(step, self.log_every)
 
-class Events:
-    """Callbacks of the loop. The defaults do nothing."""
+    def due(self, progress: Progress, global_batch_size: int, *, stopping: bool = False) -> Due:
+        """What is due after ``progress.step``; ``stopping``: at a signal, which leaves an evaluation out."""
 
-    def on_step(self, progress: Progress) -> None:
-        """Called after every step. Must not read from the device."""
+        def passed(every: float) -> bool:
+            """Whether the latest step reached or passed a multiple of ``every`` samples."""
+            # The tolerance makes three thirds of an epoch an epoch in spite of rounding.
+            now, before = progress.samples, progress.samples - global_batch_size
+            return every > 0 and math.floor(now / every + 1e-9) > math.floor(before / every + 1e-9)
 
-    def on_log(
-        self,
-        progress: Progress,
-        loss: float,
-        grad_norm: float,
-        learning_rate: float,
-        numbers: Mapping[str, float],
-    ) -> None:
-        """Called every ``log_every`` steps, with values read from the device.
+        step, at_end = progress.step, progress.step == self.until
+        last = stopping or at_end
+        regular = (
+            (at_end and not self.stops_early) or _every(step, self.eval_every) or passed(self.eval_samples)
+        )
+        return Due(
+            log=last or _every(step, self.log_every),
+            evaluation=at_end or (regular and not stopping),
+            counts=regular,
+            save=last or _every(step, self.save_every) or passed(self.save_samples),
+        )
 
-        ``numbers`` are those of ``train.loss``.
-        """
 
-    def on_save(self, progress: Progress) -> None:
-        """Write a checkpoint. Called on all ranks."""
+@dataclass
+class Due:
+    """What is to be done after a step. An evaluation that ``counts`` would be one wherever a launch ends."""
 
-    def on_skipped(self, progress: Progress, count: int, message: str) -> None:
-        """Called when ``count`` more updates were skipped; ``message`` describes the latest streak."""
+    log: bool = False
+    evaluation: bool = False
+    counts: bool = False
+    save: bool = False
 
-    def wants(self) -> tuple[bool, bool]:
-        """Whether to end the run, and to save a checkpoint, after this step; the same on all ranks."""
-        return False, False
 
-    def on_pause(self, seconds: float) -> None:
-        """Called after each step with the ``seconds`` that its save and evaluation took."""
+def _every(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0
 
-    def last_checkpoint(self) -> str:
-        """The last good checkpoint, for error messages."""
-        return "none"
 
-    def replay(self, step: int) -> str:
-        """The command that repeats ``step`` and locates the first non-finite value."""
-        return f"portable-train --replay {step}"
+class Callback:
+    """What happens beside the steps of a launch. A run has a list of them, whose order is the order of calls.
+
+    One of the user's, such as ``my_package.my_module:MyCallback`` in ``train.callbacks``, has some of the
+    methods that begin with ``on_``, and need not be of this class. All are called on every rank. An exception
+    in one ends the run on all ranks. None may change the model, and only those after :meth:`on_step` may read
+    from the device.
+    """
+
+    def on_start(self, run: Run) -> None:
+        """Before the first step of a launch."""
+
+    def on_step(self, run: Run) -> None:
+        """After every step. Must not read from the device, but for what ``run.due`` names."""
+
+    def on_log(self, run: Run, values: Mapping[str, float]) -> None:
+        """With the loss, the gradient norm, the learning rate and what ``train.loss`` logs."""
+
+    def on_evaluation(self, run: Run, values: Mapping[str, Any]) -> None:
+        """With the values of an evaluation, named as in metrics.jsonl."""
+
+    def on_save(self, run: Run) -> None:
+        """A checkpoint of this step is being written."""
+
+    def on_end(self, run: Run) -> None:
+        """After the last step of a launch, before the export."""
+
+    # -- of the run's own alone --------------------------------------------------------------------------
+
+    def over(self, batches: Iterable[Batch]) -> Iterable[Batch]:
+        """``batches`` of the steps or of an evaluation, looked after on their way."""
+        return batches
+
+    def skipped(self, run: Run, count: int, message: str) -> None:
+        """``count`` more updates were skipped; ``message`` describes the latest streak."""
+
+    def paused(self, run: Run, seconds: float) -> None:
+        """An evaluation or a save took ``seconds``."""
+
+    def completed(self, run: Run, checkpoint: Place) -> None:
+        """A checkpoint is complete; on rank 0 alone."""
+
+    def close(self) -> None:
+        """The launch has ended, whatever has happened."""
+
+    def call(self, method: str, run: Run, *values: Any) -> None:
+        """Call one of the methods above."""
+        getattr(self, method)(run, *values)
 
 
 def train_step(
@@ -138,7 +172,6 @@ def train_step(
     first_sample: int,
     learning_rate: float,
     max_grad_norm: float,
-    betas: tuple[float, float] | None = None,
     measures: bool = True,
 ) -> StepResult:
     """Take one optimizer step over the global batch that starts at ``first_sample``, without a host sync.
@@ -157,130 +190,63 @@ def train_step(
         losses.append(engine.accumulate(backend.place(batch), valid, last=last))
     sums = backend.sum(torch.stack(losses).sum(dim=0))
     loss, numbers = (sums, None) if sums.dim() == 0 else (sums[0], sums[1:])
-    grad_norm = engine.update(learning_rate, max_grad_norm, loss, betas=betas)
-    return StepResult(loss, grad_norm, numbers)
+    grad_norm = engine.update(learning_rate, max_grad_norm, loss)
+    return StepResult(loss, grad_norm, numbers, learning_rate)
 
 
-def train(
+def steps(
     backend: Backend,
     engine: Engine,
     micro_batches: Iterator[Batch],
-    evaluation: Evaluation | None,
-    *,
     progress: Progress,
-    cadence: Cadence,
-    schedule: Schedule,
+    *,
     plan: BatchPlan,
+    schedule: Callable[[int], float],
     max_grad_norm: float,
-    events: Events,
-) -> bool:
-    """Train from ``progress`` until step ``cadence.until``.
+    until: int,
+    measures: Callable[[int], bool] = lambda step: True,
+) -> Iterator[StepResult]:
+    """Take optimizer steps until ``progress.step`` is ``until`` or ``progress.ended``; all ranks do alike.
+
+    Yields what came of each, once ``progress`` has moved on. Without a host sync.
+
+    Args:
+        schedule: the learning rate of a step, from 0.
+        measures: whether a step, from 1, measures hits and entropy beside its loss.
+    """
+    while progress.step < until and not progress.ended:
+        result = train_step(
+            backend,
+            engine,
+            micro_batches,
+            plan=plan,
+            first_sample=progress.samples,
+            learning_rate=schedule(progress.step),
+            max_grad_norm=max_grad_norm,
+            measures=measures(progress.step + 1),
+        )
+        progress.step += 1
+        progress.samples += plan.global_batch_size
+        yield result
+
+
+def train(run: Run, micro_batches: Iterable[Batch]) -> bool:
+    """Train until step ``run.cadence.until``, with the callbacks of ``run`` beside the steps.
 
     Returns:
         whether SIGTERM or SIGINT stopped the run early. A checkpoint is saved then, too.
-
-    Raises:
-        RunError: if as many updates in a row were not finite as ``train.on_non_finite`` allows. The weights
-            are those from before the first of them.
     """
-    start = Progress(progress.step, progress.samples, progress.skipped)
-    saved = progress.step
-
-    def regular() -> bool:
-        """Whether an evaluation is due wherever this launch ends."""
-        ends = progress.step == cadence.until and not cadence.stops_early
-        by_samples = _passed(progress, plan, cadence.eval_samples)
-        return ends or _due(progress.step, cadence.eval_every) or by_samples
-
-    def due_evaluation() -> Evaluation | None:
-        return evaluation if regular() or progress.step == cadence.until else None
-
-    # A signal ends a launch with a checkpoint, but without the evaluation that was due.
-    if progress.step > 0 and (due := due_evaluation()) and due.lacks(progress, counts=regular()):
-        due(progress, counts=regular())
-    progress.ended = evaluation is not None and evaluation.ends(progress)
+    backend, progress, cadence, plan = run.backend, run.progress, run.cadence, run.prepared.plan
+    run.call("on_start")
     with stop_signals() as stop_requested:
-        while progress.step < cadence.until and not progress.ended:
-            learning_rate = schedule(progress.step)
-            result = train_step(
-                backend,
-                engine,
-                micro_batches,
-                plan=plan,
-                first_sample=progress.samples,
-                learning_rate=learning_rate,
-                max_grad_norm=max_grad_norm,
-                betas=schedule.betas(progress.step),
-                measures=_due(progress.step + 1, cadence.log_every) or progress.step + 1 == cadence.until,
-            )
-            progress.step += 1
-            progress.samples += plan.global_batch_size
-            events.on_step(progress)
-
+        batches = iter(run.over(micro_batches))
+        taken = run.prepared.take_steps(
+            run.engine, batches, progress, cadence.until, measures=cadence.measures
+        )
+        for run.result in taken:
             stopping = backend.any(stop_requested())
-            last = stopping or progress.step == cadence.until
-            log_due = last or _due(progress.step, cadence.log_every)
-            save_due = last or _due(progress.step, cadence.save_every)
-            save_due = save_due or _passed(progress, plan, cadence.save_samples)
-            due = due_evaluation() if not stopping or progress.step == cadence.until else None
-            if log_due or save_due or due:
-                _check_skipped(engine, plan, start, progress, events)
-            if log_due:
-                extra = [] if result.numbers is None else [result.numbers]
-                loss, grad_norm, *numbers = backend.read([result.loss, result.grad_norm, *extra])
-                named = engine.objective.named(numbers)
-                events.on_log(progress, loss, grad_norm, learning_rate, named)
-            paused = time.perf_counter()
-            if due:  # before the save, which holds what follows from it
-                verdict = due(progress, counts=regular())
-                progress.ended = verdict.stop
-                save_due = save_due or verdict.save or verdict.stop
-            stop, save = events.wants()
-            if stop or save:
-                _check_skipped(engine, plan, start, progress, events)
-                progress.ended, save_due = progress.ended or stop, True
-            if save_due and progress.step > saved:
-                events.on_save(progress)
-                saved = progress.step
-            events.on_pause(time.perf_counter() - paused)
+            run.due = cadence.due(progress, plan.global_batch_size, stopping=stopping)
+            run.call("on_step")
             if stopping:
                 return progress.step < cadence.until and not progress.ended
     return False
-
-
-def _due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0
-
-
-def _passed(progress: Progress, plan: BatchPlan, every: float) -> bool:
-    """Whether the latest step reached or passed a multiple of ``every`` samples."""
-    if every <= 0:
-        return False
-    before = progress.samples - plan.global_batch_size
-    # The tolerance makes three thirds of an epoch an epoch in spite of rounding.
-    return math.floor(progress.samples / every + 1e-9) > math.floor(before / every + 1e-9)
-
-
-def _check_skipped(
-    engine: Engine, plan: BatchPlan, start: Progress, progress: Progress, events: Events
-) -> None:
-    """Update ``progress.skipped``; report new skipped updates, or raise. ``start``: of this launch."""
-    health = engine.health()
-    skipped = start.skipped + health.skipped_updates
-    new, progress.skipped = skipped - progress.skipped, skipped
-    if new == 0 or health.first_bad_update is None:
-        return
-    step = start.step + health.first_bad_update + 1
-    sample = start.samples + health.first_bad_update * plan.global_batch_size
-    what = "loss is" if health.bad_loss else "gradients are"
-    found = f"step {step} (samples {sample} to {sample + plan.global_batch_size - 1}): the {what} not finite"
-    remedy = f"to locate the cause: {events.replay(step)}"
-    if not health.halted:
-        events.on_skipped(progress, new, f"{found}; {remedy}")
-        return
-    if health.halted > 1:
-        found += f", nor in the next {health.halted - 1} steps"
-    raise RunError(
-        f"{found}; the update was skipped; last good checkpoint: {events.last_checkpoint()}; {remedy}; or "
-        "lower train.learning_rate or train.max_grad_norm"
-    )

@@ -13,7 +13,7 @@ from portable.data import TrainLoader
 from portable.loop import train_step
 from portable.registry import create_backend
 from portable.run.batches import train_loader
-from portable.run.prepare import Prepared, prepare
+from portable.run.prepare import prepare
 from portable.run.restore import restore
 from portable.run.settle import settle
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from portable.config import RunConfig
     from portable.loop import StepResult
+    from portable.run.stages import Prepared
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,6 @@ class Opened:
             first_sample=self.steps * self.run.plan.global_batch_size,
             learning_rate=schedule(self.steps) if learning_rate is None else learning_rate,
             max_grad_norm=settings.max_grad_norm or 0.0,
-            betas=schedule.betas(self.steps),
         )
         self.steps += 1
         return result

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from portable.optim import own
-from portable.optim.schedule import build_schedule
 from portable.plugins import names_code
 
 if TYPE_CHECKING:
@@ -50,10 +49,6 @@ def unsupported_settings(config: RunConfig) -> Iterator[tuple[bool, str]]:
         config.train.optimizer not in OPTIMIZERS and not is_own,
         f"train.optimizer: {config.train.optimizer} needs CUDA or CPU kernels; use one of "
         f"{', '.join(OPTIMIZERS)}",
-    )
-    yield (
-        build_schedule(config.train, 1).betas(0) is not None,
-        "train.schedule_params: cycle_momentum would compile a graph per step on xla; set it to false",
     )
     yield (
         config.adapter.base in ("nf4", "int8"),

@@ -232,15 +232,7 @@ class XlaEngine:
             return self._spec_of(name, tensor)
         return self.layout.replicated(tensor.dim())
 
-    def update(
-        self,
-        learning_rate: float,
-        max_norm: float,
-        loss: Tensor,
-        *,
-        betas: tuple[float, float] | None = None,
-    ) -> Tensor:
-        # betas are constants of the graph: the backend refuses a schedule that changes them.
+    def update(self, learning_rate: float, max_norm: float, loss: Tensor) -> Tensor:
         self._rate = learning_rate
         norm = self._updated(self.layout.whole(torch.tensor(learning_rate)), max_norm, loss)
         self.graphs.run("step" if self._accumulated is None else "update", [loss, norm, self._account])

@@ -140,14 +140,7 @@ class TorchEngine:
         self._captured.keep_gradients(self._parameters, last=last)
         return shares(loss, numbers)
 
-    def update(
-        self,
-        learning_rate: float,
-        max_norm: float,
-        loss: Tensor,
-        *,
-        betas: tuple[float, float] | None = None,
-    ) -> Tensor:
+    def update(self, learning_rate: float, max_norm: float, loss: Tensor) -> Tensor:
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         if self._scaler is not None and gradients:
             parts = [local(gradient) for gradient in gradients]
@@ -162,7 +155,7 @@ class TorchEngine:
         finite = torch.isfinite(norm) & torch.isfinite(loss)
         bad = ~finite if self._scaler is None else self._scaler.update(~finite)
         self._account, left_out = count_update(self._account, bad=bad, loss=loss, limit=self._limit)
-        set_rates(self._optimizer, learning_rate, betas, self._settings)
+        set_rates(self._optimizer, learning_rate, self._settings)
         # If found_inf is 1 the fused optimizers change nothing. They read it on the parameters' device, so
         # that only offloading syncs, which it does for the gradients anyway.
         place = next(iter(self._trained.values())).device

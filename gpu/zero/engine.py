@@ -26,6 +26,7 @@ from gpu.zero.partitions import FlatPartitions, ShardedPartitions
 from gpu.zero.saving import ZeroSaver
 from gpu.zero.settings import ModelSizes, settings_for
 from portable.batch_plan import plan_batches
+from portable.checkpoint.external import own_state
 from portable.checkpoint.match_to_model import stored_state
 from portable.errors import require, unsupported
 from portable.model.activation_checkpointing import checkpoint_activations
@@ -37,6 +38,7 @@ from portable.model.tensors import fill
 from portable.optim.muon import Muon
 from portable.optim.non_finite import NEW_COUNTERS, Health, allowed_streak, count_update
 from portable.optim.optimizers import set_rates
+from portable.optim.schedule import OneCycle, build_schedule
 from portable.planner.memory_model import Cluster
 from portable.planner.meta_model import inspect
 from portable.plugins import names_code
@@ -199,6 +201,8 @@ class ZeroEngine:
         self._engine = engine
         self.objective = Objective.of(self.model, config)
         self._settings = config.train
+        schedule = build_schedule(config.train, 1)  # a cycle does not depend on the length of the run
+        self._cycle = schedule if isinstance(schedule, OneCycle) else None
         self._sharded = stage == 3
         self._device = machine.device
         # The loss is already divided by the global batch; DeepSpeed averages gradients over the ranks on top.
@@ -233,19 +237,16 @@ class ZeroEngine:
         self._engine.backward(loss * (finite * self._loss_scale), scale_wrt_gas=False)
         return shares(loss, numbers)
 
-    def update(
-        self,
-        learning_rate: float,
-        max_norm: float,
-        loss: Tensor,
-        *,
-        betas: tuple[float, float] | None = None,
-    ) -> Tensor:
+    def update(self, learning_rate: float, max_norm: float, loss: Tensor) -> Tensor:
         optimizer = self._engine.optimizer
         if self.health().halted:
             optimizer.zero_grad(set_to_none=True)
             return torch.full((), torch.nan, device=self._device)
-        set_rates(optimizer, learning_rate, betas, self._settings)
+        set_rates(optimizer, learning_rate, self._settings)
+        if self._cycle is not None and (betas := self._cycle.betas(self._engine.global_steps)) is not None:
+            for group in optimizer.param_groups:
+                if not group.get("matrices"):
+                    group["betas"] = betas
         private_api.set_max_norm(optimizer, max_norm)
         try:
             self._engine.step()
@@ -332,7 +333,8 @@ class ZeroEngine:
         self._scaling.load(checkpoint.root)
         steps = _steps_done(checkpoint)
         zero_optimizer.catch_up(base, steps)
-        private_api.set_steps(self._engine, steps)
+        state = own_state(checkpoint.root)  # whose steps count those that were skipped
+        private_api.set_steps(self._engine, steps if state is None else state.step)
 
     def save(self, folder: Path, *, background: bool) -> SaveHandle:
         self._partitions.refresh()

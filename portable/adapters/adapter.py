@@ -72,10 +72,11 @@ class Adapter:
         blueprint: Blueprint,
         model: PreTrainedModel,
         names: dict[str, str],
+        *,
+        grown: bool,
     ) -> None:
         self.config = config
         self.blueprint = blueprint
-        grown = blueprint.model.__dict__.get("grown_from") is not None
         self.rows = int(model.config.get_text_config().vocab_size) if grown else None
         self._run = run
         self._names = names
@@ -308,11 +309,19 @@ def training_model(model_config: PretrainedConfig, config: RunConfig) -> PreTrai
     return model
 
 
-def adapt(model: PreTrainedModel, model_config: PretrainedConfig, config: RunConfig) -> Adapter | None:
+def adapt(
+    model: PreTrainedModel,
+    model_config: PretrainedConfig,
+    config: RunConfig,
+    grown_from: int | None = None,
+) -> Adapter | None:
     """Freeze ``model``, on the meta device, and put the run's adapter into it; None if the run has none.
 
     The model stays the transformers model itself. Frozen weights get the dtype ``adapter.base``, except those
     that transformers keeps in fp32; trained ones are fp32.
+
+    Args:
+        grown_from: see :func:`portable.model.pretrained.pretrained_weights`.
 
     Raises:
         UserError: for an adapter that the model cannot have.
@@ -327,7 +336,7 @@ def adapt(model: PreTrainedModel, model_config: PretrainedConfig, config: RunCon
     _check_targets(model, settings, config, matcher)
     _check_ties(model, settings, matcher)
     tied = any(tied_names(model).values())
-    blueprint = Blueprint.of(model)
+    blueprint = Blueprint.of(model, config.model.function)
     before = {id(tensor): name for name, tensor in state_tensors(model).items()}
     try:
         # On the meta device from the start: peft only moves its tensors there, whatever their size.
@@ -336,9 +345,9 @@ def adapt(model: PreTrainedModel, model_config: PretrainedConfig, config: RunCon
     except (ValueError, TypeError, NotImplementedError, AttributeError) as error:
         reason = one_line(error)
         raise UserError(f"adapter: {type(model).__name__}: {reason}; change the section adapter") from error
-    _prepare_tokens(model, tied)
+    _prepare_tokens(model, tied, grown_from)
     names = _base_names(model, before)
-    adapter = Adapter(config, settings, blueprint, model, names)
+    adapter = Adapter(config, settings, blueprint, model, names, grown=grown_from is not None)
     _freeze(model, names, _base_dtype(config))
     if config.adapter.base in KINDS:
         adapter.quantize(model)
@@ -497,7 +506,7 @@ def _check_ties(model: PreTrainedModel, settings: Any, matcher: Matcher) -> None
             )
 
 
-def _prepare_tokens(model: PreTrainedModel, tied: bool) -> None:
+def _prepare_tokens(model: PreTrainedModel, tied: bool, old: int | None) -> None:
     """Check the tokens whose rows are trained, and put the rows in without a wait for the device.
 
     Raises:
@@ -517,7 +526,6 @@ def _prepare_tokens(model: PreTrainedModel, tied: bool) -> None:
                 f"adapter.trainable_token_indices: {table} has the tokens 0 to {count - 1}, each once; "
                 f"correct {tokens}",
             )
-    old = model.__dict__.get("grown_from")
     if old is None:
         return
     new = list(range(old, model.config.get_text_config().vocab_size))

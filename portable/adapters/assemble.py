@@ -28,6 +28,8 @@ class Assembled(NamedTuple):
     """As it is trained."""
     adapter: Adapter | None
     """In ``model``; None if all of it is trained."""
+    grown_from: int | None
+    """The rows of its vocabulary before ``data.added_tokens``; None if it has not grown."""
     aligned: list[str]
     """The special tokens of a pretrained model that the tokenizer's replace, for the user."""
 
@@ -43,7 +45,8 @@ def assemble(
 
     Args:
         config: of the run.
-        model_config: of the model; gets the vocabulary and special tokens that are saved with the weights.
+        model_config: of the model; gets the vocabulary, the special tokens and what ``model.function``
+            changes, which are saved with the weights.
         special_tokens: made of the two.
         tokenizer: of the data; None while it is not here.
         data: of the run, or what is known of it.
@@ -56,19 +59,17 @@ def assemble(
     size = data.vocab_size or 0
     grown_from = models.grow_vocabulary(model_config, size, config)
     model = models.training_model(model_config, config)
-    model.__dict__["grown_from"] = grown_from
-    for key, value in model.__dict__.get("changed_config", {}).items():  # by model.function
-        setattr(model_config, key, value)
     models.check_vocabulary(model, size, config)
+    models.check_length(model_config, config, model)
     aligned: list[str] = []
     if tokenizer is not None:
         aligned = special_tokens.align(model, tokenizer, data.target_frame, data.end_of_turn)
-    adapter = adapt(model, model_config, config)
+    adapter = adapt(model, model_config, config, grown_from)
     groups_of(model, config.train)  # refuses patterns that do not fit
     if config.data.packing == "documents":
         check_documents(model)
     # A new model has no special tokens to lose.
-    return Assembled(model, adapter, [] if config.model.name_or_path is None else aligned)
+    return Assembled(model, adapter, grown_from, [] if config.model.name_or_path is None else aligned)
 
 
 def looked_at(config: RunConfig) -> tuple[Assembled, DataSizes]:

@@ -24,6 +24,7 @@ from portable.model.shape_hints import shape_hints
 from portable.optim.schedule import build_schedule, too_long_a_warmup
 from portable.planner.this_machine import memory_rows, planner_here
 from portable.registry import create_backend
+from portable.run.callbacks import order
 from portable.run.evaluation import judge_of
 from portable.run.finish import ranks_in_words
 from portable.run.prepare import notes_on
@@ -40,12 +41,12 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
     from portable.data import DataSizes
     from portable.paths import Place
-    from portable.run.settle import Settled
+    from portable.run.stages import Resolved
 
 _LABELLED = ("sequence-classification",)
 
 
-def dry_run(settled: Settled) -> int:
+def dry_run(settled: Resolved) -> int:
     """Print what the run would do, and the resolved config; write nothing."""
     backend = create_backend(settled.config.backend)
     settled = on_device(settled)
@@ -74,19 +75,21 @@ def dry_run(settled: Settled) -> int:
 
 
 def _notes(
-    settled: Settled,
+    settled: Resolved,
     backend: Backend,
     assembled: Assembled,
     data: DataSizes,
     plan: BatchPlan,
 ) -> list[str]:
     """What the run will print before its first step, as far as it is known without a download."""
-    config, adapter, weights = settled.config, assembled.adapter, []
+    config, adapter = settled.config, assembled.adapter
+    weights: list[str] = []
     model = assembled.model if adapter is None else adapter.blueprint.model
     name = config.model.name_or_path
     # A classifier's head has as many rows as the data has labels, which are not counted yet.
-    if name is not None and not config.model.from_scratch and Path(name).is_dir():
-        weights = [] if config.model.task in _LABELLED else pretrained_weights(config.model, model).notes()
+    known = config.model.task not in _LABELLED
+    if known and name is not None and not config.model.from_scratch and Path(name).is_dir():
+        weights = pretrained_weights(config.model, model, assembled.grown_from).notes()
     searched = config.train.micro_batch_size == "auto"  # and not known yet
     hints = shape_hints(
         model.config,
@@ -99,7 +102,7 @@ def _notes(
 
 
 def _plan_rows(
-    settled: Settled, model: PreTrainedModel, adapter: Adapter | None, data: DataSizes, plan: BatchPlan
+    settled: Resolved, model: PreTrainedModel, adapter: Adapter | None, data: DataSizes, plan: BatchPlan
 ) -> list[tuple[str, str]]:
     config, world = settled.config, settled.world
     devices = ranks_in_words(world.ranks, world.devices_per_rank)
@@ -131,6 +134,7 @@ def _plan_rows(
         ("tokens a step", f"{plan.global_batch_size * config.data.seq_len:,}"),
         ("steps", _unknown_steps(config, data) if steps is None else f"{steps:,}"),
         ("start", f"resume from {source}" if source is not None else "step 0"),
+        ("beside each step", ", ".join(order(config))),
         *begun,
     ]
 

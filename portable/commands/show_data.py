@@ -16,10 +16,10 @@ from portable.run.prepare import open_data
 from portable.terminal import tell
 
 if TYPE_CHECKING:
-    from portable.run.settle import Settled
+    from portable.run.stages import Resolved
 
 
-def show_data(settled: Settled, count: int) -> int:
+def show_data(settled: Resolved, count: int) -> int:
     """Print the first ``count`` samples; builds the token cache, and nothing else."""
     config = settled.config
     if config.model.task != "causal-lm":

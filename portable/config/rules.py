@@ -13,6 +13,7 @@ from converters.storage.store_errors import redact
 from portable.config.sources import mistakes, training_key, training_sources
 from portable.config.suggest import did_you_mean
 from portable.optim.schedule import (
+    ZERO_ONLY,
     build_schedule,
     own_params,
     schedule_class,
@@ -386,7 +387,7 @@ def _train(config: RunConfig) -> Iterator[ConflictError]:
             )
     if train.steps is not None and (reason := too_long_a_warmup(train, train.steps)) is not None:
         yield ConflictError(("train.warmup_steps", "train.steps"), reason)
-    yield from _schedule(train)
+    yield from _schedule(train, config.strategy)
     if train.steps is not None and train.stop_after is not None and train.stop_after > train.steps:
         yield ConflictError(
             ("train.stop_after", "train.steps"),
@@ -427,9 +428,15 @@ def _loss(config: RunConfig) -> Iterator[ConflictError]:
             )
 
 
-def _schedule(train: TrainConfig) -> Iterator[ConflictError]:
+def _schedule(train: TrainConfig, strategy: str) -> Iterator[ConflictError]:
     kind, params = train.schedule, own_params(train.schedule)
     around = ("train.schedule_params", "train.schedule")
+    if kind in ZERO_ONLY and strategy not in ZERO:
+        yield ConflictError(
+            ("train.schedule", "strategy"),
+            f"train.schedule: {kind} needs DeepSpeed; use strategy zero1, zero2 or zero3, or cosine, or a "
+            "function of your own",
+        )
     for name in train.schedule_params:
         if name not in params:
             hint = did_you_mean(name, params) or f"; {kind} takes {', '.join(params) or 'none'}"
@@ -446,7 +453,7 @@ def _schedule(train: TrainConfig) -> Iterator[ConflictError]:
     except ValueError as error:
         yield ConflictError(around, str(error))
         return
-    if schedule.betas(0) is not None and train.optimizer not in ("adamw", "adamw_8bit", "muon"):
+    if getattr(schedule, "cycle_momentum", False) and train.optimizer not in ("adamw", "muon"):
         yield ConflictError(
             around,
             f"train.schedule_params.cycle_momentum changes train.betas, which optimizer {train.optimizer} "

@@ -659,7 +659,8 @@ class TrainConfig(Section):
         default="cosine",
         description="Decay of the learning rate after the warm-up; wsd (warmup-stable-decay) keeps the rate "
         "until the last part of the run. Capitalized names are DeepSpeed's schedulers, equal in every step, "
-        "on any backend. Or package.module:name, a function or class of your own.",
+        "on any backend (OneCycle and LRRangeTest under ZeRO). Or package.module:name, a function or class "
+        "of your own.",
         json_schema_extra=IDENTITY,
     )
     schedule_params: OpenMapping = Field(

@@ -265,7 +265,7 @@ def _from_config(config: PretrainedConfig, settings: ModelConfig, attention: str
     from accelerate import init_empty_weights
 
     auto_class = getattr(transformers, AUTO_CLASSES[settings.task])
-    config = copy.deepcopy(config)  # the saved config must stay unchanged
+    saved, config = config, copy.deepcopy(config)
     text = config.get_text_config()
     vocabulary, padding = getattr(text, "vocab_size", None), getattr(text, "pad_token_id", None)
     given = settings.name_or_path is not None or "pad_token_id" in (settings.config or {})
@@ -279,7 +279,7 @@ def _from_config(config: PretrainedConfig, settings: ModelConfig, attention: str
             trust_remote_code=settings.trust_remote_code,
         )
         if settings.function is not None:
-            model = changed(model, settings.function)
+            model = changed(model, settings.function, saved)
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             if buffer.is_meta:  # created as a parameter, so it has no value
@@ -287,8 +287,11 @@ def _from_config(config: PretrainedConfig, settings: ModelConfig, attention: str
     return model
 
 
-def changed(model: PreTrainedModel, function: str) -> PreTrainedModel:
+def changed(model: PreTrainedModel, function: str, saved: PretrainedConfig | None = None) -> PreTrainedModel:
     """``model`` as ``model.function`` changes it, or the model that it returns.
+
+    Args:
+        saved: the config that is saved with the weights; gets what the function changes in the model's.
 
     Raises:
         UserError: if it fails or returns something else.
@@ -308,9 +311,10 @@ def changed(model: PreTrainedModel, function: str) -> PreTrainedModel:
         f"{told}: the parameter {next(iter(scalars), '')} is a scalar, which cannot be sharded; make it a "
         "vector of one, as in torch.ones(1)",
     )
-    after = found.config.to_dict()
-    found.__dict__["changed_config"] = {key: after[key] for key in after if after[key] != before.get(key)}
-    found.__dict__["changed_by"] = function  # so that it can be made again, for its initial weights
+    if saved is not None:
+        for key, value in found.config.to_dict().items():
+            if value != before.get(key):
+                setattr(saved, key, value)
     return found
 
 
@@ -377,15 +381,13 @@ def positions(config: PretrainedConfig) -> int | None:
     return bound if isinstance(bound, int) and bound > 0 else None
 
 
-def check_length(config: PretrainedConfig, run: RunConfig) -> None:
-    """Raise UserError if sequences are longer than the model's positions."""
+def check_length(config: PretrainedConfig, run: RunConfig, model: nn.Module | None = None) -> None:
+    """Raise UserError if sequences are longer than the positions of the model: with it, of those in use."""
     seq_len = run.data.longest
     bound = positions(config)
     if bound is None:
         return
-    padding = getattr(config.get_text_config(), "pad_token_id", None)
-    if isinstance(padding, int) and bound - padding - 1 < seq_len <= bound:
-        bound -= _reserved_positions(config)
+    bound -= 0 if model is None else _reserved_positions(model)
     if bound < seq_len:
         key = "data.seq_len" if seq_len == run.data.seq_len else "data.target_seq_len"
         if run.model.name_or_path is None:
@@ -395,19 +397,8 @@ def check_length(config: PretrainedConfig, run: RunConfig) -> None:
         raise UserError(f"{key}: {seq_len} tokens exceed the model's {bound} positions; lower it, {remedy}")
 
 
-def _reserved_positions(config: PretrainedConfig) -> int:
+def _reserved_positions(model: nn.Module) -> int:
     """Rows of the position table that no token uses: RoBERTa's positions start after its padding id."""
-    from accelerate import init_empty_weights
-    from transformers import AutoModel
-
-    try:
-        with init_empty_weights():
-            # The code of a hub model was trusted when its config was loaded. Without this argument
-            # transformers asks on stdin.
-            trusted = type(config).__module__.startswith("transformers_modules.")
-            model: nn.Module = AutoModel.from_config(copy.deepcopy(config), trust_remote_code=trusted)
-    except Exception:  # build_model reports what is wrong with the config
-        return 0
     reserved = 0
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and "position" in name and module.padding_idx is not None:

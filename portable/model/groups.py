@@ -73,8 +73,7 @@ def groups_of(model: nn.Module, settings: TrainConfig) -> dict[str, Group]:
         names.setdefault(parameter, []).append(name)
     every = {first: [first, *others] for first, *others in names.values()}
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    changed = getattr(model, "changed_by", None)
-    left_by = "train.trainable" if changed is None else f"model.function: {changed}"
+    left_by = "train.trainable" if settings.freezes else "model.function"
     require(bool(trained), f"{left_by}: nothing is left to train; let at least one parameter be trained")
     number: dict[str, int] = {}
     key = "train.parameter_groups"

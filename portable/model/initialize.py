@@ -38,13 +38,19 @@ _REST = ""  # the unit of everything outside the layers
 
 @dataclass(frozen=True)
 class Blueprint:
-    """The unsharded model on the meta device, from which initial weights are computed."""
+    """The unsharded model on the meta device, from which initial weights are computed.
+
+    Attributes:
+        model: of the run, without an adapter.
+        function: ``model.function``, which has changed it; None without one.
+    """
 
     model: PreTrainedModel
+    function: str | None = None
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> Blueprint:
-        return cls(copy.deepcopy(model))
+    def of(cls, model: PreTrainedModel, function: str | None = None) -> Blueprint:
+        return cls(copy.deepcopy(model), function)
 
     def initial_weights(
         self, seed: int, *, part_bytes: int = PART_BYTES
@@ -82,8 +88,8 @@ class Blueprint:
         with torch.random.fork_rng(devices=[]), _nothing_left_to_chance():
             torch.default_generator.manual_seed(seed)
             model = from_config(type(self.model), copy.deepcopy(self.model.config), dtype=torch.float32)
-            if (function := self.model.__dict__.get("changed_by")) is not None:
-                model = changed(model, function)
+            if self.function is not None:
+                model = changed(model, self.function)
         for parameter in model.parameters():
             if not parameter.is_meta:
                 parameter.detach().nan_to_num_(nan=0.0)  # values that the architecture does not initialize

@@ -170,9 +170,7 @@ class Objective:
             batch = self._with_passes_before(self._loss, batch)
             outputs = self._outputs(model, batch, self._loss.needs, self._terms)
             total, numbers = self._loss(outputs, batch)
-            if not self._checked and total.device.type != "xla":
-                self._loss.check(outputs, batch, total)
-            self._checked, output = True, outputs.model
+            output = outputs.model
         loss = self._terms.added(total / divisor, output, share=share)
         in_parts = self._head is not None and self._head.gave
         measures = measures and output.logits.dim() > 2  # of a class for a whole sequence nothing is measured

@@ -66,10 +66,15 @@ class PretrainedWeights:
         return notes
 
 
-def pretrained_weights(settings: ModelConfig, model: PreTrainedModel) -> PretrainedWeights:
+def pretrained_weights(
+    settings: ModelConfig, model: PreTrainedModel, grown_from: int | None = None
+) -> PretrainedWeights:
     """Map the tensors of the checkpoint ``model.name_or_path`` to ``model``, lazily if possible.
 
     A checkpoint of a base model fits a model with a head, and vice versa.
+
+    Args:
+        grown_from: the rows of its vocabulary before ``data.added_tokens``; None if it has not grown.
 
     Raises:
         UserError: if the checkpoint cannot be read, has another architecture or other shapes, lacks the
@@ -80,7 +85,7 @@ def pretrained_weights(settings: ModelConfig, model: PreTrainedModel) -> Pretrai
     if described is not None and not dequantizes(described):
         weights = _dequantized(settings, model, described)
     else:
-        weights = _matched(settings, model, files_of(settings, "float32").tensors)
+        weights = _matched(settings, model, files_of(settings, "float32").tensors, grown_from)
     if settings.task != "sequence-classification":
         _check_head(model, weights)
     return weights
@@ -90,14 +95,14 @@ def pretrained_weights(settings: ModelConfig, model: PreTrainedModel) -> Pretrai
 
 
 def _matched(
-    settings: ModelConfig, model: PreTrainedModel, tensors: Mapping[str, StoredTensor]
+    settings: ModelConfig, model: PreTrainedModel, tensors: Mapping[str, StoredTensor], rows: int | None
 ) -> PretrainedWeights:
     wanted = state_tensors(model)
     translated = _translated(model, tensors)
     if translated is None:
         return _loaded_by_transformers(settings, model)
     sources, unclaimed = translated
-    if (rows := model.__dict__.get("grown_from")) is not None:
+    if rows is not None:
         sources = {
             name: GrownTensor(source, wanted[name].shape[0], seed=rows)
             if name in wanted and source.shape[:1] == (rows,) and wanted[name].shape[0] > rows

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -124,13 +123,14 @@ class TrainingLoss:
         self.reference = reference if isinstance(reference, str) and reference != "adapter" else None
         self.whole: bool = getattr(loss, "whole", False)
         self.dropout: bool = getattr(loss, "dropout", True)
-        self._names: tuple[str, ...] | None = None
+        self._names: tuple[str, ...] = ()
+        self._looked_at = False
         self._by_source = BySource(sources, losses="log_probs" in self.needs)
 
     @property
     def names(self) -> tuple[str, ...]:
         """Of the numbers beside the loss: ``weight`` first. Known after the first call."""
-        return () if self._names is None else (*self._names, *self._by_source.names)
+        return (*self._names, *self._by_source.names) if self._names else ()
 
     def weight(self, batch: Batch) -> float:
         """What a micro-batch weighs, on the host."""
@@ -143,49 +143,34 @@ class TrainingLoss:
         return weight
 
     def __call__(self, outputs: Outputs, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The summed loss, and the numbers beside it, as scalars."""
-        labels = batch["labels"]
-        before = [(name, one, of_torch.changes(one)) for name, one in batch.items()]
-        first = self._names is None
-        whole = WholeValues(self.key, differentiated=True) if first else nullcontext()
+        """The summed loss, and the numbers beside it, as scalars.
+
+        What the loss returns is looked at once: at the first micro-batch that is trained on.
+        """
         with plugins.told_as(self.key):
-            with whole:
-                value: Any = self._loss(outputs, batch)
-            for name, one, version in before:
-                if of_torch.changes(one) != version:
-                    raise UserError(f"{self.key}: changes batch[{name!r}] in place; change a copy of it")
-            if not isinstance(value, tuple) or len(value) not in (2, 3):
-                what = "a tensor" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
-                raise UserError(
-                    f"{self.key}: returns {what}; return the sum and the weight, as in "
-                    "return losses.sum(), counted.sum()"
-                )
-            total, weight, more = value if len(value) == 3 else (*value, {})
-            if not isinstance(more, Mapping) or not all(isinstance(name, str) for name in more):
-                raise UserError(f"{self.key}: the third value is no mapping of names to sums: {more!r:.60}")
-            numbers = {WEIGHT: weight, **more}
-            for name, one in {"the sum": total, **numbers}.items():
-                if (shape := tuple(getattr(one, "shape", ()))) != ():
-                    raise UserError(
-                        f"{self.key}: {name} has shape {list(shape)}, but is one number a micro-batch; "
-                        "add it up with .sum()"
-                    )
-                if not isinstance(one, torch.Tensor | float | int):
-                    raise UserError(f"{self.key}: {name} is a {type(one).__name__}, not a number")
-            if not isinstance(total, torch.Tensor):
-                raise UserError(f"{self.key}: the sum is a {type(total).__name__}, not a tensor")
-            if total.device != labels.device:
-                raise UserError(f"{self.key}: the sum is on {total.device}, and the batch on {labels.device}")
-            if torch.is_grad_enabled() and not total.requires_grad:
-                raise UserError(
-                    f"{self.key}: the sum has no gradient; compute it from outputs, without detach(), "
-                    "no_grad() or integers"
-                )
-            if self._names is not None and tuple(numbers) != self._names:
-                raise UserError(f"{self.key}: logs {list(numbers)[1:]}, and before {list(self._names)[1:]}")
-            self._names = tuple(numbers)
-            numbers |= self._by_source(outputs, batch)
-            return total.float(), {name: _scalar(one, labels.device) for name, one in numbers.items()}
+            value: Any = (self._loss if self._looked_at else self._first)(outputs, batch)
+            total, weight, *more = value
+            found = {WEIGHT: weight, **(more[0] if more else {})}
+            self._names = self._names or tuple(found)
+            numbers = {name: found[name] for name in self._names} | self._by_source(outputs, batch)
+            device = batch["labels"].device
+            return total.float(), {name: _scalar(one, device) for name, one in numbers.items()}
+
+    def _first(self, outputs: Outputs, batch: Batch) -> Any:
+        """What the loss returns, looked at; for the training, with a sync with the device."""
+        before = [(name, one, of_torch.changes(one)) for name, one in batch.items()]
+        with WholeValues(self.key, differentiated=True):
+            value = self._loss(outputs, batch)
+        changed = next((name for name, one, version in before if of_torch.changes(one) != version), None)
+        wrong = _mistake(value, batch["labels"].device)
+        if changed is not None:
+            wrong = f"changes batch[{changed!r}] in place; change a copy of it"
+        if wrong is not None:
+            raise UserError(f"{self.key}: {wrong}")
+        if torch.is_grad_enabled():
+            self._check_sum(outputs, batch, value[0])
+            self._looked_at = True
+        return value
 
     def named(self, numbers: dict[str, float]) -> dict[str, float]:
         """The means of a step, as they are logged."""
@@ -199,17 +184,17 @@ class TrainingLoss:
         )
         return f"{self.key}: the weights that it returns are {share:.6g} times {said}; {remedy}"
 
-    def check(self, outputs: Outputs, batch: Batch, total: Tensor) -> None:
+    def _check_sum(self, outputs: Outputs, batch: Batch, total: Tensor) -> None:
         """Raise UserError if the loss of a micro-batch is not the sum of that of its halves.
 
-        A host sync: called once, for the first micro-batch of a launch.
+        Not on XLA: see :meth:`check_on_host`.
         """
         rows = batch["labels"].shape[0]
-        if rows < 2 or total.device.type == "meta":
+        if rows < 2 or total.device.type in ("meta", "xla"):
             return
         with torch.no_grad():
             halves = [
-                self(_rows(outputs, part, rows), {name: value[part] for name, value in batch.items()})[0]
+                self._loss(_rows(outputs, part, rows), {name: one[part] for name, one in batch.items()})[0]
                 for part in (slice(0, rows // 2), slice(rows // 2, rows))
             ]
         self._compare(float(total.detach()), float(sum(halves)))
@@ -248,6 +233,28 @@ class TrainingLoss:
                 f"{self.key}: is {whole:.6g} for a micro-batch and {parts:.6g} for its halves together: "
                 "it is no sum over the rows; return the sum, not a mean"
             )
+
+
+def _mistake(value: Any, device: torch.device) -> str | None:
+    """What is wrong with what a loss has returned for a batch on ``device``; None if nothing is."""
+    if not isinstance(value, tuple) or len(value) not in (2, 3):
+        what = "a tensor" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+        return f"returns {what}; return the sum and the weight, as in return losses.sum(), counted.sum()"
+    total, weight, more = value if len(value) == 3 else (*value, {})
+    if not isinstance(more, Mapping) or not all(isinstance(name, str) for name in more):
+        return f"the third value is no mapping of names to sums: {more!r:.60}"
+    for name, one in {"the sum": total, WEIGHT: weight, **more}.items():
+        if (shape := tuple(getattr(one, "shape", ()))) != ():
+            return f"{name} has shape {list(shape)}, but is one number a micro-batch; add it up with .sum()"
+        if not isinstance(one, torch.Tensor | float | int):
+            return f"{name} is a {type(one).__name__}, not a number"
+    if not isinstance(total, torch.Tensor):
+        return f"the sum is a {type(total).__name__}, not a tensor"
+    if total.device != device:
+        return f"the sum is on {total.device}, and the batch on {device}"
+    if torch.is_grad_enabled() and not total.requires_grad:
+        return "the sum has no gradient; compute it from outputs, without detach(), no_grad() or integers"
+    return None
 
 
 def _repeated(outputs: Outputs, times: int) -> Outputs:

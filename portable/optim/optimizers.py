@@ -146,14 +146,10 @@ def muon(settings: TrainConfig, groups: list[dict[str, Any]], compute: torch.dty
     )
 
 
-def set_rates(
-    optimizer: Any, learning_rate: float, betas: tuple[float, float] | None, settings: TrainConfig
-) -> None:
-    """Set this step's learning rate in all parameter groups, and its betas if the schedule changes them."""
+def set_rates(optimizer: Any, learning_rate: float, settings: TrainConfig) -> None:
+    """Set this step's learning rate in all parameter groups."""
     for group in optimizer.param_groups:
         group["lr"] = rate_of(group, learning_rate, settings)
-        if betas is not None and not group.get("matrices"):
-            group["betas"] = betas
 
 
 def rate_of(group: Mapping[str, Any], rate: Any, settings: TrainConfig) -> Any:

@@ -1,8 +1,8 @@
 """Learning rate schedules: pure functions of the step.
 
 Those with small letters equal transformers' in every step. The others have DeepSpeed's names and arithmetic
-(``deepspeed/runtime/lr_schedules.py``) on every backend. A run that started with a DeepSpeed JSON
-can resume on another backend, and vice versa.
+(``deepspeed/runtime/lr_schedules.py``) on every backend, so that a run that started with a DeepSpeed JSON can
+resume on another one, and vice versa; but for :data:`ZERO_ONLY`.
 """
 
 from __future__ import annotations
@@ -60,10 +60,6 @@ class Schedule:
     def __call__(self, step: int) -> float:
         """Return the learning rate of optimizer step ``step``, from 0."""
         raise NotImplementedError
-
-    def betas(self, step: int) -> tuple[float, float] | None:
-        """Return Adam's betas in this step, or None if the schedule does not change them."""
-        return None
 
 
 @dataclass(frozen=True, config=_STRICT)
@@ -218,6 +214,8 @@ def _risen(counted: int, warmup: int, shape: str) -> float:
 class OneCycle(Schedule):
     """One cycle from ``cycle_min_lr`` to the peak and back, then decay. Momentum moves inversely.
 
+    Under ZeRO only, whose engine asks for :meth:`betas` by itself.
+
     L. N. Smith, "A disciplined approach to neural network hyper-parameters", arXiv:1803.09820.
     """
 
@@ -243,7 +241,7 @@ class OneCycle(Schedule):
         return self.cycle_min_lr / (1 + self.decay_lr_rate * (step - self._length) / self.decay_step_size)
 
     def betas(self, step: int) -> tuple[float, float] | None:
-        """The first beta falls while the learning rate rises. The second is always 0.99."""
+        """Adam's betas of a step; None: the run's. The first falls while the rate rises; then 0.99."""
         if not self.cycle_momentum:
             return None
         low, high = self.cycle_min_mom, self.cycle_max_mom
@@ -343,6 +341,9 @@ SCHEDULES: dict[str, type[Schedule]] = dict(
         strict=True,
     )
 )
+
+
+ZERO_ONLY = ("OneCycle", "LRRangeTest")
 
 
 def schedule_class(name: str) -> type[Schedule]:

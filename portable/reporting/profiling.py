@@ -7,16 +7,19 @@ from typing import TYPE_CHECKING
 from torch.profiler import profile, schedule
 
 from portable.durable import own_path
+from portable.loop import Callback
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from portable.run.callbacks import Run
 
 WAIT, WARMUP, RECORDED = 2, 1, 3
 """Steps skipped, because the first ones compile and allocate; steps in which the profiler warms up; steps
 recorded."""
 
 
-class Profiler:
+class Profiler(Callback):
     """Writes ``<folder>/rank<r>.json.gz`` after the recorded steps.
 
     Args:
@@ -36,8 +39,7 @@ class Profiler:
         )
         self._profile.start()
 
-    def step(self) -> None:
-        """Call after every training step."""
+    def on_step(self, run: Run) -> None:
         self._profile.step()
 
     def close(self) -> None:

@@ -12,9 +12,7 @@ from tqdm import tqdm
 from converters.console import columns
 from portable.errors import UserError
 from portable.formatting import human_bytes, human_time, table
-from portable.loop import Events, Progress
-from portable.paths import CONFIG_FILE
-from portable.ranks import launch
+from portable.loop import Callback
 from portable.reporting.events import History
 from portable.reporting.metrics import (
     MetricsFile,
@@ -27,60 +25,50 @@ from portable.reporting.trackers import Tracker, open_trackers
 from portable.terminal import LOG, at_a_terminal, tell
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
-    from portable.backend import Backend
-    from portable.checkpoint.store import Checkpoints
-    from portable.config.sections import LogConfig
+    from portable.loop import Progress
     from portable.output.output_dir import Output
+    from portable.paths import Place
     from portable.reporting.events import Kind
-    from portable.reporting.profiling import Profiler
+    from portable.run.batches import Awaited
+    from portable.run.callbacks import Run
 
-
+_LONG_WAIT = 0.05
+"""A larger share of the time in which a step waits for its batches causes a warning."""
 _BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 """Without the seconds of a step: tokens a second say it, and eighty columns have no room for both."""
 
 
-class Reporter(Events):
-    """Reports one launch of a run. On ranks other than 0 it only saves."""
+class Reporter(Callback):
+    """Reports one launch of a run, on rank 0.
 
-    def __init__(
-        self,
-        *,
-        backend: Backend,
-        output: Output,
-        progress: Progress,
-        total_steps: int,
-        tokens_per_sample: float,
-        flops_per_token: float,
-        precision: str,
-        rates: Mapping[str, float],
-        log: LogConfig,
-        config: dict[str, Any],
-        checkpoints: Checkpoints[Any],
-        save: Callable[[Progress], None],
-        profiler: Profiler | None,
-        facts: dict[str, Any],
-    ) -> None:
-        """Open the logs and record the start.
+    Args:
+        run: that it is a callback of.
+        output: the run's folder.
+        batches: that the steps wait for.
+        source: the checkpoint that the launch resumes; None at a start.
+    """
 
-        Args:
-            rates: of groups with a learning rate of their own, by pattern: its ratio to the run's.
-            facts: fields of the start event; ``source``, if given, is the checkpoint that the launch resumes.
-        """
+    def __init__(self, run: Run, output: Output, batches: Awaited, source: Place | None) -> None:
+        """Open the logs and record the start."""
+        prepared, backend, config, progress = run.prepared, run.backend, run.config, run.progress
         self._backend = backend
         self._output = output
         self._folder = folder = output.work
-        self._tokens_per_sample = tokens_per_sample
-        self._flops_per_token = flops_per_token
-        self._rates = rates
-        peak = backend.peak_flops(precision)
+        self._batches = batches
+        self._data = samples = prepared.data.train
+        self._tokens_per_sample = config.data.seq_len * samples.sequences * (1 - samples.waste)
+        self._flops_per_token = prepared.flops_per_token
+        self._rates = {
+            group.pattern: group.learning_rate / config.train.learning_rate
+            for group in config.train.parameter_groups
+            if group.learning_rate is not None
+        }
+        peak = backend.peak_flops(config.precision)
         self._peak_flops = None if peak is None else peak * backend.world_size * backend.devices_per_rank
-        self._checkpoints = checkpoints
-        self._save = save
-        self._profiler = profiler
-        self._samples = progress.samples
         self._main = backend.rank == 0
+        self._has_logged = self._has_warned = False
         self.last_loss: float | None = None
         self.last_evaluation: Mapping[str, float] = {}
         self._metrics: MetricsFile | None = None
@@ -90,13 +78,25 @@ class Reporter(Events):
         if self._main:
             self._metrics = MetricsFile(folder, from_step=progress.step)
             self._history = History(folder)
-            self._history.record(
-                "resume" if facts.get("source") else "start", progress.step, samples=progress.samples, **facts
+            self.record(
+                "start" if source is None else "resume",
+                progress,
+                backend=backend.name,
+                strategy=config.strategy,
+                world_size=backend.world_size,
+                devices_per_rank=backend.devices_per_rank,
+                device=backend.device.type,
+                precision=config.precision,
+                model=prepared.architecture,
+                parameters=prepared.parameters,
+                trained=prepared.trained,
+                steps=prepared.steps,
+                source=None if source is None else str(source),
             )
-            self._trackers = open_trackers(log, folder, config, from_step=progress.step)
+            self._trackers = open_trackers(config.log, folder, config.fingerprint(), from_step=progress.step)
             # A bar on a terminal; in a log file, a line for each logged step.
             self._bar = tqdm(
-                total=total_steps,
+                total=prepared.steps,
                 initial=progress.step,
                 unit="step",
                 desc="training",
@@ -104,28 +104,42 @@ class Reporter(Events):
                 bar_format=_BAR,
                 disable=not at_a_terminal(),
             )
-        self._total_steps = total_steps
+        self._total_steps = prepared.steps
         self._throughput = Throughput()
 
-    # -- called by the loop ------------------------------------------------------------------------------
+    # -- called beside the steps -------------------------------------------------------------------------
 
-    def on_step(self, progress: Progress) -> None:
-        self._throughput.add(progress.samples - self._samples)
-        self._samples = progress.samples
+    def on_step(self, run: Run) -> None:
+        self._throughput.add(run.prepared.plan.global_batch_size)
         if self._bar is not None:
             self._bar.update(1)
-        self._checkpoints.finish_if_written()
-        if self._profiler is not None:
-            self._profiler.step()
+        if not run.due.log:
+            return
+        result = run.result
+        extra = [] if result.numbers is None else [result.numbers]
+        loss, grad_norm, *numbers = self._backend.read([result.loss, result.grad_norm, *extra])
+        of_step = {"loss": loss, "grad_norm": grad_norm, "learning_rate": result.learning_rate}
+        of_loss = run.engine.objective.named(numbers)
+        run.call("on_log", {**of_step, **of_loss})
+        of_data = {"data_wait": self._waited(), **self._data.progress(run.samples)}
+        self._log(run.progress, of_step, {**of_loss, **of_data, **run.take_logged()})
 
-    def on_log(
-        self,
-        progress: Progress,
-        loss: float,
-        grad_norm: float,
-        learning_rate: float,
-        numbers: Mapping[str, float],
-    ) -> None:
+    def _waited(self) -> float:
+        """The share of the time that steps waited for data; a warning where it is long, once."""
+        share = self._batches.share()
+        # Before the first log the queue had to be filled.
+        if share > _LONG_WAIT and self._has_logged and not self._has_warned:
+            self._has_warned = True
+            self.say(
+                f"warning: steps wait for data {share:.0%} of the time (data_wait); raise data.num_workers; "
+                "a stream needs more cores"
+            )
+        self._has_logged = True
+        return share
+
+    def _log(self, progress: Progress, of_step: Mapping[str, float], numbers: Mapping[str, float]) -> None:
+        """Record a step, and show it. ``numbers`` are those of the loss, the data and callbacks."""
+        loss, learning_rate = of_step["loss"], of_step["learning_rate"]
         self.last_loss = loss
         if self._metrics is None:
             return
@@ -133,9 +147,7 @@ class Reporter(Events):
         tokens_per_second = samples_per_second * self._tokens_per_sample
         memory, _ = self._backend.memory()
         values = {
-            "loss": loss,
-            "grad_norm": grad_norm,
-            "learning_rate": learning_rate,
+            **of_step,
             **{f"learning_rate/{pattern}": learning_rate * ratio for pattern, ratio in self._rates.items()},
             "tokens_per_second": tokens_per_second,
             "samples_per_second": samples_per_second,
@@ -150,7 +162,7 @@ class Reporter(Events):
         values |= numbers
         if self._peak_flops is not None:
             values["mfu"] = tokens_per_second * self._flops_per_token / self._peak_flops
-        self._record(progress, values)
+        self._write(progress, values)
         shown = {
             "loss": f"{loss:.4f}",
             "lr": f"{learning_rate:.1e}",
@@ -167,63 +179,40 @@ class Reporter(Events):
         line = f"step {progress.step}/{self._total_steps}  {pairs}  left {human_time(left)}"
         LOG.log(logging.INFO if self._bar.disable else logging.DEBUG, "%s", line)
 
-    def on_save(self, progress: Progress) -> None:
+    def on_save(self, run: Run) -> None:
         for tracker in self._trackers:
             tracker.flush()
-        self._save(progress)
-        self._happened("save", progress, checkpoint=f"step-{progress.step:06d}")
+        self.record("save", run.progress, checkpoint=f"step-{run.step:06d}")
 
-    def on_skipped(self, progress: Progress, count: int, told: str) -> None:
+    def skipped(self, run: Run, count: int, message: str) -> None:
         since = "" if count == 1 else f"{count} updates were skipped since the last check, the latest in "
-        self.say(f"warning: {since}{told}")
-        self._happened("skip", progress, count=count, told=told)
+        self.say(f"warning: {since}{message}")
+        self.record("skip", run.progress, count=count, told=message)
 
-    def on_pause(self, seconds: float) -> None:
+    def paused(self, run: Run, seconds: float) -> None:
+        self._batches.pause(seconds)
         self._throughput.pause(seconds)
 
-    def last_checkpoint(self) -> str:
-        self._checkpoints.finish()
-        self._backend.barrier()  # rank 0 has now renamed the folder
-        return str(self._checkpoints.latest() or "none yet")
-
-    def replay(self, step: int) -> str:
-        # On XLA the processes of a slice discover each other.
-        ranks = 1 if self._backend.one_program else self._backend.world_size
-        return launch.command(ranks, config=self._folder / CONFIG_FILE, replay=step)
+    def on_evaluation(self, run: Run, values: Mapping[str, Any]) -> None:
+        """``values`` are numbers, and mappings that only ``metrics.jsonl`` gets."""
+        numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
+        self.last_evaluation = numbers
+        self._write(run.progress, values)
+        self.say(f"step {run.step}  evaluation  {evaluation_in_words(numbers)}")
 
     # -- called by the run -------------------------------------------------------------------------------
 
-    def on_eval(self, progress: Progress, values: Mapping[str, Any]) -> None:
-        """An evaluation is done.
-
-        Args:
-            progress: where.
-            values: of its metrics: numbers, and mappings that only ``metrics.jsonl`` gets.
-        """
-        numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
-        self.last_evaluation = numbers
-        self._record(progress, values)
-        self.say(f"step {progress.step}  evaluation  {evaluation_in_words(numbers)}")
-
-    def lacks_eval(self, progress: Progress) -> bool:
-        """Whether no evaluation of this step is recorded."""
+    def has_evaluation(self, step: int) -> bool:
+        """Whether an evaluation of this step is recorded, as far as this rank can tell."""
         if self._metrics is None:
-            return False
+            return True
         rows = read_metrics(self._folder)
-        return not any(row["step"] == progress.step and any(map(is_evaluation, row)) for row in rows)
+        return any(row["step"] == step and any(map(is_evaluation, row)) for row in rows)
 
-    def on_stop(self, progress: Progress) -> None:
-        """The launch ends early, at a signal."""
-        self._happened("stop", progress)
-
-    def on_end(self, progress: Progress, *, complete: bool) -> None:
-        """The launch is done.
-
-        Args:
-            progress: where it ended.
-            complete: whether the schedule is complete.
-        """
-        self._happened("end", progress, complete=complete)
+    def record(self, kind: Kind, progress: Progress, **facts: Any) -> None:
+        """Append an event to ``events.jsonl``."""
+        if self._history is not None:
+            self._history.record(kind, progress.step, samples=progress.samples, **facts)
 
     def say(self, line: str) -> None:
         """Print a line above the progress bar."""
@@ -274,10 +263,8 @@ class Reporter(Events):
         for tracker in self._trackers:
             tracker.close()
         self._trackers = []
-        if self._profiler is not None:
-            self._profiler.close()
 
-    def _record(self, progress: Progress, values: Mapping[str, Any]) -> None:
+    def _write(self, progress: Progress, values: Mapping[str, Any]) -> None:
         if self._metrics is None:
             return
         row = {"step": progress.step, **values, "samples": progress.samples, "time": round(time.time(), 3)}
@@ -286,7 +273,3 @@ class Reporter(Events):
         for tracker in self._trackers:
             tracker.log(numbers, progress.step)
         self._output.publish_soon()
-
-    def _happened(self, kind: Kind, progress: Progress, **facts: Any) -> None:
-        if self._history is not None:
-            self._history.record(kind, progress.step, samples=progress.samples, **facts)

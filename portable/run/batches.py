@@ -15,10 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from portable.data import Batch, Samples
-    from portable.run.prepare import Prepared
+    from portable.run.stages import Prepared
 
-LONG_WAIT = 0.05
-"""A larger share of the time in which a step waits for its batches causes a warning."""
 BAR_DELAY = 1.0  # seconds that an evaluation takes before it shows a bar
 
 
@@ -42,7 +40,7 @@ class Awaited:
     """Batches, and how long the steps wait for them.
 
     Args:
-        batches: with a method ``close``.
+        batches: an iterator with a method ``close``.
     """
 
     def __init__(self, batches: Any) -> None:

@@ -1,31 +1,34 @@
-"""Callbacks of the user's, called beside what a run itself does after steps, logs, evaluations and saves."""
+"""A run that trains as its callbacks see it, the user's callbacks, and the order of all."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from portable import plugins
-from portable.errors import UserError
-from portable.loop import Events
+from portable.errors import RunError, UserError
+from portable.loop import Cadence, Callback, Due, Progress
 from portable.model.whole_values import WholeValues, is_part
+from portable.output.hub import pushes
+from portable.paths import CONFIG_FILE
 from portable.private import of_torch
-from portable.run.batches import LONG_WAIT
+from portable.ranks import launch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
 
-    from portable.backend import Engine
+    from portable.backend import Batch, Engine
     from portable.checkpoint.store import Checkpoints
     from portable.config import RunConfig
-    from portable.loop import Progress
+    from portable.loop import StepResult
     from portable.paths import Place
-    from portable.reporting.reporter import Reporter
-    from portable.run.batches import Awaited
-    from portable.run.prepare import Prepared
+    from portable.ranks.watchdog import Watchdog
+    from portable.run.stages import Prepared, Restored
 
 HOOKS = ("on_start", "on_step", "on_log", "on_evaluation", "on_save", "on_end")
 
@@ -40,38 +43,50 @@ class Run:
         steps: length of the schedule.
         tokenizer: of the data.
         model: in training, sharded as the strategy has it. Do not change it.
+
+    The run's own callbacks see more of it:
+
+        prepared, backend, engine, progress, checkpoints: of the launch.
+        cadence: when what is due. due: after the latest step. result: of that step, on the device.
+        callbacks: in the order in which they are called.
     """
 
-    def __init__(
-        self, prepared: Prepared, engine: Engine, progress: Progress, checkpoints: Checkpoints[Any]
-    ) -> None:
+    result: StepResult
+
+    def __init__(self, prepared: Prepared, restored: Restored, checkpoints: Checkpoints[Any]) -> None:
+        engine = restored.engine
         self.config: RunConfig = prepared.config
-        self.folder: Place = prepared.settled.place
+        self.folder: Place = prepared.resolved.place
         self.rank: int = prepared.backend.rank
         self.world_size: int = prepared.backend.world_size
         self.steps: int = prepared.steps
         self.tokenizer: Any = prepared.data.tokenizer
         self.model: nn.Module = engine.model
-        self._engine = engine
-        self._progress = progress
-        self._checkpoints = checkpoints
+        self.prepared = prepared
+        self.backend = prepared.backend
+        self.engine: Engine = engine
+        self.progress: Progress = restored.progress
+        self.checkpoints = checkpoints
+        self.cadence: Cadence = cadence_of(prepared)
+        self.due = Due()
+        self.callbacks: Sequence[Callback] = ()
         self.pending: dict[str, float | Tensor] = {}
         self.stopping = self.saving = False
 
     @property
     def step(self) -> int:
         """Optimizer steps done."""
-        return self._progress.step
+        return self.progress.step
 
     @property
     def samples(self) -> int:
         """Sequences consumed."""
-        return self._progress.samples
+        return self.progress.samples
 
     @property
     def checkpoint(self) -> Place | None:
         """The newest complete checkpoint."""
-        newest: Place | None = self._checkpoints.newest_known()
+        newest: Place | None = self.checkpoints.newest_known()
         return newest
 
     def log(self, values: Mapping[str, float | Tensor]) -> None:
@@ -100,44 +115,119 @@ class Run:
         """Continue a text with the model as it is now. All ranks call it, with the same arguments."""
         ids: list[int] = self.tokenizer(prompt)["input_ids"]
         tokens = torch.tensor([ids], dtype=torch.int64)
-        found = self._engine.generate(tokens, max_new_tokens=max_new_tokens, seed=seed)
+        found = self.engine.generate(tokens, max_new_tokens=max_new_tokens, seed=seed)
         text: str = self.tokenizer.decode(found[0, tokens.shape[1] :])
         return text
 
+    # -- of the run's own alone --------------------------------------------------------------------------
 
-class Callback(Protocol):
-    """Called while a run trains, on every rank, such as ``my_package.my_module:MyCallback``.
+    @property
+    def complete(self) -> bool:
+        """Whether the run, not this launch alone, is at its end."""
+        return self.progress.ended or self.progress.step == self.steps
 
-    Every method may be left out. An exception in one ends the run on all ranks. None may change the model,
-    and only those after :meth:`on_step` may read from the device.
+    def call(self, method: str, *values: Any) -> None:
+        """Call a method of every callback, in their order."""
+        for callback in self.callbacks:
+            callback.call(method, self, *values)
+
+    def over(self, batches: Iterable[Batch]) -> Iterable[Batch]:
+        """``batches`` as the callbacks look after them."""
+        for callback in self.callbacks:
+            batches = callback.over(batches)
+        return batches
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Within this context no time of a step passes."""
+        begun = time.perf_counter()
+        yield
+        self.call("paused", time.perf_counter() - begun)
+
+    def take_wishes(self) -> tuple[bool, bool]:
+        """Whether a callback on any rank wants to end the run, and to save; all ranks call it."""
+        if not self.config.train.callbacks:
+            return False, False
+        self.stopping = self.backend.any(self.stopping)
+        save, self.saving = self.backend.any(self.saving), False
+        return self.stopping, save
+
+    def take_logged(self) -> dict[str, float]:
+        """What was logged since the last call, read from the device."""
+        pending, self.pending = self.pending, {}
+        tensors = {name: value for name, value in pending.items() if isinstance(value, torch.Tensor)}
+        numbers = {name: value for name, value in pending.items() if not isinstance(value, torch.Tensor)}
+        read = self.backend.read(list(tensors.values())) if tensors else []
+        return {**numbers, **dict(zip(tensors, read, strict=True))}
+
+
+def cadence_of(prepared: Prepared) -> Cadence:
+    """When a run logs, evaluates and saves."""
+    config, samples = prepared.config, prepared.data.train.epoch_samples
+    return Cadence(
+        until=prepared.until,
+        stops_early=prepared.until < prepared.steps,
+        log_every=config.log.every_steps,
+        eval_every=config.train.eval_every or 0,
+        save_every=config.checkpoint.every_steps or 0,
+        eval_samples=(config.train.eval_every_epochs or 0) * samples,
+        save_samples=(config.checkpoint.every_epochs or 0) * samples,
+    )
+
+
+def order(config: RunConfig, *, profile: bool = False) -> list[str]:
+    """What happens beside the steps, in the order in which it does: ours by name, the user's by setting.
+
+    The user's come before what logs, so that the row of a step has what they log; an evaluation comes before
+    the save, which holds what follows from it.
+    """
+    user = [_name(name) for name in config.train.callbacks]
+    profiling, uploading = ["profile"] * profile, ["upload"] * pushes(config)
+    return ["watchdog", *user, *profiling, "health", "report", "evaluate", "save", *uploading]
+
+
+def _name(name: str) -> str:
+    return f"train.callbacks: {name}"
+
+
+class UserCallback(Callback):
+    """One of the user's, whose mistakes end the run in a line.
+
+    Args:
+        name: in messages.
+        given: the object; need not have all methods.
     """
 
-    def on_start(self, run: Run) -> None:
-        """Before the first step of a launch."""
+    def __init__(self, name: str, given: Any) -> None:
+        self._name = name
+        self._given = given
 
-    def on_step(self, run: Run) -> None:
-        """After every step. Must not read from the device."""
+    def call(self, method: str, run: Run, *values: Any) -> None:
+        """Call a method that the object has.
 
-    def on_log(self, run: Run, values: Mapping[str, float]) -> None:
-        """With the loss, the gradient norm, the learning rate and what ``train.loss`` logs."""
+        Raises:
+            UserError: with its name and line, if it fails.
+        """
+        called = getattr(self._given, method, None) if method in HOOKS else None
+        if called is None:
+            return
+        name, before = f"{self._name}: {method}", _versions(run.model)
+        with plugins.told_as(name), WholeValues(name, differentiated=False):
+            called(run, *values)
+        if any(before.get(one, version) != version for one, version in _versions(run.model).items()):
+            raise UserError(
+                f"{name}: changes parameters of the model, which ranks and the optimizer do not know of; use "
+                "model.function, train.loss or train.optimizer"
+            )
 
-    def on_evaluation(self, run: Run, values: Mapping[str, Any]) -> None:
-        """With the values of an evaluation, named as in metrics.jsonl."""
 
-    def on_save(self, run: Run) -> None:
-        """A checkpoint of this step is being written."""
-
-    def on_end(self, run: Run) -> None:
-        """After the last step of a launch, before the export."""
-
-
-def check(names: Sequence[str]) -> list[tuple[str, Any]]:
-    """The callbacks that ``train.callbacks`` names, with what to call them in messages.
+def check(names: Sequence[str]) -> dict[str, UserCallback]:
+    """The callbacks that ``train.callbacks`` names, by what they are called in messages.
 
     Raises:
         UserError: for a name without a callback.
     """
-    found = []
+    found = {}
     for name in names:
         one = plugins.load("train.callbacks", name)
         if not any(hasattr(one, hook) for hook in HOOKS):
@@ -145,28 +235,8 @@ def check(names: Sequence[str]) -> list[tuple[str, Any]]:
         wrong = [hook for hook in dir(one) if hook.startswith("on_") and hook not in HOOKS]
         if wrong:
             raise UserError(f"train.callbacks: {name}: there is no {wrong[0]}; there are {', '.join(HOOKS)}")
-        found.append((f"train.callbacks: {name}", one))
+        found[_name(name)] = UserCallback(_name(name), one)
     return found
-
-
-def call(callbacks: Sequence[tuple[str, Any]], hook: str, run: Run, *values: Any) -> None:
-    """Call a method of each of ``callbacks``, as :func:`check` returns them, that has it.
-
-    Raises:
-        UserError: with its name and line, if one fails.
-    """
-    for name, callback in callbacks:
-        method = getattr(callback, hook, None)
-        if method is None:
-            continue
-        before = _versions(run.model)
-        with plugins.told_as(f"{name}: {hook}"), WholeValues(f"{name}: {hook}", differentiated=False):
-            method(run, *values)
-        if any(before.get(one, version) != version for one, version in _versions(run.model).items()):
-            raise UserError(
-                f"{name}: {hook}: changes parameters of the model, which ranks and the optimizer do not "
-                "know of; use model.function, train.loss or train.optimizer"
-            )
 
 
 def _versions(model: nn.Module) -> dict[int, int]:
@@ -177,97 +247,57 @@ def _versions(model: nn.Module) -> dict[int, int]:
     return {id(parameter): of_torch.changes(parameter) for parameter in model.parameters()}
 
 
-class Callbacks(Events):
-    """What the reporter does, and after it the user's callbacks.
+class Beats(Callback):
+    """The watchdog's: it wants the next batch in time, of a step or of an evaluation."""
 
-    Args:
-        reporter: of the run.
-        run: what callbacks see.
-        prepared: the run.
-        batches: that it trains on.
+    def __init__(self, watchdog: Watchdog) -> None:
+        self._watchdog = watchdog
+
+    def over(self, batches: Iterable[Batch]) -> Iterable[Batch]:
+        return self._watchdog.over(batches)
+
+
+class Health(Callback):
+    """Reads the device's count of skipped updates, wherever the host waits for the device anyway.
+
+    Raises:
+        RunError: if as many updates in a row were not finite as ``train.on_non_finite`` allows. The weights
+            are those from before the first of them.
     """
 
-    def __init__(self, reporter: Reporter, run: Run, prepared: Prepared, batches: Awaited) -> None:
-        self._reporter = reporter
-        self._run = run
-        self._backend = prepared.backend
-        self._of_data = prepared.data.train.progress
-        self._callbacks = check(prepared.config.train.callbacks)
-        self.stopped = False
-        self._batches = batches
-        self._has_logged = self._has_warned = False
+    def __init__(self, run: Run, folder: Place) -> None:
+        """``folder``: where the run's config is, which the command in a message names."""
+        at = run.progress
+        self._start = Progress(at.step, at.samples, at.skipped)
+        self._config = folder / CONFIG_FILE
 
-    def call(self, hook: str, *values: Any) -> None:
-        """Call a method of every callback; see :func:`call`."""
-        call(self._callbacks, hook, self._run, *values)
+    def on_step(self, run: Run) -> None:
+        if run.due.log or run.due.save or run.due.evaluation:
+            self.check(run)
 
-    def on_step(self, progress: Progress) -> None:
-        self._reporter.on_step(progress)
-        self.call("on_step")
-
-    def on_log(
-        self,
-        progress: Progress,
-        loss: float,
-        grad_norm: float,
-        learning_rate: float,
-        numbers: Mapping[str, float],
-    ) -> None:
-        common = {"loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate}
-        self.call("on_log", {**common, **numbers})
-        more = {**numbers, **self._waits(), **self._of_data(progress.samples), **self._logged()}
-        self._reporter.on_log(progress, loss, grad_norm, learning_rate, more)
-
-    def _waits(self) -> dict[str, float]:
-        """The share of the time that steps waited for data; a warning where it is long, once."""
-        share = self._batches.share()
-        # Before the first log the queue had to be filled.
-        if share > LONG_WAIT and self._has_logged and not self._has_warned:
-            self._has_warned = True
-            self._reporter.say(
-                f"warning: steps wait for data {share:.0%} of the time (data_wait); raise data.num_workers; "
-                "a stream needs more cores"
-            )
-        self._has_logged = True
-        return {"data_wait": share}
-
-    def _logged(self) -> dict[str, float]:
-        pending, self._run.pending = self._run.pending, {}
-        tensors = {name: value for name, value in pending.items() if isinstance(value, torch.Tensor)}
-        numbers = {name: value for name, value in pending.items() if not isinstance(value, torch.Tensor)}
-        read = self._backend.read(list(tensors.values())) if tensors else []
-        return {**numbers, **dict(zip(tensors, read, strict=True))}
-
-    def on_eval(self, progress: Progress, values: Mapping[str, Any]) -> None:
-        """See :meth:`Reporter.on_eval`."""
-        self._reporter.on_eval(progress, values)
-        self.call("on_evaluation", values)
-
-    def lacks_eval(self, progress: Progress) -> bool:
-        """See :meth:`Reporter.lacks_eval`."""
-        return self._reporter.lacks_eval(progress)
-
-    def on_save(self, progress: Progress) -> None:
-        self._reporter.on_save(progress)
-        self.call("on_save")
-
-    def wants(self) -> tuple[bool, bool]:
-        if not self._callbacks:
-            return False, False
-        self.stopped = self._backend.any(self._run.stopping)
-        save = self._backend.any(self._run.saving)
-        self._run.saving = False
-        return self.stopped, save
-
-    def on_skipped(self, progress: Progress, count: int, message: str) -> None:
-        self._reporter.on_skipped(progress, count, message)
-
-    def on_pause(self, seconds: float) -> None:
-        self._batches.pause(seconds)
-        self._reporter.on_pause(seconds)
-
-    def last_checkpoint(self) -> str:
-        return self._reporter.last_checkpoint()
-
-    def replay(self, step: int) -> str:
-        return self._reporter.replay(step)
+    def check(self, run: Run) -> None:
+        """Update ``run.progress.skipped``; report new skipped updates, or raise."""
+        health, progress, batch = run.engine.health(), run.progress, run.prepared.plan.global_batch_size
+        skipped = self._start.skipped + health.skipped_updates
+        new, progress.skipped = skipped - progress.skipped, skipped
+        if new == 0 or health.first_bad_update is None:
+            return
+        step = self._start.step + health.first_bad_update + 1
+        sample = self._start.samples + health.first_bad_update * batch
+        what = "loss is" if health.bad_loss else "gradients are"
+        found = f"step {step} (samples {sample} to {sample + batch - 1}): the {what} not finite"
+        # On XLA the processes of a slice discover each other.
+        ranks = 1 if run.backend.one_program else run.world_size
+        remedy = f"to locate the cause: {launch.command(ranks, config=self._config, replay=step)}"
+        if not health.halted:
+            run.call("skipped", new, f"{found}; {remedy}")
+            return
+        if health.halted > 1:
+            found += f", nor in the next {health.halted - 1} steps"
+        run.checkpoints.finish()
+        run.backend.barrier()  # rank 0 has now renamed the folder
+        raise RunError(
+            f"{found}; the update was skipped; last good checkpoint: "
+            f"{run.checkpoints.latest() or 'none yet'}; {remedy}; or lower "
+            "train.learning_rate or train.max_grad_norm"
+        )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from portable.errors import UserError
 from portable.evaluation.evaluate import evaluate
 from portable.evaluation.standing import Judge, Verdict
+from portable.loop import Callback
 from portable.reporting.metrics import EVALUATION
 from portable.run.batches import eval_batches
 
@@ -18,8 +19,8 @@ if TYPE_CHECKING:
     from portable.data import Data
     from portable.evaluation.metrics import Measures
     from portable.loop import Progress
-    from portable.run.callbacks import Callbacks
-    from portable.run.prepare import Prepared
+    from portable.run.callbacks import Run
+    from portable.run.stages import Prepared
 
 
 def evaluate_all(
@@ -82,25 +83,43 @@ def judge_of(config: RunConfig, sources: Collection[str], measures: Measures) ->
     return Judge(metric, mode, checkpoint.keep_best or 0, patience, threshold)
 
 
-class Evaluations:
-    """Implements :class:`portable.loop.Evaluation`."""
+class Evaluations(Callback):
+    """Evaluates when it is due, and does what follows from it.
 
-    def __init__(
-        self,
-        prepared: Prepared,
-        engine: Engine,
-        reporter: Callbacks,
-        over: Callable[[Iterable[Batch]], Iterable[Batch]],
-    ) -> None:
-        self._prepared = prepared
-        self._engine = engine
-        self._reporter = reporter
-        self._over = over
-        self._any = prepared.backend.any
+    Args:
+        run: that it is a callback of.
+        recorded: whether the evaluation of a step is recorded.
+    """
+
+    def __init__(self, run: Run, recorded: Callable[[int], bool]) -> None:
+        self._run = run
+        self._prepared = run.prepared
+        self._recorded = recorded
+        self._any = run.backend.any
+
+    def on_start(self, run: Run) -> None:
+        """Make up for the evaluation that an earlier launch left out; end a run that has ended."""
+        progress = run.progress
+        if not self._prepared.data.evals:
+            return
+        due = run.cadence.due(progress, self._prepared.plan.global_batch_size)
+        if progress.step > 0 and due.evaluation and self.lacks(progress, counts=due.counts):
+            self(progress, counts=due.counts)
+        judge = self._prepared.judge
+        progress.ended = judge is not None and self._any(judge.stops(progress.standing))
+
+    def on_step(self, run: Run) -> None:
+        if not (run.due.evaluation and self._prepared.data.evals):
+            return
+        with run.pause():
+            verdict = self(run.progress, counts=run.due.counts)
+        run.progress.ended = verdict.stop
+        run.due.save = run.due.save or verdict.save or verdict.stop
 
     def __call__(self, progress: Progress, *, counts: bool) -> Verdict:
-        values = evaluate_all(self._prepared, self._engine, self._over)
-        self._reporter.on_eval(progress, values)
+        """Evaluate and report. If it ``counts``, compare with earlier ones, in ``progress.standing``."""
+        values = evaluate_all(self._prepared, self._run.engine, self._run.over)
+        self._run.call("on_evaluation", values)
         judge = self._prepared.judge
         if judge is None or not counts:
             return Verdict()
@@ -109,20 +128,19 @@ class Evaluations:
         return Verdict(self._any(verdict.save), self._any(verdict.stop))
 
     def lacks(self, progress: Progress, *, counts: bool) -> bool:
+        """Whether the evaluation after ``progress.step`` is missing; the arguments are those of a call."""
         judged = self._prepared.judge is None or progress.standing.step >= progress.step
-        return self._any((counts and not judged) or self._reporter.lacks_eval(progress))
-
-    def ends(self, progress: Progress) -> bool:
-        judge = self._prepared.judge
-        return judge is not None and self._any(judge.stops(progress.standing))
+        return self._any((counts and not judged) or not self._recorded(progress.step))
 
 
-def why_ended(progress: Progress) -> str:
+def why_ended(run: Run) -> str:
     """Why a run ended early, for the user."""
-    standing = progress.standing
+    if run.stopping:
+        return f"ended at step {run.step}, as a callback asked"
+    standing = run.progress.standing
     mark = "" if standing.mark is None else f" beyond {standing.mark:.4f}"
     return (
-        f"ended early at step {progress.step}: {standing.metric} has not improved{mark} for "
+        f"ended early at step {run.step}: {standing.metric} has not improved{mark} for "
         f"{standing.waited} evaluations (train.early_stopping_patience)"
     )
 

@@ -31,14 +31,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from portable.backend import Engine
-    from portable.checkpoint.store import Checkpoints
-    from portable.loop import Progress
     from portable.output.output_dir import Output
     from portable.paths import Place
     from portable.reporting.profiling import Profiler
     from portable.reporting.reporter import Reporter
-    from portable.run.prepare import Prepared
-    from portable.run.restore import Restored
+    from portable.run.callbacks import Run
+    from portable.run.stages import Prepared, Restored
     from portable.run.uploads import Uploads
 
 PROMPT_TOKENS = 32
@@ -140,16 +138,14 @@ def sample_prompt(prepared: Prepared) -> torch.Tensor:
     return batch["input_ids"][:, : max(1, min(PROMPT_TOKENS, valid))]
 
 
-def checkpoint_to_export(
-    prepared: Prepared, checkpoints: Checkpoints[Any], progress: Progress, reporter: Reporter
-) -> Place | None:
+def _checkpoint_to_export(run: Run, reporter: Reporter) -> Place | None:
     """The newest checkpoint, or the best with ``checkpoint.export_best``."""
-    complete = dict(checkpoints.complete())
-    latest: Place | None = checkpoints.latest()
-    if not prepared.config.checkpoint.export_best:
+    complete = dict(run.checkpoints.complete())
+    latest: Place | None = run.checkpoints.latest()
+    if not run.config.checkpoint.export_best:
         return latest
     best: Place | None = next(
-        (complete[step] for step, _ in progress.standing.best if step in complete), None
+        (complete[step] for step, _ in run.progress.standing.best if step in complete), None
     )
     if best is None:
         reporter.say("warning: checkpoint.export_best: no best checkpoint is left; final is from the newest")
@@ -157,30 +153,26 @@ def checkpoint_to_export(
 
 
 def finish(
-    prepared: Prepared,
+    run: Run,
     output: Output,
     reporter: Reporter,
-    checkpoint: Place | None,
     profiler: Profiler | None,
-    *,
-    step: int,
-    complete: bool,
-    exported: Place | None,
     uploads: Uploads | None,
+    *,
     warnings: int,
 ) -> None:
     """Export the model, write the report, upload and print where everything is; on rank 0 only.
 
     Args:
-        checkpoint: the newest. step: the last that is done. exported: the one that ``final`` is made from.
         warnings: of libraries, in the run's log.
     """
-    folder, place = output.work, output.place
+    prepared, folder, place = run.prepared, output.work, output.place
+    checkpoint, exported = run.checkpoints.latest(), _checkpoint_to_export(run, reporter)
     places = [("metrics", str(place / METRICS_FILE))]
     if checkpoint is not None:
         places.append(("checkpoint", str(checkpoint)))
     final: Place | None = None
-    if complete and prepared.config.checkpoint.export and exported is not None:
+    if run.complete and prepared.config.checkpoint.export and exported is not None:
         final = place / FINAL
         export_with_card(prepared, folder, exported, final)
         origin = "" if exported == checkpoint else f", from {exported.name}, the best"
@@ -204,8 +196,10 @@ def finish(
     reporter.say(reporter.summary(places))
     for line in missing:
         reporter.say(f"warning: {line}")
-    if not complete:
-        reporter.say(f"stopped at step {step} of {prepared.steps}, as train.stop_after says")
+    if not run.complete:
+        reporter.say(f"stopped at step {run.step} of {prepared.steps}, as train.stop_after says")
+    if uploads is not None:  # it kept some from being deleted
+        run.checkpoints.prune({step for step, _ in run.progress.standing.best})
 
 
 def export_with_card(prepared: Prepared, folder: Path, checkpoint: Place, out: Place) -> None:

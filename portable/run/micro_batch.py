@@ -11,7 +11,7 @@ from portable.batch_plan import plan_batches
 from portable.checkpoint.resume_source import checkpoints_of
 from portable.checkpoint.trainer_state import TrainerState
 from portable.errors import UserError
-from portable.loop import train_step
+from portable.loop import Progress, steps
 from portable.planner.this_machine import planner_here, what_fits
 from portable.registry import backend_package
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from portable.output.existing_run import ExistingRun
     from portable.paths import Place
     from portable.registry import World
+    from portable.run.stages import Prepared
 
 _DECIDE_ON_MEMORY = (
     "backend",
@@ -100,6 +101,13 @@ class Search:
         return training_model(self.model_config, self.config)
 
 
+def search_of(prepared: Prepared) -> Search:
+    """A search for the micro-batch of a run; does not keep its model alive."""
+    return Search(
+        prepared.backend, prepared.config, prepared.model_config, prepared.data.train, prepared.resolved.world
+    )
+
+
 def sizes(config: RunConfig, world: World) -> list[int]:
     """The micro-batch sizes that the global batch allows, ascending."""
     return divisors(config.train.global_batch_size // world.devices)
@@ -141,8 +149,8 @@ def largest(search: Search, *, below: int | None = None) -> int:
     guess = FIRST_GUESS if below is None else 0
 
     def fits(size: int) -> bool:
-        steps = partial(_two_steps, search=search, plan=plan, size=size)
-        answer = search.backend.fits(search.build, trial, steps)
+        trying = partial(_two_steps, search=search, plan=plan, size=size)
+        answer = search.backend.fits(search.build, trial, trying)
         return size <= guess if answer is None else answer
 
     found = largest_fitting(candidates, fits, _planned(search, candidates)) if candidates else None
@@ -170,19 +178,21 @@ def _two_steps(engine: Engine, search: Search, plan: BatchPlan, size: int) -> No
     samples = search.samples
     for sequences, accumulated in ((1, 1), (size, 2 if size < plan.sequences_per_rank else 1)):
         batch = samples.batch([(0, i % len(samples)) for i in range(sequences)])
-        train_step(
+        taken = steps(
             search.backend,
             engine,
             iter([batch] * accumulated),
+            Progress(0, 0),
             plan=replace(
                 plan,
                 global_batch_size=sequences * accumulated * plan.world_size,
                 micro_batch_size=sequences,
             ),
-            first_sample=0,
-            learning_rate=0.0,
+            schedule=lambda step: 0.0,
             max_grad_norm=1.0,
+            until=1,
         )
+        list(taken)
 
 
 def _planned(search: Search, candidates: Sequence[int]) -> int:

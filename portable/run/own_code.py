@@ -24,7 +24,7 @@ def prepare_code(config: RunConfig) -> None:
         plugins.load("model.function", config.model.function)
     if config.train.loss is not None:
         from portable.model.training_loss import training_loss
-        from portable.run.once import check_once
+        from portable.run.precompute import check_once
 
         check_once(config, training_loss(config))
     if plugins.names_code(config.train.optimizer):

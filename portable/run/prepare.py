@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from portable.adapters.assemble import assemble, tokenizer_hints
@@ -31,82 +31,21 @@ from portable.registry import backend_package
 from portable.run import micro_batch
 from portable.run.evaluation import judge_of
 from portable.run.micro_batch import Search, batch_plan
-from portable.run.once import reference_of, with_computed
+from portable.run.precompute import reference_of, with_computed
 from portable.run.settle import on_device
+from portable.run.stages import Prepared
 from portable.terminal import shows_bars
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PretrainedConfig
 
-    from portable.adapters.adapter import Adapter
     from portable.backend import Backend
-    from portable.batch_plan import BatchPlan
     from portable.config import RunConfig
     from portable.data import Data, DataSizes
-    from portable.evaluation.metrics import Measures
-    from portable.evaluation.standing import Judge
-    from portable.optim.schedule import Schedule
-    from portable.run.settle import Settled
+    from portable.run.stages import Resolved
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """What every later stage reads.
-
-    Attributes:
-        settled: what the launcher settled.
-        config: the same with the micro-batch that ``auto`` came to.
-        backend: of this rank.
-        model_config: as it is saved with the weights.
-        data: tokenizer, samples and their order.
-        model: on the meta device until an engine fills it.
-        adapter: in ``model``; None if all of it is trained.
-        architecture: class of ``model``, before anything wraps it.
-        parameters: of ``model``, tied ones counted once.
-        trained: how many of them are trained.
-        flops_per_token: forward and backward, as the PaLM paper counts.
-        plan: how this rank goes through a global batch.
-        steps: length of the schedule.
-        until: the step at which this launch ends.
-        schedule: learning rate by step.
-        measures: the metrics of an evaluation.
-        judge: compares evaluations; None if nothing follows from them.
-        reference: a digest of the weights that the loss compares with; None without such.
-        notes: what may surprise the user, one line each.
-    """
-
-    settled: Settled
-    config: RunConfig
-    backend: Backend
-    model_config: PretrainedConfig
-    data: Data
-    model: PreTrainedModel
-    adapter: Adapter | None
-    architecture: str
-    parameters: int
-    trained: int
-    flops_per_token: float
-    plan: BatchPlan
-    steps: int
-    until: int
-    schedule: Schedule
-    measures: Measures
-    judge: Judge | None
-    reference: str | None
-    notes: tuple[str, ...]
-
-    @property
-    def searches(self) -> bool:
-        """Whether the micro-batch was searched for."""
-        return self.settled.config.train.micro_batch_size == "auto"
-
-    @property
-    def search(self) -> Search:
-        """What a search for a micro-batch needs; does not keep ``model`` alive."""
-        return _search(self.settled, self.config, self.backend, self.model_config, self.data)
-
-
-def prepare(settled: Settled, backend: Backend) -> Prepared:
+def prepare(settled: Resolved, backend: Backend) -> Prepared:
     """Build all of it. Before :meth:`Backend.start`: a search for a micro-batch starts groups of its own.
 
     Raises:
@@ -137,8 +76,8 @@ def prepare(settled: Settled, backend: Backend) -> Prepared:
     reference = reference_of(config)
     data = with_computed(config, backend, data, reference)
     config = _with_micro_batch(settled, backend, model_config, data)
-    steps = total_steps(config, data.train.epoch_samples)
-    if (reason := too_long_a_warmup(config.train, steps)) is not None:
+    length = total_steps(config, data.train.epoch_samples)
+    if (reason := too_long_a_warmup(config.train, length)) is not None:
         raise UserError(reason)
     notes = notes_on(settled, model_config, assembled.aligned, data.sizes)
     if adapter is not None and config.model.from_scratch:
@@ -155,21 +94,22 @@ def prepare(settled: Settled, backend: Backend) -> Prepared:
             "this order"
         )
     return Prepared(
-        settled=settled,
+        resolved=settled,
         config=config,
         backend=backend,
         model_config=model_config,
         data=data,
         model=model,
         adapter=adapter,
+        grown_from=assembled.grown_from,
         architecture=architecture,
         parameters=parameters,
         trained=trained_count(model),
         flops_per_token=flops,
         plan=batch_plan(config, backend),
-        steps=steps,
-        until=min(steps, config.train.stop_after or steps),
-        schedule=build_schedule(config.train, steps),
+        steps=length,
+        until=min(length, config.train.stop_after or length),
+        schedule=build_schedule(config.train, length),
         measures=measures,
         judge=judge,
         reference=reference,
@@ -201,31 +141,25 @@ def with_agreed_micro_batch(prepared: Prepared) -> Prepared:
     backend, config = prepared.backend, prepared.config
     found = prepared.plan.micro_batch_size
     config = micro_batch.with_micro_batch(
-        config, micro_batch.agreed(found, config, prepared.settled.world, backend)
+        config, micro_batch.agreed(found, config, prepared.resolved.world, backend)
     )
     return replace(prepared, config=config, plan=batch_plan(config, backend))
 
 
 def _with_micro_batch(
-    settled: Settled, backend: Backend, model_config: PretrainedConfig, data: Data
+    settled: Resolved, backend: Backend, model_config: PretrainedConfig, data: Data
 ) -> RunConfig:
     config = settled.config
     if config.train.micro_batch_size != "auto":
         return config
     size = micro_batch.begun_with(config, settled.existing, settled.place, settled.world)
     if size is None:
-        size = micro_batch.largest(_search(settled, config, backend, model_config, data))
+        size = micro_batch.largest(Search(backend, config, model_config, data.train, settled.world))
     return micro_batch.with_micro_batch(config, size)
 
 
-def _search(
-    settled: Settled, config: RunConfig, backend: Backend, model_config: PretrainedConfig, data: Data
-) -> Search:
-    return Search(backend, config, model_config, data.train, settled.world)
-
-
 def notes_on(
-    settled: Settled, model_config: PretrainedConfig, aligned: list[str], data: DataSizes
+    settled: Resolved, model_config: PretrainedConfig, aligned: list[str], data: DataSizes
 ) -> list[str]:
     """What may surprise the user before the first step, one line each.
 

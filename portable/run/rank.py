@@ -24,10 +24,11 @@ from portable.reporting.run_log import RunLog
 from portable.run import micro_batch
 from portable.run.evaluation import evaluate_all, needs_evaluation_data
 from portable.run.own_code import digests, prepare_code
-from portable.run.prepare import Prepared, prepare, with_agreed_micro_batch
+from portable.run.prepare import prepare, with_agreed_micro_batch
 from portable.run.replay import replay_step
 from portable.run.restore import restore
-from portable.run.settle import Settled, settle
+from portable.run.settle import settle
+from portable.run.stages import Prepared, Resolved
 from portable.run.train import EXIT_DONE, DeviceMemoryError, train_run
 from portable.terminal import be_quiet, tell
 
@@ -42,7 +43,7 @@ _IN_THE_WAY = (errno.ELOOP, errno.EINVAL, errno.EISDIR, errno.EACCES, errno.EPER
 
 def run_rank(
     backend_name: str,
-    settled: Settled | RunConfig,
+    settled: Resolved | RunConfig,
     eval_only: bool = False,
     profile: bool = False,
     replay: int | None = None,
@@ -60,26 +61,26 @@ def run_rank(
         the exit code: 0 when the schedule or ``train.stop_after`` is reached, 75 when stopped by a signal.
     """
     backend = create_backend(backend_name)
-    be_quiet((settled.config if isinstance(settled, Settled) else settled).log.quiet)
+    be_quiet((settled.config if isinstance(settled, Resolved) else settled).log.quiet)
     with RunLog(backend.rank) as log:
         return _run(backend, settled, log, eval_only, profile, replay)
 
 
 def _run(
     backend: Backend,
-    settled: Settled | RunConfig,
+    settled: Resolved | RunConfig,
     log: RunLog,
     eval_only: bool,
     profile: bool,
     replay: int | None,
 ) -> int:
-    config = settled.config if isinstance(settled, Settled) else settled
-    if isinstance(settled, Settled):  # otherwise settling does
+    config = settled.config if isinstance(settled, Resolved) else settled
+    if isinstance(settled, Resolved):  # otherwise settling does
         prepare_code(config)
     output = open_output(config, backend.rank)
     prepared: Prepared | UserError
     try:
-        if not isinstance(settled, Settled):
+        if not isinstance(settled, Resolved):
             writes = not eval_only and replay is None
             settled = settle(config, backend.name, writes=writes)
         if replay is not None:  # compiled layers cannot be looked into
@@ -121,7 +122,8 @@ def _run(
                 raise elsewhere from None
             raise
         step = error.step if isinstance(error, DeviceMemoryError) else None
-        search, sequences = prepared.search, prepared.plan.micro_batch_size // backend.devices_per_rank
+        search = micro_batch.search_of(prepared)
+        sequences = prepared.plan.micro_batch_size // backend.devices_per_rank
         snapshot = _memory_snapshot(backend, output) if prepared.config.log.memory_snapshot else None
         del prepared  # free the model, which holds what filled the memory
         backend.leave()
@@ -140,12 +142,12 @@ def _agree(prepared: Prepared, output: Output) -> None:
         "the code of your own": digests(prepared.config),
         "the text of data.eval (its fingerprints)": dict(prepared.data.eval_fingerprints),
     }
-    agree(prepared.backend, settings_and_versions(prepared.settled.config) | facts)
+    agree(prepared.backend, settings_and_versions(prepared.resolved.config) | facts)
 
 
 def _evaluate_only(prepared: Prepared) -> int:
     needs_evaluation_data(prepared.data)
-    place = prepared.settled.place
+    place = prepared.resolved.place
     source = resume_source(prepared.config, checkpoints_of(place))
     if source is None and prepared.backend.rank == 0:
         told = f"warning: output_dir: {place} has no checkpoint"

@@ -17,7 +17,6 @@ from converters.console import say
 from portable.checkpoint.resume_source import checkpoints_of
 from portable.errors import UserError, one_line
 from portable.formatting import table
-from portable.loop import train_step
 from portable.paths import place_of
 from portable.ranks.consistency import agree
 from portable.run.batches import train_loader
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from portable.backend import Backend, Batch, Engine
     from portable.loop import Progress
     from portable.paths import Place
-    from portable.run.prepare import Prepared
+    from portable.run.stages import Prepared
 
 _SHOWN = 160  # characters of a sample's text
 
@@ -102,7 +101,7 @@ def replay_step(run: Prepared, step: int) -> int:
 
 def _last_before(run: Prepared, step: int) -> Place | None:
     """The newest checkpoint from which ``step`` is still to come; None: from the start."""
-    own = checkpoints_of(run.settled.place).complete()
+    own = checkpoints_of(run.resolved.place).complete()
     before: list[Place] = [folder for done, folder in own if done < step]
     if before:
         return before[-1]
@@ -116,19 +115,8 @@ def _take_steps_before(
     step: int, run: Prepared, engine: Engine, batches: Iterator[Batch], progress: Progress
 ) -> None:
     start = progress.step
-    while progress.step < step - 1:
-        train_step(
-            run.backend,
-            engine,
-            batches,
-            plan=run.plan,
-            first_sample=progress.samples,
-            learning_rate=run.schedule(progress.step),
-            max_grad_norm=run.config.train.max_grad_norm or 0.0,
-            betas=run.schedule.betas(progress.step),
-        )
-        progress.step += 1
-        progress.samples += run.plan.global_batch_size
+    for _ in run.take_steps(engine, batches, progress, until=step - 1):
+        pass
     health = engine.health()
     if health.halted:
         assert health.first_bad_update is not None

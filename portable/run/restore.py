@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from converters import CheckpointError, open_checkpoint
@@ -18,9 +17,10 @@ from portable.model.initialize import Blueprint
 from portable.model.pretrained import pretrained_weights
 from portable.paths import place_of, storage_errors
 from portable.ranks.consistency import agree
-from portable.run.once import compute, missing
 from portable.run.own_code import changed, digests
+from portable.run.precompute import compute, missing
 from portable.run.save import ADAPTER, REFERENCE
+from portable.run.stages import Restored
 from portable.terminal import tell
 
 if TYPE_CHECKING:
@@ -31,24 +31,7 @@ if TYPE_CHECKING:
     from portable.model.pretrained import PretrainedWeights
     from portable.model.tensors import ReadableTensor
     from portable.paths import Place
-    from portable.run.prepare import Prepared
-
-
-@dataclass(frozen=True)
-class Restored:
-    """A model ready to train.
-
-    Attributes:
-        engine: with its weights, and its optimizer's state where there is any.
-        progress: the position of the run; the training loop moves it on.
-        source: the checkpoint it comes from; None for a new run.
-        external: what ``source`` holds, where another program wrote it.
-    """
-
-    engine: Engine
-    progress: Progress
-    source: Place | None = None
-    external: AdoptedCheckpoint | None = None
+    from portable.run.stages import Prepared
 
 
 def restore(
@@ -225,12 +208,16 @@ def _check_code(source: Place, state: TrainerState, prepared: Prepared) -> None:
 
 def _blueprint(prepared: Prepared) -> Blueprint:
     """The model whose weights the run starts from: with an adapter, the base model."""
-    return Blueprint.of(prepared.model) if prepared.adapter is None else prepared.adapter.blueprint
+    if prepared.adapter is not None:
+        return prepared.adapter.blueprint
+    return Blueprint.of(prepared.model, prepared.config.model.function)
 
 
 def _pretrained(prepared: Prepared, blueprint: Blueprint) -> PretrainedWeights | None:
     settings = prepared.config.model
-    return None if settings.from_scratch else pretrained_weights(settings, blueprint.model)
+    if settings.from_scratch:
+        return None
+    return pretrained_weights(settings, blueprint.model, prepared.grown_from)
 
 
 def _initialize(

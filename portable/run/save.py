@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from portable.checkpoint.trainer_state import TrainerState
+from portable.loop import Callback
 from portable.ranks.consistency import agree
 from portable.run.own_code import digests
 
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
     from portable.backend import Engine
     from portable.checkpoint.store import Checkpoints
     from portable.loop import Progress
-    from portable.run.prepare import Prepared
+    from portable.ranks.watchdog import Watchdog
+    from portable.run.callbacks import Health, Run
+    from portable.run.stages import Prepared
 
 
 ADAPTER = "adapter"
@@ -64,6 +67,40 @@ def save(prepared: Prepared, checkpoints: Checkpoints[Any], engine: Engine, prog
     )
     if not background:
         checkpoints.finish()
+
+
+class Saving(Callback):
+    """Saves when it is due or asked for, and ends the run where a callback of the user's asks.
+
+    Args:
+        run: that it is a callback of.
+        health: of the weights, without which nothing is saved.
+        watchdog: which rests meanwhile.
+    """
+
+    def __init__(self, run: Run, health: Health, watchdog: Watchdog) -> None:
+        self._saved = run.step
+        self._health = health
+        self._watchdog = watchdog
+        run.checkpoints.on_complete = partial(run.call, "completed")
+
+    def on_step(self, run: Run) -> None:
+        run.checkpoints.finish_if_written()
+        stop, save_now = run.take_wishes()
+        if stop or save_now:
+            self._health.check(run)
+            run.progress.ended, run.due.save = run.progress.ended or stop, True
+        if not run.due.save or run.step <= self._saved:
+            return
+        with run.pause():
+            with self._watchdog.paused():
+                save(run.prepared, run.checkpoints, run.engine, run.progress)
+            run.call("on_save")
+        self._saved = run.step
+
+    def on_end(self, run: Run) -> None:
+        run.checkpoints.finish(last=True)
+        run.backend.barrier()  # no rank ends before rank 0 has renamed the checkpoint's folder
 
 
 def write_model_files(prepared: Prepared, folder: Path) -> None:

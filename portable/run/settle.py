@@ -6,7 +6,7 @@ which settle nothing again: they compare a digest of it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from portable.adapters.settings import settled as settled_adapter
@@ -20,29 +20,11 @@ from portable.paths import place_of, storage_errors
 from portable.registry import backend_package
 from portable.reporting.trackers import check_trackers
 from portable.run.own_code import prepare_code
+from portable.run.stages import Resolved
 
 if TYPE_CHECKING:
     from portable.config import RunConfig
-    from portable.paths import Place
     from portable.registry import World
-
-
-@dataclass(frozen=True)
-class Settled:
-    """A run as it will be trained.
-
-    Attributes:
-        config: with ``backend: auto`` and what a DeepSpeed JSON says resolved. ``precision`` stays ``auto``
-            where only a rank may open the device to find out: see :func:`on_device`.
-        place: what ``output_dir`` names.
-        existing: the run that ``place`` held already.
-        world: the ranks of this launch.
-    """
-
-    config: RunConfig
-    place: Place
-    existing: ExistingRun
-    world: World
 
 
 def settle(
@@ -52,7 +34,7 @@ def settle(
     *,
     writes: bool = True,
     downloads: bool | None = None,
-) -> Settled:
+) -> Resolved:
     """Resolve and check a config. Opens no device.
 
     Args:
@@ -87,10 +69,10 @@ def settle(
     first_plan(config, world)
     if writes and pushes(config):
         Hub(config).check()
-    return Settled(config, place, existing, world)
+    return Resolved(config, place, existing, world)
 
 
-def on_device(settled: Settled) -> Settled:
+def on_device(settled: Resolved) -> Resolved:
     """``settled`` with the precision that ``auto`` means on this rank's device."""
     config = settled.config
     if config.precision != "auto":

@@ -1,13 +1,12 @@
-"""The fourth stage: everything around the training loop that has to be open while it runs."""
+"""The fourth stage: the run's folder, what happens beside the steps, and the steps."""
 
 from __future__ import annotations
 
 import gc
 import json
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from converters.storage.places import in_store
 from portable.checkpoint.resume_source import resume_source
@@ -16,7 +15,7 @@ from portable.data.preview import SHOWN, preview
 from portable.data.samples.loader import worker_died
 from portable.durable import write_durably
 from portable.errors import UserError
-from portable.loop import Cadence, train
+from portable.loop import train
 from portable.output.existing_run import PREVIEW_FILE, check_unchanged
 from portable.output.export import recover_export
 from portable.output.hub import Hub, pushes
@@ -29,21 +28,20 @@ from portable.ranks.watchdog import Watchdog
 from portable.reporting.profiling import Profiler
 from portable.reporting.reporter import Reporter
 from portable.run.batches import Awaited, train_loader
-from portable.run.callbacks import Callbacks, Run
+from portable.run.callbacks import Beats, Health, Run, check, order
 from portable.run.evaluation import Evaluations, why_ended
-from portable.run.finish import checkpoint_to_export, export_with_card, finish, headline, sample
-from portable.run.restore import Restored, restore
-from portable.run.save import save
+from portable.run.finish import export_with_card, finish, headline, sample
+from portable.run.restore import restore
+from portable.run.save import Saving
 from portable.run.uploads import Uploads
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Iterator
 
-    from portable.checkpoint.store import Checkpoints
-    from portable.loop import Progress
+    from portable.loop import Callback
     from portable.output.output_dir import Output
     from portable.reporting.run_log import RunLog
-    from portable.run.prepare import Prepared
+    from portable.run.stages import Prepared, Restored
 
 EXIT_DONE, EXIT_STOPPED = 0, 75
 
@@ -58,17 +56,6 @@ class DeviceMemoryError(Exception):
     def __init__(self, step: int) -> None:
         super().__init__(f"out of device memory in step {step}")
         self.step = step
-
-
-@dataclass(frozen=True)
-class Open:
-    """What is open while a run trains."""
-
-    output: Output
-    checkpoints: Checkpoints[Any]
-    restored: Restored
-    profiler: Profiler | None
-    log: RunLog
 
 
 def train_run(prepared: Prepared, output: Output, log: RunLog, *, profile: bool = False) -> int:
@@ -86,23 +73,69 @@ def train_run(prepared: Prepared, output: Output, log: RunLog, *, profile: bool 
     Raises:
         DeviceMemoryError: a step ran out of device memory.
     """
-    with storage_errors("output_dir"), ExitStack() as stack:
-        held: UserError | None = None
-        hub: Hub | None = None
-        try:
-            if prepared.backend.rank == 0:
-                stack.enter_context(output.held())
-                check_unchanged(output.place, prepared.settled.existing)
-                if pushes(prepared.config):
-                    hub = Hub(prepared.config)
-                    hub.create()
-        except UserError as error:
-            held = error
-        all_or_none(held)
-        return _train(prepared, _open(prepared, output, log, profile=profile), hub)
+    with storage_errors("output_dir"), ExitStack() as held:
+        hub = _hold(prepared, output, held)
+        run, restored = _begin(prepared, output, log)
+        batches = Awaited(iter(train_loader(prepared, run.samples)))
+        reporter = Reporter(run, output, batches, restored.source)
+        watchdog, health = _watchdog(run, output), Health(run, output.work)
+        profiler = Profiler(output.work / "profile", run.rank) if profile else None
+        uploads = None if hub is None else _uploads(run, output, hub)
+        beside: dict[str, Callback | None] = {
+            **check(run.config.train.callbacks),
+            "watchdog": Beats(watchdog),
+            "profile": profiler,
+            "health": health,
+            "report": reporter,
+            "evaluate": Evaluations(run, reporter.has_evaluation),
+            "save": Saving(run, health, watchdog),
+            "upload": uploads,
+        }
+        names = order(run.config, profile=profile)
+        run.callbacks = [one for name in names if (one := beside[name]) is not None]
+        for line in (*prepared.notes, headline(prepared, restored)):
+            reporter.say(line)
+        with _kept_in_memory(), ExitStack() as opened:
+            for callback in run.callbacks:
+                opened.callback(callback.close)
+            opened.callback(batches.close)
+            with _told(run), watchdog:
+                stopped = train(run, batches)
+            run.call("on_end")
+            if stopped:
+                reporter.record("stop", run.progress)
+                reporter.say(f"stopped at step {run.step}, checkpoint saved; run the same command to go on")
+                return EXIT_STOPPED
+            if run.progress.ended:
+                reporter.say(why_ended(run))
+            reporter.record("end", run.progress, complete=run.complete)
+            if run.complete:
+                sample(prepared, run.engine, reporter)
+        if run.rank == 0:
+            finish(run, output, reporter, profiler, uploads, warnings=log.foreign)
+        output.publish()
+    return EXIT_DONE
 
 
-def _open(prepared: Prepared, output: Output, log: RunLog, *, profile: bool) -> Open:
+def _hold(prepared: Prepared, output: Output, held: ExitStack) -> Hub | None:
+    """Keep other runs away from the folder, and make the repository on the hub, if any."""
+    error: UserError | None = None
+    hub: Hub | None = None
+    try:
+        if prepared.backend.rank == 0:
+            held.enter_context(output.held())
+            check_unchanged(output.place, prepared.resolved.existing)
+            if pushes(prepared.config):
+                hub = Hub(prepared.config)
+                hub.create()
+    except UserError as refused:
+        error = refused
+    all_or_none(error)
+    return hub
+
+
+def _begin(prepared: Prepared, output: Output, log: RunLog) -> tuple[Run, Restored]:
+    """Open the folder, and restore the run that is to go on there."""
     config, backend = prepared.config, prepared.backend
     output.open(inspect(prepared.model, config.train).checkpoint_bytes(config.train) // backend.world_size)
     checkpoints = output.checkpoints(keep=config.checkpoint.keep)
@@ -123,8 +156,7 @@ def _open(prepared: Prepared, output: Output, log: RunLog, *, profile: bool) -> 
         write_durably(output.work / CONFIG_FILE, dump_yaml(config))
         _write_preview(prepared, output)
         output.publish()
-    profiler = Profiler(output.work / "profile", backend.rank) if profile else None
-    return Open(output, checkpoints, restored, profiler, log)
+    return Run(prepared, restored, checkpoints), restored
 
 
 def _write_preview(prepared: Prepared, output: Output) -> None:
@@ -135,146 +167,47 @@ def _write_preview(prepared: Prepared, output: Output) -> None:
         write_durably(output.work / PREVIEW_FILE, json.dumps(shown, ensure_ascii=False) + "\n")
 
 
-def _train(prepared: Prepared, opened: Open, hub: Hub | None) -> int:
-    config, backend, output = prepared.config, prepared.backend, opened.output
-    engine, progress, checkpoints = opened.restored.engine, opened.restored.progress, opened.checkpoints
-    uploads = None if hub is None else _uploads(prepared, opened, hub)
-
-    def report_hang(line: str) -> None:
+def _watchdog(run: Run, output: Output) -> Watchdog:
+    def report(line: str) -> None:
         launch.report_hang(line)
         output.publish_soon(at_once=True)
 
-    watchdog = Watchdog(
-        rank=backend.rank,
-        seconds=config.log.hang_timeout,
+    return Watchdog(
+        rank=run.rank,
+        seconds=run.config.log.hang_timeout,
         folder=output.work / "hang",
-        report=report_hang,
-        record=backend.diagnostics.dump_collectives,
+        report=report,
+        record=run.backend.diagnostics.dump_collectives,
     )
 
-    def save_at(at: Progress) -> None:
-        with watchdog.paused():
-            save(prepared, checkpoints, engine, at)
 
-    reporter = new_reporter(prepared, opened, save_at)
-    for line in (*prepared.notes, headline(prepared, opened.restored)):
-        reporter.say(line)
-    run = Run(prepared, engine, progress, checkpoints)
-    batches = Awaited(watchdog.over(train_loader(prepared, progress.samples)))
-    events = Callbacks(reporter, run, prepared, batches)
-    evaluation = Evaluations(prepared, engine, events, watchdog.over)
-    gc.collect()
-    gc.freeze()  # the model and the libraries stay: no collection need visit them
-    try:
-        try:
-            with watchdog:
-                events.call("on_start")
-                stopped = train(
-                    backend,
-                    engine,
-                    batches,
-                    evaluation if prepared.data.evals else None,
-                    progress=progress,
-                    cadence=_cadence(prepared),
-                    schedule=prepared.schedule,
-                    plan=prepared.plan,
-                    max_grad_norm=config.train.max_grad_norm or 0.0,
-                    events=events,
-                )
-        except Exception as error:
-            if (died := worker_died(error)) is not None:
-                raise died from error
-            if backend.ran_out_of_memory(error):
-                raise DeviceMemoryError(progress.step + 1) from error
-            raise
-        events.call("on_end")
-        checkpoints.finish(last=True)
-        backend.barrier()  # no rank ends before rank 0 has renamed the checkpoint's folder
-        if stopped:
-            reporter.on_stop(progress)
-            reporter.say(f"stopped at step {progress.step}, checkpoint saved; run the same command to go on")
-            return EXIT_STOPPED
-        complete = progress.ended or progress.step == prepared.steps
-        if progress.ended:
-            by_callback = f"ended at step {progress.step}, as a callback asked"
-            reporter.say(by_callback if events.stopped else why_ended(progress))
-        reporter.on_end(progress, complete=complete)
-        if complete:
-            sample(prepared, engine, reporter)
-    finally:
-        batches.close()
-        reporter.close()
-        gc.unfreeze()
-    if backend.rank == 0:
-        finish(
-            prepared,
-            output,
-            reporter,
-            checkpoints.latest(),
-            opened.profiler,
-            step=progress.step,
-            complete=complete,
-            exported=checkpoint_to_export(prepared, checkpoints, progress, reporter),
-            uploads=uploads,
-            warnings=opened.log.foreign,
-        )
-        if uploads is not None:  # it kept some from being deleted
-            checkpoints.prune({step for step, _ in progress.standing.best})
-    output.publish()
-    return EXIT_DONE
-
-
-def _uploads(prepared: Prepared, opened: Open, hub: Hub) -> Uploads:
-    output, checkpoints = opened.output, opened.checkpoints
-    uploads = Uploads(hub, partial(export_with_card, prepared, output.work), output.scratch)
-    if prepared.config.hub.push == "checkpoints":
-        checkpoints.on_complete, checkpoints.in_use = uploads.add, uploads.in_use
+def _uploads(run: Run, output: Output, hub: Hub) -> Uploads:
+    export, every = partial(export_with_card, run.prepared, output.work), run.config.hub.push == "checkpoints"
+    uploads = Uploads(hub, export, output.scratch, checkpoints=every)
+    if every:
+        run.checkpoints.in_use = uploads.in_use
     return uploads
 
 
-def _cadence(prepared: Prepared) -> Cadence:
-    config, samples = prepared.config, prepared.data.train.epoch_samples
-    return Cadence(
-        until=prepared.until,
-        stops_early=prepared.until < prepared.steps,
-        log_every=config.log.every_steps,
-        eval_every=config.train.eval_every or 0,
-        save_every=config.checkpoint.every_steps or 0,
-        eval_samples=(config.train.eval_every_epochs or 0) * samples,
-        save_samples=(config.checkpoint.every_epochs or 0) * samples,
-    )
+@contextmanager
+def _kept_in_memory() -> Iterator[None]:
+    """Within this context the model and the libraries stay: no collection need visit them."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
-def new_reporter(prepared: Prepared, opened: Open, save_at: Callable[[Progress], None]) -> Reporter:
-    """What shows and records this launch in the run's folder."""
-    config, backend, source = prepared.config, prepared.backend, opened.restored.source
-    peak, groups = config.train.learning_rate, config.train.parameter_groups
-    samples = prepared.data.train
-    return Reporter(
-        backend=backend,
-        output=opened.output,
-        progress=opened.restored.progress,
-        total_steps=prepared.steps,
-        tokens_per_sample=config.data.seq_len * samples.sequences * (1 - samples.waste),
-        flops_per_token=prepared.flops_per_token,
-        precision=config.precision,
-        rates={g.pattern: g.learning_rate / peak for g in groups if g.learning_rate is not None},
-        log=config.log,
-        config=config.fingerprint(),
-        checkpoints=opened.checkpoints,
-        save=save_at,
-        profiler=opened.profiler,
-        facts={
-            "backend": backend.name,
-            "strategy": config.strategy,
-            "world_size": backend.world_size,
-            "devices_per_rank": backend.devices_per_rank,
-            "device": backend.device.type,
-            "precision": config.precision,
-            "model": prepared.architecture,
-            "parameters": prepared.parameters,
-            "trained": prepared.trained,
-            "steps": prepared.steps,
-            "source": str(source) if source is not None else None,
-        },
-    )
+@contextmanager
+def _told(run: Run) -> Iterator[None]:
+    """Within this context, tell memory that has run out and dead workers from other errors."""
+    try:
+        yield
+    except Exception as error:
+        if (died := worker_died(error)) is not None:
+            raise died from error
+        if run.backend.ran_out_of_memory(error):
+            raise DeviceMemoryError(run.step + 1) from error
+        raise

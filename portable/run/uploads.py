@@ -11,6 +11,7 @@ from portable.checkpoint.background import in_background
 from portable.checkpoint.trainer_state import step_of
 from portable.errors import one_line
 from portable.formatting import human_count
+from portable.loop import Callback
 from portable.terminal import tell
 
 if TYPE_CHECKING:
@@ -20,9 +21,10 @@ if TYPE_CHECKING:
 
     from portable.output.hub import Hub
     from portable.paths import Place
+    from portable.run.callbacks import Run
 
 
-class Uploads:
+class Uploads(Callback):
     """Uploads one export at a time. No failure ends the run; :meth:`finish` tells what is missing.
 
     A checkpoint that comes while another is uploaded waits, and gives way to a newer one: uploads that are
@@ -32,9 +34,13 @@ class Uploads:
         hub: where to.
         export: writes the export of a checkpoint into a folder.
         scratch: a local folder for that.
+        checkpoints: whether every checkpoint is uploaded.
     """
 
-    def __init__(self, hub: Hub, export: Callable[[Place, Path], None], scratch: Path) -> None:
+    def __init__(
+        self, hub: Hub, export: Callable[[Place, Path], None], scratch: Path, *, checkpoints: bool = True
+    ) -> None:
+        self._checkpoints = checkpoints
         self._hub = hub
         self._export = export
         self._scratch = scratch
@@ -45,6 +51,10 @@ class Uploads:
         self._missed = 0
         self._reason = ""
         shutil.rmtree(scratch, ignore_errors=True)  # of a killed launch
+
+    def completed(self, run: Run, checkpoint: Place) -> None:
+        if self._checkpoints:
+            self.add(checkpoint)
 
     def add(self, checkpoint: Place) -> None:
         """Upload the export of a complete checkpoint soon."""

@@ -41,7 +41,6 @@ def leg(config: RunConfig) -> tuple[dict[str, Any], dict[str, float]]:
 
     from gpu.zero.runtime import import_deepspeed
     from portable.checkpoint.store import Checkpoints
-    from portable.loop import Progress, train_step
     from portable.registry import create_backend
     from portable.run.batches import train_loader
     from portable.run.prepare import prepare
@@ -66,19 +65,9 @@ def leg(config: RunConfig) -> tuple[dict[str, Any], dict[str, float]]:
         engine._scaling.save(probe)
         loaded = json.loads((probe / "loss_scale.json").read_text())
         batches = iter(train_loader(run, progress.samples))
-        for step in range(progress.step, progress.step + STEPS):
-            train_step(
-                backend,
-                engine,
-                batches,
-                plan=run.plan,
-                first_sample=step * run.plan.global_batch_size,
-                learning_rate=run.schedule(step),
-                max_grad_norm=1.0,
-            )
+        list(run.take_steps(engine, batches, progress, progress.step + STEPS))
         batches.close()
-        after = Progress(progress.step + STEPS, progress.samples + STEPS * run.plan.global_batch_size)
-        save(run, checkpoints, engine, after)
+        save(run, checkpoints, engine, progress)
         checkpoints.finish()
         backend.barrier()
         return loaded, backend.metrics()

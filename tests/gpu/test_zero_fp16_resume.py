@@ -30,7 +30,6 @@ def fp16_leg(config: RunConfig, start: int, stop: int) -> list[tuple[float, floa
 
     from gpu.zero.runtime import import_deepspeed
     from portable.checkpoint.store import Checkpoints
-    from portable.loop import Progress, train_step
     from portable.registry import create_backend
     from portable.run.batches import train_loader
     from portable.run.prepare import prepare
@@ -52,19 +51,10 @@ def fp16_leg(config: RunConfig, start: int, stop: int) -> list[tuple[float, floa
         assert progress.step == start
         batches = iter(train_loader(run, progress.samples))
         taken = []
-        for step in range(start, stop):
-            result = train_step(
-                backend,
-                engine,
-                batches,
-                plan=run.plan,
-                first_sample=step * run.plan.global_batch_size,
-                learning_rate=run.schedule(step),
-                max_grad_norm=1.0,
-            )
+        for result in run.take_steps(engine, batches, progress, stop):
             taken.append((float(result.loss), backend.metrics()["loss_scale"]))
         batches.close()
-        save(run, checkpoints, engine, Progress(stop, stop * run.plan.global_batch_size))
+        save(run, checkpoints, engine, progress)
         checkpoints.finish()
         backend.barrier()
         return taken

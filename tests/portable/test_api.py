@@ -13,11 +13,11 @@ import pytest
 from nbclient import NotebookClient
 
 from portable import Result, UserError, load_config, train
-from portable.reporting.reporter import Reporter
+from portable.loop import train_step
 from tests.runs import configured
 
 if TYPE_CHECKING:
-    from portable.loop import Progress
+    from portable.loop import StepResult
     from tests.zygote import Zygote
 
 NOTEBOOK = Path(__file__).resolve().parents[2] / "docs" / "notebook.ipynb"
@@ -39,15 +39,17 @@ def test_an_interrupt_saves_and_the_same_call_goes_on(
     tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A notebook's stop button sends SIGINT, to this very process."""
-    on_step = Reporter.on_step
+    taken = 0
 
-    def interrupted(self: Reporter, progress: Progress) -> None:
-        on_step(self, progress)
-        if progress.step == 3:
+    def interrupted(*given: Any, **named: Any) -> StepResult:
+        nonlocal taken
+        taken += 1
+        if taken == 3:
             os.kill(os.getpid(), 2)
+        return train_step(*given, **named)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Reporter, "on_step", interrupted)
+        patch.setattr("portable.loop.train_step", interrupted)
         first = train(configured(tmp_path / "run", corpus))
     assert first.stopped and first.final is None
     assert first.checkpoint is not None and first.checkpoint.name == "step-000003"

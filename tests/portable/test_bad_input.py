@@ -93,9 +93,10 @@ def test_positions_that_are_reserved_for_padding(family: str, usable: int) -> No
     given = {"model_type": family, "max_position_embeddings": 64, **sizes}
     config = models.model_config(settings_of(given, "masked-lm"))
     around = {"model.config": given, "model.task": "masked-lm"}
-    models.check_length(config, load_config(None, {**around, "data.seq_len": usable}))
+    model = models.build_model(config, settings_of(given, "masked-lm"))
+    models.check_length(config, load_config(None, {**around, "data.seq_len": usable}), model)
     with pytest.raises(UserError, match=rf"data\.seq_len: {usable + 1} .* {usable} positions"):
-        models.check_length(config, load_config(None, {**around, "data.seq_len": usable + 1}))
+        models.check_length(config, load_config(None, {**around, "data.seq_len": usable + 1}), model)
 
 
 STATE: dict[str, Any] = {

@@ -23,7 +23,6 @@ from portable.checkpoint.external import is_own_checkpoint, open_external
 from portable.cli import main
 from portable.data import TrainLoader
 from portable.errors import UserError
-from portable.loop import train_step
 from portable.registry import create_backend
 from portable.reporting.metrics import read_metrics
 from portable.run.batches import train_loader
@@ -125,24 +124,13 @@ def go_on(folder: Path, corpus: Path, path: Path, settings: dict[str, Any]) -> t
         run = prepare(settled, backend)
         restored = restore(run, path)
         engine, progress = restored.engine, restored.progress
-        step, samples = progress.step, progress.samples
+        start = progress.step, progress.samples
         folder.mkdir(exist_ok=True)
         engine.save(folder, background=False).wait()
-        batches = iter(train_loader(run, samples))
-        results = [
-            train_step(
-                backend,
-                engine,
-                batches,
-                plan=run.plan,
-                first_sample=samples + at * BATCH,
-                learning_rate=run.schedule(step + at),
-                max_grad_norm=1.0,
-            )
-            for at in range(GOES_ON)
-        ]
+        batches = iter(train_loader(run, progress.samples))
+        results = list(run.take_steps(engine, batches, progress, progress.step + GOES_ON))
         batches.close()
-        return step, samples, backend.read([result.loss for result in results])
+        return *start, backend.read([result.loss for result in results])
     finally:
         backend.stop()
 

@@ -335,8 +335,8 @@ def test_a_head_of_ones_own(
     assert found[0] == pytest.approx(truth, rel=1e-5) and found[1] == pytest.approx(numbers, rel=1e-4)
 
 
-def initial(model: Any, **options: int) -> dict[str, Any]:
-    parts = Blueprint.of(model).initial_weights(3, **options)
+def initial(model: Any, function: str | None, **options: int) -> dict[str, Any]:
+    parts = Blueprint.of(model, function).initial_weights(3, **options)
     return {name: torch.as_tensor(one.read()) for part in parts for name, one in part.items()}
 
 
@@ -344,9 +344,10 @@ def test_what_is_added_is_initialized_as_transformers_does_the_rest(tmp_path: Pa
     config = configured(tmp_path, corpus, model__function=f"{HERE}:more_layers")
     model = build_model(model_config(config.model), config.model)
     assert all(parameter.is_meta for parameter in model.parameters()) and hasattr(model, "gate")
-    whole, parts = initial(model), initial(model, part_bytes=1)
+    function = config.model.function
+    whole, parts = initial(model, function), initial(model, function, part_bytes=1)
     plain = configured(tmp_path, corpus)
-    for name, value in initial(build_model(model_config(plain.model), plain.model)).items():
+    for name, value in initial(build_model(model_config(plain.model), plain.model), None).items():
         torch.testing.assert_close(whole[name], value, rtol=0, atol=0)
     assert set(parts) == set(whole) and "gate.weight" in parts
 

@@ -157,11 +157,14 @@ def test_deepspeeds_schedulers_need_no_deepspeed() -> None:
         "schedule": "OneCycle",
         "schedule_params": {"cycle_min_lr": 0.1, "cycle_first_step_size": 10, "cycle_momentum": False},
     }
-    config = load_config({"train": train})
+    config = load_config({"strategy": "zero2", "train": train})
     assert config.train.warmup_steps == 0
     schedule = build_schedule(config.train, 30)
     assert [schedule(step) for step in (0, 5, 10, 20, 29)] == pytest.approx([0.1, 0.55, 1.0, 0.1, 0.1])
-    assert schedule.betas(5) is None
+    with pytest.raises(
+        UserError, match=r"train\.schedule: OneCycle needs DeepSpeed; use strategy zero1, .*cosine"
+    ):
+        load_config({"train": train})
 
 
 @pytest.mark.parametrize(
@@ -194,7 +197,7 @@ def test_deepspeeds_schedulers_need_no_deepspeed() -> None:
 )
 def test_what_a_schedule_does_not_take(train: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        load_config({"train": train})
+        load_config({"strategy": "zero2", "train": train})
 
 
 @pytest.mark.parametrize("steps", [1, 7, 100, 333])
@@ -222,4 +225,4 @@ def test_one_length_of_the_warm_up() -> None:
     with pytest.raises(
         UserError, match=r"train.warmup_ratio 0.1 has no effect with train.schedule LRRangeTest"
     ):
-        load_config(None, {"train.warmup_ratio": 0.1, "train.schedule": "LRRangeTest"})
+        load_config(None, {"train.warmup_ratio": 0.1, "train.schedule": "LRRangeTest", "strategy": "zero1"})

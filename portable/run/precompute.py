@@ -1,10 +1,15 @@
-"""What a loss computes once for every sample, with the weights that the run starts from."""
+"""Numbers of each sample that are computed before a run, with the weights that it starts from.
+
+A reference's log-probabilities, or a teacher's: what ``once`` of a loss returns. They are kept beside the
+data, and are columns of every batch.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +23,9 @@ from portable import plugins
 from portable.adapters.settings import folder_of, weights_in
 from portable.config.sources import training_sources
 from portable.data import EvalLoader
-from portable.data.samples.computed import ComputedSamples, Table, write_table
-from portable.data.tokens.cache import CacheDamagedError
+from portable.data.locked_folder import locked_folder
+from portable.data.samples.base import Arrays, Extended
+from portable.data.tokens.cache import BLOCK, CacheDamagedError, CheckedArray
 from portable.errors import UserError, one_line
 from portable.model.loss import OncePass
 from portable.model.pretrained import snapshot
@@ -28,7 +34,7 @@ from portable.paths import default_cache_dir
 from portable.terminal import at_a_terminal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     import numpy.typing as npt
 
@@ -36,9 +42,11 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
     from portable.data import Data, Samples
     from portable.model.training_loss import TrainingLoss
-    from portable.run.prepare import Prepared
+    from portable.run.stages import Prepared
 
 _BETWEEN = 64  # micro-batches between two exchanges of ranks
+_VALUES, _META = "values.bin", "meta.json"
+_FLOAT = np.dtype("<f4")
 
 
 def check_once(config: RunConfig, loss: TrainingLoss | None) -> None:
@@ -188,3 +196,79 @@ def _rows(
             held = []
             yield rows[:left]
             left -= len(rows[:left])
+
+
+# -- the table ---------------------------------------------------------------------------------------------
+
+
+def write_table(folder: Path, shapes: dict[str, list[int]], rows: Iterable[npt.NDArray[Any]]) -> None:
+    """Write a row of numbers for each sample, in order; the folder appears whole.
+
+    Args:
+        folder: of the table.
+        shapes: of the columns in a row, by name.
+        rows: parts of ``[samples, numbers]``.
+    """
+    with locked_folder(folder) as draft:
+        sums, held, count = [], b"", 0
+        with (draft.path / _VALUES).open("wb") as file:
+            for part in rows:
+                data = np.ascontiguousarray(part, dtype=_FLOAT).tobytes()
+                file.write(data)
+                count += len(part)
+                held += data
+                while len(held) >= BLOCK:
+                    sums.append(zlib.crc32(held[:BLOCK]))
+                    held = held[BLOCK:]
+        sums += [zlib.crc32(held)] if held else []
+        meta = {"shapes": shapes, "samples": count, "sums": sums}
+        (draft.path / _META).write_text(json.dumps(meta), "utf-8")
+        draft.commit()
+
+
+class Table:
+    """Open numbers of each sample.
+
+    Raises:
+        CacheDamagedError: if ``folder`` does not exist or is damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            meta = json.loads((folder / _META).read_text("utf-8"))
+            self._shapes: dict[str, list[int]] = meta["shapes"]
+            self._width = sum(int(np.prod(shape)) for shape in self._shapes.values())
+            if (folder / _VALUES).stat().st_size != meta["samples"] * self._width * _FLOAT.itemsize:
+                raise CacheDamagedError(f"{folder / _VALUES}: damaged")
+            sums = np.array(meta["sums"], dtype="<u4")
+            self._values = CheckedArray(folder / _VALUES, _FLOAT, sums, self._width)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CacheDamagedError(f"{folder}: {one_line(error)}") from error
+
+    def columns(self, indices: Sequence[int]) -> Arrays:
+        """The columns of some samples, float32 ``[len(indices), *shape]``."""
+        rows, at, found = self._values[list(indices)], 0, {}
+        for name, shape in self._shapes.items():
+            width = int(np.prod(shape))
+            found[name] = rows[:, at : at + width].reshape(len(indices), *shape).copy()
+            at += width
+        return found
+
+
+class ComputedSamples(Extended):
+    """Samples with the columns of a table, which exists from the start of the training on.
+
+    Attributes:
+        plain: the samples without them.
+        folder: of the table.
+    """
+
+    def __init__(self, plain: Samples, folder: Path) -> None:
+        super().__init__(plain)
+        self.folder = folder
+        self._table: Table | None = None
+
+    def arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
+        if self._table is None:
+            self._table = Table(self.folder)
+        return {**self.plain.arrays(places), **self._table.columns([index for _, index in places])}

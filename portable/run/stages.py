@@ -1,0 +1,132 @@
+"""What the stages of a run make: values, which every later stage reads and none changes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from portable.loop import steps
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from portable.adapters.adapter import Adapter
+    from portable.backend import Backend, Batch, Engine
+    from portable.batch_plan import BatchPlan
+    from portable.checkpoint.resume_external import AdoptedCheckpoint
+    from portable.config import RunConfig
+    from portable.data import Data
+    from portable.evaluation.metrics import Measures
+    from portable.evaluation.standing import Judge
+    from portable.loop import Progress, StepResult
+    from portable.optim.schedule import Schedule
+    from portable.output.existing_run import ExistingRun
+    from portable.paths import Place
+    from portable.registry import World
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A run as it will be trained.
+
+    Attributes:
+        config: with ``backend: auto`` and what a DeepSpeed JSON says resolved. ``precision`` stays ``auto``
+            where only a rank may open the device to find out: see :func:`portable.run.settle.on_device`.
+        place: what ``output_dir`` names.
+        existing: the run that ``place`` held already.
+        world: the ranks of this launch.
+    """
+
+    config: RunConfig
+    place: Place
+    existing: ExistingRun
+    world: World
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What every later stage reads.
+
+    Attributes:
+        resolved: what the launcher resolved.
+        config: the same with the micro-batch that ``auto`` came to.
+        backend: of this rank.
+        model_config: as it is saved with the weights.
+        data: tokenizer, samples and their order.
+        model: on the meta device until an engine fills it.
+        adapter: in ``model``; None if all of it is trained.
+        grown_from: the rows of its vocabulary before ``data.added_tokens``; None if it has not grown.
+        architecture: class of ``model``, before anything wraps it.
+        parameters: of ``model``, tied ones counted once.
+        trained: how many of them are trained.
+        flops_per_token: forward and backward, as the PaLM paper counts.
+        plan: how this rank goes through a global batch.
+        steps: length of the schedule.
+        until: the step at which this launch ends.
+        schedule: learning rate by step.
+        measures: the metrics of an evaluation.
+        judge: compares evaluations; None if nothing follows from them.
+        reference: a digest of the weights that the loss compares with; None without such.
+        notes: what may surprise the user, one line each.
+    """
+
+    resolved: Resolved
+    config: RunConfig
+    backend: Backend
+    model_config: PretrainedConfig
+    data: Data
+    model: PreTrainedModel
+    adapter: Adapter | None
+    grown_from: int | None
+    architecture: str
+    parameters: int
+    trained: int
+    flops_per_token: float
+    plan: BatchPlan
+    steps: int
+    until: int
+    schedule: Schedule
+    measures: Measures
+    judge: Judge | None
+    reference: str | None
+    notes: tuple[str, ...]
+
+    @property
+    def searches(self) -> bool:
+        """Whether the micro-batch was searched for."""
+        return self.resolved.config.train.micro_batch_size == "auto"
+
+    def take_steps(
+        self, engine: Engine, batches: Iterator[Batch], progress: Progress, until: int, **more: Any
+    ) -> Iterator[StepResult]:
+        """See :func:`portable.loop.steps`."""
+        return steps(
+            self.backend,
+            engine,
+            batches,
+            progress,
+            plan=self.plan,
+            schedule=self.schedule,
+            max_grad_norm=self.config.train.max_grad_norm or 0.0,
+            until=until,
+            **more,
+        )
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A model ready to train.
+
+    Attributes:
+        engine: with its weights, and its optimizer's state where there is any.
+        progress: the position of the run; the training loop moves it on.
+        source: the checkpoint it comes from; None for a new run.
+        external: what ``source`` holds, where another program wrote it.
+    """
+
+    engine: Engine
+    progress: Progress
+    source: Place | None = None
+    external: AdoptedCheckpoint | None = None
