@@ -105,9 +105,10 @@ def parser_of() -> argparse.ArgumentParser:
         "--dtype",
         choices=list(DTYPES),
         default="keep",
-        metavar="{keep,float32,bfloat16,float16,q8_0}",
+        metavar="{keep,float32,bfloat16,float16,q8_0,q4_0,mxfp4}",
         help="dtype of floating-point tensors (also bf16, fp16, fp32), recorded in config.json; keep "
-        "(default) is the highest precision in SRC. Integers and 0-d tensors are never cast; q8_0: gguf",
+        "(default) is the highest precision in SRC. Integers and 0-d tensors are never cast. The last three: "
+        "gguf",
     )
     parser.add_argument(
         "--dequantize",
@@ -387,7 +388,7 @@ def _codes(checkpoint: Checkpoint, adapter: Adapter | None, options: argparse.Na
         "--quantize-like": options.quantize is not None and options.quantize_like is not None,
         "--optimizer": options.optimizer,
         f"--to {options.to}": options.to != "safetensors",
-        "--dtype q8_0": options.dtype == "q8_0",
+        f"--dtype {options.dtype}": options.dtype in ("q8_0", "q4_0", "mxfp4"),
     }
     if excluded := next((name for name, is_given in wrong.items() if is_given), None):
         raise CheckpointError(f"{option}: cannot be combined with {excluded}; leave out one of them")

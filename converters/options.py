@@ -11,7 +11,9 @@ DTYPES: dict[str, str | None] = {
     "fp32": "F32",
     "bf16": "BF16",
     "fp16": "F16",
-    "q8_0": "Q8_0",  # --to gguf only
+    "q8_0": "Q8_0",  # these three: --to gguf only
+    "q4_0": "Q4_0",
+    "mxfp4": "MXFP4",
 }
 # --quantize: see converters.quantization.quantize.
 FORMS = ("fp8-block", "fp8", "mxfp4", "int8", "int4")

@@ -71,10 +71,10 @@ class ComputedRows:
 
 
 def tensor_of(
-    name: str, dtype: str, shape: Shape, rows: Rows, *, align: int = 1, elements: int = BLOCK
+    name: str, dtype: str, shape: Shape, rows: Rows, *, align: int = 1, elements: int | None = None
 ) -> Tensor:
     """A tensor of `ComputedRows`."""
-    return Tensor.contiguous(name, dtype, shape, ComputedRows(shape, dtype, rows, align, elements))
+    return Tensor.contiguous(name, dtype, shape, ComputedRows(shape, dtype, rows, align, elements or BLOCK))
 
 
 def part_of(tensor: Tensor, lows: Shape, sizes: Shape, touched: Touched) -> Array:

@@ -9,7 +9,7 @@ import numpy as np
 
 from converters.errors import CheckpointError
 from converters.options import DTYPES
-from converters.tensors.dtypes import CASTABLE, numpy_dtype
+from converters.tensors.dtypes import CASTABLE, NUMPY, numpy_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 BLOCK_BYTES = 512 << 10
 
 
-def parse_dtype(name: str, *, quantised: bool = False) -> str | None:
+def parse_dtype(name: str, *, ggml: bool = False) -> str | None:
     """The target dtype of `--dtype`, None for keep.
 
     Raises:
-        CheckpointError: an unknown name; or q8_0, unless `quantised`.
+        CheckpointError: an unknown name; or one of ggml's blocks, unless `ggml`.
     """
     if name not in DTYPES:
         raise CheckpointError(f"dtype {name!r} is not one of {', '.join(DTYPES)}")
-    if DTYPES[name] == "Q8_0" and not quantised:
-        raise CheckpointError("--dtype q8_0: only --to gguf writes it")
+    if DTYPES[name] not in (None, *NUMPY) and not ggml:
+        raise CheckpointError(f"--dtype {name}: only --to gguf writes it")
     return DTYPES[name]
 
 

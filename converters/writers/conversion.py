@@ -54,7 +54,7 @@ class Choices:
 
     Attributes:
         dtype: keep, float32, bfloat16 or float16 (fp32, bf16, fp16), for floating model tensors of at least
-            one dimension; for GGUF also q8_0.
+            one dimension; for GGUF also q8_0, q4_0 and mxfp4.
         max_shard_size: bytes of a file, where the format has several; a larger tensor gets a file of its own.
         optimizer: also write the optimizer's state and parameter groups.
     """

@@ -1,8 +1,8 @@
 """Write a checkpoint as a GGUF file, which llama.cpp runs.
 
 `converters.writers.gguf_models` says which models and settings. Matrices are written as they are, or as
-`--dtype` says (also q8_0); norms, biases and other vectors in float32, as llama.cpp wants them. Names, keys
-and types are those of the package `gguf`; the tensors are streamed as in every other format.
+`--dtype` says (also q8_0, q4_0 and mxfp4); norms, biases and other vectors in float32, as llama.cpp wants
+them. Names, keys and types are those of the package `gguf`; the tensors are streamed as in every other format.
 
 Source: https://github.com/ggml-org/ggml, docs/gguf.md.
 """
@@ -25,7 +25,7 @@ from converters.storage.guarded import read_small_table
 from converters.tensors.casting import parse_dtype
 from converters.tensors.computed import Affine, computed
 from converters.tensors.dtypes import CASTABLE
-from converters.tensors.q8_0 import BLOCK, q8_0
+from converters.tensors.ggml import BLOCK, KINDS, ggml_blocks
 from converters.tensors.rearranged import joined, part, permuted, reshaped, selected, transposed
 from converters.tensors.tensor import Tensor
 from converters.writers.conversion import Entry, Part, Plan, PlannedFile, model_entries
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from converters.writers.gguf_models import Model, Settings
 
 FILE = "model.gguf"
-_FILE_TYPES = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16", "Q8_0": "MOSTLY_Q8_0"}
+_FILE_TYPES = {"F32": "ALL_F32", "MXFP4": "MOSTLY_MXFP4_MOE"}
 _LAYER = re.compile(r"((?:.+\.)?(?:layers|h))\.(\d{1,6})\.(.+)")
 _EXPERT = re.compile(r"(.+\.experts)\.(\d{1,6})\.(.+)")
 # Masks and frequencies that old versions of transformers saved.
@@ -66,16 +66,19 @@ def plan_gguf(checkpoint: Checkpoint, choices: Choices) -> Plan:
     tensors = {entry.name: entry.tensor for entry in model_entries(checkpoint, "keep")}
     check_fits(tensors, config, f"{root}: config.json")
     settings = settings_of(config, model, root)
+    if wanted == "MXFP4" and "expert_count" not in settings.values:
+        raise CheckpointError(f"{root}: --dtype mxfp4 is for experts, which this model has not; use q4_0")
     writer, entries = gguf.GGUFWriter(None, model.arch), []
     for name, tensor in _named(tensors, model, settings, root).items():
         ready = _prepared(name, tensor, model, settings)
         entries.append(_entry(writer, name, ready, _type(name, tensor.dtype, ready.shape, wanted)))
-    named = str(config.get("_name_or_path") or root.name)
-    writer.add_name(named.rstrip("/").rpartition("/")[2].encode("utf-8", "replace").decode())
+    title = str(config.get("_name_or_path") or root.name)
+    writer.add_name(title.rstrip("/").rpartition("/")[2].encode("utf-8", "replace").decode())
     writer.add_type("model")
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     kinds = [info.dtype.name for info in writer.tensors[0].values() if len(info.shape) > 1]
-    writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES[max(kinds, key=kinds.count)]])
+    named = "MXFP4" if "MXFP4" in kinds else max(kinds, key=kinds.count)
+    writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES.get(named, f"MOSTLY_{named}")])
     for key, value in settings.values.items():
         getattr(writer, f"add_{key}")(gguf.RopeScalingType(value) if isinstance(value, str) else value)
     add_tokenizer(writer, checkpoint, config)
@@ -130,7 +133,7 @@ def plan_gguf_adapter(adapter: Adapter, config: Mapping[str, Any], choices: Choi
 def _wanted(choices: Choices) -> str | None:
     if choices.optimizer:
         raise CheckpointError("--to gguf: holds no optimizer state; leave out --optimizer")
-    return parse_dtype(choices.dtype, quantised=True)
+    return parse_dtype(choices.dtype, ggml=True)
 
 
 def _model(config: Mapping[str, Any], root: Place) -> Model:
@@ -146,7 +149,8 @@ def _entry(writer: Any, name: str, tensor: Tensor, target: str) -> Entry:
     """The tensor as `target`, announced in the header."""
     import gguf
 
-    entry = Entry(name, "U8", q8_0(tensor)) if target == "Q8_0" else Entry(name, target, tensor)
+    blocks = target in KINDS
+    entry = Entry(name, "U8", ggml_blocks(tensor, target)) if blocks else Entry(name, target, tensor)
     number = gguf.GGMLQuantizationType[target]
     writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), entry.nbytes, number)
     return entry
@@ -296,8 +300,10 @@ def _type(name: str, dtype: str, shape: Sequence[int], wanted: str | None) -> st
     single = name.startswith("position_embd") or ".ffn_gate_inp." in name or not name.endswith(".weight")
     if len(shape) < 2 or single:
         return "F32"
-    if wanted == "Q8_0" and shape[-1] % BLOCK:
+    if wanted in KINDS and shape[-1] % BLOCK:
         return "F16"  # as llama.cpp does
+    if wanted == "MXFP4" and len(shape) < 3:
+        return "Q8_0"  # what is no expert, likewise
     return wanted or ("F32" if dtype == "F64" else dtype)
 
 

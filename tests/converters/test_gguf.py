@@ -27,7 +27,7 @@ from converters.cli import main
 from converters.errors import CheckpointError
 from converters.storage.bytes import Memory
 from converters.storage.object_store import RemotePath
-from converters.tensors.q8_0 import q8_0
+from converters.tensors.ggml import KINDS, ggml_blocks
 from converters.tensors.tensor import Tensor
 from converters.writers.draft import new_output
 from converters.writers.gguf_models import MODELS
@@ -268,6 +268,7 @@ def test_llama_cpp_computes_the_same_or_the_setting_is_refused(
         return
     # Its GELU is a table of float16; q8_0 adds up over many layers.
     limits = {"keep": 2e-3} | ({} if "num_hidden_layers" in changed else {"q8_0": 6e-2})
+    limits |= {} if changed else {"q4_0": 1.0} | ({"mxfp4": 1.0} if kind in ("mixtral", "gpt_oss") else {})
     for dtype, most in limits.items():
         assert main([*argv, "--dtype", dtype]) == 0
         found = distance(file, model, tokenizer(kind))
@@ -418,31 +419,39 @@ def test_experts_as_one_tensor(tmp_path: Path, kind: str) -> None:
     assert files[0] == files[1]
 
 
-@pytest.mark.parametrize(("dtype", "kind"), [("bfloat16", "BF16"), ("fp16", "F16"), ("q8_0", "Q8_0")])
+@pytest.mark.parametrize(
+    ("dtype", "kind"),
+    [("bfloat16", "BF16"), ("fp16", "F16"), ("q8_0", "Q8_0"), ("q4_0", "Q4_0"), ("mxfp4", "MXFP4")],
+)
 def test_types_are_those_of_the_gguf_package(tmp_path: Path, dtype: str, kind: str) -> None:
     state = saved(tmp_path / "in", "qwen3_moe").state_dict()
     checkpoint = open_checkpoint(tmp_path / "in")
     write_checkpoint(checkpoint, tmp_path / "out.gguf", "gguf", dtype=dtype, verify=True)
     reader = gguf.GGUFReader(tmp_path / "out.gguf")
-    assert reader.fields["general.file_type"].contents() == gguf.LlamaFileType[f"MOSTLY_{kind}"]
+    assert (
+        reader.fields["general.file_type"].contents()
+        == gguf.LlamaFileType[f"MOSTLY_{kind}" + "_MOE" * (kind == "MXFP4")]
+    )
     assert reader.fields["general.name"].contents() == "in"
     for tensor in reader.tensors:
         single = len(tensor.shape) == 1 or "ffn_gate_inp" in tensor.name
-        assert tensor.tensor_type.name == ("F32" if single else kind), tensor.name
+        wanted = "Q8_0" if kind == "MXFP4" and "exps" not in tensor.name else kind
+        assert tensor.tensor_type.name == ("F32" if single else wanted), tensor.name
         if tensor.name == "blk.1.ffn_down_exps.weight":
             value = state["model.layers.1.mlp.experts.down_proj"].numpy()
             theirs = gguf.quants.quantize(value, tensor.tensor_type)
             assert np.array_equal(tensor.data.view(np.uint8), theirs.view(np.uint8))
 
 
-def test_q8_0_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_blocks_in_pieces(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     values = np.random.default_rng(0).standard_normal((3, 20, 96)).astype(np.float32)
     values[0, 3, :32] = 0
     values[1, 4, :32] = 1e30  # its scale is infinite in float16
-    monkeypatch.setattr("converters.tensors.q8_0._AT_ONCE", 200)
-    tensor = q8_0(Tensor.contiguous("x", "F32", values.shape, Memory(values.tobytes())))
+    monkeypatch.setattr("converters.tensors.by_rows.BLOCK", 200)
+    tensor = ggml_blocks(Tensor.contiguous("x", "F32", values.shape, Memory(values.tobytes())), kind)
     with np.errstate(all="ignore"):
-        theirs = gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q8_0)
+        theirs = gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind])
     assert tensor.read().tobytes() == theirs.tobytes()
     assert b"".join(block.tobytes() for block in tensor.blocks(77, set())) == theirs.tobytes()
 

@@ -1,0 +1,35 @@
+"""Blocks of ggml, by the package `gguf`: elements with a common scale, of 8 or 4 bits each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from converters.tensors.by_rows import part_of, tensor_of
+from converters.tensors.casting import rounded
+
+if TYPE_CHECKING:
+    from converters.storage.bytes import Touched
+    from converters.tensors.tensor import Array, Shape, Tensor
+
+KINDS = frozenset({"Q8_0", "Q4_0", "MXFP4"})
+BLOCK = 32  # elements, of each of these kinds
+
+
+def ggml_blocks(tensor: Tensor, kind: str) -> Tensor:
+    """`tensor` as the bytes of blocks, along its last dimension, which `BLOCK` divides.
+
+    Args:
+        kind: Q8_0, Q4_0 or MXFP4.
+    """
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants  # not at the top: slow to import
+
+    number = GGMLQuantizationType[kind]
+    size, columns = GGML_QUANT_SIZES[number][1], tensor.shape[-1]
+
+    def rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
+        ones = tuple(1 for _ in matrix)
+        stored = part_of(tensor, (*matrix, first, 0), (*ones, count, columns), touched)
+        made: Array = quants.quantize(rounded(stored.reshape(count, columns), "F32"), number)
+        return made
+
+    return tensor_of(tensor.name, "U8", (*tensor.shape[:-1], columns // BLOCK * size), rows)
