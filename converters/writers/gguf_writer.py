@@ -2,7 +2,7 @@
 
 `converters.writers.gguf_models` says which models and settings. Matrices are written as they are, or as
 `--dtype` says (also q8_0, q4_0 and mxfp4); norms, biases and other vectors in float32, as llama.cpp wants
-them. Names, keys and types are those of the package `gguf`; the tensors are streamed as in every other format.
+them. Names, keys and types are those of the package `gguf`; tensors are streamed as in every other format.
 
 Source: https://github.com/ggml-org/ggml, docs/gguf.md.
 """
