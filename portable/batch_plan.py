@@ -21,7 +21,8 @@ class BatchPlan:
     """How the global batch is divided into ranks and micro-batches.
 
     Rank ``r`` takes the ``r``-th of ``world_size`` equal, contiguous parts of each global batch, in
-    ``accumulation_steps`` micro-batches. The devices of a rank share a micro-batch.
+    ``accumulation_steps`` micro-batches. The devices of a rank share a micro-batch. Where several ranks share
+    each sequence, ``world_size`` and ``rank`` count their groups.
     """
 
     global_batch_size: int
@@ -32,6 +33,10 @@ class BatchPlan:
     seed: int
     one_program: bool = False
     """Whether all ranks draw the same random numbers; see ``Backend.one_program``."""
+    parts: int = 1
+    """Ranks that share each sequence."""
+    part: int = 0
+    """Which of its parts this rank takes."""
 
     @property
     def sequences_per_rank(self) -> int:
@@ -48,7 +53,8 @@ class BatchPlan:
         """
         rank = 0 if self.one_program else self.rank
         sample = first_sample + rank * self.sequences_per_rank + micro_batch * self.micro_batch_size
-        digest = hashlib.blake2b(f"{self.seed}/{sample}".encode(), digest_size=8).digest()
+        part = f"/{self.part}" if self.part else ""
+        digest = hashlib.blake2b(f"{self.seed}/{sample}{part}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 1
 
 
@@ -62,9 +68,15 @@ def plan_batches(
     Raises:
         UserError: if the global batch or the micro-batch size does not divide.
     """
-    total = config.train.global_batch_size
+    total, parts = config.train.global_batch_size, config.context_parallel_size
+    if world_size % parts:
+        raise UserError(
+            f"context_parallel_size: {world_size} ranks cannot be divided into groups of {parts}; "
+            f"use a divisor of {world_size}, or another number of ranks"
+        )
+    world_size, (rank, part) = world_size // parts, divmod(rank, parts)
     devices = world_size * devices_per_rank
-    unit = "rank" if devices_per_rank == 1 else "device"
+    unit = "device" if devices_per_rank > 1 else "rank" if parts == 1 else f"group of {parts} rank"
     if total % devices:
         lower, upper = total - total % devices, total + -total % devices
         choices = " or ".join(str(n) for n in (lower, upper) if n)
@@ -82,7 +94,7 @@ def plan_batches(
             f"each {unit} takes; use {fitting} or another divisor of {share}"
         )
     micro_batch = fitting * devices_per_rank
-    return BatchPlan(total, micro_batch, world_size, rank, config.seed, one_program)
+    return BatchPlan(total, micro_batch, world_size, rank, config.seed, one_program, parts, part)
 
 
 def total_steps(config: RunConfig, samples: int) -> int:

@@ -13,6 +13,7 @@ from gpu.common.compiling import CapturedMemory
 from gpu.common.generation import continue_text
 from gpu.common.loss_scale import LossScale
 from gpu.common.machine import COMPUTE_DTYPES
+from gpu.common.shared_sequences import SharedSequences, share_sequences
 from gpu.fsdp import optimizer_state
 from gpu.fsdp.device_loss_scale import DeviceScaler
 from gpu.fsdp.offload import HostCopies
@@ -82,23 +83,30 @@ def _offloading(config: RunConfig) -> Iterator[tuple[bool, str]]:
 
 def prepare(model: nn.Module, config: RunConfig, machine: Machine, at_stop: ExitStack) -> MeasuredEngine:
     """See :class:`gpu.common.machine.EngineModule`."""
+    sequences = share_sequences(model, config, machine, at_stop)
     head = chunked_head(model, config.memory.loss_chunk_tokens)
     sharded = shard(model, config, machine)
     at_stop.callback(sharded.release_process_group)
-    return TorchEngine(sharded, head, config, machine.device)
+    return TorchEngine(sharded, head, config, machine.device, sequences)
 
 
 class TorchEngine:
     """Implements :class:`portable.backend.Engine`; see there for the contracts."""
 
     def __init__(
-        self, sharded: ShardedModel, head: ChunkedHead | None, config: RunConfig, device: torch.device
+        self,
+        sharded: ShardedModel,
+        head: ChunkedHead | None,
+        config: RunConfig,
+        device: torch.device,
+        sequences: SharedSequences,
     ) -> None:
         self.model: nn.Module = sharded.model
         self._settings = config.train
         self._head = head
         self.objective = Objective.of(self.model, config, head)
         self._sharded = sharded
+        self._sequences = sequences
         self._device = device
         parameters = dict(self.model.named_parameters())
         memory = config.memory
@@ -193,7 +201,7 @@ class TorchEngine:
 
     def generate(self, prompt: Tensor, *, max_new_tokens: int, seed: int) -> Tensor:
         self.model.eval()
-        with self._sharded.autocast():
+        with self._sharded.autocast(), self._sequences.whole():
             tokens = continue_text(
                 self.model, prompt, self._device, max_new_tokens=max_new_tokens, seed=seed, collective=False
             )

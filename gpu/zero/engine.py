@@ -16,6 +16,7 @@ from gpu.common.experts import called_by_choice, routed, zero_missing_gradients
 from gpu.common.generation import continue_text
 from gpu.common.loss_scale import LossScale
 from gpu.common.machine import COMPUTE_DTYPES
+from gpu.common.shared_sequences import SharedSequences, share_sequences
 from gpu.zero import config as deepspeed_json
 from gpu.zero import nvme, private_api
 from gpu.zero import optimizer as zero_optimizer
@@ -110,6 +111,7 @@ def prepare(model: nn.Module, config: RunConfig, machine: Machine, at_stop: Exit
     stage = STAGES[config.strategy]
     deepspeed = zero_runtime.import_deepspeed(machine.device.type)
     zero_runtime.start(deepspeed, machine.device, at_stop)
+    sequences = share_sequences(model, config, machine, at_stop)
     plan = plan_batches(config, world_size=machine.world_size, rank=machine.rank)
     document = deepspeed_json.read(config)
     settings = settings_for(config, plan, ModelSizes.of(model), document, machine.device.type)
@@ -148,7 +150,7 @@ def prepare(model: nn.Module, config: RunConfig, machine: Machine, at_stop: Exit
     at_stop.callback(_destroy, engine)
     if config.memory.offload_params == "nvme":
         nvme.release_buffers_after_forward(engine)
-    return ZeroEngine(engine, stage, config, machine, rounded)
+    return ZeroEngine(engine, stage, config, machine, sequences, rounded)
 
 
 def _destroy(engine: Any) -> None:
@@ -195,10 +197,17 @@ class ZeroEngine:
     """Implements :class:`portable.backend.Engine`; see there for the contracts."""
 
     def __init__(
-        self, engine: Any, stage: int, config: RunConfig, machine: Machine, rounded: Collection[str] = ()
+        self,
+        engine: Any,
+        stage: int,
+        config: RunConfig,
+        machine: Machine,
+        sequences: SharedSequences,
+        rounded: Collection[str] = (),
     ) -> None:
         self.model: nn.Module = engine.module
         self._engine = engine
+        self._sequences = sequences
         self.objective = Objective.of(self.model, config)
         self._settings = config.train
         schedule = build_schedule(config.train, 1)  # a cycle does not depend on the length of the run
@@ -253,6 +262,7 @@ class ZeroEngine:
         except Exception as error:
             exhausted = self._scaling.dynamic and private_api.is_scale_exhausted(error)
             raise (self._scaling.exhausted() if exhausted else error) from error
+        private_api.count_samples(self._engine, self._settings.global_batch_size)
         # DeepSpeed has synced, and skips an update that is not finite on any rank.
         skipped = not self._engine.was_step_applied()
         if skipped and self._scaler is not None:
@@ -291,14 +301,15 @@ class ZeroEngine:
     def generate(self, prompt: Tensor, *, max_new_tokens: int, seed: int) -> Tensor:
         self._partitions.refresh()
         self._engine.eval()
-        tokens = continue_text(
-            self.model,
-            prompt,
-            self._device,
-            max_new_tokens=max_new_tokens,
-            seed=seed,
-            collective=self._sharded,
-        )
+        with self._sequences.whole():
+            tokens = continue_text(
+                self.model,
+                prompt,
+                self._device,
+                max_new_tokens=max_new_tokens,
+                seed=seed,
+                collective=self._sharded,
+            )
         self._engine.train()
         return tokens
 

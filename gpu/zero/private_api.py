@@ -75,6 +75,11 @@ def set_steps(engine: Any, steps: int) -> None:
     engine.global_steps = steps
 
 
+def count_samples(engine: Any, global_batch_size: int) -> None:
+    """Set the count of samples: DeepSpeed counts each part of a shared sequence, and this launch alone."""
+    engine.global_samples = engine.global_steps * global_batch_size
+
+
 def set_max_norm(zero_optimizer: Any, max_norm: float) -> None:
     """Set the gradient norm to clip to; 0 disables clipping."""
     zero_optimizer.clip_grad = max_norm

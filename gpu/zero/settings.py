@@ -46,7 +46,9 @@ def settings_for(
         if part in zero and device_type == "cpu":
             zero[part]["pin_memory"] = False  # pinned memory is for copies to a GPU
     if zero.get("offload_param", {}).get("device") == "nvme":
-        zero["offload_param"]["buffer_size"] = swap_buffer(sizes.largest_parameter, plan.world_size)
+        zero["offload_param"]["buffer_size"] = swap_buffer(
+            sizes.largest_parameter, plan.world_size * plan.parts
+        )
         # A gathered parameter occupies a buffer. Parameters kept gathered for reuse would occupy them all,
         # and the run would fail.
         zero["stage3_max_reuse_distance"] = 0
@@ -65,7 +67,7 @@ def _own_settings(config: RunConfig, plan: BatchPlan) -> dict[str, Any]:
         if device == "nvme":
             zero[part]["nvme_path"] = str(nvme.run_folder(config))
     settings: dict[str, Any] = {
-        "train_batch_size": plan.global_batch_size,
+        "train_batch_size": plan.global_batch_size * plan.parts,  # to DeepSpeed, each part is a sequence
         "train_micro_batch_size_per_gpu": plan.micro_batch_size,
         "gradient_accumulation_steps": plan.accumulation_steps,
         "gradient_clipping": config.train.max_grad_norm or 0.0,

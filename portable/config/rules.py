@@ -100,6 +100,7 @@ def check(config: RunConfig) -> None:
         _memory,
         _deepspeed,
         _fsdp,
+        _context_parallel,
         _checkpoint,
         _evaluation,
     ):
@@ -552,6 +553,30 @@ def _fsdp(config: RunConfig) -> Iterator[ConflictError]:
             f"fsdp.shard_group_size needs strategy hybrid_shard or hybrid_shard_zero2, not {strategy}",
         )
     yield from _wrap_policy(config)
+
+
+def _context_parallel(config: RunConfig) -> Iterator[ConflictError]:
+    size, key = config.context_parallel_size, "context_parallel_size"
+    if size == 1:
+        return
+    if config.data.seq_len % size:
+        yield ConflictError(
+            ("data.seq_len", key),
+            f"data.seq_len {config.data.seq_len} cannot be divided by {key} {size}; use a multiple of {size}",
+        )
+    own = [name for name in config.train.metrics or () if ":" in name]
+    for name, value, allowed in (
+        ("backend", config.backend, config.backend != "xla"),
+        ("model.task", config.model.task, config.model.task == "causal-lm"),
+        ("data.format", config.data.format, config.data.format != "samples"),
+        ("train.loss", config.train.loss, config.train.loss is None),
+        ("train.metrics", " ".join(own), not own),
+        ("train.neftune_noise_alpha", config.train.neftune_noise_alpha, not config.train.neftune_noise_alpha),
+        ("train.micro_batch_size", "auto", config.train.micro_batch_size != "auto"),
+        ("deepspeed.config", config.deepspeed.config, config.deepspeed.config is None),
+    ):
+        if not allowed:
+            yield ConflictError((name, key), f"{name} {value} needs whole sequences; set {key} to 1")
 
 
 def _wrap_policy(config: RunConfig) -> Iterator[ConflictError]:

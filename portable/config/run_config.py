@@ -66,6 +66,12 @@ class RunConfig(Section):
         "a group and replicate across groups; no_shard replicates everything (DDP). DeepSpeed: zero1 "
         "(optimizer state), zero2 (and gradients), zero3 (and parameters).",
     )
+    context_parallel_size: int = Field(
+        default=1,
+        ge=1,
+        description="Ranks in a row that share each sequence, for long ones. Each takes a part of the "
+        "tokens, and around attention they exchange tokens for heads. A run may resume with another size.",
+    )
     output_dir: PathText = Field(
         default="runs/quickstart",
         description="Folder for the resolved config, metrics, checkpoints and the final model, or a URL in "

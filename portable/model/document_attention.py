@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
+from portable.data.samples.shared import WHOLE_POSITIONS
 from portable.errors import UserError
 from portable.model.layers import trial_forward
 from portable.private import of_torch
@@ -62,8 +63,12 @@ READ_THEIR_MASK = ("axk2", "deepseek_v32", "doge", "dots3_note_text", "falcon", 
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
 
-def check_documents(model: PreTrainedModel) -> None:
-    """Raise UserError if ``model`` may let the documents of a packed sample see each other."""
+def check_documents(model: PreTrainedModel, key: str = "data.packing") -> None:
+    """Raise UserError if ``model`` may let the documents of a packed sample see each other.
+
+    Args:
+        key: the setting that needs this.
+    """
     config = model.config
     kinds = getattr(config.get_text_config(), "layer_types", None) or ()
     others = [kind for kind in kinds if kind not in _LAYER_TYPES]
@@ -75,7 +80,8 @@ def check_documents(model: PreTrainedModel) -> None:
         why = "attends in both directions; set is_decoder: true in its config"
     else:
         return
-    raise UserError(f"data.packing: {type(model).__name__} {why}; set data.packing to true or false")
+    remedy = "set data.packing to true or false" if key == "data.packing" else "set it to 1"
+    raise UserError(f"{key}: {type(model).__name__} {why}; {remedy}")
 
 
 def _is_causal(model: PreTrainedModel) -> bool:
@@ -113,19 +119,21 @@ class DocumentAttention:
         """Yield the arguments of ``model.forward`` for a batch; call it in this context."""
         arguments: dict[str, Any] = dict(inputs)
         lengths = arguments.pop("document_lengths", None)
-        if "position_ids" not in inputs:
+        # Ranks that share a sequence have positions of their part, and those of the whole.
+        positions = arguments.pop(WHOLE_POSITIONS, inputs.get("position_ids"))
+        if positions is None or lengths is None:
             yield arguments
             return
         # The positions are known: transformers would read them to find out.
         with no_packed_sequences():
-            if self._kernel == "flash_attention_2" and lengths is not None:
-                yield arguments | _flash_arguments(lengths, inputs["input_ids"].shape[1])
+            if self._kernel == "flash_attention_2":
+                yield arguments | _flash_arguments(lengths, positions.shape[1])
                 return
             rows = None
-            if lengths is not None and self._calls_per_document(lengths.device):
-                _let_sdpa_take_documents()
+            if self._calls_per_document(lengths.device):
+                let_sdpa_take_documents()
                 rows = [[length for length in row if length] for row in lengths.tolist()]
-            with masks_made_by(_within_documents(inputs["position_ids"], rows), self._kernel):
+            with masks_made_by(_within_documents(positions, rows), self._kernel):
                 yield arguments
 
     def _calls_per_document(self, device: torch.device) -> bool:
@@ -235,7 +243,7 @@ class _Documents:
 
 
 @cache  # once per process: layers that are recomputed run outside of any context
-def _let_sdpa_take_documents() -> None:
+def let_sdpa_take_documents() -> None:
     from transformers import AttentionInterface
 
     attention = AttentionInterface()["sdpa"]

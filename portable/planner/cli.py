@@ -188,10 +188,18 @@ def _target(config: RunConfig, given: dict[str, Any]) -> tuple[RunConfig, Target
         )
     backend = PLANNED_FOR_AUTO if backend == "auto" else backend
     target = Target(backend, Cluster(count, device.per_node if device is not None else 8), device, host)
-    if config.train.global_batch_size % count:
+    parts = config.context_parallel_size
+    require(
+        count % parts == 0,
+        f"--devices: {count} cannot be divided into groups of context_parallel_size {parts}; use a multiple of "
+        f"{parts}",
+    )
+    groups = count // parts
+    if config.train.global_batch_size % groups:
         raise UserError(
             f"train.global_batch_size: {config.train.global_batch_size} sequences do not divide evenly "
-            f"among {count} devices; set it to {-(-config.train.global_batch_size // count) * count}"
+            f"among {groups} {'devices' if parts == 1 else f'groups of {parts} devices'}; "
+            f"set it to {-(-config.train.global_batch_size // groups) * groups}"
         )
     config = backend_package(backend).footprint().adopt(config.replaced({"backend": backend}), target.cluster)
     for note in backend_package(backend).notes(config):

@@ -113,7 +113,7 @@ class Request:
             in_parts = own is not None and LOGITS not in own.needs
         return cls(
             micro_batch * config.data.sequences,
-            config.data.longest,
+            config.data.longest // config.context_parallel_size,
             config.model.task,
             config.data.packing,
             "plain" if precision == "fp32" else compute,

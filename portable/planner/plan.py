@@ -134,7 +134,8 @@ class Planner:
         self.model: Inventory = model.inventory
         self._meta_model = model
         self._footprint_module = backend_package(target.backend).footprint()
-        share = max(1, config.train.global_batch_size // target.cluster.devices)
+        groups = target.cluster.devices // config.context_parallel_size
+        share = max(1, config.train.global_batch_size // max(1, groups))
         wanted = config.train.micro_batch_size
         self.searching = wanted == "auto"
         self.micro_batch = largest_divisor(share, 1 if wanted == "auto" else wanted)

@@ -84,12 +84,14 @@ def as_text(
     where = (
         f"{cluster.devices} x {device.name}" if device is not None else human_count(cluster.devices, "device")
     )
+    parts = planner.config.context_parallel_size
+    on = "a device" if parts == 1 else f"{parts} devices"
     rows = [
         ("model", f"{planner.model.architecture}, {planner.model.parameters:,} parameters"),
         ("devices", where + ("" if device is None else f", {human_bytes(device.memory)} each")),
         (
             "batch",
-            f"{planner.micro_batch} of {planner.config.data.seq_len} tokens at a time on a device, "
+            f"{planner.micro_batch} of {planner.config.data.seq_len} tokens at a time on {on}, "
             f"{planner.share} a step; {planner.config.precision}",
         ),
         ("a checkpoint", human_bytes(min(option.checkpoint_bytes for option in options))),

@@ -70,14 +70,29 @@ attention_kernel = _transformers.attribute("_attn_implementation", "model.attent
 @_transformers.needed_for("data.packing: documents")
 def masks_made_by(wrap: Callable[[Callable[..., Any]], Callable[..., Any]], kernel: str) -> Iterator[None]:
     """Within this context, wrap the function with which transformers makes masks for an attention kernel."""
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-
-    functions: Any = ALL_MASK_ATTENTION_FUNCTIONS
-    functions[kernel] = wrap(functions[kernel])
+    functions = mask_functions()
+    before = functions[kernel]
+    functions[kernel] = wrap(before)
     try:
         yield
     finally:
-        del functions[kernel]
+        functions[kernel] = before
+
+
+@_transformers.needed_for("context_parallel_size")
+def attention_functions() -> Any:
+    """The functions that compute attention, by kernel, for all models of this process."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    return ALL_ATTENTION_FUNCTIONS
+
+
+@_transformers.needed_for("data.packing: documents")
+def mask_functions() -> Any:
+    """The functions that make masks, by kernel, for all models of this process."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    return ALL_MASK_ATTENTION_FUNCTIONS
 
 
 # -- models ------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from portable.data import EvalLoader, TrainLoader
+from portable.data.samples.shared import shared
 from portable.terminal import at_a_terminal
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ def train_loader(prepared: Prepared, position: int) -> TrainLoader:
     """This rank's batches from sample ``position`` of the run's order on."""
     plan = prepared.plan
     return TrainLoader(
-        prepared.data.train,
+        shared(prepared.data.train, plan.part, plan.parts),
         seed=prepared.config.seed,
         position=position,
         global_batch_size=plan.global_batch_size,
@@ -76,7 +77,7 @@ def eval_batches(prepared: Prepared, samples: Samples) -> Iterator[Batch]:
     """This rank's micro-batches of one evaluation."""
     plan = prepared.plan
     loader = EvalLoader(
-        samples,
+        shared(samples, plan.part, plan.parts),
         batch_size=plan.micro_batch_size,
         rank=plan.rank,
         world_size=plan.world_size,

@@ -211,6 +211,18 @@ def test_the_largest_micro_batch_is_the_last_that_fits() -> None:
     assert planner(needs[0] // 2).largest_micro_batch(sizes) is None
 
 
+def test_ranks_that_share_sequences_hold_a_part_of_the_activations(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = [
+        plan(capsys, "--device", "h100", "--devices", "8", "--context_parallel_size", size)
+        for size in ("1", "4")
+    ]
+    whole, shared = (one["options"][0]["device_bytes"] for one in found)
+    assert shared["activations"] == pytest.approx(whole["activations"] / 4, rel=0.1)
+    assert shared["optimizer"] == whole["optimizer"]
+
+
 def test_an_adapter_is_named_where_training_all_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     model = ["--model.config", json.dumps(LARGE), "--data.seq_len", "1024", "--precision", "bf16"]
     argv = [*model, "--train.global_batch_size", "16", "--device", "a100-80"]
