@@ -25,7 +25,7 @@ from portable.model.groups import groups_of
 from portable.optim.optimizers import parameter_groups
 from portable.output.output_dir import Output
 from portable.reporting.reporter import Reporter
-from portable.run.batches import Awaited, train_loader
+from portable.run.batches import train_loader
 from portable.run.callbacks import Run
 from portable.run.restore import restore
 
@@ -255,13 +255,13 @@ class PortableLoop:
     def __init__(self, prepared: Prepared, folder: Path, now: Callable[[], float]) -> None:
         restored = restore(prepared, None)
         self.model = restored.engine.model
-        self._batches = Awaited(iter(train_loader(prepared, 0)))
+        self._batches = iter(train_loader(prepared, 0))
         self._clock = StepClock(prepared.backend.device, now)
         folder.mkdir()
         with _quiet():
             output = Output(folder, prepared.backend.rank)
             self._run = Run(prepared, restored, output.checkpoints(keep=None))
-            self._reporter = Reporter(self._run, output, self._batches, None)
+            self._reporter = Reporter(self._run, output, None)
         self._run.callbacks = [self._reporter, _Ticks(self._clock)]
 
     def turn(self, steps: int) -> Turn:

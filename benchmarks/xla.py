@@ -75,7 +75,7 @@ class Ours:
 
     def turn(self, steps: int) -> float:
         until = self._progress.step + steps
-        for result in self._prepared.take_steps(self.engine, self._batches, self._progress, until):
+        for result in steps(self._prepared, self.engine, self._batches, self._progress, until):
             last = result
         return self._backend.read([last.loss])[0]
 

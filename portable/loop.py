@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from portable.batch_plan import BatchPlan
     from portable.paths import Place
     from portable.run.callbacks import Run
+    from portable.run.stages import Prepared
 
 
 @dataclass(frozen=True)
@@ -195,14 +196,10 @@ def train_step(
 
 
 def steps(
-    backend: Backend,
+    run: Prepared,
     engine: Engine,
     micro_batches: Iterator[Batch],
     progress: Progress,
-    *,
-    plan: BatchPlan,
-    schedule: Callable[[int], float],
-    max_grad_norm: float,
     until: int,
     measures: Callable[[int], bool] = lambda step: True,
 ) -> Iterator[StepResult]:
@@ -211,22 +208,21 @@ def steps(
     Yields what came of each, once ``progress`` has moved on. Without a host sync.
 
     Args:
-        schedule: the learning rate of a step, from 0.
         measures: whether a step, from 1, measures hits and entropy beside its loss.
     """
     while progress.step < until and not progress.ended:
         result = train_step(
-            backend,
+            run.backend,
             engine,
             micro_batches,
-            plan=plan,
+            plan=run.plan,
             first_sample=progress.samples,
-            learning_rate=schedule(progress.step),
-            max_grad_norm=max_grad_norm,
+            learning_rate=run.schedule(progress.step),
+            max_grad_norm=run.config.train.max_grad_norm or 0.0,
             measures=measures(progress.step + 1),
         )
         progress.step += 1
-        progress.samples += plan.global_batch_size
+        progress.samples += run.plan.global_batch_size
         yield result
 
 
@@ -236,16 +232,14 @@ def train(run: Run, micro_batches: Iterable[Batch]) -> bool:
     Returns:
         whether SIGTERM or SIGINT stopped the run early. A checkpoint is saved then, too.
     """
-    backend, progress, cadence, plan = run.backend, run.progress, run.cadence, run.prepared.plan
+    progress, cadence = run.progress, run.cadence
     run.call("on_start")
     with stop_signals() as stop_requested:
         batches = iter(run.over(micro_batches))
-        taken = run.prepared.take_steps(
-            run.engine, batches, progress, cadence.until, measures=cadence.measures
-        )
-        for run.result in taken:
-            stopping = backend.any(stop_requested())
-            run.due = cadence.due(progress, plan.global_batch_size, stopping=stopping)
+        for result in steps(run.prepared, run.engine, batches, progress, cadence.until, cadence.measures):
+            run.result = result
+            stopping = run.backend.any(stop_requested())
+            run.due = cadence.due(progress, run.prepared.plan.global_batch_size, stopping=stopping)
             run.call("on_step")
             if stopping:
                 return progress.step < cadence.until and not progress.ended

@@ -27,7 +27,7 @@ from portable.ranks.consistency import agree
 from portable.ranks.watchdog import Watchdog
 from portable.reporting.profiling import Profiler
 from portable.reporting.reporter import Reporter
-from portable.run.batches import Awaited, train_loader
+from portable.run.batches import train_loader
 from portable.run.callbacks import Beats, Health, Run, check, order
 from portable.run.evaluation import Evaluations, why_ended
 from portable.run.finish import export_with_card, finish, headline, sample
@@ -76,8 +76,8 @@ def train_run(prepared: Prepared, output: Output, log: RunLog, *, profile: bool 
     with storage_errors("output_dir"), ExitStack() as held:
         hub = _hold(prepared, output, held)
         run, restored = _begin(prepared, output, log)
-        batches = Awaited(iter(train_loader(prepared, run.samples)))
-        reporter = Reporter(run, output, batches, restored.source)
+        batches = iter(train_loader(prepared, run.samples))
+        reporter = Reporter(run, output, restored.source)
         watchdog, health = _watchdog(run, output), Health(run, output.work)
         profiler = Profiler(output.work / "profile", run.rank) if profile else None
         uploads = None if hub is None else _uploads(run, output, hub)
