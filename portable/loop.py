@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -55,65 +54,6 @@ class Progress:
     ended: bool = False
 
 
-@dataclass(frozen=True)
-class Cadence:
-    """Intervals in optimizer steps; 0 means never.
-
-    Attributes:
-        stops_early: whether ``until`` is not the end of the schedule. A run in one launch might not evaluate
-            there, so that evaluation does not count.
-        eval_samples: evaluate after each step that reaches a multiple of this many samples; 0 means never.
-        save_samples: the same for saving.
-    """
-
-    until: int
-    log_every: int
-    eval_every: int
-    save_every: int
-    stops_early: bool = False
-    eval_samples: float = 0.0
-    save_samples: float = 0.0
-
-    def measures(self, step: int) -> bool:
-        """Whether step ``step``, from 1, is logged wherever the launch ends, and measures what that shows."""
-        return step == self.until or _every(step, self.log_every)
-
-    def due(self, progress: Progress, global_batch_size: int, *, stopping: bool = False) -> Due:
-        """What is due after ``progress.step``; ``stopping``: at a signal, which leaves an evaluation out."""
-
-        def passed(every: float) -> bool:
-            """Whether the latest step reached or passed a multiple of ``every`` samples."""
-            # The tolerance makes three thirds of an epoch an epoch in spite of rounding.
-            now, before = progress.samples, progress.samples - global_batch_size
-            return every > 0 and math.floor(now / every + 1e-9) > math.floor(before / every + 1e-9)
-
-        step, at_end = progress.step, progress.step == self.until
-        last = stopping or at_end
-        regular = (
-            (at_end and not self.stops_early) or _every(step, self.eval_every) or passed(self.eval_samples)
-        )
-        return Due(
-            log=last or _every(step, self.log_every),
-            evaluation=at_end or (regular and not stopping),
-            counts=regular,
-            save=last or _every(step, self.save_every) or passed(self.save_samples),
-        )
-
-
-@dataclass
-class Due:
-    """What is to be done after a step. An evaluation that ``counts`` would be one wherever a launch ends."""
-
-    log: bool = False
-    evaluation: bool = False
-    counts: bool = False
-    save: bool = False
-
-
-def _every(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0
-
-
 class Callback:
     """What happens beside the steps of a launch. A run has a list of them, whose order is the order of calls.
 
@@ -127,7 +67,7 @@ class Callback:
         """Before the first step of a launch."""
 
     def on_step(self, run: Run) -> None:
-        """After every step. Must not read from the device, but for what ``run.due`` names."""
+        """After every step. Must not read from the device, unless something is logged, evaluated or saved."""
 
     def on_log(self, run: Run, values: Mapping[str, float]) -> None:
         """With the loss, the gradient norm, the learning rate and what ``train.loss`` logs."""
@@ -227,20 +167,18 @@ def steps(
 
 
 def train(run: Run, micro_batches: Iterable[Batch]) -> bool:
-    """Train until step ``run.cadence.until``, with the callbacks of ``run`` beside the steps.
+    """Train until step ``run.until``, with the callbacks of ``run`` beside the steps.
 
     Returns:
         whether SIGTERM or SIGINT stopped the run early. A checkpoint is saved then, too.
     """
-    progress, cadence = run.progress, run.cadence
     run.call("on_start")
     with stop_signals() as stop_requested:
         batches = iter(run.over(micro_batches))
-        for result in steps(run.prepared, run.engine, batches, progress, cadence.until, cadence.measures):
+        for result in steps(run.prepared, run.engine, batches, run.progress, run.until, run.logs):
             run.result = result
-            stopping = run.backend.any(stop_requested())
-            run.due = cadence.due(progress, run.prepared.plan.global_batch_size, stopping=stopping)
+            run.stopped = run.backend.any(stop_requested())
             run.call("on_step")
-            if stopping:
-                return progress.step < cadence.until and not progress.ended
+            if run.stopped:
+                return run.step < run.until and not run.progress.ended
     return False

@@ -111,8 +111,9 @@ class Reporter(Callback):
         self._throughput.add(run.prepared.plan.global_batch_size)
         if self._bar is not None:
             self._bar.update(1)
-        if not run.due.log:
+        if not (run.last or run.logs(run.step)):
             return
+        run.health.check(run)
         result = run.result
         extra = [] if result.numbers is None else [result.numbers]
         loss, grad_norm, *numbers = self._backend.read([result.loss, result.grad_norm, *extra])
