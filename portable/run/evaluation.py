@@ -114,8 +114,7 @@ class Evaluations(Callback):
         if not (self._prepared.data.evals and (at_end or (counts and not run.stopped))):
             return
         run.health.check(run)
-        with run.pause():
-            verdict = self(run.progress, counts=counts)
+        verdict = self(run.progress, counts=counts)
         run.progress.ended = verdict.stop
         run.saving = run.saving or verdict.save or verdict.stop
 
@@ -127,8 +126,9 @@ class Evaluations(Callback):
 
     def __call__(self, progress: Progress, *, counts: bool) -> Verdict:
         """Evaluate and report. If it ``counts``, compare with earlier ones, in ``progress.standing``."""
-        values = evaluate_all(self._prepared, self._run.engine, self._run.over)
-        self._run.call("on_evaluation", values)
+        with self._run.pause():
+            values = evaluate_all(self._prepared, self._run.engine, self._run.over)
+            self._run.call("on_evaluation", values)
         judge = self._prepared.judge
         if judge is None or not counts:
             return Verdict()
