@@ -25,7 +25,7 @@ from benchmarks.gpu_cases import (
 from benchmarks.loops import PortableLoop
 from portable.checkpoint.store import Checkpoints
 from portable.errors import UserError
-from portable.loop import Progress
+from portable.loop import Progress, steps
 from portable.model.parameters import state_tensors
 from portable.registry import create_backend
 from portable.run.batches import train_loader
@@ -365,7 +365,7 @@ def _tensors(engine: Any) -> list[torch.Tensor]:
 def _step(run: Prepared, engine: Engine) -> None:
     """Take one optimizer step, so that the optimizer has its state."""
     batches = iter(train_loader(run, 0))
-    list(run.take_steps(engine, batches, Progress(0, 0), until=1))
+    list(steps(run, engine, batches, Progress(0, 0), 1))
     batches.close()
 
 

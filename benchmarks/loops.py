@@ -12,7 +12,7 @@ import gc
 import io
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -20,12 +20,12 @@ import torch
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
-from portable.loop import Cadence, Callback, train
+from portable.loop import Callback, train
 from portable.model.groups import groups_of
 from portable.optim.optimizers import parameter_groups
 from portable.output.output_dir import Output
 from portable.reporting.reporter import Reporter
-from portable.run.batches import Awaited, train_loader
+from portable.run.batches import train_loader
 from portable.run.callbacks import Run
 from portable.run.restore import restore
 
@@ -253,20 +253,22 @@ class PortableLoop:
     name = "portable-train"
 
     def __init__(self, prepared: Prepared, folder: Path, now: Callable[[], float]) -> None:
+        # The last step of a turn is logged, as that of a launch, and no other.
+        config = prepared.config.replaced({"log.every_steps": sys.maxsize})
+        prepared = replace(prepared, config=config)
         restored = restore(prepared, None)
         self.model = restored.engine.model
-        self._batches = Awaited(iter(train_loader(prepared, 0)))
+        self._batches = iter(train_loader(prepared, 0))
         self._clock = StepClock(prepared.backend.device, now)
         folder.mkdir()
         with _quiet():
             output = Output(folder, prepared.backend.rank)
-            self._run = Run(prepared, restored, output.checkpoints(keep=None))
-            self._reporter = Reporter(self._run, output, self._batches, None)
+            self._run = Run(prepared, restored, output.checkpoints(keep=None), folder)
+            self._reporter = Reporter(self._run, output, None)
         self._run.callbacks = [self._reporter, _Ticks(self._clock)]
 
     def turn(self, steps: int) -> Turn:
-        # The last step of a launch is always logged.
-        self._run.cadence = Cadence(until=self._run.step + steps, log_every=0, eval_every=0, save_every=0)
+        self._run.until = self._run.step + steps
         with _quiet():
             self._clock.start()
             train(self._run, self._batches)

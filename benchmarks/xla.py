@@ -31,6 +31,7 @@ from torch.nn import functional
 from benchmarks.machine import command_line, describe_machine
 from portable.config import load_config
 from portable.loop import Progress
+from portable.loop import steps as taken
 from portable.model.groups import groups_of
 from portable.optim.optimizers import parameter_groups
 from portable.registry import create_backend
@@ -75,7 +76,7 @@ class Ours:
 
     def turn(self, steps: int) -> float:
         until = self._progress.step + steps
-        for result in self._prepared.take_steps(self.engine, self._batches, self._progress, until):
+        for result in taken(self._prepared, self.engine, self._batches, self._progress, until):
             last = result
         return self._backend.read([last.loss])[0]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from portable.batch_plan import BatchPlan
     from portable.paths import Place
     from portable.run.callbacks import Run
+    from portable.run.stages import Prepared
 
 
 @dataclass(frozen=True)
@@ -54,65 +54,6 @@ class Progress:
     ended: bool = False
 
 
-@dataclass(frozen=True)
-class Cadence:
-    """Intervals in optimizer steps; 0 means never.
-
-    Attributes:
-        stops_early: whether ``until`` is not the end of the schedule. A run in one launch might not evaluate
-            there, so that evaluation does not count.
-        eval_samples: evaluate after each step that reaches a multiple of this many samples; 0 means never.
-        save_samples: the same for saving.
-    """
-
-    until: int
-    log_every: int
-    eval_every: int
-    save_every: int
-    stops_early: bool = False
-    eval_samples: float = 0.0
-    save_samples: float = 0.0
-
-    def measures(self, step: int) -> bool:
-        """Whether step ``step``, from 1, is logged wherever the launch ends, and measures what that shows."""
-        return step == self.until or _every(step, self.log_every)
-
-    def due(self, progress: Progress, global_batch_size: int, *, stopping: bool = False) -> Due:
-        """What is due after ``progress.step``; ``stopping``: at a signal, which leaves an evaluation out."""
-
-        def passed(every: float) -> bool:
-            """Whether the latest step reached or passed a multiple of ``every`` samples."""
-            # The tolerance makes three thirds of an epoch an epoch in spite of rounding.
-            now, before = progress.samples, progress.samples - global_batch_size
-            return every > 0 and math.floor(now / every + 1e-9) > math.floor(before / every + 1e-9)
-
-        step, at_end = progress.step, progress.step == self.until
-        last = stopping or at_end
-        regular = (
-            (at_end and not self.stops_early) or _every(step, self.eval_every) or passed(self.eval_samples)
-        )
-        return Due(
-            log=last or _every(step, self.log_every),
-            evaluation=at_end or (regular and not stopping),
-            counts=regular,
-            save=last or _every(step, self.save_every) or passed(self.save_samples),
-        )
-
-
-@dataclass
-class Due:
-    """What is to be done after a step. An evaluation that ``counts`` would be one wherever a launch ends."""
-
-    log: bool = False
-    evaluation: bool = False
-    counts: bool = False
-    save: bool = False
-
-
-def _every(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0
-
-
 class Callback:
     """What happens beside the steps of a launch. A run has a list of them, whose order is the order of calls.
 
@@ -126,7 +67,7 @@ class Callback:
         """Before the first step of a launch."""
 
     def on_step(self, run: Run) -> None:
-        """After every step. Must not read from the device, but for what ``run.due`` names."""
+        """After every step. Must not read from the device, unless something is logged, evaluated or saved."""
 
     def on_log(self, run: Run, values: Mapping[str, float]) -> None:
         """With the loss, the gradient norm, the learning rate and what ``train.loss`` logs."""
@@ -195,14 +136,10 @@ def train_step(
 
 
 def steps(
-    backend: Backend,
+    run: Prepared,
     engine: Engine,
     micro_batches: Iterator[Batch],
     progress: Progress,
-    *,
-    plan: BatchPlan,
-    schedule: Callable[[int], float],
-    max_grad_norm: float,
     until: int,
     measures: Callable[[int], bool] = lambda step: True,
 ) -> Iterator[StepResult]:
@@ -211,42 +148,37 @@ def steps(
     Yields what came of each, once ``progress`` has moved on. Without a host sync.
 
     Args:
-        schedule: the learning rate of a step, from 0.
         measures: whether a step, from 1, measures hits and entropy beside its loss.
     """
     while progress.step < until and not progress.ended:
         result = train_step(
-            backend,
+            run.backend,
             engine,
             micro_batches,
-            plan=plan,
+            plan=run.plan,
             first_sample=progress.samples,
-            learning_rate=schedule(progress.step),
-            max_grad_norm=max_grad_norm,
+            learning_rate=run.schedule(progress.step),
+            max_grad_norm=run.config.train.max_grad_norm or 0.0,
             measures=measures(progress.step + 1),
         )
         progress.step += 1
-        progress.samples += plan.global_batch_size
+        progress.samples += run.plan.global_batch_size
         yield result
 
 
 def train(run: Run, micro_batches: Iterable[Batch]) -> bool:
-    """Train until step ``run.cadence.until``, with the callbacks of ``run`` beside the steps.
+    """Train until step ``run.until``, with the callbacks of ``run`` beside the steps.
 
     Returns:
         whether SIGTERM or SIGINT stopped the run early. A checkpoint is saved then, too.
     """
-    backend, progress, cadence, plan = run.backend, run.progress, run.cadence, run.prepared.plan
     run.call("on_start")
     with stop_signals() as stop_requested:
         batches = iter(run.over(micro_batches))
-        taken = run.prepared.take_steps(
-            run.engine, batches, progress, cadence.until, measures=cadence.measures
-        )
-        for run.result in taken:
-            stopping = backend.any(stop_requested())
-            run.due = cadence.due(progress, plan.global_batch_size, stopping=stopping)
+        for result in steps(run.prepared, run.engine, batches, run.progress, run.until, run.logs):
+            run.result = result
+            run.stopped = run.backend.any(stop_requested())
             run.call("on_step")
-            if stopping:
-                return progress.step < cadence.until and not progress.ended
+            if run.stopped:
+                return run.step < run.until and not run.progress.ended
     return False

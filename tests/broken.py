@@ -56,8 +56,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "the position in the data is one too far": Mutant(
         "portable/loop.py",
-        "progress.samples += plan.global_batch_size",
-        "progress.samples += plan.global_batch_size + 1",
+        "progress.samples += run.plan.global_batch_size",
+        "progress.samples += run.plan.global_batch_size + 1",
         ("tests/portable/test_moves.py::test_goes_on_from_the_reference", "tests/portable/test_run.py"),
     ),
     "packed documents see each other": Mutant(
@@ -191,9 +191,9 @@ MUTANTS: dict[str, Mutant] = {
         ("tests/portable/test_best_checkpoints.py::test_a_resumed_run_ends_at_the_same_step",),
     ),
     "a new best is not saved": Mutant(
-        "portable/loop.py",
-        "save_due = save_due or verdict.save or verdict.stop",
-        "save_due = save_due or verdict.stop",
+        "portable/run/evaluation.py",
+        "run.saving = run.saving or verdict.save or verdict.stop",
+        "run.saving = run.saving or verdict.stop",
         ("tests/portable/test_best_checkpoints.py::test_the_best_stay_beside_the_last",),
     ),
     "a compiled loop counts as one pass": Mutant(

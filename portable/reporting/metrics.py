@@ -6,7 +6,7 @@ import json
 import math
 import os
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from converters.storage.guarded import open_own
 from portable.durable import write_durably
@@ -15,12 +15,13 @@ from portable.reporting.json_lines import json_lines
 from portable.terminal import tell
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
     from portable.paths import Place
 
 METRICS_FILE = "metrics.jsonl"
+T = TypeVar("T")
 
 
 class MetricsFile:
@@ -92,7 +93,7 @@ def _json_number(value: Any) -> Any:
 
 
 class Throughput:
-    """Samples a second since the last log, and over the whole launch.
+    """Samples a second since the last log, and over the whole launch; how long the steps wait for batches.
 
     Evaluations and saves do not count, nor does the first step, which compiles and allocates, once there is
     another. What follows the last log, such as the export, does not count either.
@@ -104,6 +105,9 @@ class Throughput:
         self.paused = 0.0
         self.launch = 0.0
         """Samples a second of this launch, until the last log."""
+        self.waits = 0.0
+        """The share of the time between the last two logs in which a step waited for its batches."""
+        self._waited = self._waiting = 0.0  # since the last log, in steps; and since the last step
         self._samples = 0
         self._start = self._first = self._logged = self._now()
 
@@ -120,6 +124,7 @@ class Throughput:
         """Count one step of ``samples`` sequences."""
         self.steps += 1
         self._samples += samples
+        self._waited, self._waiting = self._waited + self._waiting, 0.0
         if self.steps == 1:
             self._first = self._now()
 
@@ -130,14 +135,29 @@ class Throughput:
     def window(self) -> float:
         """Samples a second since the last call."""
         now = self._now()
+        self.waits = min(1.0, self._waited / max(now[0] - self._logged[0], 1e-9))
+        self._waited = 0.0
         start = self._first if self.steps > 1 else self._start
         rate = _rate(max(start, self._logged), now)
         self.launch, self._logged = _rate(start, now), now
         return rate
 
     def pause(self, seconds: float) -> None:
-        """Do not count ``seconds`` of an evaluation or a save."""
+        """Do not count ``seconds`` of an evaluation or a save, nor what it waited."""
         self.paused += seconds
+        self._waiting = 0.0
+
+    def over(self, batches: Iterable[T]) -> Iterator[T]:
+        """``batches``, of which each is waited for."""
+        iterator = iter(batches)
+        while True:
+            begun = time.perf_counter()
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return
+            self._waiting += time.perf_counter() - begun
+            yield batch
 
 
 def _rate(start: tuple[float, int], end: tuple[float, int]) -> float:

@@ -25,13 +25,13 @@ from portable.reporting.trackers import Tracker, open_trackers
 from portable.terminal import LOG, at_a_terminal, tell
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
+    from portable.backend import Batch
     from portable.loop import Progress
     from portable.output.output_dir import Output
     from portable.paths import Place
     from portable.reporting.events import Kind
-    from portable.run.batches import Awaited
     from portable.run.callbacks import Run
 
 _LONG_WAIT = 0.05
@@ -46,17 +46,15 @@ class Reporter(Callback):
     Args:
         run: that it is a callback of.
         output: the run's folder.
-        batches: that the steps wait for.
         source: the checkpoint that the launch resumes; None at a start.
     """
 
-    def __init__(self, run: Run, output: Output, batches: Awaited, source: Place | None) -> None:
+    def __init__(self, run: Run, output: Output, source: Place | None) -> None:
         """Open the logs and record the start."""
         prepared, backend, config, progress = run.prepared, run.backend, run.config, run.progress
         self._backend = backend
         self._output = output
         self._folder = folder = output.work
-        self._batches = batches
         self._data = samples = prepared.data.train
         self._tokens_per_sample = config.data.seq_len * samples.sequences * (1 - samples.waste)
         self._flops_per_token = prepared.flops_per_token
@@ -113,20 +111,22 @@ class Reporter(Callback):
         self._throughput.add(run.prepared.plan.global_batch_size)
         if self._bar is not None:
             self._bar.update(1)
-        if not run.due.log:
+        if not (run.last or run.logs(run.step)):
             return
+        run.health.check(run)
         result = run.result
         extra = [] if result.numbers is None else [result.numbers]
         loss, grad_norm, *numbers = self._backend.read([result.loss, result.grad_norm, *extra])
         of_step = {"loss": loss, "grad_norm": grad_norm, "learning_rate": result.learning_rate}
         of_loss = run.engine.objective.named(numbers)
         run.call("on_log", {**of_step, **of_loss})
+        samples_per_second = self._throughput.window()
         of_data = {"data_wait": self._waited(), **self._data.progress(run.samples)}
-        self._log(run.progress, of_step, {**of_loss, **of_data, **run.take_logged()})
+        self._log(run.progress, samples_per_second, of_step, {**of_loss, **of_data, **run.take_logged()})
 
     def _waited(self) -> float:
         """The share of the time that steps waited for data; a warning where it is long, once."""
-        share = self._batches.share()
+        share = self._throughput.waits
         # Before the first log the queue had to be filled.
         if share > _LONG_WAIT and self._has_logged and not self._has_warned:
             self._has_warned = True
@@ -137,13 +137,18 @@ class Reporter(Callback):
         self._has_logged = True
         return share
 
-    def _log(self, progress: Progress, of_step: Mapping[str, float], numbers: Mapping[str, float]) -> None:
+    def _log(
+        self,
+        progress: Progress,
+        samples_per_second: float,
+        of_step: Mapping[str, float],
+        numbers: Mapping[str, float],
+    ) -> None:
         """Record a step, and show it. ``numbers`` are those of the loss, the data and callbacks."""
         loss, learning_rate = of_step["loss"], of_step["learning_rate"]
         self.last_loss = loss
         if self._metrics is None:
             return
-        samples_per_second = self._throughput.window()
         tokens_per_second = samples_per_second * self._tokens_per_sample
         memory, _ = self._backend.memory()
         values = {
@@ -189,8 +194,10 @@ class Reporter(Callback):
         self.say(f"warning: {since}{message}")
         self.record("skip", run.progress, count=count, told=message)
 
+    def over(self, batches: Iterable[Batch]) -> Iterable[Batch]:
+        return self._throughput.over(batches)
+
     def paused(self, run: Run, seconds: float) -> None:
-        self._batches.pause(seconds)
         self._throughput.pause(seconds)
 
     def on_evaluation(self, run: Run, values: Mapping[str, Any]) -> None:

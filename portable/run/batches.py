@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
@@ -35,42 +34,6 @@ def train_loader(prepared: Prepared, position: int) -> TrainLoader:
         num_workers=prepared.config.data.num_workers,
         pin_memory=_pins_memory(prepared),
     )
-
-
-class Awaited:
-    """Batches, and how long the steps wait for them.
-
-    Args:
-        batches: an iterator with a method ``close``.
-    """
-
-    def __init__(self, batches: Any) -> None:
-        self._batches = batches
-        self._waited = 0.0
-        self._since = time.perf_counter()
-
-    def __iter__(self) -> Awaited:
-        return self
-
-    def __next__(self) -> Batch:
-        begun = time.perf_counter()
-        batch: Batch = next(self._batches)
-        self._waited += time.perf_counter() - begun
-        return batch
-
-    def pause(self, seconds: float) -> None:
-        """Leave ``seconds`` of an evaluation or a save out of the time."""
-        self._since += seconds
-
-    def share(self) -> float:
-        """The share of the time since the last call in which a step waited."""
-        now = time.perf_counter()
-        found = self._waited / max(now - self._since, 1e-9)
-        self._waited, self._since = 0.0, now
-        return min(1.0, found)
-
-    def close(self) -> None:
-        self._batches.close()
 
 
 def eval_batches(prepared: Prepared, samples: Samples) -> Iterator[Batch]:

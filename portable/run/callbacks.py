@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ import torch
 
 from portable import plugins
 from portable.errors import RunError, UserError
-from portable.loop import Cadence, Callback, Due, Progress
+from portable.loop import Callback, Progress
 from portable.model.whole_values import WholeValues, is_part
 from portable.output.hub import pushes
 from portable.paths import CONFIG_FILE
@@ -19,6 +20,7 @@ from portable.ranks import launch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
     from torch import Tensor, nn
 
@@ -47,13 +49,16 @@ class Run:
     The run's own callbacks see more of it:
 
         prepared, backend, engine, progress, checkpoints: of the launch.
-        cadence: when what is due. due: after the latest step. result: of that step, on the device.
+        until: the step at which this launch ends. stopped: whether a signal ends it after this step.
+        result: of the latest step, on the device.
         callbacks: in the order in which they are called.
     """
 
     result: StepResult
 
-    def __init__(self, prepared: Prepared, restored: Restored, checkpoints: Checkpoints[Any]) -> None:
+    def __init__(
+        self, prepared: Prepared, restored: Restored, checkpoints: Checkpoints[Any], folder: Path
+    ) -> None:
         engine = restored.engine
         self.config: RunConfig = prepared.config
         self.folder: Place = prepared.resolved.place
@@ -67,9 +72,10 @@ class Run:
         self.engine: Engine = engine
         self.progress: Progress = restored.progress
         self.checkpoints = checkpoints
-        self.cadence: Cadence = cadence_of(prepared)
-        self.due = Due()
+        self.until: int = prepared.until
+        self.stopped = False
         self.callbacks: Sequence[Callback] = ()
+        self.health = Health(self, folder)
         self.pending: dict[str, float | Tensor] = {}
         self.stopping = self.saving = False
 
@@ -126,6 +132,24 @@ class Run:
         """Whether the run, not this launch alone, is at its end."""
         return self.progress.ended or self.progress.step == self.steps
 
+    @property
+    def last(self) -> bool:
+        """Whether the launch ends after this step, whatever callbacks ask for."""
+        return self.stopped or self.step == self.until
+
+    def logs(self, step: int) -> bool:
+        """Whether step ``step``, from 1, is logged, if no signal makes it the last."""
+        return step == self.until or step % self.config.log.every_steps == 0
+
+    def due(self, every_steps: int | None, every_epochs: float | None) -> bool:
+        """Whether the latest step reached a multiple of as many steps, or reached or passed one of epochs."""
+        if every_steps and self.step % every_steps == 0:
+            return True
+        every = (every_epochs or 0) * self.prepared.data.train.epoch_samples
+        before = self.samples - self.prepared.plan.global_batch_size
+        # The tolerance makes three thirds of an epoch an epoch in spite of rounding.
+        return every > 0 and math.floor(self.samples / every + 1e-9) > math.floor(before / every + 1e-9)
+
     def call(self, method: str, *values: Any) -> None:
         """Call a method of every callback, in their order."""
         for callback in self.callbacks:
@@ -146,8 +170,9 @@ class Run:
 
     def take_wishes(self) -> tuple[bool, bool]:
         """Whether a callback on any rank wants to end the run, and to save; all ranks call it."""
-        if not self.config.train.callbacks:
-            return False, False
+        if not self.config.train.callbacks:  # the wishes of an evaluation are those of all ranks
+            save, self.saving = self.saving, False
+            return False, save
         self.stopping = self.backend.any(self.stopping)
         save, self.saving = self.backend.any(self.saving), False
         return self.stopping, save
@@ -161,20 +186,6 @@ class Run:
         return {**numbers, **dict(zip(tensors, read, strict=True))}
 
 
-def cadence_of(prepared: Prepared) -> Cadence:
-    """When a run logs, evaluates and saves."""
-    config, samples = prepared.config, prepared.data.train.epoch_samples
-    return Cadence(
-        until=prepared.until,
-        stops_early=prepared.until < prepared.steps,
-        log_every=config.log.every_steps,
-        eval_every=config.train.eval_every or 0,
-        save_every=config.checkpoint.every_steps or 0,
-        eval_samples=(config.train.eval_every_epochs or 0) * samples,
-        save_samples=(config.checkpoint.every_epochs or 0) * samples,
-    )
-
-
 def order(config: RunConfig, *, profile: bool = False) -> list[str]:
     """What happens beside the steps, in the order in which it does: ours by name, the user's by setting.
 
@@ -183,7 +194,7 @@ def order(config: RunConfig, *, profile: bool = False) -> list[str]:
     """
     user = [_name(name) for name in config.train.callbacks]
     profiling, uploading = ["profile"] * profile, ["upload"] * pushes(config)
-    return ["watchdog", *user, *profiling, "health", "report", "evaluate", "save", *uploading]
+    return ["watchdog", *user, *profiling, "report", "evaluate", "save", *uploading]
 
 
 def _name(name: str) -> str:
@@ -257,26 +268,26 @@ class Beats(Callback):
         return self._watchdog.over(batches)
 
 
-class Health(Callback):
-    """Reads the device's count of skipped updates, wherever the host waits for the device anyway.
+class Health:
+    """Reads the device's count of skipped updates, wherever the host waits for the device anyway."""
 
-    Raises:
-        RunError: if as many updates in a row were not finite as ``train.on_non_finite`` allows. The weights
-            are those from before the first of them.
-    """
-
-    def __init__(self, run: Run, folder: Place) -> None:
+    def __init__(self, run: Run, folder: Path) -> None:
         """``folder``: where the run's config is, which the command in a message names."""
         at = run.progress
         self._start = Progress(at.step, at.samples, at.skipped)
+        self._checked = at.step
         self._config = folder / CONFIG_FILE
 
-    def on_step(self, run: Run) -> None:
-        if run.due.log or run.due.save or run.due.evaluation:
-            self.check(run)
-
     def check(self, run: Run) -> None:
-        """Update ``run.progress.skipped``; report new skipped updates, or raise."""
+        """Update ``run.progress.skipped``, once a step; report new skipped updates, or raise.
+
+        Raises:
+            RunError: if as many updates in a row were not finite as ``train.on_non_finite`` allows. The
+                weights are those from before the first of them.
+        """
+        if self._checked == run.step:
+            return
+        self._checked = run.step
         health, progress, batch = run.engine.health(), run.progress, run.prepared.plan.global_batch_size
         skipped = self._start.skipped + health.skipped_updates
         new, progress.skipped = skipped - progress.skipped, skipped

@@ -99,27 +99,36 @@ class Evaluations(Callback):
 
     def on_start(self, run: Run) -> None:
         """Make up for the evaluation that an earlier launch left out; end a run that has ended."""
-        progress = run.progress
+        progress, counts = run.progress, self._counts(run)
         if not self._prepared.data.evals:
             return
-        due = run.cadence.due(progress, self._prepared.plan.global_batch_size)
-        if progress.step > 0 and due.evaluation and self.lacks(progress, counts=due.counts):
-            self(progress, counts=due.counts)
+        due = counts or run.step == run.until
+        if progress.step > 0 and due and self.lacks(progress, counts=counts):
+            self(progress, counts=counts)
         judge = self._prepared.judge
         progress.ended = judge is not None and self._any(judge.stops(progress.standing))
 
     def on_step(self, run: Run) -> None:
-        if not (run.due.evaluation and self._prepared.data.evals):
+        counts, at_end = self._counts(run), run.step == run.until
+        # A signal ends a launch with a checkpoint, but without the evaluation that was due.
+        if not (self._prepared.data.evals and (at_end or (counts and not run.stopped))):
             return
-        with run.pause():
-            verdict = self(run.progress, counts=run.due.counts)
+        run.health.check(run)
+        verdict = self(run.progress, counts=counts)
         run.progress.ended = verdict.stop
-        run.due.save = run.due.save or verdict.save or verdict.stop
+        run.saving = run.saving or verdict.save or verdict.stop
+
+    def _counts(self, run: Run) -> bool:
+        """Whether an evaluation after the latest step is due wherever a launch ends, and so counts."""
+        train = run.config.train
+        at_end = run.step == run.until == run.steps
+        return at_end or run.due(train.eval_every, train.eval_every_epochs)
 
     def __call__(self, progress: Progress, *, counts: bool) -> Verdict:
         """Evaluate and report. If it ``counts``, compare with earlier ones, in ``progress.standing``."""
-        values = evaluate_all(self._prepared, self._run.engine, self._run.over)
-        self._run.call("on_evaluation", values)
+        with self._run.pause():
+            values = evaluate_all(self._prepared, self._run.engine, self._run.over)
+            self._run.call("on_evaluation", values)
         judge = self._prepared.judge
         if judge is None or not counts:
             return Verdict()

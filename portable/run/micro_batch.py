@@ -11,7 +11,7 @@ from portable.batch_plan import plan_batches
 from portable.checkpoint.resume_source import checkpoints_of
 from portable.checkpoint.trainer_state import TrainerState
 from portable.errors import UserError
-from portable.loop import Progress, steps
+from portable.loop import train_step
 from portable.planner.this_machine import planner_here, what_fits
 from portable.registry import backend_package
 
@@ -178,21 +178,19 @@ def _two_steps(engine: Engine, search: Search, plan: BatchPlan, size: int) -> No
     samples = search.samples
     for sequences, accumulated in ((1, 1), (size, 2 if size < plan.sequences_per_rank else 1)):
         batch = samples.batch([(0, i % len(samples)) for i in range(sequences)])
-        taken = steps(
+        train_step(
             search.backend,
             engine,
             iter([batch] * accumulated),
-            Progress(0, 0),
             plan=replace(
                 plan,
                 global_batch_size=sequences * accumulated * plan.world_size,
                 micro_batch_size=sequences,
             ),
-            schedule=lambda step: 0.0,
+            first_sample=0,
+            learning_rate=0.0,
             max_grad_norm=1.0,
-            until=1,
         )
-        list(taken)
 
 
 def _planned(search: Search, candidates: Sequence[int]) -> int:

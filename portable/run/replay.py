@@ -17,6 +17,7 @@ from converters.console import say
 from portable.checkpoint.resume_source import checkpoints_of
 from portable.errors import UserError, one_line
 from portable.formatting import table
+from portable.loop import steps
 from portable.paths import place_of
 from portable.ranks.consistency import agree
 from portable.run.batches import train_loader
@@ -115,7 +116,7 @@ def _take_steps_before(
     step: int, run: Prepared, engine: Engine, batches: Iterator[Batch], progress: Progress
 ) -> None:
     start = progress.step
-    for _ in run.take_steps(engine, batches, progress, until=step - 1):
+    for _ in steps(run, engine, batches, progress, step - 1):
         pass
     health = engine.health()
     if health.halted:

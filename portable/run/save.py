@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from portable.checkpoint.store import Checkpoints
     from portable.loop import Progress
     from portable.ranks.watchdog import Watchdog
-    from portable.run.callbacks import Health, Run
+    from portable.run.callbacks import Run
     from portable.run.stages import Prepared
 
 
@@ -74,23 +74,23 @@ class Saving(Callback):
 
     Args:
         run: that it is a callback of.
-        health: of the weights, without which nothing is saved.
         watchdog: which rests meanwhile.
     """
 
-    def __init__(self, run: Run, health: Health, watchdog: Watchdog) -> None:
+    def __init__(self, run: Run, watchdog: Watchdog) -> None:
         self._saved = run.step
-        self._health = health
         self._watchdog = watchdog
         run.checkpoints.on_complete = partial(run.call, "completed")
 
     def on_step(self, run: Run) -> None:
         run.checkpoints.finish_if_written()
-        stop, save_now = run.take_wishes()
-        if stop or save_now:
-            self._health.check(run)
-            run.progress.ended, run.due.save = run.progress.ended or stop, True
-        if not run.due.save or run.step <= self._saved:
+        stop, wished = run.take_wishes()
+        run.progress.ended = run.progress.ended or stop
+        settings = run.config.checkpoint
+        due = run.last or stop or wished or run.due(settings.every_steps, settings.every_epochs)
+        if due:
+            run.health.check(run)
+        if not due or run.step <= self._saved:
             return
         with run.pause():
             with self._watchdog.paused():

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-from portable.loop import steps
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from transformers import PretrainedConfig, PreTrainedModel
 
     from portable.adapters.adapter import Adapter
-    from portable.backend import Backend, Batch, Engine
+    from portable.backend import Backend, Engine
     from portable.batch_plan import BatchPlan
     from portable.checkpoint.resume_external import AdoptedCheckpoint
     from portable.config import RunConfig
     from portable.data import Data
     from portable.evaluation.metrics import Measures
     from portable.evaluation.standing import Judge
-    from portable.loop import Progress, StepResult
+    from portable.loop import Progress
     from portable.optim.schedule import Schedule
     from portable.output.existing_run import ExistingRun
     from portable.paths import Place
@@ -97,22 +93,6 @@ class Prepared:
     def searches(self) -> bool:
         """Whether the micro-batch was searched for."""
         return self.resolved.config.train.micro_batch_size == "auto"
-
-    def take_steps(
-        self, engine: Engine, batches: Iterator[Batch], progress: Progress, until: int, **more: Any
-    ) -> Iterator[StepResult]:
-        """See :func:`portable.loop.steps`."""
-        return steps(
-            self.backend,
-            engine,
-            batches,
-            progress,
-            plan=self.plan,
-            schedule=self.schedule,
-            max_grad_norm=self.config.train.max_grad_norm or 0.0,
-            until=until,
-            **more,
-        )
 
 
 @dataclass(frozen=True)

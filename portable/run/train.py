@@ -27,8 +27,8 @@ from portable.ranks.consistency import agree
 from portable.ranks.watchdog import Watchdog
 from portable.reporting.profiling import Profiler
 from portable.reporting.reporter import Reporter
-from portable.run.batches import Awaited, train_loader
-from portable.run.callbacks import Beats, Health, Run, check, order
+from portable.run.batches import train_loader
+from portable.run.callbacks import Beats, Run, check, order
 from portable.run.evaluation import Evaluations, why_ended
 from portable.run.finish import export_with_card, finish, headline, sample
 from portable.run.restore import restore
@@ -76,19 +76,18 @@ def train_run(prepared: Prepared, output: Output, log: RunLog, *, profile: bool 
     with storage_errors("output_dir"), ExitStack() as held:
         hub = _hold(prepared, output, held)
         run, restored = _begin(prepared, output, log)
-        batches = Awaited(iter(train_loader(prepared, run.samples)))
-        reporter = Reporter(run, output, batches, restored.source)
-        watchdog, health = _watchdog(run, output), Health(run, output.work)
+        batches = iter(train_loader(prepared, run.samples))
+        reporter = Reporter(run, output, restored.source)
+        watchdog = _watchdog(run, output)
         profiler = Profiler(output.work / "profile", run.rank) if profile else None
         uploads = None if hub is None else _uploads(run, output, hub)
         beside: dict[str, Callback | None] = {
             **check(run.config.train.callbacks),
             "watchdog": Beats(watchdog),
             "profile": profiler,
-            "health": health,
             "report": reporter,
             "evaluate": Evaluations(run, reporter.has_evaluation),
-            "save": Saving(run, health, watchdog),
+            "save": Saving(run, watchdog),
             "upload": uploads,
         }
         names = order(run.config, profile=profile)
@@ -156,7 +155,7 @@ def _begin(prepared: Prepared, output: Output, log: RunLog) -> tuple[Run, Restor
         write_durably(output.work / CONFIG_FILE, dump_yaml(config))
         _write_preview(prepared, output)
         output.publish()
-    return Run(prepared, restored, checkpoints), restored
+    return Run(prepared, restored, checkpoints, output.work), restored
 
 
 def _write_preview(prepared: Prepared, output: Output) -> None:

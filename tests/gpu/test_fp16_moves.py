@@ -41,6 +41,7 @@ def leg(config: RunConfig) -> tuple[dict[str, Any], dict[str, float]]:
 
     from gpu.zero.runtime import import_deepspeed
     from portable.checkpoint.store import Checkpoints
+    from portable.loop import steps
     from portable.registry import create_backend
     from portable.run.batches import train_loader
     from portable.run.prepare import prepare
@@ -65,7 +66,7 @@ def leg(config: RunConfig) -> tuple[dict[str, Any], dict[str, float]]:
         engine._scaling.save(probe)
         loaded = json.loads((probe / "loss_scale.json").read_text())
         batches = iter(train_loader(run, progress.samples))
-        list(run.take_steps(engine, batches, progress, progress.step + STEPS))
+        list(steps(run, engine, batches, progress, progress.step + STEPS))
         batches.close()
         save(run, checkpoints, engine, progress)
         checkpoints.finish()

@@ -29,7 +29,7 @@ def fp16_steps(config: RunConfig) -> tuple[list[float], dict[str, float], str]:
     from deepspeed.accelerator import get_accelerator
 
     from gpu.zero.runtime import import_deepspeed
-    from portable.loop import Progress
+    from portable.loop import Progress, steps
     from portable.registry import create_backend
     from portable.run.batches import train_loader
     from portable.run.prepare import prepare
@@ -48,7 +48,7 @@ def fp16_steps(config: RunConfig) -> tuple[list[float], dict[str, float], str]:
         run = prepare(settled, backend)
         engine = restore(run, None).engine
         batches = iter(train_loader(run, 0))
-        for result in run.take_steps(engine, batches, Progress(0, 0), STEPS):
+        for result in steps(run, engine, batches, Progress(0, 0), STEPS):
             losses.append(float(result.loss))
         assert engine.health().first_bad_update is None
     except RunError as error:

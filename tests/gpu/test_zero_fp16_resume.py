@@ -30,6 +30,7 @@ def fp16_leg(config: RunConfig, start: int, stop: int) -> list[tuple[float, floa
 
     from gpu.zero.runtime import import_deepspeed
     from portable.checkpoint.store import Checkpoints
+    from portable.loop import steps
     from portable.registry import create_backend
     from portable.run.batches import train_loader
     from portable.run.prepare import prepare
@@ -51,7 +52,7 @@ def fp16_leg(config: RunConfig, start: int, stop: int) -> list[tuple[float, floa
         assert progress.step == start
         batches = iter(train_loader(run, progress.samples))
         taken = []
-        for result in run.take_steps(engine, batches, progress, stop):
+        for result in steps(run, engine, batches, progress, stop):
             taken.append((float(result.loss), backend.metrics()["loss_scale"]))
         batches.close()
         save(run, checkpoints, engine, progress)

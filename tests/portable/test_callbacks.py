@@ -6,21 +6,24 @@ import functools
 import linecache
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from portable import UserError, plugins, train
+from portable import Callback, UserError, plugins, train
 from portable.api import with_objects
+from portable.commands.dry_run import dry_run
 from portable.reporting.metrics import read_metrics
+from portable.run.callbacks import order
 from portable.run.rank import run_rank
+from portable.run.settle import settle
 from tests.engines import ENGINES
 from tests.runs import configured
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
     from portable.config import RunConfig
     from portable.run.callbacks import Run
@@ -184,6 +187,29 @@ def test_what_is_no_callback(name: str, told: str, tmp_path: Path, corpus: Path)
     with pytest.raises(UserError, match=r"train\.callbacks") as caught:
         train(configured(tmp_path / "run", corpus, train__callbacks=f"{HERE}:{name}"))
     assert told in str(caught.value) and not (tmp_path / "run").exists()
+
+
+class OfTheClass(Callback):
+    """Of the class of the run's own, with one of its methods."""
+
+    def on_end(self, run: Run) -> None:
+        (Path(str(run.folder)) / "seen.txt").write_text(str(run.step))
+
+
+def test_the_order_is_told_before_the_run(
+    tmp_path: Path, corpus: Path, brief_runs: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = configured(
+        tmp_path / "run", corpus, train__steps=1, train__callbacks=f"{HERE}:OfTheClass", hub__push="end",
+        hub__repo="me/model",
+    )  # fmt: skip
+    names = ["watchdog", f"train.callbacks: {HERE}:OfTheClass", "report", "evaluate", "save"]
+    assert order(config, profile=True) == [*names[:2], "profile", *names[2:], "upload"]
+    config = config.replaced({"hub.push": None, "hub.repo": None})
+    dry_run(settle(config, "cpu"))
+    assert ", ".join(names) in " ".join(capsys.readouterr().out.split())
+    train(config)
+    assert (tmp_path / "run" / "seen.txt").read_text() == "1"
 
 
 class Nothing:

@@ -23,6 +23,7 @@ from portable.checkpoint.external import is_own_checkpoint, open_external
 from portable.cli import main
 from portable.data import TrainLoader
 from portable.errors import UserError
+from portable.loop import steps
 from portable.registry import create_backend
 from portable.reporting.metrics import read_metrics
 from portable.run.batches import train_loader
@@ -128,7 +129,7 @@ def go_on(folder: Path, corpus: Path, path: Path, settings: dict[str, Any]) -> t
         folder.mkdir(exist_ok=True)
         engine.save(folder, background=False).wait()
         batches = iter(train_loader(run, progress.samples))
-        results = list(run.take_steps(engine, batches, progress, progress.step + GOES_ON))
+        results = list(steps(run, engine, batches, progress, progress.step + GOES_ON))
         batches.close()
         return *start, backend.read([result.loss for result in results])
     finally:

@@ -14,7 +14,7 @@ from torch.nn import functional
 from portable import RunError, UserError
 from portable.evaluation.evaluate import evaluate
 from portable.model.loss import add_noise
-from portable.model.training_loss import IGNORED, Outputs
+from portable.model.training_loss import IGNORED, Outputs, TrainingLoss
 from portable.run.batches import eval_batches
 from portable.run.rank import run_rank
 from tests.gpu.test_parity import STEPS, plain_losses
@@ -312,6 +312,25 @@ def test_a_mean_is_found_where_halves_cannot_be_compared(
     config = configured(tmp_path, corpus, **given, train__loss=f"{HERE}:mean")
     with pytest.raises(AssertionError, match=r"mean: is \S+ for a micro-batch .* return the sum, not a mean"):
         engines.run(name, ENGINES[name][1], seen, config)
+
+
+def test_it_is_looked_at_once() -> None:
+    """At the first micro-batch that is trained on: as a whole, and by halves."""
+    rows: list[int] = []
+
+    def loss(outputs: Outputs, batch: Batch) -> Any:
+        rows.append(len(batch["labels"]))
+        assert outputs.log_probs is not None
+        return -outputs.log_probs.sum(), (batch["labels"] != IGNORED).sum()
+
+    loss.needs = ("log_probs",)  # type: ignore[attr-defined]
+    ours = TrainingLoss("train.loss", loss)
+    outputs, batch = Outputs(log_probs=torch.zeros(4, 3, requires_grad=True)), {"labels": torch.ones(4, 3)}
+    with torch.no_grad():
+        ours(outputs, batch)
+    for _ in range(3):
+        ours(outputs, batch)
+    assert rows == [4, 4, 2, 2, 4, 4]
 
 
 def not_finite(outputs: Outputs, batch: Batch) -> Any:
