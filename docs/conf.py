@@ -37,7 +37,7 @@ for package in (portable, converters):
 
 def with_notebook(app: Sphinx, page: str, source: list[str]) -> None:
     """Put the cells of the notebook into the page that names it."""
-    if page == "python":
+    if page == "api":
         cells = json.loads((Path(app.srcdir) / "notebook.ipynb").read_text("utf-8"))["cells"]
         texts = [(cell["cell_type"], "".join(cell["source"])) for cell in cells[1:]]  # without its title
         shown = [text if kind == "markdown" else f"```python\n{text}\n```" for kind, text in texts]

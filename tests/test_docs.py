@@ -333,21 +333,6 @@ def test_the_table_of_choices_is_what_the_backends_say() -> None:
     assert refusal({"strategy": "zero2", "train.optimizer": "adamw_8bit"})
 
 
-def test_memory_by_strategy_is_what_was_measured_beside_the_plan() -> None:
-    """Both tables come from one measurement (``benchmarks.plan``)."""
-    measured = {
-        (model, recomputed, f"`{strategy}`"): figure
-        for model, strategy, recomputed, _, figure, _ in table_after(
-            ROOT / "docs" / "planning.md", "<!-- benchmarks.plan: begin -->"
-        )[2:]
-    }
-    head, _, *rows = table_after(ROOT / "docs" / "choosing.md", "<!-- benchmarks.plan by strategy: begin -->")
-    shown = {
-        (row[0], row[1], name): figure for row in rows for name, figure in zip(head[2:], row[2:], strict=True)
-    }
-    assert shown == measured
-
-
 def table_after(page: Path, mark: str) -> list[list[str]]:
     """The cells of the first table below ``mark``, line by line, that of dashes included."""
     lines = page.read_text("utf-8").partition(f"{mark}\n")[2].splitlines()
