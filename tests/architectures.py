@@ -416,18 +416,18 @@ INTRODUCTION = f"""# Models
 Every text model of transformers {{version}} was held against transformers itself by
 `python -m tests.architectures`: {{looked_at}} of {{known}} pairs of a type and a task. A tiny model was built
 with the weights that `from_config` draws for the seed, and trained for {STEPS} steps: in fp32 beside a plain
-loop with `forward(labels=)` (losses within {TOLERANCE:.0e}), in bf16 (within {BF16_TOLERANCE:.0%}), and on two
-ranks with `full_shard` and with `zero3` (within {TOLERANCE:.0e}). What it exported was opened by
+loop with `forward(labels=)` (losses within {TOLERANCE:.0e}), in bf16 (within {BF16_TOLERANCE:.0%}), and on
+two ranks with `full_shard` and with `zero3` (within {TOLERANCE:.0e}). What it exported was opened by
 `from_pretrained`, compared bit for bit, and generated text. Weights that `save_pretrained` wrote were loaded
 and compared bit for bit.
 
 """
 NOTES = """\
 "In part": the first thing named did not hold. "Refused": the type is no model of the task, whatever
-transformers lists. "Not tried": no model of the type was as small as these. transformers itself fails alike in
-some: `deberta` and `xmod` under bf16 autocast, `git` with labels and no picture, and its auto class does not
-open what it saved of `emu3` and `mllama` (the class that `config.json` names does). ProphetNet is trained here
-on the next token alone, and told so."""
+transformers lists. "Not tried": no model of the type was as small as these. transformers itself fails alike
+in some: `deberta` and `xmod` under bf16 autocast, `git` with labels and no picture, and its auto class does
+not open what it saved of `emu3` and `mllama` (the class that `config.json` names does). ProphetNet is trained
+here on the next token alone, and told so."""
 
 
 def by_name() -> str:
