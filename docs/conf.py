@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pygments.lexers.special import TextLexer
-
 import converters
 import portable
 
@@ -45,6 +43,5 @@ def with_notebook(app: Sphinx, page: str, source: list[str]) -> None:
 
 
 def setup(app: Sphinx) -> None:
-    """Show Mermaid diagrams as text, which needs no script (forges draw them), and the notebook as a page."""
-    app.add_lexer("mermaid", TextLexer)
+    """Show the notebook in a page."""
     app.connect("source-read", with_notebook)

@@ -143,7 +143,7 @@ def test_every_block_of_commands_says_whether_it_runs() -> None:
 
 
 def test_every_block_has_a_language_that_is_known() -> None:
-    known = {*COMMANDS, "python", "yaml", "json", "mermaid", "", "{toctree}", "{include} ../SECURITY.md"}
+    known = {*COMMANDS, "python", "yaml", "json", "", "{toctree}"}
     known |= {"{eval-rst}"}
     assert [str(block) for page in PAGES for block in blocks(page) if block.language not in known] == []
 
