@@ -1,9 +1,9 @@
 """Planned memory beside measured, by model family and strategy.
 
-``python -m benchmarks.plan --docs docs/planning.md --by-strategy docs/choosing.md`` builds each model with
-its live engine as rank 0 of several CPU ranks, of which the others do not exist (all buffers of collectives
-do), takes two steps of two micro-batches, and records the peak of torch's allocator beside the plan. With
-two micro-batches the gradients are complete when activations are at their peak, as the planner assumes.
+``python -m benchmarks.plan --docs docs/strategies.md`` builds each model with its live engine as rank 0 of
+several CPU ranks, of which the others do not exist (all buffers of collectives do), takes two steps of two
+micro-batches, and records the peak of torch's allocator beside the plan. With two micro-batches the gradients
+are complete when activations are at their peak, as the planner assumes.
 
 With ``--backend xla`` it compiles the graphs of a step instead, on virtual devices of the CPU, and reads
 their memory from XLA's compiler; see :mod:`benchmarks.plan_xla`.
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
 
 MARKS = "<!-- benchmarks.plan: begin -->", "<!-- benchmarks.plan: end -->"
-MARKS_BY_STRATEGY = "<!-- benchmarks.plan by strategy: begin -->", "<!-- benchmarks.plan by strategy: end -->"
 MARKS_OF_XLA = "<!-- benchmarks.plan xla: begin -->", "<!-- benchmarks.plan xla: end -->"
 SIZES = {"vocab_size": 4096, "max_position_embeddings": 256}
 WIDE = {**SIZES, "hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 4}
@@ -194,32 +193,26 @@ def xla_settings_of(
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A Markdown table, one line a row."""
-    lines = [
-        "| model | `strategy` | recomputed | planned, MiB | measured, MiB | planned / measured |",
-        "| --- | --- | --- | ---: | ---: | ---: |",
-    ]
-    for row in rows:
-        total, mebibyte = row.planned.total, 1 << 20
-        lines.append(
-            f"| {row.family} | {row.setting.strategy}{row.where} | {row.recompute} | "
-            f"{total / mebibyte:.1f} | {row.measured / mebibyte:.1f} | {total / row.measured:.2f} |"
+    """A Markdown table with a column a strategy: measured, and in brackets planned / measured."""
+    columns = list(dict.fromkeys(_column(row) for row in rows))
+    cells = {
+        (row.family, row.recompute, _column(row)): (
+            f"{row.measured / (1 << 20):.1f} ({row.planned.total / row.measured:.2f})"
         )
-    return "\n".join(lines)
-
-
-def table_by_strategy(rows: Sequence[Row]) -> str:
-    """The measured values only, a column for each strategy."""
-    names = [f"`{setting.strategy}`" for setting in SETTINGS]
+        for row in rows
+    }
     lines = [
-        f"| measured, MiB | recomputed | {' | '.join(names)} |",
-        f"| --- | --- |{' ---: |' * len(SETTINGS)}",
+        f"| measured, MiB | recomputed | {' | '.join(columns)} |",
+        f"| --- | --- |{' ---: |' * len(columns)}",
     ]
-    measured = {(row.family, row.recompute, row.setting): row.measured / (1 << 20) for row in rows}
     for family, recompute in dict.fromkeys((row.family, row.recompute) for row in rows):
-        cells = [f"{measured[family, recompute, setting]:.1f}" for setting in SETTINGS]
-        lines.append(f"| {family} | {recompute} | {' | '.join(cells)} |")
+        found = [cells.get((family, recompute, column), "") for column in columns]
+        lines.append(f"| {family} | {recompute} | {' | '.join(found)} |")
     return "\n".join(lines)
+
+
+def _column(row: Row) -> str:
+    return f"`{row.setting.strategy}`{row.where}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -228,12 +221,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--family", nargs="+", choices=list(FAMILIES), help="all of the table by default")
     parser.add_argument("--ranks", type=int, default=4, help="on the CPU")
     parser.add_argument("--docs", type=Path, metavar="PAGE", help="put the table into this page as well")
-    parser.add_argument(
-        "--by-strategy", type=Path, metavar="PAGE", help="put what was measured into this page, by strategy"
-    )
     given = parser.parse_args(argv)
-    if given.backend == "xla" and given.by_strategy is not None:
-        parser.error("--by-strategy goes with --backend cpu")
     command = command_line("benchmarks.plan", argv)
     rows = []
     with tempfile.TemporaryDirectory(prefix="plan-") as folder:
@@ -248,8 +236,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given.docs is not None:
         marks = MARKS_OF_XLA if given.backend == "xla" else MARKS
         put_into(given.docs, f"\n{table(rows)}\n\n`{command}`\n", *marks)
-    if given.by_strategy is not None:
-        put_into(given.by_strategy, f"\n{table_by_strategy(rows)}\n", *MARKS_BY_STRATEGY)
     return 0
 
 

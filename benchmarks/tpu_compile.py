@@ -1,6 +1,6 @@
 """What libtpu's compiler says of a step, beside the plan: model x slice x strategy.
 
-``python -m benchmarks.tpu_compile --docs docs/tpu.md --json tpu.json`` traces each step without weights,
+``python -m benchmarks.tpu_compile --json tpu.json`` traces each step without weights,
 compiles it for the slice and writes a table. It needs no TPU. Large models take minutes each: ``--case``
 chooses, and ``--json`` keeps what earlier calls have found, so that a call goes on where the last one ended.
 """
@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.machine import command_line
-from benchmarks.pages import put_into
 from portable.adapters.adapter import training_model
 from portable.adapters.settings import settled
 from portable.config import load_config
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
     from portable.planner.plan import DeviceBytes, Option
 
-MARKS = "<!-- benchmarks.tpu_compile: begin -->", "<!-- benchmarks.tpu_compile: end -->"
 GIB = 1 << 30
 _LLAMA = {
     "model_type": "llama",
@@ -471,7 +469,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="add the results to this file; what it has is not repeated"
     )
-    parser.add_argument("--docs", type=Path, metavar="PAGE", help="put the table into this page as well")
     given = parser.parse_args(argv)
     cases = [case for case in CASES if not given.case or any(text in case.name for text in given.case)]
     if given.list:
@@ -492,10 +489,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if given.json is not None:
             given.json.write_text(json.dumps(known, indent=1) + "\n", "utf-8")
     rows = [known[case.name] for case in CASES if case.name in known]
-    command, found = command_line("benchmarks.tpu_compile", argv), tables(rows)
-    print(f"$ {command}\n\n{found}")
-    if given.docs is not None:
-        put_into(given.docs, f"\n{found}\n\n`{command}`\n", *MARKS)
+    print(f"$ {command_line('benchmarks.tpu_compile', argv)}\n\n{tables(rows)}")
     return 0
 
 

@@ -27,27 +27,13 @@ def tables() -> str:
         f"| `{name}` | {one.opened_by} | {'yes' if one.optimizer else 'the format has none'} |"
         for name, one in targets.items()
     ]
-    grid = [
-        "| from | " + " | ".join(f"`{name}`" for name in targets) + " |",
-        "| --- |" + " :---: |" * len(targets),
-    ]
-    for known in formats():
-        cells = [_cell(known.optimizer, one.optimizer, one.needs_optimizer) for one in targets.values()]
-        grid.append(f"| {known.name} | " + " | ".join(cells) + " |")
-    parts = (
-        "\n".join(read),
-        "What can be written (`--to`):",
-        "\n".join(written),
-        "From each into each: `m` the model, `o` the optimizer with `--optimizer`.",
-        "\n".join(grid),
+    without = " and ".join(f"`{known.name}`" for known in formats() if not known.optimizer)
+    needed = " and ".join(f"`{name}`" for name, one in targets.items() if one.needs_optimizer)
+    into = (
+        f"Each is read into each, with `--optimizer` also the optimizer, except from {without}. "
+        f"{needed} needs it."
     )
-    return "\n\n".join(parts)
-
-
-def _cell(read: bool, written: bool, needed: bool) -> str:
-    if needed and not read:
-        return "–"
-    return "m o" if read and written else "m"
+    return "\n\n".join(("\n".join(read), "What can be written (`--to`):", "\n".join(written), into))
 
 
 def page(text: str) -> str:

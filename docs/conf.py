@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pygments.lexers.special import TextLexer
-
 import converters
 import portable
 
@@ -37,7 +35,7 @@ for package in (portable, converters):
 
 def with_notebook(app: Sphinx, page: str, source: list[str]) -> None:
     """Put the cells of the notebook into the page that names it."""
-    if page == "python":
+    if page == "api":
         cells = json.loads((Path(app.srcdir) / "notebook.ipynb").read_text("utf-8"))["cells"]
         texts = [(cell["cell_type"], "".join(cell["source"])) for cell in cells[1:]]  # without its title
         shown = [text if kind == "markdown" else f"```python\n{text}\n```" for kind, text in texts]
@@ -45,6 +43,5 @@ def with_notebook(app: Sphinx, page: str, source: list[str]) -> None:
 
 
 def setup(app: Sphinx) -> None:
-    """Show Mermaid diagrams as text, which needs no script (forges draw them), and the notebook as a page."""
-    app.add_lexer("mermaid", TextLexer)
+    """Show the notebook in a page."""
     app.connect("source-read", with_notebook)

@@ -143,7 +143,7 @@ def test_every_block_of_commands_says_whether_it_runs() -> None:
 
 
 def test_every_block_has_a_language_that_is_known() -> None:
-    known = {*COMMANDS, "python", "yaml", "json", "mermaid", "", "{toctree}", "{include} ../SECURITY.md"}
+    known = {*COMMANDS, "python", "yaml", "json", "", "{toctree}"}
     known |= {"{eval-rst}"}
     assert [str(block) for page in PAGES for block in blocks(page) if block.language not in known] == []
 
@@ -331,21 +331,6 @@ def test_the_table_of_choices_is_what_the_backends_say() -> None:
             allowed = refused is None or "libaio" in refused
             assert allowed == (said == "yes"), f"{name} with {strategy}: {said}, but: {refused or 'accepted'}"
     assert refusal({"strategy": "zero2", "train.optimizer": "adamw_8bit"})
-
-
-def test_memory_by_strategy_is_what_was_measured_beside_the_plan() -> None:
-    """Both tables come from one measurement (``benchmarks.plan``)."""
-    measured = {
-        (model, recomputed, f"`{strategy}`"): figure
-        for model, strategy, recomputed, _, figure, _ in table_after(
-            ROOT / "docs" / "planning.md", "<!-- benchmarks.plan: begin -->"
-        )[2:]
-    }
-    head, _, *rows = table_after(ROOT / "docs" / "choosing.md", "<!-- benchmarks.plan by strategy: begin -->")
-    shown = {
-        (row[0], row[1], name): figure for row in rows for name, figure in zip(head[2:], row[2:], strict=True)
-    }
-    assert shown == measured
 
 
 def table_after(page: Path, mark: str) -> list[list[str]]:

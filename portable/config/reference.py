@@ -23,41 +23,22 @@ _INTRODUCTION = """\
 
 <!-- Written by `python -m portable.config.reference` from portable/config/*.py. Edit those, not this. -->
 
-A run is described by one YAML file, given as `portable-train --config run.yaml`. Every setting in it is
-also a flag with its dotted name: `--train.steps 20`. Flags override the file, and the file overrides the
-defaults below. `--config` may be given more than once: the files are merged in order, setting by setting
-and mapping by mapping, and later files override earlier ones (a `model.config` with another `model_type`
-replaces the earlier one). `--dry-run` prints the origin of each setting. The defaults are the quickstart, see
-[configs/quickstart.yaml](../configs/quickstart.yaml).
+A run is one YAML file: `portable-train --config run.yaml`. Every setting is also a flag with its dotted name:
+`--train.steps 20`. Flags override the file, which overrides the defaults below. Several `--config` files are
+merged in order, key by key; a `model.config` with another `model_type` replaces the earlier one. `--dry-run`
+prints the origin of each setting. The defaults are [the quickstart](../configs/quickstart.yaml).
 
-**Flags.** Dashes and underscores are the same. A boolean needs no value (`--compile`, `--no-compile`). Write
-lists as `--train.betas 0.9 0.95` or `'[0.9, 0.95]'`, and null as `null`. A key inside a mapping follows
-another dot: `--model.config.hidden_size 512`. `portable-train --help train` explains one section.
-
-**YAML** is read as YAML 1.2: `3e-4` is a number; `yes`, `no`, `on` and `off` are text, and accepted for
-booleans. Duplicate keys are an error.
-
-**Paths.** Every setting that may be a file or a folder expands `~`, `${VAR}` and `$VAR` as a shell does; an
-undefined variable is an error.
-
-**Errors** end the run before any work, with one line that names the key, its line in the file, the allowed
-values, and the nearest valid name:
-
-```
-error: run.yaml:7: unknown key train.learning_rat; did you mean train.learning_rate?
-```
-
-**Editors** with a YAML language server complete and check the file if it starts with this line (the path is
-relative to the file):
-
-```yaml
-# yaml-language-server: $schema=../configs/schema.json
-```
-
-**The same run.** Settings marked † define the run: a run resumes from its checkpoint only if they agree. All
-others may change between launches.
-
-**Evaluation data.** A source of `data.eval` may set the settings marked ‡ for itself.
+- **Flags.** Dashes and underscores are the same. A boolean needs no value (`--compile`, `--no-compile`). Lists:
+  `--train.betas 0.9 0.95` or `'[0.9, 0.95]'`; null: `null`; a key of a mapping: `--model.config.hidden_size 512`.
+  `portable-train --help train` explains one section.
+- **YAML** is read as YAML 1.2: `3e-4` is a number; `yes`, `no`, `on` and `off` are text, and accepted for
+  booleans. Duplicate keys are an error.
+- **Paths** expand `~`, `${VAR}` and `$VAR`; an undefined variable is an error.
+- **Errors** end the run before any work, with one line that names the key, its line and the nearest valid name.
+- **Editors** with a YAML language server complete and check a file whose first line is
+  `# yaml-language-server: $schema=../configs/schema.json` (relative to the file).
+- **†** marks what defines a run: it resumes only if these agree. **‡** marks what a source of `data.eval` may set
+  for itself.
 """
 
 

@@ -191,8 +191,8 @@ def _target(config: RunConfig, given: dict[str, Any]) -> tuple[RunConfig, Target
     parts = config.context_parallel_size
     require(
         count % parts == 0,
-        f"--devices: {count} cannot be divided into groups of context_parallel_size {parts}; use a multiple of "
-        f"{parts}",
+        f"--devices: {count} cannot be divided into groups of context_parallel_size {parts}; "
+        f"use a multiple of {parts}",
     )
     groups = count // parts
     if config.train.global_batch_size % groups:

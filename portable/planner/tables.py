@@ -84,8 +84,8 @@ def as_text(
     where = (
         f"{cluster.devices} x {device.name}" if device is not None else human_count(cluster.devices, "device")
     )
-    parts = planner.config.context_parallel_size
-    on = "a device" if parts == 1 else f"{parts} devices"
+    size = planner.config.context_parallel_size
+    on = "a device" if size == 1 else f"{size} devices"
     rows = [
         ("model", f"{planner.model.architecture}, {planner.model.parameters:,} parameters"),
         ("devices", where + ("" if device is None else f", {human_bytes(device.memory)} each")),
