@@ -162,8 +162,8 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "the best checkpoint is deleted as an old one": Mutant(
         "portable/checkpoint/store.py",
-        "            if step not in best | self.in_use():",
-        "            if step not in self.in_use():",
+        "            kept = best | self.in_use()",
+        "            kept = self.in_use()",
         ("tests/portable/test_best_checkpoints.py::test_the_best_stay_beside_the_last",),
     ),
     "a lease is written without a condition": Mutant(

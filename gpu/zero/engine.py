@@ -27,7 +27,7 @@ from gpu.zero.partitions import FlatPartitions, ShardedPartitions
 from gpu.zero.saving import ZeroSaver
 from gpu.zero.settings import ModelSizes, settings_for
 from portable.batch_plan import plan_batches
-from portable.checkpoint.external import own_state
+from portable.checkpoint.external import step_of_run
 from portable.checkpoint.match_to_model import stored_state
 from portable.errors import require, unsupported
 from portable.model.activation_checkpointing import checkpoint_activations
@@ -38,8 +38,8 @@ from portable.model.parameters import adapted, materialize, replace_tensors, sta
 from portable.model.tensors import fill
 from portable.optim.muon import Muon
 from portable.optim.non_finite import NEW_COUNTERS, Health, allowed_streak, count_update
-from portable.optim.optimizers import set_rates
-from portable.optim.schedule import OneCycle, build_schedule
+from portable.optim.optimizers import set_betas, set_rates
+from portable.optim.schedule import cycle_of
 from portable.planner.memory_model import Cluster
 from portable.planner.meta_model import inspect
 from portable.plugins import names_code
@@ -210,8 +210,7 @@ class ZeroEngine:
         self._sequences = sequences
         self.objective = Objective.of(self.model, config)
         self._settings = config.train
-        schedule = build_schedule(config.train, 1)  # a cycle does not depend on the length of the run
-        self._cycle = schedule if isinstance(schedule, OneCycle) else None
+        self._cycle = cycle_of(config.train)
         self._sharded = stage == 3
         self._device = machine.device
         # The loss is already divided by the global batch; DeepSpeed averages gradients over the ranks on top.
@@ -252,10 +251,7 @@ class ZeroEngine:
             optimizer.zero_grad(set_to_none=True)
             return torch.full((), torch.nan, device=self._device)
         set_rates(optimizer, learning_rate, self._settings)
-        if self._cycle is not None and (betas := self._cycle.betas(self._engine.global_steps)) is not None:
-            for group in optimizer.param_groups:
-                if not group.get("matrices"):
-                    group["betas"] = betas
+        set_betas(optimizer, self._cycle, self._engine.global_steps)
         private_api.set_max_norm(optimizer, max_norm)
         try:
             self._engine.step()
@@ -344,8 +340,7 @@ class ZeroEngine:
         self._scaling.load(checkpoint.root)
         steps = _steps_done(checkpoint)
         zero_optimizer.catch_up(base, steps)
-        state = own_state(checkpoint.root)  # whose steps count those that were skipped
-        private_api.set_steps(self._engine, steps if state is None else state.step)
+        private_api.set_steps(self._engine, step_of_run(checkpoint.root, steps))
 
     def save(self, folder: Path, *, background: bool) -> SaveHandle:
         self._partitions.refresh()

@@ -250,6 +250,12 @@ def own_state(path: Place) -> TrainerState | None:
     return TrainerState.read(folder) if is_own_checkpoint(folder) else None
 
 
+def step_of_run(path: Place, updates: int) -> int:
+    """The step of a checkpoint, skipped ones counted; ``updates`` in one of another program."""
+    state = own_state(path)
+    return updates if state is None else state.step
+
+
 def _trainer_state(folder: Place) -> dict[str, Any] | None:
     """Read the Hugging Face Trainer's ``trainer_state.json``, or None. Its keys differ from ours."""
     try:

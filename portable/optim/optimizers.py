@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from portable.config import TrainConfig
+    from portable.optim.schedule import OneCycle
 
 
 class Optimizer(Protocol):
@@ -150,6 +151,14 @@ def set_rates(optimizer: Any, learning_rate: float, settings: TrainConfig) -> No
     """Set this step's learning rate in all parameter groups."""
     for group in optimizer.param_groups:
         group["lr"] = rate_of(group, learning_rate, settings)
+
+
+def set_betas(optimizer: Any, cycle: OneCycle | None, step: int) -> None:
+    """Set Adam's betas as ``cycle`` has them in ``step``, but for Muon's matrices."""
+    betas = None if cycle is None else cycle.betas(step)
+    for group in optimizer.param_groups:
+        if betas is not None and not group.get("matrices"):
+            group["betas"] = betas
 
 
 def rate_of(group: Mapping[str, Any], rate: Any, settings: TrainConfig) -> Any:

@@ -377,6 +377,12 @@ def build_schedule(settings: TrainConfig, total_steps: int) -> Schedule:
         raise ValueError(f"{key}: {first['msg']}") from error
 
 
+def cycle_of(settings: TrainConfig) -> OneCycle | None:
+    """The run's schedule if it moves Adam's betas, too. It does not depend on the length of the run."""
+    schedule = build_schedule(settings, 1)
+    return schedule if isinstance(schedule, OneCycle) else None
+
+
 def warmup_steps(settings: TrainConfig, total_steps: int) -> int:
     """The number of warmup steps. A ratio is rounded up, as in the Trainer."""
     if settings.warmup_ratio is not None:
