@@ -33,8 +33,9 @@ for package in (portable, converters):
         getattr(package, exported)  # they are imported at the first use, and autodoc does not use them
 
 
-def with_notebook(app: Sphinx, page: str, source: list[str]) -> None:
-    """Put the cells of the notebook into the page that names it."""
+def as_shown(app: Sphinx, page: str, source: list[str]) -> None:
+    """Put the cells of the notebook into the page that names it; a page outside is a file to download."""
+    source[0] = source[0].replace("](../SECURITY.md)", "](path:../SECURITY.md)")
     if page == "api":
         cells = json.loads((Path(app.srcdir) / "notebook.ipynb").read_text("utf-8"))["cells"]
         texts = [(cell["cell_type"], "".join(cell["source"])) for cell in cells[1:]]  # without its title
@@ -43,5 +44,5 @@ def with_notebook(app: Sphinx, page: str, source: list[str]) -> None:
 
 
 def setup(app: Sphinx) -> None:
-    """Show the notebook in a page."""
-    app.connect("source-read", with_notebook)
+    """Have :func:`as_shown` see each page."""
+    app.connect("source-read", as_shown)

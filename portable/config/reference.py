@@ -28,17 +28,17 @@ A run is one YAML file: `portable-train --config run.yaml`. Every setting is als
 merged in order, key by key; a `model.config` with another `model_type` replaces the earlier one. `--dry-run`
 prints the origin of each setting. The defaults are [the quickstart](../configs/quickstart.yaml).
 
-- **Flags.** Dashes and underscores are the same. A boolean needs no value (`--compile`, `--no-compile`). Lists:
-  `--train.betas 0.9 0.95` or `'[0.9, 0.95]'`; null: `null`; a key of a mapping: `--model.config.hidden_size 512`.
-  `portable-train --help train` explains one section.
+- **Flags.** Dashes and underscores are the same. A boolean needs no value (`--compile`, `--no-compile`).
+  Lists: `--train.betas 0.9 0.95` or `'[0.9, 0.95]'`; null: `null`; a key of a mapping:
+  `--model.config.hidden_size 512`. `portable-train --help train` explains one section.
 - **YAML** is read as YAML 1.2: `3e-4` is a number; `yes`, `no`, `on` and `off` are text, and accepted for
   booleans. Duplicate keys are an error.
 - **Paths** expand `~`, `${VAR}` and `$VAR`; an undefined variable is an error.
-- **Errors** end the run before any work, with one line that names the key, its line and the nearest valid name.
+- **Errors** end the run before any work, with one line that names the key, its line and the nearest name.
 - **Editors** with a YAML language server complete and check a file whose first line is
   `# yaml-language-server: $schema=../configs/schema.json` (relative to the file).
-- **†** marks what defines a run: it resumes only if these agree. **‡** marks what a source of `data.eval` may set
-  for itself.
+- **†** marks what defines a run: it resumes only if these agree. **‡** marks what a source of `data.sources`
+  or `data.eval` may set for itself.
 """
 
 

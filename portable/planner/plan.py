@@ -1,6 +1,6 @@
 """Plan the memory of a run under each strategy, before a machine is rented.
 
-The order of strategies is fixed: what sends the fewest bytes in a step comes first, as in docs/choosing.md.
+The order of strategies is fixed: what sends the fewest bytes in a step comes first, as in docs/planning.md.
 """
 
 from __future__ import annotations

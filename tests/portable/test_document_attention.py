@@ -264,5 +264,5 @@ def test_a_model_that_cannot_is_refused_by_name(
 
 def test_the_lists_agree() -> None:
     assert set(READ_THEIR_MASK) <= KEEP_DOCUMENTS_APART <= set(TYPES)
-    page = Path(__file__).parents[2] / "docs" / "packing.md"
+    page = Path(__file__).parents[2] / "docs" / "data.md"
     assert f"{len(KEEP_DOCUMENTS_APART)} types in all" in page.read_text("utf-8")

@@ -271,7 +271,7 @@ def test_the_recommended_row_is_on_top_as_it_will_run(capsys: pytest.CaptureFixt
 
 
 def test_a_run_of_no_family_in_particular_takes_fsdp2(capsys: pytest.CaptureFixture[str]) -> None:
-    """As docs/choosing.md has it; and a tenth of the memory is kept free."""
+    """As docs/strategies.md has it; and a tenth of the memory is kept free."""
     whole = plan(capsys, "--device-memory", "1TB", "--devices", "8", model=LARGE)["options"]
     sizes = {o["strategy"]: o["device_bytes"]["total"] for o in whole if o["offload_optimizer"] == "none"}
     room = max(sizes["zero1"], sizes["zero2"], sizes["shard_grad_op"])
