@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from gpu.common.shared_sequences import check
+from gpu.common.machine import Machine
+from gpu.common.shared_sequences import check, share_sequences
+from portable.config import RunConfig
+from portable.data.samples.base import Samples
+from portable.data.samples.shared import SharedSamples
 from portable.errors import UserError
+from portable.model.document_attention import KEEP_DOCUMENTS_APART
+from portable.model.loss import token_loss
+from portable.private.of_transformers import no_value_checks
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
 from tests.runs import TINY_MODEL, configured
+from tests.tiny_models import VOCABULARY, tiny_config
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.engines import Engines
+    from tests.ranks import RankPool
 
 MODELS: dict[str, dict[str, Any]] = {
     "windows": {
@@ -135,3 +146,86 @@ def test_models_whose_attention_cannot_be_shared(changed: dict[str, Any], told: 
         model = AutoModelForCausalLM.from_config(config)
     with pytest.raises(UserError, match=f"^context_parallel_size: .*{told}"):
         check(model, 2)
+
+
+def beside_whole_sequences(types: list[str]) -> dict[str, str]:
+    """On a rank of two: what differs from whole sequences, or the refusal, by type."""
+    dist.init_process_group("gloo")
+    try:
+        return {model_type: _beside_whole(model_type) for model_type in types}
+    finally:
+        dist.destroy_process_group()
+
+
+def _beside_whole(model_type: str) -> str:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**tiny_config(model_type, "causal-lm")))
+    model.float().eval()
+    batch = {name: torch.randint(5, VOCABULARY, (2, 32)) for name in ("input_ids", "labels")}
+    positions = torch.cat([torch.arange(length) for length in (10, 15, 7)]).expand(2, 32)
+    packed = {**batch, "position_ids": positions, "document_lengths": torch.tensor([[10, 15, 7, 0]] * 2)}
+    for kind, whole in (("plain", batch), ("packed", packed)):
+        expected = _gradients(model, whole)
+        with ExitStack() as at_stop:
+            machine = Machine(torch.device("cpu"), dist.get_rank(), 2, 2)
+            try:
+                share_sequences(model, RunConfig(context_parallel_size=2), machine, at_stop)
+            except UserError as error:
+                return str(error)
+            part = SharedSamples(_Given(whole), dist.get_rank(), 2).batch([])
+            found = _gradients(model, part)
+        for value in found:
+            dist.all_reduce(value)
+        largest = max(float(value.abs().max()) for value in expected[1:])
+        apart = [float((one - other).abs().max()) for one, other in zip(found, expected, strict=True)]
+        if apart[0] > 1e-6 * float(expected[0]) or max(apart[1:]) > 2e-6 * largest:
+            return f"{kind}: the loss is {apart[0]:.1e} off, gradients {max(apart[1:]) / largest:.1e}"
+    return ""
+
+
+class _Given(Samples):
+    """A batch as samples."""
+
+    num_samples = 2
+
+    def __init__(self, batch: dict[str, torch.Tensor]) -> None:
+        self._batch = batch
+
+    def documents(self, index: int) -> list[int]:
+        return [index]
+
+    def arrays(self, places: Any) -> Any:
+        return {name: value.numpy() for name, value in self._batch.items()}
+
+
+def _gradients(model: Any, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """The loss, and the gradients."""
+    model.zero_grad()
+    with no_value_checks():
+        loss = token_loss(model, batch)
+    loss.backward()
+    gradients = (torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters())
+    return [loss.detach().clone(), *gradients]
+
+
+# Models that make masks of ones, call attention by keyword, or have sizes by layer, and a plain one.
+SOME = ["biogpt", "afmoe", "deepseek_v3", "dots3_note_text", "gemma3_text", "llama"]
+
+
+@pytest.mark.parametrize(
+    "types",
+    [SOME, pytest.param(sorted(KEEP_DOCUMENTS_APART), marks=pytest.mark.exhaustive)],
+    ids=["some", "all"],
+)
+def test_types_equal_whole_sequences_or_are_refused(types: list[str], ranks: RankPool) -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    types = [name for name in types if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
+    found = ranks.run(2, beside_whole_sequences, types)
+    differ = {
+        name: why for name, why in found.items() if why and not why.startswith("context_parallel_size: ")
+    }
+    assert differ == {}
+    assert sum(not why for why in found.values()) >= (5 if types == SOME else 90)

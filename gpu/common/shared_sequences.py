@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from portable.errors import unsupported
+from portable.errors import require, unsupported
 from portable.model.document_attention import READ_THEIR_MASK, check_documents, let_sdpa_take_documents
 from portable.private.of_transformers import attention_functions, attention_kernel, mask_functions
 
@@ -95,8 +95,6 @@ def check(model: Any, size: int) -> None:
     """Raise UserError if ``size`` ranks cannot share the attention of ``model``."""
     config = model.config
     text = config.get_text_config()
-    heads = text.num_attention_heads
-    keys = getattr(text, "num_key_value_heads", None) or heads
     name, kernel = type(model).__name__, attention_kernel(text)
     unsupported(
         [
@@ -109,10 +107,6 @@ def check(model: Any, size: int) -> None:
                 f"{KEY}: works with {' and '.join(_KERNELS)}, and {name} runs with {kernel}; set it to 1",
             ),
             (
-                bool(heads % size or (keys % size and size % keys)),
-                f"{KEY}: {heads} heads ({keys} of keys) cannot be divided among {size} ranks; use a divisor",
-            ),
-            (
                 bool(getattr(text, "output_router_logits", False)),
                 f"{KEY}: the router loss of {name} needs whole sequences; set "
                 "model.config.output_router_logits to false",
@@ -120,6 +114,12 @@ def check(model: Any, size: int) -> None:
         ]
     )
     check_documents(model, KEY)
+    heads = text.num_attention_heads
+    keys = getattr(text, "num_key_value_heads", None) or heads
+    require(
+        heads % size == 0 and (keys % size == 0 or size % keys == 0),
+        f"{KEY}: {heads} heads ({keys} of keys) cannot be divided among {size} ranks; use a divisor",
+    )
 
 
 class _Exchange(torch.autograd.Function):
@@ -155,11 +155,11 @@ def _over_heads(inner: Callable[..., Any], sequences: SharedSequences) -> Callab
     """Attention with the exchanges before and after it."""
 
     def attention(
-        module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **keywords: Any
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **keywords: Any
     ) -> tuple[Tensor, None]:
         parts = sequences.parts
         if parts == 1:
-            whole: tuple[Tensor, None] = inner(module, query, key, value, mask, **keywords)
+            whole: tuple[Tensor, None] = inner(module, query, key, value, attention_mask, **keywords)
             return whole
         if key.shape[1] % parts:  # each rank needs a head of keys
             times = parts // key.shape[1]
@@ -168,7 +168,7 @@ def _over_heads(inner: Callable[..., Any], sequences: SharedSequences) -> Callab
         keywords.pop("position_ids", None)  # of this rank's part, in which a kernel would look for documents
         layer = _Layer(module, query.shape[1] // key.shape[1])
         with sequences.whole():  # masks that are made within the attention are of whole sequences already
-            found = inner(layer, query, key, value, mask, **keywords)[0]
+            found = inner(layer, query, key, value, attention_mask, **keywords)[0]
         return sequences.to_tokens(found), None
 
     # The compiler would take shapes that differ around an exchange for dynamic ones.
@@ -181,6 +181,8 @@ def _of_whole(inner: Callable[..., Any], sequences: SharedSequences) -> Callable
 
     def mask(*, q_length: int, kv_length: int, **given: Any) -> Any:
         parts = sequences.parts
+        if parts > 1:  # batches have no padding: some models make a mask of ones, as long as their part
+            given["attention_mask"] = None
         return inner(q_length=q_length * parts, kv_length=kv_length * parts, **given)
 
     return mask
