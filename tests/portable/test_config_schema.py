@@ -12,7 +12,7 @@ import pytest
 from pydantic import ValidationError
 
 from portable.config import RunConfig, difference, keys, load_config
-from portable.config.suggest import ELSEWHERE, FAMILIES, WORDS
+from portable.config.importing.trainers import WORDS
 from portable.errors import UserError
 from portable.optim.schedule import build_schedule
 
@@ -331,12 +331,7 @@ def test_difference_of_named_and_built_models() -> None:
     assert "model.config.model_type: 'llama' and not set" in lines
 
 
-def test_names_from_other_trainers_lead_to_real_settings() -> None:
-    sentences = {text for text in [*ELSEWHERE.values(), *FAMILIES.values()] if " " in text}
-    assert {text for text in ELSEWHERE.values() if " " not in text} <= set(TABLE)
-    named = {word for text in sentences for word in re.findall(r"\b[a-z]+\.[a-z]+_[a-z_]+\b", text)}
-    assert named <= set(TABLE)
-    assert not set(ELSEWHERE) & set(TABLE)
+def test_words_of_other_trainers_lead_to_real_ones() -> None:
     for key, words in WORDS.items():
         for word, meant in words.items():
             assert word not in TABLE[key].choices
