@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.commands import Parser
 from converters.console import complain, say
+from portable.checks import check
 from portable.config import keys, load_config
 from portable.config.dump import as_yaml
 from portable.config.importing import PROGRAMS, Imported, command_line, read
@@ -115,7 +116,7 @@ def config_text(found: Imported) -> tuple[str, list[str]]:
             parts += ["", f"# {title}:", *(line for one in lines for line in _comment(one))]
     text = "\n".join(parts) + "\n"
     try:
-        load_config(parse(text, "run.yaml").value or {})
+        check(load_config(parse(text, "run.yaml").value or {}))
     except MistakesError as error:
         missing += error.lines
     except UserError as error:

@@ -107,6 +107,7 @@ def assemble(
         _apply(draft, override, origin or None, named=named)
     config = build(RunConfig, draft.values, draft.origins)
     config.came_from.update(draft.sources())
+    config.origins.update(draft.origins)
     return config
 
 

@@ -12,7 +12,6 @@ from portable.config import keys
 from portable.config.importing import program_of
 from portable.config.importing.trainers import IN_PLACE_OF_A_SECTION
 from portable.config.origins import MOST, Origin, shown
-from portable.config.rules import ConflictError
 from portable.config.sections import ONE, SEVERAL
 from portable.config.suggest import did_you_mean, did_you_mean_word, what_to_do
 from portable.config.yaml_text import parse_value
@@ -36,13 +35,8 @@ class _Problem:
 
     @property
     def line(self) -> str:
-        """The message with its origin. A flag replaces the key that it sets."""
-        if self.origin is None:
-            return self.message
-        key = self.origin.text.removeprefix("--").replace("-", "_")
-        if self.origin.flag and self.message.startswith((f"{key} ", f"{key}: ")):
-            return self.origin.text + self.message.removeprefix(key)
-        return f"{self.origin.text}: {self.message}"
+        """The message with its origin."""
+        return self.message if self.origin is None else self.origin.before(self.message)
 
     @property
     def order(self) -> int:
@@ -85,8 +79,6 @@ def _problem(
 ) -> _Problem:
     path = _without_marks(tuple(map(str, detail["loc"])), detail["type"])
     cause = detail.get("ctx", {}).get("error")
-    if isinstance(cause, ConflictError):
-        return _Problem(_latest(cause.keys, origins), str(cause))
     table = keys.settings(model)
     for length in range(1, len(path)):
         setting = table.get(".".join(path[:length]))
@@ -201,13 +193,6 @@ def _origin(path: Path, origins: Mapping[Path, Origin]) -> Origin | None:
         if path[:length] in origins:
             return origins[path[:length]]
     return None
-
-
-def _latest(dotted: tuple[str, ...], origins: Mapping[Path, Origin]) -> Origin | None:
-    # What was written last is most likely what the person has just changed: a flag before a line.
-    found = [origin for key in dotted if (origin := origins.get(tuple(key.split("."))))]
-    flags = [origin for origin in found if origin.flag]
-    return next(iter(flags or found), None)
 
 
 def _dig(values: object, path: Path) -> object:
