@@ -127,7 +127,7 @@ def tiny(folder: Path | str, corpus: Path, **overrides: Any) -> dict[str, Any]:
 
 
 def configured(folder: Path | str, corpus: Path, **overrides: Any) -> RunConfig:
-    return load_config(None, tiny(folder, corpus, **overrides))
+    return checked(None, tiny(folder, corpus, **overrides))
 
 
 def flags(settings: dict[str, Any]) -> list[str]:
