@@ -116,7 +116,8 @@ def config_text(found: Imported) -> tuple[str, list[str]]:
             parts += ["", f"# {title}:", *(line for one in lines for line in _comment(one))]
     text = "\n".join(parts) + "\n"
     try:
-        check(load_config(parse(text, "run.yaml").value or {}))
+        config = load_config(parse(text, "run.yaml").value or {})
+        check(config.replaced({"backend": "auto"}))  # a backend's own rows are asked where it is
     except MistakesError as error:
         missing += error.lines
     except UserError as error:

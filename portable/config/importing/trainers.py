@@ -263,8 +263,10 @@ def _take(value: Any, _: File) -> Any:
 
 
 def _word(key: str, last: Callable[[Any], Any] = lambda value: value) -> Row:
-    def take(value: Any, _: File) -> Any:
+    def take(value: Any, file: File) -> Any:
         value = last(value)
+        if value == "adafactor":
+            file.put(file.path, "train.adafactor_rule", "transformers")
         if nothing(value) or isinstance(truth(value), bool) or value == "auto":
             return None
         return WORDS[key].get(str(value).lower(), str(value)).split(",")[0]
