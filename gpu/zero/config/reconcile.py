@@ -12,6 +12,7 @@ from gpu.zero.config.blocks import adopt_optimizer, adopt_recompute, adopt_sched
 from gpu.zero.config.document import AUTO, KEY, Document, shown
 from gpu.zero.config.reading import strategy_of
 from gpu.zero.config.unsupported_keys import check_one_folder, check_switches
+from portable.checks import check
 from portable.config.importing.deepspeed import SHARED
 from portable.errors import UserError, require
 
@@ -77,7 +78,9 @@ def adopt(config: RunConfig, document: Document, world_size: int) -> RunConfig:
     check_switches(document, strategy)
     check_one_folder(document, world_size)
     try:
-        return config.replaced({**defaults, **found}).with_document(KEY, document)
+        adopted = config.replaced({**defaults, **found})
+        check(adopted, where=False)
+        return adopted.with_document(KEY, document)
     except UserError as error:
         line = str(error).replace("train.schedule_params", "scheduler.params")
         raise UserError(f"{document.name}: {line}") from error
