@@ -421,10 +421,12 @@ CHECKS: tuple[Check | Several, ...] = (
         "data.packing "
         "to false",
     ),
-    Check(
-        "data.columns",
-        lambda c: set(c.data.columns) & set(TAKEN),
-        " {data.columns}: one is an input of models; rename the column",
+    Several(
+        lambda c: [
+            ("data.columns", f"data.columns: {name} is an input of models; rename the column")
+            for name in c.data.columns
+            if name in TAKEN
+        ]
     ),
     Check(
         "data.columns train.loss",
