@@ -129,7 +129,6 @@ def measure(config: RunConfig, ranks: int) -> int:
     """Peak bytes in the last step on rank 0 of ``ranks`` ranks."""
     machine = Machine(torch.device("cpu"), 0, ranks, ranks)
     module = engine_module(config.strategy)
-    module.check(config, "cpu")
     gc.collect()
     with fake_ranks(machine) as at_stop:
         model = models.build_model(models.model_config(config.model), config.model)

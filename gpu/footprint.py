@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from gpu.fsdp import footprint as fsdp
 from gpu.zero import footprint as zero
-from portable.config.rules import ZERO
+from portable.config.derived import ZERO
 from portable.planner.memory_model import Cluster, Footprint, Setting
 from portable.plugins import names_code
 

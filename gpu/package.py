@@ -8,17 +8,18 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gpu import memory_advice
-from portable.config.rules import ZERO, ConflictError, nvidia_only
-from portable.errors import UserError, require, unsupported
+from portable.config.derived import ZERO
+from portable.errors import UserError, require
 from portable.registry import World
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from portable.backend import Backend
+    from portable.checks import Check, Several
     from portable.config import RunConfig
     from portable.planner.compiled import Compiled
     from portable.planner.device_lookup import Device
@@ -40,8 +41,10 @@ class TorchPackage:
     def world(self, ranks: int) -> World:
         return World(max(ranks, int(os.environ.get("WORLD_SIZE", "1"))))
 
-    def defaults(self, config: RunConfig) -> dict[str, Any]:
-        return {}
+    def checks(self) -> Sequence[Check | Several]:
+        from gpu import checks  # which knows optimizers, and so torch
+
+        return (*checks.CHECKS, *(checks.OF_CPU if self.name == "cpu" else ()))
 
     def adopt(self, config: RunConfig, world: World) -> RunConfig:
         if config.deepspeed.config is None:
@@ -53,29 +56,18 @@ class TorchPackage:
     def check(self, config: RunConfig, world: World) -> None:
         from gpu.common import compiling
         from gpu.fsdp.sharding import shard_group_size
-        from gpu.strategies import engine_module
 
-        swaps = "nvme" in (config.memory.offload_params, config.memory.offload_optimizer)
-        unsupported(
-            [
-                (
-                    self.name == "cpu" and config.log.memory_snapshot,
-                    "log.memory_snapshot: torch records the allocations of GPUs only; set it to false",
-                ),
-                (
-                    config.model.attention == "flash_attention_2" and not _installed("flash_attn"),
-                    "model.attention: flash_attention_2 needs the package flash-attn, which is not installed "
-                    "(pip install flash-attn --no-build-isolation); use sdpa",
-                ),
-                (
-                    config.train.micro_batch_size == "auto" and swaps,
-                    "train.micro_batch_size: auto would write the whole state to nvme for each size it "
-                    "tries; set a number",
-                ),
-            ]
+        require(
+            config.model.attention != "flash_attention_2" or _installed("flash_attn"),
+            "model.attention: flash_attention_2 needs the package flash-attn, which is not installed "
+            "(pip install "
+            "flash-attn --no-build-isolation); use sdpa",
         )
         compiling.check(config, world.ranks)
-        engine_module(config.strategy).check(config, self.name)
+        if config.strategy in ZERO:
+            from gpu.zero import engine as zero
+
+            zero.check(config, self.name)
         # The ranks that this process will start are all on this node.
         shard_group_size(config, world.ranks, int(os.environ.get("LOCAL_WORLD_SIZE", world.ranks)))
 
@@ -143,15 +135,6 @@ class CpuPackage(TorchPackage):
 
         return "bf16" if cpu_multiplies_bf16() else "fp32"
 
-    def conflicts(self, config: RunConfig) -> Iterator[ConflictError]:
-        if config.precision == "fp16" and config.strategy in ZERO:
-            yield ConflictError(
-                ("precision", "backend"),
-                f"precision fp16 does not train on backend cpu under strategy {config.strategy}, which is "
-                "DeepSpeed's; use fp32 or bf16",
-            )
-        yield from nvidia_only(config)
-
     def devices(self) -> tuple[Device, ...]:
         return ()
 
@@ -182,9 +165,6 @@ class CudaPackage(TorchPackage):
         import torch
 
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
-
-    def conflicts(self, config: RunConfig) -> Iterator[ConflictError]:
-        yield from ()
 
     def devices(self) -> tuple[Device, ...]:
         from gpu.device_specs import accelerators

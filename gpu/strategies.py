@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portable.config.rules import ZERO
+from portable.config.derived import ZERO
 from portable.errors import UserError
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from portable.config.rules import largest_divisor
+from portable.config.derived import largest_divisor
 from portable.errors import UserError
 
 if TYPE_CHECKING:

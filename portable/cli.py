@@ -36,6 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from portable.commands.completion import completion
 
             return completion(words[1:])
+        if words[:1] == ["import"]:
+            from portable.commands.importing import import_files
+
+            return import_files(words[1:])
         if words[:1] == ["schema"]:
             say(configs().joinpath("schema.json").read_text("utf-8").rstrip())
             return 0

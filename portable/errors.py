@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from converters.console import complain
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
 USER_ERROR, RUN_ERROR = 2, 1
 """Exit codes."""
@@ -73,9 +73,3 @@ def require(condition: bool, message: str) -> None:
     """Raise ``UserError(message)`` unless ``condition`` holds."""
     if not condition:
         raise UserError(message)
-
-
-def unsupported(settings: Iterable[tuple[bool, str]]) -> None:
-    """Raise UserError for the first setting that is used, with its reason."""
-    for used, reason in settings:
-        require(not used, reason)

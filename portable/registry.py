@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from portable.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from portable.backend import Backend
+    from portable.checks import Check, Several
     from portable.config import RunConfig
-    from portable.config.rules import ConflictError
     from portable.planner.compiled import Compiled
     from portable.planner.device_lookup import Device
     from portable.planner.memory_model import FootprintModule
@@ -98,11 +98,8 @@ class BackendPackage(Protocol):
             in_rank: whether this process is a rank.
         """
 
-    def defaults(self, config: RunConfig) -> dict[str, Any]:
-        """Settings, by dotted key, that follow from other settings of this backend."""
-
-    def conflicts(self, config: RunConfig) -> Iterator[ConflictError]:
-        """Settings that contradict this backend. Called whenever a config is built: imports nothing heavy."""
+    def checks(self) -> Sequence[Check | Several]:
+        """Settings that this backend and its engines do not support."""
 
     def adopt(self, config: RunConfig, world: World) -> RunConfig:
         """Replace defaults by what a file in an engine's own format (a DeepSpeed JSON) says.
@@ -112,7 +109,7 @@ class BackendPackage(Protocol):
         """
 
     def check(self, config: RunConfig, world: World) -> None:
-        """Raise UserError for a setting that cannot run here, before any rank starts."""
+        """Raise UserError for a setting that cannot run on this machine, before any rank starts."""
 
     def notes(self, config: RunConfig) -> list[str]:
         """What a user may not expect of this config on this backend, one line each."""

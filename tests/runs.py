@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from portable.checks import check
 from portable.config import RunConfig, load_config
 
 if TYPE_CHECKING:
@@ -24,6 +25,13 @@ TINY_MODEL: dict[str, Any] = {
 
 
 SENTENCE = "the loss falls while a small model reads one line of text after another and learns"
+
+
+def checked(*given: Any) -> RunConfig:
+    """``load_config``, and what a run asks of the result."""
+    config = load_config(*given)
+    check(config)
+    return config
 
 
 def write_corpus(folder: Path) -> Path:
@@ -119,7 +127,7 @@ def tiny(folder: Path | str, corpus: Path, **overrides: Any) -> dict[str, Any]:
 
 
 def configured(folder: Path | str, corpus: Path, **overrides: Any) -> RunConfig:
-    return load_config(None, tiny(folder, corpus, **overrides))
+    return checked(None, tiny(folder, corpus, **overrides))
 
 
 def flags(settings: dict[str, Any]) -> list[str]:

@@ -1,9 +1,11 @@
-"""The settings that XLA does not support, and why."""
+"""Settings that XLA does not support, as rows of :mod:`portable.checks`."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from portable.checks import Check, Several, nvidia_only
+from portable.config.derived import XLA_PRECISIONS, ZERO
 from portable.optim import own
 from portable.plugins import names_code
 
@@ -12,10 +14,22 @@ if TYPE_CHECKING:
 
     from portable.config import RunConfig
 
-STRATEGIES = ("no_shard", "full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2")
 GATHERED_ONCE = ("shard_grad_op", "hybrid_shard_zero2")
-PRECISIONS = ("fp32", "bf16")
 OPTIMIZERS = ("adamw", "adafactor", "sgd", "muon")
+_COUNTERPARTS = {
+    "full_shard": "shard_grad_op",
+    "hybrid_shard": "hybrid_shard_zero2",
+    "shard_grad_op": "full_shard",
+    "hybrid_shard_zero2": "hybrid_shard",
+}
+_ALWAYS = (
+    ("disable_reshard_on_root", True, "under SPMD there are no units and no root"),
+    ("flatten_parameters", True, "under SPMD parameters are sharded along a dim and keep their shape"),
+    ("pin_layout_in_collective_ops", True, "under SPMD the compiler places the collectives"),
+    ("execute_sharding_on_init", False, "parameters are always sharded on creation"),
+    ("optimization_barrier_in_forward", True, "under SPMD the compiler schedules the gathers"),
+)
+"""Names of xla_fsdp_settings, the value that SPMD does not have, and why."""
 
 
 def recomputed(config: RunConfig) -> bool:
@@ -23,100 +37,129 @@ def recomputed(config: RunConfig) -> bool:
     return config.memory.activation_checkpointing == "full" or config.xla.xla_fsdp_grad_ckpt is True
 
 
-def unsupported_settings(config: RunConfig) -> Iterator[tuple[bool, str]]:
-    """For each setting: whether the config uses an unsupported value, and the error message."""
-    is_own = names_code(config.train.optimizer)
-    named = f"train.optimizer: {config.train.optimizer}"
-    if is_own:
+def _own(c: RunConfig) -> bool:
+    return names_code(c.train.optimizer)
+
+
+def _chunk(c: RunConfig) -> bool:
+    return isinstance(c.memory.loss_chunk_tokens, int) and c.memory.loss_chunk_tokens > 0
+
+
+def _each(c: RunConfig) -> Iterator[tuple[str, str]]:
+    for key in ("memory.offload_optimizer", "memory.offload_params"):
+        if c.get(key) != "none":
+            yield key, f"{key}: xla does not offload; set it to none"
+    for name, value in c.fsdp:
+        if value is not None and name != "shard_group_size":
+            yield f"fsdp.{name}", f"fsdp.{name}: under SPMD the compiler schedules the gathers; remove it"
+    gathered = c.xla.reshard_after_forward
+    if gathered is not None and gathered is (c.strategy in GATHERED_ONCE):
+        other = _COUNTERPARTS.get(c.strategy, "full_shard")
+        reason = f"contradicts strategy {{strategy}}; use strategy {other}, or remove it"
         yield (
-            not own.begins_alike(config.train),
-            f"{named}: its first step makes state of the gradient, before which xla compiles; make it zeros",
+            "xla.reshard_after_forward",
+            f"xla.reshard_after_forward: {{xla.reshard_after_forward}} {reason}",
         )
-        yield (
-            config.xla.scan_layers and not own.elementwise(config.train),
-            f"{named}: updates a part of a parameter otherwise than the whole, and xla.scan_layers puts "
-            "parameters of layers together; set it to false",
-        )
-    yield (
-        config.strategy not in STRATEGIES,
-        f"strategy: {config.strategy} does not run on xla; use one of {', '.join(STRATEGIES)}",
-    )
-    yield (
-        config.precision not in (*PRECISIONS, "auto"),
-        f"precision: {config.precision} does not run on xla; use bf16 or fp32",
-    )
-    yield (
-        config.train.optimizer not in OPTIMIZERS and not is_own,
-        f"train.optimizer: {config.train.optimizer} needs CUDA or CPU kernels; use one of "
-        f"{', '.join(OPTIMIZERS)}",
-    )
-    yield (
-        config.adapter.base in ("nf4", "int8"),
-        f"adapter.base: {config.adapter.base} needs bitsandbytes, which does not run on xla; use auto",
-    )
-    yield (
-        config.train.micro_batch_size == "auto",
-        "train.micro_batch_size: auto would compile a graph per size it tries on xla; set a number",
-    )
-    yield (
-        config.log.memory_snapshot,
-        "log.memory_snapshot: torch records the allocations of GPUs only; set it to false",
-    )
-    for name in ("offload_optimizer", "offload_params"):
-        value = getattr(config.memory, name)
-        yield value != "none", f"memory.{name}: xla does not offload; set it to none"
-    yield (
-        config.memory.activation_checkpointing == "selective",
-        "memory.activation_checkpointing: selective works on operations of eager torch, and xla compiles "
-        "whole layers; use full, or none to leave the choice to the compiler",
-    )
-    for name, value in config.fsdp:
-        yield (
-            value is not None and name != "shard_group_size",
-            f"fsdp.{name}: under SPMD the compiler schedules the gathers; remove it",
-        )
-    yield from _xla_fsdp_settings(config)
+    for name, value, reason in _ALWAYS:
+        if getattr(c.xla, name) is value:
+            yield f"xla.{name}", f"xla.{name}: {reason}; remove it"
 
 
-def _xla_fsdp_settings(config: RunConfig) -> Iterator[tuple[bool, str]]:
-    """Names of xla_fsdp_settings that SPMD does not support. A value that is true anyway is accepted."""
-    xla = config.xla
-    rules = xla.sharding is not None or xla.shard_param_on_dim_0 is not None
-    yield (
-        config.strategy == "no_shard" and rules,
-        "xla.sharding, xla.shard_param_on_dim_0: strategy no_shard does not shard parameters; remove them",
-    )
-    yield (
-        xla.compute_dtype == "float16" or xla.buffer_dtype == "float16",
-        "xla: TPUs do not compute in float16; use bfloat16",
-    )
-    yield (
-        xla.fp32_reduce_scatter is True and config.precision != "fp32",
-        "xla.fp32_reduce_scatter: under SPMD gradients are reduced in the compute type; use precision fp32, "
-        "or remove it",
-    )
-    gathered_once = config.strategy in GATHERED_ONCE
-    yield (
-        xla.reshard_after_forward is gathered_once,
-        f"xla.reshard_after_forward: {str(xla.reshard_after_forward).lower()} contradicts strategy "
-        f"{config.strategy}; use strategy {_counterpart(config.strategy)}, or remove it",
-    )
-    for name, value, reason in (
-        ("disable_reshard_on_root", True, "under SPMD there are no units and no root"),
-        ("flatten_parameters", True, "under SPMD parameters are sharded along a dim and keep their shape"),
-        ("pin_layout_in_collective_ops", True, "under SPMD the compiler places the collectives"),
-        ("execute_sharding_on_init", False, "parameters are always sharded on creation"),
-        ("optimization_barrier_in_forward", True, "under SPMD the compiler schedules the gathers"),
-    ):
-        yield getattr(xla, name) is value, f"xla.{name}: {reason}; remove it"
-    yield (
-        xla.auto_wrap_policy in ("size_based_wrap", "no_wrap"),
-        f"xla.auto_wrap_policy: {xla.auto_wrap_policy} has no effect under SPMD, which wraps nothing and "
-        "recomputes each transformer layer; remove it",
-    )
+def _late(keys: str, applies: object, message: str) -> Check:
+    return Check(keys, applies, message, late=True)  # type: ignore[arg-type]
 
 
-def _counterpart(strategy: str) -> str:
-    pairs = {"full_shard": "shard_grad_op", "hybrid_shard": "hybrid_shard_zero2"}
-    other = {b: a for a, b in pairs.items()}
-    return {**pairs, **other}.get(strategy, "full_shard")
+CHECKS: tuple[Check | Several, ...] = (
+    *nvidia_only(),
+    Check(
+        "strategy backend",
+        lambda c: c.strategy in ZERO,
+        " {strategy} is DeepSpeed's, which does not run on backend xla; use full_shard",
+    ),
+    Check(
+        "memory.loss_chunk_tokens backend",
+        _chunk,
+        " {memory.loss_chunk_tokens} does not work with backend xla, where logits exist once, in the "
+        "compute type; "
+        "set it to auto",
+    ),
+    Check(
+        "xla.compute_dtype precision",
+        lambda c: c.xla.compute_dtype and c.precision not in ("auto", XLA_PRECISIONS[c.xla.compute_dtype]),
+        " {xla.compute_dtype} contradicts precision {precision}; remove one of the two",
+    ),
+    Check(
+        "xla.xla_fsdp_grad_ckpt memory.activation_checkpointing",
+        lambda c: c.xla.xla_fsdp_grad_ckpt is False and c.memory.activation_checkpointing != "none",
+        " false contradicts memory.activation_checkpointing {memory.activation_checkpointing}; remove "
+        "one of the "
+        "two",
+    ),
+    _late(
+        "train.optimizer",
+        lambda c: _own(c) and not own.begins_alike(c.train),
+        ": {train.optimizer}: creates state from the first gradient; on XLA, initialize it with zeros",
+    ),
+    _late(
+        "train.optimizer xla.scan_layers",
+        lambda c: _own(c) and c.xla.scan_layers and not own.elementwise(c.train),
+        ": {train.optimizer}: updates a part of a parameter otherwise than the whole, and "
+        "xla.scan_layers puts "
+        "parameters of layers together; set it to false",
+    ),
+    _late(
+        "precision",
+        lambda c: c.precision not in ("fp32", "bf16", "auto"),
+        ": {precision} does not run on xla; use bf16 or fp32",
+    ),
+    _late(
+        "train.optimizer",
+        lambda c: c.train.optimizer not in OPTIMIZERS and not _own(c),
+        f": {{train.optimizer}} needs CUDA or CPU kernels; use one of {', '.join(OPTIMIZERS)}",
+    ),
+    _late(
+        "adapter.base",
+        lambda c: c.adapter.base in ("nf4", "int8"),
+        ": {adapter.base} needs bitsandbytes, which does not run on xla; use auto",
+    ),
+    _late(
+        "train.micro_batch_size",
+        lambda c: c.train.micro_batch_size == "auto",
+        ": auto would compile a graph per size it tries on xla; set a number",
+    ),
+    _late(
+        "log.memory_snapshot",
+        lambda c: c.log.memory_snapshot,
+        ": torch records the allocations of GPUs only; set it to false",
+    ),
+    _late(
+        "memory.activation_checkpointing",
+        lambda c: c.memory.activation_checkpointing == "selective",
+        ": selective works on operations of eager torch, and xla compiles whole layers; use full, or "
+        "none to leave "
+        "the choice to the compiler",
+    ),
+    Several(_each, late=True),
+    _late(
+        "xla.sharding xla.shard_param_on_dim_0 strategy",
+        lambda c: c.strategy == "no_shard" and (c.xla.sharding, c.xla.shard_param_on_dim_0) != (None, None),
+        ", xla.shard_param_on_dim_0: strategy no_shard does not shard parameters; remove them",
+    ),
+    _late(
+        "xla",
+        lambda c: "float16" in (c.xla.compute_dtype, c.xla.buffer_dtype),
+        ": TPUs do not compute in float16; use bfloat16",
+    ),
+    _late(
+        "xla.fp32_reduce_scatter",
+        lambda c: c.xla.fp32_reduce_scatter is True and c.precision != "fp32",
+        ": under SPMD gradients are reduced in the compute type; use precision fp32, or remove it",
+    ),
+    _late(
+        "xla.auto_wrap_policy",
+        lambda c: c.xla.auto_wrap_policy in ("size_based_wrap", "no_wrap"),
+        ": {xla.auto_wrap_policy} has no effect under SPMD, which wraps nothing and recomputes each "
+        "transformer "
+        "layer; remove it",
+    ),
+)

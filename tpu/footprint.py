@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from portable.errors import unsupported
+from portable.checks import check
 from portable.planner.memory_model import (
     COMPUTE_BYTES,
     MASTER,
@@ -21,7 +21,7 @@ from portable.planner.memory_model import (
     moment_bytes,
 )
 from portable.planner.passes import Compiler
-from tpu.checks import GATHERED_ONCE, recomputed, unsupported_settings
+from tpu.checks import GATHERED_ONCE, recomputed
 from tpu.sharding import HYBRID, LANES, ShardingRules, turned
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 def adopt(config: RunConfig, cluster: Cluster) -> RunConfig:
     """See :class:`portable.planner.memory_model.FootprintModule`."""
-    unsupported(unsupported_settings(config))
+    check(config.replaced({"backend": "xla"}), late=True)
     return config
 
 

@@ -5,24 +5,22 @@ Imports neither torch nor torch_xla at module level: the rules read a record whe
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from portable.config.rules import ZERO, ConflictError, nvidia_only
-from portable.errors import UserError, require, unsupported
+from portable.errors import UserError, require
 from portable.registry import World
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from portable.backend import Backend
+    from portable.checks import Check, Several
     from portable.config import RunConfig
     from portable.planner.compiled import Compiled
     from portable.planner.device_lookup import Device
     from portable.planner.memory_model import FootprintModule
     from portable.registry import CompileTarget
 
-PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-"""``xla.compute_dtype`` -> ``precision``."""
 _ROWS = 512
 """Tokens of attention at a time. The scores of twice as many may fit into a core's vector memory."""
 
@@ -60,50 +58,18 @@ class XlaPackage:
 
         return "bf16" if runtime.on_tpu() else "fp32"
 
-    def defaults(self, config: RunConfig) -> dict[str, Any]:
-        if config.precision != "auto" or config.xla.compute_dtype is None:
-            return {}
-        return {"precision": PRECISIONS[config.xla.compute_dtype]}
+    def checks(self) -> Sequence[Check | Several]:
+        from tpu.checks import CHECKS
 
-    def conflicts(self, config: RunConfig) -> Iterator[ConflictError]:
-        yield from nvidia_only(config)
-        if config.strategy in ZERO:
-            yield ConflictError(
-                ("strategy", "backend"),
-                f"strategy {config.strategy} is DeepSpeed's, which does not run on backend xla; use "
-                "full_shard",
-            )
-        chunk = config.memory.loss_chunk_tokens
-        if isinstance(chunk, int) and chunk > 0:
-            yield ConflictError(
-                ("memory.loss_chunk_tokens", "backend"),
-                f"memory.loss_chunk_tokens {chunk} does not work with backend xla, where logits exist once, "
-                "in the compute type; set it to auto",
-            )
-        computed = config.xla.compute_dtype
-        if computed is not None and config.precision not in ("auto", PRECISIONS[computed]):
-            yield ConflictError(
-                ("xla.compute_dtype", "precision"),
-                f"xla.compute_dtype {computed} contradicts precision {config.precision}; remove one of the "
-                "two",
-            )
-        recompute = config.memory.activation_checkpointing
-        if config.xla.xla_fsdp_grad_ckpt is False and recompute != "none":
-            yield ConflictError(
-                ("xla.xla_fsdp_grad_ckpt", "memory.activation_checkpointing"),
-                f"xla.xla_fsdp_grad_ckpt false contradicts memory.activation_checkpointing {recompute}; "
-                "remove one of the two",
-            )
+        return CHECKS
 
     def adopt(self, config: RunConfig, world: World) -> RunConfig:
         return config  # a DeepSpeed JSON is ignored here, so that one file serves all backends
 
     def check(self, config: RunConfig, world: World) -> None:
         from tpu import runtime
-        from tpu.checks import unsupported_settings
         from tpu.layout import Layout
 
-        unsupported(unsupported_settings(config))
         require(
             config.xla.compilation_cache in ("auto", "none") or runtime.on_tpu(),
             "xla.compilation_cache: graphs for virtual devices cannot be cached; set it to none",

@@ -45,9 +45,6 @@ class MeasuredEngine(Engine, Protocol):
 class EngineModule(Protocol):
     """The interface of ``gpu/fsdp/engine.py`` and ``gpu/zero/engine.py``."""
 
-    def check(self, config: RunConfig, device_type: str) -> None:
-        """Raise UserError, before any work, for a setting that the engine does not support."""
-
     def prepare(
         self, model: nn.Module, config: RunConfig, machine: Machine, at_stop: ExitStack
     ) -> MeasuredEngine:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from portable.errors import require, unsupported
+from portable.errors import require
 from portable.model.document_attention import READ_THEIR_MASK, check_documents, let_sdpa_take_documents
 from portable.private.of_transformers import attention_functions, attention_kernel, mask_functions
 
@@ -96,22 +96,18 @@ def check(model: Any, size: int) -> None:
     config = model.config
     text = config.get_text_config()
     name, kernel = type(model).__name__, attention_kernel(text)
-    unsupported(
-        [
-            (
-                text is not config or config.model_type in READ_THEIR_MASK,
-                f"{KEY}: {name} has attention that ranks cannot share; set it to 1",
-            ),
-            (
-                kernel not in _KERNELS,
-                f"{KEY}: works with {' and '.join(_KERNELS)}, and {name} runs with {kernel}; set it to 1",
-            ),
-            (
-                bool(getattr(text, "output_router_logits", False)),
-                f"{KEY}: the router loss of {name} needs whole sequences; set "
-                "model.config.output_router_logits to false",
-            ),
-        ]
+    require(
+        text is config and config.model_type not in READ_THEIR_MASK,
+        f"{KEY}: {name} has attention that ranks cannot share; set it to 1",
+    )
+    require(
+        kernel in _KERNELS,
+        f"{KEY}: works with {' and '.join(_KERNELS)}, and {name} runs with {kernel}; set it to 1",
+    )
+    require(
+        not getattr(text, "output_router_logits", False),
+        f"{KEY}: the router loss of {name} needs whole sequences; set "
+        "model.config.output_router_logits to false",
     )
     check_documents(model, KEY)
     heads = text.num_attention_heads

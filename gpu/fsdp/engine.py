@@ -20,7 +20,6 @@ from gpu.fsdp.offload import HostCopies
 from gpu.fsdp.saving import Saver
 from gpu.fsdp.sharding import shard
 from portable.checkpoint.match_to_model import stored_state
-from portable.errors import unsupported
 from portable.model.chunked_loss import chunked_head
 from portable.model.groups import groups_of
 from portable.model.loss import Objective, added, shares
@@ -34,7 +33,7 @@ from portable.private import of_torch
 from portable.private.of_transformers import no_value_checks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
     from contextlib import ExitStack
     from pathlib import Path
 
@@ -49,36 +48,6 @@ if TYPE_CHECKING:
     from portable.model.loss import Measure
     from portable.model.tensors import ReadableTensor
     from portable.optim.optimizers import Optimizer
-
-
-def check(config: RunConfig, device_type: str) -> None:
-    """Raise UserError for a setting that DDP or FSDP2 does not support."""
-    unsupported(
-        [
-            *_offloading(config),
-            *(
-                (
-                    config.strategy == "no_shard" and value is not None,
-                    f"fsdp.{name}: nothing is sharded under no_shard; remove it, or use full_shard",
-                )
-                for name, value in config.fsdp
-            ),
-        ]
-    )
-
-
-def _offloading(config: RunConfig) -> Iterator[tuple[bool, str]]:
-    memory, strategy = config.memory, config.strategy
-    for name in ("offload_optimizer", "offload_params"):
-        yield (
-            getattr(memory, name) == "nvme",
-            f"memory.{name}: nvme needs DeepSpeed; use strategy zero3, or cpu",
-        )
-        yield (
-            strategy == "no_shard" and getattr(memory, name) != "none",
-            f"memory.{name}: strategy no_shard does not offload; use full_shard, which offloads on one "
-            "rank as well",
-        )
 
 
 def prepare(model: nn.Module, config: RunConfig, machine: Machine, at_stop: ExitStack) -> MeasuredEngine:

@@ -22,14 +22,14 @@ from gpu.zero import nvme, private_api
 from gpu.zero import optimizer as zero_optimizer
 from gpu.zero import runtime as zero_runtime
 from gpu.zero.deepspeed_loss_scale import DeepSpeedScaler
-from gpu.zero.footprint import OPTIMIZERS, footprint
+from gpu.zero.footprint import footprint
 from gpu.zero.partitions import FlatPartitions, ShardedPartitions
 from gpu.zero.saving import ZeroSaver
 from gpu.zero.settings import ModelSizes, settings_for
 from portable.batch_plan import plan_batches
 from portable.checkpoint.external import step_of_run
 from portable.checkpoint.match_to_model import stored_state
-from portable.errors import require, unsupported
+from portable.errors import require
 from portable.model.activation_checkpointing import checkpoint_activations
 from portable.model.freezing import frozen_names
 from portable.model.groups import groups_of
@@ -42,7 +42,6 @@ from portable.optim.optimizers import set_betas, set_rates
 from portable.optim.schedule import cycle_of
 from portable.planner.memory_model import Cluster
 from portable.planner.meta_model import inspect
-from portable.plugins import names_code
 from portable.terminal import native_stdout_closed
 
 if TYPE_CHECKING:
@@ -63,24 +62,7 @@ STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
 
 
 def check(config: RunConfig, device_type: str) -> None:
-    """Raise UserError for a setting that ZeRO does not support."""
-    unsupported(
-        [
-            (
-                config.train.optimizer not in OPTIMIZERS and not names_code(config.train.optimizer),
-                f"train.optimizer: ZeRO does not support {config.train.optimizer}; use adamw, sgd or muon",
-            ),
-            (
-                config.compile and config.strategy == "zero3",
-                "compile: not supported with strategy zero3, which gathers and frees parameters inside the "
-                "layers; use zero2 or full_shard",
-            ),
-        ]
-    )
-    require(
-        not config.train.freezes or config.memory.offload_params != "nvme",
-        "memory.offload_params: DeepSpeed does not save frozen parameters from nvme; use cpu, or train all",
-    )
+    """Raise UserError for what this machine's DeepSpeed cannot do."""
     deepspeed = zero_runtime.import_deepspeed(device_type)
     document = deepspeed_json.read(config)
     if document is not None:

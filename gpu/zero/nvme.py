@@ -13,9 +13,8 @@ import torch
 
 from gpu.zero import private_api
 from gpu.zero.builds import wait_for_build
-from portable.errors import UserError, one_line, require, unsupported
+from portable.errors import UserError, one_line, require
 from portable.formatting import human_bytes
-from portable.plugins import names_code
 
 if TYPE_CHECKING:
     from portable.config import RunConfig
@@ -45,21 +44,6 @@ def check(config: RunConfig, deepspeed: Any) -> None:
         UserError: unless DeepSpeed can swap the optimizer's state, ``memory.nvme_path`` is a writable folder
             on disk, and async_io can be built.
     """
-    train, nvme = config.train, "does not work with memory.offload_optimizer or offload_params nvme"
-    unsupported(
-        [
-            (train.ema is not None, f"train.ema: {nvme}; use cpu"),
-            (
-                train.optimizer == "muon",
-                f"train.optimizer: muon {nvme}, which swap parts of matrices apart; use cpu",
-            ),
-            (
-                names_code(train.optimizer),
-                f"train.optimizer: {train.optimizer}: {nvme}, since only DeepSpeed knows what it swaps; "
-                "use cpu",
-            ),
-        ]
-    )
     path = _disk(config)
     try:
         require(path.exists(), f"{_KEY}: {path} does not exist; create it, or name another folder")

@@ -9,7 +9,7 @@ import torch
 from gpu.common.machine import COMPUTE_DTYPES
 from gpu.zero import private_api
 from gpu.zero.builds import wait_for_build
-from portable.errors import UserError, one_line, require, unsupported
+from portable.errors import UserError, one_line, require
 from portable.optim import own
 from portable.optim.average import keep_average
 from portable.optim.optimizers import build_optimizer, parameter_groups
@@ -35,8 +35,6 @@ def check(config: RunConfig, document: Document | None) -> None:
     Raises:
         UserError: if it cannot be built, or DeepSpeed has none of this kind.
     """
-    if names_code(config.train.optimizer):
-        _check_own(config)
     if document is None:
         return
     tested = document.get("zero_allow_untested_optimizer") is not False or config.train.optimizer == "adamw"
@@ -64,24 +62,6 @@ def check(config: RunConfig, document: Document | None) -> None:
             f"{document.name}: {_KEY} true: DeepSpeed's cpu_adam cannot be built ({one_line(error)}); "
             "install a C++ compiler and ninja, or set it to false"
         ) from error
-
-
-def _check_own(config: RunConfig) -> None:
-    name = f"train.optimizer: {config.train.optimizer}"
-    unsupported(
-        [
-            (
-                not own.elementwise(config.train),
-                f"{name}: updates a part of a parameter otherwise than the whole, and ZeRO has parts; use "
-                "strategy full_shard",
-            ),
-            (
-                own.constructs_state(config.train),
-                f"{name}: its constructor makes state, of parameters that ZeRO replaces; use strategy "
-                "full_shard",
-            ),
-        ]
-    )
 
 
 def build(config: RunConfig, document: Document | None, model: nn.Module, groups: Mapping[str, Group]) -> Any:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from portable.config.keys import plain
-from portable.config.problems import shown
+from portable.config.origins import shown
 from portable.errors import UserError, one_line, require
 from portable.paths import CONFIG_FILE as RUN_CONFIG
 from portable.paths import FINAL, check_folder, open_file

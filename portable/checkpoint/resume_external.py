@@ -16,7 +16,7 @@ from converters import Tensor as StoredTensor
 from converters.checkpoint import OptimizerState
 from converters.errors import OptimizerStateError
 from portable.checkpoint.external import HALF_TYPES, ExternalCheckpoint
-from portable.config.problems import shown
+from portable.config.origins import shown
 from portable.errors import DamagedError, UserError
 from portable.model.groups import groups_of
 from portable.model.parameters import embeddings, stored_tensors, tied_names

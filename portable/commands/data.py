@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from converters.commands import DONE, FAILED, REFUSED, command, exit_codes
 from converters.console import say
+from portable.checks import check
 from portable.config.arguments import CONFIG_OPTIONS, read_command
 from portable.config.flags import Option
 from portable.errors import RunError, UserError, report
@@ -69,6 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(argv: Sequence[str]) -> int:
     """Write the tokens and say what was written."""
     config, given = read_command(argv, DATA_OPTIONS, USAGE)
+    check(config)
     if "out" not in given:
         raise UserError("--out: is missing; name a folder or a URL for the tokens")
     number, count = _part(given.get("part", "1/1"))

@@ -45,7 +45,8 @@ def init(argv: Sequence[str]) -> int:
     starters = tasks()
     parser = Parser(prog="portable-train init", description="Write a short commented config to begin with.")
     parser.add_argument("file", nargs="?", default="run.yaml", type=Path, help="default: run.yaml")
-    parser.add_argument("--task", choices=starters, default="pretrain", help="default: pretrain")
+    names = {"classify": "classification"} | {name: name for name in starters}
+    parser.add_argument("--task", choices=names, default="pretrain", help="default: pretrain")
     given = parser.parse_args(argv)
     file: Path = given.file
     if file.suffix not in (".yaml", ".yml"):
@@ -53,7 +54,7 @@ def init(argv: Sequence[str]) -> int:
     folder = yaml.safe_dump(f"runs/{file.stem}", allow_unicode=True, width=math.inf).splitlines()[0]
     name = shlex.quote(str(file))
     # Comments stand in one column.
-    text = starters[given.task].replace("{name}#", f"{folder:<25} #", 1)
+    text = starters[names[given.task]].replace("{name}#", f"{folder:<25} #", 1)
     text = text.replace("{file}", name).replace("{name}", folder)
     text = f"# yaml-language-server: $schema={configs().joinpath('schema.json')}\n{text}"
     try:

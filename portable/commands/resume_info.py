@@ -14,6 +14,7 @@ from portable.batch_plan import plan_batches
 from portable.checkpoint.external import open_external
 from portable.checkpoint.resume_source import checkpoint_of
 from portable.checkpoint.trainer_state import STATE_FILE, TrainerState
+from portable.checks import check
 from portable.config import load_config
 from portable.config.run_config import Strategy
 from portable.errors import DamagedError, UserError, one_line
@@ -96,7 +97,10 @@ def strategies(config: RunConfig, backend_name: str) -> list[tuple[str, str]]:
     for strategy in get_args(Strategy):
         try:
             settings = {"backend": backend_name, "strategy": strategy, "train.micro_batch_size": 1}
-            candidate = package.adopt(config.replaced(settings), world)
+            candidate = config.replaced(settings)
+            check(candidate, where=False)
+            candidate = package.adopt(candidate, world)
+            check(candidate, late=True, where=False)
             package.check(candidate, world)
         except plugins.NotRunError as error:
             found.append((strategy, one_line(error)))

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from converters.commands import version_line
 from converters.console import say
 from portable.config import flags, help_text
-from portable.config.accelerate_yaml import read_environment
 from portable.config.flags import Option
+from portable.config.importing import read_environment
 from portable.config.load import assemble, read_accelerate_config
 from portable.config.run_config import RunConfig
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 USAGE = """\
 usage: portable-train [--config FILE.yaml] [--KEY VALUE ...]
        portable-train init [FILE.yaml] [--task TASK]
+       portable-train import FILE ... [-- ARGUMENT ...]
        portable-train schema, or portable-train completion bash|zsh|fish
 
 Train a Hugging Face model on a CPU, GPUs or TPUs from one YAML file.

@@ -9,6 +9,7 @@ from converters.errors import CheckpointError
 from converters.storage.path_or_url import expanded
 from portable.config import keys
 from portable.config.suggest import did_you_mean, what_to_do
+from portable.config.types import truth
 from portable.config.yaml_text import parse_value
 from portable.errors import UserError
 
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 
     from pydantic import BaseModel
 
-_TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 _NULL = ("null", "none", "~")
 
 
@@ -152,14 +152,15 @@ class _Parser:
         allowed: str = "true | false",
     ) -> Any:
         """A boolean, or what one of ``words`` stands for. A flag without a value is true."""
-        known = {**_TRUTH, **(words or {})}
         if inline is None:
             if not self._rest or _is_flag(self._rest[0]):
                 return True
             inline = self._rest.pop(0)
-        if inline.lower() not in known:
+        if (words or {}).keys() & {inline.lower()}:
+            return (words or {})[inline.lower()]
+        if not isinstance(value := truth(inline), bool):
             raise UserError(f"{flag} must be {allowed}, got {inline!r}")
-        return known[inline.lower()]
+        return value
 
     def _one(self, flag: str, inline: str | None, what: str) -> str:
         if inline is not None:

@@ -7,16 +7,15 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Union
+from typing import Any, Union
 
 from converters.storage.path_or_url import Place
-from portable.config import accelerate_yaml, flags, keys, yaml_text
-from portable.config.problems import Origin, build, shown, unknown_key
+from portable.config import flags, keys, yaml_text
+from portable.config.importing import Imported, read_accelerate
+from portable.config.origins import Origin, shown
+from portable.config.problems import build, unknown_key
 from portable.config.run_config import RunConfig
 from portable.errors import UserError, one_line
-
-if TYPE_CHECKING:
-    from portable.config.accelerate_yaml import AccelerateSettings
 
 MAX_BYTES = 1 << 20
 _AFTER_THE_FILES = sys.maxsize // 2
@@ -83,7 +82,7 @@ def load_config(
 def assemble(
     sources: Sequence[Source],
     overrides: Sequence[flags.Override],
-    accelerate: Sequence[AccelerateSettings] = (),
+    accelerate: Sequence[Imported] = (),
 ) -> RunConfig:
     """``load_config`` with parsed overrides and settings from Accelerate.
 
@@ -108,12 +107,13 @@ def assemble(
         _apply(draft, override, origin or None, named=named)
     config = build(RunConfig, draft.values, draft.origins)
     config.came_from.update(draft.sources())
+    config.origins.update(draft.origins)
     return config
 
 
-def read_accelerate_config(path: Path) -> AccelerateSettings:
+def read_accelerate_config(path: Path) -> Imported:
     """Map an Accelerate config file. Raises ``UserError`` for keys without a counterpart."""
-    return accelerate_yaml.read(_parse(path), str(path))
+    return read_accelerate(parse_file(path), str(path))
 
 
 def _merge(draft: _Draft, later: _Draft, path: Keys = ()) -> None:
@@ -168,7 +168,7 @@ def _draft(source: Source, first_line: int) -> _Draft:
 
 
 def _read(path: Place, first_line: int) -> _Draft:
-    document = _parse(path)
+    document = parse_file(path)
     if document.value is None:
         raise UserError(f"{path}: the config is empty; leave --config out for the defaults")
     if not isinstance(document.value, dict):
@@ -177,7 +177,7 @@ def _read(path: Place, first_line: int) -> _Draft:
     return _Draft(document.value, origins)
 
 
-def _parse(path: Place) -> yaml_text.Document:
+def parse_file(path: Place) -> yaml_text.Document:
     try:
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)

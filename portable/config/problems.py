@@ -9,15 +9,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from portable.config import keys
-from portable.config.rules import ConflictError
+from portable.config.importing import program_of
+from portable.config.importing.trainers import IN_PLACE_OF_A_SECTION
+from portable.config.origins import MOST, Origin, shown
 from portable.config.sections import ONE, SEVERAL
-from portable.config.suggest import (
-    IN_PLACE_OF_A_SECTION,
-    did_you_mean,
-    did_you_mean_word,
-    program_of,
-    what_to_do,
-)
+from portable.config.suggest import did_you_mean, did_you_mean_word, what_to_do
 from portable.config.yaml_text import parse_value
 from portable.errors import MistakesError, UserError, one_line
 
@@ -27,19 +23,7 @@ if TYPE_CHECKING:
 Model = TypeVar("Model", bound=BaseModel)
 Path = tuple[str, ...]
 
-_SHOWN = 60
 _MOST = 10
-
-
-@dataclass(frozen=True)
-class Origin:
-    """The origin of a value: a line of a file, or a flag."""
-
-    text: str
-    """``run.yaml:7`` or ``--train.steps``."""
-    order: int
-    """Position among all origins; flags come after files."""
-    flag: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,13 +35,8 @@ class _Problem:
 
     @property
     def line(self) -> str:
-        """The message with its origin. A flag replaces the key that it sets."""
-        if self.origin is None:
-            return self.message
-        key = self.origin.text.removeprefix("--").replace("-", "_")
-        if self.origin.flag and self.message.startswith((f"{key} ", f"{key}: ")):
-            return self.origin.text + self.message.removeprefix(key)
-        return f"{self.origin.text}: {self.message}"
+        """The message with its origin."""
+        return self.message if self.origin is None else self.origin.before(self.message)
 
     @property
     def order(self) -> int:
@@ -84,7 +63,7 @@ def build(
     if (program := program_of(values)) is not None:
         written = problems[0][1].origin
         file = "" if written is None else written.text.rpartition(":")[0] + ": "
-        lines.insert(0, f"{file}this is a file of {program}; docs/migrate.md says what its keys are here")
+        lines.insert(0, f"{file}this is a file of {program.name}; portable-train import makes a config of it")
     if len(lines) > _MOST:
         lines[_MOST:] = [f"and {len(lines) - _MOST} more mistakes"]
     raise MistakesError(lines) if len(lines) > 1 else UserError(lines[0])
@@ -95,20 +74,11 @@ def _setting_of(detail: Any) -> object:
     return path[:2] or str(detail["msg"])
 
 
-def shown(value: object) -> str:
-    """Format ``value`` for an error message: short and printable."""
-    text = {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(keys.plain(value))
-    text = "null" if value is None else text
-    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
-
-
 def _problem(
     model: type[BaseModel], values: Mapping[str, Any], origins: Mapping[Path, Origin], detail: Any
 ) -> _Problem:
     path = _without_marks(tuple(map(str, detail["loc"])), detail["type"])
     cause = detail.get("ctx", {}).get("error")
-    if isinstance(cause, ConflictError):
-        return _Problem(_latest(cause.keys, origins), str(cause))
     table = keys.settings(model)
     for length in range(1, len(path)):
         setting = table.get(".".join(path[:length]))
@@ -214,7 +184,7 @@ def _names(model: type[BaseModel], section: str) -> str:
 
 
 def _printable(key: str) -> str:
-    return key if key.isprintable() and 0 < len(key) <= _SHOWN else shown(key)
+    return key if key.isprintable() and 0 < len(key) <= MOST else shown(key)
 
 
 def _origin(path: Path, origins: Mapping[Path, Origin]) -> Origin | None:
@@ -223,13 +193,6 @@ def _origin(path: Path, origins: Mapping[Path, Origin]) -> Origin | None:
         if path[:length] in origins:
             return origins[path[:length]]
     return None
-
-
-def _latest(dotted: tuple[str, ...], origins: Mapping[Path, Origin]) -> Origin | None:
-    # What was written last is most likely what the person has just changed: a flag before a line.
-    found = [origin for key in dotted if (origin := origins.get(tuple(key.split("."))))]
-    flags = [origin for origin in found if origin.flag]
-    return next(iter(flags or found), None)
 
 
 def _dig(values: object, path: Path) -> object:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, PrivateAttr, model_validator
 
-from portable.config import keys, rules
+from portable.config import keys
+from portable.config.derived import derived
 from portable.config.problems import build
 from portable.config.sections import (
     AdapterConfig,
@@ -27,16 +28,13 @@ from portable.config.sections import (
     XlaConfig,
 )
 from portable.config.types import IDENTITY, Flag, PathText, Section
-from portable.registry import BACKENDS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-if TYPE_CHECKING:
-    Backend = str
-else:
-    _CHOICES = ("auto", *BACKENDS)
-    Backend = Literal[_CHOICES]
+    from portable.config.origins import Origin
+
+Backend = Literal["auto", "cpu", "cuda", "xla"]
 Strategy = Literal[
     "no_shard",
     "full_shard",
@@ -127,13 +125,13 @@ class RunConfig(Section):
 
     _put: dict[str, Any] = PrivateAttr(default_factory=dict)
     _came_from: dict[str, str] = PrivateAttr(default_factory=dict)
+    _origins: dict[tuple[str, ...], Origin] = PrivateAttr(default_factory=dict)
     _documents: dict[str, Any] = PrivateAttr(default_factory=dict)
 
     @model_validator(mode="after")
-    def _settle_and_check(self) -> RunConfig:
-        for key, value in rules.derived(self).items():
+    def _with_derived_defaults(self) -> RunConfig:
+        for key, value in derived(self).items():
             keys.put_default(self, key, value)
-        rules.check(self)
         return self
 
     def is_set(self, key: str) -> bool:
@@ -147,6 +145,11 @@ class RunConfig(Section):
     def came_from(self) -> dict[str, str]:
         """The origins of settings from files and flags, by dotted key, as text for the user."""
         return self._came_from
+
+    @property
+    def origins(self) -> dict[tuple[str, ...], Origin]:
+        """The same by the path of the setting, with the order in which they were read."""
+        return self._origins
 
     @property
     def documents(self) -> Mapping[str, Any]:
@@ -172,15 +175,16 @@ class RunConfig(Section):
         }
 
     def replaced(self, values: Mapping[str, Any]) -> RunConfig:
-        """Return a copy with ``values`` (by dotted key), with derived defaults and rules applied again.
+        """Return a copy with ``values`` (by dotted key), with derived defaults applied again.
 
         For values that depend on the machine or another file, such as ``{"backend": "cuda"}`` for ``auto``.
-        They do not count as set by the user. Raises ``UserError`` for a conflict.
+        They do not count as set by the user. Judges nothing: :func:`portable.checks.check` does.
         """
         put = {**self._put, **values}
         copy = build(type(self), keys.nested({**keys.given(self), **put}))
         copy._put = put
         copy._came_from = self._came_from
+        copy._origins = self._origins
         copy._documents = self._documents
         for key in put:
             if not self.is_set(key):

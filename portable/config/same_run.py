@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from portable.config import keys
-from portable.config.problems import shown
+from portable.config.origins import shown
 from portable.config.run_config import RunConfig
 
 if TYPE_CHECKING:

@@ -24,9 +24,20 @@ from portable.config.types import (
     PlugIn,
     Section,
 )
-from portable.optim.schedule import Kind as ScheduleKind  # noqa: TC001  (read when the class is made)
 
 Task = Literal["causal-lm", "masked-lm", "seq2seq-lm", "sequence-classification"]
+ScheduleKind = Literal[
+    "cosine",
+    "linear",
+    "constant",
+    "wsd",
+    "inverse_sqrt",
+    "WarmupLR",
+    "WarmupDecayLR",
+    "WarmupCosineLR",
+    "OneCycle",
+    "LRRangeTest",
+]
 Tracker = Literal["tensorboard", "wandb", "trackio", "swanlab"]
 Format = Literal[
     "auto", "text", "messages", "sharegpt", "prompt_completion", "alpaca", "preference", "samples"

@@ -28,8 +28,8 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
-def _truth(value: object) -> object:
-    """Accept ``yes``, ``no``, ``on`` and ``off``, as in YAML 1.1, but only for booleans."""
+def truth(value: Any) -> Any:
+    """The boolean that ``yes``, ``no``, ``on``, ``off`` and the like stand for; other values as they are."""
     return _WORDS.get(value.lower(), value) if isinstance(value, str) else value
 
 
@@ -84,7 +84,7 @@ def _expanded(value: object) -> object:
 PathText = Annotated[str, Field(min_length=1), BeforeValidator(_expanded), MayBePath()]
 """Text that may be a path or a URL (or a hub id, or auto): ``~`` and ``${VAR}`` are resolved."""
 
-Flag = Annotated[bool, BeforeValidator(_truth)]
+Flag = Annotated[bool, BeforeValidator(truth)]
 """A boolean; accepts the words yes, no, on and off, too."""
 
 OpenMapping = Annotated[dict[str, Any], BeforeValidator(_plain_mapping)]

@@ -9,32 +9,21 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
 from portable import plugins
+from portable.config.derived import warmup_steps
+from portable.config.sections import ScheduleKind as Kind
 from portable.errors import require
 
 if TYPE_CHECKING:
     from portable.config.sections import TrainConfig
 
-Kind = Literal[
-    "cosine",
-    "linear",
-    "constant",
-    "wsd",
-    "inverse_sqrt",
-    "WarmupLR",
-    "WarmupDecayLR",
-    "WarmupCosineLR",
-    "OneCycle",
-    "LRRangeTest",
-]
 Rate = Annotated[float, Field(ge=0)]
 Steps = Annotated[float, Field(gt=0)]
-_MOST_WARMUP = 20
 _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
 
@@ -53,9 +42,6 @@ class Schedule:
     minimum: float
     warmup_steps: int
     total_steps: int
-
-    warms_up: ClassVar[bool] = True
-    """Whether the schedule uses ``warmup_steps``."""
 
     def __call__(self, step: int) -> float:
         """Return the learning rate of optimizer step ``step``, from 0."""
@@ -231,8 +217,6 @@ class OneCycle(Schedule):
     cycle_max_mom: Rate = 0.9
     decay_mom_rate: float = 0.0
 
-    warms_up: ClassVar[bool] = False
-
     def __call__(self, step: int) -> float:
         if step - 1 < self._length:
             return self.cycle_min_lr + (self.peak - self.cycle_min_lr) * self._height(step)
@@ -285,8 +269,6 @@ class LRRangeTest(Schedule):
     lr_range_test_step_rate: float = 1.0
     lr_range_test_staircase: bool = False
 
-    warms_up: ClassVar[bool] = False
-
     def __call__(self, step: int) -> float:
         interval = step / self.lr_range_test_step_size
         if self.lr_range_test_staircase:
@@ -303,8 +285,6 @@ class OwnSchedule(Schedule):
     """
 
     code: str = ""
-
-    warms_up: ClassVar[bool] = False
 
     def __call__(self, step: int) -> float:
         told = f"train.schedule: {self.code}"
@@ -381,15 +361,6 @@ def cycle_of(settings: TrainConfig) -> OneCycle | None:
     """The run's schedule if it moves Adam's betas, too. It does not depend on the length of the run."""
     schedule = build_schedule(settings, 1)
     return schedule if isinstance(schedule, OneCycle) else None
-
-
-def warmup_steps(settings: TrainConfig, total_steps: int) -> int:
-    """The number of warmup steps. A ratio is rounded up, as in the Trainer."""
-    if settings.warmup_ratio is not None:
-        return math.ceil(total_steps * settings.warmup_ratio)
-    if settings.warmup_steps is not None:
-        return settings.warmup_steps
-    return min(_MOST_WARMUP, total_steps // 10) if schedule_class(settings.schedule).warms_up else 0
 
 
 def too_long_a_warmup(settings: TrainConfig, total_steps: int) -> str | None:

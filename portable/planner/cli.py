@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.commands import DONE, REFUSED, command, exit_codes
 from converters.console import say
+from portable.checks import check
 from portable.config.arguments import CONFIG_OPTIONS, read_command
 from portable.config.flags import Option
 from portable.errors import MissingDataError, UserError, report, require
@@ -94,6 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(argv: Sequence[str]) -> int:
     """Plan and print."""
     config, given = read_command(argv, PLAN_OPTIONS, USAGE)
+    check(config)
     _check_compile_options(given)
     config, target = _target(config, given)
     planner = Planner(config, _meta_model(config), target)
@@ -125,6 +127,7 @@ def _with_adapter(planner: Planner) -> Planned | None:
         return None
     try:
         config = planner.config.replaced({"adapter.type": "lora"})
+        check(config)
         instead = Planner(config, _meta_model(config), planner.target)
         best = instead.best(instead.options())
     except UserError:  # of a model that cannot have one, or beside another setting

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from portable.config.rules import largest_divisor
+from portable.checks import check
+from portable.config.derived import largest_divisor
 from portable.errors import UserError
 from portable.planner.memory_model import SOME_DISK, Cluster, Footprint, Setting
 from portable.planner.passes import Activations, Request
@@ -170,6 +171,7 @@ class Planner:
         config = setting.into(self.config).replaced({"train.micro_batch_size": micro_batch})
         if recompute is not None:
             config = config.replaced({"memory.activation_checkpointing": recompute})
+        check(config)
         recompute = config.memory.activation_checkpointing
         cluster = self.target.cluster
         key = setting, micro_batch, recompute

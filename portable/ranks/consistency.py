@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from portable.config import RunConfig, keys
-from portable.config.problems import shown
+from portable.config.origins import shown
 from portable.errors import UserError
 
 if TYPE_CHECKING:

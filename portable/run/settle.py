@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from portable.adapters.settings import settled as settled_adapter
 from portable.batch_plan import BatchPlan, plan_batches
 from portable.checkpoint.external import own_state
+from portable.checks import check
 from portable.data import recognise_format
 from portable.output.existing_run import ExistingRun, check_same_run, existing_run
 from portable.output.hub import Hub, pushes
@@ -51,6 +52,7 @@ def settle(
     world = package.world(ranks)
     place = place_of("output_dir", config.output_dir)
     existing = existing_run(place)
+    check(config)  # as it was given, which messages can name
     config = settled_adapter(package.adopt(config, world))
     known: dict[str, Any] = {"backend": package.name}
     if config.precision == "auto":
@@ -60,7 +62,9 @@ def settle(
         config.data, config.model.task, downloads=writes if downloads is None else downloads
     )
     config = config.replaced(known)
+    check(config)
     prepare_code(config)
+    check(config, late=True)
     package.check(config, world)
     check_trackers(config.log.trackers)
     check_same_run(place, existing, config)

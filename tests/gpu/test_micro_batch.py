@@ -18,10 +18,10 @@ from gpu import memory_trial
 from gpu.backend import CudaDiagnostics
 from gpu.package import CpuPackage
 from portable.backend import Diagnostics
+from portable.checks import check
 from portable.cli import main
 from portable.config import load_config
 from portable.errors import UserError
-from portable.registry import World, backend_package
 from portable.run.micro_batch import FIRST_GUESS, divisors, largest_fitting
 from portable.run.rank import run_rank
 from tests.gpu.test_fsdp import losses
@@ -290,7 +290,7 @@ def test_what_it_looks_like_when_memory_is_full(error: Exception, full: bool) ->
 def test_a_snapshot_needs_a_gpu(tmp_path: Path, corpus: Path) -> None:
     config = configured(tmp_path, corpus, log__memory_snapshot=True)
     with pytest.raises(UserError, match=r"log\.memory_snapshot"):
-        backend_package("cpu").check(config, World(1))
+        check(config, late=True)
 
 
 def test_a_dry_run_leaves_it_open(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from portable.checks import check
 from portable.errors import UserError
-from portable.registry import World, backend_package
 from tests.gpu.test_parity import Losses, assert_close, our_losses
 from tests.runs import TINY_MODEL, configured
 
@@ -112,7 +112,7 @@ def compiled_losses(config: RunConfig) -> Losses:
 def test_compiled_layers_do_not_go_with_zero3(tmp_path: Path, corpus: Path) -> None:
     config = zero_config(tmp_path, corpus, strategy="zero3", compile=True)
     with pytest.raises(UserError, match=r"compile: not supported with strategy zero3.*gathers and frees"):
-        backend_package("cpu").check(config, World(1))
+        check(config, late=True)
 
 
 def test_the_optimizer_alone_offloaded(

@@ -12,6 +12,7 @@ pytest.importorskip("deepspeed")
 from gpu.zero import config as deepspeed_json
 from gpu.zero import nvme
 from gpu.zero import runtime as zero_runtime
+from portable.checks import check
 from portable.config import load_config
 from portable.errors import UserError
 from tests.gpu.test_zero_checkpoints import leg, losses, weights
@@ -121,7 +122,7 @@ def test_state_that_cannot_be_swapped_is_refused(
 ) -> None:
     disk = {"memory__offload_optimizer": "nvme", "memory__nvme_path": str(tmp_path)}
     with pytest.raises(UserError, match=told):
-        nvme.check(configured(tmp_path, corpus, strategy="zero3", **disk, **settings), None)
+        check(configured(tmp_path, corpus, strategy="zero3", **disk, **settings), late=True)
 
 
 def test_without_libaio_there_is_one_line(ranks: RankPool) -> None:

@@ -12,6 +12,7 @@ import torch
 from converters.adapters import patterns
 from portable.adapters.adapter import adapt
 from portable.adapters.settings import as_json, settled
+from portable.checks import check
 from portable.errors import UserError
 from portable.model import build as models
 from portable.model.initialize import derived_seed
@@ -37,7 +38,9 @@ MOE = {
 
 def adapted(folder: Path, **settings: Any) -> tuple[Any, Adapter]:
     """A model on the meta device with its adapter."""
-    config = settled(configured(folder, folder, **{"adapter__type": "lora", **settings}))
+    config = configured(folder, folder, **{"adapter__type": "lora", **settings})
+    check(config)
+    config = settled(config)
     model_config = models.model_config(config.model)
     model = models.training_model(model_config, config)
     found = adapt(model, model_config, config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,8 @@ import pytest
 import transformers
 from datasets import Dataset
 
+from portable.commands.importing import import_files
+from portable.config import load_config
 from portable.data.samples.base import IGNORED
 from portable.data.samples.order import locate
 from portable.data.tokens.chat_template import ChatTemplate
@@ -197,3 +200,74 @@ def test_the_losses_are_trls(tmp_path: Path) -> None:
         assert {name: one[name] for name in other} == pytest.approx(other, rel=1e-5)
     assert ours[-1]["loss"] != pytest.approx(ours[0]["loss"], rel=1e-2)
     assert ours[-1]["mean_token_accuracy"] > ours[0]["mean_token_accuracy"]
+
+
+PUBLISHED = {
+    "model_name_or_path": "base",
+    "dataset_name": "chat.jsonl",
+    "per_device_train_batch_size": 3,
+    "learning_rate": 3e-3,
+    "max_steps": 3,
+    "max_length": 250,
+    "assistant_only_loss": True,
+    "use_cpu": True,
+    "report_to": "none",
+    "output_dir": "out",
+}
+"""Keys that recipes have in common; each of the following says more."""
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"gradient_accumulation_steps": 2, "lr_scheduler_type": "cosine", "warmup_steps": 2},
+        {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 2, "seed": 7},
+        {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}},
+        {"weight_decay": 0.1, "adam_beta2": 0.95, "adam_epsilon": 1e-6},
+        {"max_grad_norm": 0.1},
+        {"optim": "adamw_torch", "adam_beta1": 0.8, "warmup_steps": 1},
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+        {"optim": "adafactor", "learning_rate": 1e-3},
+        {"max_steps": -1, "num_train_epochs": 1, "gradient_accumulation_steps": 4, "warmup_steps": 0},
+    ],
+    ids=str,
+)
+def test_a_file_of_trl_that_is_imported_trains_as_there(
+    more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = answers(24)
+    write_jsonl(tmp_path / "chat.jsonl", rows)
+    config = transformers.LlamaConfig(**{**TINY_MODEL, "vocab_size": 512, "max_position_embeddings": 256})
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained("base")
+    tokenizer("llama3").save_pretrained("base")
+    given = {**PUBLISHED, **more}
+    Path("theirs.yaml").write_text(json.dumps(given))
+    capsys.readouterr()
+    assert import_files(["theirs.yaml"]) == 0
+    Path("run.yaml").write_text(capsys.readouterr().out)
+    always = {"backend": "cpu", "precision": "fp32", "log.every_steps": 1, "log.sample_tokens": 0}
+    run = load_config("run.yaml", {**always, "data.cache_dir": "cache", "checkpoint.export": False})
+    with opened(run) as trial:
+        count = trial.run.steps * run.train.global_batch_size
+        places = [locate(at, len(trial.run.data.train), run.seed) for at in range(count)]
+        order = [trial.run.data.train.documents(index)[0] for _, index in places]
+    settings = {
+        key: value for key, value in given.items() if key not in ("model_name_or_path", "dataset_name")
+    }
+    settings |= {"bf16": False, "disable_tqdm": True, "save_strategy": "no", "shuffle_dataset": False}
+    settings.setdefault("gradient_checkpointing", False)
+    theirs = OrderedSFT(
+        orders=[order],
+        model=transformers.AutoModelForCausalLM.from_pretrained("base"),
+        args=trl.SFTConfig(**settings),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer("llama3"),
+    )
+    theirs.train()
+    steps = given.get("gradient_accumulation_steps", 1)
+    expected = [sum(theirs.step_losses[at : at + steps]) for at in range(0, len(theirs.step_losses), steps)]
+    assert run_rank("cpu", run) == 0
+    ours = [row["loss"] for row in read_metrics(tmp_path / "out") if "loss" in row]
+    assert ours == pytest.approx(expected[: len(ours)], rel=1e-5) and len(ours) >= 2

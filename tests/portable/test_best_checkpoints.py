@@ -19,7 +19,7 @@ from portable.reporting.metrics import read_metrics
 from portable.run import evaluation
 from portable.run.rank import run_rank
 from portable.run.settle import settle
-from tests.runs import configured, tiny
+from tests.runs import checked, configured, tiny
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -372,10 +372,10 @@ def test_nothing_is_held_out_then(sources: dict[str, Path], tmp_path: Path, corp
 )
 def test_what_cannot_be_is_refused(given: dict[str, Any], told_so: str, tmp_path: Path, corpus: Path) -> None:
     with pytest.raises(UserError) as caught:
-        run_rank("cpu", load_config(None, tiny(tmp_path / "run", corpus) | given))
+        run_rank("cpu", checked(None, tiny(tmp_path / "run", corpus) | given))
     assert told_so in str(caught.value) and "\n" not in str(caught.value)
     with pytest.raises(UserError) as caught:
-        dry_run(settle(load_config(None, tiny(tmp_path / "run", corpus) | given), "cpu"))
+        dry_run(settle(checked(None, tiny(tmp_path / "run", corpus) | given), "cpu"))
     assert told_so in str(caught.value)
     assert not (tmp_path / "run" / "checkpoints").exists()
 

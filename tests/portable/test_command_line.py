@@ -107,7 +107,9 @@ def test_a_file_of_another_program(
     file.write_text(json.dumps(keys))
     assert main(["--config", str(file)]) == 2
     first = capsys.readouterr().err.splitlines()[0]
-    assert first.startswith(f"error: {file}: this is a file of {program}; docs/migrate.md")
+    assert first.startswith(
+        f"error: {file}: this is a file of {program}; portable-train import makes a config of it"
+    )
 
 
 @pytest.mark.parametrize("task", tasks())

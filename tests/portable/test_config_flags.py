@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from portable.checks import check
 from portable.config import RunConfig, keys, load_config, parse_args
 from portable.errors import UserError
+from tests.runs import checked
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -19,7 +21,7 @@ TABLE = keys.settings(RunConfig)
 
 def refusal(*argv: str) -> str:
     with pytest.raises(UserError) as caught:
-        parse_args(argv)
+        check(parse_args(argv).config)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -200,11 +202,11 @@ def test_python_overrides() -> None:
     assert config.model.config is not None
     assert config.model.config["n"] == 1
     with pytest.raises(UserError, match=r"^train\.steps must be integer"):
-        load_config(None, {"train.steps": "5"})
+        checked(None, {"train.steps": "5"})
     with pytest.raises(UserError, match=r"^unknown key train\.step; did you mean train\.steps\?"):
-        load_config(None, {"train.step": 5})
+        checked(None, {"train.step": 5})
     with pytest.raises(UserError, match=r"^unknown key seed\.x"):
-        load_config({"seed": 1}, {"seed.x": 5})
+        checked({"seed": 1}, {"seed.x": 5})
 
 
 def test_a_mapping_passed_in_is_left_alone() -> None:

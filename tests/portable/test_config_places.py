@@ -10,6 +10,7 @@ from portable.cli import main
 from portable.config import RunConfig, keys, load_config, parse_args
 from portable.errors import UserError
 from portable.planner.cli import main as plan
+from tests.runs import checked
 
 PLACES = {key for key, setting in keys.settings(RunConfig).items() if setting.may_be_path}
 NO_PLACES = {
@@ -146,10 +147,10 @@ def test_a_mistake_is_blamed_on_the_file_that_made_it(files: tuple[str, str], tm
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text("\ntrain:\n  epochs: 2\n")
     with pytest.raises(UserError, match=r"wrong.yaml:3: train.steps 100 and train.epochs 2"):
-        load_config([files[0], wrong])
+        checked([files[0], wrong])
     wrong.write_text("train: {learning_rat: 2}")
     with pytest.raises(UserError, match=r"wrong.yaml:1: unknown key train.learning_rat"):
-        load_config([files[0], wrong, files[1]])
+        checked([files[0], wrong, files[1]])
 
 
 def test_the_dry_run_says_where_settings_came_from(

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from portable.checks import check
 from portable.config import RunConfig, difference, keys, load_config
-from portable.config.suggest import ELSEWHERE, FAMILIES, WORDS
+from portable.config.importing.trainers import WORDS
 from portable.errors import UserError
 from portable.optim.schedule import build_schedule
+from tests.runs import checked
 
 TABLE = keys.settings(RunConfig)
 EVERY_KEY = sorted(TABLE)
@@ -22,14 +24,14 @@ EVERY_KEY = sorted(TABLE)
 
 def refusal(values: dict[str, Any]) -> str:
     with pytest.raises(UserError) as caught:
-        load_config(values)
+        checked(values)
     text = str(caught.value)
     assert "\n" not in text
     return text
 
 
 def accepted(**sections: Any) -> RunConfig:
-    return load_config(sections)
+    return checked(sections)
 
 
 @pytest.mark.parametrize("key", EVERY_KEY)
@@ -175,7 +177,7 @@ def test_replaced_checks_again_and_does_not_count_as_set() -> None:
     assert not on_gpu.is_set("backend")
     assert config.backend == "auto"
     with pytest.raises(UserError, match="tf32"):
-        config.replaced({"backend": "xla"})
+        check(config.replaced({"backend": "xla"}))
 
 
 def test_replaced_keeps_defaults_following() -> None:
@@ -331,12 +333,7 @@ def test_difference_of_named_and_built_models() -> None:
     assert "model.config.model_type: 'llama' and not set" in lines
 
 
-def test_names_from_other_trainers_lead_to_real_settings() -> None:
-    sentences = {text for text in [*ELSEWHERE.values(), *FAMILIES.values()] if " " in text}
-    assert {text for text in ELSEWHERE.values() if " " not in text} <= set(TABLE)
-    named = {word for text in sentences for word in re.findall(r"\b[a-z]+\.[a-z]+_[a-z_]+\b", text)}
-    assert named <= set(TABLE)
-    assert not set(ELSEWHERE) & set(TABLE)
+def test_words_of_other_trainers_lead_to_real_ones() -> None:
     for key, words in WORDS.items():
         for word, meant in words.items():
             assert word not in TABLE[key].choices
@@ -359,4 +356,4 @@ def test_how_often_is_said_in_epochs_or_in_steps(epochs: str, steps: str) -> Non
     assert (config.get(epochs), config.get(steps)) == (0.5, None)
     assert load_config(config.model_dump(by_alias=True)) == config
     with pytest.raises(UserError, match=f"{epochs} 0.5 and {steps} 10 are both set"):
-        load_config(None, {epochs: 0.5, steps: 10})
+        checked(None, {epochs: 0.5, steps: 10})

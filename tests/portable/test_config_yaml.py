@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from portable.config import RunConfig, dump_yaml, keys, load_config
 from portable.config.yaml_text import parse, parse_value
 from portable.errors import UserError
+from tests.runs import checked
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,7 +31,7 @@ def loaded(path: Path, text: str) -> RunConfig:
 def refusal(path: Path, text: str | bytes) -> str:
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(UserError) as caught:
-        load_config(path)
+        checked(path)
     message = str(caught.value)
     assert "\n" not in message
     return message.replace(f"{path.parent}/", "")
@@ -176,9 +177,9 @@ def test_aliases_cannot_unfold_without_end(run_file: Path) -> None:
 def test_missing_and_unreadable_files(tmp_path: Path) -> None:
     for path in (tmp_path / "none.yaml", tmp_path, tmp_path / ("x" * 5000)):
         with pytest.raises(UserError, match="cannot read the config"):
-            load_config(path)
+            checked(path)
     with pytest.raises(UserError, match="cannot read the config"):
-        load_config("a\0b")
+        checked("a\0b")
 
 
 # Dumping

@@ -37,7 +37,7 @@ from portable.run.rank import run_rank
 from tests.portable.chat_support import GREETING, SYSTEM, TALK, template, tokenizer
 from tests.portable.data_support import Settings, replace, write_jsonl
 from tests.portable.parallel_work import wait_for_the_last, work
-from tests.runs import TINY_MODEL, configured, flags, tiny
+from tests.runs import TINY_MODEL, checked, configured, flags, tiny
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -857,10 +857,9 @@ def test_show_data(settings: Settings, tmp_path: Path, capsys: pytest.CaptureFix
     ],
 )
 def test_settings_that_contradict_each_other(values: dict[str, Any], message: str) -> None:
-    from portable.config import load_config
 
     with pytest.raises(UserError, match=message):
-        load_config(None, values)
+        checked(None, values)
     assert RunConfig().data.truncation == "end"
 
 

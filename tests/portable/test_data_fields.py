@@ -17,7 +17,7 @@ from portable.errors import UserError
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
 from tests.portable.data_support import Settings, write_jsonl
-from tests.runs import TINY_MODEL, tiny
+from tests.runs import TINY_MODEL, checked, tiny
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -263,7 +263,7 @@ def test_a_field_that_is_not_there(tmp_path: Path, field: str, words: str) -> No
 )
 def test_what_a_task_does_not_use_is_refused(key: str, value: Any, task: str) -> None:
     with pytest.raises(UserError, match=f"^{key} is for model.task .* not {task}; remove it"):
-        load_config(None, {key: value, "model.task": task, "data.source": "a.jsonl"})
+        checked(None, {key: value, "model.task": task, "data.source": "a.jsonl"})
 
 
 def test_advice_on_a_length_can_be_followed(tmp_path: Path) -> None:

@@ -13,14 +13,15 @@ import yaml
 import portable
 from portable.config import RunConfig, keys, load_config
 from portable.config.arguments import TRAIN_OPTIONS
-from portable.config.suggest import ELSEWHERE, FAMILIES, IN_PLACE_OF_A_SECTION, WORDS
+from portable.config.importing.trainers import FAMILIES, IN_PLACE_OF_A_SECTION, TRAINERS, WORDS
 from portable.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 TABLE, SECTIONS = keys.settings(RunConfig), keys.sections(RunConfig)
-HINTS = sorted({hint for hint in (*ELSEWHERE.values(), *FAMILIES.values()) if " " in hint})
+NAMED = {name: row for name, row in TRAINERS.items() if "." not in name}
+HINTS = sorted({row.hint for row in (*NAMED.values(), *FAMILIES.values()) if " " in row.hint})
 _KEY = r"[a-z][a-z0-9_]*(?:\.[a-z][a-z0-9_]*)*"
 _VALUE = r"\[[^\]]*\]|\{[^}]*\}|[A-Za-z0-9][\w.-]*"
 _SET = re.compile(rf"\b(?:set|and|or) ({_KEY}) to ({_VALUE})((?:, [\w]+(?=,| or )|,? or [\w]+(?=$|[,;]))*)")

@@ -23,7 +23,7 @@ from portable.reporting.card import CARD
 from portable.run.rank import run_rank
 from portable.run.uploads import Uploads
 from tests.hub_server import DROP, LOST, TOKEN, FakeHub, Repository, serving
-from tests.runs import TINY_MODEL, configured, tiny
+from tests.runs import TINY_MODEL, checked, configured, tiny
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -186,7 +186,7 @@ def export(tmp_path: Path) -> Path:
 
 def of(folder: Path, **settings: Any) -> Hub:
     given = {"hub.push": "end", "output_dir": str(folder / "run"), "backend": "cpu"}
-    return Hub(load_config(None, given | {key.replace("__", "."): value for key, value in settings.items()}))
+    return Hub(checked(None, given | {key.replace("__", "."): value for key, value in settings.items()}))
 
 
 @pytest.mark.parametrize(

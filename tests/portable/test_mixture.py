@@ -11,7 +11,7 @@ import pytest
 
 from portable.checkpoint.resume_source import checkpoints_of
 from portable.checkpoint.trainer_state import TrainerState
-from portable.config import DataConfig, load_config
+from portable.config import DataConfig
 from portable.data import build_data
 from portable.data.samples.base import PackedCausal, Part
 from portable.data.samples.loader import TrainLoader
@@ -20,7 +20,7 @@ from portable.errors import UserError
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
 from tests.portable.data_support import token_cache, write_jsonl
-from tests.runs import configured, write_conversations, write_corpus
+from tests.runs import checked, configured, write_conversations, write_corpus
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -231,7 +231,7 @@ WRONG = [
 @pytest.mark.parametrize(("sources", "said"), WRONG, ids=str)
 def test_wrong_sources_are_refused_in_one_line(sources: list[dict[str, Any]], said: str) -> None:
     with pytest.raises(UserError) as refused:
-        load_config(None, {"data.sources": sources})
+        checked(None, {"data.sources": sources})
     assert said in str(refused.value) and "\n" not in str(refused.value)
 
 
@@ -250,7 +250,7 @@ def test_wrong_sources_are_refused_in_one_line(sources: list[dict[str, Any]], sa
 def test_a_wrong_schedule_is_refused_in_one_line(schedule: list[dict[str, Any]], said: str) -> None:
     sources = [{"name": "web", "source": "x"}, {"name": "code", "source": "y"}]
     with pytest.raises(UserError, match=said):
-        load_config(None, {"data.sources": sources, "data.weight_schedule": schedule})
+        checked(None, {"data.sources": sources, "data.weight_schedule": schedule})
 
 
 def test_the_same_data_twice_is_refused(tmp_path: Path) -> None:

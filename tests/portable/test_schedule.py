@@ -23,6 +23,7 @@ from portable.optim.schedule import (
     build_schedule,
 )
 from portable.run.own_code import digests, prepare_code
+from tests.runs import checked
 
 
 @pytest.mark.parametrize("kind", [Cosine, Linear, Constant])
@@ -136,7 +137,7 @@ def test_one_of_your_own(name: str, expected: Any) -> None:
 
 def test_one_of_your_own_that_is_wrong() -> None:
     def config(name: str, **more: Any) -> RunConfig:
-        return load_config({"train": {"schedule": f"{__name__}:{name}", "steps": 30, **more}})
+        return checked({"train": {"schedule": f"{__name__}:{name}", "steps": 30, **more}})
 
     with pytest.raises(UserError, match=r"train.schedule: .*:falling_below_zero: gives -1 for step 2"):
         build_schedule(config("falling_below_zero").train, 30)(2)
@@ -197,7 +198,7 @@ def test_deepspeeds_schedulers_need_no_deepspeed() -> None:
 )
 def test_what_a_schedule_does_not_take(train: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        load_config({"strategy": "zero2", "train": train})
+        checked({"strategy": "zero2", "train": train})
 
 
 @pytest.mark.parametrize("steps", [1, 7, 100, 333])
@@ -218,11 +219,11 @@ def test_a_warm_up_ratio_is_the_trainers(steps: int, ratio: float) -> None:
 
 def test_one_length_of_the_warm_up() -> None:
     with pytest.raises(UserError, match=r"train.warmup_ratio 0.1 and train.warmup_steps 30 both"):
-        load_config(None, {"train.warmup_ratio": 0.1, "train.warmup_steps": 30})
+        checked(None, {"train.warmup_ratio": 0.1, "train.warmup_steps": 30})
     # As the Trainer has it.
     config = load_config(None, {"train.warmup_ratio": 0.1, "train.warmup_steps": 0})
     assert build_schedule(config.train, 200).warmup_steps == 20
     with pytest.raises(
         UserError, match=r"train.warmup_ratio 0.1 has no effect with train.schedule LRRangeTest"
     ):
-        load_config(None, {"train.warmup_ratio": 0.1, "train.schedule": "LRRangeTest", "strategy": "zero1"})
+        checked(None, {"train.warmup_ratio": 0.1, "train.schedule": "LRRangeTest", "strategy": "zero1"})

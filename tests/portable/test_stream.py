@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from portable.config import DataConfig, load_config
+from portable.config import DataConfig
 from portable.data import build_data
 from portable.data.samples.loader import TrainLoader
 from portable.data.sources import shards
@@ -21,7 +21,7 @@ from portable.errors import RunError, UserError
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
 from tests.portable.data_support import write_jsonl
-from tests.runs import configured, write_corpus
+from tests.runs import checked, configured, write_corpus
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -276,7 +276,7 @@ def test_a_file_without_text_has_no_samples(files: Path) -> None:
 )
 def test_what_a_stream_cannot_do_is_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
-        load_config(None, given)
+        checked(None, given)
 
 
 # -- whole runs ---------------------------------------------------------------------------------------------

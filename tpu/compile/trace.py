@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from portable import interpreter
-from portable.errors import UserError, unsupported
-from tpu.checks import unsupported_settings
+from portable.checks import check
+from portable.errors import UserError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -60,7 +60,7 @@ def trace_graphs(config: RunConfig, devices: int, folder: Path, *, hardware: str
     """
     settled = {} if config.precision != "auto" else {"precision": "bf16" if hardware == "TPU" else "fp32"}
     config = config.replaced({"backend": "xla", **settled})
-    unsupported(unsupported_settings(config))
+    check(config, late=True)
     folder.mkdir(parents=True, exist_ok=True)
     answer = folder / ANSWER
     answer.unlink(missing_ok=True)

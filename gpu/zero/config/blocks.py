@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import AdamW
 
 from gpu.zero import private_api
+from portable.config.importing.deepspeed import NO_EFFECT, OPTIMIZER, OPTIMIZERS, RECOMPUTE, SCHEDULER
 from portable.config.suggest import did_you_mean
 from portable.errors import UserError, require
 from portable.optim.schedule import SCHEDULES, own_params
@@ -24,28 +25,12 @@ if TYPE_CHECKING:
     Put = Callable[[str, Any, str], None]
     """Takes a setting's key, its value, and its path in the JSON."""
 
-OPTIMIZERS = {"adamw": "adamw", "adam": "adamw", "sgd": "sgd"}
 # Params that select another implementation of the same update.
 _EQUIVALENT = ("torch_adam", "fused", "foreach", "set_grad_none", "capturable", "differentiable")
 # Why DeepSpeed's other optimizers are not supported, where there is a reason to give.
 _REFUSED = {
     "lamb": "is not supported: it scales updates by norms of whole tensors, which ZeRO's flat partitions "
     "do not have",
-}
-# Params and the settings of the run that they set.
-OPTIMIZER_KEYS = {
-    "lr": "train.learning_rate",
-    "betas": "train.betas",
-    "eps": "train.eps",
-    "weight_decay": "train.weight_decay",
-}
-SCHEDULE_KEYS = {
-    "warmup_num_steps": "train.warmup_steps",
-    "total_num_steps": "train.steps",
-    "cos_min_ratio": "train.min_learning_rate_ratio",
-    "warmup_max_lr": "train.learning_rate",
-    "cycle_max_lr": "train.learning_rate",
-    "lr_range_test_min_lr": "train.learning_rate",
 }
 
 
@@ -107,7 +92,7 @@ def adopt_optimizer(document: Document, put: Put, put_default: Put) -> None:
         defaults |= _defaults(AdamW)
     for name, value in params.items():
         path = f"optimizer.params.{name}"
-        adopted = name in OPTIMIZER_KEYS or name in _EQUIVALENT or (ours == "sgd" and name == "momentum")
+        adopted = name in OPTIMIZER or name in _EQUIVALENT or (ours == "sgd" and name == "momentum")
         # DeepSpeed treats Adam as AdamW unless adam_w_mode is off.
         spared = name == "adam_w_mode" and str(kind).lower() == "adamw"
         require(
@@ -117,7 +102,7 @@ def adopt_optimizer(document: Document, put: Put, put_default: Put) -> None:
     if document.get("scheduler.type") is not None and rate_of(document) is not None:
         params = {name: value for name, value in params.items() if name != "lr"}  # the scheduler sets it
         defaults.pop("lr")
-    _put_all(params, defaults, OPTIMIZER_KEYS, "optimizer.params", put, put_default)
+    _put_all(params, defaults, OPTIMIZER, "optimizer.params", put, put_default)
     if ours == "sgd":
         momentum = params.get("momentum", defaults["momentum"])
         if momentum != "auto":
@@ -146,7 +131,7 @@ def check_optimizer_type(values: Mapping[str, Any], where: str) -> None:
 def rate_of(document: Document) -> str | None:
     """The scheduler's param that sets the learning rate; None if the optimizer sets it."""
     defaults = scheduler_defaults(document.get("scheduler.type")) or {}
-    name = next((name for name in defaults if SCHEDULE_KEYS.get(name) == "train.learning_rate"), None)
+    name = next((name for name in defaults if SCHEDULER.get(name) == "train.learning_rate"), None)
     if name is None or _params(document, "scheduler").get(name, defaults[name]) in (None, "auto"):
         return None
     return name
@@ -178,7 +163,7 @@ def adopt_scheduler(document: Document, put: Put, put_default: Put) -> None:
         "step, and resumes at its checkpoint's; remove it",
     )
     put("train.schedule", kind, "scheduler.type")
-    _put_all(params, defaults, SCHEDULE_KEYS, "scheduler.params", put, put_default)
+    _put_all(params, defaults, SCHEDULER, "scheduler.params", put, put_default)
     own = {name: value for name, value in params.items() if name in own_params(kind) and value != "auto"}
     if "cycle_momentum" in defaults and not _moves_betas(document):
         own["cycle_momentum"] = False
@@ -190,21 +175,9 @@ def _moves_betas(document: Document) -> bool:
     return str(document.get("optimizer.type") or "AdamW").lower() != "sgd"
 
 
-# The keys that enable recomputation; the others only configure it.
-_RECOMPUTE = ("cpu_checkpointing", "partition_activations", "contiguous_memory_optimization")
-# Keys of DeepSpeed's own activation checkpointing, and why they have no effect here.
-NO_EFFECT = {
-    "partition_activations": "it shards activations over model-parallel ranks, and there is only one",
-    "contiguous_memory_optimization": "it arranges what partition_activations shards",
-    "number_checkpoints": "it sizes the buffer of contiguous_memory_optimization",
-    "synchronize_checkpoint_boundary": "layers are recomputed without a host sync",
-    "profile": "use portable-train --profile, which records the time of each layer",
-}
-
-
 def adopt_recompute(document: Document, put: Put) -> None:
     """Pass the ``activation_checkpointing`` block to ``put``, if it enables recomputation."""
-    enabled = _enabled(document, _RECOMPUTE)
+    enabled = _enabled(document, RECOMPUTE)
     if enabled:
         put("memory.activation_checkpointing", "full", f"activation_checkpointing.{enabled[0]}")
 

@@ -6,47 +6,20 @@ config: a default yields to the JSON, a value that the user set must agree with 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gpu.zero.config.blocks import adopt_optimizer, adopt_recompute, adopt_scheduler
 from gpu.zero.config.document import AUTO, KEY, Document, shown
 from gpu.zero.config.reading import strategy_of
 from gpu.zero.config.unsupported_keys import check_one_folder, check_switches
-from portable.errors import UserError, one_line, require
+from portable.checks import check
+from portable.config.importing.deepspeed import SHARED
+from portable.errors import UserError, require
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from portable.config import RunConfig
-
-
-@dataclass(frozen=True)
-class _Shared:
-    """One setting that both the JSON and the run's config have.
-
-    Attributes:
-        path: its dotted path in the JSON.
-        key: its dotted name in the run's config.
-        convert: from the JSON's value to the config's.
-    """
-
-    path: str
-    key: str
-    convert: Callable[[Any], Any] = lambda value: value
-
-
-SHARED = (
-    _Shared("train_batch_size", "train.global_batch_size"),
-    _Shared("train_micro_batch_size_per_gpu", "train.micro_batch_size"),
-    _Shared("gradient_clipping", "train.max_grad_norm", lambda value: float(value) or None),
-    _Shared("fp16.initial_scale_power", "fp16.initial_scale_power"),
-    _Shared("fp16.loss_scale_window", "fp16.loss_scale_window"),
-    _Shared("fp16.hysteresis", "fp16.hysteresis"),
-    _Shared("fp16.min_loss_scale", "fp16.min_loss_scale"),
-    _Shared("zero_optimization.offload_optimizer.device", "memory.offload_optimizer"),
-    _Shared("zero_optimization.offload_param.device", "memory.offload_params"),
-)
 
 
 def adopt(config: RunConfig, document: Document, world_size: int) -> RunConfig:
@@ -84,13 +57,10 @@ def adopt(config: RunConfig, document: Document, world_size: int) -> RunConfig:
     adopt_optimizer(document, put, put_default)
     adopt_scheduler(document, put, put_default)
     in_fp16 = (precision or config.precision) == "fp16"
-    for shared in SHARED:
-        value = document.get(shared.path)
-        if value is not None and (in_fp16 or not shared.path.startswith("fp16.")):
-            try:
-                put(shared.key, shared.convert(value), shared.path)
-            except (TypeError, ValueError) as error:
-                raise UserError(f"{document.name}: {shared.path}: {one_line(error)}") from error
+    for path, key in SHARED.items():
+        value = document.get(path)
+        if value is not None and (in_fp16 or not path.startswith("fp16.")):
+            put(key, float(value) or None if path == "gradient_clipping" else value, path)
     _batch(config, document, world_size, put)
     nvme = next(
         (
@@ -108,7 +78,9 @@ def adopt(config: RunConfig, document: Document, world_size: int) -> RunConfig:
     check_switches(document, strategy)
     check_one_folder(document, world_size)
     try:
-        return config.replaced({**defaults, **found}).with_document(KEY, document)
+        adopted = config.replaced({**defaults, **found})
+        check(adopted, where=False)
+        return adopted.with_document(KEY, document)
     except UserError as error:
         line = str(error).replace("train.schedule_params", "scheduler.params")
         raise UserError(f"{document.name}: {line}") from error

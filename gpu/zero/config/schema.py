@@ -48,8 +48,9 @@ def _dtype(value: Any) -> Any:
 _Dtype = Annotated[Any, AfterValidator(_dtype)]
 
 
-def _any(*names: str) -> _Known:
-    return dict.fromkeys(names, Any)
+def _all(kind: Any, names: str) -> _Known:
+    """``kind`` for each of ``names``, which spaces separate."""
+    return dict.fromkeys(names.split(), kind)
 
 
 def _model(name: str, known: _Known) -> type[BaseModel]:
@@ -63,109 +64,48 @@ def _model(name: str, known: _Known) -> type[BaseModel]:
     return create_model(name, __config__=_STRICT, **fields)
 
 
-if TYPE_CHECKING:
-    _Metric = BaseModel
-else:
-    _Metric = _model(
-        "Metric",
-        _any(
-            "index_to_sample_path",
-            "index_to_metric_path",
-            "difficulty_type",
-            "clustering_type",
-            "min_difficulty",
-            "max_difficulty",
-            "schedule_type",
-            "schedule_config",
-        ),
-    )
 _PLAIN: _Known = {
-    # Checked beside each other, with a remedy (reconcile.py).
-    **_any("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
-    "managed_gradient_accumulation": bool,
-    "gradient_clipping": _Number,
-    "prescale_gradients": bool,
-    "gradient_predivide_factor": _Number,
+    # Checked beside each other, with a remedy (reconcile.py), or refused by DeepSpeed in its own words.
+    **_all(Any, "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps elasticity"),
+    **_all(Any, "steps_per_print log_level weight_quantization expert_parallel datastates_ckpt"),
+    **_all(bool, "managed_gradient_accumulation prescale_gradients wall_clock_breakdown memory_breakdown"),
+    **_all(bool, "dump_state disable_allgather disable_python_gc dataloader_drop_last"),
+    **_all(
+        bool, "use_data_before_expert_parallelism zero_allow_untested_optimizer zero_force_ds_cpu_optimizer"
+    ),
+    **_all(_Number, "gradient_clipping gradient_predivide_factor"),
+    **_all(_Sent, "communication_data_type seq_parallel_communication_data_type"),
     "gradient_allreduce_op": Annotated[Literal["mean", "sum"], _Lower],
-    "communication_data_type": _Sent,
-    "seq_parallel_communication_data_type": _Sent,
-    "steps_per_print": Any,
-    "wall_clock_breakdown": bool,
-    "memory_breakdown": bool,
-    "dump_state": bool,
-    "disable_allgather": bool,
-    "disable_python_gc": bool,
-    "dataloader_drop_last": bool,
-    "log_level": Any,
-    "use_data_before_expert_parallelism": bool,
-    "zero_allow_untested_optimizer": bool,
-    "zero_force_ds_cpu_optimizer": bool,
-    **_any("weight_quantization", "expert_parallel", "datastates_ckpt"),
-    "elasticity": Any,  # removed: DeepSpeed refuses it in its own words
     "activation_checkpointing": {
-        "partition_activations": bool,
+        **_all(bool, "partition_activations contiguous_memory_optimization synchronize_checkpoint_boundary"),
+        **_all(bool, "profile cpu_checkpointing"),
         "number_checkpoints": Any,
-        "contiguous_memory_optimization": bool,
-        "synchronize_checkpoint_boundary": bool,
-        "profile": bool,
-        "cpu_checkpointing": bool,
     },
     "aio": {
-        "block_size": _Number,
-        "queue_depth": _Number,
-        "intra_op_parallelism": _Number,
-        "single_submit": bool,
-        "overlap_events": bool,
-        "use_gds": bool,
+        **_all(_Number, "block_size queue_depth intra_op_parallelism"),
+        **_all(bool, "single_submit overlap_events use_gds"),
     },
     "checkpoint": {
         "tag_validation": Annotated[Literal["warn", "ignore", "fail"], _Lower],
-        "load_universal": bool,
-        "use_node_local_storage": bool,
-        "checkpoint_serialization": bool,
+        **_all(bool, "load_universal use_node_local_storage checkpoint_serialization"),
         "parallel_write": {"pipeline_stage": bool},
-        "writer": _any(
-            "type",
-            "io_buffer_size",
-            "io_buffer_double",
-            "io_multiplier",
-            "show_statistics",
-            "data_parallel",
-            "decoupled",
+        "writer": _all(
+            Any,
+            "type io_buffer_size io_buffer_double io_multiplier show_statistics data_parallel decoupled",
         ),
     },
     "data_types": {
-        "grad_accum_dtype": _Dtype,
-        "param_dtype": _Dtype,
-        "buffer_dtype": _Dtype,
+        **_all(_Dtype, "grad_accum_dtype param_dtype buffer_dtype"),
         "keep_in_fp32_modules": Any,
     },
-    "torch_autocast": {"enabled": bool, **_any("dtype", "lower_precision_safe_modules")},
-    "data_efficiency": {
-        "enabled": bool,
-        "seed": _Number,
-        "data_sampling": {
-            "enabled": bool,
-            "num_epochs": _Number,
-            "num_workers": _Number,
-            "pin_memory": bool,
-            "curriculum_learning": {
-                **_any("enabled", "data_cluster_path"),
-                "curriculum_metrics": dict[str, _Metric],
-            },
-            "dynamic_batching": Any,
-        },
-        "data_routing": {"enabled": bool, "random_ltd": Any},
-    },
-    "pipeline": _any(
-        "stages",
-        "partition",
-        "seed_layers",
-        "activation_checkpoint_interval",
-        "pipe_partitioned",
-        "grad_partitioned",
+    "torch_autocast": {"enabled": bool, **_all(Any, "dtype lower_precision_safe_modules")},
+    "data_efficiency": {"enabled": bool, **_all(Any, "seed data_sampling data_routing")},
+    "pipeline": _all(
+        Any,
+        "stages partition seed_layers activation_checkpoint_interval pipe_partitioned grad_partitioned",
     ),
 }
+"""What DeepSpeed reads from plain dictionaries."""
 
 
 def schema_of(document: Mapping[str, Any]) -> type[BaseModel]:
@@ -178,7 +118,7 @@ def schema_of(document: Mapping[str, Any]) -> type[BaseModel]:
             for section, made in private_api.config_classes().items()
         },
         "optimizer": {
-            **_any("type", "legacy_fusion"),
+            **_all(Any, "type legacy_fusion"),
             "params": _params(optimizer_defaults(_kind(document, "optimizer"))),
         },
         "scheduler": {"type": Any, "params": _params(scheduler_defaults(_kind(document, "scheduler")))},

@@ -4,35 +4,10 @@ from __future__ import annotations
 
 import os
 from importlib.util import find_spec
-from typing import Any
 
 from gpu.zero.config.document import Document, shown
+from portable.config.importing.deepspeed import NEEDED, UNSUPPORTED
 from portable.errors import require
-
-NEEDED = {
-    "bf16.check_grad_overflow": "non-finite updates would go unnoticed",
-    "zero_optimization.compute_grad_norm": "the gradient norm is needed for clipping and metrics",
-    "managed_gradient_accumulation": "DeepSpeed must know where a step ends",
-}
-
-# Switches to another engine, layout or computation, with the value that changes nothing.
-UNSUPPORTED: dict[str, Any] = {
-    "zero_optimization.zenflow": None,
-    "zero_optimization.offload_optimizer.super_offload": False,
-    "zero_optimization.offload_optimizer.ratio": 1.0,
-    "tensor_parallel": None,
-    "expert_parallel": None,
-    "hybrid_engine.enabled": False,
-    "compile.deepcompile": False,
-    "checkpoint.writer": None,
-    "datastates_ckpt": None,
-    "fp16.fp16_master_weights_and_grads": False,
-    "bf16.bf16_master_weights_and_grads": False,
-    "torch_autocast.enabled": False,
-    "data_efficiency.enabled": False,
-    "weight_quantization": None,
-    "gradient_allreduce_op": "mean",
-}
 
 
 def check_switches(document: Document, strategy: str) -> None:

@@ -1,0 +1,163 @@
+"""``portable-train import``: a config from files of other programs, with comments on its origins."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from converters.commands import Parser
+from converters.console import complain, say
+from portable.checks import check
+from portable.config import keys, load_config
+from portable.config.dump import as_yaml
+from portable.config.importing import PROGRAMS, Imported, command_line, read
+from portable.config.load import parse_file
+from portable.config.problems import build
+from portable.config.run_config import RunConfig
+from portable.config.yaml_text import Document, parse
+from portable.errors import MistakesError, UserError, one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+IMPORT = "import"
+"""The first word of the command line."""
+_ABOUT = (
+    f"Print a config made from files of {', '.join(program.name for program in PROGRAMS)}, and from the "
+    "arguments of their scripts, after --. Comments say where each setting is from, what has no effect here, "
+    "and what has no counterpart."
+)
+_MISSING = {
+    "model.name_or_path": "the files name no model",
+    "data.source": "the files name no data that can be read here",
+}
+_OTHERWISE = {"model.name_or_path": "model.config", "data.source": "data.sources"}
+
+
+def import_files(argv: Sequence[str]) -> int:
+    """Print a config made from files of other programs.
+
+    Args:
+        argv: the words after ``import``.
+
+    Returns:
+        the exit code: 0 if the config can be used as it is.
+
+    Raises:
+        UserError: if a file cannot be read, or is of no program that is known.
+    """
+    files, script = list(argv), []
+    if "--" in files:
+        at = files.index("--")
+        files, script = files[:at], files[at + 1 :]
+    parser = Parser(prog=f"portable-train {IMPORT}", description=_ABOUT)
+    parser.add_argument("files", nargs="*", metavar="FILE", type=Path)
+    parser.add_argument("--devices", type=int, default=0, help="that the batch was spread over")
+    given = parser.parse_args(files)
+    if not given.files and not script:
+        raise UserError(f"{IMPORT}: no file; name one, or arguments after --")
+    documents = [(str(path), _document(path)) for path in given.files]
+    if script:
+        documents.append(("command line", Document(command_line(script), {})))
+    found = Imported()
+    # The number of devices comes first: the global batch follows from it.
+    for name, document in sorted(documents, key=lambda one: "num_processes" not in (one[1].value or ())):
+        one = read(document, name, devices=given.devices or found.processes or 1)
+        found.processes = one.processes or found.processes
+        found.values |= one.values
+        found.origins |= one.origins
+        found.notes += one.notes
+        found.refused += one.refused
+    text, mistakes = config_text(found)
+    say(text.rstrip())
+    if mistakes:
+        raise MistakesError(mistakes) if len(mistakes) > 1 else UserError(mistakes[0])
+    if found.refused:
+        complain(f"note: {len(found.refused)} keys have no counterpart; comments at the end name them")
+    return 0
+
+
+def _document(path: Path) -> Document:
+    try:
+        return parse_file(path)
+    except UserError:
+        if path.suffix != ".json" or not path.is_file():
+            raise
+    try:  # with tabs, which YAML does not allow
+        return Document(json.loads(path.read_text("utf-8")), {})
+    except ValueError as error:
+        raise UserError(
+            one_line(f"{path}: invalid JSON: {error}; remove comments and trailing commas")
+        ) from error
+
+
+def config_text(found: Imported) -> tuple[str, list[str]]:
+    """The file of settings with its comments, and what must be changed before it can be used, one line "
+    "each."""
+    for key in list(found.values):
+        if (mistake := _mistake(key, found.values[key])) is not None:
+            found.refused.append(f"{found.origins[key].text}: {mistake}")
+            del found.values[key]
+    trains = "train.learning_rate" in found.values and "train.schedule" in found.values
+    missing = [
+        f"{key}: {reason}; set it"
+        for key, reason in _MISSING.items()
+        if trains and not found.values.keys() & {key, _OTHERWISE[key]}
+    ]
+    parts = [*_settings(found)]
+    for title, lines in (
+        ("Missing", missing),
+        ("No counterpart, and what to do instead", found.refused),
+        ("No effect here, or another meaning", found.notes),
+    ):
+        if lines:
+            parts += ["", f"# {title}:", *(line for one in lines for line in _comment(one))]
+    text = "\n".join(parts) + "\n"
+    try:
+        config = load_config(parse(text, "run.yaml").value or {})
+        check(config.replaced({"backend": "auto"}))  # a backend's own rows are asked where it is
+    except MistakesError as error:
+        missing += error.lines
+    except UserError as error:
+        missing.append(str(error))
+    return text, missing
+
+
+def _mistake(key: str, value: Any) -> str | None:
+    """What the schema says of one setting; None if it takes it."""
+    section, _, name = key.rpartition(".")
+    model: Any = RunConfig.model_fields[section].annotation if section else RunConfig
+    try:
+        build(model, {name: value})
+    except UserError as error:
+        return f"{section}.{error}" if section else str(error)
+    return None
+
+
+def _settings(found: Imported) -> Iterator[str]:
+    """The lines of the settings, in the order of the schema."""
+    around = ""
+    for key, setting in keys.settings(RunConfig).items():
+        if key not in found.values:
+            continue
+        if setting.section != around:
+            around = setting.section
+            yield f"\n{around}:"
+        value = keys.plain(found.values[key])
+        nested = isinstance(value, list | dict)
+        written = json.dumps(value, ensure_ascii=False) if nested else as_yaml({"_": value})[3:].strip()
+        origin = one_line(found.origins[key].text)
+        yield f"{'  ' if around else ''}{setting.name}: {written}  # {origin}"
+
+
+def _comment(line: str) -> Iterable[str]:
+    return textwrap.wrap(
+        line,
+        100,
+        initial_indent="#   ",
+        subsequent_indent="#     ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

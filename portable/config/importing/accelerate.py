@@ -1,0 +1,474 @@
+"""The keys of an ``accelerate config`` file, and of the environment that ``accelerate launch`` makes of one.
+
+The file defines launch and sharding, not model, data or training. As in Accelerate, the sections for FSDP and
+DeepSpeed apply only if ``distributed_type`` names them.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from typing import TYPE_CHECKING, Any
+
+from portable.config.importing.rows import EMPTY, NoCounterpart, NoEffect, Row, choose, free, refused
+from portable.config.origins import shown
+from portable.config.types import truth
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from portable.config.importing.rows import File, Path, Rows
+
+STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
+"""In the order of Accelerate's numbers, from 1."""
+_HOST = "start it on every host of the slice, as docs/tpu.md says; remove it"
+_LAUNCHER = "the launcher's: start the ranks with it, and remove the key here"
+_SHARDING: dict[Any, str] = {
+    word: name for n, name in enumerate(STRATEGIES, 1) for word in (n, str(n), name.upper())
+}
+_ZERO = {0: "no_shard", 1: "zero1", 2: "zero2", 3: "zero3"}
+
+
+def _kind(file: File) -> str:
+    return str(file.values.get("distributed_type", "NO")).upper()
+
+
+def _xla(file: File) -> bool:
+    sections = (file.values, file.values.get("fsdp_config"))
+    return _kind(file) in ("XLA", "TPU") or any(
+        isinstance(s, dict) and s.get("xla") is True for s in sections
+    )
+
+
+def _stage(file: File) -> int:
+    """The ZeRO stage; 3 if a DeepSpeed JSON decides, which is not read here."""
+    stage = str(file.get("deepspeed_config.zero_stage", 2))
+    return int(stage) if stage in "0123" and not _json(file) else 3
+
+
+def _json(file: File) -> bool:
+    return file.get("deepspeed_config.deepspeed_config_file") not in (*EMPTY, "none")
+
+
+def _number(value: Any, file: File | None = None) -> Any:
+    """Parse a quoted number, as Accelerate does, which reads them from environment variables."""
+    try:
+        number = float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+    return int(value) if isinstance(value, str) and value.strip().isdigit() else number
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(flag := truth(value), bool):
+        raise NoCounterpart(f"must be true or false, not {shown(value)}")
+    return flag
+
+
+def _for_tpus(why: str) -> Row:
+    """A key that launches TPU hosts; the launch here asks for none."""
+
+    def take(value: Any, file: File) -> None:
+        if truth(value) in (False, *EMPTY):
+            return
+        if _xla(file):
+            raise NoCounterpart(f"{shown(value)} has no counterpart: {why}")
+        raise NoEffect(f"{shown(value)} has no effect: it is for TPUs")
+
+    return Row(how=take, why=why)
+
+
+def _off_xla(key: str, how: Any = None) -> Row:
+    """A setting of FSDP; on XLA nothing is wrapped or prefetched."""
+
+    def take(value: Any, file: File) -> Any:
+        value = choose(value, how) if isinstance(how, dict) else how(value, file) if how else value
+        return None if _xla(file) else value
+
+    return Row(key, take)
+
+
+def _sharding(version: str) -> Row:
+    """One of the two keys for the sharding; each version of FSDP has its own."""
+
+    def take(value: Any, file: File) -> str:
+        found = str(file.get("fsdp_config.fsdp_version", file.get("fsdp_version", 1)))
+        if (found == "2") != (version == "2") and not _xla(file):
+            other = "fsdp_reshard_after_forward" if found == "2" else "fsdp_sharding_strategy"
+            raise NoEffect(f"has no effect: with fsdp_version {found} Accelerate reads {other}")
+        if version == "2" and isinstance(truth(value), bool):
+            return "full_shard" if truth(value) else "shard_grad_op"
+        return str(choose(value, _SHARDING))
+
+    return Row("strategy", take)
+
+
+def _use_cpu(value: Any, file: File) -> str | None:
+    if not _flag(value):
+        return None
+    if _kind(file) == "MULTI_GPU":
+        raise NoEffect("has no effect: with distributed_type MULTI_GPU Accelerate runs on GPUs")
+    return "cpu"
+
+
+def _dynamo(value: Any, file: File) -> dict[str, Any] | None:
+    """``dynamo_backend``, at the top level in older files."""
+    off = str(value).upper() in ("NO", "FALSE")
+    if value is None or off:
+        return None if value is None else {"compile": False}
+    if _kind(file) == "DEEPSPEED":
+        raise NoEffect("has no effect: Accelerate ignores it with DeepSpeed; set compile")
+    return {"compile": True, "compile_backend": str(value).lower()}
+
+
+def _downcast(value: Any, file: File) -> None:
+    if truth(value) in (False, *EMPTY):
+        return
+    if _xla(file):
+        raise NoCounterpart("mixed_precision sets the compute dtype; set it to no")
+    raise NoEffect(f"{shown(value)} has no effect: it is for TPUs")
+
+
+def _gpus(value: Any, file: File) -> None:
+    if value in (*EMPTY, "all"):
+        return
+    ids = ",".join(str(item) for item in value) if isinstance(value, list) else str(value)
+    file.result.gpu_ids = ids.replace(" ", "")
+    raise NoEffect(f"CUDA_VISIBLE_DEVICES is set to {file.result.gpu_ids}, unless it is set already")
+
+
+def _old_fp16(value: Any, file: File) -> str | None:
+    """The key before mixed_precision."""
+    return None if file.get("mixed_precision") else "fp16" if _flag(value) else "fp32"
+
+
+def _classes(value: Any, file: File) -> list[str] | None:
+    names = value if isinstance(value, list) else str(value or "").split(",")
+    return [str(name).strip() for name in names if str(name).strip()] or None
+
+
+def _min_params(value: Any, file: File) -> Any:
+    policy = str(file.get("fsdp_config.fsdp_auto_wrap_policy", "")).upper()
+    return _number(value) if policy == "SIZE_BASED_WRAP" else None  # Accelerate writes it for others, too
+
+
+def _wrap(value: Any, file: File) -> dict[str, Any]:
+    policy = choose(value, {w.upper(): w for w in ("transformer_based_wrap", "size_based_wrap", "no_wrap")})
+    return {"xla.auto_wrap_policy" if _xla(file) else "fsdp.auto_wrap_policy": policy}
+
+
+def _xla_settings(value: Any, file: File) -> dict[str, Any] | None:
+    if value in EMPTY:
+        return None
+    if not isinstance(value, dict):
+        raise NoCounterpart(f"must be a mapping with names of xla_fsdp_settings, not {shown(value)}")
+    return {
+        f"xla.{name}": item.removeprefix("torch.") if isinstance(item, str) else item
+        for name, item in value.items()
+    }
+
+
+def _accumulation(value: Any, file: File) -> dict[str, Any] | None:
+    """Used as if it were in a DeepSpeed JSON, for which this section is a shorthand."""
+    steps = int(value) if isinstance(value, str) and value.isdigit() else value
+    if steps in (None, 1, "auto"):  # Accelerate's default in every file
+        return None
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        raise NoCounterpart(f"must be a positive whole number or auto, not {shown(value)}")
+    if _json(file):
+        raise NoCounterpart("Accelerate takes it from deepspeed_config_file; set it there, and remove it")
+    return {"gradient_accumulation_steps": steps}
+
+
+def _offload(part: str) -> Row:
+    def take(value: Any, file: File) -> str:
+        device = choose(value, {None: "none", "NONE": "none", "CPU": "cpu", "NVME": "nvme"})
+        stage = _stage(file)
+        if device != "none" and (stage == 0 or (stage < 3 and part == "params")):
+            raise NoEffect(f"{shown(value)} has no effect at zero_stage {stage}, as in DeepSpeed")
+        if device == "nvme" and stage < 3:
+            file.note(
+                file.path, f"{shown(value)} means cpu at zero_stage {stage}: only stage 3 supports nvme"
+            )
+            return "cpu"
+        return str(device)
+
+    return Row(f"memory.offload_{part}", take)
+
+
+def _nvme(words: str) -> Row:
+    def take(value: Any, file: File) -> Any:
+        device = file.get(f"deepspeed_config.offload_{words}_device")
+        if value in (*EMPTY, "none") or _stage(file) < 3 or str(device).lower() != "nvme":
+            return None
+        if file.result.values.get("memory.nvme_path", value) != value:
+            raise NoCounterpart("differs from the other nvme_path; use one folder for both")
+        return value
+
+    return Row("memory.nvme_path", take)
+
+
+def _deepspeed_file(value: Any, file: File) -> Any:
+    if not _json(file):
+        return None
+    if not pathlib.Path(os.path.expandvars(str(value))).expanduser().is_file():
+        raise NoCounterpart(f"{value} does not exist; use the path of a DeepSpeed JSON")
+    return value
+
+
+def _words(*names: str, **meant: Any) -> dict[Any, Any]:
+    return {name.upper(): name for name in names} | {key.upper(): value for key, value in meant.items()}
+
+
+_PREFETCH = {None: None} | _words("backward_pre", "backward_post", "no_prefetch")
+_XLA: dict[str, Row] = {
+    "xla": Row("backend", lambda value, _: "xla" if _flag(value) else None),
+    "xla_fsdp_settings": Row(how=_xla_settings),
+    "xla_fsdp_grad_ckpt": Row("xla.xla_fsdp_grad_ckpt", lambda value, _: _flag(value)),
+}
+ROWS: Rows = {
+    "distributed_type": Row(
+        how={
+            "NO": {"strategy": "no_shard"},
+            False: {"strategy": "no_shard"},  # unquoted NO in YAML 1.1
+            "MULTI_GPU": {"strategy": "no_shard", "backend": "cuda"},
+            "MULTI_CPU": {"strategy": "no_shard", "backend": "cpu"},
+            "FSDP": {},
+            "DEEPSPEED": {},
+            "XLA": {"backend": "xla"},
+            "TPU": {"backend": "xla"},
+        },
+        why="strategy, backend",
+    ),
+    "mixed_precision": Row(
+        "precision", {None: None, "NO": "fp32", False: "fp32", "BF16": "bf16", "FP16": "fp16"}
+    ),
+    "use_cpu": Row("backend", _use_cpu),
+    "fp16": Row("precision", _old_fp16),
+    "downcast_bf16": Row(how=_downcast, why="it is for TPUs, where mixed_precision sets the compute dtype"),
+    "gpu_ids": Row(how=_gpus, why="CUDA_VISIBLE_DEVICES"),
+    "dynamo_backend": Row(how=_dynamo, why="compile, compile_backend"),
+    "dynamo_config.dynamo_backend": Row(how=_dynamo, why="compile, compile_backend"),
+    "dynamo_config.dynamo_mode": Row("compile_mode", lambda value, _: value or "default"),
+    **dict.fromkeys(
+        (
+            f"dynamo_config.dynamo_{name}"
+            for name in ("use_fullgraph", "use_dynamic", "use_regional_compilation")
+        ),
+        free("each layer is compiled separately", "default"),
+    ),
+    "fsdp_config.fsdp_sharding_strategy": _sharding("1"),
+    "fsdp_config.fsdp_reshard_after_forward": _sharding("2"),
+    "fsdp_config.fsdp_auto_wrap_policy": Row(how=_wrap, why="fsdp.auto_wrap_policy"),
+    "fsdp_config.fsdp_transformer_layer_cls_to_wrap": _off_xla(
+        "fsdp.transformer_layer_cls_to_wrap", _classes
+    ),
+    "fsdp_config.fsdp_min_num_params": _off_xla("fsdp.min_num_params", _min_params),
+    "fsdp_config.fsdp_forward_prefetch": _off_xla(
+        "fsdp.forward_prefetch", lambda value, _: _flag(value) or None
+    ),
+    "fsdp_config.fsdp_backward_prefetch": _off_xla("fsdp.backward_prefetch", _PREFETCH),
+    "fsdp_config.fsdp_backward_prefetch_policy": _off_xla("fsdp.backward_prefetch", _PREFETCH),
+    # Checkpoints are always sharded. The export at the end is a full state dict.
+    "fsdp_config.fsdp_state_dict_type": Row(
+        "checkpoint.export", {"SHARDED_STATE_DICT": None, "FULL_STATE_DICT": True}
+    ),
+    "fsdp_config.fsdp_offload_params": Row("memory.offload_params", {True: "cpu", False: "none"}),
+    "fsdp_config.fsdp_activation_checkpointing": Row(
+        "memory.activation_checkpointing", {True: "full", False: "none"}
+    ),
+    **_XLA,  # at the top level in some guides, and in FSDP's section in the Trainer's
+    **{f"fsdp_config.{name}": row for name, row in _XLA.items()},
+    "deepspeed_config.zero_stage": Row("strategy", {**_ZERO, **{str(n): s for n, s in _ZERO.items()}}),
+    "deepspeed_config.gradient_accumulation_steps": Row("deepspeed.config", _accumulation),
+    "deepspeed_config.gradient_clipping": Row(
+        "train.max_grad_norm",
+        lambda value, _: None if value in (None, "auto") else _number(value) or None,
+    ),
+    "deepspeed_config.offload_optimizer_device": _offload("optimizer"),
+    "deepspeed_config.offload_param_device": _offload("params"),
+    "deepspeed_config.offload_optimizer_nvme_path": _nvme("optimizer"),
+    "deepspeed_config.offload_param_nvme_path": _nvme("param"),
+    "deepspeed_config.deepspeed_config_file": Row("deepspeed.config", _deepspeed_file),
+    "compute_environment": refused("runs are always local; set it to LOCAL_MACHINE", "LOCAL_MACHINE", "TPU"),
+    "tpu_use_cluster": _for_tpus(_HOST.replace("remove it", "set it to false")),
+    "tpu_use_sudo": _for_tpus("no command needs sudo; set it to false"),
+    **dict.fromkeys(
+        ("tpu_name", "tpu_zone", "tpu_vm", "tpu_env", "commands", "command_file"), _for_tpus(_HOST)
+    ),
+    "mpirun_config": refused(_LAUNCHER),
+    "parallelism_config": refused("it shards by FSDP and ZeRO only; remove it"),
+    "fsdp_config.fsdp_activation_checkpointing_offload": refused(
+        "stored activations stay on the device; set it to false"
+    ),
+    "fsdp_config.fsdp_ignored_modules": refused("every module is sharded; remove it"),
+    "deepspeed_config.deepspeed_multinode_launcher": refused(_LAUNCHER, "standard"),
+    **dict.fromkeys(
+        (f"deepspeed_config.deepspeed_{n}" for n in ("hostfile", "inclusion_filter", "exclusion_filter")),
+        refused(_LAUNCHER),
+    ),
+    "debug": free("collectives are not checked one by one"),
+    "enable_cpu_affinity": free("ranks are not bound to cores"),
+    "fp8_config": free("fp8 is not part of this version"),
+    "fsdp_config.fsdp_use_orig_params": Row(
+        why="FSDP2 always keeps the original parameters", free=True, silent=(True, *EMPTY)
+    ),
+    "deepspeed_config.deepspeed_moe_layer_cls_names": free("ZeRO-3 finds the expert blocks automatically"),
+    **dict.fromkeys(
+        (
+            "main_process_ip",
+            "main_process_port",
+            "machine_rank",
+            "main_training_function",
+            "rdzv_backend",
+            "same_network",
+            "num_processes",
+            "num_machines",
+            "fsdp_config.fsdp_version",
+            "fsdp_config.fsdp_cpu_ram_efficient_loading",
+            "fsdp_config.fsdp_sync_module_states",
+            "deepspeed_config.zero3_init_flag",
+            "deepspeed_config.zero3_save_16bit_model",
+        ),
+        free(),
+    ),
+}
+
+
+def prepared(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The file without sections that Accelerate would not read, and with its prefixes at every key."""
+    found = dict(values)
+    for section, prefix in (("fsdp_config", "fsdp_"), ("dynamo_config", "dynamo_")):
+        if isinstance(inside := found.get(section), dict):
+            found[section] = {
+                k if k in _XLA or str(k).startswith(prefix[:-1]) else f"{prefix}{k}": v
+                for k, v in inside.items()
+            }
+    kind = str(found.get("distributed_type", "NO")).upper()
+    on_xla = kind in ("XLA", "TPU") or any(
+        isinstance(section, dict) and section.get("xla") is True
+        for section in (found, found.get("fsdp_config"))
+    )
+    wanted = {"fsdp_config": kind == "FSDP" or on_xla, "deepspeed_config": kind == "DEEPSPEED"}
+    for section in (*wanted, "megatron_lm_config"):  # Megatron-LM is refused as distributed_type
+        if section in found and (found[section] in EMPTY or isinstance(found[section], dict)):
+            if not wanted.get(section, False):
+                del found[section]
+            elif found[section] in EMPTY:
+                found[section] = {}
+    return found
+
+
+def finish(file: File, *, from_file: bool) -> None:
+    """Accelerate's defaults for the sharding, and the number of ranks.
+
+    Args:
+        file: whose keys were taken over.
+        from_file: whether it is one, and not what ``accelerate launch`` has set.
+    """
+    kind, path, result = _kind(file), ("distributed_type",), file.result
+    if not from_file:
+        return
+    if kind == "FSDP" and "strategy" not in result.values:
+        file.put(path, "strategy", "full_shard")
+    if kind == "DEEPSPEED" and "strategy" not in result.values and not _json(file):
+        file.put(path, "strategy", "zero2")
+    if _xla(file) and not (file.get("fsdp_config") or any(key in file.values for key in _XLA)):
+        file.note(path, "without fsdp_config Accelerate replicates the model; here it is sharded")
+    if _xla(file) or "RANK" in os.environ:  # one process drives all devices, or a launcher sets the number
+        return
+    machines, processes = file.values.get("num_machines", 1), file.values.get("num_processes")
+    if machines not in (None, 1):
+        file.refuse(
+            ("num_machines",),
+            f"{shown(machines)} machines need accelerate launch or torchrun on each of them, which this "
+            "process then joins; or set it to 1",
+        )
+    if processes is None and file.values.get("distributed_type") in ("NO", False):
+        processes = 1
+    if isinstance(processes, int) and processes > 0:
+        result.processes = processes
+    elif processes is not None and processes != -1:
+        file.refuse(("num_processes",), f"must be an integer >= 1, not {shown(processes)}")
+
+
+# -- the environment ---------------------------------------------------------------------------------------
+
+_KINDS = {
+    "ACCELERATE_USE_FSDP": "FSDP",
+    "ACCELERATE_USE_DEEPSPEED": "DEEPSPEED",
+    "ACCELERATE_USE_MEGATRON_LM": "MEGATRON_LM",
+}
+_SECTIONS = {
+    "FSDP_": "fsdp_config.fsdp_",
+    "ACCELERATE_DYNAMO_": "dynamo_config.dynamo_",
+    "ACCELERATE_DEEPSPEED_": "deepspeed_config.",
+}
+# Where a variable's name is not its key's.
+_NAMED = {
+    "ACCELERATE_MIXED_PRECISION": "mixed_precision",
+    "ACCELERATE_USE_CPU": "use_cpu",
+    "ACCELERATE_DEBUG_MODE": "debug",
+    "ACCELERATE_CPU_AFFINITY": "enable_cpu_affinity",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "parallelism_config",
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "deepspeed_config.gradient_accumulation_steps",
+    "ACCELERATE_GRADIENT_CLIPPING": "deepspeed_config.gradient_clipping",
+    "ACCELERATE_DEEPSPEED_CONFIG_FILE": "deepspeed_config.deepspeed_config_file",
+    "ACCELERATE_DEEPSPEED_ZERO3_INIT": "deepspeed_config.zero3_init_flag",
+    "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": "deepspeed_config.deepspeed_moe_layer_cls_names",
+    "FSDP_TRANSFORMER_CLS_TO_WRAP": "fsdp_config.fsdp_transformer_layer_cls_to_wrap",
+}
+_DEFAULTS = {
+    "mixed_precision": ("no",),
+    "use_cpu": ("false",),
+    "parallelism_config": ("false",),
+    "dynamo_config.dynamo_backend": ("no",),
+    "dynamo_config.dynamo_mode": ("default",),
+    "fsdp_config.fsdp_sharding_strategy": ("full_shard", "1"),
+    "fsdp_config.fsdp_reshard_after_forward": ("true",),
+    "fsdp_config.fsdp_offload_params": ("false",),
+    "fsdp_config.fsdp_activation_checkpointing": ("false",),
+}
+"""What the launcher always sets, and so asks for nothing: ``--mixed_precision no`` is the same as none."""
+
+
+def of_environment(environment: Mapping[str, str]) -> tuple[dict[str, Any], dict[Path, str]]:
+    """Convert the variables of a launcher to the content of a config file.
+
+    Args:
+        environment: of a process.
+
+    Returns:
+        the content, empty if ``accelerate launch`` is not the launcher, and the variable of each key.
+    """
+    values: dict[str, Any] = {}
+    variables: dict[Path, str] = {}
+    if "ACCELERATE_MIXED_PRECISION" not in environment:  # every launcher of Accelerate sets it
+        return values, variables
+    for variable, kind in _KINDS.items():
+        if truth(environment.get(variable, "").replace("1", "true")) is True and not values:
+            values["distributed_type"] = kind
+            variables[("distributed_type",)] = variable
+    # FSDP1 and FSDP2 have different keys for the sharding.
+    unread = "sharding_strategy" if environment.get("FSDP_VERSION") == "2" else "reshard_after_forward"
+    for variable, text in sorted(environment.items()):
+        section = next((prefix for prefix in _SECTIONS if variable.startswith(prefix)), "")
+        inner = section and _SECTIONS[section] + variable.removeprefix(section).lower()
+        dotted = _NAMED.get(variable, inner)
+        if not dotted or dotted.endswith(unread) or text.lower() in _DEFAULTS.get(dotted, ()):
+            continue
+        around, _, name = dotted.rpartition(".")
+        target = values.setdefault(around, {}) if around else values
+        target[name] = _scalar(text)
+        variables[tuple(dotted.split("."))] = variable
+    return values, variables
+
+
+def _scalar(text: str) -> Any:
+    """Parse numbers as in YAML. Other words depend on the key."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return None if text == "None" else text
