@@ -415,7 +415,7 @@ def page(everything: Mapping[str, Findings]) -> str:
             word = "not tried"
         what, why = next(iter(amiss.items()))
         said = textwrap.shorten(
-            why.replace("`", "").replace(f" {model_type} ", " it "), 120, placeholder=" ..."
+            why.replace("`", "").replace(f" {model_type} ", " it "), 90, placeholder=" ..."
         )
         notes.setdefault(f"{word}: `{what}: {said}`", []).append(f"`{model_type}` {task}")
     by_tasks: dict[str, list[str]] = {}
