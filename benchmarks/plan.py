@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
 
 MARKS = "<!-- benchmarks.plan: begin -->", "<!-- benchmarks.plan: end -->"
-MARKS_OF_XLA = "<!-- benchmarks.plan xla: begin -->", "<!-- benchmarks.plan xla: end -->"
 SIZES = {"vocab_size": 4096, "max_position_embeddings": 256}
 WIDE = {**SIZES, "hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 4}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -221,6 +220,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=4, help="on the CPU")
     parser.add_argument("--docs", type=Path, metavar="PAGE", help="put the table into this page as well")
     given = parser.parse_args(argv)
+    if given.docs is not None and given.backend == "xla":
+        parser.error("--docs is for --backend cpu")
     command = command_line("benchmarks.plan", argv)
     rows = []
     with tempfile.TemporaryDirectory(prefix="plan-") as folder:
@@ -233,8 +234,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(row, file=sys.stderr, flush=True)
     print(f"$ {command}\n\n{table(rows)}")
     if given.docs is not None:
-        marks = MARKS_OF_XLA if given.backend == "xla" else MARKS
-        put_into(given.docs, f"\n{table(rows)}\n\n`{command}`\n", *marks)
+        put_into(given.docs, f"\n{table(rows)}\n\n`{command}`\n", *MARKS)
     return 0
 
 

@@ -69,7 +69,7 @@ examples:
   portable-convert ckpt/ out/ --to dcp --optimizer for torch.distributed
   portable-convert ckpt/ out.gguf --to gguf        for llama.cpp
   portable-convert fp8/ out/ --dequantize          quantized weights in bfloat16
-  portable-convert out/ fp8/ --quantize fp8-block  and back; or --quantize-like BASE
+  portable-convert out/ fp8/ --quantize fp8-block  back; or --quantize-like BASE
   portable-convert lora/ out/                      an adapter, as peft loads it
   portable-convert lora/ out/ --merge-into base/   base and adapter as one model
   portable-convert ckpt/ out/ --dry-run            show what would be written

@@ -372,7 +372,8 @@ with the weights that `from_config` draws for the seed, and trained for {STEPS} 
 loop with `forward(labels=)` (losses within {TOLERANCE:.0e}), in bf16 (within {BF16_TOLERANCE:.0%}), and on
 two ranks with `full_shard` and with `zero3` (within {TOLERANCE:.0e}). What it exported was opened by
 `from_pretrained`, compared bit for bit, and generated text. Weights that `save_pretrained` wrote were loaded
-and compared bit for bit.
+and compared bit for bit. Images and sound are refused; of a model that has both, the text decoder alone is
+trained.
 
 """
 NOTES = """\
@@ -415,7 +416,7 @@ def page(everything: Mapping[str, Findings]) -> str:
             word = "not tried"
         what, why = next(iter(amiss.items()))
         said = textwrap.shorten(
-            why.replace("`", "").replace(f" {model_type} ", " it "), 120, placeholder=" ..."
+            why.replace("`", "").replace(f" {model_type} ", " it "), 90, placeholder=" ..."
         )
         notes.setdefault(f"{word}: `{what}: {said}`", []).append(f"`{model_type}` {task}")
     by_tasks: dict[str, list[str]] = {}

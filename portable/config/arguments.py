@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 
 USAGE = """\
 usage: portable-train [--config FILE.yaml] [--KEY VALUE ...]
-       portable-train init [FILE.yaml] [--task TASK]
-       portable-train import FILE ... [-- ARGUMENT ...]
-       portable-train schema, or portable-train completion bash|zsh|fish
+       portable-train init [FILE.yaml] [--task TASK], or import FILE ...
+       portable-train schema, or completion bash|zsh|fish
 
 Train a Hugging Face model on a CPU, GPUs or TPUs from one YAML file.
 

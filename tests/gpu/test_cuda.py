@@ -2,7 +2,24 @@
 
 ``pytest -m gpu tests/gpu/test_cuda.py`` runs what needs a GPU; without one it is skipped. The same tests run
 on the CPU wherever they mean something there, so that they cannot rot. Neither DeepSpeed nor a library beyond
-the base install is needed. ``docs/gpu.md`` says which test stands for which risk.
+the base install is needed. By what may go wrong:
+
+- a save is overwritten by the next step: ``test_a_save_has_the_state_of_its_step``
+- an offloaded step runs before gradients have arrived: ``test_offloading``,
+  ``test_a_run_goes_on_bit_for_bit``
+- NCCL with one rank; device meshes: ``test_strategies``, ``test_nccl_records_its_collectives``
+- the mask of non-finite updates, fp16's loss scale: ``test_optimizers``, ``test_precisions``,
+  ``test_a_loss_scale_that_is_too_high_comes_down``
+- tf32 where fp32 is promised: ``test_what_tf32_rounds``
+- dropout in resumed runs and recomputed layers: ``test_dropout_is_drawn_again_alike``
+- memory records: ``test_a_memory_snapshot``, ``test_what_the_driver_counts``
+- the host waits for the device: ``test_the_host_waits_for_nothing_between_logs``,
+  ``test_nor_does_it_with_other_settings``
+- attention without its fused kernel: ``test_attention_runs_in_fused_kernels``, ``test_flash_attention``
+- compiling twice; CUDA graphs that overwrite gradients: ``test_layers_are_compiled_once``,
+  ``test_cuda_graphs``
+- a search for the micro-batch leaves memory behind: ``test_micro_batches_that_fit``
+- kernels of bitsandbytes; savings that save nothing: ``test_adapters``, ``test_savings_save``
 """
 
 from __future__ import annotations

@@ -165,7 +165,7 @@ def test_deepspeeds_schedulers_need_no_deepspeed() -> None:
     with pytest.raises(
         UserError, match=r"train\.schedule: OneCycle needs DeepSpeed; use strategy zero1, .*cosine"
     ):
-        load_config({"train": train})
+        checked({"train": train})
 
 
 @pytest.mark.parametrize(
