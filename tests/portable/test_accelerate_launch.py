@@ -134,7 +134,7 @@ def test_deepspeed(
         ),
         (
             launched() | {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "2"},
-            "ACCELERATE_USE_PARALLELISM_CONFIG: 'true' has no counterpart: it shards by FSDP and ZeRO only",
+            "PARALLELISM_CONFIG_TP_SIZE: 2 has no counterpart: tensor parallelism is not part of this",
         ),
     ],
 )

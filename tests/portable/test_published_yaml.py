@@ -63,6 +63,8 @@ def pairs(
     config: RunConfig, given: dict[str, Any], arguments: Any, environment: dict[str, str]
 ) -> Iterator[tuple[str, Any, Any]]:
     """Each setting, the run's value and Accelerate's."""
+    sizes = (environment.get(f"PARALLELISM_CONFIG_{kind}_SIZE", "1") for kind in ("CP", "SP"))
+    yield "context parallel", config.context_parallel_size, max(map(int, sizes))
     if config.precision != "auto":  # a file that is silent leaves it to the run, or there to the script
         yield "precision", config.precision, PRECISIONS[environment["ACCELERATE_MIXED_PRECISION"]]
     dynamo = environment.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()  # which it tells no DeepSpeed run

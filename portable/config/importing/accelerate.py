@@ -103,6 +103,12 @@ def _sharding(version: str) -> Row:
     return Row("strategy", take)
 
 
+def _more_than_one(value: Any, file: File) -> int | None:
+    """The size of a group of ranks, if it is one."""
+    size = _number(value)
+    return None if size == 1 else size
+
+
 def _use_cpu(value: Any, file: File) -> str | None:
     if not _flag(value):
         return None
@@ -297,7 +303,31 @@ ROWS: Rows = {
         ("tpu_name", "tpu_zone", "tpu_vm", "tpu_env", "commands", "command_file"), _for_tpus(_HOST)
     ),
     "mpirun_config": refused(_LAUNCHER),
-    "parallelism_config": refused("it shards by FSDP and ZeRO only; remove it"),
+    **dict.fromkeys(
+        ("parallelism_config.parallelism_config_cp_size", "parallelism_config.parallelism_config_sp_size"),
+        Row("context_parallel_size", _more_than_one),
+    ),
+    "parallelism_config.parallelism_config_tp_size": refused(
+        "tensor parallelism is not part of this version; set it to 1", 1, "1"
+    ),
+    **dict.fromkeys(
+        (
+            "parallelism_config.parallelism_config_dp_shard_size",
+            "parallelism_config.parallelism_config_dp_replicate_size",
+        ),
+        free("strategy and the number of ranks say it", 1, "1"),
+    ),
+    **dict.fromkeys(
+        (
+            "parallelism_config.parallelism_config_cp_comm_strategy",
+            "parallelism_config.parallelism_config_cp_backend",
+            "parallelism_config.parallelism_config_sp_backend",
+            "parallelism_config.parallelism_config_sp_seq_length",
+            "parallelism_config.parallelism_config_sp_seq_length_is_variable",
+            "parallelism_config.parallelism_config_sp_attn_implementation",
+        ),
+        free("ranks that share a sequence exchange tokens for heads"),
+    ),
     "fsdp_config.fsdp_activation_checkpointing_offload": refused(
         "stored activations stay on the device; set it to false"
     ),
@@ -410,7 +440,10 @@ _NAMED = {
     "ACCELERATE_USE_CPU": "use_cpu",
     "ACCELERATE_DEBUG_MODE": "debug",
     "ACCELERATE_CPU_AFFINITY": "enable_cpu_affinity",
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "parallelism_config",
+    **{
+        f"PARALLELISM_CONFIG_{name.upper()}": f"parallelism_config.parallelism_config_{name}"
+        for name in ("cp_size", "sp_size", "tp_size", "dp_shard_size", "dp_replicate_size")
+    },
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "deepspeed_config.gradient_accumulation_steps",
     "ACCELERATE_GRADIENT_CLIPPING": "deepspeed_config.gradient_clipping",
     "ACCELERATE_DEEPSPEED_CONFIG_FILE": "deepspeed_config.deepspeed_config_file",
@@ -421,7 +454,6 @@ _NAMED = {
 _DEFAULTS = {
     "mixed_precision": ("no",),
     "use_cpu": ("false",),
-    "parallelism_config": ("false",),
     "dynamo_config.dynamo_backend": ("no",),
     "dynamo_config.dynamo_mode": ("default",),
     "fsdp_config.fsdp_sharding_strategy": ("full_shard", "1"),
