@@ -344,7 +344,7 @@ def test_state_that_differs_between_ranks_is_refused(corpus: Path, tmp_path: Pat
     ("name", "told"),
     [
         ("CountsOnHost", r"the state 'count' of .* changes on the host, which would compile the step anew"),
-        ("torch", r"its first step makes state of the gradient"),
+        ("torch", r"creates state from the first gradient"),
     ],
 )
 def test_what_xla_cannot_compile_is_refused(
