@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
-from portable.data.samples.shared import WHOLE_POSITIONS
+from portable.data.samples.shared import PART_POSITIONS
 from portable.errors import UserError
 from portable.model.layers import trial_forward
 from portable.private import of_torch
@@ -119,18 +119,19 @@ class DocumentAttention:
         """Yield the arguments of ``model.forward`` for a batch; call it in this context."""
         arguments: dict[str, Any] = dict(inputs)
         lengths = arguments.pop("document_lengths", None)
-        # Ranks that share a sequence have positions of their part, and those of the whole.
-        positions = arguments.pop(WHOLE_POSITIONS, inputs.get("position_ids"))
-        if positions is None or lengths is None:
+        positions = inputs.get("position_ids")
+        if PART_POSITIONS in arguments:  # where ranks share a sequence; those of documents are of the whole
+            arguments["position_ids"] = arguments.pop(PART_POSITIONS)
+        if positions is None:
             yield arguments
             return
         # The positions are known: transformers would read them to find out.
         with no_packed_sequences():
-            if self._kernel == "flash_attention_2":
+            if self._kernel == "flash_attention_2" and lengths is not None:
                 yield arguments | _flash_arguments(lengths, positions.shape[1])
                 return
             rows = None
-            if self._calls_per_document(lengths.device):
+            if lengths is not None and self._calls_per_document(lengths.device):
                 let_sdpa_take_documents()
                 rows = [[length for length in row if length] for row in lengths.tolist()]
             with masks_made_by(_within_documents(positions, rows), self._kernel):

@@ -255,6 +255,7 @@ def snapshot_taken(folder: Path, corpus: Path) -> tuple[str, list[int]]:
     recorded: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CpuPackage, "check", lambda *_: None)
+        patch.setattr(CpuPackage, "checks", lambda *_: ())
         patch.setattr(CudaDiagnostics, "driver_memory", lambda _: None)
         patch.setattr("gpu.backend.Diagnostics", lambda: CudaDiagnostics(torch.device("cpu"), 0, 1))
         patch.setattr(torch.cuda.memory, "_record_memory_history", lambda max_entries: recorded.append(1))

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from gpu.backend import TorchBackend
-from portable.checks import check
 from portable.cli import main
 from portable.errors import UserError
+from portable.registry import World, backend_package
 from portable.run.prepare import prepare
 from portable.run.restore import restore
 from portable.run.settle import settle
@@ -87,4 +87,4 @@ def test_flash_attention_that_is_not_installed(
         tmp_path, corpus, backend="auto", precision="bf16", model__attention="flash_attention_2"
     )
     with pytest.raises(UserError, match=r"model\.attention: .*flash-attn, which is not installed.*use sdpa"):
-        check(config, late=True)
+        backend_package("cuda").check(config, World(1))

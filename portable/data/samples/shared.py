@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 
     from portable.data.samples.base import Arrays, Samples
 
-WHOLE_POSITIONS = "whole_positions"
-"""A column: ``position_ids`` of whole samples, int64 ``[batch, seq_len]``, if they tell documents apart."""
+PART_POSITIONS = "part_positions"
+"""A column: the positions of the tokens of a part, int64 ``[batch, seq_len / parts]``."""
 
 
 class SharedSamples(Extended):
     """The ``part``-th of ``parts`` equal runs of tokens of each sample of ``plain``.
 
-    ``input_ids``, ``labels`` and ``position_ids`` are int64 ``[batch, seq_len / parts]``. Labels are already
-    those of the next token, so no part needs another one's. What tells documents apart stays whole.
+    ``input_ids`` and ``labels`` are int64 ``[batch, seq_len / parts]``. Labels are already those of the next
+    token, so no part needs another one's. What tells documents apart, ``position_ids``, stays whole.
     """
 
     def __init__(self, plain: Samples, part: int, parts: int) -> None:
@@ -31,16 +31,14 @@ class SharedSamples(Extended):
 
     def arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
         whole = self.plain.arrays(places)
-        ids, positions = whole["input_ids"], whole.get("position_ids")
-        kept = {}
-        if positions is None:
-            positions = np.broadcast_to(np.arange(ids.shape[1]), ids.shape)
-        else:
-            kept = {WHOLE_POSITIONS: positions, "document_lengths": whole["document_lengths"]}
+        ids = whole["input_ids"]
+        positions = whole.get("position_ids", np.broadcast_to(np.arange(ids.shape[1]), ids.shape))
         size = ids.shape[1] // self._parts
         own = slice(self._part * size, (self._part + 1) * size)
-        cut = {"input_ids": ids, "labels": whole["labels"], "position_ids": positions}
-        return {name: np.ascontiguousarray(array[:, own]) for name, array in cut.items()} | kept
+        cut = {"input_ids": ids, "labels": whole["labels"], PART_POSITIONS: positions}
+        kept = {name: whole[name] for name in ("position_ids", "document_lengths") if name in whole}
+        # Padding comes last, where causal attention does not see it: its mask is not needed.
+        return kept | {name: np.ascontiguousarray(array[:, own]) for name, array in cut.items()}
 
 
 def shared(samples: Samples, part: int, parts: int) -> Samples:
