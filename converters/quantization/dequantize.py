@@ -107,7 +107,8 @@ def dequantized(checkpoint: Checkpoint, dtype: str = "bfloat16") -> Checkpoint:
     read(weights, settings, where)
     kept = {name: tensor for name, tensor in weights.left.items() if not ACTIVATIONS.fullmatch(name)}
     for name, tensor in kept.items():
-        if (tensor.dtype in QUANTISED and len(tensor.shape) > 1) or _OF_WEIGHTS.fullmatch(name):
+        codes = tensor.dtype in ("F8_E4M3", "F8_E5M2") or len(tensor.shape) > 1
+        if (tensor.dtype in QUANTISED and codes) or _OF_WEIGHTS.fullmatch(name):
             raise CheckpointError(f"{where}: {printable(name)} belongs to no weight that is known")
     order = [*checkpoint.tensors, *weights.made]
     tensors = {name: (weights.made | kept)[name] for name in order if name in weights.made or name in kept}
@@ -169,6 +170,7 @@ _COMPRESSED = (
     "naive-quantized",
     "nvfp4-pack-quantized",
     "mxfp4-pack-quantized",
+    "mxfp8-quantized",
     "dense",
 )
 
@@ -197,20 +199,25 @@ def _compressed_tensors(weights: _Weights, settings: Mapping[str, Any], where: s
         if given and not (isinstance(given, dict) and given.get("format") == "dense"):
             raise CheckpointError(f"{where}: {key} changes the weights, and cannot be undone here")
     groups = settings.get("config_groups")
-    bits: set[Any] = set()
+    bits: set[int] = set()
+    block = None
     for group in groups.values() if isinstance(groups, dict) else ():
         group = group if isinstance(group, dict) else {}
         if group.get("format") is not None:
             _only(group, "format", _COMPRESSED, where)
-        if isinstance(described := group.get("weights"), dict):
-            bits.add(described.get("num_bits"))
+        described = group.get("weights")
+        for key, value in described.items() if isinstance(described, dict) else ():
+            if key == "num_bits" and isinstance(value, int):
+                bits.add(value)
+            if key == "block_structure" and value is not None:
+                block = block_size({"weight_block_size": value}, where)
     _only(settings, "quantization_status", ("compressed", "frozen"), where)
     for name, stem in weights.ending(".weight_packed"):
         _packed(weights, name, f"{stem}.weight", bits or {2, 4, 8})
-    weights.bytes_with_scales("_scale", block=None)
+    weights.bytes_with_scales("_scale", block=block)
 
 
-def _packed(weights: _Weights, name: str, weight: str, bits: set[Any]) -> None:
+def _packed(weights: _Weights, name: str, weight: str, bits: set[int]) -> None:
     packed = weights.left.pop(name)
     scale = weights.need(f"{weight}_scale", name)
     if packed.dtype == "U8":

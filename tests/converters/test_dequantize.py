@@ -48,6 +48,15 @@ def fp8_blocks(kind: torch.dtype = torch.float8_e4m3fn) -> Case:
     return settings, tensors, whole
 
 
+def fp8_blocks_of_compressed_tensors() -> Case:
+    _, tensors, whole = fp8_blocks()
+    tensors["a.weight_scale"] = tensors.pop("a.weight_scale_inv")
+    settings = compressed("float-quantized")
+    described = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [16, 32]}
+    settings["config_groups"]["group_0"]["weights"] = described
+    return settings, tensors, whole
+
+
 def fp8_exponents() -> Case:
     """A stack of experts whose scales are powers of two."""
     weight = eight(3, 32, 64)
@@ -214,6 +223,7 @@ def llm_int8() -> Case:
 CASES: dict[str, Callable[[], Case]] = {
     "fp8 blocks": fp8_blocks,
     "fp8 blocks of e5m2": lambda: fp8_blocks(torch.float8_e5m2),
+    "fp8 blocks of compressed-tensors": fp8_blocks_of_compressed_tensors,
     "fp8 exponents": fp8_exponents,
     "fp8 rows": fp8_rows,
     "fp8 whole": fp8_whole,
@@ -253,6 +263,18 @@ CASES: dict[str, Callable[[], Case]] = {
     ),
     "fp8 groups": partial(
         of_library, "float-quantized", 31, 64, num_bits=8, type="float", strategy="group", group_size=32
+    ),
+    "mxfp8 of compressed-tensors": partial(
+        of_library,
+        "mxfp8-quantized",
+        31,
+        64,
+        num_bits=8,
+        type="float",
+        strategy="group",
+        group_size=32,
+        scale_dtype=torch.uint8,
+        zp_dtype=torch.uint8,
     ),
     "mxfp4 of compressed-tensors": partial(
         of_library,
@@ -322,6 +344,10 @@ BAD: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], object], str]
     "zero": (
         lambda s, t: t["a.weight_scale_inv"].zero_(),
         "a.weight_scale_inv: the scale of values other than 0",
+    ),
+    "codes without rows": (
+        lambda s, t: t.update({"b.weight": eight(9)}),
+        "b.weight belongs to no weight that is known",
     ),
     "unknown key": (lambda s, t: s.update(rotate=True), "rotate is not known"),
     "unknown method": (lambda s, t: s.update(quant_method="hqq"), "quant_method 'hqq' is not one of"),
