@@ -282,7 +282,7 @@ def _bitsandbytes(weights: _Weights, settings: Mapping[str, Any], where: str) ->
     for name, stem in weights.ending(".SCB"):
         weight = f"{stem}.weight"
         form = weights.take(f"{weight}_format") or weights.take(f"{stem}.weight_format")
-        if form is not None and int(form.read().reshape(-1)[0]) != 0:
+        if form is not None and (form.numel != 1 or int(form.read().reshape(-1)[0]) != 0):
             raise CheckpointError(f"{printable(form.name)}: a layout of 8 bits for one kind of GPU")
         held = weights.need(weight, name)
         weights.made[weight] = made.eight_bits(weight, weights.dtype, held, weights.left.pop(name))

@@ -78,7 +78,11 @@ def tensor_of(
 
 
 def part_of(tensor: Tensor, lows: Shape, sizes: Shape, touched: Touched) -> Array:
-    """The elements from `lows` on."""
+    """The elements from `lows` on; CheckpointError where the tensor has none there."""
+    inside = len(lows) == len(tensor.shape) and all(
+        low + size <= length for low, size, length in zip(lows, sizes, tensor.shape, strict=True)
+    )
+    require(inside, tensor, "is too small for what it belongs to")
     found = np.empty(sizes, numpy_dtype(tensor.dtype))
     tensor.fill(found, lows, touched)
     return found

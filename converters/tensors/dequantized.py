@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _TRANSPOSED_BLOCK = 1 << 21  # elements; such layouts read all their bytes once for each block
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+_SCALES = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E8M0", "U8"})
 _INT8_FACTOR = np.float32(7.874015718698502e-3)  # 1 / 127, as bitsandbytes multiplies
 
 
@@ -34,6 +35,7 @@ _INT8_FACTOR = np.float32(7.874015718698502e-3)  # 1 / 127, as bitsandbytes mult
 
 def _as_scale(tensor: Tensor, values: Array) -> Array:
     """Scales in float32, of which each must be finite. Bytes are exponents (OCP's E8M0)."""
+    require(tensor.dtype in _SCALES, tensor, "holds no scales")
     if values.dtype == np.uint8:
         values = values.view(numpy_dtype("F8_E8M0"))
     made = values.astype(np.float32)
@@ -419,11 +421,12 @@ def four_bits(
         held = flat(parts["absmax"], low, high, touched)
         if nested is None:
             return _as_scale(parts["absmax"], held)
+        require(held.dtype == np.uint8, parts["absmax"], "holds no codes of maxima")
         width, offset = nested
         table = flat(parts["nested_quant_map"], 0, 256, touched)
         above = flat(parts["nested_absmax"], low // width, -(-high // width), touched)
         picked = above[np.arange(low, high) // width - low // width]
-        return _as_scale(parts["absmax"], table[held] * picked + np.float32(offset))
+        return _as_scale(parts["nested_absmax"], table[held] * picked + np.float32(offset))
 
     columns = shape[-1]
 

@@ -349,6 +349,10 @@ BAD: dict[str, tuple[Callable[[dict[str, Any], dict[str, Tensor]], object], str]
         lambda s, t: t.update({"b.weight": eight(9)}),
         "b.weight belongs to no weight that is known",
     ),
+    "integers": (
+        lambda s, t: t.update({"a.weight_scale_inv": torch.ones(5, 4, dtype=torch.int32)}),
+        "a.weight_scale_inv: I32 of shape [5, 4] holds no scales",
+    ),
     "unknown key": (lambda s, t: s.update(rotate=True), "rotate is not known"),
     "unknown method": (lambda s, t: s.update(quant_method="hqq"), "quant_method 'hqq' is not one of"),
     "no block": (lambda s, t: s.update(weight_block_size="x"), "weight_block_size 'x' is not two sizes"),
@@ -365,6 +369,25 @@ def test_what_does_not_fit_is_refused(name: str, tmp_path: Path, capsys: pytest.
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and told in line
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("nested_absmax", torch.zeros(0)),
+        ("nested_quant_map", torch.zeros(3)),
+        ("quant_map", torch.zeros(3)),
+        ("absmax", torch.zeros(48)),
+    ],
+)
+def test_tables_that_are_too_small(
+    name: str, value: Tensor, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings, tensors, _ = bitsandbytes("nf4", nested=True)
+    source = written(tmp_path / "in", settings, {**tensors, f"a.weight.{name}": value})
+    assert main([str(source), str(tmp_path / "out"), "--dequantize"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and f"a.weight.{name}: " in line and not (tmp_path / "out").exists()
 
 
 def test_floats_are_not_dequantized(tmp_path: Path) -> None:
