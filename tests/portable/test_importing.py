@@ -271,6 +271,19 @@ def test_a_file_of_each_program(
             )
 
 
+def test_devices_that_share_a_sequence_take_one_batch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "axolotl.yaml"
+    file.write_text(f"{AXOLOTL}\ncontext_parallel_size: 2\n")
+    counts = []
+    for given in (AXOLOTL, file.read_text()):
+        file.write_text(given)
+        assert main(["import", str(file), "--devices", "4"]) == 0
+        counts.append(yaml.safe_load(capsys.readouterr().out)["train"]["global_batch_size"])
+    assert counts[1] == counts[0] // 2
+
+
 def test_several_files_and_a_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.yaml").write_text(ACCELERATE)
     script = ["train.py", "--model_name_or_path", "org/model", "--dataset-name=org/data", "--bf16", "True"]
