@@ -60,7 +60,9 @@ class Graphs:
             known[fingerprint] = text
             if nearest is not None:
                 self._report_excess(kind, difference(nearest, text))
-            torch_xla.sync()
+            # Waits this once: where the next graph is begun while the results of the first one are still to
+            # come, it is now and then compiled anew.
+            torch_xla.sync(wait=True)
             return
         torch_xla.sync()
         if _samples("CompileTime") > before:
