@@ -141,7 +141,7 @@ class Checkpoint:
         """The same checkpoint with `files` (name -> path), which override those found beside the shards."""
         return self._with(companions={**self.companions, **files})
 
-    def of_floats(
+    def with_tensors(
         self, tensors: Mapping[str, Tensor], config: Mapping[str, Any], companions: Mapping[str, Place]
     ) -> Checkpoint:
         """The same model with other tensors, and other settings and files beside them."""

@@ -388,7 +388,6 @@ def _codes(checkpoint: Checkpoint, adapter: Adapter | None, options: argparse.Na
         "--quantize-like": options.quantize is not None and options.quantize_like is not None,
         "--optimizer": options.optimizer,
         f"--to {options.to}": options.to != "safetensors",
-        f"--dtype {options.dtype}": options.dtype in ("q8_0", "q4_0", "mxfp4"),
     }
     if excluded := next((name for name, is_given in wrong.items() if is_given), None):
         raise CheckpointError(f"{option}: cannot be combined with {excluded}; leave out one of them")

@@ -93,7 +93,7 @@ def dequantized(checkpoint: Checkpoint, dtype: str = "bfloat16") -> Checkpoint:
     settings = quantization_of(checkpoint)
     if settings is None:
         raise CheckpointError(f"{checkpoint.root}: its config.json has no {KEY}, so nothing is to dequantize")
-    method = str(settings.get("quant_method") or ("bitsandbytes" if _is_bitsandbytes(settings) else ""))
+    method = _method(settings)
     if method not in METHODS:
         raise CheckpointError(
             f"{checkpoint.root}: {KEY}: quant_method {printable(repr(method))} is not one of "
@@ -113,7 +113,7 @@ def dequantized(checkpoint: Checkpoint, dtype: str = "bfloat16") -> Checkpoint:
     order = [*checkpoint.tensors, *weights.made]
     tensors = {name: (weights.made | kept)[name] for name in order if name in weights.made or name in kept}
     files = {name: path for name, path in checkpoint.companions.items() if name not in _FILES}
-    return checkpoint.of_floats(tensors, {KEY: None, "compression_config": None}, files)
+    return checkpoint.with_tensors(tensors, {KEY: None, "compression_config": None}, files)
 
 
 def quantization_of(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
@@ -135,12 +135,14 @@ def described(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 def dequantizes(settings: Mapping[str, Any]) -> bool:
     """Whether weights of this `quantization_config` can be opened as floats."""
-    method = settings.get("quant_method") or ("bitsandbytes" if _is_bitsandbytes(settings) else "")
-    return str(getattr(method, "value", method)) in METHODS
+    return _method(settings) in METHODS
 
 
-def _is_bitsandbytes(settings: Mapping[str, Any]) -> bool:
-    return bool(settings.get("load_in_8bit") or settings.get("load_in_4bit"))
+def _method(settings: Mapping[str, Any]) -> str:
+    """The `quant_method`, a name or transformers' enumeration; bitsandbytes need not say it."""
+    of_bits = settings.get("load_in_8bit") or settings.get("load_in_4bit")
+    method = settings.get("quant_method") or ("bitsandbytes" if of_bits else "")
+    return str(getattr(method, "value", method))
 
 
 def block_size(settings: Mapping[str, Any], where: str) -> tuple[int, int] | None:
@@ -281,7 +283,7 @@ def _bitsandbytes(weights: _Weights, settings: Mapping[str, Any], where: str) ->
         weights.made[weight] = made.four_bits(weight, weights.dtype, packed, parts, shape, block, nested)
     for name, stem in weights.ending(".SCB"):
         weight = f"{stem}.weight"
-        form = weights.take(f"{weight}_format") or weights.take(f"{stem}.weight_format")
+        form = weights.take(f"{weight}_format")
         if form is not None and (form.numel != 1 or int(form.read().reshape(-1)[0]) != 0):
             raise CheckpointError(f"{printable(form.name)}: a layout of 8 bits for one kind of GPU")
         held = weights.need(weight, name)

@@ -13,10 +13,10 @@ import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from converters.errors import CheckpointError, printable
-from converters.options import DTYPES, FORMS
+from converters.options import FORMS
 from converters.quantization.dequantize import ACTIVATIONS, KEY, block_size, quantization_of
 from converters.storage.guarded import read_small_table
-from converters.tensors.casting import cast_dtype
+from converters.tensors.casting import cast_dtype, parse_dtype
 from converters.tensors.computed import Affine, computed
 from converters.tensors.dtypes import CASTABLE
 from converters.tensors.quantized import Scheme, bytes_of, fp4_of, gpt_oss_of, packed_rows_of
@@ -138,8 +138,8 @@ def quantized(checkpoint: Checkpoint, form: str, *, dtype: str = "keep") -> Chec
         )
     tensors: dict[str, Tensor] = {}
     kept, changed = {"lm_head"}, False  # also where it is tied, and in no file
+    height, width = chosen.scheme.height or 1, chosen.scheme.width or 1
     for name, tensor in floats.items():
-        height, width = chosen.scheme.height or 1, chosen.scheme.width or 1
         whole = len(tensor.shape) == 2 and not (tensor.shape[0] % height or tensor.shape[1] % width)
         if whole and tensor.dtype in CASTABLE and _LINEAR.fullmatch(name):
             tensors |= chosen.make(tensor, chosen.scheme)
@@ -157,7 +157,7 @@ def quantized(checkpoint: Checkpoint, form: str, *, dtype: str = "keep") -> Chec
         raise CheckpointError(
             f"{checkpoint.root}: no linear layer is known by its name, so none is quantized"
         )
-    return checkpoint.of_floats(tensors, {KEY: chosen.settings(sorted(kept))}, checkpoint.companions)
+    return checkpoint.with_tensors(tensors, {KEY: chosen.settings(sorted(kept))}, checkpoint.companions)
 
 
 def quantized_like(checkpoint: Checkpoint, base: Checkpoint, *, dtype: str = "keep") -> Checkpoint:
@@ -188,7 +188,7 @@ def quantized_like(checkpoint: Checkpoint, base: Checkpoint, *, dtype: str = "ke
         if not ACTIVATIONS.fullmatch(name):
             raise CheckpointError(f"{checkpoint.root}: has no {printable(name)}, which {base.root} has")
         tensors[name] = tensor
-    return checkpoint.of_floats(tensors, {KEY: dict(settings)}, checkpoint.companions)
+    return checkpoint.with_tensors(tensors, {KEY: dict(settings)}, checkpoint.companions)
 
 
 def layout_of(base: Checkpoint) -> Mapping[str, Any]:
@@ -247,7 +247,8 @@ def _floats(checkpoint: Checkpoint, dtype: str) -> dict[str, Tensor]:
     """The tensors, cast."""
     if quantization_of(checkpoint) is not None:
         raise CheckpointError(f"{checkpoint.root}: is quantized; add --dequantize")
-    return {name: _cast(tensor, DTYPES[dtype]) for name, tensor in checkpoint.tensors.items()}
+    target = parse_dtype(dtype)
+    return {name: _cast(tensor, target) for name, tensor in checkpoint.tensors.items()}
 
 
 def _cast(tensor: Tensor, dtype: str | None) -> Tensor:

@@ -55,13 +55,8 @@ class SharedSequences:
         finally:
             self._group = group
 
-    def to_heads(self, tensor: Tensor) -> Tensor:
-        """``[batch, heads, part of the tokens, width]`` to ``[batch, part of the heads, tokens, width]``."""
-        exchanged: Tensor = _Exchange.apply(tensor, self._group, 1, 2)
-        return exchanged
-
-    def to_tokens(self, tensor: Tensor) -> Tensor:
-        """``[batch, tokens, part of the heads, width]`` to ``[batch, part of the tokens, heads, width]``."""
+    def exchange(self, tensor: Tensor) -> Tensor:
+        """``[batch, n, part of m, width]`` to ``[batch, part of n, m, width]``, or back."""
         exchanged: Tensor = _Exchange.apply(tensor, self._group, 1, 2)
         return exchanged
 
@@ -160,12 +155,12 @@ def _over_heads(inner: Callable[..., Any], sequences: SharedSequences) -> Callab
         if key.shape[1] % parts:  # each rank needs a head of keys
             times = parts // key.shape[1]
             key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
-        query, key, value = (sequences.to_heads(tensor) for tensor in (query, key, value))
+        query, key, value = (sequences.exchange(tensor) for tensor in (query, key, value))
         keywords.pop("position_ids", None)  # of this rank's part, in which a kernel would look for documents
         layer = _Layer(module, query.shape[1] // key.shape[1])
         with sequences.whole():  # masks that are made within the attention are of whole sequences already
             found = inner(layer, query, key, value, attention_mask, **keywords)[0]
-        return sequences.to_tokens(found), None
+        return sequences.exchange(found), None
 
     # The compiler would take shapes that differ around an exchange for dynamic ones.
     uncompiled: Callable[..., Any] = torch.compiler.disable(attention)
