@@ -26,7 +26,7 @@ GENERATION = "generation_config.json"
 COMPANIONS = re.compile(
     r"config\.json|generation_config\.json|tokenizer.*\.json|tokenizer\.model|special_tokens_map\.json"
     r"|added_tokens\.json|vocab\..+|merges\.txt|chat_template\..+|[\w.-]+\.model|preprocessor_config\.json"
-    r"|processor_config\.json|merged_adapters\.json"
+    r"|processor_config\.json|merged_adapters\.json|hf_quant_config\.json"
 )
 _HUB_ID = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
 _HUB_FILES = ("*.json", "*.model", "merges.txt", "vocab.*", "chat_template.*")

@@ -117,10 +117,15 @@ def dequantized(checkpoint: Checkpoint, dtype: str = "bfloat16") -> Checkpoint:
 
 
 def quantization_of(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
-    """What config.json says of quantized weights; None for nothing."""
+    """What config.json, or ModelOpt's own file, says of quantized weights; None for nothing."""
     if KEY in checkpoint.config:
         return None
-    return described(read_small_table(checkpoint.companions.get("config.json")))
+    settings = described(read_small_table(checkpoint.companions.get("config.json")))
+    if settings is None and "hf_quant_config.json" in checkpoint.companions:
+        of_modelopt = read_small_table(checkpoint.companions["hf_quant_config.json"]).get("quantization")
+        if isinstance(of_modelopt, dict):
+            settings = {"quant_method": "modelopt", **of_modelopt}
+    return settings
 
 
 def described(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -251,12 +256,15 @@ def _gptq(weights: _Weights, settings: Mapping[str, Any], where: str) -> None:
     _only(settings, "pack_dtype", ("int32",), where)
     _only(settings, "checkpoint_format", ("gptq", "gptq_v2"), where)
     _only(settings, "format", ("gptq", "gptq_v2"), where)
+    _only(settings, "bits", (2, 3, 4, 8), where)
     form = settings.get("checkpoint_format", settings.get("format", "gptq"))
     for name, stem in weights.ending(".qweight"):
         rest = ("qzeros", "scales", "g_idx")
         parts = {"qweight": weights.left.pop(name), **{k: weights.need(f"{stem}.{k}", name) for k in rest}}
         weight = f"{stem}.weight"
-        weights.made[weight] = made.gptq(weight, weights.dtype, parts, first_zero=int(form == "gptq"))
+        weights.made[weight] = made.gptq(
+            weight, weights.dtype, parts, settings.get("bits"), first_zero=int(form == "gptq")
+        )
 
 
 def _awq(weights: _Weights, settings: Mapping[str, Any], where: str) -> None:

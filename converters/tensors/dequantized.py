@@ -313,12 +313,14 @@ def gptq(
     name: str,
     dtype: str,
     parts: Mapping[str, Tensor],
+    stated: int | None = None,
     *,
     first_zero: int,
 ) -> Tensor:
     """GPTQ's codes in words along the input, zero points in words along the output; 2, 3, 4 or 8 bits.
 
     Args:
+        stated: the bits that the settings name; the shapes must agree.
         parts: `qweight` (inputs * bits / 32, outputs), `qzeros` (groups, outputs * bits / 32), `scales`
             (groups, outputs), `g_idx` (inputs,).
         first_zero: what is added to a stored zero point: 1 in the first format, 0 in the second.
@@ -329,9 +331,11 @@ def gptq(
     inputs = index.numel
     (groups, outputs) = scales.shape if len(scales.shape) == 2 else (0, 0)
     bits = weight.shape[0] * 32 // inputs if len(weight.shape) == 2 and inputs else 0
-    fits = bits in (2, 3, 4, 8) and weight.dtype == "I32"
+    allowed = (2, 3, 4, 8) if stated is None else (stated,)
+    fits = bits in allowed and weight.dtype == "I32"
     fits = fits and tuple(weight.shape) == (inputs * bits // 32, outputs)
-    require(fits, weight, f"does not hold {inputs} x {outputs} codes of 2, 3, 4 or 8 bits")
+    of = " or ".join(str(count) for count in allowed)
+    require(fits, weight, f"does not hold {inputs} x {outputs} codes of {of} bits")
     fits = zeros.dtype == "I32" and tuple(zeros.shape) == (groups, outputs * bits // 32)
     require(fits, zeros, f"does not belong to {weight.name}")
 

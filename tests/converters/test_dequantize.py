@@ -390,6 +390,23 @@ def test_tables_that_are_too_small(
     assert line.startswith("error: ") and f"a.weight.{name}: " in line and not (tmp_path / "out").exists()
 
 
+def test_gptq_with_other_bits_than_it_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings, tensors, _ = gptq(4)
+    source = written(tmp_path / "in", {**settings, "bits": 8}, tensors)
+    assert main([str(source), str(tmp_path / "out"), "--dequantize"]) == 2
+    assert "a.qweight: I32 of shape [12, 64] does not hold 96 x 64 codes of 8 bits" in capsys.readouterr().err
+
+
+def test_settings_of_modelopt_in_their_own_file(tmp_path: Path) -> None:
+    _, tensors, whole = fp8_whole()
+    source = written(tmp_path / "in", {}, tensors)
+    told = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "exclude_modules": []}}
+    (source / "hf_quant_config.json").write_text(json.dumps(told))
+    assert main([str(source), str(tmp_path / "out"), "--dequantize", "float32"]) == 0
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["a.weight"], whole["a.weight"])
+    assert not (tmp_path / "out" / "hf_quant_config.json").exists()
+
+
 def test_floats_are_not_dequantized(tmp_path: Path) -> None:
     source = written(tmp_path / "in", {}, {"a.weight": torch.ones(2, 2)})
     with pytest.raises(CheckpointError, match="nothing is to dequantize"):

@@ -112,13 +112,22 @@ def test_equals_what_the_library_makes(form: str, dtype: torch.dtype, tmp_path: 
     ).read_bytes()
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_transformers_loads_it(form: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("form", "kind"),
+    [
+        *((form, "llama") for form in FORMS),
+        # transformers loads no int8 experts that stand apart, also not those of llm-compressor.
+        *((form, "qwen3_moe") for form in FORMS if form != "int8"),
+    ],
+)
+def test_transformers_loads_it(form: str, kind: str, tmp_path: Path) -> None:
     """The logits are those of the weights that --dequantize makes of it."""
-    from transformers import AutoModelForCausalLM, LlamaConfig
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)).to(torch.bfloat16)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+    config = AutoConfig.for_model(kind, **SIZES, **(experts if kind == "qwen3_moe" else {}))
+    model = AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
     model.save_pretrained(tmp_path / "in")
     assert main([str(tmp_path / "in"), str(tmp_path / "codes"), "--quantize", form, "--quiet"]) == 0
     back = [str(tmp_path / "codes"), str(tmp_path / "floats"), "--dequantize", "--verify", "--quiet"]
