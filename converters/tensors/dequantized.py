@@ -14,6 +14,7 @@ import numpy as np
 
 from converters.errors import CheckpointError
 from converters.tensors.by_rows import BLOCK, ComputedRows, part_of, require, tensor_of
+from converters.tensors.casting import rounded
 from converters.tensors.dtypes import numpy_dtype
 from converters.tensors.tensor import Tensor
 
@@ -28,6 +29,10 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 _SCALES = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E8M0", "U8"})
 _INT8_FACTOR = np.float32(7.874015718698502e-3)  # 1 / 127, as bitsandbytes multiplies
+
+
+# Elements with one scale from which a table of its products pays, and that are made at once with tables.
+_WORTH_A_TABLE, _WITH_TABLES = 1 << 10, 1 << 18
 
 
 # -- scales --------------------------------------------------------------------------------------------------
@@ -100,6 +105,25 @@ class _Grid:
         picked: Array = found[np.arange(first, first + count) // self.height - low]
         return picked
 
+    def looked_up(
+        self, table: Array, codes: Array, matrix: Shape, first: int, touched: Touched, dtype: str
+    ) -> Array:
+        """Bytes as `dtype`: the 256 products of each block are made once, and its codes look them up."""
+        count, columns = codes.shape
+        scale = _as_scale(self.tensor, self.rows(matrix, first, count, touched))
+        if not scale.all():
+            return _scaled(table.take(codes, mode="wrap"), scale, self.width, self.tensor)
+        made = np.empty(codes.shape, numpy_dtype(dtype))
+        low = 0
+        while low < count:
+            high = min(count, ((first + low) // self.height + 1) * self.height - first)
+            products = rounded(table * scale[low, :, None], dtype)
+            for number, of_block in enumerate(products):
+                place = slice(low, high), slice(number * self.width, (number + 1) * self.width)
+                made[place] = of_block.take(codes[place], mode="clip")
+            low = high
+        return made
+
     def apply(
         self, values: Array, matrix: Shape, first: int, touched: Touched, times: np.float32 | None = None
     ) -> Array:
@@ -111,12 +135,10 @@ class _Grid:
 # -- codes of one byte or less, row by row -------------------------------------------------------------------
 
 
-def _codes(tensor: Tensor) -> Array | None:
-    """The float32 value of each byte of an 8-bit float; None for integers."""
-    if tensor.dtype in ("F8_E4M3", "F8_E5M2"):
-        return np.arange(256, dtype=np.uint8).view(numpy_dtype(tensor.dtype)).astype(np.float32)
-    require(tensor.dtype == "I8", tensor, "holds no codes of 8 bits")
-    return None
+def _codes(tensor: Tensor) -> Array:
+    """The float32 value of each byte."""
+    require(tensor.dtype in ("F8_E4M3", "F8_E5M2", "I8"), tensor, "holds no codes of 8 bits")
+    return np.arange(256, dtype=np.uint8).view(numpy_dtype(tensor.dtype)).astype(np.float32)
 
 
 def scaled_bytes(
@@ -140,15 +162,16 @@ def scaled_bytes(
     def rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
         sizes = (*(1 for _ in matrix), count, shape[-1])
         held = part_of(weight, (*matrix, first, 0), sizes, touched).reshape(sizes[-2:])
-        values: Array = (
-            held.astype(np.float32) if table is None else table.take(held.view(np.uint8), mode="wrap")
-        )
+        if zeros is None and by_table:
+            return grid.looked_up(table, held.view(np.uint8), matrix, first, touched, dtype)
+        values = table.take(held.view(np.uint8), mode="wrap")
         if zeros is not None:
             below = zeros.rows(matrix, first, count, touched).astype(np.float32)
             values -= np.repeat(below, zeros.width, axis=1)[:, : shape[-1]]
         return grid.apply(values, matrix, first, touched)
 
-    return tensor_of(name, dtype, shape, rows)
+    by_table = grid.height * grid.width >= _WORTH_A_TABLE
+    return tensor_of(name, dtype, shape, rows, elements=_WITH_TABLES if by_table else None)
 
 
 _PAIRS = np.stack([_FP4[np.arange(256) & 15], _FP4[np.arange(256) >> 4]], axis=-1)

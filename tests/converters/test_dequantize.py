@@ -35,14 +35,14 @@ def eight(*shape: int, kind: torch.dtype = torch.float8_e4m3fn) -> Tensor:
     return torch.randn(*shape).clamp(-3, 3).mul(40).to(kind)
 
 
-def fp8_blocks(kind: torch.dtype = torch.float8_e4m3fn) -> Case:
+def fp8_blocks(kind: torch.dtype = torch.float8_e4m3fn, block: tuple[int, int] = (16, 32)) -> Case:
     """DeepSeek's `weight_dequant`, with blocks that do not divide the shape."""
-    weight, scale = eight(70, 100, kind=kind), torch.rand(5, 4) + 0.1
-    settings = {"quant_method": "fp8", "weight_block_size": [16, 32], "activation_scheme": "dynamic"}
+    weight, scale = eight(70, 100, kind=kind), torch.rand(-(-70 // block[0]), -(-100 // block[1])) + 0.1
+    settings = {"quant_method": "fp8", "weight_block_size": list(block), "activation_scheme": "dynamic"}
     tensors = {"a.weight": weight, "a.weight_scale_inv": scale, "norm.weight": torch.rand(7)}
     tensors["a.activation_scale"] = torch.ones(1)
     whole = {
-        "a.weight": weight.float() * spread(scale, 16, 32, (70, 100)),
+        "a.weight": weight.float() * spread(scale, *block, (70, 100)),
         "norm.weight": tensors["norm.weight"],
     }
     return settings, tensors, whole
@@ -225,6 +225,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "fp8 blocks of e5m2": lambda: fp8_blocks(torch.float8_e5m2),
     "fp8 blocks of compressed-tensors": fp8_blocks_of_compressed_tensors,
     "fp8 exponents": fp8_exponents,
+    "fp8 large blocks": partial(fp8_blocks, block=(32, 64)),
     "fp8 rows": fp8_rows,
     "fp8 whole": fp8_whole,
     "mxfp4": mxfp4,
