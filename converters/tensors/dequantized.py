@@ -109,7 +109,7 @@ class _Grid:
         self, table: Array, codes: Array, matrix: Shape, first: int, touched: Touched, dtype: str
     ) -> Array:
         """Bytes as `dtype`: the 256 products of each block are made once, and its codes look them up."""
-        count, columns = codes.shape
+        count = len(codes)
         scale = _as_scale(self.tensor, self.rows(matrix, first, count, touched))
         if not scale.all():
             return _scaled(table.take(codes, mode="wrap"), scale, self.width, self.tensor)
