@@ -351,7 +351,7 @@ def _engine(
 
 def _tensors(engine: Any) -> list[torch.Tensor]:
     """The tensors of a checkpoint: weights and moments."""
-    from gpu.fsdp.optimizer_state import to_store
+    from portable.engines.fsdp.optimizer_state import to_store
 
     optimizer = to_store(engine._optimizer, engine._trained)
     moments = [value for values in optimizer["state"].values() for value in values.values()]

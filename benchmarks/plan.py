@@ -28,10 +28,9 @@ from benchmarks import plan_xla
 from benchmarks.allocator import allocations
 from benchmarks.machine import command_line
 from benchmarks.pages import put_into
-from gpu.common.machine import Machine
-from gpu.memory_trial import fake_ranks
-from gpu.strategies import engine_module
 from portable.config import load_config
+from portable.engines.machine import Machine
+from portable.engines.memory_trial import fake_ranks
 from portable.model import build as models
 from portable.model.initialize import Blueprint
 from portable.planner.activations import fake_batch
@@ -39,6 +38,7 @@ from portable.planner.memory_model import Cluster, Setting
 from portable.planner.meta_model import MetaModel
 from portable.planner.passes import Request
 from portable.planner.plan import DeviceBytes, Planner, Target
+from portable.registry import engine_part
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -127,7 +127,7 @@ def settings_of(family: str, setting: Setting, recompute: str, ranks: int, folde
 def measure(config: RunConfig, ranks: int) -> int:
     """Peak bytes in the last step on rank 0 of ``ranks`` ranks."""
     machine = Machine(torch.device("cpu"), 0, ranks, ranks)
-    module = engine_module(config.strategy)
+    module = engine_part(config.strategy, "engine")
     gc.collect()
     with fake_ranks(machine) as at_stop:
         model = models.build_model(models.model_config(config.model), config.model)

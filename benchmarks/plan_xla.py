@@ -116,7 +116,7 @@ def measured(cases: Sequence[Mapping[str, Any]], devices: int, folder: Path | st
 
 def measure(config: RunConfig) -> Step:
     """Compile the two graphs of a step of ``config`` on this process's devices, and run them once."""
-    from tpu.of_torch_xla import xla
+    from tpu.xla.of_torch_xla import xla
 
     backend = create_backend("xla")
     devices = backend.devices_per_rank

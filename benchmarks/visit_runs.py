@@ -37,7 +37,12 @@ if TYPE_CHECKING:
 
 AHEAD = max(1, (os.cpu_count() or 1) // 8)
 """Processes that wait for their command."""
-LOADED = ("gpu.backend", "gpu.fsdp.engine", "portable.run.rank", "transformers.models.llama.modeling_llama")
+LOADED = (
+    "portable.engines.backend",
+    "portable.engines.fsdp.engine",
+    "portable.run.rank",
+    "transformers.models.llama.modeling_llama",
+)
 STEPS = 12
 KILLS = 5
 CLOSE = 1e-4

@@ -39,8 +39,8 @@ from portable.run.batches import train_loader
 from portable.run.prepare import prepare
 from portable.run.restore import restore
 from portable.run.settle import settle
-from tpu.graphs import counted
-from tpu.runtime import torch_xla, xr, xs
+from tpu.xla.graphs import counted
+from tpu.xla.runtime import torch_xla, xr, xs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import replace
-from pathlib import Path
 
 from portable.errors import UserError
 from portable.planner.device_lookup import KEPT_FOR_COLLECTIVES, Device
@@ -145,15 +144,3 @@ def peak_flops(device_name: str, precision: str) -> float | None:
             teraflops = {"bf16": half, "fp16": half, "tf32": tf32}.get(precision)
             return None if teraflops is None else teraflops * 1e12
     return None
-
-
-def cpu_multiplies_bf16() -> bool:
-    """Whether the CPU has instructions for bf16 products (AVX512-BF16 or AMX); without them bf16 is slow."""
-    import torch
-
-    capabilities = torch.backends.cpu.get_cpu_capability()
-    if "AVX512" not in capabilities:
-        return False
-    cpuinfo = Path("/proc/cpuinfo")
-    flags = cpuinfo.read_text() if cpuinfo.exists() else ""
-    return "avx512_bf16" in flags or "amx_bf16" in flags

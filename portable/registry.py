@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from portable.config.derived import ZERO
 from portable.errors import UserError
 
 if TYPE_CHECKING:
@@ -25,13 +26,17 @@ if TYPE_CHECKING:
     from portable.planner.memory_model import FootprintModule
 
 BACKENDS: dict[str, tuple[str, str]] = {
-    "cpu": ("gpu.package", "CPU"),
+    "cpu": ("portable.engines.package", "CPU"),
     "cuda": ("gpu.package", "CUDA"),
-    "xla": ("tpu.package", "XLA"),
+    "xla": ("tpu.xla.package", "XLA"),
 }
 """Name of a backend -> the module with its record, and the record's name there. ``auto`` prefers
 later ones."""
 
+
+FSDP = ("no_shard", "full_shard", "shard_grad_op", "hybrid_shard", "hybrid_shard_zero2")
+ENGINES = dict.fromkeys(FSDP, "portable.engines.fsdp") | dict.fromkeys(ZERO, "gpu.zero")
+"""The package of the engine on torch.distributed that trains under each ``strategy``."""
 
 PLANNED_FOR_AUTO = "cuda"
 """Which backend ``portable-plan`` assumes where neither the config nor ``--device`` says."""
@@ -156,6 +161,11 @@ def backend_package(name: str) -> BackendPackage:
         others = ", ".join(sorted(n for n, (where, _) in BACKENDS.items() if where != module))
         raise UserError(f"backend: {name} is not part of this version; use one of {others}") from error
     return package
+
+
+def engine_part(strategy: str, part: str) -> Any:
+    """A module of the engine behind ``strategy``, such as ``engine``, imported only when it is asked for."""
+    return importlib.import_module(f"{ENGINES[strategy]}.{part}")
 
 
 def resolve_backend(name: str) -> str:

@@ -103,13 +103,13 @@ MUTANTS: dict[str, Mutant] = {
         ("tests/converters/test_mutations.py",),
     ),
     "the second moment is not restored": Mutant(
-        "gpu/fsdp/optimizer_state.py",
+        "portable/engines/fsdp/optimizer_state.py",
         "            if key != AVERAGE or key in values:",
         '            if key != "exp_avg_sq":',
         ("tests/portable/test_moves.py::test_goes_on_from_the_reference",),
     ),
     "a rank makes an update that is not finite": Mutant(
-        "gpu/fsdp/engine.py",
+        "portable/engines/fsdp/engine.py",
         "self._optimizer.found_inf = (left_out | ~finite).float().to(place)",
         "self._optimizer.found_inf = ((left_out | ~finite) & (dist.get_rank() == 0)).float().to(place)",
         ("tests/test_engines.py::test_leaves_out_an_update_that_is_not_finite",),
@@ -121,7 +121,7 @@ MUTANTS: dict[str, Mutant] = {
         ("tests/portable/test_own_optimizer.py::test_every_engine[adafactor-full_shard]",),
     ),
     "a restored optimizer of the user's keeps its first state": Mutant(
-        "gpu/fsdp/optimizer_state.py",
+        "portable/engines/fsdp/optimizer_state.py",
         "        fill_shard(target, value)",
         '        fill_shard(target, value) if not name.startswith("seen of") else None',
         ("tests/portable/test_own_optimizer.py::test_goes_on_bit_for_bit",),

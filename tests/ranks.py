@@ -36,7 +36,7 @@ MOST_THREADS = 40
 PRELOADED = (
     "tests.no_collections",
     "portable.run.rank",
-    "gpu.backend",
+    "portable.engines.backend",
     "torch._dynamo",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",

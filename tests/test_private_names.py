@@ -32,7 +32,7 @@ ROOMS = {
     "bitsandbytes": "portable/private/of_bitsandbytes.py",
     "datasets": "portable/private/of_datasets.py",
     "deepspeed": "gpu/zero/private_api.py",
-    "torch_xla": "tpu/of_torch_xla.py",
+    "torch_xla": "tpu/xla/of_torch_xla.py",
     **dict.fromkeys(("accelerate", "huggingface_hub", "safetensors", "tokenizers")),
 }
 """The one file that may use what a package keeps private. The last need none."""

@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gpu.common.machine import Machine
-from gpu.common.shared_sequences import check, share_sequences
 from portable.config import RunConfig
 from portable.data.samples.base import Samples
 from portable.data.samples.shared import SharedSamples
+from portable.engines.machine import Machine
+from portable.engines.shared_sequences import check, share_sequences
 from portable.errors import UserError
 from portable.model.document_attention import KEEP_DOCUMENTS_APART
 from portable.model.loss import token_loss

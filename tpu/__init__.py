@@ -1,1 +1,1 @@
-"""The backend on torch_xla, with SPMD."""
+"""TPUs: `xla` is the backend on torch_xla, `compile` asks libtpu's compiler without a device."""

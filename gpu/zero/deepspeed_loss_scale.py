@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from gpu.common.loss_scale import STATE
+from portable.engines.loss_scale import STATE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
 class DeepSpeedScaler:
-    """Implements :class:`gpu.common.loss_scale.Scaler`; DeepSpeed itself advances the search.
+    """Implements :class:`portable.engines.loss_scale.Scaler`; DeepSpeed itself advances the search.
 
     Args:
         scaler: DeepSpeed's dynamic loss scaler.

@@ -11,12 +11,6 @@ import torch
 from torch import nn
 
 from converters import Tensor as StoredTensor
-from gpu.common.compiling import compile_layers
-from gpu.common.experts import called_by_choice, routed, zero_missing_gradients
-from gpu.common.generation import continue_text
-from gpu.common.loss_scale import LossScale
-from gpu.common.machine import COMPUTE_DTYPES
-from gpu.common.shared_sequences import SharedSequences, share_sequences
 from gpu.zero import config as deepspeed_json
 from gpu.zero import nvme, private_api
 from gpu.zero import optimizer as zero_optimizer
@@ -29,6 +23,12 @@ from gpu.zero.settings import ModelSizes, settings_for
 from portable.batch_plan import plan_batches
 from portable.checkpoint.external import step_of_run
 from portable.checkpoint.match_to_model import stored_state
+from portable.engines.compiling import compile_layers
+from portable.engines.experts import called_by_choice, routed, zero_missing_gradients
+from portable.engines.generation import continue_text
+from portable.engines.loss_scale import LossScale
+from portable.engines.machine import COMPUTE_DTYPES
+from portable.engines.shared_sequences import SharedSequences, share_sequences
 from portable.errors import require
 from portable.model.activation_checkpointing import checkpoint_activations
 from portable.model.freezing import frozen_names
@@ -52,9 +52,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from converters import Checkpoint
-    from gpu.common.machine import Machine, MeasuredEngine
     from portable.backend import Batch, SaveHandle
     from portable.config import RunConfig
+    from portable.engines.machine import Machine, MeasuredEngine
     from portable.model.loss import Measure
     from portable.model.tensors import ReadableTensor
 
@@ -89,7 +89,7 @@ def notes(config: RunConfig, device_type: str) -> list[str]:
 
 
 def prepare(model: nn.Module, config: RunConfig, machine: Machine, at_stop: ExitStack) -> MeasuredEngine:
-    """See :class:`gpu.common.machine.EngineModule`."""
+    """See :class:`portable.engines.machine.EngineModule`."""
     stage = STAGES[config.strategy]
     deepspeed = zero_runtime.import_deepspeed(machine.device.type)
     zero_runtime.start(deepspeed, machine.device, at_stop)
@@ -265,7 +265,7 @@ class ZeroEngine:
         return found
 
     def metrics(self) -> dict[str, float]:
-        """See :class:`gpu.common.machine.MeasuredEngine`."""
+        """See :class:`portable.engines.machine.MeasuredEngine`."""
         return self._scaling.metrics()
 
     @torch.no_grad()

@@ -11,13 +11,15 @@ from fractions import Fraction
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from gpu.common.volumes import across_nodes, elements
 from gpu.zero import buckets
+from portable.config.derived import ZERO
+from portable.engines.volumes import across_nodes, elements
 from portable.planner.memory_model import (
     COMPUTE_BYTES,
     MASTER,
     Cluster,
     Footprint,
+    Setting,
     Traffic,
     orthogonalizing,
     own_moment_bytes,
@@ -25,13 +27,35 @@ from portable.planner.memory_model import (
 from portable.plugins import names_code
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
-    from portable.config import RunConfig
+    from portable.config import RunConfig, TrainConfig
     from portable.planner.inventory import Inventory, Weight
 
 OPTIMIZERS = ("adamw", "sgd", "muon")
 """What ZeRO trains with, beside optimizers of the user's."""
+
+
+def settings(config: RunConfig) -> Iterator[Setting]:
+    """What ZeRO adds to :func:`portable.engines.footprint.settings`."""
+    train = config.train
+    if train.optimizer in OPTIMIZERS or _elementwise(train):
+        for strategy in ZERO:
+            yield Setting(strategy)
+            yield Setting(strategy, "cpu")
+        yield Setting("zero3", "none", "cpu")
+        yield Setting("zero3", "cpu", "cpu")
+        if train.optimizer in ("adamw", "sgd") and train.ema is None:
+            yield Setting("zero3", "nvme")
+            yield Setting("zero3", "nvme", "nvme")
+
+
+def _elementwise(train: TrainConfig) -> bool:
+    if not names_code(train.optimizer):
+        return False
+    from portable.optim import own  # only here: it needs torch
+
+    return own.elementwise(train) and not own.constructs_state(train)
 
 
 def footprint(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprint:

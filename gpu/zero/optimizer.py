@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gpu.common.machine import COMPUTE_DTYPES
 from gpu.zero import private_api
 from gpu.zero.builds import wait_for_build
+from portable.engines.machine import COMPUTE_DTYPES
 from portable.errors import UserError, one_line, require
 from portable.optim import own
 from portable.optim.average import keep_average

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from gpu.common.machine import transport
 from gpu.zero import private_api
+from portable.engines.machine import transport
 from portable.errors import UserError, one_line
 from portable.terminal import native_stdout_closed
 

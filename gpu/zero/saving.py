@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from gpu.common.staging import WriteHandle, staged
 from gpu.zero import private_api
 from portable.checkpoint.background import in_background
+from portable.engines.staging import WriteHandle, staged
 from portable.model.parameters import adapted, stored_tensors
 from portable.ranks.collectives import background_group
 from portable.terminal import native_stdout_closed

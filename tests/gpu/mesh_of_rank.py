@@ -8,14 +8,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpu.fsdp import sharding
 from portable import cli
+from portable.engines.fsdp import sharding
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from gpu.common.machine import Machine
     from portable.config import RunConfig
+    from portable.engines.machine import Machine
 
 NODE = ("GROUP_RANK", "SLURM_NODEID")
 

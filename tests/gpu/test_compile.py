@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from gpu.common.compiling import compile_layers
 from portable.config import load_config
+from portable.engines.compiling import compile_layers
 from portable.errors import UserError
 from portable.evaluation.evaluate import evaluate
 from portable.registry import World, backend_package
@@ -195,8 +195,8 @@ def test_captured_graphs_are_told_of_passes(
 
 def captured(config: RunConfig) -> tuple[Losses, int, dict[str, int]]:
     """Losses; passes that torch was told of; micro-batches, and gradients left where a graph put them."""
-    from gpu.fsdp import sharding
-    from gpu.fsdp.engine import TorchEngine
+    from portable.engines.fsdp import sharding
+    from portable.engines.fsdp.engine import TorchEngine
 
     told = 0
     kept = {"passes": 0, "fresh": 0}

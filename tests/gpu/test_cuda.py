@@ -37,9 +37,9 @@ import torch.distributed as dist
 
 from converters import Tensor as StoredTensor
 from converters import open_checkpoint
-from gpu.backend import CudaDiagnostics
-from gpu.common.machine import transport
-from gpu.fsdp import sharding
+from gpu.memory import CudaDiagnostics
+from portable.engines.fsdp import sharding
+from portable.engines.machine import transport
 from portable.errors import UserError
 from portable.model.tensors import to_torch
 from portable.optim.sharded import local

@@ -7,25 +7,28 @@ the backend is made without the GPU that it asks for.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import pytest
 import torch
 
-from gpu.backend import CudaDiagnostics, TorchBackend
-from portable.backend import Diagnostics
+from portable.engines.backend import TorchBackend
 from portable.private import of_torch
 from portable.ranks.watchdog import Watchdog
+from portable.registry import backend_package
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from portable.engines.package import TorchPackage
 
 
 def made(name: str, world_size: int) -> TorchBackend:
     backend = object.__new__(TorchBackend)
     backend.name, backend.rank, backend.world_size = name, 1, world_size
     backend.device = torch.device(name)
-    backend.diagnostics = CudaDiagnostics(backend.device, 1, world_size) if name == "cuda" else Diagnostics()
+    backend._package = package = cast("TorchPackage", backend_package(name))
+    backend.diagnostics = package.diagnostics(backend.device, 1, world_size)
     return backend
 
 
@@ -53,7 +56,7 @@ def test_a_hang_dumps_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_it_records_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda _: None)
     monkeypatch.delenv("TORCH_FR_BUFFER_SIZE", raising=False)
     monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "7")
     made("cuda", 1).start()

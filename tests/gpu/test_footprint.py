@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from gpu.footprint import adopt, footprint, settings, units
 from gpu.zero import nvme
 from portable.adapters.adapter import training_model
 from portable.adapters.settings import settled
+from portable.engines.footprint import adopt, footprint, settings, units
 from portable.model import build as models
 from portable.planner.memory_model import Cluster, Setting
 from portable.planner.meta_model import inspect

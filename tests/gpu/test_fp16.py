@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from gpu.common.loss_scale import STATE, LossScale
-from gpu.fsdp.device_loss_scale import DeviceScaler
 from portable.config import load_config
+from portable.engines.fsdp.device_loss_scale import DeviceScaler
+from portable.engines.loss_scale import STATE, LossScale
 from portable.errors import RunError
 from portable.optim.sharded import local
 from portable.registry import create_backend

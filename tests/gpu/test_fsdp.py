@@ -209,7 +209,7 @@ def test_refused(settings: dict[str, Any], message: str, tmp_path: Path, corpus:
 
 
 def test_offloaded_parameters_wait_in_host_memory() -> None:
-    from gpu.fsdp.sharding import _offload_policy
+    from portable.engines.fsdp.sharding import _offload_policy
 
     assert _offload_policy(True, torch.device("cuda")).pin_memory  # type: ignore[attr-defined]
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from gpu.memory_advice import advice as memory_advice
+from portable.engines.memory_advice import advice as memory_advice
 from tests.runs import configured
 
 if TYPE_CHECKING:

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from gpu import device_specs as devices
-from gpu import memory_trial
-from gpu.backend import CudaDiagnostics
-from gpu.package import CpuPackage
+from gpu.memory import CudaDiagnostics
 from portable.backend import Diagnostics
 from portable.checks import check
 from portable.cli import main
 from portable.config import load_config
+from portable.engines import memory_trial
+from portable.engines.package import CpuPackage
 from portable.errors import UserError
 from portable.run.micro_batch import FIRST_GUESS, divisors, largest_fitting
 from portable.run.rank import run_rank
@@ -94,8 +94,8 @@ def limited_leg(folder: Path, corpus: Path, settings: dict[str, Any], mebibytes:
     """A leg of a run on ranks that have so many MiB each while they try what fits."""
     room = mebibytes[int(os.environ["RANK"])] * MIB
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory_trial, "can_tell", lambda _: True)
-        patch.setattr(memory_trial, "_limit_on_host", lambda: memory_limit(room))
+        patch.setattr(memory_trial, "host_can_tell", lambda: True)
+        patch.setattr(memory_trial, "limit_on_host", lambda: memory_limit(room))
         return free_leg(folder, corpus, settings)
 
 
@@ -165,7 +165,7 @@ def refusal(folder: Path, corpus: Path, settings: dict[str, Any], mebibytes: lis
     The error is injected, as torch.cuda raises it: there is no GPU whose memory could run out. What fits is
     then searched for under a real limit.
     """
-    from gpu.fsdp.engine import TorchEngine
+    from portable.engines.fsdp.engine import TorchEngine
 
     taken = 0
     accumulate = TorchEngine.accumulate
@@ -257,7 +257,7 @@ def snapshot_taken(folder: Path, corpus: Path) -> tuple[str, list[int]]:
         patch.setattr(CpuPackage, "check", lambda *_: None)
         patch.setattr(CpuPackage, "checks", lambda *_: ())
         patch.setattr(CudaDiagnostics, "driver_memory", lambda _: None)
-        patch.setattr("gpu.backend.Diagnostics", lambda: CudaDiagnostics(torch.device("cpu"), 0, 1))
+        patch.setattr(CpuPackage, "diagnostics", lambda _, *told: CudaDiagnostics(*told))
         patch.setattr(torch.cuda.memory, "_record_memory_history", lambda max_entries: recorded.append(1))
         patch.setattr(
             torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_text("as torch.cuda writes it")

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import nn
 
 from converters import open_checkpoint
-from gpu.footprint import units
-from gpu.fsdp.footprint import fully_sharded
 from portable.adapters.adapter import training_model
 from portable.adapters.settings import settled
+from portable.engines.footprint import units
+from portable.engines.fsdp.footprint import fully_sharded
 from portable.errors import UserError
 from portable.model import build as models
 from portable.optim.muon import Muon, spread

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from gpu.backend import TorchBackend
 from portable.cli import main
+from portable.engines.backend import TorchBackend
+from portable.engines.package import CPU
 from portable.errors import UserError
 from portable.registry import World, backend_package
 from portable.run.prepare import prepare
@@ -58,7 +59,7 @@ def test_the_precision_of_fp32_products_is_set_and_put_back(
     """The flag alone: what it changes is on NVIDIA GPUs, and a CPU's check, left out here, refuses tf32."""
     settled = settle(configured(tmp_path, corpus), "cpu")
     settled.config.__dict__["precision"] = precision
-    backend = TorchBackend("cpu")
+    backend = TorchBackend(CPU)
     usual = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
@@ -76,7 +77,7 @@ def test_the_precision_of_fp32_products_is_set_and_put_back(
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_the_attention_that_is_asked_for(attention: str, tmp_path: Path, corpus: Path) -> None:
     config = configured(tmp_path, corpus, model__attention=attention)
-    assert prepare(settle(config, "cpu"), TorchBackend("cpu")).model.config._attn_implementation == attention
+    assert prepare(settle(config, "cpu"), TorchBackend(CPU)).model.config._attn_implementation == attention
 
 
 def test_flash_attention_that_is_not_installed(

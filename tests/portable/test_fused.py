@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from portable.planner.fused import Tape, Value, peaks
 from portable.planner.passes import Compiler
 from portable.private import of_torch
-from tpu.footprint import result
+from tpu.xla.footprint import result
 
 ROWS, WIDE, CLASSES = 64, 8, 1024
 

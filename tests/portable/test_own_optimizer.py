@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from converters import open_checkpoint
-from gpu.footprint import units
-from gpu.fsdp.footprint import fully_sharded
 from gpu.zero.footprint import footprint as zero_footprint
 from portable import api
 from portable.adapters.adapter import training_model
 from portable.adapters.settings import settled
+from portable.engines.footprint import units
+from portable.engines.fsdp.footprint import fully_sharded
 from portable.errors import UserError
 from portable.model import build as models
 from portable.optim import own

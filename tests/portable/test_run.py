@@ -164,7 +164,7 @@ def killed_while_saving(folder: Path, corpus: Path, moment: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     if moment == "shards":
-        from gpu.fsdp.engine import TorchEngine
+        from portable.engines.fsdp.engine import TorchEngine
 
         write = TorchEngine.save
 

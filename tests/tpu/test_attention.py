@@ -49,9 +49,9 @@ def attended(name: str, device: str) -> list[torch.Tensor]:
 
 
 def by_rows(names: list[str]) -> tuple[dict[str, list[torch.Tensor]], list[int]]:
-    from tpu import attention, runtime
-    from tpu.layout import Layout
-    from tpu.runtime import torch_xla
+    from tpu.xla import attention, runtime
+    from tpu.xla.layout import Layout
+    from tpu.xla.runtime import torch_xla
 
     runtime.start()
     model = SimpleNamespace(config=SimpleNamespace(_attn_implementation="sdpa", model_type="llama"))
@@ -114,8 +114,8 @@ def with_a_bias(device: str) -> list[torch.Tensor]:
 
 
 def on_a_device() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    from tpu import attention, runtime
-    from tpu.layout import Layout
+    from tpu.xla import attention, runtime
+    from tpu.xla.layout import Layout
 
     runtime.start()
     model = SimpleNamespace(config=SimpleNamespace(_attn_implementation="sdpa", model_type="t5"))

@@ -141,7 +141,7 @@ def test_flags_are_those_of_a_run() -> None:
     given = "--mine=1 --xla_latency_hiding_scheduler_rerun=2"
     for device, version in (("v4", 4), ("v5e", 5), ("v5p", 5), ("v6e", 6)):
         ours = Slice(device, FOUR[device]).environment({"LIBTPU_INIT_ARGS": given})["LIBTPU_INIT_ARGS"]
-        begun = with_missing(given, OURS)  # as tpu.runtime, before torch_xla is imported
+        begun = with_missing(given, OURS)  # as tpu.xla.runtime, before torch_xla is imported
         assert sorted(ours.split()) == sorted(flags_of_torch_xla(version, begun).split()), device
 
 

@@ -167,7 +167,7 @@ def test_no_framework_is_imported() -> None:
 def test_flags_of_the_compiler(
     runs_on: str, given: str, flags: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tpu import runtime
+    from tpu.xla import runtime
 
     monkeypatch.setenv("PJRT_DEVICE", runs_on)
     monkeypatch.setenv(VARIABLE, given)

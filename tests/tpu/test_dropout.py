@@ -37,7 +37,7 @@ def z_scores(mask: torch.Tensor, p: float) -> list[float]:
 
 @pytest.mark.parametrize("p", [0.9, 0.5, 0.01])
 def test_masks_are_random(p: float) -> None:
-    from tpu.dropout import drawn
+    from tpu.xla.dropout import drawn
 
     shape = torch.Size((4, 8, 64, 128))
     first, second = keyed(0)
@@ -47,7 +47,7 @@ def test_masks_are_random(p: float) -> None:
 
 
 def test_masks_at_the_ends() -> None:
-    from tpu.dropout import drawn
+    from tpu.xla.dropout import drawn
 
     assert drawn(torch.Size((4, 8)), keyed(1), 1.0).all()
     assert not drawn(torch.Size((4, 8)), keyed(1), 0.0).any()
@@ -56,11 +56,11 @@ def test_masks_at_the_ends() -> None:
 
 def dropped() -> list[torch.Tensor]:
     from portable.config import load_config
-    from tpu import runtime
-    from tpu.dropout import draw_by_position
-    from tpu.layout import Layout
-    from tpu.of_torch_xla import xla
-    from tpu.runtime import xr
+    from tpu.xla import runtime
+    from tpu.xla.dropout import draw_by_position
+    from tpu.xla.layout import Layout
+    from tpu.xla.of_torch_xla import xla
+    from tpu.xla.runtime import xr
 
     runtime.start()
     draw_by_position()

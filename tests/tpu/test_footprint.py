@@ -19,7 +19,7 @@ from portable.run.restore import restore
 from portable.run.settle import settle
 from tests.runs import TINY_MODEL, configured
 from tests.xla import QUICK
-from tpu.footprint import footprint
+from tpu.xla.footprint import footprint
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -43,7 +43,7 @@ def kept(config: RunConfig) -> tuple[int, int]:
 
 
 def on_first_device(tensors: Any) -> int:
-    from tpu.of_torch_xla import xla
+    from tpu.xla.of_torch_xla import xla
 
     held = 0
     for tensor in tensors:

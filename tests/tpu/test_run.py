@@ -265,7 +265,7 @@ def test_a_step_that_is_not_finite_changes_nothing(tmp_path: Path, corpus: Path,
 
 def reports_of_odd_steps(config: RunConfig) -> list[str]:
     """What is said when the shape of a batch changes, and when a scalar becomes a constant of the step."""
-    from tpu.graphs import Graphs
+    from tpu.xla.graphs import Graphs
 
     backend = create_backend("xla")
     run = prepare(settle(config, backend.name), backend)
@@ -297,7 +297,7 @@ def test_a_graph_too_many_is_reported_with_its_cause(tmp_path: Path, corpus: Pat
 
 def reports_of_looking_models(config: RunConfig) -> list[str]:
     """What is said of a model that looks at the values of its input, over three steps."""
-    from tpu.graphs import Graphs
+    from tpu.xla.graphs import Graphs
 
     backend = create_backend("xla")
     run = prepare(settle(config, backend.name), backend)
@@ -362,8 +362,8 @@ def save_as_a_host(folder: Path) -> None:
     """Two hosts' halves of a tensor, and a number that both have."""
     import torch.distributed as dist
 
-    from tpu.layout import Shard
-    from tpu.saving import Saver, Staged
+    from tpu.xla.layout import Shard
+    from tpu.xla.saving import Saver, Staged
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()
@@ -458,7 +458,7 @@ def refusal(answer: tuple[int, str]) -> str:
 @pytest.fixture
 def not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever came before, torch_xla is looked for again."""
-    for name in ("tpu.runtime", "tpu.backend"):
+    for name in ("tpu.xla.runtime", "tpu.xla.backend"):
         monkeypatch.delitem(sys.modules, name, raising=False)
 
 
@@ -517,7 +517,7 @@ REFUSED = [
 
 def where_graphs_are_kept() -> list[Path | None]:
     """For the three kinds of setting, as on a TPU; the runtime itself has none here."""
-    from tpu import backend, runtime
+    from tpu.xla import backend, runtime
 
     found: list[Path | None] = [backend._compilation_cache("auto")]
     on_tpu, runtime.on_tpu = runtime.on_tpu, lambda: True

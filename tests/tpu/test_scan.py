@@ -278,8 +278,8 @@ def by_hand() -> list[torch.Tensor]:
 
 
 def in_a_loop(recompute: bool) -> tuple[list[torch.Tensor], int]:
-    from tpu import runtime
-    from tpu.scan import Scan
+    from tpu.xla import runtime
+    from tpu.xla.scan import Scan
 
     runtime.start()
     given = [tensor.to("xla:0").requires_grad_() for tensor in inputs()]
@@ -302,8 +302,8 @@ def test_the_gradients_of_a_loop(recompute: bool, saved: int, xla: XlaPool) -> N
 
 
 def dropped(recompute: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    from tpu import runtime
-    from tpu.scan import Scan
+    from tpu.xla import runtime
+    from tpu.xla.scan import Scan
 
     def drop(carry: Any, slices: Any, _: Any) -> Any:
         return carry, (torch.nn.functional.dropout(slices[0], 0.5),)
@@ -326,8 +326,8 @@ def test_random_numbers_differ_between_iterations_and_are_drawn_once(recompute: 
 
 def dropped_within() -> tuple[torch.Tensor, torch.Tensor]:
     """Dropout in a loop within a loop, before and after it."""
-    from tpu import runtime
-    from tpu.scan import Scan
+    from tpu.xla import runtime
+    from tpu.xla.scan import Scan
 
     def inner(carry: Any, slices: Any, _: Any) -> Any:
         return carry, (torch.nn.functional.dropout(slices[0], 0.5),)
@@ -355,8 +355,8 @@ def test_random_numbers_of_loops_within_loops(xla: XlaPool) -> None:
 
 
 def keeps_a_tensor() -> None:
-    from tpu import runtime
-    from tpu.scan import Scan
+    from tpu.xla import runtime
+    from tpu.xla.scan import Scan
 
     class Careless(torch.autograd.Function):
         @staticmethod

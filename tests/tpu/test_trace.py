@@ -15,7 +15,7 @@ from tests.xla import QUICK
 from tpu.compile.hlo import Module
 from tpu.compile.protobuf import Message
 from tpu.compile.trace import ANSWER, trace_graphs
-from tpu.sharding import ShardingRules
+from tpu.xla.sharding import ShardingRules
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -50,7 +50,7 @@ def run(config: RunConfig) -> int:
 
 
 def traced(config: RunConfig, folder: Path) -> list[str]:
-    from tpu.compile.tracing import trace
+    from tpu.xla.tracing import trace
 
     return [graph["name"] for graph in trace(config, folder, "CPU")]
 

@@ -1,7 +1,7 @@
 """Write the graphs that a run would compile for a TPU. Needs no TPU, no weights, and not the model's memory.
 
 The graphs come from a process of its own with as many virtual devices as the slice has
-(:mod:`tpu.compile.tracing`). They are those of the run, sharding annotations and donated buffers included.
+(:mod:`tpu.xla.tracing`). They are those of the run, sharding annotations and donated buffers included.
 One difference is left: torch_xla passes 3200 or more arguments as one tuple, and here they stay apart.
 """
 
@@ -71,7 +71,7 @@ def trace_graphs(config: RunConfig, devices: int, folder: Path, *, hardware: str
         "XLA_HLO_DEBUG": "1",  # the line of code of each operation
     }
     done = subprocess.run(
-        interpreter.command("from tpu.compile.tracing import main; main()", str(answer), hardware),
+        interpreter.command("from tpu.xla.tracing import main; main()", str(answer), hardware),
         input=pickle.dumps(config),
         env=environment,
         stdout=subprocess.DEVNULL,

@@ -1,0 +1,56 @@
+"""The memory of a GPU: its history, what the driver counts, and a limit for a trial."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from portable.backend import Diagnostics
+from portable.planner.device_lookup import KEPT_FOR_COLLECTIVES, SHARE_NOT_SEARCHED
+from portable.private import of_torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+_RECORDED_ALLOCATIONS = 200_000  # a few steps of a large model
+
+
+class CudaDiagnostics(Diagnostics):
+    """Memory history, driver counters and NCCL's flight recorder of one GPU."""
+
+    def __init__(self, device: torch.device, rank: int, world_size: int) -> None:
+        self._device = device
+        self._rank = rank
+        self._world_size = world_size
+
+    def record_memory(self) -> None:
+        of_torch.record_memory_history(max_entries=_RECORDED_ALLOCATIONS)
+
+    def dump_memory(self, path: Path) -> None:
+        of_torch.dump_memory_snapshot(str(path))
+
+    def dump_collectives(self, folder: Path) -> None:
+        if self._world_size > 1:
+            # torchfrtrace expects this name.
+            (folder / f"nccl_trace_rank_{self._rank}").write_bytes(of_torch.dump_nccl_trace())
+
+    def driver_memory(self) -> tuple[int, int] | None:
+        free, total = torch.cuda.mem_get_info(self._device)
+        return total - free, total
+
+
+@contextmanager
+def limit(device: torch.device, world_size: int) -> Iterator[None]:
+    """See :meth:`portable.engines.package.TorchPackage.memory_limit`."""
+    torch.cuda.set_device(device)
+    free, total = torch.cuda.mem_get_info(device)
+    reserved = total * SHARE_NOT_SEARCHED + (KEPT_FOR_COLLECTIVES if world_size > 1 else 0)
+    usable = free + torch.cuda.memory_reserved(device) - reserved
+    torch.cuda.set_per_process_memory_fraction(max(usable, 0.0) / total, device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)

@@ -1,0 +1,170 @@
+"""The backend on torch.distributed: one rank a device, of any kind that torch knows, or CPU ranks."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from portable.engines import memory_trial
+from portable.engines.machine import Machine, transport
+from portable.errors import RunError, UserError, one_line
+from portable.private import of_torch
+from portable.ranks.collectives import any_rank, gather_text
+from portable.registry import engine_part
+from portable.terminal import native_stdout_closed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor, nn
+
+    from portable.backend import Batch, Engine
+    from portable.config import RunConfig
+    from portable.engines.machine import MeasuredEngine
+    from portable.engines.package import TorchPackage
+
+COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
+
+
+class TorchBackend:
+    """Ranks in one torch.distributed process group, on the devices of ``package``."""
+
+    def __init__(self, package: TorchPackage) -> None:
+        self.name = package.name
+        self._package = package
+        self.one_program = False
+        self._engine: MeasuredEngine | None = None
+        self._at_stop = ExitStack()
+        self._left_groups: list[Any] = []
+        self._products_before: tuple[str, bool] | None = None
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self.local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self.device = package.open(self.local_rank, self.local_world_size)
+        self.diagnostics = package.diagnostics(self.device, self.rank, self.world_size)
+
+    def start(self) -> None:
+        self._package.start(self.device)
+        if self.world_size > 1:
+            try:
+                with native_stdout_closed():
+                    dist.init_process_group(transport(self.device), timeout=COLLECTIVE_TIMEOUT)
+            except dist.DistNetworkError as error:
+                raise _not_met(error) from error
+
+    def stop(self) -> None:
+        if self._products_before is not None:
+            _set_fp32_products(*self._products_before)
+            self._products_before = None
+        self._engine = None
+        self._at_stop.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def prepare(self, model: nn.Module, config: RunConfig) -> Engine:
+        if self._products_before is None:
+            self._products_before = (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32)
+        tf32 = config.precision == "tf32"
+        _set_fp32_products("high" if tf32 else "highest", tf32)
+        self._engine = engine_part(config.strategy, "engine").prepare(
+            model, config, self._machine(self.rank), self._at_stop
+        )
+        return self._engine
+
+    def _machine(self, rank: int) -> Machine:
+        return Machine(self.device, rank, self.world_size, self.local_world_size)
+
+    def fits(
+        self, build: Callable[[], nn.Module], config: RunConfig, steps: Callable[[Engine], None]
+    ) -> bool | None:
+        limit = self._package.memory_limit(self.device, self.world_size)
+        return None if limit is None else memory_trial.fits(build, config, self._machine(0), limit, steps)
+
+    def ran_out_of_memory(self, error: BaseException) -> bool:
+        return memory_trial.ran_out_of_memory(error)
+
+    def leave(self) -> None:
+        self._engine = None
+        self._left_groups += of_torch.detach_process_groups()
+        self._at_stop.close()
+
+    def seed(self, value: int) -> None:
+        # torch.manual_seed also visits all other device types, which costs 0.2 ms per call.
+        torch.default_generator.manual_seed(value)
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).manual_seed(value)
+
+    def place(self, batch: Batch) -> Batch:
+        if self.device.type == "cpu":
+            return batch
+        return {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
+
+    @property
+    def devices_per_rank(self) -> int:
+        return 1
+
+    def total(self, count: float) -> Tensor:
+        # Filled on the device: a copy from the host would sync.
+        kind = torch.int64 if isinstance(count, int) else torch.float64
+        value = torch.full((), count, dtype=kind, device=self.device)
+        if self.world_size > 1:
+            dist.all_reduce(value)
+        return value
+
+    def sum(self, value: Tensor) -> Tensor:
+        if self.world_size > 1:
+            value = value.clone()
+            dist.all_reduce(value)
+        return value
+
+    def read(self, values: Sequence[Tensor]) -> list[float]:
+        numbers: list[float] = torch.cat([value.detach().double().reshape(-1) for value in values]).tolist()
+        return numbers
+
+    def any(self, flag: bool) -> bool:
+        return any_rank(flag)
+
+    def gather(self, text: str) -> list[str]:
+        return gather_text(text)
+
+    def barrier(self) -> None:
+        self.any(False)  # over the host; dist.barrier would also wait for the GPU
+
+    def memory(self) -> tuple[int, int]:
+        return self._package.memory(self.device)
+
+    def shape_multiple(self, precision: str) -> int | None:
+        return self._package.shape_multiple(self.device, precision)
+
+    def peak_flops(self, precision: str) -> float | None:
+        return self._package.peak_flops(self.device, precision)
+
+    def metrics(self) -> dict[str, float]:
+        return {} if self._engine is None else self._engine.metrics()
+
+
+def _set_fp32_products(precision: str, tf32_convolutions: bool) -> None:
+    """Set how exact fp32 is. By default cuDNN's convolutions round to tf32, whatever matrix products do."""
+    torch.set_float32_matmul_precision(precision)
+    torch.backends.cudnn.allow_tf32 = tf32_convolutions
+
+
+def _not_met(error: dist.DistNetworkError) -> UserError | RunError:
+    """Why the ranks of another launcher did not meet."""
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if "EADDRINUSE" in str(error):
+        return UserError(
+            f"MASTER_PORT={port}: another program uses this port of {address}; set a free one on all nodes "
+            "(torchrun: --master-port)"
+        )
+    said = one_line(str(error).splitlines()[0])
+    return RunError(
+        f"MASTER_ADDR={address}, MASTER_PORT={port}: the ranks did not meet there ({said}); start all of "
+        "them, with the address of the node of rank 0"
+    )

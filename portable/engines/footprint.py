@@ -1,0 +1,57 @@
+"""Memory and traffic of the engines on torch.distributed, for the planner; imports no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from portable.config.derived import ZERO
+from portable.engines.fsdp import footprint as fsdp
+from portable.planner.memory_model import Cluster, Footprint, Setting
+from portable.registry import engine_part
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import nn
+
+    from portable.config import RunConfig
+    from portable.planner.inventory import Inventory
+
+
+def adopt(config: RunConfig, cluster: Cluster) -> RunConfig:
+    """See :class:`portable.planner.memory_model.FootprintModule`."""
+    if config.deepspeed.config is None:
+        return config
+    adopted: RunConfig = engine_part(ZERO[0], "engine").adopt(config, "cpu", cluster.devices)
+    return adopted
+
+
+def settings(config: RunConfig, cluster: Cluster) -> Iterator[Setting]:
+    """See :class:`portable.planner.memory_model.FootprintModule`."""
+    yield Setting("no_shard")
+    yield from engine_part(ZERO[0], "footprint").settings(config)
+    yield Setting("shard_grad_op")
+    yield Setting("full_shard")
+    yield Setting("full_shard", "cpu")
+    yield Setting("full_shard", "none", "cpu")
+    if cluster.nodes > 1 and cluster.devices % cluster.per_node == 0:
+        yield Setting("hybrid_shard_zero2")
+        yield Setting("hybrid_shard")
+
+
+def units(model: nn.Module, config: RunConfig) -> list[nn.Module]:
+    """See :class:`portable.planner.memory_model.FootprintModule`."""
+    from portable.engines.fsdp.units import units  # only here: it needs torch
+
+    return units(model, config)
+
+
+def footprint(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprint:
+    """See :class:`portable.planner.memory_model.FootprintModule`."""
+    if config.strategy in ZERO:
+        of_zero: Footprint = engine_part(config.strategy, "footprint").footprint(model, config, cluster)
+        return of_zero
+    one_device = cluster.devices == 1 and config.memory.offload_params != "cpu"
+    if config.strategy == "no_shard" or one_device:
+        return fsdp.replicated(model, config, cluster)
+    return fsdp.fully_sharded(model, config, cluster)

@@ -1,0 +1,68 @@
+"""A search for the fp16 loss scale that stays on the device, without a host sync."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from portable.engines.loss_scale import STATE
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from portable.config import Fp16Config
+
+
+class DeviceScaler:
+    """Implements :class:`portable.engines.loss_scale.Scaler` with device tensors.
+
+    Args:
+        settings: of the search.
+        device: to compute on.
+    """
+
+    def __init__(self, settings: Fp16Config, device: torch.device) -> None:
+        self.min_scale = settings.min_loss_scale
+        self._window = settings.loss_scale_window
+        self._hysteresis = settings.hysteresis
+        start = [2.0**settings.initial_scale_power, 0, -1, settings.hysteresis]
+        # In the order of STATE. Integers and powers of two are exact in float64.
+        self._state = torch.tensor(start, dtype=torch.float64, device=device)
+        self._overflows = torch.zeros((), device=device)
+        self.scale = self._state[0].float()
+        """The factor of the loss, an fp32 scalar on the device."""
+
+    def update(self, overflow: Tensor) -> Tensor:
+        """Advance the search by one update.
+
+        Args:
+            overflow: whether gradients of any rank were not finite, a bool scalar on the device.
+
+        Returns:
+            whether they overflowed at the lowest scale, a bool scalar on the device.
+        """
+        scale, count, last, patience = self._state
+        lower = overflow & (patience <= 1)
+        exhausted: Tensor = lower & (scale <= self.min_scale)
+        stable = count - last - 1
+        grow = ~overflow & (stable > 0) & (stable % self._window == 0)
+        scale = torch.where(lower, (scale / 2).clamp(min=self.min_scale), torch.where(grow, scale * 2, scale))
+        patience = torch.where(overflow & ~lower, patience - 1, patience)
+        patience = torch.where(grow, self._hysteresis, patience)
+        self._state = torch.stack([scale, count + 1, torch.where(overflow, count, last), patience])
+        self._overflows += overflow
+        self.scale = scale.float()
+        return exhausted
+
+    def state(self) -> dict[str, float]:
+        """The values of ``STATE`` and ``overflows``. Waits for the device."""
+        return {**dict(zip(STATE, self._state.tolist(), strict=True)), "overflows": int(self._overflows)}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """Set what :meth:`state` returns."""
+        self._state.copy_(torch.tensor([state[name] for name in STATE], dtype=torch.float64))
+        self._overflows.fill_(state["overflows"])
+        self.scale = self._state[0].float()

@@ -1,0 +1,124 @@
+"""Memory and traffic of DDP and FSDP2, computed from a model's shapes.
+
+``tests/gpu/test_footprint.py`` compares the resident sizes with live engines, to the byte. See
+docs/planning.md.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from portable.engines.volumes import across_nodes, elements
+from portable.errors import UserError
+from portable.planner.memory_model import (
+    COMPUTE_BYTES,
+    MASTER,
+    Cluster,
+    Footprint,
+    Traffic,
+    moment_bytes,
+    orthogonalizing,
+)
+
+if TYPE_CHECKING:
+    from portable.config import RunConfig
+    from portable.planner.inventory import Inventory
+
+HYBRID = ("hybrid_shard", "hybrid_shard_zero2")
+KEPT_AFTER_FORWARD = ("shard_grad_op", "hybrid_shard_zero2")
+
+
+def replicated(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprint:
+    """Memory and traffic under ``no_shard``, or on one device."""
+    gradients = MASTER * elements(model.trained)
+    moments = model.moment_bytes(config.train)
+    on_host = config.memory.offload_optimizer == "cpu"
+    share = (cluster.devices - 1) / cluster.devices
+    micro = config.train.micro_batch_size
+    several = micro == "auto" or config.train.global_batch_size > micro * cluster.devices
+    # DDP's buckets are resident; accumulating micro-batches add gradients beside them.
+    beside = gradients if cluster.devices > 1 and several else 0
+    compute = COMPUTE_BYTES[config.precision]
+    in_update, sent = orthogonalizing(model, compute, cluster.devices, replicated=True)
+    return Footprint(
+        gathered=beside,
+        in_layers=beside,
+        parameters=sum(w.itemsize * w.elements for w in model.weights),
+        gradients=gradients,
+        optimizer=0 if on_host else moments,
+        compute="autocast",
+        host=2 * gradients + moments if on_host else 0,
+        in_update=in_update,
+        links=Traffic(per_step=2 * gradients * share + sent),
+        network=Traffic(per_step=across_nodes(2 * gradients + sent, cluster)),
+    )
+
+
+def fully_sharded(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprint:
+    """Memory and traffic under FSDP2."""
+    group = cluster.devices
+    if config.strategy in HYBRID:
+        group = config.fsdp.shard_group_size or min(cluster.per_node, cluster.devices)
+    compute = COMPUTE_BYTES[config.precision]
+    parameters = gradients = moments = 0
+    for weight in model.weights:
+        shape = weight.shape
+        rows = -(-shape[0] // group) if shape else 1  # rank 0's shard along dim 0, padding included
+        size = rows * (weight.elements // max(1, shape[0]) if shape else 1)
+        parameters += weight.itemsize * size
+        if weight.trained:
+            gradients += MASTER * size
+            moments += moment_bytes(config.train, shape, rows, exact=weight.table, matrices=weight.matrices)
+    before, layers, end = _gathered(model, config, group, compute)
+    offload_params = config.memory.offload_params == "cpu"
+    offload_optimizer = config.memory.offload_optimizer == "cpu" and not offload_params
+    host = 0
+    if offload_params:
+        host = parameters + gradients + moments
+        # Shards go through the device to be gathered, gradients through it to the host.
+    elif offload_optimizer:
+        host = 2 * gradients + moments
+    gathers = 1 if config.strategy in KEPT_AFTER_FORWARD else 2
+    share = (group - 1) / group
+    copies = cluster.devices // group
+    per_pass = (gathers * compute * model.elements + MASTER * elements(model.trained)) * share
+    reduced = 2 * gradients * (copies - 1) / copies  # of a shard, across the replicas
+    network = reduced if config.strategy in HYBRID else across_nodes(per_pass, cluster)
+    in_update, sent = orthogonalizing(model, compute, group, replicated=False)
+    between = 0 if config.strategy in HYBRID else across_nodes(sent, cluster)
+    return Footprint(
+        parameters=0 if offload_params else parameters,
+        gradients=0 if offload_params else gradients,
+        optimizer=0 if offload_params or offload_optimizer else moments,
+        compute="cast",
+        gathered=before,
+        in_layers=layers,
+        at_end=end,
+        in_update=in_update,
+        host=host,
+        links=Traffic(per_pass=per_pass, per_step=sent),
+        network=Traffic(per_pass=network, per_step=between),
+    )
+
+
+def _gathered(model: Inventory, config: RunConfig, group: int, compute: int) -> tuple[int, int, int]:
+    """Bytes of gathered parameters and unreduced gradients: before the backward pass reaches a unit, in the
+    units, and at the end.
+
+    A running unit holds its own parameters and the next unit's; in the backward pass also its unsharded
+    gradients, and an fp32 copy of them to reduce, of which a shard stays. Parameters outside units stay
+    gathered; the head's gradients come first and wait for the others.
+    """
+    if model.no_units is not None:
+        raise UserError(model.no_units)
+    largest = max(model.sizes("unit"), default=0)
+    learning = max(model.sizes("unit", trained=True), default=0)
+    outside = elements(w for w in model.weights if w.unit is None)
+    trained = elements(w for w in model.trained if w.unit is None)
+    waiting = elements(w for w in model.trained if w.head and w.unit is None)
+    reduced = MASTER + MASTER / group
+    in_units = model.elements - outside if config.strategy in KEPT_AFTER_FORWARD else 2 * largest
+    there = compute * (outside + in_units)
+    layers = there + compute * (waiting + learning) + reduced * learning
+    end = compute * (outside + trained) + reduced * trained
+    return int(there), int(layers), int(end)

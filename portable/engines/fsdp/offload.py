@@ -1,0 +1,75 @@
+"""``memory.offload_optimizer: cpu``: optimizer state and optimizer step in host memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from portable.optim.sharded import local
+from portable.private import of_torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from torch import Tensor
+
+
+class HostCopies:
+    """Copies in host memory of this rank's shards of the trained parameters, for the optimizer.
+
+    The copy of a DTensor is a DTensor, so that optimizers and checkpoints treat both alike.
+
+    Args:
+        parameters: by name, on the device.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._parameters = {name: p for name, p in parameters.items() if p.requires_grad}
+        self.copies = {name: nn.Parameter(_on_host(p)) for name, p in self._parameters.items()}
+        self._gradients: dict[str, Tensor] = {}
+
+    def original(self) -> dict[Tensor, nn.Parameter]:
+        """From each copy to its parameter on the device."""
+        return {self.copies[name]: parameter for name, parameter in self._parameters.items()}
+
+    @torch.no_grad()
+    def refresh(self, names: Iterable[str]) -> None:
+        """Copy the values of ``names`` from the device."""
+        for name in self._parameters.keys() & set(names):
+            local(self.copies[name]).copy_(local(self._parameters[name]))
+
+    @torch.no_grad()
+    def fetch_gradients(self) -> None:
+        """Move all gradients from the device to the copies."""
+        for name, parameter in self._parameters.items():
+            if parameter.grad is None:
+                self.copies[name].grad = None
+                continue
+            if name not in self._gradients:
+                self._gradients[name] = _on_host(parameter.grad)
+            local(self._gradients[name]).copy_(local(parameter.grad), non_blocking=True)
+            self.copies[name].grad = self._gradients[name]
+            parameter.grad = None
+        _wait(self._parameters)
+
+    @torch.no_grad()
+    def copy_back(self) -> None:
+        """Copy the values back to the device, in stream order."""
+        for name, parameter in self._parameters.items():
+            local(parameter).copy_(local(self.copies[name]), non_blocking=True)
+
+
+def _wait(parameters: Mapping[str, nn.Parameter]) -> None:
+    device = next(iter(parameters.values())).device
+    if device.type != "cpu":
+        torch.accelerator.current_stream(device).synchronize()
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """Uninitialized host memory for ``tensor``, pinned if it is on a GPU; sharded as ``tensor`` is."""
+    part = local(tensor.detach())
+    memory = torch.empty_like(part, device="cpu", pin_memory=part.device.type != "cpu")
+    return of_torch.sharded_like(tensor, memory) if isinstance(tensor, DTensor) else memory

@@ -1,0 +1,212 @@
+"""Shard or replicate a model over the ranks with FSDP2 or DDP."""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from portable.engines.compiling import compile_layers
+from portable.engines.experts import zero_missing_gradients
+from portable.engines.fsdp.footprint import HYBRID, KEPT_AFTER_FORWARD
+from portable.engines.fsdp.units import order_prefetches, units
+from portable.engines.machine import COMPUTE_DTYPES, transport
+from portable.errors import UserError
+from portable.model.activation_checkpointing import checkpoint_activations
+from portable.model.layers import every_parameter_gets_gradient
+from portable.model.parameters import materialize
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from portable.config import RunConfig
+    from portable.engines.machine import Machine
+
+
+@dataclass
+class ShardedModel:
+    """A model sharded or replicated over the ranks.
+
+    Attributes:
+        model: the transformers model with its plain names; its parameters are DTensors if sharded.
+        forward: the module to call: the model, or DDP around it.
+        autocast_dtype: the compute type; None if FSDP casts the parameters, or in fp32.
+        loss_scale: the factor of the loss that makes gradients sums over the ranks, since DDP averages. (A
+            communication hook could sum them, but a Python hook may deadlock with gloo's threads when the
+            process group is destroyed.)
+    """
+
+    model: nn.Module
+    forward: nn.Module
+    device: torch.device
+    autocast_dtype: torch.dtype | None
+    loss_scale: float = 1.0
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        if self.autocast_dtype is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, self.autocast_dtype)
+
+    def accumulating(self, *, last: bool) -> AbstractContextManager[Any]:
+        """The context of a micro-batch: DDP reduces gradients with the last one only.
+
+        FSDP reduces after each, so that it accumulates shards and never holds all gradients on a rank.
+        """
+        if isinstance(self.forward, DistributedDataParallel) and not last:
+            return self.forward.no_sync()
+        return nullcontext()
+
+    def release_process_group(self) -> None:
+        """Drop DDP's references to the process group before the group is destroyed.
+
+        The last reference to a group joins gloo's threads. DDP's reducer would do so holding the GIL, which
+        the threads may need: a deadlock.
+        """
+        if isinstance(self.forward, DistributedDataParallel):
+            for name in ("logger", "reducer", "process_group"):
+                setattr(self.forward, name, None)
+
+
+def shard_group_size(config: RunConfig, world_size: int, local_world_size: int) -> int:
+    """The number of ranks that one copy of the state is sharded over; under hybrid strategies, of a group.
+
+    Raises:
+        UserError: if the world size is not a multiple of the group size.
+    """
+    if config.strategy not in HYBRID:
+        return world_size
+    size = config.fsdp.shard_group_size or local_world_size
+    if world_size % size:
+        fitting = [str(n) for n in range(1, world_size + 1) if world_size % n == 0]
+        raise UserError(
+            f"fsdp.shard_group_size: {world_size} ranks are not divisible into groups of {size}; use one of "
+            f"{', '.join(fitting)}"
+        )
+    return size
+
+
+def shard(model: nn.Module, config: RunConfig, machine: Machine) -> ShardedModel:
+    """Allocate the meta-device ``model``, sharded or replicated by ``config.strategy``.
+
+    Gradients are summed over ranks, not averaged: the loss is already divided by the valid tokens of the
+    global batch. One rank keeps a plain model, unless its parameters are offloaded.
+    """
+    device = machine.device
+    offload = config.memory.offload_params == "cpu"
+    alone = stands_alone(machine, offload=offload)
+    replicated = config.strategy == "no_shard" and not alone
+    # Computed on the plain model. Otherwise DDP searches unused parameters in each backward pass.
+    all_count = not replicated or every_parameter_gets_gradient(model)
+    zero_missing_gradients(model)
+    checkpoint_activations(model, config.memory.activation_checkpointing)
+    compile_layers(model, config)
+    compute = COMPUTE_DTYPES[config.precision]
+    autocast_dtype = None if compute == torch.float32 else compute
+    group = shard_group_size(config, machine.world_size, machine.local_world_size)
+    if alone:
+        materialize(model, device)
+        return ShardedModel(model, model, device, autocast_dtype)
+    if replicated:
+        materialize(model, device)
+        scale = float(machine.world_size)
+        replica = _replicate(model, device, all_count=all_count)
+        return ShardedModel(model, replica, device, autocast_dtype, scale)
+    if not dist.is_initialized():  # FSDP needs a group even for one rank
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(transport(device), store=store, rank=0, world_size=1)
+    _fully_shard(model, config, _mesh(config, machine, group), compute, _offload_policy(offload, device))
+    materialize(model, device, parameters=torch.device("cpu") if offload else device)
+    return ShardedModel(model, model, device, autocast_dtype=None)
+
+
+def stands_alone(machine: Machine, *, offload: bool) -> bool:
+    """Whether the model needs neither sharding nor offloading."""
+    return machine.world_size == 1 and not offload
+
+
+def _mesh(config: RunConfig, machine: Machine, group: int) -> DeviceMesh:
+    """A mesh with a shard axis and, under hybrid strategies, a replicate axis before it."""
+    shape: tuple[int, ...] = (group,)
+    names: tuple[str, ...] = ("shard",)
+    if config.strategy in HYBRID:
+        shape, names = (machine.world_size // group, group), ("replicate", "shard")
+    # DTensor caches by mesh for the life of the process, and meshes of one shape and name are equal. A new
+    # name keeps it from finding the mesh of an earlier engine, whose process group is destroyed.
+    number = next(_meshes)
+    named = tuple(f"{name}{number}" for name in names)
+    return init_device_mesh(machine.device.type, shape, mesh_dim_names=named)
+
+
+_meshes = itertools.count()
+
+
+def _fully_shard(
+    model: nn.Module, config: RunConfig, mesh: DeviceMesh, compute: torch.dtype, offload: OffloadPolicy
+) -> None:
+    ordered = units(model, config)
+    model.register_forward_hook(_show_values)  # FSDP's own hook comes between the two
+    for module in [*reversed(ordered), model]:  # inner units first
+        wrapped = fully_shard(
+            module,
+            mesh=mesh,
+            mp_policy=MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32),
+            reshard_after_forward=config.strategy not in KEPT_AFTER_FORWARD,
+            offload_policy=offload,
+        )
+        wrapped.set_gradient_divide_factor(1.0)
+        wrapped.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+    model.register_forward_hook(_take_output)
+    order_prefetches([m for m in (model, *ordered) if isinstance(m, FSDPModule)], config)
+
+
+def _show_values(module: nn.Module, args: Any, output: Any) -> tuple[Any, Callable[[], Any]]:
+    """Let FSDP see every tensor that a model returns, to gather parameters before its backward pass.
+
+    Of a dataclass, as models return it, torch 2.15 sees the fields, and not the keys that were added to it.
+    """
+    return list(output.values()) if isinstance(output, dict) else output, lambda: output
+
+
+def _take_output(module: nn.Module, args: Any, shown: tuple[Any, Callable[[], Any]]) -> Any:
+    return shown[1]()
+
+
+def _offload_policy(offload: bool, device: torch.device) -> OffloadPolicy:
+    # Pinned memory needs a GPU.
+    return CPUOffloadPolicy(pin_memory=device.type != "cpu") if offload else OffloadPolicy()
+
+
+def _replicate(model: nn.Module, device: torch.device, *, all_count: bool) -> DistributedDataParallel:
+    replica = DistributedDataParallel(
+        model,
+        device_ids=[device.index] if device.type != "cpu" else None,
+        broadcast_buffers=False,
+        gradient_as_bucket_view=True,
+        init_sync=False,  # each rank loads the same weights itself
+        find_unused_parameters=not all_count,
+    )
+    if dist.get_backend() == "fake":  # in a memory trial; DDP's own reduction expects a result
+        replica.register_comm_hook(None, lambda _, bucket: _ready(bucket.buffer()))
+    return replica
+
+
+def _ready(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(tensor)
+    return future

@@ -1,0 +1,223 @@
+"""What the devices of torch.distributed have in common, and the record of backend ``cpu``.
+
+A record (:class:`portable.registry.BackendPackage`) imports neither torch nor DeepSpeed at module level: the
+checks read it whenever a config is resolved.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from portable.config.derived import ZERO
+from portable.engines import memory_advice
+from portable.errors import UserError, require
+from portable.registry import World, engine_part
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from contextlib import AbstractContextManager
+
+    import torch
+
+    from portable.backend import Backend, Diagnostics
+    from portable.checks import Check, Several
+    from portable.config import RunConfig
+    from portable.planner.compiled import Compiled
+    from portable.planner.device_lookup import Device
+    from portable.planner.memory_model import FootprintModule
+    from portable.registry import CompileTarget
+
+_RANKS_PER_CORE = 4
+
+
+@dataclass(frozen=True)
+class TorchPackage:
+    """A kind of device that torch.distributed links, one a rank: DDP and FSDP2 run on it, and maybe ZeRO.
+
+    The record is all that the engines know of a device besides what ``torch.accelerator`` says of any. To add
+    a device, derive a class and add it to :data:`portable.registry.BACKENDS`.
+    """
+
+    name: str
+    extra: str | None = None
+    typical_device: str = "h100"
+    runs_cuda: bool = False
+
+    def world(self, ranks: int) -> World:
+        return World(max(ranks, int(os.environ.get("WORLD_SIZE", "1"))))
+
+    def checks(self) -> Sequence[Check | Several]:
+        from portable.engines import checks  # which knows optimizers, and so torch
+
+        return (*checks.CHECKS, *(() if self.runs_cuda else checks.NOT_CUDA))
+
+    def adopt(self, config: RunConfig, world: World) -> RunConfig:
+        if config.deepspeed.config is None:
+            return config
+        adopted: RunConfig = engine_part(ZERO[0], "engine").adopt(config, self.name, world.ranks)
+        return adopted
+
+    def check(self, config: RunConfig, world: World) -> None:
+        from portable.engines import compiling
+        from portable.engines.fsdp.sharding import shard_group_size
+
+        require(
+            config.model.attention != "flash_attention_2" or _installed("flash_attn"),
+            "model.attention: flash_attention_2 needs the package flash-attn, which is not installed "
+            "(pip install "
+            "flash-attn --no-build-isolation); use sdpa",
+        )
+        compiling.check(config, world.ranks)
+        if config.strategy in ZERO:
+            engine_part(config.strategy, "engine").check(config, self.name)
+        # The ranks that this process will start are all on this node.
+        shard_group_size(config, world.ranks, int(os.environ.get("LOCAL_WORLD_SIZE", world.ranks)))
+
+    def notes(self, config: RunConfig) -> list[str]:
+        if config.deepspeed.config is None:
+            return []
+        told: list[str] = engine_part(ZERO[0], "engine").notes(config, self.name)
+        return told
+
+    def remedies(self, config: RunConfig, ranks: int) -> Iterator[str]:
+        memory = config.memory
+        sharded = "zero3" if config.strategy in ZERO else "full_shard"
+        if memory.activation_checkpointing != "full":
+            yield "memory.activation_checkpointing full"
+        if memory.loss_chunk_tokens == 0:
+            yield "memory.loss_chunk_tokens auto"
+        if config.strategy != sharded and ranks > 1:
+            yield f"strategy {sharded}"
+        if memory.offload_optimizer == "none" and memory.offload_params == "none":
+            strategy = " with full_shard" if config.strategy == "no_shard" else ""
+            yield f"memory.offload_optimizer cpu{strategy}"
+        if memory.offload_params == "none":
+            yield "memory.offload_params cpu" + ("" if config.strategy == sharded else f" with {sharded}")
+
+    def host_memory_advice(self, config: RunConfig) -> str:
+        return memory_advice.advice(config)
+
+    def footprint(self) -> FootprintModule:
+        from portable.engines import footprint
+
+        return footprint
+
+    def compile(self, config: RunConfig, target: CompileTarget) -> Compiled:
+        raise UserError(
+            f"--compile: backend {self.name} has no compiler that works without its device; name a TPU with "
+            "--device"
+        )
+
+    def create(self) -> Backend:
+        from portable.engines.backend import TorchBackend
+
+        return TorchBackend(self)
+
+    # -- in a rank ---------------------------------------------------------------------------------------
+
+    def open(self, local_rank: int, local_world_size: int) -> torch.device:
+        """The device of a rank.
+
+        Raises:
+            UserError: this machine has none for it.
+        """
+        raise NotImplementedError
+
+    def start(self, device: torch.device) -> None:
+        """Make ``device`` the current one, before the process group."""
+        import torch
+
+        torch.accelerator.set_device_index(device.index)
+
+    def diagnostics(self, device: torch.device, rank: int, world_size: int) -> Diagnostics:
+        """What the device can tell for debugging."""
+        from portable.backend import Diagnostics
+
+        return Diagnostics()
+
+    def memory(self, device: torch.device) -> tuple[int, int]:
+        """See :meth:`portable.backend.Backend.memory`."""
+        import torch
+
+        return torch.accelerator.memory_allocated(device), torch.accelerator.max_memory_allocated(device)
+
+    def memory_limit(self, device: torch.device, world_size: int) -> AbstractContextManager[None] | None:
+        """Makes allocations beyond what a run of ``world_size`` ranks may use raise; None: impossible."""
+        return None
+
+    def shape_multiple(self, device: torch.device, precision: str) -> int | None:
+        """See :meth:`portable.backend.Backend.shape_multiple`."""
+        return None
+
+    def peak_flops(self, device: torch.device, precision: str) -> float | None:
+        """See :meth:`portable.backend.Backend.peak_flops`."""
+        return None
+
+
+class CpuPackage(TorchPackage):
+    """CPU ranks with gloo."""
+
+    def is_here(self) -> bool:
+        return True
+
+    def local_ranks(self) -> int:
+        return 1
+
+    def check_ranks(self, ranks: int) -> None:
+        cores = os.cpu_count() or 1
+        if ranks > _RANKS_PER_CORE * cores:
+            raise UserError(
+                f"--nproc: {ranks} ranks on {cores} cores would only wait for each other; "
+                f"use at most {_RANKS_PER_CORE * cores}"
+            )
+
+    def default_precision(self, *, in_rank: bool) -> str | None:
+        return "bf16" if _multiplies_bf16() else "fp32"
+
+    def devices(self) -> tuple[Device, ...]:
+        return ()
+
+    def open(self, local_rank: int, local_world_size: int) -> torch.device:
+        import torch
+
+        if local_world_size > 1:
+            torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world_size))
+        return torch.device("cpu")
+
+    def start(self, device: torch.device) -> None:
+        pass
+
+    def memory(self, device: torch.device) -> tuple[int, int]:
+        from portable.ranks.process_memory import host_memory
+
+        return host_memory()
+
+    def memory_limit(self, device: torch.device, world_size: int) -> AbstractContextManager[None] | None:
+        from portable.engines import memory_trial
+
+        return memory_trial.limit_on_host() if memory_trial.host_can_tell() else None
+
+
+def _multiplies_bf16() -> bool:
+    """Whether the CPU has instructions for bf16 products (AVX512-BF16 or AMX); without them bf16 is slow."""
+    import torch
+
+    if "AVX512" not in torch.backends.cpu.get_cpu_capability():
+        return False
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = cpuinfo.read_text() if cpuinfo.exists() else ""
+    return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+def _installed(package: str) -> bool:
+    try:
+        return find_spec(package) is not None
+    except ValueError:  # imported, and without a description of itself
+        return False
+
+
+CPU = CpuPackage("cpu")

@@ -1,0 +1,102 @@
+"""Activation checkpointing for XLA: recompute a layer in the backward pass.
+
+The compiler would undo torch's checkpointing: it merges the second computation with the first and keeps the
+activations. Optimization barriers prevent that. They also delay the recomputation until the gradient of the
+layer's output exists, and make it gather sharded weights again.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from portable.private.of_torch import tree_flatten, tree_unflatten
+from tpu.xla.of_torch_xla import xla
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor, nn
+
+
+def recompute(layer: nn.Module) -> None:
+    """Make ``layer`` save only its inputs for the backward pass, whatever its forward takes and returns."""
+    forward = layer.forward
+
+    @functools.wraps(forward)
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        leaves, structure = tree_flatten((args, kwargs))
+        # Without the tensors: a tensor that outlives the step would become a result of the graph.
+        given, tensors = _split(leaves)
+        returned: Any = None
+
+        def compute(*tensors: Tensor) -> tuple[Tensor, ...]:
+            nonlocal returned
+            args, kwargs = tree_unflatten(_joined(given, tensors), structure)
+            results, structure_out = tree_flatten(forward(*args, **kwargs))
+            others, outputs = _split(results)
+            returned = others, structure_out
+            return tuple(outputs)
+
+        # Autograd sees the inputs only, and with frozen parameters before the layer none may need a gradient.
+        learns = any(parameter.requires_grad for parameter in layer.parameters())
+        anchor = torch.empty(0, requires_grad=learns)
+        outputs: Any = _Recompute.apply(compute, layer, anchor, *tensors)  # type: ignore[no-untyped-call, unused-ignore]
+        others, structure_out = returned
+        return tree_unflatten(_joined(others, outputs), structure_out)
+
+    layer.forward = recomputed
+
+
+_TENSOR = object()
+
+
+def _split(leaves: list[Any]) -> tuple[list[Any], list[Tensor]]:
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], tensors
+
+
+def _joined(others: list[Any], tensors: Sequence[Tensor]) -> list[Any]:
+    rest = iter(tensors)
+    return [next(rest) if leaf is _TENSOR else leaf for leaf in others]
+
+
+class _Recompute(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, compute: Callable[..., tuple[Tensor, ...]], layer: nn.Module, _: Tensor, *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.compute, ctx.layer = compute, layer
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs)
+        ctx.seed = xla.rng_seed(_DEVICE)
+        return compute(*inputs)  # autograd records nothing inside a Function
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        inputs = [tensor.detach() for tensor in ctx.saved_tensors]
+        arrived = [gradient for gradient in gradients if gradient is not None]
+        weights = [*ctx.layer.parameters(), *ctx.layer.buffers()]
+        # In place on the lazy values, so that from here on the saved inputs are behind the barrier, too.
+        xla.barrier_([*inputs, *arrived, *weights])
+        for tensor, saved in zip(inputs, ctx.saved_tensors, strict=True):
+            tensor.requires_grad_(saved.requires_grad)
+        after = xla.rng_seed(_DEVICE)
+        xla.set_rng_seed(ctx.seed, _DEVICE)  # the same dropout as the first time
+        with torch.enable_grad():
+            outputs = ctx.compute(*inputs)
+        xla.set_rng_seed(after, _DEVICE)
+        pairs = [
+            (output, gradient)
+            for output, gradient in zip(outputs, gradients, strict=True)
+            if gradient is not None and output.requires_grad
+        ]
+        torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+        return None, None, None, *(tensor.grad for tensor in inputs)
+
+
+_DEVICE = "xla:0"

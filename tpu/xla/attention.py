@@ -1,0 +1,122 @@
+"""Attention as a TPU's compiler takes little memory for it.
+
+torch_xla computes ``scaled_dot_product_attention`` by its formula: scores and probabilities of a layer take
+``[batch, heads, tokens, tokens]``. With ``xla.attention_rows``, a loop goes over the queries, and its
+backward pass computes their scores again. A row of the softmax is whole, so the results are those of the
+formula.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional
+
+from portable.errors import require
+from portable.private import of_torch
+from portable.private.of_transformers import attention_kernel
+from tpu.xla.of_torch_xla import xla
+from tpu.xla.scan import Scan
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
+    from torch import Tensor
+
+    from tpu.xla.layout import Layout
+    from tpu.xla.scan import Shardings
+
+
+class _Setting:
+    """How models of this process attend, as the last engine wants it."""
+
+    rows: int | None = None
+    layout: Layout | None = None
+    loops: dict[Hashable, Scan] = {}  # noqa: RUF012 (replaced with the layout, whose shardings they have)
+
+
+def attend_by_rows(model: Any, rows: int | None, layout: Layout) -> None:
+    """Compute the attention of ``model`` ``rows`` queries at a time; None for all at once.
+
+    Raises:
+        UserError: if it does not go through ``scaled_dot_product_attention``.
+    """
+    used = attention_kernel(model.config)
+    require(
+        rows is None or used == "sdpa",
+        f"xla.attention_rows: {model.config.model_type} computes its attention itself ({used}); remove it",
+    )
+    _Setting.rows, _Setting.layout, _Setting.loops = rows, layout, {}
+    _replace()
+
+
+@cache  # once per process
+def _replace() -> None:
+    of_torch.replace_attention(_attention)
+
+
+def _attention(whole: Any) -> Any:
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **options: Any,
+    ) -> Tensor:
+        rows, layout = _Setting.rows, _Setting.layout
+        known = query.device.type == "xla" and query.dim() == 4
+        # In fp32 the compiler would write the probabilities then, which takes more than it saves.
+        short = known and query.dtype != torch.float32 and options.keys() <= {"scale"}
+        if short and rows is None and attn_mask is not None and attn_mask.requires_grad:
+            return _biased(query, key, value, attn_mask, dropout_p, **options)
+        if rows is None or layout is None or not known or query.shape[2] <= rows:
+            result: Tensor = whole(query, key, value, attn_mask, dropout_p, is_causal, **options)
+            return result
+        if is_causal:
+            tokens = torch.arange(query.shape[2], device=query.device)
+            attn_mask = (tokens[:, None] >= tokens[: key.shape[2]])[None, None]
+        batch = layout.sharding(layout.batch(4))
+        stacked, shared = [_chunks(query, rows)], [key, value]
+        shardings: list[Shardings] = [(batch, batch)]
+        if attn_mask is not None and attn_mask.shape[2] > 1:
+            stacked.append(_chunks(attn_mask, rows))
+            shardings.append(None)
+        elif attn_mask is not None:
+            shared.append(attn_mask)
+
+        def body(_: Any, slices: Sequence[Tensor], shared: Sequence[Tensor]) -> Any:
+            mask = [*slices[1:], *shared[2:], None][0]
+            return (), (whole(slices[0], *shared[:2], mask, dropout_p, False, **options),)
+
+        loop = _Setting.loops.setdefault((dropout_p, *options.items()), Scan(body, recompute=True))
+        _, (chunks,) = loop((), stacked, shared, shardings=shardings)
+        # [chunks, batch, heads, rows, width] to [batch, heads, tokens, width]
+        return chunks.movedim(0, 2).flatten(2, 3)[:, :, : query.shape[2]]
+
+    return attention
+
+
+def _biased(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, dropout: float, scale: float | None = None
+) -> Tensor:
+    """The formula, with a bias that learns. The compiler would add it again where it makes its gradient, and
+    keep the scores before it for that, beside those after it."""
+    root = (query.shape[-1] ** -0.5 if scale is None else scale) ** 0.5
+    scores = (query * root) @ (key * root).transpose(-2, -1) + bias
+    xla.barrier_([scores])
+    shares: Tensor = of_torch.aten("safe_softmax")(scores, -1)
+    return functional.dropout(shares, dropout) @ value
+
+
+def _chunks(tensor: Tensor, rows: int) -> Tensor:
+    """``tensor``, ``[batch, heads, tokens, ...]``, cut into rows: ``[chunks, batch, heads, rows, ...]``."""
+    missing = -tensor.shape[2] % rows
+    # A row that attends to nothing would be NaN, and its gradient, too.
+    padded = (
+        functional.pad(tensor, (0, 0, 0, missing), value=tensor.dtype == torch.bool) if missing else tensor
+    )
+    return torch.movedim(torch.unflatten(padded, 2, (-1, rows)), 2, 0)

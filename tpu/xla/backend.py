@@ -1,0 +1,178 @@
+"""The backend on torch_xla: one process per host, all devices of the run as one under SPMD."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from portable.backend import Diagnostics
+from portable.errors import require
+from portable.formatting import human_count
+from portable.paths import default_cache_dir
+from portable.ranks.collectives import any_rank, gather_text
+from portable.ranks.process_memory import host_memory
+from portable.terminal import tell
+from tpu import device_specs as devices
+from tpu.xla import graphs, runtime
+from tpu.xla.dropout import draw_by_position
+from tpu.xla.engine import XlaEngine
+from tpu.xla.fixed_shapes import count_on_device, use_fixed_shapes
+from tpu.xla.graphs import Graphs
+from tpu.xla.layout import Layout
+from tpu.xla.of_torch_xla import xla
+from tpu.xla.runtime import torch_xla, xr
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor, nn
+
+    from portable.backend import Batch, Engine
+    from portable.config import RunConfig
+
+HOST_TIMEOUT = datetime.timedelta(minutes=30)  # one host may compile while another waits
+
+
+class XlaBackend:
+    """Implements :class:`portable.backend.Backend` over all devices of all hosts."""
+
+    def __init__(self, name: str) -> None:
+        require(
+            "RANK" not in os.environ or os.environ.get("WORLD_SIZE") == "1",
+            "backend: xla runs one process per host and finds the other hosts itself; start portable-train "
+            "on every host without a launcher",
+        )
+        self.name = name
+        self.one_program = True
+        runtime.start()
+        self.rank = int(xr.process_index())
+        self.world_size = int(xr.process_count())
+        self.device = torch.device("xla:0")
+        self.diagnostics: Diagnostics = TpuDiagnostics()
+        self._layout: Layout  # set by prepare
+        count_on_device()
+        draw_by_position()
+
+    @property
+    def devices_per_rank(self) -> int:
+        return int(xr.addressable_runtime_device_count())
+
+    def start(self) -> None:
+        if self.world_size > 1:
+            # For host-side collectives: flags, counts, checkpoint paths.
+            import torch_xla.distributed.xla_backend  # noqa: F401  (registers xla://)
+
+            dist.init_process_group("gloo", init_method="xla://", timeout=HOST_TIMEOUT)
+        if self.rank == 0 and not runtime.on_tpu():
+            devices = human_count(self.devices_per_rank, "virtual CPU device")
+            tell(
+                f"xla: no TPU found; running on {devices}, for tests only (CPU_NUM_DEVICES sets their number)"
+            )
+
+    def stop(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def prepare(self, model: nn.Module, config: RunConfig) -> Engine:
+        # By default a TPU multiplies fp32 in one bf16 pass, even where a bf16 model asks for fp32.
+        xla.set_matmul_precision("highest")
+        if (folder := _compilation_cache(config.xla.compilation_cache)) is not None:
+            runtime.cache_graphs(folder)
+        self._layout = self._make_layout(config)
+        use_fixed_shapes(model, self._layout.along_tokens)
+        return XlaEngine(model, config, self._layout, self._make_graphs())
+
+    def _make_layout(self, config: RunConfig) -> Layout:
+        return Layout(config, self.world_size * self.devices_per_rank)
+
+    def _make_graphs(self) -> Graphs:
+        return Graphs(self._warn)
+
+    def _warn(self, line: str) -> None:
+        if self.rank == 0:
+            tell(f"warning: {line}")
+
+    def fits(
+        self, build: Callable[[], nn.Module], config: RunConfig, steps: Callable[[Engine], None]
+    ) -> bool | None:
+        return None
+
+    def ran_out_of_memory(self, error: BaseException) -> bool:
+        return isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+
+    def leave(self) -> None:
+        """A no-op: this backend does not try what fits."""
+
+    def seed(self, value: int) -> None:
+        xla.set_rng_seed(value, str(self.device))
+
+    def place(self, batch: Batch) -> Batch:
+        return {name: self._layout.place_batch(tensor) for name, tensor in batch.items()}
+
+    def total(self, count: float) -> Tensor:
+        if self.world_size > 1:
+            summed = torch.tensor(count)
+            dist.all_reduce(summed)
+            count = summed.item()
+        return self._layout.whole(torch.tensor(count))
+
+    def sum(self, value: Tensor) -> Tensor:
+        return value  # SPMD sums over all devices already
+
+    def read(self, values: Sequence[Tensor]) -> list[float]:
+        read = self._layout.read(values)
+        return [float(number) for value in read for number in value.double().reshape(-1).tolist()]
+
+    def any(self, flag: bool) -> bool:
+        return any_rank(flag)
+
+    def gather(self, text: str) -> list[str]:
+        return gather_text(text)
+
+    def barrier(self) -> None:
+        self.any(False)
+
+    def memory(self) -> tuple[int, int]:
+        if not runtime.on_tpu():
+            return host_memory()
+        info = _memory_info()
+        return info["bytes_used"], info.get("peak_bytes_used", info["bytes_used"])
+
+    def shape_multiple(self, precision: str) -> int | None:
+        return None  # the compiler pads by undocumented rules
+
+    def peak_flops(self, precision: str) -> float | None:
+        if not runtime.on_tpu():
+            return None
+        kind = devices.accelerator_type()
+        return None if kind is None else devices.peak_flops(kind, precision)
+
+    def metrics(self) -> dict[str, float]:
+        return graphs.counted()
+
+
+class TpuDiagnostics(Diagnostics):
+    """The TPU runtime's counters; none on virtual devices."""
+
+    def driver_memory(self) -> tuple[int, int] | None:
+        if not runtime.on_tpu():
+            return None
+        info = _memory_info()
+        return info["bytes_used"], info["bytes_limit"]
+
+
+def _compilation_cache(setting: str) -> Path | None:
+    if setting == "auto":
+        return default_cache_dir() / "xla" if runtime.on_tpu() else None
+    return None if setting == "none" else Path(setting)
+
+
+def _memory_info() -> dict[str, int]:
+    # On a pod, process 0 may not have device 0.
+    info = torch_xla.core.xla_model.get_memory_info(str(xla.real_devices()[0]))
+    return {name: int(count) for name, count in info.items()}

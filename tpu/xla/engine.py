@@ -1,0 +1,433 @@
+"""A model in training under SPMD: each step is traced lazily, compiled once, and run as one graph."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from portable.checkpoint.match_to_model import stored_state
+from portable.errors import require
+from portable.model.layers import transformer_layers
+from portable.model.loss import Objective, added, no_totals, shares
+from portable.optim.average import exchange
+from portable.optim.non_finite import NEW_COUNTERS, Health, allowed_streak, count_update
+from portable.private.of_transformers import no_value_checks
+from tpu.xla.activation_checkpointing import recompute
+from tpu.xla.attention import attend_by_rows
+from tpu.xla.calling import Caller
+from tpu.xla.checks import GATHERED_ONCE, recomputed
+from tpu.xla.gather import gathered
+from tpu.xla.head import shard_gradient
+from tpu.xla.layout import another, constrain
+from tpu.xla.of_torch_xla import xla
+from tpu.xla.own_optimizer import optimizer_of
+from tpu.xla.parameters import Parameters
+from tpu.xla.saving import Saver, Staged
+from tpu.xla.scan_layers import LoopedLayers, Segment, find_segments
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from converters import Checkpoint
+    from portable.backend import Batch, SaveHandle
+    from portable.config import RunConfig
+    from portable.model.loss import Measure
+    from portable.model.tensors import ReadableTensor
+    from tpu.xla.graphs import Graphs
+    from tpu.xla.layout import Layout, Spec
+
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+}
+
+
+class XlaEngine:
+    """Implements :class:`portable.backend.Engine`; see there for the contracts.
+
+    With one micro-batch per step, the whole step is one graph. With more, the micro-batch is one graph, which
+    accumulates gradients on the devices, and the update another, so that compile time does not grow with the
+    number of micro-batches.
+    """
+
+    def __init__(self, model: nn.Module, config: RunConfig, layout: Layout, graphs: Graphs) -> None:
+        self.model = model
+        self.layout = layout
+        self.graphs = graphs
+        self._compute = DTYPES[config.precision]
+        buffers = config.xla.buffer_dtype
+        self._buffer_dtype = None if buffers is None else DTYPES[buffers]
+        self._gather_once = config.strategy in GATHERED_ONCE
+        self._recomputed = recomputed(config)
+        attend_by_rows(model, config.xla.attention_rows, layout)
+        segments = find_segments(model) if config.xla.scan_layers else []
+        stacks = [names for segment in segments for names in segment.parameters(model)]
+        self.held = Parameters(model, layout, {names[0]: names for names in stacks})
+        self._parameters = self.held.by_name
+        self._caller = _Caller(model, self.held)
+        self._constrain_activations(model, segments)
+        for segment in segments:
+            self._loop(model, segment, recompute=self._recomputed)
+        in_loops = {name for segment in segments for name in segment.names}
+        for name, layer in transformer_layers(model):
+            if name in in_loops:
+                continue  # a loop gathers and recomputes its layers itself, and does not interleave them
+            self._gather(name, layer)
+            if self._recomputed:
+                recompute(layer)
+            if config.xla.optimization_barrier_in_backward:
+                layer.register_full_backward_hook(_barrier)
+        self.objective = Objective.of(model, config)
+        require(
+            not (self.objective.of_routers and self._recomputed),
+            "memory.activation_checkpointing: on XLA, the router loss has no gradient through recomputed "
+            "layers; use none, or set model.config.output_router_logits to false",
+        )
+        require(
+            not (self.objective.of_routers and segments),
+            "xla.scan_layers: the router loss needs what every layer's router returns, which a loop does not "
+            "hand out; set it to false, or model.config.output_router_logits",
+        )
+        ends: Any = model
+        self._head = self._gathered_head(ends.get_output_embeddings())
+        self._optimizer = optimizer_of(config.train, model, layout, self.held, self._compute)
+        self._rate = config.train.learning_rate
+        self._accumulated: dict[str, Tensor] | None = None
+        self._saver = Saver()
+        self._limit = allowed_streak(config.train.on_non_finite)
+        self._account = layout.whole(torch.tensor(NEW_COUNTERS))
+
+    # -- setting up --------------------------------------------------------------------------------------
+
+    def _gathered_head(self, head: nn.Module | None) -> Tensor | None:
+        """The matrix that makes the logits, where it is gathered like those of ``shard_grad_op``."""
+        weight = getattr(head, "weight", None)
+        if weight is None:
+            return None
+        name = next((name for name, held in self._parameters.items() if held is weight), None)
+        spec = self.layout.replicated(2) if name is None else self._spec_of(name, weight)
+        return None if shard_gradient(head, self.layout, spec) or not self.layout.shards else weight
+
+    def _loop(self, model: nn.Module, segment: Segment, *, recompute: bool) -> None:
+        """Make the layers of ``segment`` one loop over the stacks of their parameters."""
+        layout, stacks = self.layout, []
+        for names in segment.parameters(model):
+            stack = self._parameters[names[0]]
+            # Gathered as a whole. Where each product gathers its operand, the compiler may do so in several
+            # shapes, and so again and again.
+            cut = layout.sharding(self._spec_of(names[0], stack)[1:])
+            whole = layout.sharding(layout.replicated(stack.dim() - 1))
+            computed = partial(self._caller.stack, names[0])
+            stacks.append((computed, (whole, cut)))
+        LoopedLayers(model, segment, stacks, self._along_batch, recompute=recompute)
+
+    def _gather(self, prefix: str, layer: nn.Module) -> None:
+        """Gather each sharded matrix of ``layer`` as a whole, once a pass; see :meth:`_loop`."""
+        layout = self.layout
+        if self._gather_once:
+            return
+        places: dict[str, tuple[Any, Any]] = {}
+        for path, module in layer.named_modules():
+            for own, parameter in module.named_parameters(path, recurse=False):
+                spec = self._spec_of(f"{prefix}.{own}", parameter)
+                # Lookup tables are read where they lie.
+                if any(spec) and not isinstance(module, nn.Embedding):
+                    whole = layout.sharding(layout.replicated(parameter.dim()))
+                    places[own] = whole, layout.sharding(spec)
+        if places:
+            gathered(layer, places, alone=layout.sums_whole)
+
+    def _constrain_activations(self, model: nn.Module, segments: Iterable[Segment]) -> None:
+        """Keep activations and logits sharded along the batch. Propagation from the parameters would choose
+        otherwise: with a tied table, each device would hold the logits of all tokens."""
+        whole: Any = model
+        in_loops = {name for segment in segments for name in segment.names}
+        layers = [layer for name, layer in transformer_layers(model) if name not in in_loops]
+        for layer in layers:  # the first input may be a sum with a replicated tensor
+            layer.register_forward_pre_hook(self._constrain_input)
+        for _, layer in transformer_layers(model):
+            for module in layer.modules():
+                weight = module._parameters.get("weight")
+                if weight is not None and weight.dim() == 2:
+                    module.register_forward_hook(self._constrain_output)
+        for module in (*layers, whole.get_input_embeddings(), whole.get_output_embeddings()):
+            if module is not None:
+                module.register_forward_hook(self._constrain_output)
+        if (head := whole.get_output_embeddings()) is not None:
+            head.register_forward_hook(_keep_apart)
+
+    def _constrain_input(self, _: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (self._along_batch(arguments[0]), *arguments[1:]) if arguments else arguments
+
+    def _constrain_output(self, _: nn.Module, __: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (self._along_batch(output[0]), *output[1:])
+        return self._along_batch(output)
+
+    def _along_batch(self, tensor: Any) -> Any:
+        if not isinstance(tensor, torch.Tensor) or tensor.dim() < 2:
+            return tensor
+        sharding = self.layout.sharding(self.layout.batch(tensor.dim()))
+        return constrain(tensor, sharding, sharding)
+
+    # -- the step ----------------------------------------------------------------------------------------
+
+    def accumulate(self, batch: Batch, valid: Tensor, *, last: bool) -> Tensor:
+        def passes() -> Tensor:
+            # The gradients of lookup tables gather tokens. The compiler would do so inside the product that
+            # makes the logits, and what comes out of such a fusion is not overwritten: logits would lie
+            # beside their gradients. So tokens wait for the loss. If layers are recomputed, they are gathered
+            # late anyway.
+            waiting = {} if self._recomputed else {name: another(tensor) for name, tensor in batch.items()}
+            loss, numbers = self.objective(self.model, waiting or batch, valid)
+            # The backward pass waits for the loss. The compiler would put it off, and keep the logits for it.
+            start = torch.ones_like(loss)
+            # Sorted: the graph is one, in whatever order a sample has its tensors.
+            xla.barrier_([loss, start, *(waiting[name] for name in sorted(waiting))])
+            loss.backward(start)
+            return shares(loss, numbers)
+
+        with self.graphs.recording():
+            loss: Tensor = self._with_compute_copies(passes)
+        if not last or self._accumulated is not None:
+            self._add_gradients()
+            self.graphs.run("micro-batch", [loss, *(self._accumulated or {}).values()])
+        return loss
+
+    def _add_gradients(self) -> None:
+        """Add this micro-batch's gradients to those accumulated on the devices."""
+        gradients = self._take_gradients()
+        if self._accumulated is None:
+            self._accumulated = {
+                name: self.layout.zeros(gradient.shape, gradient.dtype, self._spec_of(name, gradient))
+                for name, gradient in gradients.items()
+            }
+        with torch.no_grad():
+            for name, gradient in gradients.items():
+                self._accumulated[name].add_(gradient)
+
+    def _take_gradients(self) -> dict[str, Tensor]:
+        """Detach the gradients from the parameters; each is sharded like its parameter."""
+        gradients = {}
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None:
+                gradient, parameter.grad = parameter.grad, None
+                xla.mark_sharding(gradient, self.layout.sharding(self._spec_of(name, gradient)))
+                gradients[name] = gradient
+        return gradients
+
+    def _spec_of(self, name: str, tensor: Tensor) -> Spec:
+        return self.held.spec(name, tensor.shape)
+
+    def _spec(self, name: str, tensor: Tensor) -> Spec:
+        if isinstance(tensor, nn.Parameter):
+            return self._spec_of(name, tensor)
+        return self.layout.replicated(tensor.dim())
+
+    def update(self, learning_rate: float, max_norm: float, loss: Tensor) -> Tensor:
+        self._rate = learning_rate
+        norm = self._updated(self.layout.whole(torch.tensor(learning_rate)), max_norm, loss)
+        self.graphs.run("step" if self._accumulated is None else "update", [loss, norm, self._account])
+        return norm
+
+    @torch.no_grad()
+    def _updated(self, rate: Tensor, max_norm: float, loss: Tensor) -> Tensor:
+        """Trace the update. In its own function, so that no temporary lives on as a result of the graph."""
+        gradients = self._take_gradients() if self._accumulated is None else self._accumulated
+        norm = torch.stack([g.float().square().sum() for g in gradients.values()]).sum().sqrt()
+        scaled = gradients
+        if max_norm > 0:
+            scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+            scaled = {name: gradient * scale for name, gradient in gradients.items()}
+        bad = ~(torch.isfinite(norm) & torch.isfinite(loss))
+        account, left_out = count_update(self._account, bad=bad, loss=loss, limit=self._limit)
+        self._account.copy_(account)
+        self._optimizer.step(scaled, rate, ~left_out)
+        for gradient in (self._accumulated or {}).values():
+            gradient.zero_()
+        return norm
+
+    def _with_compute_copies(self, function: Callable[[], Any]) -> Any:
+        """Call ``function`` with tensors cast to the compute type; gradients reach the master weights.
+
+        If the strategy gathers parameters once for forward and backward pass, the copies are unsharded.
+        """
+        copies = dict(self._compute_copies())
+        # Without it, every mask would look for packed sequences, and exist for each sequence by itself.
+        with no_value_checks():
+            if not copies:
+                return function()
+            return torch.func.functional_call(self._caller, copies, (function,))
+
+    def _compute_copies(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self._parameters.items():
+            copy: Tensor = parameter
+            if parameter.is_floating_point() and parameter.dtype != self._compute:
+                copy = parameter.to(self._compute)
+            if self._gather_once or parameter is self._head:
+                whole = self.layout.sharding(self.layout.replicated(parameter.dim()))
+                cut = self.layout.sharding(self._spec_of(name, parameter))
+                # The head's gradient is reduced unsharded: a shard would need the gradients of all logits.
+                if parameter is self._head:
+                    copy = constrain(copy, whole, whole)
+                else:
+                    copy = constrain(copy, whole, cut, alone=self.layout.sums_whole)
+            if copy is not parameter:
+                yield self._caller.name(name), copy
+        if self._buffer_dtype is not None:
+            for name, buffer in self.model.named_buffers():
+                if buffer.is_floating_point():
+                    yield self._caller.name(name), buffer.to(self._buffer_dtype)
+
+    def health(self) -> Health:
+        return Health.of(self.layout.read([self._account])[0].tolist(), self._limit)
+
+    def unsound_gradients(self) -> list[str]:
+        present = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
+        gradients = present if self._accumulated is None else self._accumulated
+        names = [self.held.names(name) for name in gradients]
+        finite = [
+            torch.isfinite(gradient).reshape(len(held), -1).all(dim=1)
+            for held, gradient in zip(names, gradients.values(), strict=True)
+        ]
+        sound = self.layout.read(finite)
+        pairs = (
+            pair for held, values in zip(names, sound, strict=True) for pair in zip(held, values, strict=True)
+        )
+        return [name for name, one in pairs if not one]
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch, measure: Measure, totals: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        self.model.eval()
+        sums: dict[str, Tensor] = self._with_compute_copies(
+            partial(self.objective.evaluated, self.model, batch, measure)
+        )
+        self.model.train()
+        # Zeros are buffers like later totals, so the first micro-batch has the graph of all others.
+        totals = dict(totals) or {name: self.layout.whole(zero) for name, zero in no_totals(sums).items()}
+        totals = added(totals, sums)
+        for total in totals.values():
+            whole = self.layout.sharding(self.layout.replicated(total.dim()))
+            xla.mark_sharding(total, whole)
+        self.graphs.run(measure.kind, list(totals.values()))
+        return totals
+
+    @torch.no_grad()
+    def generate(self, prompt: Tensor, *, max_new_tokens: int, seed: int) -> Tensor:
+        """See the protocol. One graph over the full length samples every token: one compilation."""
+        self.model.eval()
+        start = prompt.shape[1]
+        padded = torch.nn.functional.pad(prompt, (0, max_new_tokens))
+        # One identical row per device: activations are sharded along the batch.
+        tokens = self.layout.whole(padded.repeat(self.layout.devices, 1))
+        draws = torch.Generator().manual_seed(seed)
+        for position in range(start, start + max_new_tokens):
+            noise = -torch.log(-torch.log(torch.rand(1, 50, generator=draws).clamp(1e-9, 1 - 1e-7)))
+            tokens = self._with_sampled_token(tokens, self.layout.whole(torch.tensor([position])), noise)
+            self.graphs.run("sampled token", [tokens])
+        self.model.train()
+        result: Tensor = self.layout.read([tokens])[0][:1]
+        return result
+
+    def _with_sampled_token(self, tokens: Tensor, position: Tensor, noise: Tensor) -> Tensor:
+        """``tokens`` with a sampled token at ``position``: temperature 0.8, top-k 50."""
+        logits = self._with_compute_copies(lambda: self.model(input_ids=tokens, use_cache=False).logits)
+        before = logits.index_select(1, position - 1).squeeze(1).float()
+        top = torch.topk(before, min(noise.shape[1], before.shape[1]))
+        chosen = (top.values / 0.8 + self.layout.whole(noise)[:, : top.values.shape[1]]).argmax(
+            dim=1, keepdim=True
+        )
+        drawn = top.indices.gather(1, chosen)
+        here = torch.arange(tokens.shape[1], device=tokens.device)[None, :] == position
+        extended = torch.where(here, drawn, tokens)
+        xla.mark_sharding(extended, self.layout.sharding(self.layout.replicated(2)))
+        return extended
+
+    # -- weights and checkpoints -------------------------------------------------------------------------
+
+    def exchange_average(self) -> None:
+        state = self._optimizer.tensors()
+        exchange((self._parameters[name], values) for name, values in state.items())
+        self.layout.execute(wait=True)
+
+    def load_weights(self, weights: Mapping[str, ReadableTensor]) -> None:
+        for name, tensor in self.held.state().items():
+            self.held.fill(name, tensor, self._spec(name, tensor), weights)
+        self._optimizer.begin()
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        stored = stored_state(checkpoint, self.model)
+        self.load_weights(stored.weights)
+        self._optimizer.load(stored.optimizer, checkpoint.optimizer)
+
+    def save(self, folder: Path, *, background: bool) -> SaveHandle:
+        scalars = self._optimizer.scalars()
+        moments: dict[str, dict[str, Any]] = {}
+        for name, tensors in self._optimizer.tensors().items():
+            for one in self.held.names(name):
+                moments[one] = dict(scalars.get(one, {}))
+            for key, staged in self._staged(tensors).items():
+                for one, part in self._apart(name, staged).items():
+                    moments[one][key] = part
+        model = self._staged(self.held.stored())
+        state = {
+            "model": {one: part for name, s in model.items() for one, part in self._apart(name, s).items()},
+            "optim": {"state": moments, "param_groups": self._optimizer.groups(self._rate)},
+        }
+        return self._saver.save(state, folder, background=background)
+
+    def _staged(self, tensors: Mapping[str, Tensor]) -> dict[str, Staged]:
+        if not tensors:
+            return {}
+        shards = self.layout.local_shards(list(tensors.values()))
+        return {
+            name: Staged(tensor.shape, tensor.dtype, parts)
+            for (name, tensor), parts in zip(tensors.items(), shards, strict=True)
+        }
+
+    def _apart(self, name: str, staged: Staged) -> dict[str, Staged]:
+        stacked = name in self.held.stacks
+        shape = staged.shape[1:] if stacked else staged.shape
+        return {
+            one: Staged(shape, staged.dtype, shards)
+            for one, shards in self.held.apart(name, staged.shards).items()
+        }
+
+
+class _Caller(Caller):
+    """A module around model and stacks, whose tensors may both be replaced."""
+
+    def __init__(self, model: nn.Module, held: Parameters) -> None:
+        super().__init__(model)
+        self._places = {name: f"stack{place}" for place, name in enumerate(held.stacks)}
+        for name, place in self._places.items():
+            self.register_parameter(place, held.by_name[name])
+
+    def name(self, name: str) -> str:
+        """What ``functional_call`` calls the tensor that the engine calls ``name``."""
+        return self._places.get(name, f"module.{name}")
+
+    def stack(self, name: str) -> Tensor:
+        """The stack called ``name``, as it is at present."""
+        value: Tensor = getattr(self, self._places[name])
+        return value
+
+
+def _keep_apart(_: nn.Module, __: Any, logits: Any) -> None:
+    """Keep the compiler from fusing the product that makes the logits with the loss. Logits that come out of
+    such a fusion are not overwritten by their gradients: both would exist."""
+    if torch.is_grad_enabled() and isinstance(logits, torch.Tensor):
+        xla.barrier_([logits])
+
+
+def _barrier(_: nn.Module, gradients: Any, __: Any) -> None:
+    """Keep the compiler from interleaving the backward passes of layers."""
+    xla.barrier_([gradient for gradient in gradients if gradient is not None])

@@ -1,0 +1,209 @@
+"""Memory and traffic of SPMD on XLA, computed from a model's shapes.
+
+``tests/tpu/test_footprint.py`` compares resident sizes with live shards, and temporary ones with what a TPU's
+compiler has said of some steps. XLA's compiler for CPUs writes more of them: plans are for TPUs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from portable.checks import check
+from portable.planner.memory_model import (
+    COMPUTE_BYTES,
+    MASTER,
+    Cluster,
+    Footprint,
+    Setting,
+    Traffic,
+    moment_bytes,
+)
+from portable.planner.passes import Compiler
+from tpu.xla.checks import GATHERED_ONCE, recomputed
+from tpu.xla.sharding import HYBRID, LANES, ShardingRules, turned
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import nn
+
+    from portable.config import RunConfig
+    from portable.planner.inventory import Inventory
+    from portable.planner.passes import Result
+
+
+def adopt(config: RunConfig, cluster: Cluster) -> RunConfig:
+    """See :class:`portable.planner.memory_model.FootprintModule`."""
+    check(config.replaced({"backend": "xla"}), late=True)
+    return config
+
+
+def settings(config: RunConfig, cluster: Cluster) -> Iterator[Setting]:
+    """See :class:`portable.planner.memory_model.FootprintModule`."""
+    strategies = ["no_shard", "shard_grad_op", "full_shard"]
+    if cluster.nodes > 1 and cluster.devices % cluster.per_node == 0:
+        strategies += ["hybrid_shard_zero2", "hybrid_shard"]
+    yield from map(Setting, strategies)
+
+
+def units(model: nn.Module, config: RunConfig) -> list[nn.Module]:
+    """See :class:`portable.planner.memory_model.FootprintModule`."""
+    return []
+
+
+SCATTERED_WHILE_MULTIPLYING = range(8, 33)
+"""Groups for which the compiler splits the product that is a gradient, and sends piece after piece."""
+# Products are written, with what elementwise operations make of them.
+_PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "convolution", "_grouped_mm"}
+# Reductions whose results are as large as their operand: that is read again, with the small sums of its rows.
+_ROWS = {
+    "_log_softmax",
+    "_log_softmax_backward_data",
+    "_softmax_backward_data",
+    "native_layer_norm",
+    "native_layer_norm_backward",
+}
+# Operations that only move elements or make them of nothing. Dropout makes its numbers of their positions.
+# The gradient of a lookup table is added up in shards, which `footprint` counts.
+_MOVES = {
+    "_to_copy",
+    "arange",
+    "bernoulli_",
+    "cat",
+    "copy_",
+    "embedding_dense_backward",
+    "empty",
+    "empty_like",
+    "expand",
+    "fill_",
+    "full",
+    "full_like",
+    "new_zeros",
+    "nll_loss_backward",
+    "ones",
+    "ones_like",
+    "repeat",
+    "scalar_tensor",
+    "slice_backward",
+    "tril",
+    "triu",
+    "zero_",
+    "zeros",
+    "zeros_like",
+}
+
+
+def result(operation: str, *, elementwise: bool) -> Result:
+    """What a TPU's compiler does with a result; see :data:`portable.planner.passes.Result`."""
+    if operation in _PRODUCTS:
+        return "product"
+    if operation in _ROWS:
+        return "rows"
+    return "computed" if elementwise or operation in _MOVES else "written"
+
+
+def every_expert(model: Any) -> None:
+    """Make mixtures of experts compute every expert for every token, as the engine does."""
+    from tpu.xla.fixed_shapes import use_fixed_shapes  # which needs torch
+
+    use_fixed_shapes(model, lambda tensor: tensor)
+
+
+def footprint(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprint:
+    """See :class:`portable.planner.memory_model.FootprintModule`."""
+    group = cluster.devices
+    if config.strategy in HYBRID:
+        group = config.fsdp.shard_group_size or min(cluster.per_node, cluster.devices)
+    rules = ShardingRules(config, group)
+    compute = COMPUTE_BYTES.get(config.precision, MASTER)
+    once = config.strategy in GATHERED_ONCE
+    # The compiler keeps gathered parameters for the backward pass. With recomputation, barriers prevent
+    # that, and so do loops: only the running layer's are there. Lookup tables are never gathered, except the
+    # head's; of these, rows are sent.
+    kept = once or not (recomputed(config) or config.xla.scan_layers)
+    parameters = gradients = moments = learning = gathers = scattered = copied = 0
+    for weight in model.weights:
+        shape = list(weight.shape)
+        dim = rules.dim(weight.name, shape)
+        if dim is not None:
+            learning += weight.elements * weight.trained
+            if weight.head or not weight.table:
+                gathers += weight.elements * (1 if kept or weight.layer is None else 2)
+                scattered += weight.elements * weight.trained
+            shape[dim] //= group
+        size = weight.elements // group if dim is not None else weight.elements
+        parameters += weight.itemsize * size
+        # Casts are copies. What is not cast is copied by the barriers that make it be gathered again.
+        again = weight.trained and not kept and (weight.head or not weight.table)
+        if compute != weight.itemsize or again:
+            copied += compute * size
+        if weight.trained:
+            gradients += MASTER * size
+            rows = shape[0] if shape else 1
+            own = moment_bytes(config.train, shape, rows, exact=True, matrices=weight.matrices)
+            moments += own
+            tied = weight.table and weight.head and dim == 1
+            if tied and shape[1] % LANES and not turned(shape[1], group):
+                # Its state lies transposed, which takes less. Its gradient does not: the update copies it.
+                copied += (MASTER * size + own) * -(-shape[1] // LANES) * LANES // shape[1]
+    # One replicated vector of step counts, also of parameters whose rule has none.
+    uncounted = [w for w in model.trained if w.matrices or config.train.optimizer == "sgd"]
+    moments += MASTER * len(uncounted)
+    layers = model.sizes("layer")
+    outside = model.elements - sum(layers)
+    largest = max(layers, default=0)
+    outside -= sum(w.elements for w in model.weights if w.table and not w.head)
+    gathered = compute * (outside + (sum(layers) if kept else 0))
+    # The whole gradient of the head, which the pass has, takes the place of its gathered matrix, which only
+    # makes the gradients for the layers. If it is scattered meanwhile, there are pieces of two neighbours.
+    head = sum(w.elements for w in model.trained if w.head and rules.dim(w.name, w.shape) is not None)
+    pieces = 2 if group in SCATTERED_WHILE_MULTIPLYING else 0
+    gathered -= compute * head * (group - pieces) // group
+    in_layers = compute * (sum(layers) if kept else largest)
+    # In the graph of a whole step, gradients are kept as they are reduced: in the compute type.
+    whole_step = config.train.global_batch_size == config.train.micro_batch_size * cluster.devices
+    if whole_step:
+        in_layers += gradients * compute // MASTER
+    share, copies = (group - 1) / group, cluster.devices // group
+    orthogonal, exchanged = _orthogonalizing(model, compute, group)
+    per_pass = (gathers + scattered) * compute * share
+    apart = sum(w.elements for w in model.trained) - learning
+    summed = 2 * compute * apart * (cluster.devices - 1) / cluster.devices
+    between = 2 * gradients * (copies - 1) / copies if config.strategy in HYBRID else 0.0
+    if config.strategy == "no_shard" or group == 1:
+        gathered, in_layers = 0, in_layers - compute * (sum(layers) if kept else largest)
+    if group == cluster.devices and cluster.nodes > 1:
+        between = (per_pass + summed) * (cluster.nodes - 1) / cluster.nodes / cluster.per_node
+    return Footprint(
+        parameters=parameters,
+        gradients=0 if whole_step else gradients,
+        optimizer=moments,
+        compute="cast",
+        compiler=Compiler(result, bool(config.xla.scan_layers), config.xla.attention_rows, every_expert),
+        gathered=gathered + copied,
+        in_layers=in_layers + copied,
+        # The state is updated in place.
+        in_update=orthogonal + (gradients * compute // MASTER if whole_step else 0),
+        links=Traffic(per_pass=per_pass + summed, per_step=exchanged),
+        network=Traffic(per_pass=between),
+    )
+
+
+def _orthogonalizing(model: Inventory, compute: int, group: int) -> tuple[int, float]:
+    """Bytes that Muon's update takes beside its state, and that a device sends in it; 0 for others.
+
+    Matrices of one shape are spread over the devices, each of which has its share of them whole: operands and
+    results of the products.
+    """
+    alike: Counter[tuple[int, ...]] = Counter()
+    for weight in model.trained:
+        if weight.matrices:
+            alike[weight.shape[-2:]] += math.prod(weight.shape[:-2])
+    most = max(
+        (-(-count // group) * (5 * math.prod(shape) + 2 * min(shape) ** 2) for shape, count in alike.items()),
+        default=0,
+    )
+    moved = sum(count * math.prod(shape) for shape, count in alike.items())
+    return compute * most, 2 * compute * moved * (group - 1) / group**2

@@ -1,0 +1,126 @@
+"""Run the compiled graphs of a run, count them, and report the cause of unexpected ones."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections import Counter
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from tpu.xla.of_torch_xla import xla
+from tpu.xla.runtime import torch_xla, xla_metrics
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from torch import Tensor
+
+MOST_TEXT = 16 << 20  # characters of a graph to compare
+
+
+class Graphs:
+    """Runs the traced operations, one graph of each kind, and reports every further graph of a kind.
+
+    Args:
+        report: called with a line about an unexpected graph.
+    """
+
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self._report = report
+        self._known: dict[str, dict[bytes, str]] = {}
+        self._excess: Counter[str] = Counter()
+        self._reported = False
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Warn if code in this block reads a tensor's value, which executes the graph too early."""
+        before = counted()
+        yield
+        if counted() != before and not self._reported:
+            self._reported = True
+            self._report(
+                "xla: the model reads tensor values in its forward or backward pass, which executes part "
+                "of the step early and syncs, in every step; set PT_XLA_DEBUG=1 to see where"
+            )
+
+    def run(self, kind: str, results: Sequence[Tensor]) -> None:
+        """Start executing the traced operations, without waiting.
+
+        Args:
+            kind: a name for the graph, for messages.
+            results: tensors that the graph computes; their hash identifies it.
+        """
+        known = self._known.setdefault(kind, {})
+        fingerprint = xla.graph_hash(list(results))
+        before = _samples("CompileTime")
+        if fingerprint not in known:
+            text = xla.graph_text(list(results))[:MOST_TEXT]
+            nearest = _nearest(text, known.values()) if known else None
+            known[fingerprint] = text
+            if nearest is not None:
+                self._report_excess(kind, difference(nearest, text))
+            # Waits this once: where the next graph is begun while the results of the first one are still to
+            # come, it is now and then compiled anew.
+            torch_xla.sync(wait=True)
+            return
+        torch_xla.sync()
+        if _samples("CompileTime") > before:
+            self._excess[kind] += 1
+            self._report_excess(
+                kind, "the loss is the same, but the update has a new constant: a rate, decay or beta"
+            )
+
+    def _report_excess(self, kind: str, cause: str) -> None:
+        number = self.distinct[kind]
+        self._report(f"xla: compiling graph {number} of the {kind}, where one should be enough: {cause}")
+
+    @property
+    def distinct(self) -> dict[str, int]:
+        """The number of different graphs of each kind."""
+        return {kind: len(known) + self._excess[kind] for kind, known in self._known.items()}
+
+
+def _nearest(text: str, known: Iterable[str]) -> str:
+    lines = Counter(_normal(line) for line in text.splitlines())
+
+    def distance(other: str) -> int:
+        others = Counter(_normal(line) for line in other.splitlines())
+        return (lines - others).total() + (others - lines).total()
+
+    return min(known, key=distance)
+
+
+def difference(before: str, after: str) -> str:
+    """The first line in which two graphs differ: a shape, a value, or an operation."""
+    old, new = ([_normal(line) for line in text.splitlines()] for text in (before, after))
+    matcher = difflib.SequenceMatcher(None, old, new, autojunk=False) if len(old) < 4000 else None
+    if matcher is None:
+        pairs = ((a, b) for a, b in zip(old, new, strict=False) if a != b)
+        found = next(pairs, None)
+        return f"{found[0]} became {found[1]}" if found else "operations were added or removed"
+    for tag, a, b, c, d in matcher.get_opcodes():
+        if tag != "equal":
+            was, now = " ".join(old[a:b][:1]) or "nothing", " ".join(new[c:d][:1]) or "nothing"
+            baked = "device_data" in was and "Constant" in now
+            why = " (a scalar on the host that is now exactly 0 or 1)" if baked else ""
+            return f"{was} became {now}{why}"
+    return "the same operations in another order"
+
+
+def _normal(line: str) -> str:
+    """``line`` without value numbers, which shift with every added operation."""
+    return re.sub(r"%\d+", "%", line).strip()
+
+
+def counted() -> dict[str, float]:
+    """The numbers of graphs compiled and of transfers from the device, in this process."""
+    return {
+        "graphs_compiled": _samples("CompileTime"),
+        "transfers_from_device": _samples("TransferFromDeviceTime"),
+    }
+
+
+def _samples(metric: str) -> int:
+    data = xla_metrics.metric_data(metric)
+    return int(data[0]) if data else 0

@@ -1,0 +1,264 @@
+"""The device mesh, and the sharding of parameters, batches and activations over it.
+
+Under SPMD a sharded tensor is one logical tensor: the program is written for one device, and the compiler
+inserts the collectives. It needs the sharding of parameters, batches and activations, and propagates the
+rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from portable.errors import UserError
+from portable.model.tensors import to_torch
+from tpu.xla.of_torch_xla import xla
+from tpu.xla.runtime import torch_xla, xr, xs
+from tpu.xla.sharding import HYBRID, ShardingRules
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+    from portable.config import RunConfig
+    from portable.model.tensors import ReadableTensor
+
+REPLICA, FSDP = "replica", "fsdp"
+
+Spec = tuple[str | tuple[str, ...] | None, ...]
+"""For each dim of a tensor, the mesh axes that it is sharded over, or None."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A shard that this host holds: its offset in each dim, and its values on the CPU."""
+
+    offset: tuple[int, ...]
+    data: Tensor
+
+
+class Layout:
+    """The mesh, and the placement of tensors on it.
+
+    Args:
+        config: strategy, ``fsdp.shard_group_size``, ``xla.sharding`` and ``xla.shard_param_on_dim_0``.
+        devices: of the whole run.
+
+    Raises:
+        UserError: if the number of devices is not a multiple of the group size, or a pattern of
+            ``xla.sharding`` is not a regular expression.
+    """
+
+    def __init__(self, config: RunConfig, devices: int) -> None:
+        order = _device_order(devices)
+        self.device = torch.device("xla:0")
+        self.devices = devices
+        self.group = _group_size(config, devices)
+        self._rules = ShardingRules(config, self.group)
+        if self.group == devices:
+            self.mesh = xs.Mesh(order, (devices,), (FSDP,))
+            self._batch_axes: tuple[str, ...] = (FSDP,)
+        else:
+            self.mesh = xs.Mesh(order, (devices // self.group, self.group), (REPLICA, FSDP))
+            self._batch_axes = (REPLICA, FSDP)
+
+    # -- specs -------------------------------------------------------------------------------------------
+
+    def parameter(self, name: str, shape: Sequence[int]) -> Spec:
+        """The spec of a parameter: sharded along one dim over the fsdp axis, or replicated.
+
+        Raises:
+            UserError: if ``xla.sharding`` names a dim that is missing or not divisible by the group size.
+        """
+        dim = self._rules.dim(name, shape)
+        return tuple(FSDP if d == dim else None for d in range(len(shape)))
+
+    def check_rules(self) -> None:
+        """Raise UserError for a pattern of ``xla.sharding`` that has matched no parameter so far."""
+        self._rules.check_rules()
+
+    @property
+    def shards(self) -> bool:
+        """Whether any parameter may be sharded."""
+        return self._rules.sharded
+
+    @property
+    def sums_whole(self) -> bool:
+        """Whether the TPU's compiler adds up gradients as a whole, and cuts them afterwards."""
+        return self.group > 32
+
+    def batch(self, dims: int) -> Spec:
+        """The spec of batches and activations: sharded along dim 0 over all devices."""
+        return (self._batch_axes, *(None,) * (dims - 1))
+
+    def replicated(self, dims: int) -> Spec:
+        """The spec of a replicated tensor."""
+        return (None,) * dims
+
+    def sharding(self, spec: Spec) -> Any:
+        """The bindings' form of ``spec``."""
+        return self.mesh.get_op_sharding(spec)
+
+    def along_tokens(self, tensor: Tensor) -> Tensor:
+        """``tensor``, ``[experts, tokens, ...]``, and its gradient sharded along the tokens."""
+        if tensor.is_meta:  # a trial pass
+            return tensor
+        sharding = self.sharding((None, *self.batch(tensor.dim() - 1)))
+        return constrain(tensor, sharding, sharding)
+
+    # -- tensors -----------------------------------------------------------------------------------------
+
+    def place_batch(self, tensor: Tensor) -> Tensor:
+        """Send this host's part of a batch to its devices; the result is the global batch."""
+        spec = xs.ShardingSpec(self.mesh, self.batch(tensor.dim()), minibatch=xr.process_count() > 1)
+        placed: Tensor = xla.from_host([tensor], [str(self.device)], [spec.xla_spec(tensor)])[0]
+        return placed
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype, spec: Spec) -> Tensor:
+        """A tensor of zeros. The host allocates one shard, each device its own."""
+        cut = [size // self.group if axis == FSDP else size for size, axis in zip(shape, spec, strict=True)]
+        return self._assembled([torch.zeros(cut, dtype=dtype)] * self._local_devices, spec, shape)
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        """Replicate a CPU tensor to every device.
+
+        Use it for changing scalars, too: ``tensor.to(device)`` would turn 0 and 1 into constants of the
+        graph.
+        """
+        return self._assembled([tensor] * self._local_devices, self.replicated(tensor.dim()), tensor.shape)
+
+    def _assembled(self, shards: list[Tensor], spec: Spec, shape: Sequence[int]) -> Tensor:
+        tensor: Tensor = xla.from_cpu_shards(shards, self.sharding(spec), torch.Size(shape))
+        return tensor
+
+    @cached_property
+    def _local_devices(self) -> int:
+        return int(xr.addressable_runtime_device_count())
+
+    def fill(self, tensor: Tensor, spec: Spec, source: ReadableTensor) -> None:
+        """Fill this host's shards of ``tensor``, placed by ``spec``, from ``source``."""
+        read: dict[tuple[tuple[int, int], ...], Tensor] = {}
+        shards = []
+        for _, index in xla.shard_places([tensor])[0]:
+            slices = _slices(index, tensor.shape)
+            key = tuple((s.start, s.stop) for s in slices)
+            if key not in read:
+                read[key] = to_torch(source.read(slices)).to(tensor.dtype)
+            shards.append(read[key])
+        tensor.data = self._assembled(shards, spec, tensor.shape)
+
+    def local_shards(self, tensors: Sequence[Tensor]) -> list[list[Shard]]:
+        """CPU copies of the shards of each tensor that this host saves; one device saves each shard."""
+        _wait()
+        return [self._shards(tensor) for tensor in tensors]  # one at a time: replicas are copied as well
+
+    def _shards(self, tensor: Tensor) -> list[Shard]:
+        (places,) = xla.shard_places([tensor])
+        (copies,) = xla.local_shards([tensor])
+        shards = []
+        for (replica, index), (values, _) in zip(places, copies, strict=True):
+            if replica == 0:
+                slices = _slices(index, tensor.shape)
+                shards.append(Shard(tuple(s.start for s in slices), values))
+        return shards
+
+    def read(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """CPU copies of whole tensors. Executes what they still need, and waits for it."""
+        copies: list[Tensor] = xla.cpu_tensors(list(tensors))
+        return copies
+
+    def execute(self, *, wait: bool = False) -> None:
+        """Compute what all tensors still need; ``wait`` until it is there, to be copied or filled."""
+        torch_xla.sync()
+        if wait:
+            _wait()
+
+    def own_copy(self, tensor: Tensor) -> Tensor:
+        """A CPU copy of a replicated tensor, from one of this host's devices."""
+        _wait()
+        values: Tensor = xla.local_shards([tensor])[0][0][0]
+        return values
+
+
+def constrain(tensor: Tensor, sharding: Any, gradient: Any, *, alone: bool = False) -> Tensor:
+    """Annotate ``tensor`` with a sharding, and its gradient with another.
+
+    Args:
+        alone: write the gradient by itself. The compiler might put off what cuts it, and keep it whole.
+    """
+    constrained: Tensor = _Constrain.apply(tensor, sharding, gradient, alone)  # type: ignore[no-untyped-call, unused-ignore]
+    return constrained
+
+
+class _Constrain(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, sharding: Any, gradient: Any, alone: bool) -> Tensor:
+        ctx.gradient, ctx.alone = gradient, alone
+        return marked(tensor, sharding)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        gradient = marked(gradients[0], ctx.gradient)
+        if ctx.alone:
+            xla.barrier_([gradient])
+        return gradient, None, None, None
+
+
+def marked(tensor: Tensor, sharding: Any) -> Tensor:
+    """A copy of ``tensor`` that is annotated with a sharding."""
+    # Marking works in place, and a clone would inherit the sharding of a placed tensor.
+    copy = another(tensor)
+    xla.mark_sharding(copy, sharding)
+    return copy
+
+
+def another(tensor: Tensor) -> Tensor:
+    """The same values as a tensor of its own; the compiler removes the operation."""
+    return tensor | False if tensor.dtype == torch.bool else tensor * 1
+
+
+def _wait() -> None:
+    """Wait for started computations; shards can be copied only then."""
+    xla.wait([])
+
+
+def _slices(index: Any, shape: Sequence[int]) -> tuple[slice, ...]:
+    if index is Ellipsis:
+        return tuple(slice(0, size) for size in shape)
+    return tuple(slice(s.start, s.stop) for s in index)
+
+
+def _device_order(devices: int) -> Any:
+    """Device ids ordered by slice, so that neighbours in the mesh share a fast interconnect."""
+    slices = _slices_of_devices() or [0] * devices
+    return np.array(sorted(range(devices), key=lambda d: (slices[d], d)))
+
+
+def _slices_of_devices() -> list[int]:
+    """The slice index of each device, by device id."""
+    attributes: Sequence[Mapping[str, Any]] = xr.global_runtime_device_attributes()
+    by_number = sorted(attributes, key=lambda a: int(str(a.get("name", ":0")).rpartition(":")[2]))
+    return [int(a.get("slice_index", 0)) for a in by_number]
+
+
+def _group_size(config: RunConfig, devices: int) -> int:
+    if config.strategy not in HYBRID:
+        return devices
+    slices = len(set(_slices_of_devices())) or 1
+    size = config.fsdp.shard_group_size or devices // slices
+    if slices == 1 and config.fsdp.shard_group_size is None:
+        raise UserError(
+            f"strategy: {config.strategy} shards within a slice, and there is only one slice; set "
+            "fsdp.shard_group_size, or use full_shard"
+        )
+    if size > devices or devices % size:
+        raise UserError(
+            f"fsdp.shard_group_size: {devices} devices are not divisible into groups of {size}; use a "
+            f"divisor of {devices}"
+        )
+    return size

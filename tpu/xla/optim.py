@@ -1,0 +1,402 @@
+"""Optimizers as formulas over lazy tensors, so that the update is part of the compiled step.
+
+Names, hyperparameters and state match torch's classes, so that runs move between backends. torch's own code
+reads step counts on the host or bakes learning rates into the graph: a transfer or a compilation per step.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from converters import CheckpointError
+from converters import Tensor as StoredTensor
+from portable.model.groups import groups_of
+from portable.optim import adafactor
+from portable.optim.average import AVERAGE
+from portable.optim.muon import orthogonalized, rate_factor
+from portable.optim.optimizers import muon, parameter_groups, rate_of
+from tpu.xla.layout import FSDP, Spec, marked
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor, nn
+
+    from converters.checkpoint import OptimizerState
+    from portable.config import TrainConfig
+    from portable.optim.optimizers import Group
+    from tpu.xla.layout import Layout
+    from tpu.xla.parameters import Parameters
+
+State = dict[str, torch.Tensor]
+Places = dict[str, tuple[tuple[int, ...], Spec]]
+"""Shape and spec of each state tensor of a parameter."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What the update of a parameter is computed from, in fp32.
+
+    Attributes:
+        parameter: its values.
+        gradient: of the same shape.
+        state: by the names of :meth:`Rule.initial`.
+        step: its number, from 1, a scalar on the device.
+        rate: the learning rate, a scalar on the device; where ``stacked``, perhaps ``[parameters, 1, ...]``.
+        decay: the weight decay, likewise, or a number.
+        stacked: whether these are many parameters of one shape, along the first dim, each by itself.
+    """
+
+    parameter: Tensor
+    gradient: Tensor
+    state: State
+    step: Tensor
+    rate: Tensor
+    decay: Tensor | float
+    stacked: bool
+
+
+class Rule(Protocol):
+    """The update of one parameter, or of a stack of them."""
+
+    counts_steps: bool
+
+    def initial(self, parameter: Tensor, spec: Spec, *, stacked: bool) -> Places:
+        """Where the state is kept; it starts as zeros."""
+
+    def update(self, given: Inputs) -> tuple[Tensor, State]:
+        """The new parameter and state."""
+
+
+class AdamW:
+    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019), as ``torch.optim.AdamW``."""
+
+    counts_steps = True
+
+    def __init__(self, betas: tuple[float, float], eps: float) -> None:
+        self._betas, self._eps = betas, eps
+
+    def initial(self, parameter: Tensor, spec: Spec, *, stacked: bool) -> Places:
+        return {name: (tuple(parameter.shape), spec) for name in ("exp_avg", "exp_avg_sq")}
+
+    def update(self, given: Inputs) -> tuple[Tensor, State]:
+        (beta1, beta2), gradient = self._betas, given.gradient
+        first = given.state["exp_avg"].lerp(gradient, 1 - beta1)
+        second = given.state["exp_avg_sq"] * beta2 + gradient * gradient * (1 - beta2)
+        root = (second / _bias_correction(beta2, given.step)).sqrt() + self._eps
+        decayed = given.parameter * (1 - given.rate * given.decay)
+        moved = decayed - given.rate / _bias_correction(beta1, given.step) * (first / root)
+        return moved, {"exp_avg": first, "exp_avg_sq": second}
+
+
+def _bias_correction(beta: float, step: Tensor) -> Tensor:
+    """``1 - beta ** step``, without the cancellation that costs fp32 four digits at beta 0.999."""
+    return -torch.expm1(step * math.log(beta)) if beta else torch.ones_like(step)
+
+
+class Sgd:
+    """SGD with momentum, as ``torch.optim.SGD``: the decay is added to the gradient."""
+
+    counts_steps = False
+
+    def __init__(self, momentum: float) -> None:
+        self._momentum = momentum
+
+    def initial(self, parameter: Tensor, spec: Spec, *, stacked: bool) -> Places:
+        return {"momentum_buffer": (tuple(parameter.shape), spec)} if self._momentum else {}
+
+    def update(self, given: Inputs) -> tuple[Tensor, State]:
+        gradient = given.gradient + given.parameter * given.decay
+        if not self._momentum:
+            return given.parameter - given.rate * gradient, {}
+        buffer = given.state["momentum_buffer"] * self._momentum + gradient
+        return given.parameter - given.rate * buffer, {"momentum_buffer": buffer}
+
+
+class Adafactor:
+    """Adafactor (Shazeer and Stern, 2018), as :class:`portable.optim.adafactor.Adafactor`.
+
+    Under SPMD a sharded tensor is one logical tensor, so means over it are exact on any number of devices.
+    """
+
+    counts_steps = True
+
+    def __init__(self, rule: adafactor.Rule) -> None:
+        self._rule = rule
+
+    def initial(self, parameter: Tensor, spec: Spec, *, stacked: bool) -> Places:
+        shape = tuple(parameter.shape)
+        if len(shape) - stacked < 2:
+            return {"variance": (shape, spec)}
+        rows, columns = (*shape[:-1], 1), (*shape[:-2], 1, shape[-1])
+        return {
+            "row_var": (rows, (*spec[:-1], None)),
+            "col_var": (columns, (*spec[:-2], None, spec[-1])),
+        }
+
+    def update(self, given: Inputs) -> tuple[Tensor, State]:
+        parameter, gradient, step, rate = given.parameter, given.gradient, given.step, given.rate
+        state, stacked = given.state, given.stacked
+        fresh, rate_now = step**adafactor.BETA2_DECAY, rate
+        if self._rule.scaled:
+            size = torch.maximum(_root_mean_square(parameter, stacked), torch.full_like(step, adafactor.EPS2))
+            rate_now = size * torch.minimum(rate, step**-0.5)
+        squares = gradient * gradient + self._rule.added
+        if parameter.dim() - stacked < 2:
+            variance = state["variance"] + fresh * (squares - state["variance"])
+            new = {"variance": variance}
+        else:
+            rows, columns = state["row_var"], state["col_var"]
+            rows = rows + fresh * (squares.mean(dim=-1, keepdim=True) - rows)
+            columns = columns + fresh * (squares.mean(dim=-2, keepdim=True) - columns)
+            mean = rows.mean(dim=-2, keepdim=True)
+            variance = rows / mean.clamp(min=self._rule.least_mean) * columns
+            new = {"row_var": rows, "col_var": columns}
+        change = gradient * variance.clamp(min=self._rule.least_variance).rsqrt()
+        clipped = change / (_root_mean_square(change, stacked) / adafactor.CLIP).clamp(min=1.0)
+        return parameter * (1 - rate * given.decay) - rate_now * clipped, new
+
+
+def _root_mean_square(tensor: Tensor, stacked: bool) -> Tensor:
+    """Of a parameter, a scalar; of stacked ones, each its own, of shape ``[parameters, 1, ...]``."""
+    if not stacked:
+        return tensor.square().mean().sqrt()
+    return tensor.square().mean(dim=tuple(range(1, tensor.dim())), keepdim=True).sqrt()
+
+
+class Muon:
+    """Muon, as :class:`portable.optim.muon.Muon`, for matrices and stacks of them.
+
+    Args:
+        settings: the train section.
+        layout: where tensors lie.
+        compute: the type of the products.
+    """
+
+    counts_steps = False
+
+    def __init__(self, settings: TrainConfig, layout: Layout, compute: torch.dtype) -> None:
+        self._momentum, self._rate_rule = settings.muon_momentum, settings.muon_rate
+        self._layout, self._compute = layout, compute
+
+    def initial(self, parameter: Tensor, spec: Spec, *, stacked: bool) -> Places:
+        return {"momentum_buffer": (tuple(parameter.shape), spec)}
+
+    def update(self, given: Inputs) -> tuple[Tensor, State]:
+        """``gradient`` is the orthogonalized update, and the state is new already; see :meth:`prepared`."""
+        adjusted = given.rate * rate_factor(self._rate_rule, given.parameter.shape)
+        decayed = given.parameter * (1 - given.rate * given.decay)
+        return decayed - adjusted * given.gradient, given.state
+
+    def prepared(
+        self, gradients: Mapping[str, Tensor], states: Mapping[str, State], specs: Mapping[str, Spec]
+    ) -> tuple[dict[str, Tensor], dict[str, State]]:
+        """The orthogonalized updates, fp32, and the new states, by name.
+
+        Matrices of one shape and cut are put together and spread over the devices, each of which has some as
+        a whole.
+        """
+        made: dict[str, State] = {}
+        alike: dict[tuple[tuple[int, ...], Spec | None], dict[str, Tensor]] = {}
+        for name, gradient in gradients.items():
+            buffer = states[name]["momentum_buffer"].lerp(gradient, 1 - self._momentum)
+            update = gradient.lerp(buffer, self._momentum).to(self._compute)
+            shape = tuple(update.shape[-2:])
+            *before, rows, columns = specs[name]
+            cut: Spec | None = None if any(before) else (None, rows, columns)  # experts may be spread already
+            alike.setdefault((shape, cut), {})[name] = update.reshape(-1, *shape)
+            made[name] = {"momentum_buffer": buffer}
+        updates: dict[str, Tensor] = {}
+        spread = self._layout.sharding((FSDP, None, None))
+        for (_, cut), matrices in alike.items():
+            counts = [len(update) for update in matrices.values()]
+            padding = -sum(counts) % self._layout.group
+            parts = [*matrices.values(), *[torch.zeros_like(next(iter(matrices.values()))[:1])] * padding]
+            together = torch.cat(parts)
+            if cut is not None:
+                together = marked(together, self._layout.sharding(cut))
+            whole = orthogonalized(marked(together, spread), self._compute)
+            if cut is not None:
+                # Cut as before on both sides: an all-to-all leads there and back. The compiler's own way
+                # takes four times as many bytes.
+                whole = marked(marked(whole, spread), self._layout.sharding(cut))
+            for name, update in zip(matrices, whole.split([*counts, *[1] * padding]), strict=False):
+                updates[name] = update.reshape(gradients[name].shape).float()
+        return updates, made
+
+
+def build_rule(settings: TrainConfig) -> Rule:
+    """The rule that ``train.optimizer`` names; of muon, that of what is no matrix."""
+    beta1, beta2 = settings.betas
+    if settings.optimizer in ("adamw", "muon"):
+        return AdamW((beta1, beta2), settings.eps)
+    if settings.optimizer == "adafactor":
+        return Adafactor(adafactor.RULES[settings.adafactor_rule])
+    return Sgd(beta1)
+
+
+class Optimizer:
+    """Applies the rules to all parameters; their state is sharded as they are.
+
+    The step counts of all parameters are one fp32 vector ``[parameters]``, so that the compiled step has one
+    argument for them instead of hundreds.
+    """
+
+    def __init__(
+        self,
+        settings: TrainConfig,
+        model: nn.Module,
+        layout: Layout,
+        held: Parameters,
+        compute: torch.dtype,
+    ) -> None:
+        trained = {name: p for name, p in held.by_name.items() if p.requires_grad}
+        self._names = list(trained)
+        self._parameters = trained
+        self._layout = layout
+        self._held = held
+        apart = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        of = groups_of(model, settings)
+        self._groups = _torch_groups(settings, apart, of)
+        rule, self._muon = build_rule(settings), Muon(settings, layout, compute)
+        self._rules: dict[str, Rule] = {name: self._muon if of[name].matrices else rule for name in trained}
+        self._settings, self._decay = settings, settings.ema
+        self._factors = {name: self._factor(name, of) for name in trained}
+        self._steps = layout.whole(torch.zeros(len(trained)))
+        self._state: dict[str, State] = {}
+        self._places: dict[str, Places] = {}
+        for name, parameter in trained.items():
+            spec = held.spec(name, parameter.shape)
+            places = self._rules[name].initial(parameter, spec, stacked=name in held.stacks)
+            if settings.ema is not None:
+                places[AVERAGE] = (tuple(parameter.shape), spec)
+            self._places[name] = places
+            self._state[name] = {
+                key: layout.zeros(shape, torch.float32, place) for key, (shape, place) in places.items()
+            }
+
+    def _factor(self, name: str, groups: Mapping[str, Group]) -> tuple[Tensor | float, Tensor | float]:
+        """The share of the learning rate, and the weight decay, of a tensor: numbers, or one a layer."""
+        of = [groups[one] for one in self._held.names(name)]
+        highest = self._settings.learning_rate
+        pairs = [(group.learning_rate / highest, group.weight_decay) for group in of]
+        if len(set(pairs)) == 1:
+            return pairs[0]
+        shape = (len(of), *[1] * (self._parameters[name].dim() - 1))
+        share, decay = (self._layout.whole(torch.tensor(one).view(shape)) for one in zip(*pairs, strict=True))
+        return share, decay
+
+    def step(self, gradients: Mapping[str, Tensor], rate: Tensor, allowed: Tensor) -> None:
+        """Update every parameter that has a gradient, if ``allowed``, a bool scalar on the device, is true.
+
+        Args:
+            gradients: by parameter name. rate: the learning rate, an fp32 scalar on the device.
+        """
+        with torch.no_grad():
+            counted = self._steps + 1
+            if len(gradients) < len(self._names):
+                reached = torch.tensor([float(name in gradients) for name in self._names])
+                counted = self._steps + self._layout.whole(reached)
+            own = {n: g.float() for n, g in gradients.items() if self._rules[n] is self._muon}
+            specs = {name: self._held.spec(name, gradient.shape) for name, gradient in own.items()}
+            updates, states = self._muon.prepared(own, self._state, specs)
+            for index, name in enumerate(self._names):
+                if name not in gradients:
+                    continue
+                parameter, state = self._parameters[name], self._state[name]
+                share, decay = self._factors[name]
+                inputs = Inputs(
+                    parameter,
+                    updates.get(name, gradients[name]).float(),
+                    states.get(name, state),
+                    counted[index],
+                    rate * share if isinstance(share, torch.Tensor) or share != 1 else rate,
+                    decay,
+                    stacked=name in self._held.stacks,
+                )
+                moved, new = self._rules[name].update(inputs)
+                if self._decay is not None:
+                    new = {**new, AVERAGE: state[AVERAGE].lerp(moved, 1 - self._decay)}
+                parameter.copy_(torch.where(allowed, moved, parameter))
+                for key, value in new.items():
+                    state[key].copy_(torch.where(allowed, value, state[key]))
+            self._steps.copy_(torch.where(allowed, counted, self._steps))
+
+    def tensors(self) -> dict[str, State]:
+        """The state of every parameter, by name, without the step counts."""
+        return self._state
+
+    def begin(self) -> None:
+        """Begin averages at the weights."""
+        for name, state in self._state.items():
+            if AVERAGE in state:
+                state[AVERAGE].copy_(self._parameters[name].detach())
+
+    def scalars(self) -> dict[str, dict[str, Tensor]]:
+        """The step counts, fp32 scalars on the CPU by parameter name; only of rules that count."""
+        if not any(rule.counts_steps for rule in self._rules.values()):
+            return {}
+        counts = self._layout.own_copy(self._steps)
+        return {
+            one: {"step": counts[index].clone()}
+            for index, name in enumerate(self._names)
+            if self._rules[name].counts_steps
+            for one in self._held.names(name)
+        }
+
+    def groups(self, rate: float) -> list[dict[str, Any]]:
+        """Parameter groups with their hyperparameters, in the form of torch's optimizers."""
+        return [{**group, "lr": rate_of(group, rate, self._settings)} for group in self._groups]
+
+    def load(
+        self,
+        stored: Mapping[str, Mapping[str, StoredTensor | float | bool]],
+        groups: OptimizerState | None,
+    ) -> None:
+        """Restore the state of a checkpoint; parameters that it lacks keep zeros.
+
+        ``groups`` is for optimizers whose groups have state: those of the user's.
+        """
+        steps = torch.zeros(len(self._names))
+        for index, name in enumerate(self._names):
+            sources: dict[str, dict[str, StoredTensor]] = {}
+            for one in self._held.names(name):
+                values = dict(stored.get(one, {}))
+                step = values.pop("step", 0.0)
+                steps[index] = float(step.read()) if isinstance(step, StoredTensor) else float(step)
+                if not values and one not in stored:
+                    continue
+                for key, tensor in self._state[name].items():
+                    value = values.get(key)
+                    if value is None and key == AVERAGE:
+                        continue  # it begins here
+                    shape = tuple(tensor.shape)[name in self._held.stacks :]
+                    if not isinstance(value, StoredTensor) or value.shape != shape:
+                        raise CheckpointError(f"{key} of {one} is missing, or not of shape {list(shape)}")
+                    sources.setdefault(key, {})[one] = value
+            for key, found in sources.items():
+                self._held.fill(name, self._state[name][key], self._places[name][key][1], found)
+        self._steps = self._layout.whole(steps)
+
+
+def _torch_groups(
+    settings: TrainConfig, trained: Mapping[str, nn.Parameter], of: Mapping[str, Group]
+) -> list[dict[str, Any]]:
+    names = {id(parameter): name for name, parameter in trained.items()}
+    groups = parameter_groups(trained, of, settings.learning_rate)
+    beta1, beta2 = settings.betas
+    rate = settings.learning_rate
+    optimizer: torch.optim.Optimizer
+    if settings.optimizer == "adamw":
+        optimizer = torch.optim.AdamW(groups, lr=rate, betas=(beta1, beta2), eps=settings.eps)
+    elif settings.optimizer == "muon":
+        optimizer = muon(settings, groups, torch.float32)
+    elif settings.optimizer == "adafactor":
+        optimizer = torch.optim.Adafactor(groups, lr=rate)
+    else:
+        optimizer = torch.optim.SGD(groups, lr=rate, momentum=beta1)
+    return [{**g, "params": [names[id(p)] for p in g["params"]]} for g in optimizer.param_groups]

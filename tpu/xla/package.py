@@ -1,0 +1,116 @@
+"""The record of backend ``xla``: see :class:`portable.registry.BackendPackage`.
+
+Imports neither torch nor torch_xla at module level: the rules read a record whenever a config is built.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from portable.errors import UserError, require
+from portable.registry import World
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from portable.backend import Backend
+    from portable.checks import Check, Several
+    from portable.config import RunConfig
+    from portable.planner.compiled import Compiled
+    from portable.planner.device_lookup import Device
+    from portable.planner.memory_model import FootprintModule
+    from portable.registry import CompileTarget
+
+_ROWS = 512
+"""Tokens of attention at a time. The scores of twice as many may fit into a core's vector memory."""
+
+
+class XlaPackage:
+    """One process a host, which drives all its devices."""
+
+    name = "xla"
+    extra = "xla"
+    typical_device = "v5e"
+    runs_cuda = False
+
+    def is_here(self) -> bool:
+        from tpu.device_specs import uses_tpu
+
+        return uses_tpu()
+
+    def local_ranks(self) -> int:
+        return 1
+
+    def check_ranks(self, ranks: int) -> None:
+        if ranks > 1:
+            raise UserError(
+                "--nproc: XLA runs one process a host, which drives all its devices; leave it out"
+            )
+
+    def world(self, ranks: int) -> World:
+        from tpu.xla import runtime
+
+        runtime.start()  # only the runtime knows the hosts of a slice
+        return World(runtime.hosts(), runtime.local_devices())
+
+    def default_precision(self, *, in_rank: bool) -> str | None:
+        from tpu.xla import runtime
+
+        return "bf16" if runtime.on_tpu() else "fp32"
+
+    def checks(self) -> Sequence[Check | Several]:
+        from tpu.xla.checks import CHECKS
+
+        return CHECKS
+
+    def adopt(self, config: RunConfig, world: World) -> RunConfig:
+        return config  # a DeepSpeed JSON is ignored here, so that one file serves all backends
+
+    def check(self, config: RunConfig, world: World) -> None:
+        from tpu.xla import runtime
+        from tpu.xla.layout import Layout
+
+        require(
+            config.xla.compilation_cache in ("auto", "none") or runtime.on_tpu(),
+            "xla.compilation_cache: graphs for virtual devices cannot be cached; set it to none",
+        )
+        Layout(config, world.devices)
+
+    def notes(self, config: RunConfig) -> list[str]:
+        if config.deepspeed.config is None:
+            return []
+        return ["deepspeed.config has no effect: DeepSpeed does not run on backend xla"]
+
+    def remedies(self, config: RunConfig, ranks: int) -> Iterator[str]:
+        # Nothing can be offloaded, and the logits exist once, in the compute type.
+        if config.memory.activation_checkpointing != "full":
+            yield "memory.activation_checkpointing full"
+        by_rows = config.xla.attention_rows is not None or config.model.attention == "eager"
+        if config.data.longest > 2 * _ROWS and not by_rows:
+            yield f"xla.attention_rows {_ROWS}"
+
+    def host_memory_advice(self, config: RunConfig) -> str:
+        return "to use less, set data.num_workers or train.micro_batch_size lower"
+
+    def footprint(self) -> FootprintModule:
+        from tpu.xla import footprint
+
+        return footprint
+
+    def devices(self) -> tuple[Device, ...]:
+        from tpu.device_specs import accelerators
+
+        return tuple(accelerators())
+
+    def compile(self, config: RunConfig, target: CompileTarget) -> Compiled:
+        from tpu.compile.compiler import compile_run
+
+        return compile_run(config, target)
+
+    def create(self) -> Backend:
+        from tpu.xla.backend import XlaBackend
+
+        return XlaBackend(self.name)
+
+
+XLA = XlaPackage()

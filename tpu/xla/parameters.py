@@ -1,0 +1,112 @@
+"""The parameters of a model on the devices: one tensor each, or one for the same parameter of many layers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from portable.errors import require
+from portable.model.parameters import replace_tensors, state_tensors, stored_tensors
+from tpu.xla.layout import Shard
+from tpu.xla.of_torch_xla import xla
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+    from portable.model.tensors import ReadableTensor
+    from tpu.xla.layout import Layout, Spec
+
+
+class Parameters:
+    """What is trained, under the name of its first parameter, and its place on the mesh.
+
+    The parameters of layers that run in a loop are stored as one tensor ``[layers, ...]``, so that neither
+    the loop nor the update has to put them together. In the model they stay on the meta device; a checkpoint
+    knows them by their own names.
+
+    Args:
+        model: on the meta device.
+        layout: where tensors lie.
+        stacks: names of parameters to stack, in the order of their layers, by the first one's name.
+
+    Raises:
+        UserError: if ``xla.sharding`` treats the layers of a stack differently.
+    """
+
+    def __init__(self, model: nn.Module, layout: Layout, stacks: Mapping[str, Sequence[str]]) -> None:
+        self._model, self._layout, self.stacks = model, layout, dict(stacks)
+        self._stacked = {name for names in stacks.values() for name in names}
+        metas = dict(model.named_parameters())
+        for first, names in stacks.items():
+            places = {layout.parameter(name, metas[name].shape) for name in names}
+            require(
+                len(places) == 1,
+                f"xla.scan_layers: xla.sharding shards {first} of one layer other than that of the next; use "
+                "a pattern that matches the parameter in every layer, or set xla.scan_layers: false",
+            )
+
+        def parameter(name: str, meta: nn.Parameter) -> nn.Parameter:
+            if name in self._stacked:
+                return meta
+            placed = layout.zeros(meta.shape, meta.dtype, layout.parameter(name, meta.shape))
+            return nn.Parameter(placed, requires_grad=meta.requires_grad)
+
+        replace_tensors(model, parameter, lambda _, value: layout.whole(value))
+        layout.check_rules()
+        self.by_name = {n: p for n, p in model.named_parameters() if n not in self._stacked}
+        for first, names in stacks.items():
+            meta = metas[first]
+            shape = (len(names), *meta.shape)
+            placed = layout.zeros(shape, meta.dtype, (None, *layout.parameter(first, meta.shape)))
+            self.by_name[first] = nn.Parameter(placed, requires_grad=meta.requires_grad)
+
+    def names(self, name: str) -> list[str]:
+        """The names of the parameters that the tensor called ``name`` holds."""
+        return list(self.stacks.get(name, [name]))
+
+    def spec(self, name: str, shape: Sequence[int]) -> Spec:
+        """The place of the tensor called ``name``, or of its gradient, of ``shape``."""
+        if name in self.stacks:
+            return (None, *self._layout.parameter(name, shape[1:]))
+        return self._layout.parameter(name, shape)
+
+    def state(self) -> dict[str, Tensor]:
+        """Parameters, stacked or not, and persistent buffers."""
+        apart = {n: t for n, t in state_tensors(self._model).items() if n not in self._stacked}
+        return {**apart, **{name: self.by_name[name] for name in self.stacks}}
+
+    def stored(self) -> dict[str, Tensor]:
+        """What a checkpoint holds of the model, likewise."""
+        stored = stored_tensors(self._model).keys()
+        return {name: tensor for name, tensor in self.state().items() if name in stored}
+
+    @torch.no_grad()
+    def fill(self, name: str, tensor: Tensor, spec: Spec, sources: Mapping[str, ReadableTensor]) -> None:
+        """Fill a tensor of the size of ``name`` from ``sources``, by parameter name; what they lack stays."""
+        if name not in self.stacks:
+            if name in sources:
+                self._layout.fill(tensor, spec, sources[name])
+            return
+        for index, one in enumerate(self.stacks[name]):
+            if one not in sources:
+                continue
+            # One layer at a time, so that the host never holds more than its shards of one.
+            layer = self._layout.zeros(tensor.shape[1:], tensor.dtype, spec[1:])
+            self._layout.fill(layer, spec[1:], sources[one])
+            here = torch.arange(len(tensor)).eq(index).view(-1, *[1] * layer.dim())
+            tensor.copy_(torch.where(self._layout.whole(here), layer, tensor))
+            xla.mark_sharding(tensor, self._layout.sharding(spec))
+            self._layout.execute()
+
+    def apart(self, name: str, shards: Sequence[Shard]) -> dict[str, list[Shard]]:
+        """The shards of the tensor called ``name``, as those of each parameter in it."""
+        if name not in self.stacks:
+            return {name: list(shards)}
+        return {
+            one: [Shard(shard.offset[1:], shard.data[index]) for shard in shards]
+            for index, one in enumerate(self.stacks[name])
+        }

@@ -1,0 +1,101 @@
+"""Import and start torch_xla: on a TPU if there is one, else on virtual CPU devices.
+
+Import torch_xla only from here: its first import reads environment variables that this module sets.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+from portable.errors import UserError, one_line
+from tpu import device_specs as devices
+from tpu.libtpu_flags import OURS, VARIABLE, with_missing
+from tpu.xla.of_torch_xla import xla
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+INSTALL = "pip install 'portable-trainer[xla]' (on a TPU VM: 'portable-trainer[tpu]')"
+
+
+def _import() -> Any:
+    """Import torch_xla.
+
+    Raises:
+        UserError: if it is missing or built for another torch.
+    """
+    try:
+        ours, wanted = metadata.version("torch"), metadata.version("torch_xla")
+    except metadata.PackageNotFoundError:
+        raise UserError(f"backend: xla needs the package torch_xla; install it with: {INSTALL}") from None
+    if _release(ours) != _release(wanted):
+        raise UserError(
+            f"backend: xla needs torch and torch_xla of one release, not torch {ours} and torch_xla "
+            f"{wanted}; install a pair with: {INSTALL}"
+        )
+    os.environ.setdefault("PJRT_DEVICE", "TPU" if devices.uses_tpu() else "CPU")
+    if os.environ["PJRT_DEVICE"] == "TPU":
+        os.environ[VARIABLE] = with_missing(os.environ.get(VARIABLE, ""), OURS)
+    try:
+        import torch_xla
+        import torch_xla.core.xla_builder
+        import torch_xla.debug.metrics
+        import torch_xla.distributed.spmd.xla_sharding
+        import torch_xla.runtime
+    except ImportError as error:
+        reason = f"torch_xla cannot be imported ({one_line(error)})"
+        raise UserError(f"backend: xla: {reason}; install a matching pair with: {INSTALL}") from error
+    return torch_xla
+
+
+def _release(version: str) -> list[str]:
+    return version.split(".")[:2]
+
+
+torch_xla: Any = _import()
+xr: Any = torch_xla.runtime
+xb: Any = torch_xla.core.xla_builder
+xs: Any = torch_xla.distributed.spmd.xla_sharding
+xla_metrics: Any = torch_xla.debug.metrics
+
+
+def start() -> None:
+    """Start the runtime in SPMD mode.
+
+    Raises:
+        UserError: if it cannot use the devices of ``PJRT_DEVICE``.
+    """
+    try:
+        if not xr.is_spmd():
+            xr.use_spmd()
+        xr.addressable_runtime_device_count()
+    except (OSError, RuntimeError) as error:
+        kind = os.environ["PJRT_DEVICE"]
+        raise UserError(
+            f"backend: xla cannot use {kind} devices ({one_line(error)}); for a TPU, install: "
+            "pip install 'portable-trainer[tpu]'"
+        ) from error
+
+
+def hosts() -> int:
+    """Hosts of the slice: one process a host."""
+    return int(xr.process_count())
+
+
+def local_devices() -> int:
+    """Devices that this process drives."""
+    return int(xr.addressable_runtime_device_count())
+
+
+def cache_graphs(folder: Path) -> None:
+    """Cache compiled graphs in ``folder``; call it before the first compilation."""
+    if not xla.caches_graphs():
+        folder.mkdir(parents=True, exist_ok=True)
+        xr.initialize_cache(str(folder))
+
+
+def on_tpu() -> bool:
+    """Whether the runtime uses TPUs rather than virtual devices."""
+    return str(xr.device_type()) == "TPU"

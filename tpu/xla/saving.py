@@ -1,0 +1,113 @@
+"""Write checkpoints with torch.distributed.checkpoint: each host its own shards."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from portable.checkpoint.checksumming_writer import ChecksummingWriter
+from portable.ranks.collectives import background_group
+from portable.terminal import quiet_checkpoint_warnings
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from portable.backend import SaveHandle
+    from tpu.xla.layout import Shard
+
+
+quiet_checkpoint_warnings()
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A logical tensor with CPU copies of the shards that this host saves, possibly none."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    shards: list[Shard]
+
+
+class _Planner(DefaultSavePlanner):
+    """Plans :class:`Staged` tensors in addition to DCP's own types.
+
+    Replicas were filtered out, so each chunk is written once and DCP has nothing to deduplicate.
+    """
+
+    def create_local_plan(self) -> SavePlan:
+        staged = {name: value for name, value in self.state_dict.items() if isinstance(value, Staged)}
+        everything = self.state_dict
+        self.state_dict = {name: value for name, value in everything.items() if name not in staged}
+        plan: SavePlan = super().create_local_plan()
+        self.state_dict = everything
+        items = [item for name, value in staged.items() for item in _items(name, value)]
+        self.plan = SavePlan([*plan.items, *items], planner_data=plan.planner_data)
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        value = self.state_dict[index.fqn]
+        if not isinstance(value, Staged):
+            return super().lookup_object(index)
+        return next(shard.data for shard in value.shards if torch.Size(shard.offset) == index.offset)
+
+
+def _items(name: str, value: Staged) -> list[WriteItem]:
+    properties = TensorProperties(dtype=value.dtype)
+    return [
+        WriteItem(
+            index=MetadataIndex(name, torch.Size(shard.offset)),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(
+                chunk=ChunkStorageMetadata(torch.Size(shard.offset), shard.data.shape),
+                properties=properties,
+                size=value.shape,
+            ),
+        )
+        for shard in value.shards
+    ]
+
+
+class Saver:
+    """Writes state dicts of :class:`Staged` tensors and plain values as DCP folders."""
+
+    def __init__(self) -> None:
+        self._group = background_group()
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+
+    def save(self, state: dict[str, Any], folder: Path, *, background: bool) -> SaveHandle:
+        """Write ``state``, already on the host; see :meth:`portable.backend.Engine.save`."""
+        writing = self._writer.submit(self._write, state, folder)
+        if not background:
+            writing.result()
+        return _Save(writing)
+
+    def _write(self, state: dict[str, Any], folder: Path) -> None:
+        save(
+            state,
+            storage_writer=ChecksummingWriter(folder),
+            planner=_Planner(),
+            process_group=self._group,
+            no_dist=self._group is None,
+        )
+
+
+class _Save:
+    def __init__(self, writing: Future[None]) -> None:
+        self._writing = writing
+
+    def done(self) -> bool:
+        return self._writing.done()
+
+    def wait(self) -> None:
+        self._writing.result()

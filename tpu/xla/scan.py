@@ -1,0 +1,460 @@
+"""A loop over the leading dim of tensors, compiled as one XLA ``While``, and its gradient.
+
+torch_xla has a scan of its own, which cannot be used: its backward pass imports JAX under SPMD, and it stacks
+what AOTAutograd saves of the weights. Here autograd itself records the body, once, on placeholders. What it
+saves is stacked over the iterations, each storage once; views, and the inputs of the loop, are taken from
+what is there. The gradient is a second loop, backwards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from portable.private.of_torch import changes, root_and_replay
+from tpu.xla.layout import another, constrain
+from tpu.xla.of_torch_xla import lowering_context, xla
+from tpu.xla.runtime import xb
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Sequence
+
+    from torch import Tensor
+
+Tensors = tuple[torch.Tensor, ...]
+Shardings = tuple[Any, Any] | None
+"""How a slice and its gradient are sharded, in the bindings' form."""
+
+_DEVICE = "xla:0"
+_ANY_SEED = 12345
+"""While a body is recorded; each iteration gets its own. 0 and 1 would be constants of the graph."""
+_seeds: list[list[torch.Tensor]] = []
+"""Of each body that is being recorded, the innermost last: the seeds that its random numbers come from."""
+
+
+class Scan:
+    """A body that is traced once for each signature of its inputs, and looped over.
+
+    Args:
+        body: takes the carry, one slice of each stacked tensor, and the shared tensors; returns the new
+            carry, of the same shapes and dtypes, and results to stack. It may read nothing else that changes,
+            and its autograd functions must save tensors with ``save_for_backward``.
+        recompute: save the carry of each iteration and run the body again in the backward pass.
+    """
+
+    def __init__(self, body: Any, *, recompute: bool) -> None:
+        self._body = body
+        self._recompute = recompute
+        self._traced: dict[Hashable, _Traced] = {}
+
+    def __call__(
+        self,
+        carry: Sequence[Tensor],
+        stacked: Sequence[Tensor],
+        shared: Sequence[Tensor] = (),
+        *,
+        shardings: Sequence[Shardings] = (),
+        key: Hashable = (),
+    ) -> tuple[Tensors, Tensors]:
+        """Run the loop; differentiable in ``carry``, ``stacked`` and ``shared``.
+
+        Args:
+            carry: the first iteration's.
+            stacked: each ``[iterations, ...]``.
+            shared: what every iteration gets whole.
+            shardings: of the slices of ``stacked``, in its order.
+            key: what else the body depends on, such as its mode.
+
+        Returns:
+            The last carry, and the results, each ``[iterations, ...]``.
+        """
+        inputs = (*carry, *stacked, *shared)
+        counts = (len(carry), len(stacked), len(shared))
+        learns = torch.is_grad_enabled() and any(t.requires_grad for t in inputs)
+        signature = (key, counts, learns, *((tuple(t.shape), t.dtype, t.requires_grad) for t in inputs))
+        # The body's random numbers come from seeds of its own, so that tracing does not move the run's.
+        seed = xla.rng_seed(_DEVICE)
+        if signature not in self._traced:
+            trace = _Trace(self._body, counts, inputs, tuple(shardings) or (None,) * len(stacked))
+            self._traced[signature] = trace.taken(learns, self._recompute)
+        _start_from(seed)
+        traced = self._traced[signature]
+        shape = (len(stacked[0]),)
+        seeds = tuple(
+            torch.randint(0, 2**62, shape, dtype=torch.int64, device=_DEVICE) for _ in range(traced.seeds)
+        )
+        if not learns:
+            carried, results = traced.forward(carry, stacked, shared, seeds)
+            return tuple(carried), tuple(results)
+        outputs: Any = _Loops.apply(traced, counts, *inputs, *seeds)  # type: ignore[no-untyped-call, unused-ignore]
+        return outputs[: len(carry)], outputs[len(carry) :]
+
+
+class _Loops(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, traced: _Traced, counts: tuple[int, int, int], *inputs: Tensor) -> Tensors:
+        carry, stacked, shared, seeds = _split(inputs, *counts)
+        carried, results = traced.forward(carry, stacked, shared, seeds)
+        given, saved = _split(results, len(results) - traced.saved)
+        ctx.traced, ctx.counts = traced, counts
+        ctx.save_for_backward(*stacked, *shared, *seeds, *saved)
+        ctx.set_materialize_grads(False)
+        return *carried, *given
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        traced: _Traced = ctx.traced
+        carries, stacks, shares = ctx.counts
+        stacked, shared, seeds, saved = _split(
+            ctx.saved_tensors, stacks, shares, len(ctx.saved_tensors) - stacks - shares - traced.saved
+        )
+        given = [
+            torch.zeros(shape, dtype=dtype, device=_DEVICE) if gradient is None else gradient
+            for gradient, (shape, dtype) in zip(gradients, traced.outputs, strict=True)
+        ]
+        of_carry, of_results = given[:carries], given[carries:]
+        into_shared = [torch.zeros_like(shared[i]) for i in traced.learning_shared]
+        carried, of_stacked = traced.backward(
+            (*of_carry, *into_shared), (*of_results, *stacked, *saved), shared, seeds
+        )
+        every: list[Any] = [*carried[:carries], *[None] * (stacks + shares)]
+        for index, gradient in zip(traced.learning_stacked, of_stacked, strict=True):
+            every[carries + index] = gradient
+        for index, gradient in zip(traced.learning_shared, carried[carries:], strict=True):
+            every[carries + stacks + index] = gradient
+        return None, None, *every, *[None] * len(seeds)
+
+
+@dataclass
+class _Traced:
+    """The two loops of one signature.
+
+    Attributes:
+        forward: from carry, stacked and shared tensors to the carry, the results and the saved tensors.
+        backward: from the carry's gradient and that of the shared tensors, summed so far; the gradients of
+            the results, the stacked and the saved tensors; the shared tensors.
+        saved: number of tensors saved for the backward loop.
+        outputs: shape and dtype of the carry and of the stacked results.
+        learning_stacked, learning_shared: the positions of tensors that get a gradient.
+        seeds: number of seeds of each iteration, 0 if the body draws no random numbers.
+    """
+
+    forward: _Loop
+    backward: Any
+    saved: int
+    outputs: list[tuple[tuple[int, ...], torch.dtype]]
+    learning_stacked: list[int]
+    learning_shared: list[int]
+    seeds: int
+
+
+class _Trace:
+    """Records the body on placeholders."""
+
+    def __init__(
+        self, body: Any, counts: tuple[int, int, int], inputs: Sequence[Tensor], shardings: Any
+    ) -> None:
+        self._body, self._counts, self._shardings = body, counts, shardings
+        carry, stacked, shared = _split(inputs, *counts[:2])
+        self._iterations = len(stacked[0])
+        self._shapes = [
+            *((t.shape, t.dtype, t.is_floating_point()) for t in carry),
+            *((t.shape[1:], t.dtype, t.requires_grad) for t in stacked),
+            *((t.shape, t.dtype, t.requires_grad) for t in shared),
+        ]
+
+    def taken(self, learns: bool, recompute: bool) -> _Traced:
+        if not learns:
+            with torch.no_grad():
+                outputs, _ = self._called(given := self._placeholders())
+            loop = self._loop(given, outputs)
+            return _Traced(loop, None, 0, self._described(outputs), [], [], loop.seeds)
+        return self._recomputing() if recompute else self._saving()
+
+    def _placeholders(self) -> list[Tensor]:
+        return [
+            xb.create_placeholder_tensor(shape, dtype).requires_grad_(learns)
+            for shape, dtype, learns in self._shapes
+        ]
+
+    def _seen(self, placeholders: Sequence[Tensor]) -> list[Tensor]:
+        """The inputs as the body sees them: constrained, and no longer placeholders.
+
+        Marking a placeholder would replace it by a tensor that is no input of the computation.
+        """
+        carry, stacked, shared = _split(placeholders, *self._counts[:2])
+        slices = [
+            another(tensor) if sharding is None else constrain(tensor, *sharding)
+            for tensor, sharding in zip(stacked, self._shardings, strict=True)
+        ]
+        return [*map(another, carry), *slices, *map(another, shared)]
+
+    def _called(
+        self, placeholders: Sequence[Tensor], know: Callable[[Sequence[Tensor]], None] = lambda _: None
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """The body's outputs, and the inputs that it saw; ``know`` gets them before it runs."""
+        _seeds.append([])
+        try:
+            _start_from(_ANY_SEED)
+            know(seen := self._seen(placeholders))
+            carried, results = self._body(*_split(seen, *self._counts[:2]))
+        finally:
+            self._own_seeds = _seeds.pop()
+        for before, after in zip(seen, carried, strict=False):
+            assert (before.shape, before.dtype) == (after.shape, after.dtype), "the carry changes its shape"
+        return [another(t) for t in (*carried, *results)], seen  # an input may be an output, too
+
+    def _recomputing(self) -> _Traced:
+        with torch.no_grad():
+            outputs, seen = self._called(given := self._placeholders())
+        forward = self._loop(given, [*outputs, *seen[: self._counts[0]]])
+        given = self._placeholders()
+        # A loop around this one must not take what is saved here for its own.
+        with torch.enable_grad(), saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor):
+            outputs, _ = self._called(given)
+        return self._with_backward(forward, outputs, given, given, given[: self._counts[0]])
+
+    def _saving(self) -> _Traced:
+        given = self._placeholders()
+        inputs: dict[int, int] = {}
+        roots: dict[int, tuple[Tensor, int]] = {}
+        again: list[Tensor] = []  # what the backward loop has in their places
+
+        def know(seen: Sequence[Tensor]) -> None:
+            for place, tensor in enumerate(seen):
+                if place >= self._counts[0]:
+                    inputs[xla.tensor_id(tensor)] = place
+
+        def pack(tensor: Tensor) -> tuple[int, Callable[[Tensor], Tensor] | None]:
+            root, view = root_and_replay(tensor)
+            name = xla.tensor_id(root)
+            if name in inputs:
+                return inputs[name], view
+            roots.setdefault(name, (root, changes(root)))
+            return len(given) + list(roots).index(name), view
+
+        def unpack(packed: tuple[int, Callable[[Tensor], Tensor] | None]) -> Tensor:
+            place, view = packed
+            if view is None:
+                return again[place]
+            return view(again[place])
+
+        with torch.enable_grad(), saved_tensors_hooks(pack, unpack):
+            outputs, _ = self._called(given, know)
+        assert all(changes(root) == version for root, version in roots.values()), "a saved tensor was changed"
+        kept = [root.detach() for root, _ in roots.values()]
+        forward = self._loop(given, [*outputs, *kept])
+        anew = self._placeholders()
+        saved = [xb.create_placeholder_tensor(tensor.shape, tensor.dtype) for tensor in kept]
+        with torch.no_grad():
+            again += [*self._seen(anew), *map(another, saved)]
+        traced = self._with_backward(forward, outputs, given, anew, saved)
+        assert not traced.backward.reads(given), "a function keeps tensors without save_for_backward"
+        return traced
+
+    def _with_backward(
+        self,
+        forward: _Loop,
+        outputs: Sequence[Tensor],
+        leaves: Sequence[Tensor],
+        given: Sequence[Tensor],
+        saved: Sequence[Tensor],
+    ) -> _Traced:
+        """Record the gradient of ``outputs`` in ``leaves``, as a loop over ``given`` and ``saved``."""
+        carries, stacks, _ = self._counts
+        incoming = [xb.create_placeholder_tensor(tensor.shape, tensor.dtype) for tensor in outputs]
+        learning = [place for place, leaf in enumerate(leaves) if leaf.requires_grad]
+        pairs = [(o, another(g)) for o, g in zip(outputs, incoming, strict=True) if o.requires_grad]
+        found = torch.autograd.grad(
+            [output for output, _ in pairs],
+            [leaves[place] for place in learning],
+            [gradient for _, gradient in pairs],
+            allow_unused=True,
+        )
+        gradients = {place: g for place, g in zip(learning, found, strict=True) if g is not None}
+        of_carry = [
+            gradients[place] if place in gradients else torch.zeros_like(incoming[place])
+            for place in range(carries)
+        ]
+        of_stacked = {p - carries: g for p, g in gradients.items() if carries <= p < carries + stacks}
+        of_shared = {p - carries - stacks: g for p, g in gradients.items() if p >= carries + stacks}
+        sums = [xb.create_placeholder_tensor(g.shape, g.dtype) for g in of_shared.values()]
+        added = [total + gradient for total, gradient in zip(sums, of_shared.values(), strict=True)]
+        backward = _Loop(
+            [*incoming[:carries], *sums],
+            [*incoming[carries:], *given[carries : carries + stacks], *saved],
+            given[carries + stacks :],
+            [*of_carry, *added, *of_stacked.values()],
+            self._iterations,
+            self._own_seeds,
+            reverse=True,
+        )
+        described = self._described(outputs)
+        return _Traced(
+            forward, backward, len(saved), described, list(of_stacked), list(of_shared), forward.seeds
+        )
+
+    def _described(self, outputs: Sequence[Tensor]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        carries = self._counts[0]
+        return [
+            (tuple(t.shape) if place < carries else (self._iterations, *t.shape), t.dtype)
+            for place, t in enumerate(outputs)
+        ]
+
+    def _loop(self, given: Sequence[Tensor], outputs: Sequence[Tensor]) -> _Loop:
+        carry, slices, shared = _split(given, *self._counts[:2])
+        return _Loop(carry, slices, shared, outputs, self._iterations, self._own_seeds, reverse=False)
+
+
+class _Loop:
+    """A ``While`` that is built once: ``body(carry, slices, shared) -> carry, results``.
+
+    Args:
+        carry, slices, shared: the placeholders that ``outputs`` were computed from.
+        outputs: the new carry, and the results to stack.
+        seeds: what the body's random numbers come from.
+        reverse: from the last slice to the first; results stay in the order of the slices.
+
+    Attributes:
+        seeds: number of seeds of each iteration, 0 if the body draws no random numbers.
+    """
+
+    def __init__(
+        self,
+        carry: Sequence[Tensor],
+        slices: Sequence[Tensor],
+        shared: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+        iterations: int,
+        seeds: Sequence[Tensor],
+        *,
+        reverse: bool,
+    ) -> None:
+        self._carries = len(carry)
+        self._lowered = lowered = lowering_context("scan")
+        lowered.set_name_string("scan")
+        lowered.build(list(outputs))
+        # Constants that the body made itself are arguments of its computation, too, and so are the seeds.
+        constants = dict(lowered.device_parameter_id_tensor_mapping())
+        self.seeds = len(seeds) if self.reads(seeds) else 0
+        arguments: dict[int, tuple[str, int]] = {}
+        groups = (("carry", carry), ("slices", slices), ("shared", shared), ("seeds", seeds))
+        for group, tensors in groups:
+            for index, tensor in enumerate(tensors):
+                arguments[lowered.tensor_parameter_id(tensor)] = (group, index)
+        arguments.pop(-1, None)
+        constants = {place: value for place, value in constants.items() if place not in arguments}
+        self._constants = list(constants.values())
+        arguments |= {place: ("constants", index) for index, place in enumerate(constants)}
+        self._computation = self._built(
+            xb.computation_from_module_proto("scan_body", lowered.hlo()),
+            [arguments[place] for place in range(len(arguments))],
+            {"carry": carry, "slices": slices, "shared": shared, "constants": self._constants},
+            outputs[len(carry) :],
+            iterations,
+            reverse,
+        )
+
+    def reads(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether the body was computed from any of ``tensors``."""
+        return any(self._lowered.tensor_parameter_id(tensor) != -1 for tensor in tensors)
+
+    def _built(
+        self,
+        body: Any,
+        arguments: Sequence[tuple[str, int]],
+        groups: dict[str, Sequence[Tensor]],
+        results: Sequence[Tensor],
+        iterations: int,
+        reverse: bool,
+    ) -> Any:
+        builder = xb.create_builder("scan")
+        state: list[Any] = []
+
+        def parameter(shape: Sequence[int], dtype: torch.dtype) -> None:
+            wanted = xb.mkshape(xb.Op.from_torch_type(dtype), tuple(shape))
+            state.append(xb.mkparam(builder, len(state), wanted))
+
+        starts: dict[str, int] = {}
+        for group in ("carry", "slices", "shared", "seeds", "constants"):
+            starts[group] = len(state)
+            for _ in range(self.seeds if group == "seeds" else 0):
+                parameter((iterations,), torch.int64)
+            for tensor in groups.get(group, ()):
+                parameter((iterations, *tensor.shape) if group == "slices" else tensor.shape, tensor.dtype)
+        first = len(state)
+        for tensor in results:
+            zero = xb.Op.scalar(builder, 0, dtype=xb.Op.from_torch_type(tensor.dtype))
+            state.append(zero.broadcast((iterations, *tensor.shape)))
+        state.append(xb.Op.scalar(builder, 0, dtype=xb.Type.S32))
+
+        def more(*state: Any) -> Any:
+            return state[-1] < xb.Op.scalar(state[-1].builder(), iterations, dtype=xb.Type.S32)
+
+        def step(*state: Any) -> tuple[Any, ...]:
+            new, count = list(state), state[-1]
+
+            def number(value: int) -> Any:
+                return xb.Op.scalar(count.builder(), value, dtype=xb.Type.S32)
+
+            at = number(iterations - 1) - count if reverse else count
+            given = []
+            for group, index in arguments:
+                value = state[starts[group] + index]
+                given.append(_slice(value, at) if group in ("slices", "seeds") else value)
+            outputs = xb.Op.call(body, given, builder=count.builder())
+            for index in range(self._carries):
+                new[index] = outputs.get_tuple_element(index)
+            for index in range(len(results)):
+                value = outputs.get_tuple_element(self._carries + index)
+                new[first + index] = _with_slice(state[first + index], value, at)
+            new[-1] = count + number(1)
+            return tuple(new)
+
+        end = xb.Op.mkwhile(state, more, step)
+        wanted = [*range(self._carries), *range(first, first + len(results))]
+        return xb.Op.tuple([end.get_tuple_element(place) for place in wanted]).build("scan")
+
+    def __call__(
+        self,
+        carry: Sequence[Tensor],
+        stacked: Sequence[Tensor],
+        shared: Sequence[Tensor],
+        seeds: Sequence[Tensor],
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        given = [*carry, *stacked, *shared, *seeds[: self.seeds], *self._constants]
+        outputs = xla.user_computation("portable::scan", given, self._computation)
+        return outputs[: self._carries], outputs[self._carries :]
+
+
+def _start_from(seed: int) -> None:
+    """Draw what follows from ``seed``. A body that is being recorded has one more seed from here on."""
+    xla.set_rng_seed(seed, _DEVICE)
+    if _seeds:
+        # The seed becomes an input of graphs when something is drawn.
+        _, inputs = xla.device_data([torch.rand((), device=_DEVICE)])
+        _seeds[-1] += [tensor for tensor in inputs if tensor.dtype == torch.int64]
+
+
+def _slice(stack: Any, at: Any) -> Any:
+    sizes = list(stack.shape().sizes)
+    zero = at.zeros_like()
+    return stack.dynamic_slice([at, *[zero] * (len(sizes) - 1)], [1, *sizes[1:]]).reshape(sizes[1:])
+
+
+def _with_slice(stack: Any, value: Any, at: Any) -> Any:
+    zero = at.zeros_like()
+    indices = [at, *[zero] * (stack.shape().rank - 1)]
+    return stack.dynamic_update_slice(value.broadcast([1]), indices)
+
+
+def _split(tensors: Sequence[Any], *lengths: int) -> tuple[tuple[Any, ...], ...]:
+    """``tensors`` in parts of ``lengths``, and one of the rest."""
+    parts, start = [], 0
+    for length in lengths:
+        parts.append(tuple(tensors[start : start + length]))
+        start += length
+    return (*parts, tuple(tensors[start:]))

@@ -1,0 +1,309 @@
+"""Layers that are alike, compiled as one and run in a loop (``xla.scan_layers``).
+
+The model's code still calls its layers one after the other. All but the last of a segment only note what they
+were called with and return their input; the last runs the loop. So nothing needs to be known of the model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from portable.errors import UserError, one_line, require
+from portable.model.layers import layer_kinds, transformer_layers, trial_forward
+from portable.model.parameters import tied_names
+from portable.model.tensors import to_numpy
+from portable.private.of_torch import tree_flatten, tree_flatten_with_path, tree_unflatten
+from tpu.xla.calling import Caller
+from tpu.xla.scan import Scan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import Tensor
+
+    from tpu.xla.scan import Shardings
+
+LONGEST_PERIOD = 16
+HIDDEN = object()
+OFF = "set xla.scan_layers: false"
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive layers that repeat: ``period`` of them, which may differ, again and again.
+
+    Attributes:
+        names: of the layers, in order; a multiple of ``period``.
+        returns: what each layer of the period returns.
+    """
+
+    names: tuple[str, ...]
+    period: int
+    returns: tuple[Returned, ...]
+
+    def parameters(self, model: nn.Module) -> list[list[str]]:
+        """The names of the parameters that are one stack: the same of each repetition, in order."""
+        return [
+            [f"{name}.{own}" for name in self.names[phase :: self.period]]
+            for phase in range(self.period)
+            for own, _ in model.get_submodule(self.names[phase]).named_parameters()
+        ]
+
+
+@dataclass(frozen=True)
+class Returned:
+    """The form of a layer's result: the hidden states, and what it hands on.
+
+    Attributes:
+        structure: as torch's pytrees have it.
+        leaves: for each leaf the path of the argument that it is, HIDDEN, or a value.
+    """
+
+    structure: Any
+    leaves: tuple[Any, ...]
+
+
+def find_segments(model: nn.Module) -> list[Segment]:
+    """The segments of ``model``, on the meta device; layers between them run one by one.
+
+    Raises:
+        UserError: if there are none, or the model's config does not allow for a loop.
+    """
+    kind = str(getattr(model.config, "model_type", type(model).__name__))
+    config: Any = model.config
+    for key, value in config.to_dict().items():
+        skips = key.endswith("layerdrop") and bool(value)
+        shows = key in ("output_hidden_states", "output_attentions") and bool(value)
+        require(
+            not skips and not shows,
+            f"xla.scan_layers: {key} of the model's config "
+            + ("skips layers at random" if skips else "asks for what each layer computes")
+            + f", and a loop runs them all as one; {OFF}",
+        )
+    layers = transformer_layers(model)
+    seen: dict[str, list[tuple[str, nn.Module]]] = {}
+    for name, layer in layers:
+        seen.setdefault(name.rpartition(".")[0], []).append((name, layer))
+    shared = {name for first, others in tied_names(model).items() if others for name in (first, *others)}
+    found, returned = [], None
+    for members in seen.values():
+        likes = [
+            None if any(n.startswith(f"{name}.") for n in shared) else _likeness(m) for name, m in members
+        ]
+        start = 0
+        while start < len(members):
+            period, length = _longest(likes[start:])
+            if length:
+                returned = returned or _returned(model, kind)
+                names = tuple(name for name, _ in members[start : start + length])
+                for name in names[:period]:
+                    require(
+                        name in returned,
+                        f"xla.scan_layers: {name} of {kind} returns more than hidden states, which a loop "
+                        f"would lose; {OFF}",
+                    )
+                forms = tuple(returned[name] for name in names[:period])
+                found.append(Segment(names, period, forms))
+            start += length or 1
+    if not found:
+        raise UserError(f"xla.scan_layers: {kind} has no two consecutive layers that are alike; {OFF}")
+    return found
+
+
+def _longest(likes: Sequence[Any]) -> tuple[int, int]:
+    """The period and the number of layers of the longest repetition at the start; 0 if nothing repeats."""
+    best = (0, 0)
+    for period in range(1, min(LONGEST_PERIOD, len(likes) // 2) + 1):
+        if None in likes[:period]:
+            break
+        length = period
+        while likes[length : length + period] == likes[:period]:
+            length += period
+        if length > max(period, best[1]):
+            best = (period, length)
+    return best
+
+
+def _likeness(layer: nn.Module) -> Any:
+    """Equal for two layers that compute the same from their parameters."""
+    plain = (bool, int, float, str, type(None))
+    return (
+        [(name, type(module)) for name, module in layer.named_modules()],
+        [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in layer.named_parameters()],
+        [
+            (name, key, value)
+            for name, module in layer.named_modules()
+            for key, value in vars(module).items()
+            if isinstance(value, plain) and "idx" not in key
+        ],
+        [
+            (name, tuple(b.shape), b.dtype, b.device.type == "meta" or _digest(b))
+            for name, b in layer.named_buffers()
+        ],
+    )
+
+
+def _digest(buffer: Tensor) -> bytes:
+    return hashlib.sha256(to_numpy(buffer).tobytes()).digest()
+
+
+def _returned(model: nn.Module, kind: str) -> dict[str, Returned]:
+    """What layers return that return one new tensor, by name, from a pass on the meta device.
+
+    Raises:
+        UserError: if the pass fails.
+    """
+    kinds = list(layer_kinds(model).values())
+    found: dict[str, Returned] = {}
+
+    def watch(trial: nn.Module) -> None:
+        for names, (_, layer) in zip(kinds, transformer_layers(trial), strict=True):
+            layer.register_forward_hook(partial(note, names), with_kwargs=True)
+
+    def note(names: list[str], _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        given = {id(leaf): path for path, leaf in _flat(args, kwargs) if isinstance(leaf, torch.Tensor)}
+        leaves, structure = tree_flatten(output)
+        forms: list[Any] = [
+            given.get(id(leaf), HIDDEN) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
+        ]
+        if forms.count(HIDDEN) == 1:
+            found.update(dict.fromkeys(names, Returned(structure, tuple(forms))))
+
+    try:
+        trial_forward(model, watch)
+    except Exception as error:
+        reason = one_line(error)
+        raise UserError(f"xla.scan_layers: {kind} cannot be run without values ({reason}); {OFF}") from error
+    return found
+
+
+def _flat(args: Any, kwargs: Any) -> list[tuple[Any, Any]]:
+    leaves: list[tuple[Any, Any]] = tree_flatten_with_path((tuple(args), dict(kwargs)))[0]
+    return leaves
+
+
+class LoopedLayers:
+    """Runs the layers of a segment in a loop, once the last of them is called.
+
+    Args:
+        model: whose layers these are; their ``forward`` is replaced.
+        segment: the layers.
+        stacks: for each entry of ``segment.parameters(model)``, a function that returns the tensor
+            ``[repetitions, ...]`` to compute with, and how a slice of it and its gradient are sharded.
+        constrain: applied to the hidden states before and after each layer.
+        recompute: whether the backward pass runs the layers again.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        segment: Segment,
+        stacks: Sequence[tuple[Callable[[], Tensor], Shardings]],
+        constrain: Callable[[Any], Any],
+        *,
+        recompute: bool,
+    ) -> None:
+        self._segment, self._stacks, self._constrain = segment, stacks, constrain
+        self._layers = [model.get_submodule(name) for name in segment.names]
+        # One of each kind computes for all, with the slices in place of its own parameters.
+        templates = self._layers[: segment.period]
+        self._caller = Caller(nn.ModuleList(templates))
+        self._forwards = [layer.forward for layer in templates]
+        self._names = [
+            f"module.{phase}.{own}"
+            for phase, layer in enumerate(templates)
+            for own, _ in layer.named_parameters()
+        ]
+        self._calls: list[_Call] = []
+        self._scan = Scan(self._body, recompute=recompute)
+        for number, layer in enumerate(self._layers):
+            layer.forward = self._replacement(number)
+
+    def _replacement(self, number: int) -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            call = _Call(args, kwargs)
+            if number != len(self._calls) or (number and call.hidden is not self._calls[-1].hidden):
+                self._refuse(
+                    number, "is not called with what the layer before it returned, and right after it"
+                )
+            if number >= self._segment.period:
+                self._compare(number, call, self._calls[number % self._segment.period])
+            self._calls.append(call)
+            hidden = call.hidden
+            if number == len(self._layers) - 1:
+                hidden = self._run()
+                self._calls = []
+            form = self._segment.returns[number % self._segment.period]
+            handed = dict(call.paths)
+            leaves = [hidden if leaf is HIDDEN else handed.get(leaf, leaf) for leaf in form.leaves]
+            return tree_unflatten(leaves, form.structure)
+
+        return forward
+
+    def _compare(self, number: int, call: _Call, first: _Call) -> None:
+        same = call.structure == first.structure and all(
+            one is other or (not isinstance(one, torch.Tensor) and bool(one == other))
+            for place, (one, other) in enumerate(zip(call.leaves, first.leaves, strict=True))
+            if place != call.place
+        )
+        if not same:
+            self._refuse(number, "is called with other arguments than the layers before it")
+
+    def _refuse(self, number: int, why: str) -> None:
+        raise UserError(f"xla.scan_layers: layer {self._segment.names[number]} {why}; {OFF}")
+
+    def _run(self) -> Tensor:
+        calls = self._calls[: self._segment.period]
+        shared: dict[int, Tensor] = {}
+        for call in calls:
+            for place, leaf in enumerate(call.leaves):
+                if isinstance(leaf, torch.Tensor) and place != call.place:
+                    shared.setdefault(id(leaf), leaf)
+        buffers = dict(self._caller.named_buffers())
+        self._order = list(shared), list(buffers)
+        rest = [[None if isinstance(x, torch.Tensor) else repr(x) for x in call.leaves] for call in calls]
+        (hidden,), _ = self._scan(
+            (calls[0].hidden,),
+            [stack() for stack, _ in self._stacks],
+            (*shared.values(), *buffers.values()),
+            shardings=[sharding for _, sharding in self._stacks],
+            key=(repr(rest), repr([call.structure for call in calls]), self._layers[0].training),
+        )
+        return hidden
+
+    def _body(
+        self, carry: Sequence[Tensor], slices: Sequence[Tensor], shared: Sequence[Tensor]
+    ) -> tuple[tuple[Tensor], tuple[()]]:
+        arguments, buffers = self._order
+        given = dict(zip(arguments, shared, strict=False))
+        values = dict(zip(self._names, slices, strict=True))
+        values |= dict(zip(buffers, shared[len(arguments) :], strict=True))
+
+        def layers() -> Tensor:
+            hidden = carry[0]
+            for call, forward, form in zip(self._calls, self._forwards, self._segment.returns, strict=False):
+                leaves = [given.get(id(leaf), leaf) for leaf in call.leaves]
+                leaves[call.place] = self._constrain(hidden)
+                args, kwargs = tree_unflatten(leaves, call.structure)
+                results, _ = tree_flatten(forward(*args, **kwargs))
+                hidden = self._constrain(results[form.leaves.index(HIDDEN)])
+            return hidden
+
+        result: Tensor = torch.func.functional_call(self._caller, values, (layers,))
+        return (result,), ()
+
+
+class _Call:
+    """The arguments of one layer. The hidden states come first, or by this name."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self.paths = _flat(args, kwargs)
+        self.leaves, self.structure = tree_flatten((tuple(args), dict(kwargs)))
+        self.hidden: Tensor = args[0] if args else kwargs["hidden_states"]
+        self.place = next(place for place, leaf in enumerate(self.leaves) if leaf is self.hidden)

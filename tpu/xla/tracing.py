@@ -1,0 +1,302 @@
+"""The other side of :mod:`tpu.compile.trace`: a process that records graphs and runs none.
+
+The backend, engine, loss and optimizer are those of a run. Two things differ. The state has shapes, dtypes
+and shardings but no values, so a model takes no memory. And where a run would compile and execute a graph,
+this process writes it to a file.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import pickle
+import re
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from portable.adapters.adapter import training_model
+from portable.adapters.settings import settled
+from portable.data.samples.classes import SINGLE
+from portable.data.settings import CLASSIFICATION
+from portable.errors import UserError, one_line
+from portable.evaluation.builtin import Setting, measures_of
+from portable.loop import train_step
+from portable.model import build as models
+from portable.model.labels import problem_of
+from portable.model.parameters import state_tensors
+from portable.planner.activations import fake_batch
+from portable.planner.passes import Request
+from portable.run.micro_batch import batch_plan
+from portable.terminal import tell
+from tpu.compile.protobuf import field
+from tpu.xla.backend import XlaBackend
+from tpu.xla.graphs import Graphs
+from tpu.xla.layout import Layout
+from tpu.xla.of_torch_xla import lowering_context, xla
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor, nn
+
+    from portable.backend import Batch
+    from portable.batch_plan import BatchPlan
+    from portable.config import RunConfig
+    from tpu.xla.engine import XlaEngine
+    from tpu.xla.layout import Spec
+
+REAL_ELEMENTS = 1 << 14  # tensors up to this size are uploaded: learning rates, counters
+NAMES = {"sampled token": "generation"}
+PROMPT_TOKENS = 32
+
+
+class TracedLayout(Layout):
+    """A layout whose tensors have no values, but for the smallest.
+
+    Such a tensor starts as an operation. :func:`forget_values` makes it an input of graphs.
+    """
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype, spec: Spec) -> Tensor:
+        tensor = torch.zeros(tuple(shape), dtype=dtype, device=self.device)
+        xla.mark_sharding(tensor, self.sharding(spec))
+        return tensor
+
+    def whole(self, tensor: Tensor) -> Tensor:
+        if tensor.numel() <= REAL_ELEMENTS:
+            return super().whole(tensor)
+        return self.zeros(tensor.shape, tensor.dtype, self.replicated(tensor.dim()))
+
+    def fill(self, tensor: Tensor, spec: Spec, source: Any) -> None:
+        tensor.data = self.zeros(tensor.shape, tensor.dtype, spec)
+
+    def execute(self, *, wait: bool = False) -> None:
+        forget_values()
+
+    def place_batch(self, tensor: Tensor) -> Tensor:
+        placed = self.zeros(tensor.shape, tensor.dtype, self.batch(tensor.dim()))
+        forget_values()
+        return placed
+
+    def read(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [torch.zeros(tensor.shape, dtype=tensor.dtype) for tensor in tensors]
+
+
+class TracedGraphs(Graphs):
+    """Writes each kind of graph where a run would compile and execute it.
+
+    Args:
+        folder: exists.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(lambda line: tell(f"warning: {line}"))
+        self._folder = folder
+        self._since = time.monotonic()
+        self.skip: set[str] = set()
+        """Kinds that are recorded, but not written."""
+        self.written: dict[str, dict[str, Any]] = {}
+
+    def run(self, kind: str, results: Sequence[Tensor]) -> None:
+        name = NAMES.get(kind, kind)
+        if name not in self.written and name not in self.skip:
+            self._write(name)
+        forget_values()
+
+    def _write(self, name: str) -> None:
+        pending = pending_tensors()
+        context = lowering_context("SyncTensorsGraph")
+        context.build(pending)
+        module = context.hlo()
+        donors = donated(context, pending)
+        path = self._folder / f"{name}.hlo.pb"
+        path.write_bytes(module + buffer_donors(donors))
+        self.written[name] = {
+            "name": name,
+            "file": path.name,
+            "results": len(pending),
+            "donated": len(donors),
+            "seconds": round(time.monotonic() - self._since, 3),
+        }
+        self._since = time.monotonic()
+
+
+class TracingBackend(XlaBackend):
+    """The backend of a run, on state without values.
+
+    Args:
+        folder: where the graphs go; it exists.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__("xla")
+        self.graphs = TracedGraphs(folder)
+
+    def prepare(self, model: nn.Module, config: RunConfig) -> XlaEngine:
+        engine: Any = super().prepare(model, config)
+        # As a run does: the order in which tensors were made is that of a graph's parameters and results.
+        # One layer of a loop stands for all: they are written into the same tensor.
+        others = {name for names in engine.held.stacks.values() for name in names[1:]}
+        engine.load_weights(dict.fromkeys(name for name in state_tensors(model) if name not in others))
+        forget_values()
+        return engine  # type: ignore[no-any-return]
+
+    def _make_layout(self, config: RunConfig) -> Layout:
+        return TracedLayout(config, self.devices_per_rank)
+
+    def _make_graphs(self) -> Graphs:
+        return self.graphs
+
+
+def forget_values() -> None:
+    """Make every tensor that an operation would compute an input of later graphs, without a value."""
+    tensors = pending_tensors()
+    xla.clear_pending(DEVICE)
+    # An input gets the sharding of its tensor when the tensor has an operation and is asked for it, in that
+    # order. The first call makes the operation.
+    xla.device_data(tensors, [])
+    for tensor in tensors:
+        xla.sharding_of(tensor)
+
+
+DEVICE = "xla:0"
+
+
+def live_tensors() -> list[Tensor]:
+    """The tensors on the device, in the order in which they were made."""
+    found: dict[int, Tensor] = {}
+    for thing in gc.get_objects():
+        # By type: an isinstance asks lazy modules for their class, which imports them.
+        if issubclass(type(thing), torch.Tensor) and thing.device.type == "xla":
+            found.setdefault(xla.tensor_id(thing), thing)
+    return [found[number] for number in sorted(found)]
+
+
+def pending_tensors() -> list[Tensor]:
+    """The tensors that a sync would compute, in its order."""
+    tensors = live_tensors()
+    needed = xla.are_pending(tensors)
+    return [tensor for tensor, pending in zip(tensors, needed, strict=True) if pending]
+
+
+def donated(context: Any, pending: Sequence[Tensor]) -> list[int]:
+    """The parameters of a lowered graph whose buffers it may overwrite: those of tensors that it replaces."""
+    replaced = {_owner(tensor) for tensor in pending}
+    owners, data = xla.device_data(list(pending), [])
+    return sorted(
+        context.tensor_parameter_id(tensor)
+        for owner, tensor in zip(owners, data, strict=True)
+        if owner in replaced
+    )
+
+
+def _owner(tensor: Tensor) -> int:
+    """The number by which a buffer knows its tensor; an update in place keeps it."""
+    found = re.search(r"^AliasID: (\d+)$", xla.debug_info(tensor), re.MULTILINE)
+    assert found is not None
+    return int(found[1])
+
+
+def buffer_donors(parameters: Sequence[int]) -> bytes:
+    """Field ``buffer_donor`` of a serialized HloModuleProto, to append to one."""
+    entries = b"".join(field(1, field(1, number)) for number in parameters)
+    return field(18, entries) if entries else b""
+
+
+def trace(config: RunConfig, folder: Path, hardware: str) -> list[dict[str, Any]]:
+    """Write every graph that a run of ``config`` on this process's devices compiles to ``folder``."""
+    backend = TracingBackend(folder)
+    # The client is up. What torch_xla asks from here on is for which hardware to lower: layouts, gathers and
+    # scatters are others on a TPU.
+    os.environ["PJRT_DEVICE"] = hardware
+    model_config = models.model_config(config.model)
+    models.check_length(model_config, config)
+    config = settled(config)
+    model = training_model(model_config, config)
+    plan = batch_plan(config, backend)
+    request = Request.of(config, micro_batch=plan.micro_batch_size, compute="cast", on_gpu=False)
+    batch = fake_batch(model, request)
+    engine = backend.prepare(model, config)
+    _trace_step(backend, engine, batch, plan, config)
+    if config.data.eval_fraction or config.data.eval is not None:
+        measures = measures_of(config.train.metrics, _setting(config, model_config))
+        engine.evaluate(backend.place(batch), measures, {})
+    bound = models.positions(model_config)
+    tokens = config.log.sample_tokens
+    tokens = tokens if bound is None else min(tokens, bound - PROMPT_TOKENS)
+    if tokens > 0 and config.model.task == "causal-lm":
+        prompt = torch.zeros(1, PROMPT_TOKENS + tokens - 1, dtype=torch.int64)
+        engine.generate(prompt, max_new_tokens=1, seed=0)
+    return list(backend.graphs.written.values())
+
+
+def _setting(config: RunConfig, model_config: Any) -> Setting:
+    """The classes are the model's; those of the data are not known."""
+    if config.model.task != CLASSIFICATION:
+        return Setting(config.model.task)
+    return Setting(problem_of(model_config, config.model) or SINGLE, tuple(model_config.id2label.values()))
+
+
+def _trace_step(
+    backend: TracingBackend, engine: XlaEngine, batch: Batch, plan: BatchPlan, config: RunConfig
+) -> None:
+    if plan.accumulation_steps > 1:
+        # The gradients' sums do not exist until a micro-batch has been recorded.
+        backend.graphs.skip.add("micro-batch")
+        engine.accumulate(backend.place(batch), backend.total(1), last=False)
+        backend.graphs.skip.clear()
+    train_step(
+        backend,
+        _OneMicroBatch(engine),  # type: ignore[arg-type]
+        iter([batch] * plan.accumulation_steps),
+        plan=plan,
+        first_sample=0,
+        learning_rate=config.train.learning_rate,
+        max_grad_norm=config.train.max_grad_norm or 0.0,
+    )
+
+
+class _OneMicroBatch:
+    """An engine that records the first micro-batch alone; the others of a step have the same graph."""
+
+    def __init__(self, engine: XlaEngine) -> None:
+        self._engine = engine
+        self.objective = engine.objective
+        self._shape: torch.Size | None = None
+
+    def accumulate(self, batch: Batch, valid: Tensor, *, last: bool) -> Tensor:
+        if self._shape is not None:
+            return self._engine.layout.whole(torch.zeros(self._shape))
+        loss = self._engine.accumulate(batch, valid, last=last)
+        self._shape = loss.shape
+        return loss
+
+    def update(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self._engine.update(*args, **kwargs)
+
+
+def main() -> int:
+    answers, hardware = Path(sys.argv[1]), sys.argv[2]
+    folder = answers.parent
+    config: RunConfig = pickle.load(sys.stdin.buffer)  # noqa: S301  (from the parent)
+    gc.freeze()  # what was imported holds no tensor of a device: no search need visit it
+    answer: dict[str, Any]
+    try:
+        answer = {"graphs": trace(config, folder, hardware)}
+        answer["host_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    except UserError as error:
+        answer = {"error": one_line(error)}
+    partial = answers.with_suffix(".partial")
+    partial.write_text(json.dumps(answer), "utf-8")
+    partial.rename(answers)
+    sys.stderr.flush()
+    os._exit(0)  # the runtime's threads take seconds to end
+
+
+if __name__ == "__main__":
+    main()
