@@ -41,6 +41,10 @@ __all__ = [
     "train",
 ]
 
+# torch would load the package of every installed device, which takes seconds, in each process that imports
+# it; a backend loads its own.
+os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+
 SIBLINGS = ("converters", "gpu", "tpu")
 """The packages that lie beside this one."""
 _BESIDE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # noqa: PTH100, PTH120 (pathlib is slow)

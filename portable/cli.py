@@ -111,6 +111,7 @@ def run(invocation: Invocation) -> int:
     settled = settle(config, name, ranks, writes=trains)
     if ranks == 1 and not settled.config.memory.offloads:
         return run_rank(name, settled, *switches)
+    os.environ.update(package.launch_environment(ranks))
     # Ranks are children, and so is one that fills the host: the parent survives an OOM kill and reports it.
     return launch.launch(
         run_rank,

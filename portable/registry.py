@@ -29,6 +29,7 @@ BACKENDS: dict[str, tuple[str, str]] = {
     "cpu": ("portable.engines.package", "CPU"),
     "cuda": ("gpu.package", "CUDA"),
     "xla": ("tpu.xla.package", "XLA"),
+    "tpu": ("tpu.torchtpu.package", "TPU"),
 }
 """Name of a backend -> the module with its record, and the record's name there. ``auto`` prefers
 later ones."""
@@ -92,6 +93,9 @@ class BackendPackage(Protocol):
 
     def check_ranks(self, ranks: int) -> None:
         """Raise UserError where this machine cannot start that many ranks."""
+
+    def launch_environment(self, ranks: int) -> dict[str, str]:
+        """Variables that ``ranks`` ranks on this machine must share, set before they start."""
 
     def world(self, ranks: int) -> World:
         """The launch that this process starts with ``ranks`` ranks, or has joined."""

@@ -26,6 +26,7 @@ from tests.engines import Engines
 from tests.object_store import ObjectStore
 from tests.ranks import PRELOADED, RankPool
 from tests.runs import write_conversations, write_corpus
+from tests.torchtpu.pool import TpuPool
 from tests.xla import NEEDS_XLA, XlaPool, needs_xla
 from tests.zygote import Zygote
 
@@ -121,6 +122,14 @@ def torch_xla() -> None:
 def xla(torch_xla: None) -> Iterator[XlaPool]:
     """Processes with virtual XLA devices."""
     pool = XlaPool()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def tpus() -> Iterator[TpuPool]:
+    """Ranks with a chip each, of a TPU that is pretended: :mod:`tests.torchtpu.stand_in` says how far."""
+    pool = TpuPool()
     yield pool
     pool.close()
 

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 
+from tests.torchtpu.pool import NEEDS_TORCH_TPU, TpuPool, is_here
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -35,6 +37,8 @@ ENGINES: dict[str, Kind] = {
     "xla": Kind({"backend": "xla"}, (2, 4)),
     "full_shard, shared": Kind({"strategy": "full_shard", "context_parallel_size": 2}, (4, 2)),
     "zero3, shared": Kind({"strategy": "zero3", "context_parallel_size": 2}, (2, 4)),
+    "tpu": Kind({"backend": "tpu", "model__attention": "eager"}, (2, 4)),
+    "tpu, no_shard": Kind({"backend": "tpu", "strategy": "no_shard", "model__attention": "eager"}, (2,)),
 }
 
 
@@ -53,5 +57,8 @@ class Engines:
         """Call a picklable ``function`` on ``size`` ranks or devices; returns what rank 0 returned."""
         if name.startswith("zero"):
             pytest.importorskip("deepspeed")
-        pool: RankPool | XlaPool = self._request.getfixturevalue("xla" if name == "xla" else "ranks")
+        if name.startswith("tpu") and not is_here():
+            pytest.skip(NEEDS_TORCH_TPU)
+        place = {"xla": "xla", "tpu": "tpus"}.get(name.partition(",")[0], "ranks")
+        pool: RankPool | XlaPool | TpuPool = self._request.getfixturevalue(place)
         return pool.run(size, function, *arguments)

@@ -19,7 +19,7 @@ from itertools import count
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 from tests.durations import starting
 from tests.forkserver import write_where_parent_does
@@ -90,10 +90,17 @@ class RankPool:
 
     Args:
         start_method: of the processes; ``spawn`` for such as obey variables that are read when one starts.
+        environment: makes such variables for processes that are about to start.
+        most: how many there are.
     """
 
-    def __init__(self, start_method: Literal["forkserver", "spawn"] = "forkserver") -> None:
-        self._start_method = start_method
+    def __init__(
+        self,
+        start_method: Literal["forkserver", "spawn"] = "forkserver",
+        environment: Callable[[], dict[str, str]] = dict,
+        most: int = MOST_RANKS,
+    ) -> None:
+        self._start_method, self._environment, self._most = start_method, environment, most
         self._ranks: list[tuple[Connection, BaseProcess]] = []
 
     def run(
@@ -152,12 +159,13 @@ class RankPool:
 
     def _start(self) -> None:
         context: Any = multiprocessing.get_context(self._start_method)
-        for _ in range(MOST_RANKS):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(theirs,), daemon=True)
-            process.start()
-            theirs.close()
-            self._ranks.append((ours, process))
+        with patch.dict(os.environ, self._environment()):
+            for _ in range(self._most):
+                ours, theirs = context.Pipe()
+                process = context.Process(target=serve, args=(theirs,), daemon=True)
+                process.start()
+                theirs.close()
+                self._ranks.append((ours, process))
 
     def close(self) -> None:
         """End all ranks; the next run starts new ones."""

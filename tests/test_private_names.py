@@ -33,6 +33,7 @@ ROOMS = {
     "datasets": "portable/private/of_datasets.py",
     "deepspeed": "gpu/zero/private_api.py",
     "torch_xla": "tpu/xla/of_torch_xla.py",
+    "torch_tpu": "tpu/torchtpu/of_torch_tpu.py",
     **dict.fromkeys(("accelerate", "huggingface_hub", "safetensors", "tokenizers")),
 }
 """The one file that may use what a package keeps private. The last need none."""

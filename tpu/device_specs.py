@@ -121,6 +121,13 @@ def accelerator_type() -> str | None:
     return line[1] if line else None
 
 
+def chips() -> int:
+    """TPU chips of this host, by its PCI devices, or those of them that ``TPU_VISIBLE_DEVICES`` names."""
+    named = os.environ.get("TPU_VISIBLE_DEVICES")
+    there = sum(_is_tpu(device) for device in PCI_DEVICES.glob("*"))
+    return min(there, len(named.split(","))) if named else there
+
+
 def uses_tpu() -> bool:
     """Whether the runtime would use a TPU on this host: by ``PJRT_DEVICE`` if set, else by PCI devices."""
     chosen = os.environ.get("PJRT_DEVICE")

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from portable.config.origins import Origin
 
-Backend = Literal["auto", "cpu", "cuda", "xla"]
+Backend = Literal["auto", "cpu", "cuda", "xla", "tpu"]
 Strategy = Literal[
     "no_shard",
     "full_shard",
@@ -54,8 +54,8 @@ class RunConfig(Section):
 
     backend: Backend = Field(
         default="auto",
-        description="Hardware to run on: cpu, cuda (GPUs), or xla (TPUs). auto: TPUs if there are any, else "
-        "GPUs, else the CPU.",
+        description="Hardware to run on: cpu, cuda (GPUs), tpu (TPUs, by TorchTPU) or xla (TPUs, by "
+        "PyTorch/XLA). auto: TPUs if there are any, else GPUs, else the CPU.",
     )
     strategy: Strategy = Field(
         default="full_shard",

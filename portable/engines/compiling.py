@@ -28,7 +28,7 @@ def check(config: RunConfig, world_size: int) -> None:
     """Raise UserError for an unknown compiler, or a mode that the strategy does not support."""
     if not config.compile:
         return
-    if config.compile_backend != "inductor":
+    if config.compile_backend not in ("inductor", config.backend):  # torch_tpu's has its backend's name
         known = torch.compiler.list_backends(exclude_tags=())
         require(
             config.compile_backend in known,

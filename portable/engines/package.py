@@ -50,6 +50,9 @@ class TorchPackage:
     def world(self, ranks: int) -> World:
         return World(max(ranks, int(os.environ.get("WORLD_SIZE", "1"))))
 
+    def launch_environment(self, ranks: int) -> dict[str, str]:
+        return {}
+
     def checks(self) -> Sequence[Check | Several]:
         from portable.engines import checks  # which knows optimizers, and so torch
 

@@ -47,6 +47,9 @@ class XlaPackage:
                 "--nproc: XLA runs one process a host, which drives all its devices; leave it out"
             )
 
+    def launch_environment(self, ranks: int) -> dict[str, str]:
+        return {}
+
     def world(self, ranks: int) -> World:
         from tpu.xla import runtime
 

@@ -27,7 +27,7 @@ from portable.engines.machine import COMPUTE_DTYPES, transport
 from portable.errors import UserError
 from portable.model.activation_checkpointing import checkpoint_activations
 from portable.model.layers import every_parameter_gets_gradient
-from portable.model.parameters import materialize
+from portable.model.parameters import materialize, replace_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -130,6 +130,8 @@ def shard(model: nn.Module, config: RunConfig, machine: Machine) -> ShardedModel
     if not dist.is_initialized():  # FSDP needs a group even for one rank
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(transport(device), store=store, rank=0, world_size=1)
+    # FSDP would assign their data, which no tensor takes from one of another kind of device.
+    replace_tensors(model, lambda _, parameter: parameter, lambda _, buffer: buffer.to(device))
     _fully_shard(model, config, _mesh(config, machine, group), compute, _offload_policy(offload, device))
     materialize(model, device, parameters=torch.device("cpu") if offload else device)
     return ShardedModel(model, model, device, autocast_dtype=None)

@@ -1,0 +1,47 @@
+"""Ranks with a chip each of a slice that :mod:`tests.torchtpu.stand_in` pretends."""
+
+from __future__ import annotations
+
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tests.ranks import RankPool
+from tests.torchtpu.stand_in import environment
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+NEEDS_TORCH_TPU = "needs torch_tpu and its stand-in: pip install -c constraints.txt -e '.[test]', on Linux"
+
+
+def is_here() -> bool:
+    return bool(find_spec("torch_tpu") and find_spec("fastatomstruct_xla_cpu"))
+
+
+class TpuPool:
+    """Processes that stay up from one test to the next. A slice has one number of chips for life."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, RankPool] = {}
+        self._rooms: list[tempfile.TemporaryDirectory[str]] = []
+
+    def run(self, chips: int, function: Callable[..., Any], *arguments: Any, timeout: float = 300) -> Any:
+        """See :meth:`tests.ranks.RankPool.run`."""
+
+        def slice_of_them() -> dict[str, str]:
+            room = tempfile.TemporaryDirectory(dir="/dev/shm")
+            self._rooms.append(room)
+            return environment(Path(room.name), chips)
+
+        if chips not in self._pools:
+            self._pools[chips] = RankPool("spawn", slice_of_them, chips)
+        return self._pools[chips].run(chips, function, *arguments, timeout=timeout)
+
+    def close(self) -> None:
+        """End all processes."""
+        for pool in self._pools.values():
+            pool.close()
+        for room in self._rooms:
+            room.cleanup()

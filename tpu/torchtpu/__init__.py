@@ -1,0 +1,1 @@
+"""The backend on TorchTPU, the TPU's own PyTorch: the engines of :mod:`portable.engines`, a rank a chip."""
