@@ -106,6 +106,11 @@ class ModelConfig(Section):
         description="Attention kernel: PyTorch's fused one (sdpa), the plain formula (eager; slow, for "
         "comparison), or the flash-attn package (flash_attention_2; CUDA, bf16 or fp16).",
     )
+    experts: Literal["eager", "batched_mm", "grouped_mm"] | None = Field(
+        default=None,
+        description="How transformers computes a mixture of experts: one expert after another (eager), or all "
+        "in one product (batched_mm, grouped_mm). Null: its own choice, grouped_mm where the device has it.",
+    )
     trust_remote_code: Flag = Field(
         default=False,
         description="Run Python code from the model's repository. Only for repositories whose code you have "

@@ -224,6 +224,10 @@ def build_model(config: PretrainedConfig, settings: ModelConfig) -> PreTrainedMo
         except Exception as second:
             raise UserError(_unbuildable(config, key, second)) from second
     model.tie_weights()
+    if settings.experts is not None:
+        stacked = any(parameter.dim() == 3 for parameter in model.parameters())
+        require(stacked, f"model.experts: {type(model).__name__} has no experts in one tensor; leave it out")
+        model.set_experts_implementation(settings.experts)
     _prepare_for_training(model)
     if settings.attention != "flash_attention_2":  # not implemented on the meta device
         _check_forward(model, key)

@@ -200,6 +200,18 @@ def test_a_default_padding_id_beyond_a_small_vocabulary(model_type: str, task: s
         models.build_model(models.model_config(given), given)
 
 
+@pytest.mark.parametrize("name", ["eager", "batched_mm", "grouped_mm"])
+def test_the_way_that_experts_are_computed(name: str) -> None:
+    def built(**config: Any) -> Any:
+        given = {"config": {"vocab_size": 300, **FAMILIES["llama"], **config}, "experts": name}
+        settings = load_config({"model": given}).model
+        return models.build_model(models.model_config(settings), settings)
+
+    assert built(model_type="mixtral", num_local_experts=4).config._experts_implementation == name
+    with pytest.raises(UserError, match=r"model.experts: LlamaForCausalLM has no experts in one tensor"):
+        built(model_type="llama")
+
+
 def test_lists_within_a_list_are_no_layers() -> None:
     """They are never called: nothing would gather what is in them."""
     settings = load_config(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,23 +26,27 @@ class TpuPool:
 
     def __init__(self) -> None:
         self._pools: dict[int, RankPool] = {}
-        self._rooms: list[tempfile.TemporaryDirectory[str]] = []
+        self._rooms: dict[int, Path] = {}
+        self._folders = ExitStack()
 
     def run(self, chips: int, function: Callable[..., Any], *arguments: Any, timeout: float = 300) -> Any:
         """See :meth:`tests.ranks.RankPool.run`."""
 
         def slice_of_them() -> dict[str, str]:
-            room = tempfile.TemporaryDirectory(dir="/dev/shm")
-            self._rooms.append(room)
-            return environment(Path(room.name), chips)
+            folder = tempfile.TemporaryDirectory(dir="/dev/shm")
+            self._rooms[chips] = Path(self._folders.enter_context(folder))
+            return environment(self._rooms[chips], chips)
 
         if chips not in self._pools:
             self._pools[chips] = RankPool("spawn", slice_of_them, chips)
         return self._pools[chips].run(chips, function, *arguments, timeout=timeout)
 
+    def room(self, chips: int) -> Path:
+        """The folder where the ranks meet that have been started last."""
+        return self._rooms[chips]
+
     def close(self) -> None:
         """End all processes."""
         for pool in self._pools.values():
             pool.close()
-        for room in self._rooms:
-            room.cleanup()
+        self._folders.close()

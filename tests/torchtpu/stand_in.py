@@ -63,6 +63,10 @@ TABLE: dict[str, tuple[int, list[tuple[str, Any]]]] = {
     "Device_IsAddressable": (30, [("device", POINTER), ("addressable", ctypes.c_bool)]),
     "Executable_Destroy": (40, [("executable", POINTER)]),
     "Executable_NumOutputs": (44, [("executable", POINTER), ("count", SIZE)]),
+    "Executable_OutputMemoryKinds": (
+        47,
+        [("executable", POINTER), ("count", SIZE), ("kinds", POINTER), ("sizes", POINTER)],
+    ),
     "LoadedExecutable_GetExecutable": (51, [("loaded", POINTER), ("executable", POINTER)]),
     "LoadedExecutable_AddressableDevices": (
         52,
@@ -214,8 +218,7 @@ class Slice:
 
     def __init__(self, plugin: Path, room: Path) -> None:
         self._room = room
-        # A launcher may set them after the process has started.
-        self._rank, self._chips = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        self._rank, self._chips = 0, 1
         library = ctypes.CDLL(str(plugin))
         library.GetPjrtApi.restype = POINTER
         table: int = library.GetPjrtApi()
@@ -281,6 +284,8 @@ class Slice:
         first.value = ctypes.addressof(extension)
 
     def client_create(self, given: Any, address: int) -> int | None:
+        # Only now: a launcher may set them after the process has started.
+        self._rank, self._chips = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         options = ctypes.cast(given.options, ctypes.POINTER(NamedValue))
         kept = [options[index] for index in range(given.count)]
         of_tpu = b"premapped_buffer_size"
@@ -317,6 +322,14 @@ class Slice:
     def device_isaddressable(self, given: Any, address: int) -> None:
         description = self._call("Device_GetDescription", device=given.device).description
         given.addressable = self._call("DeviceDescription_Id", description=description).id == self._rank
+
+    def executable_outputmemorykinds(self, given: Any, address: int) -> None:
+        count = self._call("Executable_NumOutputs", executable=given.executable).count
+        name = ctypes.create_string_buffer(b"device")
+        kinds = (POINTER * max(count, 1))(*[ctypes.addressof(name)] * count)
+        sizes = (SIZE * max(count, 1))(*[len(b"device")] * count)
+        self._kept += [name, kinds, sizes]
+        given.count, given.kinds, given.sizes = count, ctypes.addressof(kinds), ctypes.addressof(sizes)
 
     def client_compile(self, given: Any, address: int) -> int | None:
         program = Program.from_address(given.program)
@@ -522,6 +535,7 @@ def environment(room: Path, chips: int) -> dict[str, str]:
     """The variables of a launcher that shall see ``chips`` chips, which meet in the empty folder ``room``."""
     from tests.ranks import free_port
 
+    (room / "programs").mkdir(parents=True)
     project = Path(__file__).resolve().parents[2]
     for chip in range(chips):
         (room / "pci" / str(chip)).mkdir(parents=True)
@@ -529,6 +543,7 @@ def environment(room: Path, chips: int) -> dict[str, str]:
         (room / "pci" / str(chip) / "device").write_text("0x006f")
     return {
         "STAND_IN_ROOM": str(room),
+        "STAND_IN_PROGRAMS": str(room / "programs"),
         "STAND_IN_PROJECT": str(project),
         "PYTHONPATH": str(Path(__file__).parent / "site"),
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",

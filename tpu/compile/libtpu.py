@@ -236,20 +236,23 @@ class Topology:
         _, text, size = self._library.call("PJRT_TopologyDescription_PlatformVersion", self._handle)[:3]
         return _text(text, size)
 
-    def compile(self, module: bytes) -> Executable:
-        """Compile a module for all devices of the slice, with the options that torch_xla compiles it with.
+    def compile(self, module: bytes, *, form: str = "hlo", options: bytes | None = None) -> Executable:
+        """Compile a module for devices of the slice.
 
         Args:
             module: a serialized ``HloModuleProto``, with its shardings and donated buffers.
+            form: or ``mlir``: StableHLO bytecode, as torch_tpu makes it.
+            options: a ``CompileOptionsProto``; None: those that torch_xla compiles with, for all devices.
 
         Raises:
             CompileError: it does not compile, or takes more memory than there is.
         """
-        options = compile_options(self.device_ids, tupled=_takes_a_tuple(module))
+        if options is None:
+            options = compile_options(self.device_ids, tupled=_takes_a_tuple(module))
         program = _Program(ctypes.sizeof(_Program))
-        buffers = [ctypes.create_string_buffer(data, len(data)) for data in (module, b"hlo", options)]
+        buffers = [ctypes.create_string_buffer(data, len(data)) for data in (module, form.encode(), options)]
         program.code, program.code_size = ctypes.addressof(buffers[0]), len(module)
-        program.format, program.format_size = ctypes.addressof(buffers[1]), len(b"hlo")
+        program.format, program.format_size = ctypes.addressof(buffers[1]), len(form)
         filled = self._library.call(
             "PJRT_Compile",
             self._handle,

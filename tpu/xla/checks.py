@@ -72,6 +72,11 @@ def _late(keys: str, applies: object, message: str) -> Check:
 CHECKS: tuple[Check | Several, ...] = (
     *nvidia_only(),
     Check(
+        "model.experts backend",
+        lambda c: c.model.experts is not None,
+        ": xla computes experts in shapes that never change; leave it out",
+    ),
+    Check(
         "strategy backend",
         lambda c: c.strategy in ZERO,
         " {strategy} is DeepSpeed's, which does not run on backend xla; use full_shard",

@@ -1,0 +1,262 @@
+"""Backend tpu: its settings beside the CPU's, a whole run, and what libtpu says to its programs.
+
+:mod:`tests.torchtpu.stand_in` stands for the chips: front end, process group, sharding and saving are
+torch_tpu's. ``tests/test_engines.py`` and ``tests/portable/test_moves.py`` hold it as any engine. Running on
+a chip, its speed and its memory are not shown by any of them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from portable.checks import check
+from portable.config.dump import dump_yaml
+from portable.errors import UserError
+from portable.registry import backend_package, resolve_backend
+from portable.reporting.metrics import read_metrics
+from tests.parity import take_steps
+from tests.runs import TINY_MODEL, configured, write_pretrained
+from tests.torchtpu.pool import NEEDS_TORCH_TPU, is_here
+from tests.torchtpu.stand_in import BUILD, PARTITIONS, environment, fields, placed_on, read_varint
+
+if TYPE_CHECKING:
+    from tests.ranks import RankPool
+    from tests.torchtpu.pool import TpuPool
+
+needs_torch_tpu = pytest.mark.skipif(not is_here(), reason=NEEDS_TORCH_TPU)
+STEPS = 24
+COMMON: dict[str, Any] = {
+    "model__attention": "eager",
+    "precision": "fp32",
+    "train__global_batch_size": 8,
+    "train__micro_batch_size": 2,
+    "train__steps": STEPS,
+    "data__eval_fraction": 0,
+}
+SHARED = {
+    "context_parallel_size": 2,
+    "model__attention": "sdpa",
+    "train__micro_batch_size": 4,
+    "model__config": {**TINY_MODEL, "num_key_value_heads": 4},
+}
+LORA = {"adapter__type": "lora", "adapter__r": 4}
+MOST = {
+    "packed documents, recomputed, EMA, chunked head": {
+        "data__packing": "documents",
+        "memory__activation_checkpointing": "full",
+        "memory__loss_chunk_tokens": 32,
+        "train__ema": 0.9,
+    },
+    "hybrid": {"strategy": "hybrid_shard", "fsdp__shard_group_size": 1},
+    "shared sequences": SHARED,
+}
+EACH: dict[str, dict[str, Any]] = {
+    "full_shard": {},
+    "shard_grad_op": {"strategy": "shard_grad_op"},
+    "no_shard": {"strategy": "no_shard"},
+    "bf16": {"precision": "bf16"},
+    "fp16": {"precision": "fp16"},
+    "recomputed": {"memory__activation_checkpointing": "full"},
+    "offloaded optimizer": {"memory__offload_optimizer": "cpu"},
+    "offloaded parameters": {"memory__offload_params": "cpu"},
+    "compiled": {"compile": True},
+    "Muon": {"train__optimizer": "muon"},
+    "Adafactor": {"train__optimizer": "adafactor"},
+    "chunked head": {"memory__loss_chunk_tokens": 32},
+    "packed documents": {"data__packing": "documents"},
+}
+
+
+def losses(config: Any) -> list[float]:
+    """Without the kernel for attention, which is a chip's own."""
+    with sdpa_kernel(SDPBackend.MATH):
+        return take_steps(config, config.train.steps).losses
+
+
+@needs_torch_tpu
+@pytest.mark.parametrize(
+    "case",
+    [*MOST, *(pytest.param(case, marks=pytest.mark.exhaustive) for case in EACH)],
+)
+def test_losses_are_those_of_the_cpu(
+    case: str, corpus: Path, tmp_path: Path, ranks: RankPool, tpus: TpuPool
+) -> None:
+    settings = {**COMMON, **({**MOST, **EACH}[case])}
+    on_tpu = configured(tmp_path / "tpu", corpus, backend="tpu", **settings)
+    plain = {key: value for key, value in settings.items() if key != "compile"}
+    expected = ranks.run(2, losses, configured(tmp_path / "cpu", corpus, **plain))
+    exact = settings["precision"] == "fp32"
+    assert tpus.run(2, losses, on_tpu) == pytest.approx(expected, rel=1e-5 if exact else 2e-3)
+    assert expected[-1] < expected[0]
+
+
+@needs_torch_tpu
+def test_lora_equals_the_cpu(corpus: Path, tmp_path: Path, ranks: RankPool, tpus: TpuPool) -> None:
+    base = write_pretrained(tmp_path / "base", corpus)
+    settings = {**COMMON, **LORA, "model__config": None, "model__name_or_path": str(base), "train__steps": 6}
+    expected = ranks.run(2, losses, configured(tmp_path / "cpu", corpus, **settings))
+    found = tpus.run(2, losses, configured(tmp_path / "tpu", corpus, backend="tpu", **settings))
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_without_a_tpu_it_says_so(corpus: Path, tmp_path: Path) -> None:
+    """torch_tpu itself ends the process."""
+    with pytest.raises(UserError, match="backend: tpu needs a TPU, and this machine has none"):
+        backend_package("tpu").check_ranks(1)
+    assert resolve_backend("auto") == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"strategy": "zero2"}, "zero2 is DeepSpeed's, which does not run on backend tpu; use full_shard"),
+        ({"precision": "tf32"}, "tf32 is a mode of NVIDIA GPUs, not of backend tpu"),
+        (
+            {"model__attention": "flash_attention_2", "precision": "bf16"},
+            "flash_attention_2 needs backend cuda, not tpu",
+        ),
+    ],
+)
+def test_what_it_does_not_do(settings: dict[str, Any], told: str, corpus: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=told):
+        config = configured(tmp_path, corpus, backend="tpu", **settings)
+        check(config)
+        check(config, late=True)
+
+
+# -- as a user starts it ----------------------------------------------------------------------------------
+
+
+def command(folder: Path, corpus: Path, *flags: str) -> list[str]:
+    config = configured(folder, corpus, **COMMON)
+    (folder.parent / "run.yaml").write_text(dump_yaml(config))
+    return [
+        *(sys.executable, "-m", "portable.cli", "--config", str(folder.parent / "run.yaml")),
+        *("--backend", "tpu", "--nproc", "2", "--checkpoint.every_steps", "4", "--train.steps", "12", *flags),
+    ]
+
+
+@needs_torch_tpu
+@pytest.mark.slow
+def test_a_rank_that_is_killed_and_the_next_run(corpus: Path, tmp_path: Path) -> None:
+    folder, room = tmp_path / "run", tmp_path / "room"
+    variables = {**os.environ, **environment(room, 2)}
+    run = subprocess.Popen(
+        command(folder, corpus), env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    first = folder / "checkpoints" / "step-000004"
+    end = time.monotonic() + 240
+    while not first.exists() and run.poll() is None and time.monotonic() < end:
+        time.sleep(0.02)
+    assert run.poll() is None, run.communicate()[1]
+    threads = Path(f"/proc/{run.pid}/task").glob("*/children")  # one of which has started the ranks
+    children = [pid for thread in threads for pid in thread.read_text().split()]
+    of_ranks = [pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    os.kill(int(of_ranks[-1]), signal.SIGKILL)
+    _, said = run.communicate(timeout=120)
+    assert run.returncode == 1 and "error: rank 1" in said, said
+    for chip in room.glob("[0-9]*"):
+        chip.unlink()
+    done = subprocess.run(
+        command(folder, corpus, "--log.sample_tokens", "4"),
+        env=variables,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = {row["step"]: row["loss"] for row in read_metrics(folder) if "loss" in row}
+    assert sorted(rows) == list(range(1, 13)) and (folder / "final" / "model.safetensors").exists()
+
+
+# -- libtpu ------------------------------------------------------------------------------------------------
+
+SLICES = ("v5e:2x2", "v6e:2x2", "v5p:2x2x1")
+ACCEPTED = """
+import ctypes, sys
+from pathlib import Path
+import libtpu
+from tests.torchtpu.test_torchtpu import accepted
+print(accepted(Path(libtpu.get_library_path()), sys.argv[1], Path(sys.argv[2])))
+"""
+
+
+def accepted(library: Path, name: str, folder: Path) -> str:
+    """How many of the programs in ``folder`` libtpu compiles for a slice, and the first refusal."""
+    from tpu.compile.libtpu import CompileError, Libtpu
+
+    topology = Libtpu(library).topology(name)
+    programs = {
+        path.read_bytes(): path.with_suffix(".options").read_bytes() for path in folder.glob("0-*.mlirbc")
+    }
+    compiled, together = 0, 0
+    for code, options in programs.items():
+        partitions = next(
+            (
+                read_varint(body, 0)[0]
+                for number, _, build in fields(options)
+                for key, _, body in (fields(build) if number == BUILD else ())
+                if key == PARTITIONS
+            ),
+            1,
+        )
+        try:
+            topology.compile(
+                code, form="mlir", options=placed_on(options, topology.device_ids[:partitions])
+            ).close()
+        except CompileError as error:
+            return f"refused: {error}"
+        compiled, together = compiled + 1, together + (partitions > 1)
+    return f"{compiled} of {len(programs)}, {together} on several chips"
+
+
+MIXTRAL = {
+    **TINY_MODEL,
+    "model_type": "mixtral",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
+QWEN = {**TINY_MODEL, "model_type": "qwen3", "head_dim": 16}
+
+
+@pytest.fixture(scope="module")
+def programs(corpus: Path, tmp_path_factory: pytest.TempPathFactory, tpus: TpuPool) -> Path:
+    """What two ranks have compiled: two steps of three kinds of models, in bf16, at least."""
+    for name, model in {"llama": TINY_MODEL, "mixtral": MIXTRAL, "qwen3": QWEN}.items():
+        settings = {**COMMON, "precision": "bf16", "train__steps": 2, "model__config": model}
+        if model is MIXTRAL:
+            settings["model__experts"] = "batched_mm"  # XLA for the CPU has no product of ragged groups
+        config = configured(tmp_path_factory.mktemp(name), corpus, backend="tpu", **settings)
+        assert len(tpus.run(2, losses, config)) == 2
+    return tpus.room(2) / "programs"
+
+
+@needs_torch_tpu
+@pytest.mark.parametrize(
+    "name", [SLICES[0], *(pytest.param(n, marks=pytest.mark.exhaustive) for n in SLICES[1:])]
+)
+def test_libtpu_compiles_each_program(name: str, programs: Path) -> None:
+    """For the chips themselves, whose compiler needs none."""
+    assert metadata.version("libtpu")
+    quiet = {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    done = subprocess.run(
+        [sys.executable, "-c", ACCEPTED, name, str(programs)],
+        env={**os.environ, **quiet, "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_LOG_DIR": "disabled"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    compiled, of, together = (int(word) for word in re.findall(r"\d+", done.stdout.splitlines()[-1]))
+    assert compiled == of > 100 and together > 5, done.stdout
