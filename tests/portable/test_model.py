@@ -203,7 +203,7 @@ def test_a_default_padding_id_beyond_a_small_vocabulary(model_type: str, task: s
 @pytest.mark.parametrize("name", ["eager", "batched_mm", "grouped_mm"])
 def test_the_way_that_experts_are_computed(name: str) -> None:
     def built(**config: Any) -> Any:
-        given = {"config": {"vocab_size": 300, **FAMILIES["llama"], **config}, "experts": name}
+        given = {"config": {"vocab_size": 300, **FAMILIES["qwen3"], **config}, "experts": name}
         settings = load_config({"model": given}).model
         return models.build_model(models.model_config(settings), settings)
 

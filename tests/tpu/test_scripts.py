@@ -221,6 +221,10 @@ def test_a_clone_is_installed_from_its_last_commit() -> None:
     assert "'portable/portable-trainer.tar.gz[tpu]'" in shlex.split(lines[5])[-1]
 
 
+def test_torchtpu_is_another_extra() -> None:
+    assert "portable-trainer.tar.gz[torchtpu]'" in printed("install", *VM, "--backend", "tpu")[5]
+
+
 def test_the_archive_of_a_clone_goes_through_a_folder_of_its_own(gcloud: Path, tmp_path: Path) -> None:
     """A file that another user has put where the archive was expected is neither written nor sent."""
     trap = tmp_path / "portable-trainer.tar.gz"
@@ -283,6 +287,7 @@ def test_printing_runs_nothing_and_running_runs_what_was_printed(gcloud: Path, t
             ["fetch", *VM, "--output-dir", "gs://b/run", "--to", "x"],
             "--output-dir: gs://b/run is a URL, so it",
         ),
+        (["install", *VM, "--backend", "jax"], "--backend: jax is not one of xla, tpu"),
         (["install", *VM, "--setup", "no.sh"], "--setup: there is no no.sh"),
         (["install", *VM, "--package", "dist/no.whl"], "--package: there is no dist/no.whl"),
         (["logs", *VM, "--worker", "all"], "--worker: all is no worker; give one number, from 0"),
@@ -388,14 +393,14 @@ class Worker:
         self.home = home
         home.mkdir()
 
-    def install(self, trainer: str) -> None:
-        program = self.home / "venv" / "bin" / "portable-train"
-        program.parent.mkdir(parents=True)
+    def install(self, trainer: str, name: str = "portable-train") -> None:
+        program = self.home / "venv" / "bin" / name
+        program.parent.mkdir(parents=True, exist_ok=True)
         program.write_text("#!/bin/bash\n" + trainer)
         program.chmod(0o755)
 
-    def __call__(self, *words: str) -> str:
-        environment = {**os.environ, "PORTABLE_HOME": str(self.home)}
+    def __call__(self, *words: str, **variables: str) -> str:
+        environment = {**os.environ, "PORTABLE_HOME": str(self.home), **variables}
         environment.pop("PJRT_DEVICE", None)
         # Output to a file: a pipe would stay open as long as the run that `start` leaves behind.
         with (self.home / "answer").open("w+") as answer:
@@ -432,6 +437,29 @@ def test_a_worker_starts_once_stops_and_goes_on(worker: Worker) -> None:
     assert worker("start").startswith("started")
     worker("stop")
     assert log.read_text().count("===") == 2
+
+
+@pytest.mark.parametrize(
+    ("hosts", "told"),
+    [
+        ("localhost", "portable-train --backend tpu --seed 1"),
+        (
+            "a,b",
+            "torchrun --nnodes 2 --node-rank 1 --nproc-per-node 4 --master-addr a --master-port 29500 "
+            "-m portable.cli --backend tpu --seed 1 at a:8070",
+        ),
+    ],
+)
+def test_torchtpu_on_one_host_and_on_several(hosts: str, told: str, worker: Worker) -> None:
+    """What ``python -m torch.tpu.distributed`` says on a host of two is played."""
+    for name in ("portable-train", "torchrun"):
+        worker.install(f'echo "{name} $*${{TORCH_TPU_SLICEBUILDER_ADDRESSES:+ at a:8070}}"\n', name)
+    says = 'WORLD_SIZE=8 NNODES=2 NODE_RANK="1" MASTER_ADDR=a MASTER_PORT=29500'
+    worker.install(f"echo '{says} TORCH_TPU_SLICEBUILDER_ADDRESSES=\"a:8070\"'\n", "python")
+    (worker.home / "backend").write_text("tpu\n")
+    worker("start", "--seed", "1", TPU_WORKER_HOSTNAMES=hosts)
+    worker.wait_for("ended-0")
+    assert worker("status").splitlines()[-1] == told
 
 
 @pytest.mark.parametrize("code", [0, 2])

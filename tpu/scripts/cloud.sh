@@ -13,7 +13,7 @@ summary_of() {
   case $1 in
     create) echo 'Create a TPU VM, or a queued resource (--queued, --spot) and wait until it is ACTIVE.' ;;
     install) echo 'Install the trainer on every worker.' ;;
-    train) echo 'Start portable-train --backend xla on every worker, detached.
+    train) echo 'Start portable-train on every worker, detached, with the backend that was installed.
 Where it runs already, it is left alone; where it has ended, it goes on from its last checkpoint.
 ARGUMENTS go to portable-train.' ;;
     status) echo 'Say how the TPU is, and the run on every worker.' ;;
@@ -32,11 +32,11 @@ It ends with 75; train goes on from there.' ;;
 options_of() {
   case $1 in
     create) echo 'name zone project type runtime-version queued spot create-flag poll' ;;
-    install) echo 'name zone project package setup' ;;
+    install) echo 'name zone project backend package setup' ;;
     train) echo 'name zone project config output-dir' ;;
     status | delete) echo 'name zone project queued spot' ;;
     logs) echo 'name zone project worker' ;;
-    keep) echo 'name zone project type runtime-version spot create-flag package setup config output-dir poll' ;;
+    keep) echo 'name zone project type runtime-version spot create-flag backend package setup config output-dir poll' ;;
     stop) echo 'name zone project' ;;
     fetch) echo 'name zone project output-dir to' ;;
     convert) echo 'from to' ;;
@@ -55,8 +55,9 @@ help_of() {
     queued) echo '         it is a queued resource' ;;
     spot) echo '         it is a queued resource at the spot price, which may be preempted' ;;
     create-flag) echo 'FLAG     one more flag for gcloud where it creates; may be given again' ;;
-    package) echo 'WHAT     a wheel, an archive, a clone (its last commit) or a requirement with the extra
-                             tpu; without it, the clone that this script is part of' ;;
+    backend) echo 'BACKEND  xla (PyTorch/XLA), or tpu (TorchTPU); xla without it' ;;
+    package) echo 'WHAT     a wheel, an archive, a clone (its last commit) or a requirement with the extra tpu
+                             (torchtpu for TorchTPU); without it, the clone that this script is part of' ;;
     setup) echo 'FILE     a script of yours, run on every worker first: mounts storage, logs in ...' ;;
     config) echo 'FILE     YAML; copied to every worker' ;;
     output-dir) echo 'DIR      of the run, as the workers see it, or a URL (gs://bucket/run)' ;;
@@ -96,7 +97,7 @@ listed() {
 }
 
 name='' zone='' project='' accelerator='' runtime='' queued='' spot='' package='' setup='' config=''
-output_dir='' worker=0 from='' to='' poll=60 yes='' print=''
+output_dir='' backend=xla worker=0 from='' to='' poll=60 yes='' print=''
 create_flags=() arguments=()
 
 read_options() {
@@ -146,6 +147,7 @@ read_options() {
       --spot) queued=1 spot=1 ;;
       --create-flag) create_flags+=("$value") ;;
       --package) package=$value ;;
+      --backend) backend=$value ;;
       --setup) setup=$value ;;
       --config) config=$value ;;
       --output-dir) output_dir=$value ;;
@@ -180,6 +182,7 @@ check_options() {
       fail "--type: $accelerator is unknown; write a generation of v2, v3, v4, v5e, v5p or v6e and a size: v5e-8"
     [[ $runtime ]] || runtime=$(runtime_for "$accelerator")
   fi
+  [[ $backend == xla || $backend == tpu ]] || fail "--backend: $backend is not one of xla, tpu"
   [[ $worker =~ ^[0-9]+$ ]] || fail "--worker: $worker is no worker; give one number, from 0"
   [[ $poll =~ ^[0-9]+$ ]] || fail "--poll: $poll is no number of seconds"
   for file in "$setup" "$config"; do

@@ -109,7 +109,8 @@ wait_until_active() {
 }
 
 install_it() {
-  local requirement files=("$here/worker.sh") first='' own='' archive
+  local requirement files=("$here/worker.sh") first='' own='' archive extra=tpu
+  if [[ $backend == tpu ]]; then extra=torchtpu; fi
   if [[ -d $package ]]; then
     # The archive of a clone is installed as a source distribution is. Nobody else may change it on its way.
     own=${TMPDIR:-/tmp}/portable-trainer.XXXXXX
@@ -117,10 +118,10 @@ install_it() {
     archive=$own/portable-trainer.tar.gz
     run git -C "$package" archive --format=tar.gz --prefix=portable-trainer/ "--output=$archive" HEAD || return
     files+=("$archive")
-    requirement="portable/portable-trainer.tar.gz[tpu]"
+    requirement="portable/portable-trainer.tar.gz[$extra]"
   elif [[ -f $package ]]; then
     files+=("$package")
-    requirement="portable/${package##*/}[tpu]"
+    requirement="portable/${package##*/}[$extra]"
   else
     requirement=$package
   fi
