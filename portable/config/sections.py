@@ -108,8 +108,8 @@ class ModelConfig(Section):
     )
     experts: Literal["eager", "batched_mm", "grouped_mm"] | None = Field(
         default=None,
-        description="How transformers computes a mixture of experts: one after another (eager), or all in one "
-        "product (batched_mm, grouped_mm). Null: its own choice, grouped_mm where the device has it.",
+        description="How transformers computes a mixture of experts: one after another (eager), or all in "
+        "one product (batched_mm, grouped_mm). Null: its own choice, grouped_mm where the device has it.",
     )
     trust_remote_code: Flag = Field(
         default=False,
