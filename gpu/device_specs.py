@@ -99,7 +99,7 @@ def accelerators() -> list[Device]:
     found = {
         name: Device(
             name,
-            "cuda",
+            ("cuda",),
             mebibytes * MIB,
             name not in _FP16_ONLY,
             per_node,

@@ -68,7 +68,7 @@ def accelerators() -> list[Device]:
         found.append(
             Device(
                 name,
-                "xla",
+                ("xla", "tpu"),
                 kind.hbm // cores,
                 bf16=True,
                 per_node=kind.chips_per_slice * cores,

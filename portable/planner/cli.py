@@ -181,7 +181,9 @@ def _target(config: RunConfig, given: dict[str, Any]) -> tuple[RunConfig, Target
     if device is not None and memory is not None:
         device = device.with_memory(memory)
     count = given.get("devices", 1)
-    backend = device.backend if device is not None else config.backend
+    backend: str = config.backend
+    if device is not None and backend not in device.backends:
+        backend = device.backends[0]
     # A backend without named devices, the CPU, may be planned for any.
     listed = config.backend != "auto" and backend_package(config.backend).devices()
     if listed and config.backend != backend:

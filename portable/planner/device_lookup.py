@@ -22,8 +22,8 @@ class Device:
     """One kind of accelerator."""
 
     name: str
-    backend: str
-    """The backend that drives it."""
+    backends: tuple[str, ...]
+    """The backends that drive it, the usual one first."""
     memory: int
     """Bytes."""
     bf16: bool

@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from portable.checks import check
 from portable.config.dump import dump_yaml
 from portable.errors import UserError
+from portable.planner.cli import main as plan
 from portable.registry import backend_package, resolve_backend
 from portable.reporting.metrics import read_metrics
 from tests.parity import take_steps
@@ -133,6 +134,16 @@ def test_what_it_does_not_do(settings: dict[str, Any], told: str, corpus: Path, 
         config = configured(tmp_path, corpus, backend="tpu", **settings)
         check(config)
         check(config, late=True)
+
+
+def test_a_plan_for_its_devices(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same chips as for backend xla, with this backend's strategies: it offloads."""
+    (tmp_path / "run.yaml").write_text(dump_yaml(configured(tmp_path / "run", corpus, backend="tpu")))
+    asked = ["--config", str(tmp_path / "run.yaml"), "--device", "v6e", "--devices", "4"]
+    assert plan(asked) == 0
+    assert "full_shard     params" in capsys.readouterr().out
+    assert plan([*asked, "--compile"]) == 2
+    assert "error: --compile: an eager step on backend tpu" in capsys.readouterr().err
 
 
 # -- as a user starts it ----------------------------------------------------------------------------------

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
     from portable.checks import Check, Several
     from portable.config import RunConfig
+    from portable.planner.compiled import Compiled
     from portable.planner.device_lookup import Device
-    from portable.registry import World
+    from portable.registry import CompileTarget, World
 
 _ADDRESSES = "TORCH_TPU_SLICEBUILDER_ADDRESSES"
 _NO_TPU = "backend: tpu needs a TPU, and this machine has none; use --backend cpu"
@@ -51,7 +52,7 @@ class TorchTpuPackage(TorchPackage):
         return "bf16"
 
     def devices(self) -> tuple[Device, ...]:
-        return ()  # those of backend xla, by the same names
+        return tuple(device_specs.accelerators())
 
     def checks(self) -> Sequence[Check | Several]:
         from portable.checks import Check
@@ -73,6 +74,12 @@ class TorchTpuPackage(TorchPackage):
         if config.deepspeed.config is None:
             return []
         return ["deepspeed.config has no effect: DeepSpeed does not run on backend tpu"]
+
+    def compile(self, config: RunConfig, target: CompileTarget) -> Compiled:
+        raise UserError(
+            "--compile: an eager step on backend tpu is many programs, of which none tells its memory; plan "
+            "--backend xla, whose step is one"
+        )
 
     def launch_environment(self, ranks: int) -> dict[str, str]:
         if ranks == 1 or _ADDRESSES in os.environ:

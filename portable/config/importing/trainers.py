@@ -36,7 +36,7 @@ WORDS: dict[str, dict[str, str]] = {
     "model.attention": dict.fromkeys(
         ("fa2", "flash_attn", "flash_attention", "kernels-community/flash-attn2"), "flash_attention_2"
     ),
-    "backend": {"gpu": "cuda", "rocm": "cuda", "nvidia": "cuda", "tpu": "xla"},
+    "backend": {"gpu": "cuda", "rocm": "cuda", "nvidia": "cuda"},
     "precision": {
         "bfloat16": "bf16",
         "float16": "fp16",
