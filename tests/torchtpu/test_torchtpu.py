@@ -138,7 +138,9 @@ def test_what_it_does_not_do(settings: dict[str, Any], told: str, corpus: Path, 
 
 def test_a_plan_for_its_devices(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The same chips as for backend xla, with this backend's strategies: it offloads."""
-    (tmp_path / "run.yaml").write_text(dump_yaml(configured(tmp_path / "run", corpus, backend="tpu")))
+    (tmp_path / "run.yaml").write_text(
+        dump_yaml(configured(tmp_path / "run", corpus, backend="tpu", **COMMON))
+    )
     asked = ["--config", str(tmp_path / "run.yaml"), "--device", "v6e", "--devices", "4"]
     assert plan(asked) == 0
     assert "full_shard     params" in capsys.readouterr().out
