@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from portable.data.samples.loader import BatchIterator, EvalLoader, TrainLoader
     from portable.data.samples.order import Permutation, locate, permutation
     from portable.data.samples.tasks import LAST_LABEL
-    from portable.data.settings import TASKS, recognise_format
     from portable.data.sizes import DataSizes
+    from portable.data.sources.opening import recognise_format
+    from portable.data.sources.source import TASKS
     from portable.data.tokens.tokenize import Frame
 
 # Imported at the first use (PEP 562): the processes that tokenize need neither data sets nor torch.
@@ -30,13 +31,13 @@ _HOMES = {
     "LAST_LABEL": "portable.data.samples.tasks",
     "Permutation": "portable.data.samples.order",
     "Samples": "portable.data.samples.base",
-    "TASKS": "portable.data.settings",
+    "TASKS": "portable.data.sources.source",
     "TrainLoader": "portable.data.samples.loader",
     "build_data": "portable.data.dataset",
     "inspect_data": "portable.data.dataset",
     "locate": "portable.data.samples.order",
     "permutation": "portable.data.samples.order",
-    "recognise_format": "portable.data.settings",
+    "recognise_format": "portable.data.sources.opening",
 }
 __all__ = [
     "IGNORED",

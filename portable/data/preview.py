@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from portable.data.dataset import Data
-    from portable.data.reading import Opened
+    from portable.data.tokenization import TokenizedSource
 
 SHOWN = 3
 """Samples in a run's file, for its report."""
@@ -96,11 +96,11 @@ def preview(data: Data, count: int, seed: int) -> Preview:
     return Preview(facts, lengths, used)
 
 
-def _tokens(opened: Opened) -> int:
+def _tokens(opened: TokenizedSource) -> int:
     return opened.tokens.total_tokens
 
 
-def _documents(opened: Opened) -> int:
+def _documents(opened: TokenizedSource) -> int:
     return opened.tokens.documents
 
 

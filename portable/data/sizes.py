@@ -9,18 +9,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from portable.config.sources import ALONE, eval_key
-from portable.data.reading import parts
-from portable.data.samples.packing import packed_sizes
 from portable.data.samples.truncation import merged
-from portable.data.settings import CAUSAL, packs
+from portable.data.sources.source import CAUSAL
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from portable.config.sections import DataConfig
     from portable.data.samples.truncation import Truncated
-    from portable.data.sources.opening import Source
+    from portable.data.sources.source import Source, SourceSettings
+    from portable.data.tokenization import TokenizedSource
     from portable.data.tokens.cache import TokenCache
     from portable.data.tokens.tokenize import Frame
 
@@ -113,59 +111,42 @@ class DataSizes:
 
 
 def sizes_of(
-    settings: DataConfig,
-    task: str,
-    source: Source,
-    tokenizer: str | None,
-    vocab_size: int | None,
-    tokens: TokenCache | None,
-    cut: Truncated | None = None,
+    source: Source, tokenizer: str | None, vocab_size: int | None, tokenized: TokenizedSource | None
 ) -> DataSizes:
-    known: dict[str, Any] = {}
-    packing = packs(settings, task)
-    if tokens is not None:
-        *counts, waste = sample_counts(settings, task, tokens, cut)
-        trained = tokens.meta.get("trained_tokens")
-        known = {
-            "truncated": cut,
-            "waste": waste,
-            "trained": None if trained is None else trained / max(1, tokens.total_tokens),
-            "notes": tuple(tokens.meta.get("notes", ())),
-            "documents": tokens.documents,
-            "tokens": tokens.total_tokens,
-            "train_samples": counts[0],
-            "eval_samples": counts[1],
-            "cut": 0.0
-            if packing is True
-            else _cut_share(
-                tokens, settings.seq_len + (task == CAUSAL), settings.target_seq_len or settings.seq_len
-            ),
-            "cached": tokens.folder,
-        }
-    return DataSizes(
+    """The sizes of one source; ``tokenized`` is None while its tokens are not known."""
+    settings = source.settings
+    found = DataSizes(
         source=source.described,
         tokenizer=tokenizer or "a byte-pair encoding trained on it",
         vocab_size=vocab_size,
-        seq_len=settings.seq_len,
-        packing=packing,
+        seq_len=settings.data.seq_len,
+        packing=settings.packing,
         size_bytes=None if re.search(_COMPRESSED, source.described) else source.size_bytes,
-        **known,
+    )
+    if tokenized is None:
+        return found
+    tokens = tokenized.tokens
+    train, held_out, waste = tokenized.counts()
+    trained = tokens.meta.get("trained_tokens")
+    return replace(
+        found,
+        documents=tokens.documents,
+        tokens=tokens.total_tokens,
+        train_samples=train,
+        eval_samples=held_out,
+        cut=0.0 if settings.packing is True else _cut_share(tokens, settings),
+        waste=waste,
+        truncated=tokenized.truncated,
+        trained=None if trained is None else trained / max(1, tokens.total_tokens),
+        notes=tuple(tokens.meta.get("notes", ())),
+        cached=tokens.folder,
     )
 
 
-def sample_counts(
-    settings: DataConfig, task: str, tokens: TokenCache, cut: Truncated | None
-) -> tuple[int, int, float | None]:
-    """Samples to train and to evaluate on, and with packed documents the share of padding in the first."""
-    train, held_out = parts(settings, task, tokens, cut)
-    if packs(settings, task) != "documents":
-        return train.num_samples, held_out.num_samples, None
-    packed, held = (packed_sizes(tokens, part, settings.seq_len) for part in (train, held_out))
-    return packed.samples, held.samples, packed.waste
-
-
-def _cut_share(tokens: TokenCache, longest: int, longest_target: int) -> float:
-    """The share of tokens beyond the first ``longest`` of their document or pair of texts."""
+def _cut_share(tokens: TokenCache, settings: SourceSettings) -> float:
+    """The share of tokens that are cut off their document or pair of texts."""
+    longest = settings.data.seq_len + (settings.task == CAUSAL)
+    longest_target = settings.data.target_seq_len or settings.data.seq_len
     cut = 0
     count = tokens.documents
     together = [["text", "pair"]] if "pair" in tokens.offsets else [[name] for name in tokens.offsets]

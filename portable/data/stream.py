@@ -26,7 +26,7 @@ from portable.data.samples.base import Arrays, Samples
 from portable.data.samples.mixture import seed_of
 from portable.data.samples.order import permutation
 from portable.data.sources.documents import NoTextError
-from portable.data.tokens.ahead import Ahead, Tokenizing
+from portable.data.tokens.background_tokenizer import BackgroundTokenizer
 from portable.data.tokens.tokenize import TOKENS
 from portable.errors import RunError, UserError
 
@@ -36,9 +36,10 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from portable.data.sources.shard import Shard
-    from portable.data.sources.shards import StreamedFiles
+    from portable.data.sources.opening import StreamedFiles
+    from portable.data.sources.source import Shard
     from portable.data.tokens.cache import TokenCache
+    from portable.data.tokens.tokenize import TokenizeJob
 
 _SHIFT = 32
 """Bits of a sample's number within its shard."""
@@ -78,7 +79,7 @@ class Stream(Samples):
         self,
         name: str,
         source: StreamedFiles,
-        work: Tokenizing,
+        work: TokenizeJob,
         samples: MakesSamples,
         *,
         seed: int,
@@ -87,7 +88,7 @@ class Stream(Samples):
         processes: int = 1,
     ) -> None:
         self._name = name
-        self._shards = source.shards
+        self._shards = source.parts
         self._work = work
         self._samples = samples
         self._seed = seed
@@ -97,7 +98,7 @@ class Stream(Samples):
         self.num_samples = len(self._shards) << _SHIFT
         self._manifest: dict[int, tuple[int, str]] = {}
         """Samples and fingerprint of each shard that was read, or is known."""
-        for number, shard in enumerate(source.shards):
+        for number, shard in enumerate(source.parts):
             if (count := samples.count(shard)) is not None:
                 self._manifest[number] = (count, shard.fingerprint[:_PRINT])
         self._open: OrderedDict[int, Samples | None] = OrderedDict()
@@ -113,7 +114,7 @@ class Stream(Samples):
         self._told = -1
         self._free = 0
         """Bytes of tokens that may come until the limit is looked at again."""
-        self._ahead: Ahead | None = None
+        self._ahead: BackgroundTokenizer | None = None
         self._lock = threading.RLock()
         self.fingerprint = ""
         """A digest of the list of files and of how they are read."""
@@ -228,7 +229,9 @@ class Stream(Samples):
         self._told = window
         if self._ahead is None:
             own = weakref.ref(self)
-            self._ahead = Ahead(self._work, lambda folder: _arrived(own(), folder), self._processes)
+            self._ahead = BackgroundTokenizer(
+                self._work, lambda folder: _arrived(own(), folder), self._processes
+            )
             weakref.finalize(self, self._ahead.close)
         first = (window + 1) * self._window
         numbers = range(first, first + min(_WINDOWS_AHEAD * self._window, self._room()))
@@ -270,13 +273,13 @@ class Stream(Samples):
 
     def _tokens(self, shard: int) -> TokenCache:
         try:
-            tokens = self._work.open(self._shards[shard])
+            tokens = self._work.tokens_of_shard(self._shards[shard])
         except UserError as error:
             cause = error.__cause__
             if not isinstance(cause, OSError) or cause.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             self._make_room(0)  # the disk is full: keep only what is in use
-            tokens = self._work.open(self._shards[shard])
+            tokens = self._work.tokens_of_shard(self._shards[shard])
         if tokens.folder.parent == self._work.cache / TOKENS:  # not where the user's tokens are
             with suppress(OSError):
                 os.utime(tokens.folder)  # used last
@@ -340,7 +343,7 @@ class Stream(Samples):
         return self._name_of(index >> _SHIFT)
 
     def _name_of(self, shard: int) -> str:
-        return self._shards[shard].open(self._work.fields).name
+        return self._shards[shard].open(self._work.settings).name
 
     def _changed(self, shard: int, since: str) -> RunError:
         return RunError(

@@ -148,8 +148,7 @@ def test_a_completion_of_messages(name: str) -> None:
 
 def test_a_completion_of_text() -> None:
     name = "llama3"
-    from portable.data.sources.documents import read_row
-    from portable.data.sources.opening import Fields
+    from portable.data.sources.documents import Fields, read_row
     from portable.data.tokens.tokenize import Frame
 
     row = {"prompt": "what is it", "completion": ", and more?"}

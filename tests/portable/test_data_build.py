@@ -18,7 +18,7 @@ from portable.data import (
     inspect_data,
 )
 from portable.data.samples.tasks import Classification, MaskedLM, Seq2Seq
-from portable.data.sources.library import HubDataset
+from portable.data.sources.hub_dataset import HubDataset
 from portable.errors import UserError
 from tests.portable.data_support import Settings, corpus, replace, texts, write_jsonl
 

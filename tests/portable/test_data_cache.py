@@ -15,15 +15,16 @@ import numpy as np
 import pytest
 
 from portable.data.locked_folder import locked_folder
-from portable.data.sources.opening import Document, Fields, Source, open_source
+from portable.data.sources.documents import Document
+from portable.data.sources.source import Source
 from portable.data.tokens import cache as caching
 from portable.data.tokens import tokenize as tokenizing
 from portable.data.tokens.cache import CacheDamagedError, TokenCache, TokenWriter
-from portable.data.tokens.tokenize import frame, token_cache_folder, tokenize
+from portable.data.tokens.tokenize import TokenizeJob, special_token_frame
 from portable.data.tokens.tokenizer import Vocabulary, train_tokenizer
 from portable.errors import RunError, UserError
 from portable.paths import default_cache_dir
-from tests.portable.data_support import corpus, texts, token_cache, write_jsonl
+from tests.portable.data_support import corpus, settings_of, source, texts, token_cache, write_jsonl
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,19 +34,13 @@ if TYPE_CHECKING:
 class Given(Source):
     """Documents in memory, which counts how often they are read."""
 
-    name = "given"
-
     def __init__(self, documents: list[Document]) -> None:
+        super().__init__("given", settings_of())
         self.given = documents
         self.reads = 0
 
-    @property
-    def key(self) -> str:
+    def digest(self) -> str:
         return repr(self.given)
-
-    @property
-    def size_bytes(self) -> int | None:
-        return None
 
     def documents(self) -> Iterator[Document]:
         self.reads += 1
@@ -55,12 +50,18 @@ class Given(Source):
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("tokenizer")
-    return train_tokenizer(open_source(str(corpus(folder))), 300, folder)
+    return train_tokenizer(source(str(corpus(folder))), 300, folder)
 
 
-def build(source: Source, tokenizer: Any, cache: Path, fields: Fields | None = None) -> TokenCache:
+def job(given: Source, tokenizer: Any, cache: Path) -> TokenizeJob:
     vocabulary = Vocabulary.of(tokenizer)
-    return tokenize(source, tokenizer, vocabulary, fields or Fields(), frame("causal-lm", vocabulary), cache)
+    return TokenizeJob(
+        given.settings, tokenizer, vocabulary, special_token_frame("causal-lm", vocabulary), cache
+    )
+
+
+def build(given: Source, tokenizer: Any, cache: Path) -> TokenCache:
+    return job(given, tokenizer, cache).tokens(given)
 
 
 def test_tokens_are_those_of_the_tokenizer(tokenizer: Any, tmp_path: Path) -> None:
@@ -130,10 +131,10 @@ def test_pickling_carries_the_path(tmp_path: Path) -> None:
 
 
 def test_it_is_built_once(tokenizer: Any, tmp_path: Path) -> None:
-    source = Given([Document("a text")])
-    build(source, tokenizer, tmp_path)
-    build(source, tokenizer, tmp_path)
-    assert source.reads == 1
+    given = Given([Document("a text")])
+    build(given, tokenizer, tmp_path)
+    build(given, tokenizer, tmp_path)
+    assert given.reads == 1
     build(Given([Document("another")]), tokenizer, tmp_path)
     assert len([entry for entry in (tmp_path / "tokens").iterdir() if entry.is_dir()]) == 2
 
@@ -153,15 +154,15 @@ def _flip(path: Path) -> None:
     "damage", [_cut, _flip, lambda path: path.unlink(), lambda path: path.write_bytes(b"")]
 )
 def test_a_damaged_cache_is_built_again(tokenizer: Any, tmp_path: Path, name: str, damage: Any) -> None:
-    source = Given([Document(text) for text in texts(5)])
-    whole = build(source, tokenizer, tmp_path)
+    given = Given([Document(text) for text in texts(5)])
+    whole = build(given, tokenizer, tmp_path)
     damage(whole.folder / name)
     with pytest.raises(CacheDamagedError):
         TokenCache.open(whole.folder)
-    again = build(source, tokenizer, tmp_path)
+    again = build(given, tokenizer, tmp_path)
     assert again.fingerprint == whole.fingerprint
     assert (
-        again.tokens["text"].tolist() == build(source, tokenizer, tmp_path / "fresh").tokens["text"].tolist()
+        again.tokens["text"].tolist() == build(given, tokenizer, tmp_path / "fresh").tokens["text"].tolist()
     )
 
 
@@ -188,10 +189,10 @@ def test_what_tells_of_the_cache_is_checked_too(tmp_path: Path) -> None:
 def test_blocks_of_a_large_cache_are_checked_when_first_read(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source = Given([Document(text) for text in texts(50)])
+    given = Given([Document(text) for text in texts(50)])
     monkeypatch.setattr(caching, "CHECKED_WHOLE", 0)
     monkeypatch.setattr(caching, "BLOCK", 256)
-    whole = build(source, tokenizer, tmp_path)
+    whole = build(given, tokenizer, tmp_path)
     tokens = whole.tokens["text"].tolist()
     path = whole.folder / "text.bin"
     content = bytearray(path.read_bytes())
@@ -205,23 +206,23 @@ def test_blocks_of_a_large_cache_are_checked_when_first_read(
         cache.tokens["text"][250:300]
     with pytest.raises(RunError):
         carried.document("text", next(n for n in range(50) if cache.offsets["text"][n + 1] > 300))
-    again = build(source, tokenizer, tmp_path)  # as the next leg does
+    again = build(given, tokenizer, tmp_path)  # as the next leg does
     assert again.tokens["text"].tolist() == tokens
     assert "warning: data.cache_dir" in capsys.readouterr().err
 
 
 def test_another_format_is_built_again(tokenizer: Any, tmp_path: Path) -> None:
-    source = Given([Document("a text")])
-    meta = build(source, tokenizer, tmp_path).folder / "meta.json"
+    given = Given([Document("a text")])
+    meta = build(given, tokenizer, tmp_path).folder / "meta.json"
     meta.write_text(json.dumps({**json.loads(meta.read_text()), "format": 0}))
-    build(source, tokenizer, tmp_path)
-    assert source.reads == 2
+    build(given, tokenizer, tmp_path)
+    assert given.reads == 2
 
 
 def test_a_failed_build_leaves_nothing(tokenizer: Any, tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}] * 5000 + [{"body": "b"}])
     with pytest.raises(UserError, match=r"a\.jsonl:5001: no field 'text'"):
-        build(open_source(str(path)), tokenizer, tmp_path / "cache")
+        build(source(str(path)), tokenizer, tmp_path / "cache")
     assert not [entry for entry in (tmp_path / "cache" / "tokens").iterdir() if entry.is_dir()]
     with pytest.raises(UserError, match="contains no text"):
         build(Given([]), tokenizer, tmp_path / "cache")
@@ -235,8 +236,8 @@ def test_a_file_that_changes_while_it_is_tokenized_is_kept_under_no_key(
     path = tmp_path / f"data{suffix}"
     line = {".txt": "a text\n", ".jsonl": '{"text": "a text"}\n', ".csv": "a text\n"}[suffix]
     path.write_text(("text\n" if suffix == ".csv" else "") + line * 40)
-    options: dict[str, Any] = {"max_samples": max_samples, "fields": Fields(text_split="line")}
-    source = open_source(str(path), **options)
+    options: dict[str, Any] = {"max_samples": max_samples, "text_split": "line"}
+    given = source(str(path), **options)
     batches = tokenizing._batches
 
     def grown(documents: Iterator[Document]) -> Iterator[list[Document]]:
@@ -245,16 +246,14 @@ def test_a_file_that_changes_while_it_is_tokenized_is_kept_under_no_key(
         return batches(documents)
 
     with monkeypatch.context() as patch:
-        assert source.key
+        assert given.key
         patch.setattr(tokenizing, "_batches", grown)
         with pytest.raises(
             UserError, match=rf"data{suffix} changed while it was read; wait until nothing writes"
         ):
-            build(source, tokenizer, tmp_path / "cache")
+            build(given, tokenizer, tmp_path / "cache")
     assert not [entry for entry in (tmp_path / "cache" / "tokens").iterdir() if entry.is_dir()]
-    assert build(open_source(str(path), **options), tokenizer, tmp_path / "cache").documents == (
-        max_samples or 41
-    )
+    assert build(source(str(path), **options), tokenizer, tmp_path / "cache").documents == (max_samples or 41)
 
 
 def test_what_a_dead_writer_left_is_removed(tmp_path: Path) -> None:
@@ -345,13 +344,16 @@ def test_a_killed_builder_holds_nobody_up(tmp_path: Path) -> None:
 
 
 def test_the_folder_is_found_by_content(tokenizer: Any, tmp_path: Path) -> None:
-    framed = frame("causal-lm", Vocabulary.of(tokenizer))
     first, second = corpus(tmp_path), tmp_path / "copy.jsonl"
     shutil.copy(first, second)
-    folder = token_cache_folder(open_source(str(first)), tokenizer, framed, tmp_path)
-    assert token_cache_folder(open_source(str(second)), tokenizer, framed, tmp_path) == folder
+
+    def folder(path: Path) -> Path:
+        given = source(str(path))
+        return job(given, tokenizer, tmp_path).folder(given)
+
+    assert folder(second) == folder(first)
     write_jsonl(second, [{"text": "other"}])
-    assert token_cache_folder(open_source(str(second)), tokenizer, framed, tmp_path) != folder
+    assert folder(second) != folder(first)
 
 
 def test_memory_does_not_grow_with_the_data(tokenizer: Any, tmp_path: Path) -> None:

@@ -13,14 +13,13 @@ import pytest
 from portable.config import DataConfig
 from portable.data import build_data
 from portable.data.samples.loader import TrainLoader
-from portable.data.sources import shards
-from portable.data.sources.documents import Fields
+from portable.data.sources import opening
 from portable.data.sources.file_parts import FilePart
 from portable.data.stream import Stream
 from portable.errors import RunError, UserError
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
-from tests.portable.data_support import write_jsonl
+from tests.portable.data_support import source, write_jsonl
 from tests.runs import checked, configured, write_corpus
 
 if TYPE_CHECKING:
@@ -107,13 +106,13 @@ def test_a_resume_reads_nothing_that_was_consumed(files: Path, monkeypatch: pyte
     position = 500
     expected = ids(stream, position, 40)
     read: list[str] = []
-    documents = FilePart.documents_of_key
+    checked = FilePart.checked
 
-    def counted(self: FilePart) -> Any:
+    def counted(self: FilePart, documents: Any) -> Any:
         read.append(self.name)
-        return documents(self)
+        return checked(self, documents)
 
-    monkeypatch.setattr(FilePart, "documents_of_key", counted)
+    monkeypatch.setattr(FilePart, "checked", counted)
     other = opened(files, cache_dir=str(files.parent / "other"))
     first = len(read)  # the shard that tells the columns
     other.adopt(stream.state())
@@ -163,10 +162,11 @@ def _saved(data: Any, files: Path) -> str:
 def test_parts_of_a_file_have_each_line_once(
     files: Path, part_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shards, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(opening, "PART_BYTES", part_bytes)
     name = str(files / "part-8.jsonl")
-    stream = shards.open_stream(name, Fields(), downloads=files, digests=None, remember=False)
-    assert len(stream.shards) == -(-(files / "part-8.jsonl").stat().st_size // part_bytes)
+    stream = source(name, stream=True, cache_dir=files)
+    assert isinstance(stream, opening.StreamedFiles)
+    assert len(stream.parts) == -(-(files / "part-8.jsonl").stat().st_size // part_bytes)
     texts = [document.text for document in stream.documents()]
     assert texts == [json.loads(line)["text"] for line in (files / "part-8.jsonl").read_text().splitlines()]
 
@@ -244,7 +244,7 @@ def test_a_process_that_dies_is_replaced_where_its_work_is_needed(
     expected = ids(opened(files, cache_dir=str(files.parent / "other")), 0, 900)
     stream = opened(files)
     stream._processes = 2
-    monkeypatch.setattr("portable.data.tokens.ahead.Tokenizing.__call__", _die)
+    monkeypatch.setattr("portable.data.tokens.tokenize.TokenizeJob.__call__", _die)
     assert ids(stream, 0, 900) == expected
     assert stream._ahead is not None
     stream._ahead.close()
@@ -314,7 +314,7 @@ def test_bad_records_are_skipped_and_told(
     tmp_path: Path, part_bytes: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """In a stream and in a file: the first five with their place, then the number; or the run ends."""
-    monkeypatch.setattr(shards, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(opening, "PART_BYTES", part_bytes)
     bad = {
         3: b"{broken",
         9: b'{"text": 5}',

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from portable.data.sources.documents import Source
+    from portable.data.sources.source import Source
 
 END, PAD, MASK = "<|endoftext|>", "<|pad|>", "<|mask|>"
 DEFAULT_VOCAB_SIZE = 4096

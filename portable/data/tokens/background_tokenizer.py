@@ -2,83 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from portable.data.sources.prepared import PreparedShard
-from portable.data.tokens.cache import CacheDamagedError, TokenCache
 from portable.data.tokens.parallel import Worker
-from portable.data.tokens.tokenize import TOKENS, digest_of_making, tokenize
-from portable.errors import RunError, UserError, one_line
+from portable.errors import RunError, UserError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from portable.data.sources.documents import Fields
-    from portable.data.sources.shard import Shard
-    from portable.data.tokens.chat_template import ChatTemplate
-    from portable.data.tokens.tokenize import Frame
-    from portable.data.tokens.tokenizer import Vocabulary
+    from portable.data.sources.source import Shard
+    from portable.data.tokens.tokenize import TokenizeJob
 
 
-@dataclass(frozen=True)
-class Tokenizing:
-    """How the shards of a stream become tokens; the arguments are those of :func:`tokenize`."""
-
-    tokenizer: Any
-    vocabulary: Vocabulary
-    fields: Fields
-    framed: Frame
-    cache: Path
-    chat: ChatTemplate | None
-
-    @cached_property
-    def made(self) -> str:
-        """A digest of what decides the tokens of a text."""
-        return digest_of_making(self.tokenizer, self.framed, self.chat)
-
-    def open(self, shard: Shard) -> TokenCache:
-        """The tokens of a shard, from the cache if possible. No copy of its file stays."""
-        source = shard.open(self.fields)
-        if isinstance(source, PreparedShard):
-            return self._prepared(source)
-        try:
-            return tokenize(
-                source,
-                self.tokenizer,
-                self.vocabulary,
-                self.fields,
-                self.framed,
-                self.cache,
-                chat=self.chat,
-                made=self.made,
-            )
-        finally:
-            source.release()
-
-    def _prepared(self, source: PreparedShard) -> TokenCache:
-        if source.made != self.made:
-            raise UserError(
-                f"data.tokenizer: {source.name} was made with another tokenizer, chat template or "
-                "data.train_on; set those with which portable-data was run"
-            )
-        try:
-            return TokenCache.open(source.local(self.cache / TOKENS))
-        except CacheDamagedError as error:
-            raise UserError(f"data.source: {one_line(error)}; run portable-data again") from error
-
-    def __call__(self, shard: Shard) -> Path:
-        """The folder of the tokens of a shard."""
-        os.nice(0 if os.nice(0) >= 5 else 5)  # the step comes first
-        return self.open(shard).folder
-
-
-class Ahead:
+class BackgroundTokenizer:
     """Processes that tokenize shards, each with a thread that tells it which.
 
     What fails here is tried again, and told, where the shard is needed.
@@ -89,7 +28,7 @@ class Ahead:
         processes: how many.
     """
 
-    def __init__(self, work: Tokenizing, done: Callable[[Path], None], processes: int = 1) -> None:
+    def __init__(self, work: TokenizeJob, done: Callable[[Path], None], processes: int = 1) -> None:
         self._work = work
         self._done = done
         self._processes = processes
