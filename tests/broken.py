@@ -68,7 +68,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "packed prompts are trained": Mutant(
         "portable/data/samples/packing.py",
-        "labels[row, at:end][~trained[self._kept][1:]] = IGNORED",
+        "labels[row, at:end][~trained[kept][1:]] = IGNORED",
         "pass",
         ("tests/portable/test_data_packing.py::test_conversations_keep_their_masks",),
     ),

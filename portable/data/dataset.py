@@ -11,7 +11,7 @@ from portable.data.samples.base import Part, split_documents
 from portable.data.samples.classes import Classes, KnownClasses, Problem, classes_as, classes_of
 from portable.data.samples.finished import FinishedSamples
 from portable.data.samples.mixture import Mixture, Share
-from portable.data.sizes import DataSizes, combined, sizes_of
+from portable.data.sizes import DataSizes, sizes_of
 from portable.data.sources.documents import digest_of
 from portable.data.sources.joined import Joined
 from portable.data.sources.opening import (
@@ -269,14 +269,10 @@ class Opened:
 
     def sizes(self) -> DataSizes:
         here = {name: one for name, one in self.tokenized.items() if name not in self.streams}
-        sizes = {
-            name: sizes_of(source, self.tokenizer, self.vocab_size, here.get(name))
-            for name, source in self.training.items()
-        }
         counts = {name: one.counts()[0] for name, one in self.evaluated.items()}
         context, trained_on = self.context, self.together.contents if self.evals else frozenset()
         return replace(
-            combined(sizes),
+            sizes_of(self.training, here, self.tokenizer, self.vocab_size),
             evals={name: (one.name, counts.get(name)) for name, one in self.evals.items()},
             trained_on=tuple(name for name, one in self.evals.items() if trained_on & one.contents),
             opened=None if context is None else context.tokenizer,

@@ -201,6 +201,27 @@ class TokenizedSource:
         return self.tokens.meta.get("end_of_turn")
 
     @property
+    def trained_tokens(self) -> int | None:
+        """How many tokens are trained, where not all are."""
+        return self.tokens.meta.get("trained_tokens")
+
+    def cut_tokens(self) -> int:
+        """How many tokens no sample has, since they are too far from the start of their text."""
+        settings, tokens, cut = self.settings, self.tokens, 0
+        if settings.packing is True:
+            return 0
+        longest = settings.data.seq_len + (settings.task == CAUSAL)
+        longest_target = settings.data.target_seq_len or settings.data.seq_len
+        pairs = "pair" in tokens.offsets
+        for names in [["text", "pair"]] if pairs else [[name] for name in tokens.offsets]:
+            most = longest_target if names == ["target"] else longest
+            for start in range(0, tokens.documents, 1 << 20):
+                rows = slice(start, start + (1 << 20) + 1)
+                lengths = sum(np.diff(tokens.offsets[name][rows].astype(np.int64)) for name in names)
+                cut += int(np.maximum(lengths - most, 0).sum())
+        return cut
+
+    @property
     def _blocks(self) -> int:
         shifted = self.settings.task == CAUSAL
         return packed_samples(self.tokens.total_tokens, self.settings.data.seq_len, shifted=shifted)
@@ -256,12 +277,11 @@ class TokenizedSource:
 
     def _samples(self, part: Part, classes: Classes | None) -> Samples:
         context, tokens, data = self.context, self.tokens, self.settings.data
-        length, vocabulary, suffix = data.seq_len, context.vocabulary, self.frame.suffix
+        of = tokens, part, data.seq_len
+        vocabulary, suffix = context.vocabulary, self.frame.suffix
         if context.task == MASKED:
             return MaskedLM(
-                tokens,
-                part,
-                length,
+                *of,
                 vocabulary,
                 mask=context.mask_token,
                 suffix=suffix,
@@ -273,9 +293,7 @@ class TokenizedSource:
             start = context.decoder_start_token_id
             start = start(context.tokenizer) if callable(start) else start
             return Seq2Seq(
-                tokens,
-                part,
-                length,
+                *of,
                 vocabulary,
                 suffix=suffix,
                 decoder_start_token_id=vocabulary.pad if start is None else start,
@@ -284,9 +302,7 @@ class TokenizedSource:
             )
         if classes is not None:
             return Classification(
-                tokens,
-                part,
-                length,
+                *of,
                 vocabulary,
                 suffix=suffix,
                 classes=classes,
@@ -294,13 +310,12 @@ class TokenizedSource:
                 pair=None if self.settings.fields.pair is None else PairFrame.of(context.tokenizer),
             )
         if data.format == PREFERENCE:
-            return Pairs(tokens, part, length, vocabulary.pad, data.truncation, whole=context.whole)
+            return Pairs(*of, vocabulary.pad, data.truncation, whole=context.whole)
         if data.packing == "documents":
-            plan = planned(tokens, part, length)
-            return PackedDocuments(tokens, plan, length, vocabulary.pad, data.truncation)
+            return PackedDocuments(*of, planned(*of), vocabulary.pad, data.truncation)
         if data.packing:
-            return PackedCausal(tokens, part, length)
-        return PaddedCausal(tokens, part, length, vocabulary.pad, data.truncation, whole=context.whole)
+            return PackedCausal(*of)
+        return PaddedCausal(*of, vocabulary.pad, data.truncation, whole=context.whole)
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from portable.config import DataConfig
 from portable.data.sources.opening import open_source
 from portable.data.sources.source import SourceSettings
@@ -64,9 +66,8 @@ def token_cache(
     """A cache of documents given as tokens."""
     folder.mkdir(parents=True, exist_ok=True)
     writer = TokenWriter(folder, ["text"], vocab_size=1000, labels=labels is not None)
-    for number, tokens in enumerate(documents):
-        writer.append("text", tokens)
-        writer.end_document(labels[number] if labels is not None else None)
+    writer.add("text", np.array([token for tokens in documents for token in tokens]), [*map(len, documents)])
+    writer.add_labels(labels or ())
     writer.finish()
     writer.close()
     return TokenCache.open(folder)

@@ -24,7 +24,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from converters.cli import main as convert
 from portable.cli import main
 from portable.config import RunConfig
-from portable.data import build_data, inspect_data
+from portable.data.dataset import build_data, inspect_data
 from portable.data.samples.base import IGNORED
 from portable.data.samples.truncation import KeptOrder
 from portable.data.sources.conversations import Completion, Conversation, read_conversation, recognise
@@ -197,7 +197,7 @@ def test_json_is_read_as_it_stands(
     rows = [{"messages": GREETING}, {"messages": parts}] * 3
     shapes = [json.dumps(rows), json.dumps(rows, indent=2), "\n".join(map(json.dumps, rows))]
     path = tmp_path / "chat.json"
-    monkeypatch.setattr("portable.data.sources.files.PIECE_CHARS", 7)
+    monkeypatch.setattr("portable.data.sources.rows.PIECE_CHARS", 7)
     for shape in shapes:
         path.write_text(shape)
         assert {answer for _, answer in texts(replace(settings, source=str(path)))} == {"It is 5.<|eot_id|>"}

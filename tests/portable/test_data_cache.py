@@ -97,8 +97,7 @@ def test_a_wide_vocabulary_takes_four_bytes(tmp_path: Path) -> None:
         folder = tmp_path / str(size)
         folder.mkdir()
         writer = TokenWriter(folder, ["text"], size)
-        writer.append("text", [0, size - 1])
-        writer.end_document()
+        writer.add("text", [0, size - 1], [2])
         writer.finish()
         cache = TokenCache.open(folder)
         assert cache.tokens["text"].dtype == dtype
@@ -304,9 +303,9 @@ with locked_folder(folder) as draft:
         with log.open("a") as file:
             file.write("built\\n")
         writer = TokenWriter(draft.path, ["text"], 100)
-        writer.append("text", [1, 2, 3])
+        writer.add("text", [1, 2], [])
         time.sleep(delay)
-        writer.end_document()
+        writer.add("text", [3], [1])
         writer.finish()
         draft.commit()
 print(TokenCache.open(folder).tokens["text"].tolist())

@@ -11,8 +11,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from portable.config import load_config
-from portable.data import build_data, inspect_data, recognise_format
+from portable.data.dataset import build_data, inspect_data
 from portable.data.samples.tasks import longest_first
+from portable.data.sources.opening import recognise_format
 from portable.errors import UserError
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank

@@ -185,10 +185,8 @@ def test_masking_is_keyed_by_seed_epoch_and_sample(cache: TokenCache) -> None:
 def test_seq2seq(tmp_path: Path) -> None:
     pairs = [([5, 6, END], [7, 8, 9, END]), ([5, END], [7, END]), ([4] * 9 + [END], [3] * 9 + [END])]
     writer = TokenWriter(tmp_path, ["text", "target"], 500)
-    for text, target in pairs:
-        writer.append("text", text)
-        writer.append("target", target)
-        writer.end_document()
+    for field, texts in zip(("text", "target"), zip(*pairs, strict=True), strict=True):
+        writer.add(field, [token for text in texts for token in text], [*map(len, texts)])
     writer.finish()
     writer.close()
     cache = TokenCache.open(tmp_path)

@@ -12,7 +12,7 @@ import pytest
 from portable.checkpoint.resume_source import checkpoints_of
 from portable.checkpoint.trainer_state import TrainerState
 from portable.config import DataConfig
-from portable.data import build_data
+from portable.data.dataset import build_data
 from portable.data.samples.base import PackedCausal, Part
 from portable.data.samples.loader import TrainLoader
 from portable.data.samples.mixture import Interleave, Mixture, Schedule, Share

@@ -10,7 +10,8 @@ import pytest
 
 from portable.commands.data import main
 from portable.config import DataConfig
-from portable.data import build_data, pretokenize
+from portable.data import pretokenize
+from portable.data.dataset import build_data
 from portable.data.sources import opening
 from portable.data.sources.prepared import INDEX
 from portable.data.stream import Stream

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from portable.data import build_data, inspect_data
+from portable.data.dataset import build_data, inspect_data
 from portable.errors import UserError
 from tests.portable.data_support import source
 from tests.runs import configured

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from portable.config import DataConfig
-from portable.data import build_data
+from portable.data.dataset import build_data
 from portable.data.samples.loader import TrainLoader
 from portable.data.sources import opening
 from portable.data.sources.file_parts import FilePart

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from portable.config import DataConfig
-from portable.data import build_data
+from portable.data.dataset import build_data
 from portable.data.sources import file_parts, opening
 from portable.data.sources.documents import Fields
 from portable.data.sources.opening import StreamedFiles

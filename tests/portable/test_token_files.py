@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from portable.config import DataConfig
-from portable.data import build_data
+from portable.data.dataset import build_data
 from portable.data.sources import token_files
 from portable.data.tokens.tokenizer import Vocabulary, train_tokenizer
 from portable.errors import UserError

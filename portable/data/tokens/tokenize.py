@@ -8,6 +8,7 @@ from collections import Counter, deque
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -180,21 +181,19 @@ class TokenizeJob:
         with closing(writer), parallel_tokenizers(), bar:
             facts: dict[str, Any] = {}
             if isinstance(source, TokenSource):
-                written = 0
                 for tokens, lengths in source.checked(
                     source.tokens(self.vocabulary.size, self.vocabulary.end)
                 ):
-                    writer.extend("text", tokens, lengths)
-                    written += len(lengths)
+                    writer.add("text", tokens, lengths)
                     bar.update(len(tokens))
             elif self.chat is not None:
-                written, facts = _write_conversations(source, self.chat, writer, bar)
+                facts = _write_conversations(source, self.chat, writer, bar)
             else:
-                written = 0
+                within = False
                 for batch in _batches(source.checked(source.documents())):
-                    written += _write(batch, self.tokenizer, self.frame, writer)
+                    within = _write(batch, self, writer, within)
                     bar.update(sum(map(_size, batch)))
-            if not written:
+            if not writer.documents:
                 raise source.no_text()
             if fields.bad is not None:
                 fields.bad.tell(source.name)
@@ -212,10 +211,8 @@ class TokenizeJob:
         return None
 
 
-def _write_conversations(
-    source: Source, chat: ChatTemplate, writer: TokenWriter, bar: Any
-) -> tuple[int, dict[str, Any]]:
-    """Write all records. Returns the number of samples, and what is known about the ends of answers."""
+def _write_conversations(source: Source, chat: ChatTemplate, writer: TokenWriter, bar: Any) -> dict[str, Any]:
+    """Write all records; return what is known about the ends of answers."""
     sizes: deque[int] = deque()
     columns: deque[list[tuple[float, ...]]] = deque()
 
@@ -225,21 +222,18 @@ def _write_conversations(
             columns.append([document.columns for document in batch])
             yield batch
 
-    written, stopping, ends, prompt_left, unstopped = 0, 0, Counter[int](), "", ""
-    counts = Counter[str]()
+    stopping, ends, counts, prompt_left, unstopped = 0, Counter[int](), Counter[str](), "", ""
     for encoded in ordered_map(chat.encode, batches(), processes=cores(), alone=_ALONE):
         bar.update(sizes.popleft())
         lengths = [len(tokens) for tokens in encoded.tokens]
-        writer.extend("text", np.concatenate(encoded.tokens), lengths, np.concatenate(encoded.trained))
-        for values, samples in zip(columns.popleft(), encoded.samples, strict=True):
-            for _ in range(samples):
-                writer.add_columns(values)
-        written, counts = written + len(lengths), counts + encoded.counts
-        stopping, ends = stopping + encoded.stopping, ends + encoded.ends
+        writer.add("text", np.concatenate(encoded.tokens), lengths, np.concatenate(encoded.trained))
+        pairs = zip(columns.popleft(), encoded.samples, strict=True)
+        writer.add_columns([values for values, samples in pairs for _ in range(samples)])
+        stopping, ends, counts = stopping + encoded.stopping, ends + encoded.ends, counts + encoded.counts
         prompt_left, unstopped = prompt_left or encoded.prompt_left, unstopped or encoded.unstopped
         if not stopping:  # not one of thousands: the template's, not the record's
             raise _never_stops(chat, unstopped)
-    return written, {"end_of_turn": _most_frequent(ends), "notes": notes(counts, prompt_left)}
+    return {"end_of_turn": _most_frequent(ends), "notes": notes(counts, prompt_left)}
 
 
 def _most_frequent(ends: Counter[int]) -> int | None:
@@ -259,39 +253,34 @@ def _never_stops(chat: ChatTemplate, unstopped: str) -> UserError:
     )
 
 
-def _write(batch: list[Document], tokenizer: Any, framed: Frame, writer: TokenWriter) -> int:
-    """Write a batch; return the number of documents that end in it."""
-    texts = _encode(tokenizer, [document.text for document in batch])
-    pairs = [
-        (number, document.target) for number, document in enumerate(batch) if document.target is not None
-    ]
-    targets = dict(
-        zip(
-            (number for number, _ in pairs),
-            _encode(tokenizer, [text for _, text in pairs], targets=True),
-            strict=True,
-        )
-    )
-    seconds = [(number, document.pair) for number, document in enumerate(batch) if document.pair is not None]
-    encoded = _encode(tokenizer, [text for _, text in seconds])
-    others = dict(zip((number for number, _ in seconds), encoded, strict=True))
-    around = framed.target or framed
-    ended = 0
-    for number, document in enumerate(batch):
-        if not writer.in_document:
-            writer.append("text", framed.prefix)
-        writer.append("text", texts[number])
+def _write(batch: list[Document], job: TokenizeJob, writer: TokenWriter, within: bool) -> bool:
+    """Write a batch; ``within`` says whether its first text goes on a document, and so does the result."""
+    frame, encoded = job.frame, _encode(job.tokenizer, [document.text for document in batch])
+    tokens: list[int] = []
+    ends: list[int] = []
+    for document, ids in zip(batch, encoded, strict=True):
+        tokens += ids if within else [*frame.prefix, *ids]
+        within = not document.ends
         if document.ends:
-            if not framed.once or tuple(texts[number][-len(framed.suffix) :]) != framed.suffix:
-                writer.append("text", framed.suffix)
-            if number in targets:
-                writer.append("target", [*around.prefix, *targets[number], *around.suffix])
-            if number in others:
-                writer.append("pair", others[number])
-            writer.end_document(document.label)
-            writer.add_columns(document.columns)
-            ended += 1
-    return ended
+            if not frame.once or tuple(ids[-len(frame.suffix) :]) != frame.suffix:
+                tokens += frame.suffix
+            ends.append(len(tokens))
+    writer.add("text", tokens, np.diff(ends, prepend=0))
+    whole = [document for document in batch if document.ends]
+    around = frame.target or frame
+    targets = [document.target for document in whole if document.target is not None]
+    for name, found in (
+        (
+            "target",
+            [[*around.prefix, *ids, *around.suffix] for ids in _encode(job.tokenizer, targets, targets=True)],
+        ),
+        ("pair", _encode(job.tokenizer, [document.pair for document in whole if document.pair is not None])),
+    ):
+        if found:
+            writer.add(name, [*chain.from_iterable(found)], [*map(len, found)])
+    writer.add_labels([document.label for document in whole])
+    writer.add_columns([document.columns for document in whole])
+    return within
 
 
 def _encode(tokenizer: Any, texts: list[str], *, targets: bool = False) -> list[list[int]]:
