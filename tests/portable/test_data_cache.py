@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,15 +28,16 @@ from portable.paths import default_cache_dir
 from tests.portable.data_support import corpus, settings_of, source, texts, token_cache, write_jsonl
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+    from collections.abc import Callable, Iterator
 
 
 class Given(Source):
     """Documents in memory, which counts how often they are read."""
 
-    def __init__(self, documents: list[Document]) -> None:
-        super().__init__("given", settings_of())
+    def __init__(self, documents: list[Document], **data: Any) -> None:
+        super().__init__(
+            "given", settings_of(task="sequence-classification" if data else "causal-lm", **data)
+        )
         self.given = documents
         self.reads = 0
 
@@ -122,13 +124,6 @@ def test_the_fingerprint_is_of_the_content(tmp_path: Path) -> None:
     assert token_cache(tmp_path / "other", [[1, 2], [4]]).fingerprint != one.fingerprint
 
 
-def test_pickling_carries_the_path(tmp_path: Path) -> None:
-    cache = token_cache(tmp_path / "c", [list(range(900))] * 100)
-    carried = pickle.dumps(cache)
-    assert len(carried) < 2000
-    assert np.array_equal(pickle.loads(carried).tokens["text"], cache.tokens["text"])  # noqa: S301
-
-
 def test_it_is_built_once(tokenizer: Any, tmp_path: Path) -> None:
     given = Given([Document("a text")])
     build(given, tokenizer, tmp_path)
@@ -138,51 +133,50 @@ def test_it_is_built_once(tokenizer: Any, tmp_path: Path) -> None:
     assert len([entry for entry in (tmp_path / "tokens").iterdir() if entry.is_dir()]) == 2
 
 
-def _cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-2])
-
-
-def _flip(path: Path) -> None:
+def _changed(path: Path, change: Callable[[bytearray], object]) -> None:
     content = bytearray(path.read_bytes())
-    content[-2] ^= 1
+    change(content)
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("name", ["meta.json", "text.bin", "text.idx"])
-@pytest.mark.parametrize(
-    "damage", [_cut, _flip, lambda path: path.unlink(), lambda path: path.write_bytes(b"")]
-)
-def test_a_damaged_cache_is_built_again(tokenizer: Any, tmp_path: Path, name: str, damage: Any) -> None:
-    given = Given([Document(text) for text in texts(5)])
+def _flip(content: bytearray) -> None:
+    content[len(content) // 2] ^= 1
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "cut": lambda path: path.write_bytes(path.read_bytes()[:-2]),
+    "one bit": lambda path: _changed(path, _flip),
+    "missing": Path.unlink,
+    "empty": lambda path: path.write_bytes(b""),
+}
+
+
+@pytest.mark.parametrize("name", ["meta.json", "blocks.crc", "text.bin", "text.idx", "labels.bin"])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_cache_is_built_again(tokenizer: Any, tmp_path: Path, name: str, damage: str) -> None:
+    """Also a large one, whose blocks are many."""
+    many = 9000 if damage == "one bit" else 5
+    given = Given(
+        [Document(f"{text} {n}", label=n) for n, text in enumerate(texts(many))], label_field="label"
+    )
     whole = build(given, tokenizer, tmp_path)
-    damage(whole.folder / name)
+    DAMAGES[damage](whole.folder / name)
     with pytest.raises(CacheDamagedError):
         TokenCache.open(whole.folder)
     again = build(given, tokenizer, tmp_path)
-    assert again.fingerprint == whole.fingerprint
-    assert (
-        again.tokens["text"].tolist() == build(given, tokenizer, tmp_path / "fresh").tokens["text"].tolist()
-    )
+    assert (again.fingerprint, given.reads) == (whole.fingerprint, 2)
 
 
-@pytest.mark.parametrize("name", ["text.bin", "text.idx", "labels.bin", "blocks.crc"])
-def test_one_flipped_bit_anywhere_is_seen(tmp_path: Path, name: str) -> None:
-    folder = tmp_path / "cache"
-    token_cache(folder, [[i % 1000] * 40 for i in range(9000)], labels=list(range(9000)))
-    content = bytearray((folder / name).read_bytes())
-    content[len(content) // 2] ^= 4
-    (folder / name).write_bytes(content)
-    with pytest.raises(CacheDamagedError, match=rf"{name}: damaged"):
-        TokenCache.open(folder)
-
-
-def test_what_tells_of_the_cache_is_checked_too(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("key", "value"), [("fingerprint", "0" * 32), ("format", 0)])
+def test_what_tells_of_the_cache_is_checked_too(tokenizer: Any, tmp_path: Path, key: str, value: Any) -> None:
     """The fingerprint guards resuming: a changed one would let other text pass."""
-    cache = token_cache(tmp_path / "cache", [[1, 2]])
-    meta = cache.folder / "meta.json"
-    meta.write_text(meta.read_text().replace(cache.fingerprint, "0" * 32))
-    with pytest.raises(CacheDamagedError, match=r"meta\.json: damaged"):
-        TokenCache.open(cache.folder)
+    given = Given([Document("a text")])
+    meta = build(given, tokenizer, tmp_path).folder / "meta.json"
+    meta.write_text(json.dumps({**json.loads(meta.read_text()), key: value}))
+    with pytest.raises(CacheDamagedError, match=r"meta\.json: damaged|format 0, not"):
+        TokenCache.open(meta.parent)
+    build(given, tokenizer, tmp_path)
+    assert given.reads == 2
 
 
 def test_blocks_of_a_large_cache_are_checked_when_first_read(
@@ -208,14 +202,6 @@ def test_blocks_of_a_large_cache_are_checked_when_first_read(
     again = build(given, tokenizer, tmp_path)  # as the next leg does
     assert again.tokens["text"].tolist() == tokens
     assert "warning: data.cache_dir" in capsys.readouterr().err
-
-
-def test_another_format_is_built_again(tokenizer: Any, tmp_path: Path) -> None:
-    given = Given([Document("a text")])
-    meta = build(given, tokenizer, tmp_path).folder / "meta.json"
-    meta.write_text(json.dumps({**json.loads(meta.read_text()), "format": 0}))
-    build(given, tokenizer, tmp_path)
-    assert given.reads == 2
 
 
 def test_a_failed_build_leaves_nothing(tokenizer: Any, tmp_path: Path) -> None:
@@ -253,19 +239,6 @@ def test_a_file_that_changes_while_it_is_tokenized_is_kept_under_no_key(
             build(given, tokenizer, tmp_path / "cache")
     assert not [entry for entry in (tmp_path / "cache" / "tokens").iterdir() if entry.is_dir()]
     assert build(source(str(path), **options), tokenizer, tmp_path / "cache").documents == (max_samples or 41)
-
-
-def test_what_a_dead_writer_left_is_removed(tmp_path: Path) -> None:
-    left = tmp_path / "entry.draft"
-    left.mkdir()
-    (left / "junk").write_text("junk")
-    with locked_folder(tmp_path / "entry") as draft:
-        assert not list(draft.path.iterdir())
-        (draft.path / "file").write_text("whole")
-        assert not (tmp_path / "entry").exists()
-        draft.commit()
-    assert [entry.name for entry in (tmp_path / "entry").iterdir()] == ["file"]
-    assert not left.exists()
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:

@@ -78,11 +78,6 @@ def test_standard_library_without_sources(tmp_path: Path) -> None:
 # --- files
 
 
-def test_text_file_is_one_document(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbffirst\r\n\r\nsecond\n")
-    assert read(str(tmp_path / "a.txt")) == ["first\r\n\r\nsecond\n"]
-
-
 def test_long_text_file_comes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "PIECE_CHARS", 10)
     text = "0123456\n89ab\ncdef\n" * 5
@@ -128,12 +123,6 @@ def test_a_line_or_a_paragraph_is_a_document(tmp_path: Path, monkeypatch: pytest
             if split == "line"
             else "first line  second|third|fourthfifth|"
         )
-
-
-def test_jsonl(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", ROWS)
-    assert read(str(path)) == TEXTS
-    assert read(str(path), max_samples=2) == TEXTS[:2]
 
 
 @pytest.mark.parametrize("suffix", ["json", "csv", "parquet"])

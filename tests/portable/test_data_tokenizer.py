@@ -52,10 +52,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return train_tokenizer(source(str(corpus(folder))), 320, folder, mask=True)
 
 
-def test_decoding_gives_back_the_text(trained: Any) -> None:
-    assert trained.decode(trained(HARD)["input_ids"]) == HARD
-
-
 def test_special_tokens(trained: Any) -> None:
     assert [trained.eos_token_id, trained.pad_token_id, trained.mask_token_id] == [0, 1, 2]
     assert trained.bos_token_id == 0

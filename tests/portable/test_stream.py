@@ -19,7 +19,7 @@ from portable.data.stream import Stream
 from portable.errors import RunError, UserError
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
-from tests.portable.data_support import source, write_jsonl
+from tests.portable.data_support import write_jsonl
 from tests.runs import checked, configured, write_corpus
 
 if TYPE_CHECKING:
@@ -156,19 +156,6 @@ def _saved(data: Any, files: Path) -> str:
     folder = files.parent / "tokenizer"
     data.tokenizer.save_pretrained(folder)
     return str(folder)
-
-
-@pytest.mark.parametrize("part_bytes", [100, 1000, 7001])
-def test_parts_of_a_file_have_each_line_once(
-    files: Path, part_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(opening, "PART_BYTES", part_bytes)
-    name = str(files / "part-8.jsonl")
-    stream = source(name, stream=True, cache_dir=files)
-    assert isinstance(stream, opening.StreamedFiles)
-    assert len(stream.parts) == -(-(files / "part-8.jsonl").stat().st_size // part_bytes)
-    texts = [document.text for document in stream.documents()]
-    assert texts == [json.loads(line)["text"] for line in (files / "part-8.jsonl").read_text().splitlines()]
 
 
 # -- the disk -----------------------------------------------------------------------------------------------

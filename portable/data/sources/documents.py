@@ -118,51 +118,42 @@ def changed_meanwhile(path: object) -> UserError:
     )
 
 
-def read_row(row: Mapping[str, Any], fields: Fields, where: str) -> Document | None:
-    """Convert a row to a document; ``None`` if it has no text.
+def read_rows(row: Mapping[str, Any], fields: Fields, where: str) -> list[Document]:
+    """The documents of a row: one, none without text, or a preference's two, the chosen one first.
 
     Raises:
         UserError: if a field is missing or has the wrong type. ``where`` names the row.
     """
+    try:
+        return _documents(row, fields, where)
+    except UserError as error:
+        if fields.bad is None:
+            raise
+        fields.bad.skip(error)
+        return []
+
+
+def _documents(row: Mapping[str, Any], fields: Fields, where: str) -> list[Document]:
+    columns = tuple(_number_of(row, name, where) for name in fields.columns)
+    if fields.format == "preference":
+        return [_document(read, where, columns) for read in read_preference(row, where)]
     if fields.format not in (None, "text"):
-        return _document(read_conversation(row, fields.format, where, fields.roles), where)
+        return [_document(read_conversation(row, fields.format, where, fields.roles), where, columns)]
     text = _text_of(row, "text_field", fields.text, where)
     target = None if fields.target is None else _text_of(row, "target_field", fields.target, where)
     label = None if fields.label is None else _label_of(row, fields.label, where)
     pair = None if fields.pair is None else _text_of(row, "text_pair_field", fields.pair, where)
     if not text.strip() or (target is not None and not target.strip()):
-        return None
-    return Document(fields.prefix + text, target, label, pair=pair)
+        return []
+    return [Document(fields.prefix + text, target, label, pair=pair, columns=columns)]
 
 
-def read_rows(row: Mapping[str, Any], fields: Fields, where: str) -> Iterator[Document]:
-    """The documents of a row: one, none without text, or a preference's two, the chosen one first."""
-    if fields.bad is None:
-        yield from _read_rows(row, fields, where)
-        return
-    try:
-        documents = list(_read_rows(row, fields, where))
-    except UserError as error:
-        fields.bad.skip(error)
-    else:
-        yield from documents
-
-
-def _read_rows(row: Mapping[str, Any], fields: Fields, where: str) -> Iterator[Document]:
-    columns = tuple(_number_of(row, name, where) for name in fields.columns)
-    if fields.format == "preference":
-        for read in read_preference(row, where):
-            yield replace(_document(read, where), columns=columns)
-    elif (document := read_row(row, fields, where)) is not None:
-        yield replace(document, columns=columns) if columns else document
-
-
-def _document(read: Conversation | Completion, where: str) -> Document:
+def _document(read: Conversation | Completion, where: str, columns: tuple[float, ...]) -> Document:
     if isinstance(read, Completion):
         if not read.completion:
             raise UserError(f"data.source: {where}: completion is empty; remove the record")
-        return Document(read.prompt + read.completion, prompt_chars=len(read.prompt))
-    return Document(read.text, conversation=read)
+        return Document(read.prompt + read.completion, prompt_chars=len(read.prompt), columns=columns)
+    return Document(read.text, conversation=read, columns=columns)
 
 
 def _text_of(row: Mapping[str, Any], key: str, name: str, where: str) -> str:

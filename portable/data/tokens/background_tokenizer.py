@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from portable.data.tokens.parallel import Worker
 from portable.errors import RunError, UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from portable.data.sources.source import Shard
@@ -23,13 +23,13 @@ class BackgroundTokenizer:
     What fails here is tried again, and told, where the shard is needed.
 
     Args:
-        work: what a process does with a shard.
+        job: what a process does with a shard.
         done: called after each shard with its folder, in a thread.
         processes: how many.
     """
 
-    def __init__(self, work: TokenizeJob, done: Callable[[Path], None], processes: int = 1) -> None:
-        self._work = work
+    def __init__(self, job: TokenizeJob, done: Callable[[Path], None], processes: int = 1) -> None:
+        self._job = job
         self._done = done
         self._processes = processes
         self._wanted: list[Shard] = []
@@ -54,31 +54,22 @@ class BackgroundTokenizer:
         """End the processes, also in the middle of a shard."""
         with self._changed:
             self._closed = True
-            for worker in self._workers:
-                worker.kill()
             self._changed.notify_all()
+        for worker in tuple(self._workers):
+            worker.kill()
 
     def _run(self) -> None:
         while (shard := self._next()) is not None:
             # A process that died is replaced when there is more to do.
-            with suppress(OSError), Worker(self._work) as worker, self._known(worker):
+            with suppress(OSError), Worker(self._job) as worker:
+                self._workers.add(worker)
+                if self._closed:  # and may not have seen this worker
+                    worker.kill()
                 while shard is not None and not worker.ended:
                     with suppress(UserError, RunError):
                         worker.send(shard)
                         self._done(worker.receive())
                     shard = None if worker.ended else self._next()
-
-    @contextmanager
-    def _known(self, worker: Worker) -> Iterator[None]:
-        """Within this context, :meth:`close` ends ``worker``."""
-        with self._changed:
-            self._workers.add(worker)
-            if self._closed:
-                worker.kill()
-        try:
-            yield
-        finally:
-            with self._changed:
                 self._workers.discard(worker)
 
     def _next(self) -> Shard | None:
