@@ -82,7 +82,7 @@ class StreamedFiles(Source):
     def __init__(self, names: Sequence[str], settings: SourceSettings) -> None:
         sources = [_opened([name], settings) for name in names]
         if len({source.alone for source in sources}) > 1:
-            raise UserError(f"data.source: {names[0]}: shards of tokens stand alone; name no other files")
+            raise UserError(f"data.source: {names[0]}: shards of tokens cannot be mixed with other files")
         total = sum(source.stored_bytes for source in sources)
         part = min(max(PART_BYTES, total // _PARTS), 4 * PART_BYTES)
         self.parts = tuple(chain.from_iterable(source.shards(part) for source in sources))
