@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypedDict, cast
+
+from typing_extensions import Unpack
 
 from portable.config.sources import ALONE, held_out_name, training_key, weight_schedule
 from portable.data.samples.base import Part, split_documents
@@ -96,23 +99,39 @@ class Data:
         return str(self.sizes)
 
 
+class Hints(TypedDict, total=False):
+    """What a model and its loss say about their data."""
+
+    model_tokenizer: str | None
+    """The pretrained model's tokenizer, used if ``data.tokenizer`` is null; None trains one."""
+    model_vocab_size: int | None
+    """The size of a trained tokenizer if ``data.vocab_size`` is null."""
+    trust_remote_code: bool
+    """Run Python code of the tokenizer."""
+    ends_texts: bool
+    """Every text must have an end token, because the model classifies there."""
+    seed: int
+    """For the masking of a masked language model."""
+    decoder_start_token_id: int | Callable[[Any], int] | None
+    """The first decoder input of seq2seq, a function of the tokenizer that returns it, or ``LAST_LABEL``;
+    None for the padding token."""
+    label_shift: Callable[[Any], LabelShift | None] | None
+    """A function of the tokenizer that returns the label shift of a masked language model with a decoder."""
+    pad_left: bool
+    """Pad a classifier's texts on the left."""
+    whole: bool
+    """A causal model gets every token of a sample, not all but the last."""
+
+
 def build_data(
     settings: DataConfig,
     *,
     task: str = CAUSAL,
-    seed: int = 0,
-    model_tokenizer: str | None = None,
-    model_vocab_size: int | None = None,
-    ends_texts: bool = False,
-    decoder_start_token_id: int | Callable[[Any], int] | None = None,
-    label_shift: Callable[[Any], LabelShift | None] | None = None,
     known_classes: KnownClasses | None = None,
     problem: Problem | None = None,
-    pad_left: bool = False,
-    trust_remote_code: bool = False,
-    whole: bool = False,
     global_batch_size: int = 1,
     progress: bool = False,
+    **hints: Unpack[Hints],
 ) -> Data:
     """Open the data. Tokenizes it first if it is not cached.
 
@@ -120,44 +139,21 @@ def build_data(
     cache and shows progress, while the others wait.
 
     Args:
-        settings: the ``data`` section. task: one of ``TASKS``. seed: for the masking of a masked language
-        model. model_tokenizer: the pretrained model's tokenizer, used if ``data.tokenizer`` is null; None
-        trains one.
-        model_vocab_size: the size of a trained tokenizer if ``data.vocab_size`` is null.
-        ends_texts: every text must have an end token, because the model classifies there.
-        decoder_start_token_id: the first decoder input of seq2seq, a function of the tokenizer that returns
-            it, or ``LAST_LABEL``; None for the padding token.
-        label_shift: a function of the tokenizer that returns the label shift of a masked language model with
-            a decoder.
+        settings: the ``data`` section.
+        task: one of ``TASKS``.
         known_classes: the classes of the model, if any.
         problem: ``problem_type`` of the model's config.
-        pad_left: pad a classifier's texts on the left.
-        trust_remote_code: run Python code of the tokenizer.
-        whole: a causal model gets every token of a sample, not all but the last.
         global_batch_size: samples of a step, for ``data.weight_schedule``.
         progress: show progress on stderr if it takes more than a second.
 
     Raises:
         UserError: if the settings or the data cannot be used.
     """
-    found = open_sources(
-        settings,
-        task,
-        model_tokenizer=model_tokenizer,
-        model_vocab_size=model_vocab_size,
-        ends_texts=ends_texts,
-        trust_remote_code=trust_remote_code,
-        progress=progress,
-        seed=seed,
-        decoder_start_token_id=decoder_start_token_id,
-        label_shift=label_shift,
-        pad_left=pad_left,
-        whole=whole,
-    )
+    found = open_sources(settings, task, progress=progress, **hints)
     context = found.context
     assert context is not None
     if found.finished is not None:
-        return _finished(settings, found, context, model_vocab_size or 0)
+        return _finished(settings, found, context, hints.get("model_vocab_size") or 0)
     opened, streams = found.tokenized, found.streams
     first = next(iter(opened.values()))
     classes: Classes | None = None
@@ -200,32 +196,13 @@ def build_data(
     )
 
 
-def inspect_data(
-    settings: DataConfig,
-    *,
-    task: str = CAUSAL,
-    model_tokenizer: str | None = None,
-    model_vocab_size: int | None = None,
-    trust_remote_code: bool = False,
-    ends_texts: bool = False,
-    whole: bool = False,
-) -> DataSizes:
+def inspect_data(settings: DataConfig, *, task: str = CAUSAL, **hints: Unpack[Hints]) -> DataSizes:
     """Return the sizes that ``build_data`` would, as far as possible without writing or downloading.
 
     Raises:
         UserError: for the errors of ``build_data`` that the first document reveals.
     """
-    found = open_sources(
-        settings,
-        task,
-        model_tokenizer=model_tokenizer,
-        model_vocab_size=model_vocab_size,
-        trust_remote_code=trust_remote_code,
-        ends_texts=ends_texts,
-        offline=True,
-        whole=whole,
-    )
-    return found.sizes()
+    return open_sources(settings, task, offline=True, **hints).sizes()
 
 
 @dataclass
@@ -287,32 +264,36 @@ def open_sources(
     settings: DataConfig,
     task: str,
     *,
-    model_tokenizer: str | None,
-    model_vocab_size: int | None,
-    trust_remote_code: bool = False,
-    ends_texts: bool = False,
     offline: bool = False,
     tokenize: bool = True,
     progress: bool = False,
-    **how: Any,
+    **hints: Unpack[Hints],
 ) -> Opened:
     """Open the sources, then their tokenizer, then their tokens; what is not cached is made.
 
     Args:
         offline: stop before anything would be written or downloaded.
         tokenize: make tokens.
-        how: further attributes of :class:`TokenizationContext`.
     """
-    found = Opened({}, {}, settings.tokenizer or model_tokenizer)
+    found = Opened({}, {}, settings.tokenizer or hints.get("model_tokenizer"))
     _open_training(found.training, training_settings(settings, task, offline=offline))
     _open_evals(found, evaluation_settings(settings, task, offline=offline))
     if found.tokenizer is None and found.finished is not None and not offline:
         raise UserError("data.tokenizer: finished samples do not say which it was; set it")
-    tokenizer = _tokenizer(found, settings, model_vocab_size, ends_texts, trust_remote_code)
+    tokenizer = _tokenizer(found, settings, hints)
     if tokenizer is None:
         return found
-    context = found.context = TokenizationContext(task, tokenizer, Vocabulary.of(tokenizer), **how)
-    context.check(ends_texts=ends_texts)
+    context = found.context = TokenizationContext(
+        task,
+        tokenizer,
+        Vocabulary.of(tokenizer),
+        seed=hints.get("seed", 0),
+        decoder_start_token_id=hints.get("decoder_start_token_id"),
+        label_shift=hints.get("label_shift"),
+        pad_left=hints.get("pad_left", False),
+        whole=hints.get("whole", False),
+    )
+    context.check(ends_texts=hints.get("ends_texts", False))
     found.vocab_size = context.vocabulary.size
     if not tokenize or (found.finished is not None and not offline):
         return found
@@ -370,9 +351,7 @@ def _open_evals(found: Opened, wanted: Mapping[str, SourceSettings]) -> None:
             raise UserError(f"{settings.key}: is the training data itself; name other files or another split")
 
 
-def _tokenizer(
-    found: Opened, settings: DataConfig, model_vocab_size: int | None, ends_texts: bool, trust: bool
-) -> Any:
+def _tokenizer(found: Opened, settings: DataConfig, hints: Hints) -> Any:
     """The tokenizer; without a name, that of tokens made ahead of time, or one trained on the sources.
 
     None if it would have to be trained or downloaded, and nothing may be.
@@ -385,9 +364,9 @@ def _tokenizer(
         name = found.tokenizer = None if made_with is None else str(made_with)
     path = name
     if name is None:
-        size = settings.vocab_size or model_vocab_size
+        size = settings.vocab_size or hints.get("model_vocab_size")
         chat = any(one.settings.converses for one in sources)
-        kind = {"mask": first.task == MASKED, "ends": ends_texts, "chat": chat}
+        kind = {"mask": first.task == MASKED, "ends": hints.get("ends_texts", False), "chat": chat}
         cache = replace(first, data=settings.model_copy(update={"stream": False})).cache
         found.vocab_size = trained_vocab_size(size, mask=kind["mask"])
         if not first.offline:
@@ -399,7 +378,10 @@ def _tokenizer(
     if path is not None:
         try:
             tokenizer = load_tokenizer(
-                path, offline=first.offline, trust_remote_code=trust, **first.languages
+                path,
+                offline=first.offline,
+                trust_remote_code=hints.get("trust_remote_code", False),
+                **first.languages,
             )
         except UserError:
             if not first.offline or (name is not None and Path(name).exists()):
