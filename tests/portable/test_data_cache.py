@@ -213,34 +213,6 @@ def test_a_failed_build_leaves_nothing(tokenizer: Any, tmp_path: Path) -> None:
         build(Given([]), tokenizer, tmp_path / "cache")
 
 
-@pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".csv"])
-@pytest.mark.parametrize("max_samples", [None, 20])
-def test_a_file_that_changes_while_it_is_tokenized_is_kept_under_no_key(
-    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, max_samples: int | None
-) -> None:
-    path = tmp_path / f"data{suffix}"
-    line = {".txt": "a text\n", ".jsonl": '{"text": "a text"}\n', ".csv": "a text\n"}[suffix]
-    path.write_text(("text\n" if suffix == ".csv" else "") + line * 40)
-    options: dict[str, Any] = {"max_samples": max_samples, "text_split": "line"}
-    given = source(str(path), **options)
-    batches = tokenizing._batches
-
-    def grown(documents: Iterator[Document]) -> Iterator[list[Document]]:
-        with path.open("a") as file:
-            file.write(line)
-        return batches(documents)
-
-    with monkeypatch.context() as patch:
-        assert given.key
-        patch.setattr(tokenizing, "_batches", grown)
-        with pytest.raises(
-            UserError, match=rf"data{suffix} changed while it was read; wait until nothing writes"
-        ):
-            build(given, tokenizer, tmp_path / "cache")
-    assert not [entry for entry in (tmp_path / "cache" / "tokens").iterdir() if entry.is_dir()]
-    assert build(source(str(path), **options), tokenizer, tmp_path / "cache").documents == (max_samples or 41)
-
-
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with (

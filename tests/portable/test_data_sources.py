@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from dataclasses import replace
@@ -125,26 +124,6 @@ def test_a_line_or_a_paragraph_is_a_document(tmp_path: Path, monkeypatch: pytest
         )
 
 
-@pytest.mark.parametrize("suffix", ["json", "csv", "parquet"])
-def test_formats_of_the_library(tmp_path: Path, suffix: str) -> None:
-    datasets = pytest.importorskip("datasets")
-    path = tmp_path / f"a [1].{suffix}"
-    if suffix == "json":
-        path.write_text(json.dumps(ROWS), encoding="utf-8")
-    else:
-        rows = [row for row in ROWS if row["text"]]
-        table = datasets.Dataset.from_list(rows)
-        getattr(table, f"to_{suffix}")(str(path))
-    assert read(str(path)) == TEXTS
-    assert read(str(path), max_samples=1) == TEXTS[:1]
-    assert "no field 'txt'; the fields are text, n; did you mean 'text'?" in refusal(
-        str(path), text_field="txt"
-    )
-    assert "'n' is of type int, not a string" in refusal(str(path), text_field="n")
-    path.write_bytes(b'text\n{"\xff broken')
-    assert str(path) in refusal(str(path))
-
-
 def test_folder_glob_and_list(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / ".hidden").mkdir()
@@ -168,17 +147,6 @@ def test_targets_and_labels(tmp_path: Path) -> None:
     assert list(found) == [Document("a", "b"), Document("d", "e")]
     found = source(path, "sequence-classification", text_field="en", label_field="c").documents()
     assert list(found) == [Document("a", label=1), Document("c", label=0), Document("d", label=3)]
-
-
-def test_key_follows_the_content_and_what_is_read(tmp_path: Path) -> None:
-    first = write_jsonl(tmp_path / "a.jsonl", ROWS)
-    second = write_jsonl(tmp_path / "b.jsonl", ROWS)
-    key = source(str(first)).key
-    assert source(str(second)).key == key
-    assert source(str(first), max_samples=1).key != key
-    assert source(str(first), text_field="n").key != key
-    write_jsonl(second, ROWS[:1])
-    assert source(str(second)).key != key
 
 
 def test_digest_of_a_large_file_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,10 +17,8 @@ from portable.data.sources import opening
 from portable.data.sources.file_parts import FilePart
 from portable.data.stream import Stream
 from portable.errors import RunError, UserError
-from portable.reporting.metrics import read_metrics
-from portable.run.rank import run_rank
 from tests.portable.data_support import write_jsonl
-from tests.runs import checked, configured, write_corpus
+from tests.runs import checked
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -267,33 +265,6 @@ def test_what_a_stream_cannot_do_is_refused(given: dict[str, Any], said: str) ->
 
 
 # -- whole runs ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("brief_runs")
-def test_a_run_of_a_mixture_with_a_stream(files: Path, tmp_path: Path) -> None:
-    """A stop in between, on a machine with an empty cache afterwards, changes no loss."""
-    texts = write_corpus(tmp_path)
-    sources = [
-        {"name": "texts", "source": str(texts), "weight": 1},
-        {"name": "web", "source": str(files / "*.jsonl"), "stream": True, "weight": 2},
-    ]
-    given: dict[str, Any] = {
-        "data__source": None,
-        "data__sources": sources,
-        "data__cache_dir": str(tmp_path / "cache"),
-        "train__eval_every": 4,
-        "checkpoint__export": False,
-    }
-    assert run_rank("cpu", configured(tmp_path / "whole", texts, **given)) == 0
-    expected = [row["loss"] for row in read_metrics(tmp_path / "whole") if "loss" in row]
-    parted = tmp_path / "parted"
-    assert run_rank("cpu", configured(parted, texts, **given, train__stop_after=3)) == 0
-    shutil.rmtree(tmp_path / "cache" / "streams")
-    assert run_rank("cpu", configured(parted, texts, **given)) == 0
-    rows = [row for row in read_metrics(parted) if "loss" in row]
-    assert [row["loss"] for row in rows] == expected
-    assert rows[-1]["samples/web"] == 2 * rows[-1]["samples/texts"]
-    assert any("eval_loss/texts" in row for row in read_metrics(parted))
 
 
 @pytest.mark.parametrize("part_bytes", [1 << 26, 200])
