@@ -206,7 +206,7 @@ def inspect_data(settings: DataConfig, *, task: str = CAUSAL, **hints: Unpack[Hi
 
 
 @dataclass
-class Opened:
+class RunSources:
     """The sources of a run, and what is known of their tokens.
 
     Attributes:
@@ -268,14 +268,14 @@ def open_sources(
     tokenize: bool = True,
     progress: bool = False,
     **hints: Unpack[Hints],
-) -> Opened:
+) -> RunSources:
     """Open the sources, then their tokenizer, then their tokens; what is not cached is made.
 
     Args:
         offline: stop before anything would be written or downloaded.
         tokenize: make tokens.
     """
-    found = Opened({}, {}, settings.tokenizer or hints.get("model_tokenizer"))
+    found = RunSources({}, {}, settings.tokenizer or hints.get("model_tokenizer"))
     _open_training(found.training, training_settings(settings, task, offline=offline))
     _open_evals(found, evaluation_settings(settings, task, offline=offline))
     if found.tokenizer is None and found.finished is not None and not offline:
@@ -341,7 +341,7 @@ def _open_training(found: dict[str, Source], wanted: Mapping[str, SourceSettings
                 )
 
 
-def _open_evals(found: Opened, wanted: Mapping[str, SourceSettings]) -> None:
+def _open_evals(found: RunSources, wanted: Mapping[str, SourceSettings]) -> None:
     for name, settings in wanted.items():
         with settings.errors():
             source = found.evals[name] = _opened(settings)
@@ -351,7 +351,7 @@ def _open_evals(found: Opened, wanted: Mapping[str, SourceSettings]) -> None:
             raise UserError(f"{settings.key}: is the training data itself; name other files or another split")
 
 
-def _tokenizer(found: Opened, settings: DataConfig, hints: Hints) -> Any:
+def _tokenizer(found: RunSources, settings: DataConfig, hints: Hints) -> Any:
     """The tokenizer; without a name, that of tokens made ahead of time, or one trained on the sources.
 
     None if it would have to be trained or downloaded, and nothing may be.
@@ -419,7 +419,7 @@ def _classes_as(classes: Classes | None, training: TokenizedSource, other: Token
 
 
 def _finished(
-    settings: DataConfig, found: Opened, context: TokenizationContext, model_vocab_size: int
+    settings: DataConfig, found: RunSources, context: TokenizationContext, model_vocab_size: int
 ) -> Data:
     """The data of code of the user's that gives finished samples."""
     known = max(context.vocabulary.size, model_vocab_size)

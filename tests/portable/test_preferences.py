@@ -355,21 +355,23 @@ def truth(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str
     return found
 
 
+ON_ENGINES = [
+    ("full_shard", {"strategy": "full_shard"}),
+    ("zero2", {"strategy": "zero2"}),
+    ("zero3", {"strategy": "zero3"}),
+    ("xla", {"backend": "xla"}),
+]
+
+
 @pytest.mark.parametrize(
-    ("name", "size", "settings"),
-    [
-        ("full_shard", 2, {"strategy": "full_shard"}),
-        ("full_shard", 2, {"strategy": "full_shard", "memory__loss_chunk_tokens": 16}),
-        ("zero2", 2, {"strategy": "zero2"}),
-        ("zero3", 2, {"strategy": "zero3"}),
-        ("xla", 2, {"backend": "xla"}),
-    ],
+    ("name", "settings"),
+    [*ON_ENGINES, ("full_shard", {"strategy": "full_shard", "memory__loss_chunk_tokens": 16})],
 )
 def test_every_engine_has_the_same(
-    name: str, size: int, settings: dict[str, Any], truth: Any, data: Path, tmp_path: Path, engines: Engines
+    name: str, settings: dict[str, Any], truth: Any, data: Path, tmp_path: Path, engines: Engines
 ) -> None:
     config = configured(tmp_path, data, **PAIRS, **settings, data__cache_dir=str(tmp_path / "cache"))
-    found = engines.run(name, size, losses, config)
+    found = engines.run(name, 2, losses, config)
     for one, other in zip(found, truth, strict=True):
         if "memory__loss_chunk_tokens" in settings:
             assert "entropy" not in one  # which needs all logits
@@ -569,24 +571,15 @@ def adapted(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[s
     return found
 
 
-@pytest.mark.parametrize(
-    ("name", "size", "settings"),
-    [
-        ("full_shard", 2, {"strategy": "full_shard"}),
-        ("zero2", 2, {"strategy": "zero2"}),
-        ("zero3", 2, {"strategy": "zero3"}),
-        ("xla", 2, {"backend": "xla"}),
-    ],
-)
+@pytest.mark.parametrize(("name", "settings"), ON_ENGINES)
 def test_the_adapter_switched_off_is_the_reference(
-    name: str, size: int, settings: dict[str, Any], adapted: Any, data: Path, tmp_path: Path, engines: Engines
+    name: str, settings: dict[str, Any], adapted: Any, data: Path, tmp_path: Path, engines: Engines
 ) -> None:
     config = configured(tmp_path, data, **{**LORA, **settings, "train__loss": "dpo(reference='adapter')"})
-    for one, other in zip(engines.run(name, size, losses, config), adapted, strict=True):
+    for one, other in zip(engines.run(name, 2, losses, config), adapted, strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
-        assert one == pytest.approx(
-            logged_by(name, other), rel=1e-4, abs=1e-5
-        )  # rewards are differences of sums
+        # Rewards are differences of sums.
+        assert one == pytest.approx(logged_by(name, other), rel=1e-4, abs=1e-5)
 
 
 def test_dropout_can_be_switched_on(adapted: Any, data: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from portable.data.sources import opening
 from portable.data.sources.file_parts import FilePart
 from portable.data.stream import Stream
 from portable.errors import RunError, UserError
-from tests.portable.data_support import write_jsonl
+from tests.portable.data_support import source, write_jsonl
 from tests.runs import checked
 
 if TYPE_CHECKING:
@@ -286,36 +286,17 @@ def test_bad_records_are_skipped_and_told(
     path = tmp_path / "some.jsonl"
     path.write_bytes(b"\n".join(lines) + b"\n")
     good = [json.loads(line)["text"] for n, line in enumerate(lines) if n not in bad]
-    streamed = part_bytes < 1000
-    given: dict[str, Any] = {
-        "source": str(path),
-        "stream": streamed,
-        "on_bad_record": "skip",
-        "eval_fraction": 0.0,
-    }
-    data = build_data(DataConfig(**given, vocab_size=300, seq_len=8, cache_dir=str(tmp_path / "cache")))
-    if not streamed:
-        tokens = data.tokens
-        found = [data.tokenizer.decode(tokens.document("text", n)[:-1]) for n in range(tokens.documents)]
-        assert found == good
-        told = capfd.readouterr().err.splitlines()
-        assert [
-            line for line in told if ":4: not a line of JSON" in line and line.startswith("warning: skipped")
-        ]
-        assert len([line for line in told if "skipped: " in line]) == 5
-        assert f"warning: {path}: 7 records were skipped (data.on_bad_record)" in told
-    else:
-        stream = data.train
-        while stream.epochs(1) is None:
-            stream.locate(stream._ends[-1], 0)  # type: ignore[attr-defined]
-        documents = sum(
-            stream._tokens(shard).documents  # type: ignore[attr-defined]
-            for shard, (_, told) in stream._manifest.items() if told  # type: ignore[attr-defined]
-        )  # fmt: skip
-        assert documents == len(good)
+    skipping = source(str(path), stream=part_bytes < 1000, cache_dir=tmp_path, on_bad_record="skip")
+    assert [document.text for document in skipping.documents()] == good
+    assert skipping.fields.bad is not None
+    skipping.fields.bad.tell(skipping.name)
+    told = capfd.readouterr().err.splitlines()
+    place = ":4" if part_bytes > 1000 else ""
+    assert [line for line in told if f"{place}: not a line of JSON" in line and "warning: skipped" in line]
+    assert len([line for line in told if "skipped: " in line]) == 5
+    assert f"warning: {path}: 7 records were skipped (data.on_bad_record)" in told
     with pytest.raises(UserError, match=r"not a line of JSON .* or set data.on_bad_record to skip"):
-        build_data(DataConfig(**(given | {"on_bad_record": "error"}), vocab_size=300, seq_len=8,
-                              cache_dir=str(tmp_path / "cache")))  # fmt: skip
+        list(source(str(path), stream=part_bytes < 1000, cache_dir=tmp_path).documents())
 
 
 def test_a_stream_from_a_store(files: Path, tmp_path: Path, s3: ObjectStore) -> None:
