@@ -179,13 +179,13 @@ def build_data(
         name: streams[name].fingerprint if name in streams else one.tokens.fingerprint
         for name, one in opened.items()
     }
-    mixed = _mixture(settings, found.training, train, global_batch_size, task) if ALONE not in train else None
+    mixed = _mixture(settings, train, global_batch_size, task) if ALONE not in train else None
     return Data(
         tokenizer=context.tokenizer,
         train=mixed or train[ALONE],
         evals=evals | held_out,
         sizes=found.sizes(),
-        fingerprint=prints[ALONE] if mixed is None else _fingerprint(settings, found.training, prints),
+        fingerprint=prints[ALONE] if mixed is None else _fingerprint(settings, prints),
         vocab_size=context.vocabulary.size,
         classes=classes,
         target_frame=context.target_frame(first.settings),
@@ -393,21 +393,22 @@ def _tokenizer(found: RunSources, settings: DataConfig, hints: Hints) -> Any:
     return tokenizer
 
 
-def _mixture(
-    settings: DataConfig,
-    sources: Mapping[str, Source],
-    train: Mapping[str, Samples],
-    step_samples: int,
-    task: str,
-) -> Mixture:
-    shares = {name: Share(one.settings.weight, one.settings.epochs) for name, one in sources.items()}
+def _shares(settings: DataConfig) -> dict[str, Share]:
+    """How much of the mixture each source is; one without a number is read once."""
+    return {
+        one.name: Share(one.weight, 1.0 if one.weight is None and one.epochs is None else one.epochs)
+        for one in settings.sources
+    }
+
+
+def _mixture(settings: DataConfig, train: Mapping[str, Samples], step_samples: int, task: str) -> Mixture:
     phases = [(step * step_samples, weights) for step, weights in weight_schedule(settings)]
-    return Mixture(train, shares, phases, marked=task != CLASSIFICATION)
+    return Mixture(train, _shares(settings), phases, marked=task != CLASSIFICATION)
 
 
-def _fingerprint(settings: DataConfig, sources: Mapping[str, Source], of_tokens: Mapping[str, str]) -> str:
+def _fingerprint(settings: DataConfig, of_tokens: Mapping[str, str]) -> str:
     """A digest of the tokens of a mixture and of the order in which they come."""
-    shares = [(name, one.settings.weight, one.settings.epochs) for name, one in sources.items()]
+    shares = [(name, one.weight, one.epochs) for name, one in _shares(settings).items()]
     return digest_of(repr((shares, list(of_tokens.items()), weight_schedule(settings))))
 
 

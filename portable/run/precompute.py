@@ -63,7 +63,7 @@ def check_once(config: RunConfig, loss: TrainingLoss | None) -> None:
             f"train.micro_batch_size: {loss.key} computes numbers of each sample before the training, which "
             "auto cannot try; set a number"
         )
-    if any(one.settings.stream for one in training_sources(config.data).values()):
+    if any(one.stream for one in training_sources(config.data).values()):
         raise UserError(f"{loss.key}: needs all samples before the training, which data.stream does not have")
 
 

@@ -141,16 +141,13 @@ class StreamedFiles(Source):
 def training_settings(data: DataConfig, task: str, *, offline: bool = False) -> dict[str, SourceSettings]:
     """What each source to train on is opened with, by name."""
     found = training_sources(data).items()
-    return {
-        name: SourceSettings(one.settings, task, training_key(name), offline, one.weight, one.epochs)
-        for name, one in found
-    }
+    return {name: SourceSettings(own, task, training_key(name), offline) for name, own in found}
 
 
 def evaluation_settings(data: DataConfig, task: str, *, offline: bool = False) -> dict[str, SourceSettings]:
     """The same of those to evaluate on."""
     found = evaluation_sources(data).items()
-    return {name: SourceSettings(one, task, eval_key(name), offline) for name, one in found}
+    return {name: SourceSettings(own, task, eval_key(name), offline) for name, own in found}
 
 
 def recognise_format(data: DataConfig, task: str, *, downloads: bool = True) -> str:

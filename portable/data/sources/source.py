@@ -57,15 +57,12 @@ class SourceSettings:
         task: one of ``TASKS``.
         key: the dotted key of the source, for messages.
         offline: write nothing, and download nothing.
-        weight, epochs: its share of a mixture; one of the two.
     """
 
     data: DataConfig
     task: str = CAUSAL
     key: str = "data"
     offline: bool = False
-    weight: float | None = None
-    epochs: float | None = None
 
     @cached_property
     def fields(self) -> Fields:
