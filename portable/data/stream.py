@@ -18,7 +18,7 @@ import weakref
 from bisect import bisect_right
 from collections import OrderedDict, deque
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -31,7 +31,7 @@ from portable.data.tokens.tokenize import TOKENS
 from portable.errors import RunError, UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     import numpy.typing as npt
@@ -48,26 +48,15 @@ _SPARE = 20  # a share of the limit
 _PRINT = 16  # characters of a fingerprint in the manifest
 
 
-class MakesSamples(Protocol):
-    """Makes samples of the tokens of a shard."""
-
-    def __call__(self, tokens: TokenCache, /) -> Samples | None:
-        """None for a shard that is too short for one."""
-        ...
-
-    def count(self, shard: Shard) -> int | None:
-        """The number of samples, if it is known without the tokens."""
-        ...
-
-
 class Stream(Samples):
     """The samples of a stream; the index of sample *s* of shard *k* is ``k << 32 | s``.
 
     Args:
         name: for messages.
         source: the files.
-        work: makes tokens of a shard.
-        samples: makes samples of its tokens.
+        job: makes tokens of a shard.
+        samples: makes samples of its tokens; None for a shard that is too short for one.
+        count: the number of samples of a shard, if it is known without the tokens.
         seed: of the order.
         window: shards whose samples are mixed.
         limit: bytes of tokens on disk; those in use may exceed it.
@@ -79,8 +68,9 @@ class Stream(Samples):
         self,
         name: str,
         source: StreamedFiles,
-        work: TokenizeJob,
-        samples: MakesSamples,
+        job: TokenizeJob,
+        samples: Callable[[TokenCache], Samples | None],
+        count: Callable[[Shard], int | None],
         *,
         seed: int,
         window: int = 1,
@@ -89,7 +79,7 @@ class Stream(Samples):
     ) -> None:
         self._name = name
         self._shards = source.parts
-        self._work = work
+        self._job = job
         self._samples = samples
         self._seed = seed
         self._window = window
@@ -99,8 +89,8 @@ class Stream(Samples):
         self._manifest: dict[int, tuple[int, str]] = {}
         """Samples and fingerprint of each shard that was read, or is known."""
         for number, shard in enumerate(source.parts):
-            if (count := samples.count(shard)) is not None:
-                self._manifest[number] = (count, shard.fingerprint[:_PRINT])
+            if (known := count(shard)) is not None:
+                self._manifest[number] = (known, shard.fingerprint[:_PRINT])
         self._open: OrderedDict[int, Samples | None] = OrderedDict()
         self._folders: dict[int, Path] = {}
         """The tokens of what is open."""
@@ -230,7 +220,7 @@ class Stream(Samples):
         if self._ahead is None:
             own = weakref.ref(self)
             self._ahead = BackgroundTokenizer(
-                self._work, lambda folder: _arrived(own(), folder), self._processes
+                self._job, lambda folder: _arrived(own(), folder), self._processes
             )
             weakref.finalize(self, self._ahead.close)
         first = (window + 1) * self._window
@@ -273,14 +263,14 @@ class Stream(Samples):
 
     def _tokens(self, shard: int) -> TokenCache:
         try:
-            tokens = self._work.tokens_of_shard(self._shards[shard])
+            tokens = self._job.tokens_of_shard(self._shards[shard])
         except UserError as error:
             cause = error.__cause__
             if not isinstance(cause, OSError) or cause.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             self._make_room(0)  # the disk is full: keep only what is in use
-            tokens = self._work.tokens_of_shard(self._shards[shard])
-        if tokens.folder.parent == self._work.cache / TOKENS:  # not where the user's tokens are
+            tokens = self._job.tokens_of_shard(self._shards[shard])
+        if tokens.folder.parent == self._job.cache / TOKENS:  # not where the user's tokens are
             with suppress(OSError):
                 os.utime(tokens.folder)  # used last
         return tokens
@@ -300,7 +290,7 @@ class Stream(Samples):
         used = {*dict(self._folders).values(), *tuple(self._coming)}
         folders = []
         with suppress(OSError):
-            for folder in (self._work.cache / TOKENS).iterdir():
+            for folder in (self._job.cache / TOKENS).iterdir():
                 with suppress(OSError):
                     if folder.is_dir() and folder.suffix != ".draft":
                         folders.append((folder.stat().st_mtime_ns, _size(folder), folder))
@@ -343,7 +333,7 @@ class Stream(Samples):
         return self._name_of(index >> _SHIFT)
 
     def _name_of(self, shard: int) -> str:
-        return self._shards[shard].open(self._work.settings).name
+        return self._shards[shard].open(self._job.settings).name
 
     def _changed(self, shard: int, since: str) -> RunError:
         return RunError(

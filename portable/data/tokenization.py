@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from shutil import disk_usage
 from typing import TYPE_CHECKING, Any
 
@@ -166,7 +166,9 @@ class TokenizationContext:
             name or "data.source",
             source,
             job,
-            _ShardSamples(replace(self, label_shift=None, decoder_start_token_id=None), source),
+            # Other processes get these, which a causal model has no use for and which cannot go there.
+            partial(_shard_samples, replace(self, label_shift=None, decoder_start_token_id=None), source),
+            partial(_shard_count, source.settings),
             seed=seed_of(name, self.seed) if name else self.seed,
             window=data.shuffle_window,
             limit=room,
@@ -318,21 +320,16 @@ class TokenizedSource:
         return PaddedCausal(*of, vocabulary.pad, data.truncation, whole=context.whole)
 
 
-@dataclass(frozen=True)
-class _ShardSamples:
-    """Makes samples of the tokens of a shard."""
+def _shard_count(settings: SourceSettings, shard: Shard) -> int | None:
+    """The number of samples of a shard, if it is known without its tokens."""
+    if shard.tokens is None or settings.data.packing is not True or settings.converses:
+        return None
+    return max(0, (shard.tokens - 1) // settings.data.seq_len)
 
-    context: TokenizationContext
-    source: StreamedFiles
 
-    def count(self, shard: Shard) -> int | None:
-        settings = self.source.settings
-        if shard.tokens is None or settings.data.packing is not True or settings.converses:
-            return None
-        return max(0, (shard.tokens - 1) // settings.data.seq_len)
-
-    def __call__(self, tokens: TokenCache) -> Samples | None:
-        data = self.source.settings.data
-        if data.packing is True and tokens.total_tokens <= data.seq_len:
-            return None
-        return TokenizedSource(self.context, self.source, tokens).samples()
+def _shard_samples(context: TokenizationContext, source: Source, tokens: TokenCache) -> Samples | None:
+    """The samples of a shard; None if it is too short for one."""
+    data = source.settings.data
+    if data.packing is True and tokens.total_tokens <= data.seq_len:
+        return None
+    return TokenizedSource(context, source, tokens).samples()
