@@ -10,7 +10,6 @@ it has consumed.
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import shutil
 import threading
@@ -25,7 +24,7 @@ import numpy as np
 from portable.data.samples.base import Arrays, Samples
 from portable.data.samples.mixture import seed_of
 from portable.data.samples.order import permutation
-from portable.data.sources.documents import NoTextError
+from portable.data.sources.documents import NoTextError, digest_of
 from portable.data.tokens.background_tokenizer import BackgroundTokenizer
 from portable.data.tokens.tokenize import TOKENS
 from portable.errors import RunError, UserError
@@ -375,7 +374,7 @@ class Stream(Samples):
                 seen[shard] = known[shard]
                 before += known[shard][0]
             known = seen
-        return hashlib.blake2b(repr(sorted(known.items())).encode(), digest_size=16).hexdigest()
+        return digest_of(repr(sorted(known.items())))
 
 
 def _arrived(stream: Stream | None, folder: Path) -> None:

@@ -10,7 +10,6 @@ the data set, which is shuffled. A window bounds the memory; with this many, it 
 
 from __future__ import annotations
 
-import hashlib
 from collections import defaultdict
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
@@ -23,6 +22,7 @@ import numpy.typing as npt
 from portable.data.locked_folder import locked_folder
 from portable.data.samples.base import IGNORED, Arrays, OfCache, Part
 from portable.data.samples.truncation import Truncation, slice_of
+from portable.data.sources.documents import digest_of
 from portable.data.tokens.cache import FORMAT, CacheDamagedError, TokenCache, TokenWriter
 from portable.errors import UserError
 
@@ -161,7 +161,7 @@ def packed_sizes(tokens: TokenCache, part: Part, seq_len: int) -> PackedSizes:
 def _plan_folder(tokens: TokenCache, part: Part, seq_len: int) -> Path:
     """The folder of a plan, whether or not it exists."""
     content = f"{_VERSION} {FORMAT} {tokens.fingerprint} {seq_len} {part}"
-    return tokens.folder.with_name(hashlib.blake2b(content.encode(), digest_size=16).hexdigest())
+    return tokens.folder.with_name(digest_of(content))
 
 
 def _packed_windows(
