@@ -44,7 +44,7 @@ from benchmarks.train_overhead import (
     turn_values,
 )
 from portable.config import load_config
-from portable.data import TrainLoader
+from portable.data.samples.loader import TrainLoader
 from portable.model.initialize import Blueprint
 from portable.model.parameters import tied_names
 from portable.model.tensors import to_torch

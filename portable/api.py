@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from portable import plugins
 from portable.checkpoint.resume_source import checkpoints_of
-from portable.data.sources.own_records import written_records
+from portable.data.sources.user_records import written_records
 from portable.errors import RunError
 from portable.paths import REPORT_FILE, default_cache_dir, place_of
 from portable.reporting.metrics import read_metrics

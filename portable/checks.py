@@ -250,7 +250,7 @@ def _preference(c: RunConfig) -> Iterator[tuple[str, str]]:
 def _sources(c: RunConfig) -> Iterator[tuple[str, str]]:
     for key, mistake in mistakes(c.data):
         yield f"{key} data.eval data.sources", mistake
-    sources = {training_key(name): one.settings for name, one in training_sources(c.data).items()}
+    sources = {training_key(name): one for name, one in training_sources(c.data).items()}
     streams = [key for key, one in sources.items() if one.stream]
     if streams:
         stream = f"{streams[0]}.stream"

@@ -164,7 +164,7 @@ def beside_transformers(config: RunConfig, folder: Path) -> list[tuple[float, fl
     import torch
 
     from converters import open_checkpoint, write_safetensors
-    from portable.data import TrainLoader
+    from portable.data.samples.loader import TrainLoader
 
     with opened(config) as trial:
         run, task = trial.run, config.model.task

@@ -68,7 +68,7 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "packed prompts are trained": Mutant(
         "portable/data/samples/packing.py",
-        "labels[row, at:end][~trained[self._kept][1:]] = IGNORED",
+        "labels[row, at:end][~trained[kept][1:]] = IGNORED",
         "pass",
         ("tests/portable/test_data_packing.py::test_conversations_keep_their_masks",),
     ),
@@ -76,7 +76,7 @@ MUTANTS: dict[str, Mutant] = {
         "portable/data/sources/file_parts.py",
         "if self._start <= at < self._stop",
         "if self._start <= at <= self._stop + 600",
-        ("tests/portable/test_stream_files.py::test_parts_have_each_record_once",),
+        ("tests/portable/test_data_contract.py::test_a_stream_has_each_record_once",),
     ),
     "a replaced object is not noticed": Mutant(
         "portable/data/sources/file_parts.py",

@@ -111,19 +111,17 @@ def serving(name: str, files: Mapping[str, bytes], requests: list[tuple[str, str
 
 
 def main(name: str, cache: Path) -> None:
-    from portable.data.sources import shards
-    from portable.data.sources.documents import Fields
+    from portable.data.sources import opening
     from portable.errors import UserError
+    from tests.portable.data_support import source
 
-    shards.PART_BYTES = 9_000
+    opening.PART_BYTES = 9_000
     try:
-        files = shards.open_stream(
-            name, Fields(), split=sys.argv[4], downloads=cache, digests=None, remember=False
-        )
+        files: Any = source(name, stream=True, split=sys.argv[4], cache_dir=cache)
     except UserError as error:
         print(json.dumps({"error": str(error)}))
         return
-    texts = [[found.text for found in shard.open(files.fields).documents_of_key()] for shard in files.shards]
+    texts = [[found.text for found in part.open(files.settings).documents()] for part in files.parts]
     print(json.dumps({"texts": texts}))
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
-from portable.data import TrainLoader
+from portable.data.samples.loader import TrainLoader
 from portable.loop import train_step
 from portable.registry import create_backend
 from portable.run.batches import train_loader

@@ -86,7 +86,7 @@ def write_pretrained(folder: Path, corpus: Path) -> Path:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from portable.data import build_data
+    from portable.data.dataset import build_data
 
     torch.manual_seed(1)
     config = AutoConfig.for_model(**{**TINY_MODEL, "tie_word_embeddings": False, "num_hidden_layers": 3})

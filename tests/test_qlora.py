@@ -12,7 +12,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from converters import open_checkpoint
-from portable.data import build_data
+from portable.data.dataset import build_data
 from portable.errors import UserError
 from portable.model import quantized
 from portable.private.of_bitsandbytes import bitsandbytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.adapters.adapter import adapt
-from portable.data import inspect_data
+from portable.data.dataset import inspect_data
 from portable.model import build as models
 from portable.model.document_attention import check_documents
 from portable.model.groups import groups_of
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
     from portable.adapters.adapter import Adapter
     from portable.config import RunConfig
-    from portable.data import Data, DataSizes
+    from portable.data.dataset import Data
+    from portable.data.sizes import DataSizes
 
 
 class Assembled(NamedTuple):

@@ -77,22 +77,26 @@ def run(argv: Sequence[str]) -> int:
     out = place_of("--out", given["out"])
     with loading():
         from portable.adapters.settings import with_exports
-        from portable.data.dataset import open_for_making
-        from portable.data.making import make
+        from portable.data.dataset import open_sources
+        from portable.data.pretokenize import pretokenize
+        from portable.data.sources.opening import StreamedFiles
         from portable.data.tokens.parallel import cores
     config = with_exports(config)
-    reading, sources = open_for_making(
-        config.data,
-        task=config.model.task,
+    listed = tuple(one.model_copy(update={"stream": True}) for one in config.data.sources)
+    found = open_sources(
+        config.data.model_copy(update={"sources": listed, "stream": not listed, "eval": None}),
+        config.model.task,
         model_tokenizer=config.model.name_or_path,
         model_vocab_size=_vocab_size(config),
         trust_remote_code=config.model.trust_remote_code,
+        tokenize=False,
     )
-    for name, (settings, source) in sources.items():
+    assert found.context is not None
+    for name, source in found.training.items():
+        assert isinstance(source, StreamedFiles)
         place = out / name if name else out
-        made = make(
-            reading,
-            settings,
+        made = pretokenize(
+            found.context,
             source,
             place,
             processes=given.get("processes", cores()),

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from portable.backend import Backend
     from portable.batch_plan import BatchPlan
     from portable.config import RunConfig
-    from portable.data import DataSizes
+    from portable.data.sizes import DataSizes
     from portable.paths import Place
     from portable.run.stages import Resolved
 

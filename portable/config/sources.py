@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from portable.config.sections import DataConfig, MixedSource, SourceConfig
@@ -20,21 +19,6 @@ _OF_ONE_SOURCE = ("config_name", "split", "max_samples", "format")
 _ALONE: dict[str, Any] = {"eval": None, "sources": (), "weight_schedule": ()}
 
 
-@dataclass(frozen=True)
-class TrainingSource:
-    """A source to train on, with its share of a mixture.
-
-    Attributes:
-        settings: the ``data`` section as this source has it.
-        weight: in proportion to those of the others; None where epochs are given.
-        epochs: passes over it in one pass over the mixture; None where a weight is given.
-    """
-
-    settings: DataConfig
-    weight: float | None = None
-    epochs: float | None = None
-
-
 def training_key(name: str) -> str:
     """The dotted key of the source ``name``; of the ``data`` section for the only source of a run."""
     return f"data.sources.{name}" if name else "data"
@@ -50,18 +34,9 @@ def training_names(data: DataConfig) -> tuple[str, ...]:
     return tuple(one.name for one in data.sources)
 
 
-def training_sources(data: DataConfig) -> dict[str, TrainingSource]:
-    """The sources of a run by name; ``ALONE`` for one without ``data.sources``."""
-    if not data.sources:
-        return {ALONE: TrainingSource(data)}
-    return {
-        one.name: TrainingSource(
-            _settings(data, one, {}),
-            one.weight,
-            1.0 if one.epochs is None and one.weight is None else one.epochs,
-        )
-        for one in data.sources
-    }
+def training_sources(data: DataConfig) -> dict[str, DataConfig]:
+    """The settings of each source to train on, by name; ``ALONE`` for one without ``data.sources``."""
+    return {one.name: _settings(data, one, {}) for one in data.sources} or {ALONE: data}
 
 
 def weight_schedule(data: DataConfig) -> list[tuple[int, dict[str, float]]]:

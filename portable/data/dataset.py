@@ -2,42 +2,31 @@
 
 from __future__ import annotations
 
-import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
-from portable.config.sources import (
-    ALONE,
-    eval_key,
-    evaluation_sources,
-    held_out_name,
-    training_key,
-    training_sources,
-    weight_schedule,
-)
-from portable.data.reading import Opened, Reading, check_ends, parts, target_frame_of, vocabulary_of
+from typing_extensions import Unpack
+
+from portable.config.sources import ALONE, held_out_name, training_key, weight_schedule
 from portable.data.samples.base import Part, split_documents
 from portable.data.samples.classes import Classes, KnownClasses, Problem, classes_as, classes_of
 from portable.data.samples.finished import FinishedSamples
 from portable.data.samples.mixture import Mixture, Share
-from portable.data.settings import (
-    CAUSAL,
-    CLASSIFICATION,
-    FINISHED,
-    MASKED,
-    cache_dir,
-    converses,
-    errors_under,
-    languages_of,
-    recognised,
-    source_of,
-)
-from portable.data.sizes import DataSizes, combined, sample_counts, sizes_of
+from portable.data.sizes import DataSizes, sizes_of
+from portable.data.sources.documents import digest_of
 from portable.data.sources.joined import Joined
-from portable.data.sources.shards import StreamedFiles
-from portable.data.tokens.tokenize import end_in_first_batch
+from portable.data.sources.opening import (
+    StreamedFiles,
+    evaluation_settings,
+    open_source,
+    training_settings,
+)
+from portable.data.sources.source import CAUSAL, CLASSIFICATION, FINISHED, MASKED
+from portable.data.tokenization import TokenizationContext
 from portable.data.tokens.tokenizer import (
+    Vocabulary,
     add_tokens,
     is_trained,
     load_tokenizer,
@@ -53,9 +42,9 @@ if TYPE_CHECKING:
     from portable.config.sections import DataConfig
     from portable.data.samples.base import Samples
     from portable.data.samples.tasks import LabelShift
-    from portable.data.samples.truncation import Truncated
-    from portable.data.sources.opening import Source
+    from portable.data.sources.source import Source, SourceSettings
     from portable.data.stream import Stream
+    from portable.data.tokenization import TokenizedSource
     from portable.data.tokens.cache import TokenCache
     from portable.data.tokens.tokenize import Frame
 
@@ -77,7 +66,7 @@ class Data:
     """For classification, the outputs of the model."""
     target_frame: Frame | None = None
     """For seq2seq, the special tokens around each target."""
-    opened: Mapping[str, Opened] = field(default_factory=dict)
+    opened: Mapping[str, TokenizedSource] = field(default_factory=dict)
     """The sources of ``train`` as tokens, by name; the only one has the empty name."""
     end_of_turn: int | None = None
     """For conversations, the token after which the assistant has said everything."""
@@ -110,23 +99,39 @@ class Data:
         return str(self.sizes)
 
 
+class Hints(TypedDict, total=False):
+    """What a model and its loss say about their data."""
+
+    model_tokenizer: str | None
+    """The pretrained model's tokenizer, used if ``data.tokenizer`` is null; None trains one."""
+    model_vocab_size: int | None
+    """The size of a trained tokenizer if ``data.vocab_size`` is null."""
+    trust_remote_code: bool
+    """Run Python code of the tokenizer."""
+    ends_texts: bool
+    """Every text must have an end token, because the model classifies there."""
+    seed: int
+    """For the masking of a masked language model."""
+    decoder_start_token_id: int | Callable[[Any], int] | None
+    """The first decoder input of seq2seq, a function of the tokenizer that returns it, or ``LAST_LABEL``;
+    None for the padding token."""
+    label_shift: Callable[[Any], LabelShift | None] | None
+    """A function of the tokenizer that returns the label shift of a masked language model with a decoder."""
+    pad_left: bool
+    """Pad a classifier's texts on the left."""
+    whole: bool
+    """A causal model gets every token of a sample, not all but the last."""
+
+
 def build_data(
     settings: DataConfig,
     *,
     task: str = CAUSAL,
-    seed: int = 0,
-    model_tokenizer: str | None = None,
-    model_vocab_size: int | None = None,
-    ends_texts: bool = False,
-    decoder_start_token_id: int | Callable[[Any], int] | None = None,
-    label_shift: Callable[[Any], LabelShift | None] | None = None,
     known_classes: KnownClasses | None = None,
     problem: Problem | None = None,
-    pad_left: bool = False,
-    trust_remote_code: bool = False,
-    whole: bool = False,
     global_batch_size: int = 1,
     progress: bool = False,
+    **hints: Unpack[Hints],
 ) -> Data:
     """Open the data. Tokenizes it first if it is not cached.
 
@@ -134,436 +139,332 @@ def build_data(
     cache and shows progress, while the others wait.
 
     Args:
-        settings: the ``data`` section. task: one of ``TASKS``. seed: for the masking of a masked language
-        model. model_tokenizer: the pretrained model's tokenizer, used if ``data.tokenizer`` is null; None
-        trains one.
-        model_vocab_size: the size of a trained tokenizer if ``data.vocab_size`` is null.
-        ends_texts: every text must have an end token, because the model classifies there.
-        decoder_start_token_id: the first decoder input of seq2seq, a function of the tokenizer that returns
-            it, or ``LAST_LABEL``; None for the padding token.
-        label_shift: a function of the tokenizer that returns the label shift of a masked language model with
-            a decoder.
+        settings: the ``data`` section.
+        task: one of ``TASKS``.
         known_classes: the classes of the model, if any.
         problem: ``problem_type`` of the model's config.
-        pad_left: pad a classifier's texts on the left.
-        trust_remote_code: run Python code of the tokenizer.
-        whole: a causal model gets every token of a sample, not all but the last.
         global_batch_size: samples of a step, for ``data.weight_schedule``.
         progress: show progress on stderr if it takes more than a second.
 
     Raises:
         UserError: if the settings or the data cannot be used.
     """
-    sources = _training_sources(settings, task)
-    training = _as_one(sources)
-    eval_sources = _eval_sources(settings, task, sources)
-    finished = _settings_of_finished(sources)
-    name = settings.tokenizer or model_tokenizer
-    if name is None and finished is not None:
-        raise UserError("data.tokenizer: finished samples do not say which it was; set it")
-    name = name or _tokenizer_of_tokens(settings, sources)
-    tokenizer = _tokenizer(
-        settings,
-        sources,
-        name,
-        model_vocab_size,
-        task=task,
-        ends_texts=ends_texts,
-        trust_remote_code=trust_remote_code,
-    )
-    if finished is not None:
-        return _finished(finished, training, eval_sources, tokenizer, name or "", model_vocab_size or 0)
-    reading = Reading(
-        task,
-        tokenizer,
-        vocabulary_of(tokenizer, task, ends_texts=ends_texts),
-        seed=seed,
-        decoder_start_token_id=decoder_start_token_id,
-        label_shift=label_shift,
-        pad_left=pad_left,
-        whole=whole,
-    )
-    opened = {}
-    streams: dict[str, Stream] = {}
-    for key, (own, source) in sources.items():
-        with errors_under(training_key(key)):
-            if isinstance(source, StreamedFiles):
-                streams[key], opened[key] = reading.stream(own, source, key, progress=progress)
-                continue
-            opened[key] = reading.open(own, source, progress=progress)
-            check_ends(opened[key], tokenizer)
+    found = open_sources(settings, task, progress=progress, **hints)
+    context = found.context
+    assert context is not None
+    if found.finished is not None:
+        return _finished(settings, found, context, hints.get("model_vocab_size") or 0)
+    opened, streams = found.tokenized, found.streams
     first = next(iter(opened.values()))
     classes: Classes | None = None
     if task == CLASSIFICATION:
         classes = classes_of(first.tokens, first.source.class_names, known_classes, problem)
     train: dict[str, Samples] = {}
     held_out: dict[str, Samples] = {}
-    for key, one in opened.items():
-        with errors_under(training_key(key)):
-            if key in streams:
-                train[key] = streams[key]
+    for name, one in opened.items():
+        with one.settings.errors():
+            if name in streams:
+                train[name] = streams[name]
                 continue
             own_classes = classes if one is first else _classes_as(classes, first, one)
-            to_train, held = parts(one.settings, task, one.tokens, one.truncated)
-            train[key] = reading.samples(one, to_train, own_classes)
+            to_train, held = one.parts()
+            train[name] = one.samples(to_train, own_classes)
             if held.num_samples:
-                held_out[key or held_out_name(settings)] = reading.samples(one, held, own_classes)
-    evals = {}
-    for key, (own, source) in eval_sources.items():
-        with errors_under(eval_key(key)):
-            evals[key] = reading.open(own, source, progress=progress)
-    samples = {
-        name: _all_samples(name, reading, one, first, classes) for name, one in evals.items()
-    } | held_out
-    sizes = combined(
-        {
-            key: sizes_of(
-                one.settings,
-                task,
-                sources[key][1],
-                name,
-                reading.vocabulary.size,
-                *(_tokens_of(None if key in streams else one)),
-            )
-            for key, one in opened.items()
-        }
-    )
-    fingerprints = {
-        key: streams[key].fingerprint if key in streams else one.tokens.fingerprint
-        for key, one in opened.items()
+                held_out[name or held_out_name(settings)] = one.samples(held, own_classes)
+    evals: dict[str, Samples] = {}
+    for name, one in found.evaluated.items():
+        with one.settings.errors():
+            evals[name] = one.samples(classes=_classes_as(classes, first, one))
+    prints = {
+        name: streams[name].fingerprint if name in streams else one.tokens.fingerprint
+        for name, one in opened.items()
     }
+    mixed = _mixture(settings, train, global_batch_size, task) if ALONE not in train else None
     return Data(
-        tokenizer=tokenizer,
-        train=train[ALONE] if ALONE in train else _mixture(settings, train, global_batch_size, task),
-        evals=samples,
-        sizes=replace(
-            sizes,
-            evals={key: (evals[key].source.name, len(samples[key])) for key in evals},
-            trained_on=_trained_on(training, eval_sources),
-        ),
-        fingerprint=fingerprints[ALONE] if ALONE in train else _fingerprint(settings, fingerprints),
-        vocab_size=reading.vocabulary.size,
+        tokenizer=context.tokenizer,
+        train=mixed or train[ALONE],
+        evals=evals | held_out,
+        sizes=found.sizes(),
+        fingerprint=prints[ALONE] if mixed is None else _fingerprint(settings, prints),
+        vocab_size=context.vocabulary.size,
         classes=classes,
-        target_frame=target_frame_of(first.framed, task),
+        target_frame=context.target_frame(first.settings),
         opened=opened,
-        end_of_turn=next(
-            (end for one in opened.values() if (end := one.tokens.meta.get("end_of_turn")) is not None), None
-        ),
+        end_of_turn=found.end_of_turn,
         streams=tuple(streams),
-        eval_fingerprints={key: one.tokens.fingerprint for key, one in evals.items()},
+        eval_fingerprints={name: one.tokens.fingerprint for name, one in found.evaluated.items()},
     )
 
 
-def _tokenizer_of_tokens(
-    settings: DataConfig, sources: Mapping[str, tuple[DataConfig, Source]]
-) -> str | None:
-    """The folder of the tokenizer of tokens that were made ahead of time, if a source has such."""
-    for _, source in sources.values():
-        if isinstance(source, StreamedFiles) and source.tokenizer is not None:
-            return str(source.tokenizer(cache_dir(settings)))
-    return None
-
-
-def _tokenizer(
-    settings: DataConfig,
-    sources: Mapping[str, tuple[DataConfig, Source]],
-    name: str | None,
-    model_vocab_size: int | None,
-    *,
-    task: str,
-    ends_texts: bool,
-    trust_remote_code: bool,
-) -> Any:
-    """The tokenizer ``name``; without one, one that is trained on the sources."""
-    if name is not None:
-        tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code, **languages_of(settings, task))
-    else:
-        size = settings.vocab_size or model_vocab_size
-        kind = _kind_to_train(sources, task, ends_texts=ends_texts)
-        tokenizer = train_tokenizer(_as_one(sources), size, cache_dir(settings), **kind)
-    add_tokens(tokenizer, settings.added_tokens)
-    return tokenizer
-
-
-def _kind_to_train(
-    sources: Mapping[str, tuple[DataConfig, Source]], task: str, *, ends_texts: bool
-) -> dict[str, bool]:
-    """What a tokenizer that is trained on the sources has to have."""
-    chat = any(converses(own) for own, _ in sources.values())
-    return {"mask": task == MASKED, "ends": ends_texts, "chat": chat}
-
-
-def open_for_making(
-    settings: DataConfig,
-    *,
-    task: str,
-    model_tokenizer: str | None,
-    model_vocab_size: int | None,
-    trust_remote_code: bool = False,
-) -> tuple[Reading, dict[str, tuple[DataConfig, StreamedFiles]]]:
-    """The training sources as lists of shards, by name, and what turns them into tokens.
+def inspect_data(settings: DataConfig, *, task: str = CAUSAL, **hints: Unpack[Hints]) -> DataSizes:
+    """Return the sizes that ``build_data`` would, as far as possible without writing or downloading.
 
     Raises:
-        UserError: if a source has no files.
+        UserError: for the errors of ``build_data`` that the first document reveals.
     """
-    listed = tuple(one.model_copy(update={"stream": True}) for one in settings.sources)
-    settings = settings.model_copy(update={"sources": listed, "stream": not listed})
-    sources = _training_sources(settings, task)
-    name = settings.tokenizer or model_tokenizer
-    tokenizer = _tokenizer(
-        settings,
-        sources,
-        name,
-        model_vocab_size,
-        task=task,
-        ends_texts=False,
-        trust_remote_code=trust_remote_code,
+    return open_sources(settings, task, offline=True, **hints).sizes()
+
+
+@dataclass
+class RunSources:
+    """The sources of a run, and what is known of their tokens.
+
+    Attributes:
+        training, evals: by name; the only one has the empty name.
+        tokenizer: its name, if it is not trained.
+        vocab_size: one more than the tokenizer's largest id.
+        context: what tokenizes; None while the tokenizer is not here.
+        tokenized, evaluated: those whose tokens are here; of a stream, the first part.
+        streams: the samples of streams.
+        end_of_turn: for conversations, the token that ends an answer, as far as it is known.
+    """
+
+    training: dict[str, Source]
+    evals: dict[str, Source]
+    tokenizer: str | None = None
+    vocab_size: int | None = None
+    context: TokenizationContext | None = None
+    tokenized: dict[str, TokenizedSource] = field(default_factory=dict)
+    evaluated: dict[str, TokenizedSource] = field(default_factory=dict)
+    streams: dict[str, Stream] = field(default_factory=dict)
+    end_of_turn: int | None = None
+
+    @property
+    def together(self) -> Source:
+        """All that is trained on."""
+        return self.training.get(ALONE) or Joined(list(self.training.values()))
+
+    @property
+    def finished(self) -> Source | None:
+        """The only source, if its records are finished samples."""
+        for name, source in self.training.items():
+            if source.settings.data.format == FINISHED:
+                if name:
+                    raise UserError(f"{training_key(name)}: finished samples cannot be a part of a mixture")
+                return source
+        return None
+
+    def sizes(self) -> DataSizes:
+        here = {name: one for name, one in self.tokenized.items() if name not in self.streams}
+        counts = {name: one.counts()[0] for name, one in self.evaluated.items()}
+        context, trained_on = self.context, self.together.contents if self.evals else frozenset()
+        return replace(
+            sizes_of(self.training, here, self.tokenizer, self.vocab_size),
+            evals={name: (one.name, counts.get(name)) for name, one in self.evals.items()},
+            trained_on=tuple(name for name, one in self.evals.items() if trained_on & one.contents),
+            opened=None if context is None else context.tokenizer,
+            end_of_turn=self.end_of_turn,
+            target_frame=None
+            if context is None
+            else context.target_frame(next(iter(self.training.values())).settings),
+        )
+
+
+def open_sources(
+    settings: DataConfig,
+    task: str,
+    *,
+    offline: bool = False,
+    tokenize: bool = True,
+    progress: bool = False,
+    **hints: Unpack[Hints],
+) -> RunSources:
+    """Open the sources, then their tokenizer, then their tokens; what is not cached is made.
+
+    Args:
+        offline: stop before anything would be written or downloaded.
+        tokenize: make tokens.
+    """
+    found = RunSources({}, {}, settings.tokenizer or hints.get("model_tokenizer"))
+    _open_training(found.training, training_settings(settings, task, offline=offline))
+    _open_evals(found, evaluation_settings(settings, task, offline=offline))
+    if found.tokenizer is None and found.finished is not None and not offline:
+        raise UserError("data.tokenizer: finished samples do not say which it was; set it")
+    tokenizer = _tokenizer(found, settings, hints)
+    if tokenizer is None:
+        return found
+    context = found.context = TokenizationContext(
+        task,
+        tokenizer,
+        Vocabulary.of(tokenizer),
+        seed=hints.get("seed", 0),
+        decoder_start_token_id=hints.get("decoder_start_token_id"),
+        label_shift=hints.get("label_shift"),
+        pad_left=hints.get("pad_left", False),
+        whole=hints.get("whole", False),
     )
-    found = {key: (own, cast("StreamedFiles", source)) for key, (own, source) in sources.items()}
-    return Reading(task, tokenizer, vocabulary_of(tokenizer, task)), found
+    context.check(ends_texts=hints.get("ends_texts", False))
+    found.vocab_size = context.vocabulary.size
+    if not tokenize or (found.finished is not None and not offline):
+        return found
+    for name, source in found.training.items():
+        with source.settings.errors():
+            one = context.cached(source) if offline else None
+            if not offline and isinstance(source, StreamedFiles):
+                found.streams[name], one = context.stream(source, name)
+            elif not offline:
+                one = context.open(source, progress=progress)
+            if one is not None:
+                found.tokenized[name] = one
+                if name not in found.streams:
+                    one.check_ends()
+            end = context.first_end(source) if one is None else one.end_of_turn
+            found.end_of_turn = end if found.end_of_turn is None else found.end_of_turn
+    for name, source in found.evals.items():
+        with source.settings.errors():
+            one = context.cached(source) if offline else context.open(source, progress=progress)
+            if one is not None:
+                found.evaluated[name] = one
+            else:
+                context.first_end(source)
+    return found
 
 
-def _training_sources(
-    settings: DataConfig, task: str, *, remember: bool = True
-) -> dict[str, tuple[DataConfig, Source]]:
-    """The sources of ``data.sources`` with their settings, by name, or the only one."""
-    found: dict[str, tuple[DataConfig, Source]] = {}
+def _opened(settings: SourceSettings) -> Source:
+    source = open_source(settings)
+    if not (settings.offline and source.downloads):
+        source.recognise()
+    return source
+
+
+def _open_training(found: dict[str, Source], wanted: Mapping[str, SourceSettings]) -> None:
     keys: dict[str, str] = {}
-    for name, one in training_sources(settings).items():
-        with errors_under(training_key(name)):
-            own, source = one.settings, source_of(one.settings, task, cache_dir(settings), remember=remember)
-            if remember or not source.downloads:
-                own, source = recognised(own, task, source, remember=remember)
-            if name or not remember:
+    for name, settings in wanted.items():
+        with settings.errors():
+            source = found[name] = _opened(settings)
+            if name or settings.offline:
                 source.check()
             if name and not source.remote and (twin := keys.setdefault(source.key, name)) != name:
                 raise UserError(
                     f"{training_key(name)}: has the same data as {training_key(twin)}; to repeat it, raise "
                     "the weight or epochs of one of them"
                 )
-        found[name] = own, source
-    return found
 
 
-def _as_one(sources: Mapping[str, tuple[DataConfig, Source]]) -> Source:
-    all_of_them = [source for _, source in sources.values()]
-    return all_of_them[0] if len(all_of_them) == 1 and ALONE in sources else Joined(all_of_them)
+def _open_evals(found: RunSources, wanted: Mapping[str, SourceSettings]) -> None:
+    for name, settings in wanted.items():
+        with settings.errors():
+            source = found.evals[name] = _opened(settings)
+            source.check()
+        here = [one for one in (source, *found.training.values()) if not (settings.offline and one.remote)]
+        if source in here and source.key in {one.key for one in here if one is not source}:
+            raise UserError(f"{settings.key}: is the training data itself; name other files or another split")
+
+
+def _tokenizer(found: RunSources, settings: DataConfig, hints: Hints) -> Any:
+    """The tokenizer; without a name, that of tokens made ahead of time, or one trained on the sources.
+
+    None if it would have to be trained or downloaded, and nothing may be.
+    """
+    sources, together = list(found.training.values()), found.together
+    first = sources[0].settings
+    name = found.tokenizer
+    if name is None and not (first.offline and together.downloads):
+        made_with = next((folder for one in sources if (folder := one.made_with()) is not None), None)
+        name = found.tokenizer = None if made_with is None else str(made_with)
+    path = name
+    if name is None:
+        size = settings.vocab_size or hints.get("model_vocab_size")
+        chat = any(one.settings.converses for one in sources)
+        kind = {"mask": first.task == MASKED, "ends": hints.get("ends_texts", False), "chat": chat}
+        cache = replace(first, data=settings.model_copy(update={"stream": False})).cache
+        found.vocab_size = trained_vocab_size(size, mask=kind["mask"])
+        if not first.offline:
+            tokenizer = train_tokenizer(together, size, cache, **kind)
+        elif together.remote:
+            return None
+        elif is_trained(trained := trained_tokenizer_folder(together, found.vocab_size, cache, **kind)):
+            path = str(trained)
+    if path is not None:
+        try:
+            tokenizer = load_tokenizer(
+                path,
+                offline=first.offline,
+                trust_remote_code=hints.get("trust_remote_code", False),
+                **first.languages,
+            )
+        except UserError:
+            if not first.offline or (name is not None and Path(name).exists()):
+                raise
+            return None
+    elif first.offline:
+        return None
+    add_tokens(tokenizer, settings.added_tokens)
+    return tokenizer
+
+
+def _shares(settings: DataConfig) -> dict[str, Share]:
+    """How much of the mixture each source is; one without a number is read once."""
+    return {
+        one.name: Share(one.weight, 1.0 if one.weight is None and one.epochs is None else one.epochs)
+        for one in settings.sources
+    }
 
 
 def _mixture(settings: DataConfig, train: Mapping[str, Samples], step_samples: int, task: str) -> Mixture:
-    shares = {name: Share(one.weight, one.epochs) for name, one in training_sources(settings).items()}
     phases = [(step * step_samples, weights) for step, weights in weight_schedule(settings)]
-    return Mixture(train, shares, phases, marked=task != CLASSIFICATION)
+    return Mixture(train, _shares(settings), phases, marked=task != CLASSIFICATION)
 
 
 def _fingerprint(settings: DataConfig, of_tokens: Mapping[str, str]) -> str:
     """A digest of the tokens of a mixture and of the order in which they come."""
-    shares = [(name, one.weight, one.epochs) for name, one in training_sources(settings).items()]
-    content = repr((shares, list(of_tokens.items()), weight_schedule(settings)))
-    return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+    shares = [(name, one.weight, one.epochs) for name, one in _shares(settings).items()]
+    return digest_of(repr((shares, list(of_tokens.items()), weight_schedule(settings))))
 
 
-def _classes_as(classes: Classes | None, training: Opened, opened: Opened) -> Classes | None:
+def _classes_as(classes: Classes | None, training: TokenizedSource, other: TokenizedSource) -> Classes | None:
     if classes is None:
         return None
     declared = training.source.class_names
-    return classes_as(classes, training.tokens, declared, opened.tokens, opened.source.class_names)
-
-
-def _settings_of_finished(sources: Mapping[str, tuple[DataConfig, Source]]) -> DataConfig | None:
-    """The settings of the only source, if its records are finished samples."""
-    found = {name: own for name, (own, _) in sources.items() if own.format == FINISHED}
-    if found and len(sources) > 1:
-        raise UserError(f"{training_key(next(iter(found)))}: finished samples cannot be a part of a mixture")
-    return next(iter(found.values()), None)
+    return classes_as(classes, training.tokens, declared, other.tokens, other.source.class_names)
 
 
 def _finished(
-    settings: DataConfig,
-    source: Source,
-    evals: Mapping[str, tuple[DataConfig, Source]],
-    tokenizer: Any,
-    name: str,
-    model_vocab_size: int,
+    settings: DataConfig, found: RunSources, context: TokenizationContext, model_vocab_size: int
 ) -> Data:
     """The data of code of the user's that gives finished samples."""
+    known = max(context.vocabulary.size, model_vocab_size)
 
-    def samples(own: DataConfig, one: Source, part: Part | None = None) -> FinishedSamples:
+    def samples(one: Source, part: Part | None = None) -> FinishedSamples:
         told, records = f"data.source: {one.name}", cast("Any", getattr(one, "records", None))
         if not hasattr(records, "__len__") or not hasattr(records, "__getitem__"):
             raise UserError(f"{told}: has no len() and no sample by number; give it both")
         if not isinstance(getattr(records, "fingerprint", None), str):
             raise UserError(f"{told}: has no fingerprint; give it a text that tells its content")
-        known = max(vocabulary.size, model_vocab_size)
         found = FinishedSamples(one.name, records, part or Part(0, len(records)), known)
-        if found.tokens != own.seq_len:
-            raise UserError(
-                f"data.seq_len: {own.seq_len}, but a sample has {found.tokens} tokens; set it to that"
-            )
+        if found.tokens != (length := one.settings.data.seq_len):
+            raise UserError(f"data.seq_len: {length}, but a sample has {found.tokens} tokens; set it to that")
         return found
 
-    vocabulary = vocabulary_of(tokenizer, CAUSAL)
-    everything = samples(settings, source)
+    source = found.together
+    everything = samples(source)
     train, held_out = split_documents(len(everything), settings.eval_fraction)
-    own = {}
-    for key, (eval_settings, one) in evals.items():
-        with errors_under(eval_key(key)):
-            own[key] = samples(eval_settings, one)
-            if own[key].sequences != everything.sequences:
+    own: dict[str, Samples] = {}
+    for name, one in found.evals.items():
+        with one.settings.errors():
+            own[name] = samples(one)
+            if own[name].sequences != everything.sequences:
                 raise UserError(
-                    f"data.source: its samples have {own[key].sequences} sequences, and those to train on "
+                    f"data.source: its samples have {own[name].sequences} sequences, and those to train on "
                     f"{everything.sequences}; give samples of one kind"
                 )
-    shown: dict[str, Samples] = dict(own)
-    if held_out.num_samples:
-        shown[held_out_name(settings)] = samples(settings, source, held_out)
+    sizes = replace(
+        found.sizes(),
+        packing=False,
+        documents=len(everything),
+        tokens=len(everything) * settings.seq_len * everything.sequences,
+        train_samples=train.num_samples,
+        eval_samples=held_out.num_samples,
+        cached=source.settings.cache,
+        evals={name: (found.evals[name].name, len(one)) for name, one in own.items()},
+    )
+    held = {held_out_name(settings): samples(source, held_out)} if held_out.num_samples else {}
     return Data(
-        tokenizer=tokenizer,
-        train=samples(settings, source, train),
-        evals=shown,
-        sizes=DataSizes(
-            source=source.name,
-            tokenizer=name,
-            vocab_size=vocabulary.size,
-            seq_len=settings.seq_len,
-            packing=False,
-            documents=len(everything),
-            tokens=len(everything) * settings.seq_len * everything.sequences,
-            train_samples=train.num_samples,
-            eval_samples=held_out.num_samples,
-            cached=cache_dir(settings),
-            evals={key: (evals[key][1].name, len(one)) for key, one in own.items()},
-        ),
+        tokenizer=context.tokenizer,
+        train=samples(source, train),
+        evals=own | held,
+        sizes=sizes,
         fingerprint=f"{source.key} {len(everything)}",
-        vocab_size=vocabulary.size,
-        eval_fingerprints={key: f"{evals[key][1].key} {len(one)}" for key, one in own.items()},
+        vocab_size=context.vocabulary.size,
+        eval_fingerprints={name: f"{found.evals[name].key} {len(one)}" for name, one in own.items()},
     )
-
-
-def _eval_sources(
-    settings: DataConfig,
-    task: str,
-    training: Mapping[str, tuple[DataConfig, Source]],
-    *,
-    remember: bool = True,
-) -> dict[str, tuple[DataConfig, Source]]:
-    """The sources of ``data.eval`` with their settings, by name."""
-    found = {}
-    for name, own in evaluation_sources(settings).items():
-        with errors_under(eval_key(name)):
-            source = source_of(own, task, cache_dir(own), remember=remember)
-            if remember or not source.downloads:
-                own, source = recognised(own, task, source, remember=remember)
-            source.check()
-        found[name] = own, source
-        trained = [one for _, one in training.values() if remember or not one.remote]
-        if (remember or not source.remote) and source.key in {one.key for one in trained}:
-            raise UserError(
-                f"{eval_key(name)}: is the training data itself; name other files or another split"
-            )
-    return found
-
-
-def _trained_on(training: Source, evals: Mapping[str, tuple[DataConfig, Source]]) -> tuple[str, ...]:
-    """The names of the evaluation sources that have files of the training data."""
-    return tuple(name for name, (_, source) in evals.items() if training.contents & source.contents)
-
-
-def _all_samples(
-    name: str, reading: Reading, opened: Opened, training: Opened, classes: Classes | None
-) -> Samples:
-    """All samples of an evaluation source."""
-    with errors_under(eval_key(name)):
-        classes = _classes_as(classes, training, opened)
-        part, _ = parts(opened.settings, reading.task, opened.tokens, opened.truncated)
-        return reading.samples(opened, part, classes)
-
-
-def inspect_data(
-    settings: DataConfig,
-    *,
-    task: str = CAUSAL,
-    model_tokenizer: str | None = None,
-    model_vocab_size: int | None = None,
-    trust_remote_code: bool = False,
-    ends_texts: bool = False,
-    whole: bool = False,
-) -> DataSizes:
-    """Return the sizes that ``build_data`` would, as far as possible without writing or downloading.
-
-    Raises:
-        UserError: for the errors of ``build_data`` that the first document reveals.
-    """
-    sources = _training_sources(settings, task, remember=False)
-    training = _as_one(sources)
-    evals = _eval_sources(settings, task, sources, remember=False)
-    name = settings.tokenizer or model_tokenizer
-    if name is None and not training.downloads:
-        name = _tokenizer_of_tokens(settings, sources)
-    size: int | None = None
-    folder: str | None = name
-    opened: dict[str, Any] = {}
-    if name is None:
-        size = trained_vocab_size(settings.vocab_size or model_vocab_size, mask=task == MASKED)
-        if not training.remote:
-            kind = _kind_to_train(sources, task, ends_texts=ends_texts)
-            trained = trained_tokenizer_folder(training, size, cache_dir(settings), **kind)
-            folder = str(trained) if is_trained(trained) else None
-    cached: dict[str, Opened] = {}
-    ends: list[int | None] = []
-    counted: dict[str, int] = {}
-    if folder is not None:
-        try:
-            tokenizer = load_tokenizer(
-                folder, offline=True, trust_remote_code=trust_remote_code, **languages_of(settings, task)
-            )
-        except UserError:
-            if name is not None and Path(name).exists():
-                raise
-        else:
-            add_tokens(tokenizer, settings.added_tokens)
-            vocabulary = vocabulary_of(tokenizer, task, ends_texts=ends_texts)
-            reading = Reading(task, tokenizer, vocabulary, whole=whole)
-            size = reading.vocabulary.size
-            target_frame = target_frame_of(reading.framed(settings), task)
-            opened = {"opened": tokenizer, "target_frame": target_frame}
-            for key, (own, source) in sources.items():
-                with errors_under(training_key(key)):
-                    if isinstance(source, StreamedFiles):
-                        ends.append(None if source.tokenizer else _end_of_first(reading, own, source))
-                        continue
-                    if (found := reading.cached(own, source)) is not None:
-                        check_ends(found, tokenizer)
-                        cached[key] = found
-                        ends.append(found.tokens.meta.get("end_of_turn"))
-                    else:
-                        ends.append(_end_of_first(reading, own, source))
-            for key, (own, source) in evals.items():
-                with errors_under(eval_key(key)):
-                    if (found := reading.cached(own, source)) is not None:
-                        counted[key] = sample_counts(found.settings, task, found.tokens, found.truncated)[0]
-                    else:
-                        _end_of_first(reading, own, source)
-            opened["end_of_turn"] = next((end for end in ends if end is not None), None)
-    sizes = combined(
-        {
-            key: sizes_of(own, task, source, name, size, *_tokens_of(cached.get(key)))
-            for key, (own, source) in sources.items()
-        }
-    )
-    return replace(
-        sizes,
-        evals={key: (one.name, counted.get(key)) for key, (_, one) in evals.items()},
-        trained_on=_trained_on(training, evals),
-        **opened,
-    )
-
-
-def _end_of_first(reading: Reading, settings: DataConfig, source: Source) -> int | None:
-    """The token that ends an answer; raises UserError for what the first conversations reveal."""
-    chat = None if source.downloads else reading.chat(settings)
-    return None if chat is None else end_in_first_batch(source, chat)
-
-
-def _tokens_of(opened: Opened | None) -> tuple[TokenCache | None, Truncated | None]:
-    return (None, None) if opened is None else (opened.tokens, opened.truncated)

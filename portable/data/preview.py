@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from portable.data.dataset import Data
-    from portable.data.reading import Opened
 
 SHOWN = 3
 """Samples in a run's file, for its report."""
@@ -72,7 +71,8 @@ def preview(data: Data, count: int, seed: int) -> Preview:
         seed: of the run, which orders them.
     """
     length = data.sizes.seq_len
-    total, documents = (sum(of(one) for one in data.opened.values()) for of in (_tokens, _documents))
+    caches = [one.tokens for one in data.opened.values()]
+    total, documents = sum(one.total_tokens for one in caches), sum(one.documents for one in caches)
     lengths, taken = _lengths(data)
     used = [sample for at in range(min(count, len(data.train))) if (sample := _sample(data, at, seed))]
     mean = total / max(1, documents)
@@ -86,22 +86,15 @@ def preview(data: Data, count: int, seed: int) -> Preview:
     if data.sizes.truncated is not None and (lost := str(data.sizes.truncated)):
         facts["truncated"] = lost
     padded = data.sizes.packing is False
-    kept = sum(
-        _documents(one) if one.truncated is None else one.truncated.kept for one in data.opened.values()
+    left_out = sum(
+        0 if one.truncated is None else len(one.truncated.left_out) for one in data.opened.values()
     )
+    kept = documents - left_out
     waste = 1 - taken / max(1, kept * length) if padded else data.train.waste
     facts["padding"] = f"{waste:.1%} of the positions"
     if data.end_of_turn is not None:
         facts["an answer ends with"] = data.tokenizer.decode([data.end_of_turn])
     return Preview(facts, lengths, used)
-
-
-def _tokens(opened: Opened) -> int:
-    return opened.tokens.total_tokens
-
-
-def _documents(opened: Opened) -> int:
-    return opened.tokens.documents
 
 
 def _lengths(data: Data) -> tuple[list[tuple[int, int | None, int]], int]:

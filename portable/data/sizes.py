@@ -6,22 +6,16 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-
-from portable.config.sources import ALONE, eval_key
-from portable.data.reading import parts
-from portable.data.samples.packing import packed_sizes
+from portable.config.sources import eval_key
 from portable.data.samples.truncation import merged
-from portable.data.settings import CAUSAL, packs
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
     from pathlib import Path
 
-    from portable.config.sections import DataConfig
     from portable.data.samples.truncation import Truncated
-    from portable.data.sources.opening import Source
-    from portable.data.tokens.cache import TokenCache
+    from portable.data.sources.source import Source
+    from portable.data.tokenization import TokenizedSource
     from portable.data.tokens.tokenize import Frame
 
 _COMPRESSED = r"\.(parquet|arrow|gz|zst)\b"
@@ -113,113 +107,51 @@ class DataSizes:
 
 
 def sizes_of(
-    settings: DataConfig,
-    task: str,
-    source: Source,
+    sources: Mapping[str, Source],
+    tokenized: Mapping[str, TokenizedSource],
     tokenizer: str | None,
     vocab_size: int | None,
-    tokens: TokenCache | None,
-    cut: Truncated | None = None,
 ) -> DataSizes:
-    known: dict[str, Any] = {}
-    packing = packs(settings, task)
-    if tokens is not None:
-        *counts, waste = sample_counts(settings, task, tokens, cut)
-        trained = tokens.meta.get("trained_tokens")
-        known = {
-            "truncated": cut,
-            "waste": waste,
-            "trained": None if trained is None else trained / max(1, tokens.total_tokens),
-            "notes": tuple(tokens.meta.get("notes", ())),
-            "documents": tokens.documents,
-            "tokens": tokens.total_tokens,
-            "train_samples": counts[0],
-            "eval_samples": counts[1],
-            "cut": 0.0
-            if packing is True
-            else _cut_share(
-                tokens, settings.seq_len + (task == CAUSAL), settings.target_seq_len or settings.seq_len
-            ),
-            "cached": tokens.folder,
-        }
-    return DataSizes(
-        source=source.described,
+    """The sizes of all sources of a run together, by name.
+
+    Args:
+        tokenized: those whose tokens are known.
+    """
+    first = next(iter(sources.values()))
+    lengths = [None if re.search(_COMPRESSED, one.described) else one.size_bytes for one in sources.values()]
+    found = DataSizes(
+        source=", ".join(
+            f"{name} ({one.described})" if name else one.described for name, one in sources.items()
+        ),
         tokenizer=tokenizer or "a byte-pair encoding trained on it",
         vocab_size=vocab_size,
-        seq_len=settings.seq_len,
-        packing=packing,
-        size_bytes=None if re.search(_COMPRESSED, source.described) else source.size_bytes,
-        **known,
+        seq_len=first.settings.data.seq_len,
+        packing=first.settings.packing,
+        size_bytes=None if None in lengths else sum(length or 0 for length in lengths),
     )
-
-
-def sample_counts(
-    settings: DataConfig, task: str, tokens: TokenCache, cut: Truncated | None
-) -> tuple[int, int, float | None]:
-    """Samples to train and to evaluate on, and with packed documents the share of padding in the first."""
-    train, held_out = parts(settings, task, tokens, cut)
-    if packs(settings, task) != "documents":
-        return train.num_samples, held_out.num_samples, None
-    packed, held = (packed_sizes(tokens, part, settings.seq_len) for part in (train, held_out))
-    return packed.samples, held.samples, packed.waste
-
-
-def _cut_share(tokens: TokenCache, longest: int, longest_target: int) -> float:
-    """The share of tokens beyond the first ``longest`` of their document or pair of texts."""
-    cut = 0
-    count = tokens.documents
-    together = [["text", "pair"]] if "pair" in tokens.offsets else [[name] for name in tokens.offsets]
-    for names in together:
-        most = longest_target if names == ["target"] else longest
-        for start in range(0, count, 1 << 20):
-            stop = min(count, start + (1 << 20)) + 1
-            lengths = sum(np.diff(tokens.offsets[name][start:stop].astype(np.int64)) for name in names)
-            cut += int(np.maximum(lengths - most, 0).sum())
-    return cut / max(1, tokens.total_tokens)
-
-
-def combined(sizes: Mapping[str, DataSizes]) -> DataSizes:
-    """The sizes of all sources of a run together, by name; of the only one as they are."""
-    if ALONE in sizes:
-        return sizes[ALONE]
-    parts = list(sizes.values())
-    first = parts[0]
-    source = ", ".join(f"{name} ({one.source})" for name, one in sizes.items())
-    held = [one.size_bytes for one in parts]
-    size_bytes = None if None in held else sum(size or 0 for size in held)
-    if any(one.cached is None for one in parts):
-        return replace(
-            first,
-            source=source,
-            size_bytes=size_bytes,
-            cached=None,
-            documents=None,
-            tokens=None,
-            truncated=None,
-            waste=None,
-        )
-    tokens = [one.tokens or 0 for one in parts]
-    samples = [one.train_samples or 0 for one in parts]
-
-    def mean(values: Sequence[float | None], weights: Sequence[int], missing: float) -> float | None:
-        if all(value is None for value in values):
-            return None
-        pairs = zip(values, weights, strict=True)
-        return sum((missing if value is None else value) * n for value, n in pairs) / max(1, sum(weights))
-
+    if tokenized.keys() != sources.keys():
+        return found
+    parts = list(tokenized.values())
+    counts = {name: one.counts() for name, one in tokenized.items()}
+    samples = sum(train for train, _, _ in counts.values())
+    padding = [train * waste for train, _, waste in counts.values() if waste is not None]
+    tokens = sum(one.tokens.total_tokens for one in parts)
+    masks = [one.trained_tokens for one in parts]
+    trained = sum(
+        one.tokens.total_tokens if mask is None else mask for one, mask in zip(parts, masks, strict=True)
+    )
     truncated = [one.truncated for one in parts if one.truncated is not None]
     return replace(
-        first,
-        source=source,
-        size_bytes=size_bytes,
-        documents=sum(one.documents or 0 for one in parts),
-        tokens=sum(tokens),
-        train_samples=sum(samples),
-        eval_samples=sum(one.eval_samples or 0 for one in parts),
-        cut=mean([one.cut for one in parts], tokens, 0.0) or 0.0,
-        waste=mean([one.waste for one in parts], samples, 0.0),
-        trained=mean([one.trained for one in parts], tokens, 1.0),
-        truncated=merged(truncated) if truncated else None,
-        notes=tuple(dict.fromkeys(note for one in parts for note in one.notes)),
-        of_sources={name: one.train_samples or 0 for name, one in sizes.items()},
+        found,
+        documents=sum(one.tokens.documents for one in parts),
+        tokens=tokens,
+        train_samples=samples,
+        eval_samples=sum(held_out for _, held_out, _ in counts.values()),
+        cut=sum(one.cut_tokens() for one in parts) / max(1, tokens),
+        waste=sum(padding) / max(1, samples) if padding else None,
+        truncated=merged(truncated) if len(truncated) > 1 else next(iter(truncated), None),
+        trained=None if set(masks) == {None} else trained / max(1, tokens),
+        notes=tuple(dict.fromkeys(note for one in parts for note in one.tokens.meta.get("notes", ()))),
+        cached=parts[0].tokens.folder,
+        of_sources={name: train for name, (train, _, _) in counts.items() if name},
     )

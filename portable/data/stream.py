@@ -10,7 +10,6 @@ it has consumed.
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import shutil
 import threading
@@ -18,27 +17,28 @@ import weakref
 from bisect import bisect_right
 from collections import OrderedDict, deque
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from portable.data.samples.base import Arrays, Samples
 from portable.data.samples.mixture import seed_of
 from portable.data.samples.order import permutation
-from portable.data.sources.documents import NoTextError
-from portable.data.tokens.ahead import Ahead, Tokenizing
+from portable.data.sources.documents import NoTextError, digest_of
+from portable.data.tokens.background_tokenizer import BackgroundTokenizer
 from portable.data.tokens.tokenize import TOKENS
 from portable.errors import RunError, UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     import numpy.typing as npt
 
-    from portable.data.sources.shard import Shard
-    from portable.data.sources.shards import StreamedFiles
+    from portable.data.sources.opening import StreamedFiles
+    from portable.data.sources.source import Shard
     from portable.data.tokens.cache import TokenCache
+    from portable.data.tokens.tokenize import TokenizeJob
 
 _SHIFT = 32
 """Bits of a sample's number within its shard."""
@@ -47,26 +47,15 @@ _SPARE = 20  # a share of the limit
 _PRINT = 16  # characters of a fingerprint in the manifest
 
 
-class MakesSamples(Protocol):
-    """Makes samples of the tokens of a shard."""
-
-    def __call__(self, tokens: TokenCache, /) -> Samples | None:
-        """None for a shard that is too short for one."""
-        ...
-
-    def count(self, shard: Shard) -> int | None:
-        """The number of samples, if it is known without the tokens."""
-        ...
-
-
 class Stream(Samples):
     """The samples of a stream; the index of sample *s* of shard *k* is ``k << 32 | s``.
 
     Args:
         name: for messages.
         source: the files.
-        work: makes tokens of a shard.
-        samples: makes samples of its tokens.
+        job: makes tokens of a shard.
+        samples: makes samples of its tokens; None for a shard that is too short for one.
+        count: the number of samples of a shard, if it is known without the tokens.
         seed: of the order.
         window: shards whose samples are mixed.
         limit: bytes of tokens on disk; those in use may exceed it.
@@ -78,8 +67,9 @@ class Stream(Samples):
         self,
         name: str,
         source: StreamedFiles,
-        work: Tokenizing,
-        samples: MakesSamples,
+        job: TokenizeJob,
+        samples: Callable[[TokenCache], Samples | None],
+        count: Callable[[Shard], int | None],
         *,
         seed: int,
         window: int = 1,
@@ -87,8 +77,8 @@ class Stream(Samples):
         processes: int = 1,
     ) -> None:
         self._name = name
-        self._shards = source.shards
-        self._work = work
+        self._shards = source.parts
+        self._job = job
         self._samples = samples
         self._seed = seed
         self._window = window
@@ -97,9 +87,9 @@ class Stream(Samples):
         self.num_samples = len(self._shards) << _SHIFT
         self._manifest: dict[int, tuple[int, str]] = {}
         """Samples and fingerprint of each shard that was read, or is known."""
-        for number, shard in enumerate(source.shards):
-            if (count := samples.count(shard)) is not None:
-                self._manifest[number] = (count, shard.fingerprint[:_PRINT])
+        for number, shard in enumerate(source.parts):
+            if (known := count(shard)) is not None:
+                self._manifest[number] = (known, shard.fingerprint[:_PRINT])
         self._open: OrderedDict[int, Samples | None] = OrderedDict()
         self._folders: dict[int, Path] = {}
         """The tokens of what is open."""
@@ -113,7 +103,7 @@ class Stream(Samples):
         self._told = -1
         self._free = 0
         """Bytes of tokens that may come until the limit is looked at again."""
-        self._ahead: Ahead | None = None
+        self._ahead: BackgroundTokenizer | None = None
         self._lock = threading.RLock()
         self.fingerprint = ""
         """A digest of the list of files and of how they are read."""
@@ -228,7 +218,9 @@ class Stream(Samples):
         self._told = window
         if self._ahead is None:
             own = weakref.ref(self)
-            self._ahead = Ahead(self._work, lambda folder: _arrived(own(), folder), self._processes)
+            self._ahead = BackgroundTokenizer(
+                self._job, lambda folder: _arrived(own(), folder), self._processes
+            )
             weakref.finalize(self, self._ahead.close)
         first = (window + 1) * self._window
         numbers = range(first, first + min(_WINDOWS_AHEAD * self._window, self._room()))
@@ -270,14 +262,14 @@ class Stream(Samples):
 
     def _tokens(self, shard: int) -> TokenCache:
         try:
-            tokens = self._work.open(self._shards[shard])
+            tokens = self._job.tokens_of_shard(self._shards[shard])
         except UserError as error:
             cause = error.__cause__
             if not isinstance(cause, OSError) or cause.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             self._make_room(0)  # the disk is full: keep only what is in use
-            tokens = self._work.open(self._shards[shard])
-        if tokens.folder.parent == self._work.cache / TOKENS:  # not where the user's tokens are
+            tokens = self._job.tokens_of_shard(self._shards[shard])
+        if tokens.folder.parent == self._job.cache / TOKENS:  # not where the user's tokens are
             with suppress(OSError):
                 os.utime(tokens.folder)  # used last
         return tokens
@@ -297,7 +289,7 @@ class Stream(Samples):
         used = {*dict(self._folders).values(), *tuple(self._coming)}
         folders = []
         with suppress(OSError):
-            for folder in (self._work.cache / TOKENS).iterdir():
+            for folder in (self._job.cache / TOKENS).iterdir():
                 with suppress(OSError):
                     if folder.is_dir() and folder.suffix != ".draft":
                         folders.append((folder.stat().st_mtime_ns, _size(folder), folder))
@@ -340,7 +332,7 @@ class Stream(Samples):
         return self._name_of(index >> _SHIFT)
 
     def _name_of(self, shard: int) -> str:
-        return self._shards[shard].open(self._work.fields).name
+        return self._shards[shard].open(self._job.settings).name
 
     def _changed(self, shard: int, since: str) -> RunError:
         return RunError(
@@ -382,7 +374,7 @@ class Stream(Samples):
                 seen[shard] = known[shard]
                 before += known[shard][0]
             known = seen
-        return hashlib.blake2b(repr(sorted(known.items())).encode(), digest_size=16).hexdigest()
+        return digest_of(repr(sorted(known.items())))
 
 
 def _arrived(stream: Stream | None, folder: Path) -> None:

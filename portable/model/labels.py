@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING
 
-from portable.data import KnownClasses
-from portable.data.samples.classes import PROBLEMS, SINGLE
+from portable.data.samples.classes import PROBLEMS, SINGLE, KnownClasses
 from portable.errors import UserError
 from portable.private.of_transformers import model_class
 
@@ -14,8 +13,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from portable.config import ModelConfig
-    from portable.data import Classes
-    from portable.data.samples.classes import Problem
+    from portable.data.samples.classes import Classes, Problem
 
 
 def known_classes(config: PretrainedConfig, settings: ModelConfig) -> KnownClasses | None:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from portable.data import LAST_LABEL
+from portable.data.samples.tasks import LAST_LABEL
 from portable.data.tokens.tokenizer import Vocabulary
 from portable.errors import UserError, one_line
 from portable.private.of_transformers import generation_of_config, model_class
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
     from portable.config import ModelConfig
-    from portable.data import Frame
+    from portable.data.tokens.tokenize import Frame
 
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _STARTS = ("decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id")

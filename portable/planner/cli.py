@@ -219,7 +219,7 @@ def _meta_model(config: RunConfig) -> MetaModel:
         from portable.adapters.adapter import training_model
         from portable.adapters.assemble import looked_at
         from portable.adapters.settings import settled
-        from portable.data import recognise_format
+        from portable.data.sources.opening import recognise_format
         from portable.model.build import model_config
         from portable.model.training_loss import training_loss
         from portable.planner.meta_model import MetaModel

@@ -153,7 +153,7 @@ def _usage(loader: str, name: str | None, rows: int | None, *, alone: bool) -> l
 
 def _datasets(config: RunConfig) -> list[str]:
     """The data sets of the hub that are trained on."""
-    sources = [one.settings.source for one in training_sources(config.data).values()]
+    sources = [one.source for one in training_sources(config.data).values()]
     names = [one[0] if isinstance(one, list | tuple) and len(one) == 1 else one for one in sources]
     return [
         name

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from portable.data import EvalLoader, TrainLoader
+from portable.data.samples.loader import EvalLoader, TrainLoader
 from portable.data.samples.shared import shared
 from portable.terminal import at_a_terminal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from portable.data import Batch, Samples
+    from portable.data.samples.base import Batch, Samples
     from portable.run.stages import Prepared
 
 BAR_DELAY = 1.0  # seconds that an evaluation takes before it shows a bar

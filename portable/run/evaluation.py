@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from portable.backend import Batch, Engine
     from portable.config import RunConfig
-    from portable.data import Data
+    from portable.data.dataset import Data
     from portable.evaluation.metrics import Measures
     from portable.loop import Progress
     from portable.run.callbacks import Run

@@ -9,8 +9,7 @@ import torch
 
 from converters.console import columns
 from portable.checkpoint.trainer_state import TrainerState, step_of
-from portable.data import IGNORED
-from portable.data.samples.base import sequence
+from portable.data.samples.base import IGNORED, sequence
 from portable.data.tokens import limited
 from portable.data.tokens.rendering import Rendering
 from portable.errors import one_line

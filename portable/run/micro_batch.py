@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from portable.backend import Backend, Engine
     from portable.batch_plan import BatchPlan
     from portable.config import RunConfig
-    from portable.data import Samples
+    from portable.data.samples.base import Samples
     from portable.output.existing_run import ExistingRun
     from portable.paths import Place
     from portable.registry import World

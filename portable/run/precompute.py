@@ -22,9 +22,9 @@ from converters.fingerprints import fingerprint
 from portable import plugins
 from portable.adapters.settings import folder_of, weights_in
 from portable.config.sources import training_sources
-from portable.data import EvalLoader
 from portable.data.locked_folder import locked_folder
 from portable.data.samples.base import Arrays, Extended
+from portable.data.samples.loader import EvalLoader
 from portable.data.tokens.cache import BLOCK, CacheDamagedError, CheckedArray
 from portable.errors import UserError, one_line
 from portable.model.loss import OncePass
@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 
     from portable.backend import Backend, Engine
     from portable.config import RunConfig
-    from portable.data import Data, Samples
+    from portable.data.dataset import Data
+    from portable.data.samples.base import Samples
     from portable.model.training_loss import TrainingLoss
     from portable.run.stages import Prepared
 
@@ -62,7 +63,7 @@ def check_once(config: RunConfig, loss: TrainingLoss | None) -> None:
             f"train.micro_batch_size: {loss.key} computes numbers of each sample before the training, which "
             "auto cannot try; set a number"
         )
-    if any(one.settings.stream for one in training_sources(config.data).values()):
+    if any(one.stream for one in training_sources(config.data).values()):
         raise UserError(f"{loss.key}: needs all samples before the training, which data.stream does not have")
 
 

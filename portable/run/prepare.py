@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from portable.adapters.assemble import assemble, tokenizer_hints
 from portable.batch_plan import total_steps
-from portable.data import build_data
+from portable.data.dataset import build_data
 from portable.data.samples.classes import SINGLE
 from portable.data.sources.documents import listed
 from portable.data.tokens.parallel import cores
@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 
     from portable.backend import Backend
     from portable.config import RunConfig
-    from portable.data import Data, DataSizes
+    from portable.data.dataset import Data
+    from portable.data.sizes import DataSizes
     from portable.run.stages import Resolved
 
 

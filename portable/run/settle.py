@@ -13,7 +13,7 @@ from portable.adapters.settings import settled as settled_adapter
 from portable.batch_plan import BatchPlan, plan_batches
 from portable.checkpoint.external import own_state
 from portable.checks import check
-from portable.data import recognise_format
+from portable.data.sources.opening import recognise_format
 from portable.output.existing_run import ExistingRun, check_same_run, existing_run
 from portable.output.hub import Hub, pushes
 from portable.output.output_dir import open_output

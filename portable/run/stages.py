@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from portable.batch_plan import BatchPlan
     from portable.checkpoint.resume_external import AdoptedCheckpoint
     from portable.config import RunConfig
-    from portable.data import Data
+    from portable.data.dataset import Data
     from portable.evaluation.metrics import Measures
     from portable.evaluation.standing import Judge
     from portable.loop import Progress

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from portable.data import TrainLoader
+from portable.data.samples.loader import TrainLoader
 from portable.registry import create_backend
 from portable.run.prepare import prepare
 from portable.run.restore import restore

@@ -5,12 +5,18 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from portable.config import DataConfig
+from portable.data.sources.opening import open_source
+from portable.data.sources.source import SourceSettings
 from portable.data.tokens.cache import TokenCache, TokenWriter
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
+
+    from portable.data.sources.source import Source
 
 
 class Settings(DataConfig):
@@ -28,6 +34,16 @@ class Settings(DataConfig):
 def replace(settings: Settings, **values: Any) -> Settings:
     """A copy with other values."""
     return settings.model_copy(update=values)
+
+
+def settings_of(name: Any = None, task: str = "causal-lm", **data: Any) -> SourceSettings:
+    """What a source is opened with; of a format, unless another is given."""
+    return SourceSettings(Settings(**({"source": name, "format": "text"} | data)), task)
+
+
+def source(name: Any, task: str = "causal-lm", **data: Any) -> Source:
+    """The source of a name, opened alone."""
+    return open_source(settings_of(name, task, **data))
 
 
 def texts(count: int) -> list[str]:
@@ -50,9 +66,8 @@ def token_cache(
     """A cache of documents given as tokens."""
     folder.mkdir(parents=True, exist_ok=True)
     writer = TokenWriter(folder, ["text"], vocab_size=1000, labels=labels is not None)
-    for number, tokens in enumerate(documents):
-        writer.append("text", tokens)
-        writer.end_document(labels[number] if labels is not None else None)
+    writer.add("text", np.array([token for tokens in documents for token in tokens]), [*map(len, documents)])
+    writer.add_labels(labels or ())
     writer.finish()
     writer.close()
     return TokenCache.open(folder)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portable.config import DataConfig
-from portable.data import build_data
+from portable.data.dataset import build_data
 from portable.data.samples.loader import TrainLoader
 from tests.portable.data_support import write_jsonl
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from portable.data import Data
+    from portable.data.dataset import Data
 
 BATCH = 84  # divides by 1, 2, 3, 4 and 7
 SOURCES = {"web": 0, "code": 1, "books": 2}

@@ -11,7 +11,7 @@ from portable.checkpoint.resume_source import checkpoints_of
 from portable.checkpoint.trainer_state import TrainerState
 from portable.commands.dry_run import dry_run
 from portable.config import keys, load_config
-from portable.data import build_data, inspect_data
+from portable.data.dataset import build_data, inspect_data
 from portable.errors import UserError
 from portable.evaluation.standing import Judge, Standing, Verdict
 from portable.reporting.html_report import Run

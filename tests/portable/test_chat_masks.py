@@ -148,12 +148,11 @@ def test_a_completion_of_messages(name: str) -> None:
 
 def test_a_completion_of_text() -> None:
     name = "llama3"
-    from portable.data.sources.documents import read_row
-    from portable.data.sources.opening import Fields
+    from portable.data.sources.documents import Fields, read_rows
     from portable.data.tokens.tokenize import Frame
 
     row = {"prompt": "what is it", "completion": ", and more?"}
-    document = read_row(row, Fields(format="prompt_completion"), "x")
+    (document,) = read_rows(row, Fields(format="prompt_completion"), "x")
     assert document is not None
     end = tokenizer(name).eos_token_id
     encoded = ChatTemplate(tokenizer(name), None, Frame((0,), (end,))).encode([document])

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
-import random
 import shutil
-import subprocess
-import sys
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
@@ -16,17 +12,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 import transformers
-from tokenizers import Tokenizer, decoders, models
-from tokenizers.pre_tokenizers import ByteLevel
 
 from converters.cli import main as convert
 from portable.cli import main
 from portable.config import RunConfig
-from portable.data import build_data, inspect_data
+from portable.data.dataset import build_data, inspect_data
 from portable.data.samples.base import IGNORED
-from portable.data.samples.truncation import KeptOrder
 from portable.data.sources.conversations import Completion, Conversation, read_conversation, recognise
 from portable.data.tokens import parallel
 from portable.data.tokens import tokenize as tokenizing
@@ -40,7 +32,7 @@ from tests.portable.parallel_work import wait_for_the_last, work
 from tests.runs import TINY_MODEL, checked, configured, flags, tiny
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Collection
     from pathlib import Path
 
 
@@ -197,7 +189,7 @@ def test_json_is_read_as_it_stands(
     rows = [{"messages": GREETING}, {"messages": parts}] * 3
     shapes = [json.dumps(rows), json.dumps(rows, indent=2), "\n".join(map(json.dumps, rows))]
     path = tmp_path / "chat.json"
-    monkeypatch.setattr("portable.data.sources.files.PIECE_CHARS", 7)
+    monkeypatch.setattr("portable.data.sources.rows.PIECE_CHARS", 7)
     for shape in shapes:
         path.write_text(shape)
         assert {answer for _, answer in texts(replace(settings, source=str(path)))} == {"It is 5.<|eot_id|>"}
@@ -477,15 +469,6 @@ def test_no_sample_is_left(settings: Settings) -> None:
         build_data(long_and_short(settings, truncation="drop", seq_len=4))
 
 
-def test_the_order_of_what_is_kept() -> None:
-    """A bijection onto the documents that are kept, as a function and as an array."""
-    left_out = np.array([0, 3, 4, 9])
-    order = KeptOrder(6, left_out)
-    numbers = [order(index) for index in range(6)]
-    assert sorted(numbers) == [1, 2, 5, 6, 7, 8]
-    assert order.array(np.arange(6)).tolist() == numbers
-
-
 # -- the cache and its processes -----------------------------------------------------------------------------
 
 
@@ -670,122 +653,6 @@ def test_a_merged_adapter_stops_where_the_adapter_does(learned: Path, tmp_path: 
     assert convert([str(merged), str(file), "--to", "gguf", "--quiet"]) == 0
     assert said(tmp_path / "run" / "final") == said(merged) == "the sky<|im_end|>"
     assert said(file, gguf_file="model.gguf") == "the sky<|im_end|>"
-
-
-LLAMA_CPP = """
-import json, os, sys
-import xllamacpp
-params = xllamacpp.CommonParams()
-params.model.path, params.n_ctx, params.warmup, params.n_parallel = sys.argv[1], 128, False, 1
-params.cpuparams.n_threads = 1
-server, found = xllamacpp.Server(params), []
-for prompt in json.loads(sys.argv[2]):
-    told = server.handle_completions({"prompt": prompt, "n_predict": 16, "temperature": 0.0})
-    choice = (told if isinstance(told, dict) else json.loads(told))["choices"][0]
-    found.append([choice["text"], choice["finish_reason"]])
-print("FOUND" + json.dumps(found), flush=True)
-os._exit(0)
-"""
-
-
-def answered(folder: Path, words: list[str]) -> list[str]:
-    """What a folder's model answers to each word, alone, to the token that it ends with."""
-    found = transformers.AutoTokenizer.from_pretrained(folder)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    answers = []
-    for ids in prompts(folder, words):
-        more = model.generate(torch.tensor([ids]), max_new_tokens=16, do_sample=False)[0, len(ids) :]
-        answers.append(found.decode(more))
-    return answers
-
-
-def prompts(folder: Path, words: list[str]) -> list[list[int]]:
-    found = transformers.AutoTokenizer.from_pretrained(folder)
-    chats = ([{"role": "user", "content": word}] for word in words)
-    return [found.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats]
-
-
-def answered_by_llama_cpp(folder: Path, words: list[str], tmp_path: Path) -> list[str]:
-    file = tmp_path / f"{folder.parent.name}-gguf"
-    assert convert([str(folder), str(file), "--to", "gguf", "--quiet"]) == 0
-    asked = json.dumps(prompts(folder, words))
-    ran = subprocess.run(
-        [sys.executable, "-c", LLAMA_CPP, str(file / "model.gguf"), asked],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    assert "FOUND" in ran.stdout, ran.stderr[-2000:]
-    line = next(line for line in ran.stdout.splitlines() if "FOUND" in line)
-    found = json.loads(line.partition("FOUND")[2])
-    return [text + "<|im_end|>" * (reason == "stop") for text, reason in found]
-
-
-@pytest.mark.slow
-def test_what_is_fine_tuned_answers_exactly_and_stops(tmp_path: Path) -> None:
-    """Chats from scratch that reverse a word, and an adapter on top that repeats it, on words never seen."""
-    pytest.importorskip("xllamacpp")
-    characters = {c: i for i, c in enumerate(["<|endoftext|>", *sorted(ByteLevel.alphabet())])}
-    bpe = Tokenizer(models.BPE(characters, []))
-    bpe.pre_tokenizer, bpe.decoder = ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    transformers.PreTrainedTokenizerFast(  # type: ignore[no-untyped-call, unused-ignore]
-        tokenizer_object=bpe,
-        eos_token="<|endoftext|>",
-        extra_special_tokens=["<|im_start|>", "<|im_end|>"],
-        chat_template=template("chatml"),
-    ).save_pretrained(tmp_path / "tokenizer")
-    draw = random.Random(0)
-    words = list(dict.fromkeys("".join(draw.choices("abcdefgh", k=draw.randint(5, 6))) for _ in range(2500)))
-    unseen, words = words[:30], words[30:]
-
-    def trained(name: str, answer: Callable[[str], str], **options: Any) -> Path:
-        rows = [
-            {"messages": [{"role": "user", "content": w}, {"role": "assistant", "content": answer(w)}]}
-            for w in words
-        ]
-        config = configured(
-            tmp_path / name,
-            write_jsonl(tmp_path / f"{name}.jsonl", rows),
-            data__vocab_size=None,
-            data__seq_len=128,
-            data__eval_fraction=0,
-            train__steps=200,
-            train__global_batch_size=16,
-            train__micro_batch_size=16,
-            log__every_steps=100,
-            log__sample_tokens=0,
-            checkpoint__every_steps=None,
-            **options,
-        )
-        assert run_rank("cpu", config) == 0
-        return tmp_path / name / "final"
-
-    shape = {"vocab_size": 272, "hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 128}
-    base = trained(
-        "base",
-        lambda word: word[::-1],
-        model__config={**TINY_MODEL, **shape},
-        data__tokenizer=str(tmp_path / "tokenizer"),
-        train__learning_rate=2e-3,
-    )
-    merged = trained(
-        "lora",
-        str,
-        model__config=None,
-        model__name_or_path=str(base),
-        adapter__type="lora",
-        adapter__r=16,
-        train__learning_rate=5e-3,
-        checkpoint__export="merged",
-    )
-    again = tmp_path / "again" / "final"
-    checkpoint = next((tmp_path / "lora" / "checkpoints").glob("step-*"))
-    assert convert([str(checkpoint), str(again), "--merge-into", str(base), "--quiet"]) == 0
-    backwards, repeated = [f"{w[::-1]}<|im_end|>" for w in unseen], [f"{w}<|im_end|>" for w in unseen]
-    assert answered(base, unseen) == answered_by_llama_cpp(base, unseen, tmp_path) == backwards
-    assert answered(merged, unseen) == answered(again, unseen) == repeated
-    for folder in (merged, again):
-        assert answered_by_llama_cpp(folder, unseen, tmp_path) == repeated
 
 
 def test_the_settled_config_has_the_format(learned: Path) -> None:

@@ -11,13 +11,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from portable.config import load_config
-from portable.data import build_data, inspect_data, recognise_format
+from portable.data.dataset import build_data, inspect_data
 from portable.data.samples.tasks import longest_first
+from portable.data.sources.opening import recognise_format
 from portable.errors import UserError
-from portable.reporting.metrics import read_metrics
-from portable.run.rank import run_rank
 from tests.portable.data_support import Settings, write_jsonl
-from tests.runs import TINY_MODEL, checked, tiny
+from tests.runs import TINY_MODEL, checked
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -143,47 +142,6 @@ def test_a_pair_that_has_no_room_is_refused(tmp_path: Path) -> None:
     for look in (build_data, inspect_data):
         with pytest.raises(UserError, match=r"data.seq_len: 4 tokens are too few for a pair"):
             look(settings, task="sequence-classification")
-
-
-@pytest.mark.usefixtures("brief_runs")
-def test_a_model_learns_from_pairs(tmp_path: Path) -> None:
-    """Which of the two texts has a certain word in it."""
-    tokenizer_of(tmp_path / "tok", "bert")
-    chosen = random.Random(0)
-    rows = []
-    for number in range(240):
-        texts = [chosen.choice(WORDS[1:]), WORDS[0]]
-        rows.append({"a": {"text": texts[number % 2]}, "b": texts[1 - number % 2], "label": number % 2})
-    bert = {
-        "model_type": "bert",
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 16,
-        "hidden_dropout_prob": 0.0,
-        "attention_probs_dropout_prob": 0.0,
-    }
-    settings = tiny(tmp_path / "run", write_jsonl(tmp_path / "pairs.jsonl", rows))
-    settings |= {
-        "model.config": bert,
-        "model.task": "sequence-classification",
-        "data.text_field": "a.text",
-        "data.text_pair_field": "b",
-        "data.tokenizer": str(tmp_path / "tok"),
-        "data.seq_len": 8,
-        "train.steps": 60,
-        "train.global_batch_size": 24,
-        "train.micro_batch_size": 24,
-        "train.learning_rate": 5e-3,
-        "checkpoint.every_steps": None,
-        "checkpoint.export": False,
-        "log.every_steps": 20,
-    }
-    assert run_rank("cpu", load_config(None, settings)) == 0
-    losses = [row["loss"] for row in read_metrics(tmp_path / "run") if "loss" in row]
-    assert losses[-1] < 0.1
 
 
 TRANSLATIONS = [{"translation": {"en": f"w{i % 9} w3 w4", "de": "w7 " * (1 + i % 5)}} for i in range(30)]

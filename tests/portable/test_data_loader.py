@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from portable.data.samples.base import IGNORED, Arrays, PackedCausal, PaddedCausal, Part, Samples
-from portable.data.samples.loader import BatchIterator, EvalLoader, TrainLoader, rank_positions
+from portable.data.samples.loader import BatchIterator, EvalLoader, TrainLoader
 from portable.data.samples.order import locate
 from portable.errors import UserError
 from tests.portable.data_support import token_cache
@@ -88,28 +88,10 @@ def test_the_global_batch_is_the_same_in_every_world(
         assert found[step] == expected(step * 12, 12)
 
 
-def test_each_epoch_has_every_sample_once(samples: PackedCausal) -> None:
-    found = take(TrainLoader(samples, seed=3, global_batch_size=1, micro_batch_size=1), 3 * COUNT)
-    epochs = [found[start : start + COUNT] for start in range(0, 3 * COUNT, COUNT)]
-    assert all(sorted(epoch) == list(range(COUNT)) for epoch in epochs)
-    assert epochs[0] != epochs[1] != epochs[2]
-
-
 @pytest.mark.parametrize("position", [0, 6, 36, 37, 600, 10**12])
 def test_resuming_is_going_on(samples: PackedCausal, position: int) -> None:
     loader = TrainLoader(samples, seed=3, position=position, global_batch_size=6, micro_batch_size=2)
     assert take(loader, 5) == expected(position, 30)
-
-
-def test_a_leg_may_change_the_batch_and_the_world(samples: PackedCausal) -> None:
-    first = take(TrainLoader(samples, seed=3, global_batch_size=4, micro_batch_size=4), 5)
-    second: list[list[int]] = []
-    for rank in range(2):
-        loader = TrainLoader(
-            samples, seed=3, position=20, global_batch_size=10, micro_batch_size=5, rank=rank, world_size=2
-        )
-        second.append(take(loader, 1))
-    assert first + second[0] + second[1] == expected(0, 30)
 
 
 def test_worker_processes_give_the_same(samples: PackedCausal) -> None:
@@ -133,11 +115,6 @@ def test_sizes_that_do_not_divide(samples: PackedCausal) -> None:
     assert "train.micro_batch_size: 3 does not divide the 4 samples per rank" in refused(
         global_batch_size=8, micro_batch_size=3, world_size=2
     )
-
-
-def test_positions_reach_far_without_effort() -> None:
-    positions = rank_positions(position=10**15, global_batch_size=4, micro_batch_size=1, rank=1, world_size=2)
-    assert list(islice(positions, 3)) == [[10**15 + 2], [10**15 + 3], [10**15 + 6]]
 
 
 # --- reading ahead

@@ -49,32 +49,6 @@ def test_position_is_one_integer() -> None:
         assert {locate(p, n, 5)[1] for p in range(start, start + n)} == set(range(n))
 
 
-def test_seeds_and_epochs_differ() -> None:
-    orders = {tuple(Permutation(100, s, e).array(np.arange(100))) for s in range(10) for e in range(10)}
-    assert len(orders) == 100
-
-
-@pytest.mark.parametrize("n", [2, 3, 10])
-def test_every_index_goes_everywhere_equally_often(n: int) -> None:
-    trials = 400
-    counts = np.zeros((n, n))
-    for seed in range(trials):
-        counts[np.arange(n), Permutation(n, seed, seed % 3).array(np.arange(n))] += 1
-    expected = trials / n
-    chi2 = ((counts - expected) ** 2 / expected).sum()
-    freedom = (n - 1) ** 2
-    assert abs(chi2 - freedom) < 6 * np.sqrt(2 * freedom), (chi2, freedom)
-
-
-def test_neighbours_are_scattered() -> None:
-    n = 100_000
-    order = Permutation(n, 0, 0).array(np.arange(n)).astype(np.float64)
-    assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.02
-    assert abs(np.corrcoef(np.arange(n), order)[0, 1]) < 0.02
-    fixed_points = int((order == np.arange(n)).sum())
-    assert fixed_points <= 8
-
-
 def test_outside_the_range_is_refused() -> None:
     order = Permutation(5, 0)
     with pytest.raises(IndexError):

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from portable.config import DataConfig, load_config
-from portable.data import build_data, inspect_data, locate
+from portable.data.dataset import build_data, inspect_data
 from portable.data.samples import packing
 from portable.data.samples.base import IGNORED, PaddedCausal, Part, split_documents
+from portable.data.samples.order import locate
 from portable.data.samples.packing import PackedDocuments, PackedSizes, best_fit, packed_sizes, planned
 from portable.errors import UserError
 from portable.registry import create_backend
@@ -78,7 +79,7 @@ def test_every_document_is_whole_and_once(
     monkeypatch.setattr(packing, "WINDOW", window)
     for part in split_documents(len(DOCUMENTS), 0.2):
         single = PaddedCausal(cache, part, LENGTH, PAD)
-        samples = PackedDocuments(cache, planned(cache, part, LENGTH), LENGTH, PAD)
+        samples = PackedDocuments(cache, part, LENGTH, planned(cache, part, LENGTH), PAD)
         expected = []  # the inputs and labels of each document alone
         for index in range(len(single)):
             sample = single[index]
@@ -121,7 +122,7 @@ def test_every_document_is_whole_and_once(
 def test_a_plan_is_made_once(cache: TokenCache, monkeypatch: pytest.MonkeyPatch) -> None:
     part = Part(0, len(DOCUMENTS))
     without = packed_sizes(cache, part, LENGTH)
-    samples = PackedDocuments(cache, planned(cache, part, LENGTH), LENGTH, PAD)
+    samples = PackedDocuments(cache, part, LENGTH, planned(cache, part, LENGTH), PAD)
     first = [list(samples.documents(index)) for index in range(len(samples))]
     monkeypatch.setattr(packing, "best_fit", None)  # from here on it is read
     again = pickle.loads(pickle.dumps(samples))  # noqa: S301
@@ -132,7 +133,7 @@ def test_a_plan_is_made_once(cache: TokenCache, monkeypatch: pytest.MonkeyPatch)
     plan = planned(cache, part, LENGTH)
     damaged = plan.folder / "documents.bin"
     damaged.write_bytes(bytes(len(damaged.read_bytes())))
-    repaired = PackedDocuments(cache, planned(cache, part, LENGTH), LENGTH, PAD)
+    repaired = PackedDocuments(cache, part, LENGTH, planned(cache, part, LENGTH), PAD)
     assert [list(repaired.documents(index)) for index in range(len(repaired))] == first
 
 

@@ -16,19 +16,19 @@ from portable.data.samples.base import (
     PaddedCausal,
     Part,
     Samples,
-    cut,
     packed_samples,
     split_blocks,
     split_documents,
 )
-from portable.data.samples.tasks import Classification, MaskedLM, Seq2Seq
-from portable.data.tokens.cache import TokenCache, TokenWriter
+from portable.data.samples.tasks import MaskedLM
 from portable.data.tokens.tokenizer import Vocabulary
 from portable.errors import UserError
 from tests.portable.data_support import token_cache
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from portable.data.tokens.cache import TokenCache
 
 PAD, END, MASK = 0, 1, 2
 VOCABULARY = Vocabulary(
@@ -63,18 +63,6 @@ def test_packing_is_exact(cache: TokenCache, length: int) -> None:
     assert samples[-1]["labels"].tolist() == samples[blocks - 1]["labels"].tolist()
 
 
-def test_every_token_is_a_target_once(cache: TokenCache) -> None:
-    stream = list(itertools.chain.from_iterable(DOCUMENTS))
-    train, held_out = split_blocks((len(stream) - 1) // 8, 0.2)
-    targets = []
-    for part in (train, held_out):
-        samples = PackedCausal(cache, part, 8)
-        targets += [samples[i]["labels"] for i in range(len(samples))]
-    found = torch.cat(targets).tolist()
-    assert found == stream[1 : len(found) + 1]
-    assert len(stream) - 1 - len(found) < 8
-
-
 def test_too_little_text() -> None:
     with pytest.raises(UserError, match=r"data\.seq_len: the source has 10 tokens, .* at most 9"):
         packed_samples(10, 10, shifted=True)
@@ -93,14 +81,6 @@ def test_padding_a_document_a_sample(cache: TokenCache) -> None:
         assert sample["input_ids"].tolist() == inputs + [PAD] * rest
         assert sample["labels"].tolist() == labels + [IGNORED] * rest
         assert sample["attention_mask"].tolist() == [1] * max(1, len(inputs)) + [0] * min(rest, 5)
-
-
-def test_cutting_keeps_the_end() -> None:
-    tokens = np.array([5, 6, 7, 8, END])
-    assert cut(tokens, 3, [END]).tolist() == [5, 6, END]
-    assert cut(tokens, 5, [END]).tolist() == tokens.tolist()
-    assert cut(tokens, 3, []).tolist() == [5, 6, 7]
-    assert cut(tokens, 1, [END]).tolist() == [5]
 
 
 # --- the split
@@ -180,35 +160,6 @@ def test_masking_is_keyed_by_seed_epoch_and_sample(cache: TokenCache) -> None:
 
 
 # --- seq2seq and classification
-
-
-def test_seq2seq(tmp_path: Path) -> None:
-    pairs = [([5, 6, END], [7, 8, 9, END]), ([5, END], [7, END]), ([4] * 9 + [END], [3] * 9 + [END])]
-    writer = TokenWriter(tmp_path, ["text", "target"], 500)
-    for text, target in pairs:
-        writer.append("text", text)
-        writer.append("target", target)
-        writer.end_document()
-    writer.finish()
-    writer.close()
-    cache = TokenCache.open(tmp_path)
-    samples = Seq2Seq(cache, Part(0, 3), 5, VOCABULARY, suffix=(END,), decoder_start_token_id=42)
-    batch = samples.batch([(0, 0), (0, 1), (0, 2)])
-    assert batch["input_ids"].tolist() == [[5, 6, END, 0, 0], [5, END, 0, 0, 0], [4, 4, 4, 4, END]]
-    assert batch["attention_mask"].tolist() == [[1, 1, 1, 0, 0], [1, 1, 0, 0, 0], [1] * 5]
-    assert batch["labels"].tolist() == [[7, 8, 9, END, -100], [7, END, -100, -100, -100], [3, 3, 3, 3, END]]
-    assert batch["decoder_input_ids"].tolist() == [[42, 7, 8, 9, 0], [42, 7, 0, 0, 0], [42, 3, 3, 3, 3]]
-
-
-def test_classification(tmp_path: Path) -> None:
-    cache = token_cache(tmp_path / "c", [[5, 6, END], [7, END]], labels=["yes", "no"])
-    samples = Classification(cache, Part(0, 2), 4, VOCABULARY, suffix=(END,))
-    batch = samples.batch([(0, 0), (5, 1)])
-    assert batch["labels"].tolist() == [1, 0]
-    assert batch["labels"].dtype == torch.int64
-    assert batch["input_ids"].tolist() == [[5, 6, END, 0], [7, END, 0, 0]]
-    assert samples[1]["labels"].shape == ()
-    assert samples.valid_tokens == 1
 
 
 def test_data_sets_pickle_small(cache: TokenCache) -> None:

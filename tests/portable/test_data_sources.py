@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from portable.data.sources import files
-from portable.data.sources.opening import Document, Fields, HubDataset, StandardLibrary, open_source
+from portable.data.sources import files, rows
+from portable.data.sources.documents import Document
+from portable.data.sources.hub_dataset import HubDataset
+from portable.data.sources.opening import open_source
+from portable.data.sources.standard_library import StandardLibrary
 from portable.errors import UserError
-from tests.portable.data_support import write_jsonl
+from tests.portable.data_support import settings_of, source, write_jsonl
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,13 +29,13 @@ ROWS = [
 TEXTS = ["one", "two\nlines", "drei ß"]
 
 
-def read(source: Any, **options: Any) -> list[str]:
-    return [document.text for document in open_source(source, **options).documents()]
+def read(name: Any, task: str = "causal-lm", **data: Any) -> list[str]:
+    return [document.text for document in source(name, task, **data).documents()]
 
 
-def refusal(source: Any, **options: Any) -> str:
+def refusal(name: Any, task: str = "causal-lm", **data: Any) -> str:
     with pytest.raises(UserError) as caught:
-        list(open_source(source, **options).documents())
+        list(source(name, task, **data).documents())
     message = str(caught.value)
     assert "\n" not in message
     return message
@@ -42,13 +45,13 @@ def refusal(source: Any, **options: Any) -> str:
 
 
 def test_standard_library() -> None:
-    source = StandardLibrary()
-    found = [document.text for document in source.documents()]
+    library = source(None)
+    found = [document.text for document in library.documents()]
     assert 1e6 < sum(map(len, found)) <= 10e6
     assert len(found) > 100
     assert any("class OrderedDict" in text for text in found)
-    assert source.key == StandardLibrary().key
-    assert source.size_bytes == sum(len(text.encode()) for text in found)
+    assert library.key == source(None).key
+    assert library.size_bytes == sum(len(text.encode()) for text in found)
 
 
 def test_standard_library_is_chosen_by_content(tmp_path: Path) -> None:
@@ -58,32 +61,27 @@ def test_standard_library_is_chosen_by_content(tmp_path: Path) -> None:
     (tmp_path / "_sysconfigdata__linux.py").write_text("built_here = True")
     for name in ("a", "b", "c"):
         (tmp_path / f"{name}.py").write_text(f"name = {name!r}")
-    source = StandardLibrary(root=tmp_path)
-    assert sorted(document.text for document in source.documents()) == [f"name = {name!r}" for name in "abc"]
-    assert len(list(StandardLibrary(2, root=tmp_path).documents())) == 2
-    key = source.key
+    library = StandardLibrary(settings_of(), root=tmp_path)
+    assert sorted(document.text for document in library.documents()) == [f"name = {name!r}" for name in "abc"]
+    assert len(list(StandardLibrary(settings_of(max_samples=2), root=tmp_path).documents())) == 2
+    key = library.key
     (tmp_path / "a.py").write_text("name = 'A'")
-    assert StandardLibrary(root=tmp_path).key != key
+    assert StandardLibrary(settings_of(), root=tmp_path).key != key
 
 
 def test_standard_library_without_sources(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no standard library sources"):
-        list(StandardLibrary(root=tmp_path).documents())
+        list(StandardLibrary(settings_of(), root=tmp_path).documents())
 
 
 # --- files
 
 
-def test_text_file_is_one_document(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbffirst\r\n\r\nsecond\n")
-    assert read(str(tmp_path / "a.txt")) == ["first\r\n\r\nsecond\n"]
-
-
 def test_long_text_file_comes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "PIECE_CHARS", 10)
+    monkeypatch.setattr(rows, "PIECE_CHARS", 10)
     text = "0123456\n89ab\ncdef\n" * 5
     (tmp_path / "a.txt").write_text(text, newline="")
-    pieces = list(open_source(str(tmp_path / "a.txt")).documents())
+    pieces = list(source(str(tmp_path / "a.txt")).documents())
     assert "".join(piece.text for piece in pieces) == text
     assert [piece.ends for piece in pieces] == [False] * (len(pieces) - 1) + [True]
     assert len(pieces) > 3
@@ -105,52 +103,25 @@ def test_a_line_or_a_paragraph_is_a_document(tmp_path: Path, monkeypatch: pytest
         )
         return [row["text"].strip("\n") for row in rows if row["text"].strip()]
 
-    lines, paragraphs = Fields(text_split="line"), Fields(text_split="paragraph")
-    assert read(str(path), fields=lines) == theirs("line")
-    assert read(str(path), fields=paragraphs) == theirs("paragraph")
+    assert read(str(path), text_split="line") == theirs("line")
+    assert read(str(path), text_split="paragraph") == theirs("paragraph")
     path.write_bytes(LINES.encode())
     expected = ["first line", "  second", "third", "fourth", "fifth"]
-    assert read(str(path), fields=lines) == expected
-    assert read(str(path), fields=paragraphs) == ["first line\n  second", "third", "fourth\nfifth"]
-    assert read(str(path), fields=lines, max_samples=2) == expected[:2]
-    keys = {open_source(str(path), fields=fields).key for fields in (Fields(), lines, paragraphs)}
+    assert read(str(path), text_split="line") == expected
+    assert read(str(path), text_split="paragraph") == ["first line\n  second", "third", "fourth\nfifth"]
+    assert read(str(path), text_split="line", max_samples=2) == expected[:2]
+    keys = {source(str(path), text_split=split).key for split in ("file", "line", "paragraph")}
     assert len(keys) == 3
-    monkeypatch.setattr(files, "PIECE_CHARS", 4)
-    for fields, count in ((lines, 5), (paragraphs, 3)):
-        pieces = list(open_source(str(path), fields=fields).documents())
+    monkeypatch.setattr(rows, "PIECE_CHARS", 4)
+    for split, count in (("line", 5), ("paragraph", 3)):
+        pieces = list(source(str(path), text_split=split).documents())
         assert sum(piece.ends for piece in pieces) == count < len(pieces)
         joined = "".join(piece.text + "|" * piece.ends for piece in pieces)
         assert joined.replace("\r", "").replace("\n", "") == (
             "first line|  second|third|fourth|fifth|"
-            if fields is lines
+            if split == "line"
             else "first line  second|third|fourthfifth|"
         )
-
-
-def test_jsonl(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", ROWS)
-    assert read(str(path)) == TEXTS
-    assert read(str(path), max_samples=2) == TEXTS[:2]
-
-
-@pytest.mark.parametrize("suffix", ["json", "csv", "parquet"])
-def test_formats_of_the_library(tmp_path: Path, suffix: str) -> None:
-    datasets = pytest.importorskip("datasets")
-    path = tmp_path / f"a [1].{suffix}"
-    if suffix == "json":
-        path.write_text(json.dumps(ROWS), encoding="utf-8")
-    else:
-        rows = [row for row in ROWS if row["text"]]
-        table = datasets.Dataset.from_list(rows)
-        getattr(table, f"to_{suffix}")(str(path))
-    assert read(str(path)) == TEXTS
-    assert read(str(path), max_samples=1) == TEXTS[:1]
-    assert "no field 'txt'; the fields are text, n; did you mean 'text'?" in refusal(
-        str(path), fields=Fields("txt")
-    )
-    assert "'n' is of type int, not a string" in refusal(str(path), fields=Fields("n"))
-    path.write_bytes(b'text\n{"\xff broken')
-    assert str(path) in refusal(str(path))
 
 
 def test_folder_glob_and_list(tmp_path: Path) -> None:
@@ -172,37 +143,29 @@ def test_targets_and_labels(tmp_path: Path) -> None:
         {"en": "d", "de": "e", "c": 3},
     ]
     path = str(write_jsonl(tmp_path / "a.jsonl", rows))
-    found = list(open_source(path, fields=Fields("en", "de", "c")).documents())
-    assert found == [Document("a", "b", 1), Document("d", "e", 3)]
-
-
-def test_key_follows_the_content_and_what_is_read(tmp_path: Path) -> None:
-    first = write_jsonl(tmp_path / "a.jsonl", ROWS)
-    second = write_jsonl(tmp_path / "b.jsonl", ROWS)
-    key = open_source(str(first)).key
-    assert open_source(str(second)).key == key
-    assert open_source(str(first), max_samples=1).key != key
-    assert open_source(str(first), fields=Fields("n")).key != key
-    write_jsonl(second, ROWS[:1])
-    assert open_source(str(second)).key != key
+    found = source(path, "seq2seq-lm", text_field="en", target_field="de").documents()
+    assert list(found) == [Document("a", "b"), Document("d", "e")]
+    found = source(path, "sequence-classification", text_field="en", label_field="c").documents()
+    assert list(found) == [Document("a", label=1), Document("c", label=0), Document("d", label=3)]
 
 
 def test_digest_of_a_large_file_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "_DIGEST_MEMO_FROM", 1)
     memo = tmp_path / "digests"
     path = tmp_path / "a.txt"
+    asked = settings_of(str(path), cache_dir=tmp_path)
     path.write_text("some text")
-    key = open_source(str(path), digests=memo).key
+    key = open_source(asked).key
     assert not memo.exists()  # it is too new: it might still change within one tick of the clock
     os.utime(path, (1, 1))
-    assert open_source(str(path), digests=memo, remember=False).key == key
+    assert open_source(replace(asked, offline=True)).key == key
     assert not memo.exists()
-    assert open_source(str(path), digests=memo).key == key
+    assert open_source(asked).key == key
     (entry,) = memo.iterdir()
     entry.write_bytes(b"x" * 16)
-    assert open_source(str(path), digests=memo).key != key  # it was believed, not read
+    assert open_source(asked).key != key  # it was believed, not read
     os.utime(path, (2, 2))
-    assert open_source(str(path), digests=memo).key == key
+    assert open_source(asked).key == key
 
 
 def test_a_lone_surrogate_becomes_text(tmp_path: Path) -> None:
@@ -254,13 +217,13 @@ def test_bad_targets_and_labels(tmp_path: Path) -> None:
             tmp_path / "a.jsonl", [{"text": "a", "target": 1, "label": {"a": 1}, "several": [1, None]}]
         )
     )
-    assert "data.target_field: " in refusal(path, fields=Fields(target="target"))
-    assert "'label' is of type dict, not a class" in refusal(path, fields=Fields(label="label"))
-    assert "'several' is null, not a class" in refusal(path, fields=Fields(label="several"))
-    assert "did you mean 'label.a'?" in refusal(path, fields=Fields(label="labels"))
+    assert "data.target_field: " in refusal(path, "seq2seq-lm", target_field="target")
+    assert "'label' is of type dict, not a class" in refusal(path, "sequence-classification")
+    assert "'several' is null, not a class" in refusal(path, "sequence-classification", label_field="several")
+    assert "did you mean 'label.a'?" in refusal(path, "sequence-classification", label_field="labels")
     (tmp_path / "a.txt").write_text("a")
-    assert "data.label_field: " in refusal(str(tmp_path / "a.txt"), fields=Fields(label="label"))
-    assert "data.target_field: the standard" in refusal(None, fields=Fields(target="target"))
+    assert "data.label_field: " in refusal(str(tmp_path / "a.txt"), "sequence-classification")
+    assert "data.target_field: the standard" in refusal(None, "seq2seq-lm", target_field="target")
 
 
 def test_text_that_is_not_utf8(tmp_path: Path) -> None:
@@ -279,7 +242,7 @@ def test_settings_that_make_no_sense(tmp_path: Path) -> None:
 def test_an_empty_source_fails_its_check(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": " "}])
     with pytest.raises(UserError, match="contains no text"):
-        open_source(str(path)).check()
+        source(str(path)).check()
 
 
 def test_the_library_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,9 +269,9 @@ def test_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read("org/name", **options) == TEXTS
     assert read("org/name", max_samples=1, **options) == TEXTS[:1]
     assert asked == [(("org/name", "small"), {"split": "validation"})]
-    key = open_source("org/name", **options).key  # type: ignore[arg-type]
-    assert open_source("org/name", max_samples=1, **options).key != key  # type: ignore[arg-type]
-    assert "org/name: row 1: no field 'body'" in refusal("org/name", fields=Fields("body"), **options)
+    key = source("org/name", **options).key
+    assert source("org/name", max_samples=1, **options).key != key
+    assert "org/name: row 1: no field 'body'" in refusal("org/name", text_field="body", **options)
 
 
 def test_hub_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:

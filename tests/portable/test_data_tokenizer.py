@@ -14,8 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizer, PreTrainedTokenizerFast
 
 from portable.data.dataset import build_data, inspect_data
-from portable.data.sources.opening import Fields, StandardLibrary, open_source
-from portable.data.tokens.tokenize import Frame, frame, tokenize
+from portable.data.tokens.tokenize import Frame, TokenizeJob, special_token_frame
 from portable.data.tokens.tokenizer import (
     DEFAULT_VOCAB_SIZE,
     Vocabulary,
@@ -26,7 +25,7 @@ from portable.data.tokens.tokenizer import (
     trained_vocab_size,
 )
 from portable.errors import UserError
-from tests.portable.data_support import Settings, corpus, write_jsonl
+from tests.portable.data_support import Settings, corpus, source, write_jsonl
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,11 +49,7 @@ def word_tokenizer(template: str, **special: str) -> Any:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("trained")
-    return train_tokenizer(open_source(str(corpus(folder))), 320, folder, mask=True)
-
-
-def test_decoding_gives_back_the_text(trained: Any) -> None:
-    assert trained.decode(trained(HARD)["input_ids"]) == HARD
+    return train_tokenizer(source(str(corpus(folder))), 320, folder, mask=True)
 
 
 def test_special_tokens(trained: Any) -> None:
@@ -75,16 +70,16 @@ def test_it_travels_with_the_model(trained: Any, tmp_path: Path) -> None:
 
 
 def test_it_is_trained_once_and_always_the_same(tmp_path: Path) -> None:
-    source = open_source(str(corpus(tmp_path)))
-    first = train_tokenizer(source, 300, tmp_path / "one")
+    given = source(str(corpus(tmp_path)))
+    first = train_tokenizer(given, 300, tmp_path / "one")
     (folder,) = (entry for entry in (tmp_path / "one" / "tokenizers").iterdir() if entry.is_dir())
     before = (folder / "tokenizer.json").stat().st_mtime_ns
-    train_tokenizer(source, 300, tmp_path / "one")
+    train_tokenizer(given, 300, tmp_path / "one")
     assert (folder / "tokenizer.json").stat().st_mtime_ns == before
-    second = train_tokenizer(source, 300, tmp_path / "two")
+    second = train_tokenizer(given, 300, tmp_path / "two")
     assert tokenizer_digest(first) == tokenizer_digest(second)
     assert first.mask_token is None
-    assert tokenizer_digest(train_tokenizer(source, 301, tmp_path / "one")) != tokenizer_digest(first)
+    assert tokenizer_digest(train_tokenizer(given, 301, tmp_path / "one")) != tokenizer_digest(first)
 
 
 def _cut(text: str) -> str:
@@ -104,28 +99,28 @@ def _other_merges(text: str) -> str:
     [("tokenizer.json", _cut), ("tokenizer_config.json", _cut), ("tokenizer.json", _other_merges)],
 )
 def test_a_damaged_one_is_trained_again(tmp_path: Path, damage: str, how: Callable[[str], str]) -> None:
-    source = open_source(str(corpus(tmp_path)))
-    digest = tokenizer_digest(train_tokenizer(source, 300, tmp_path))
+    given = source(str(corpus(tmp_path)))
+    digest = tokenizer_digest(train_tokenizer(given, 300, tmp_path))
     (path,) = (tmp_path / "tokenizers").glob(f"*/{damage}")
     before = path.read_text()
     path.write_text(how(before))
     assert path.read_text() != before
-    assert tokenizer_digest(train_tokenizer(source, 300, tmp_path)) == digest
+    assert tokenizer_digest(train_tokenizer(given, 300, tmp_path)) == digest
 
 
 def test_training_is_the_same_in_every_process(tmp_path: Path) -> None:
     """Merges are chosen by count, and ties must not hang on the hash seed or the number of threads."""
     code = (
-        "import sys; from pathlib import Path; from portable.data.sources.opening import StandardLibrary\n"
+        "import sys; from pathlib import Path; from tests.portable.data_support import source\n"
         "from portable.data.tokens.tokenizer import *\n"
-        "print(tokenizer_digest(train_tokenizer(StandardLibrary(40), 1000, Path(sys.argv[1]))))"
+        "print(tokenizer_digest(train_tokenizer(source(None, max_samples=40), 1000, Path(sys.argv[1]))))"
     )
     environment = {**os.environ, "PYTHONHASHSEED": "7", "RAYON_NUM_THREADS": "1"}
     command = [sys.executable, "-c", code, str(tmp_path / "other")]
     other = subprocess.run(
         command, env=environment, capture_output=True, text=True, check=True
     ).stdout.strip()
-    assert tokenizer_digest(train_tokenizer(StandardLibrary(40), 1000, tmp_path / "here")) == other
+    assert tokenizer_digest(train_tokenizer(source(None, max_samples=40), 1000, tmp_path / "here")) == other
 
 
 def test_the_size_of_the_trained_vocabulary() -> None:
@@ -146,19 +141,23 @@ def test_vocabulary_of_a_causal_model() -> None:
     vocabulary = Vocabulary.of(llama)
     assert (vocabulary.size, vocabulary.end, vocabulary.pad) == (6, 1, 1)
     assert (vocabulary.prefix, vocabulary.suffix) == ((0,), ())
-    assert frame("causal-lm", vocabulary) == Frame((0,), (1,))
+    assert special_token_frame("causal-lm", vocabulary) == Frame((0,), (1,))
     gpt = Vocabulary.of(word_tokenizer("", bos_token="<|e|>", eos_token="<|e|>"))
-    assert frame("causal-lm", gpt) == Frame((), (0,))
+    assert special_token_frame("causal-lm", gpt) == Frame((), (0,))
 
 
 def test_vocabulary_of_an_encoder() -> None:
     special = {"cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]", "mask_token": "[MASK]"}
     bert = Vocabulary.of(word_tokenizer("[CLS] $A [SEP]", **special))
     assert (bert.prefix, bert.suffix, bert.mask, bert.pad) == ((0,), (1,), 3, 2)
-    assert frame("masked-lm", bert) == frame("sequence-classification", bert) == Frame((0,), (1,))
-    assert frame("causal-lm", bert) == Frame((0,), (1,))
+    assert (
+        special_token_frame("masked-lm", bert)
+        == special_token_frame("sequence-classification", bert)
+        == Frame((0,), (1,))
+    )
+    assert special_token_frame("causal-lm", bert) == Frame((0,), (1,))
     t5 = Vocabulary.of(word_tokenizer("$A </s>", eos_token="</s>", pad_token="<pad>"))
-    assert frame("seq2seq-lm", t5) == Frame((), (0,))
+    assert special_token_frame("seq2seq-lm", t5) == Frame((), (0,))
 
 
 def test_all_of_a_template_stands_before_a_document() -> None:
@@ -166,7 +165,7 @@ def test_all_of_a_template_stands_before_a_document() -> None:
     special = {"eos_token": "<|e|>", "bos_token": "<sop>", "cls_token": "[gMASK]"}
     glm = word_tokenizer("[gMASK] <sop> $A", **special)
     assert glm("a b")["input_ids"][:2] == [2, 1]
-    assert frame("causal-lm", Vocabulary.of(glm)) == Frame((2, 1), (0,))
+    assert special_token_frame("causal-lm", Vocabulary.of(glm)) == Frame((2, 1), (0,))
 
 
 class TwoSides(PreTrainedTokenizer):  # type: ignore[misc, unused-ignore]
@@ -209,11 +208,10 @@ class TwoSides(PreTrainedTokenizer):  # type: ignore[misc, unused-ignore]
 def test_targets_are_of_the_vocabulary_for_targets(tmp_path: Path) -> None:
     tokenizer = TwoSides()
     path = write_jsonl(tmp_path / "p.jsonl", [{"text": "a b", "target": "a b"}])
-    fields = Fields("text", "target")
     vocabulary = Vocabulary.of(tokenizer)
-    framed = frame("seq2seq-lm", vocabulary, Vocabulary.of(tokenizer, targets=True))
-    source = open_source(str(path), fields=fields)
-    cache = tokenize(source, tokenizer, vocabulary, fields, framed, tmp_path / "cache")
+    around = special_token_frame("seq2seq-lm", vocabulary, Vocabulary.of(tokenizer, targets=True))
+    given = source(str(path), "seq2seq-lm", target_field="target")
+    cache = TokenizeJob(given.settings, tokenizer, vocabulary, around, tmp_path / "cache").tokens(given)
     expected = tokenizer("a b", text_target="a b")
     assert cache.document("text", 0).tolist() == expected["input_ids"] == [2, 3, 1]
     assert cache.document("target", 0).tolist() == expected["labels"] == [3, 2, 1]
@@ -224,9 +222,9 @@ def test_targets_are_of_the_vocabulary_for_targets(tmp_path: Path) -> None:
 
 def test_a_tokenizer_without_an_end() -> None:
     endless = Vocabulary.of(word_tokenizer("", unk_token="<unk>"))
-    assert frame("sequence-classification", endless) == Frame((), ())
+    assert special_token_frame("sequence-classification", endless) == Frame((), ())
     with pytest.raises(UserError, match="no eos_token"):
-        frame("causal-lm", endless)
+        special_token_frame("causal-lm", endless)
 
 
 def test_ids_beyond_the_length_count() -> None:
@@ -264,7 +262,7 @@ class Evil(PreTrainedTokenizerFast):
 def test_python_of_a_tokenizer_is_not_run_unless_trusted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train_tokenizer(open_source(str(corpus(tmp_path))), 300, tmp_path / "cache").save_pretrained(
+    train_tokenizer(source(str(corpus(tmp_path))), 300, tmp_path / "cache").save_pretrained(
         folder := tmp_path / "evil"
     )
     mark = tmp_path / "it ran"

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from portable.cli import main
 from portable.config import load_config
 from portable.config.reference import ROOT
-from portable.data import build_data
+from portable.data.dataset import build_data
 from portable.formatting import human_count
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank

@@ -21,7 +21,7 @@ from torch.nn import functional
 from converters import open_checkpoint
 from portable.checkpoint.external import is_own_checkpoint, open_external
 from portable.cli import main
-from portable.data import TrainLoader
+from portable.data.samples.loader import TrainLoader
 from portable.errors import UserError
 from portable.loop import steps
 from portable.registry import create_backend

@@ -21,8 +21,7 @@ from converters.cli import main as convert
 from converters.storage.object_store import RemotePath
 from portable.adapters.settings import folder_of
 from portable.cli import main
-from portable.data.sources.opening import open_source
-from portable.data.sources.token_files import TokenSource
+from portable.data.sources.source import TokenSource
 from portable.data.tokens import limited
 from portable.data.tokens.chat_template import ChatTemplate
 from portable.data.tokens.tokenizer import load_tokenizer
@@ -30,6 +29,7 @@ from portable.errors import UserError
 from portable.paths import check_folder
 from portable.reporting.html_report import main as report
 from tests.portable.chat_support import NO_FRAME, TALK, record, tokenizer
+from tests.portable.data_support import source
 from tests.runs import SENTENCE, flags, tiny
 
 if TYPE_CHECKING:
@@ -307,9 +307,9 @@ def deep(path: Path) -> Path:
 def test_data_stays_in_its_folder_and_within_bounds(name: str, tmp_path: Path, secret: Path) -> None:
     (tmp_path / "data").mkdir()
     make, told = DATA[name]
-    source = str(make(tmp_path / "data"))
+    place = str(make(tmp_path / "data"))
     with pytest.raises(UserError, match=told) as refused:
-        opened = open_source(source)
+        opened = source(place)
         if isinstance(opened, TokenSource):
             list(opened.tokens(1 << 20, None))
         else:
@@ -324,11 +324,11 @@ def test_what_is_honest_is_read(tmp_path: Path) -> None:
     for number, make in enumerate((card("data_files: '*.jsonl'"), saved("data-00000-of-00001.arrow"))):
         folder = tmp_path / str(number) / "data"
         folder.mkdir(parents=True)
-        assert [one.text for one in open_source(str(make(folder))).documents()] == ["mine"]
+        assert [one.text for one in source(str(make(folder))).documents()] == ["mine"]
     (tmp_path / "mds").mkdir()
-    source = open_source(str(shards()(tmp_path / "mds")))
-    assert isinstance(source, TokenSource)
-    ((tokens, lengths),) = source.tokens(1 << 20, None)
+    written = source(str(shards()(tmp_path / "mds")))
+    assert isinstance(written, TokenSource)
+    ((tokens, lengths),) = written.tokens(1 << 20, None)
     assert len(tokens) == 400 and lengths == [20] * 20
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from portable.config import parse_args
-from portable.data import build_data
+from portable.data.dataset import build_data
 from portable.errors import UserError
 from portable.evaluation.metrics import NOTHING
 from portable.model.build import AUTO_CLASSES, model_config

@@ -12,9 +12,8 @@ import pytest
 from portable.checkpoint.resume_source import checkpoints_of
 from portable.checkpoint.trainer_state import TrainerState
 from portable.config import DataConfig
-from portable.data import build_data
+from portable.data.dataset import build_data
 from portable.data.samples.base import PackedCausal, Part
-from portable.data.samples.loader import TrainLoader
 from portable.data.samples.mixture import Interleave, Mixture, Schedule, Share
 from portable.errors import UserError
 from portable.reporting.metrics import read_metrics
@@ -123,52 +122,6 @@ def test_epochs_are_exact_over_a_pass(tmp_path: Path) -> None:
         + [(epoch, 300 + n) for epoch in range(2) for n in range(120)]
         + [(epoch, 420 + n) for epoch in range(10) for n in range(7)]
     )
-
-
-BATCH = 42  # divides by 1, 2, 3, 7
-
-
-def ids(mixed: Mixture, world_size: int, first: int, count: int, workers: int = 0) -> list[list[int]]:
-    """The first token of each sample of each step, as the ranks get them."""
-    found: list[list[int]] = [[] for _ in range(count)]
-    for rank in range(world_size):
-        loader = TrainLoader(
-            mixed,
-            seed=7,
-            position=first * BATCH,
-            global_batch_size=BATCH,
-            micro_batch_size=BATCH // world_size,
-            rank=rank,
-            world_size=world_size,
-            num_workers=workers,
-        )
-        batches = iter(loader)
-        for step in range(count):
-            micro = next(batches)
-            for row, source in zip(micro["input_ids"].tolist(), micro["source"].tolist(), strict=True):
-                assert row[0] % 3 == source
-                found[step].append(row[0])
-        batches.close()
-    return found
-
-
-def test_the_order_is_that_of_any_number_of_ranks(tmp_path: Path) -> None:
-    """Ids of samples, from the batches that the ranks really get, from any position on."""
-    mixed = mixture(tmp_path, [Share(weight=0.5), Share(weight=0.3), Share(weight=0.2)])
-    whole = ids(mixed, 1, 0, 40)
-    numbers = [mixed.source_of(index) for _, index in places(mixed, 0, 40 * BATCH)]
-    assert [one for step in whole for one in step] == [3 * n + source for source, n in numbers]
-    for world_size in (2, 3, 7):
-        assert ids(mixed, world_size, 0, 40) == whole
-    assert ids(mixed, 3, 29, 11) == whole[29:]
-
-
-@pytest.mark.exhaustive
-def test_a_hundred_thousand_samples_with_workers(tmp_path: Path) -> None:
-    mixed = mixture(tmp_path, [Share(weight=0.5), Share(weight=0.3), Share(weight=0.2)])
-    whole = ids(mixed, 1, 0, 2400)
-    for world_size, workers in ((1, 4), (2, 0), (3, 0), (7, 0)):
-        assert ids(mixed, world_size, 0, 2400, workers) == whole
 
 
 # -- settings and whole runs --------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from portable.checkpoint.trainer_state import TrainerState
-from portable.data import locate
+from portable.data.samples.order import locate
 from portable.errors import RunError
 from portable.model import build as models
 from portable.optim.non_finite import MAX_STREAK, NEW_COUNTERS, Health, count_update

@@ -9,17 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from portable.data.sources import shards
-from portable.data.sources.documents import BadRecords, Fields
-from portable.data.sources.opening import open_source
 from portable.errors import UserError
-from tests.portable.data_support import write_jsonl
+from tests.portable.data_support import source, write_jsonl
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from portable.data.sources.documents import Source
+    from portable.data.sources.source import Source
 
 TEXTS = [f"record {number}, of words" for number in range(20)]
 
@@ -27,24 +24,21 @@ TEXTS = [f"record {number}, of words" for number in range(20)]
 @pytest.fixture(params=["file", "stream"])
 def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Source]:
     """Open a source as a whole, or as a stream."""
+    cache = tmp_path / "cache"
 
-    def open_one(path: Path, **fields: Any) -> Source:
-        given = Fields(**fields)
-        if request.param == "file":
-            return open_source(str(path), fields=given)
-        copies = {"downloads": tmp_path / "copies", "digests": None, "remember": False}
-        return shards.open_stream(str(path), given, **copies)  # type: ignore[arg-type]
+    def open_one(path: Path, task: str = "causal-lm", **data: Any) -> Source:
+        return source(str(path), task, stream=request.param == "stream", cache_dir=cache, **data)
 
     return open_one
 
 
-def texts(source: Source) -> list[str]:
-    return [document.text for document in source.documents()]
+def texts(given: Source) -> list[str]:
+    return [document.text for document in given.documents()]
 
 
-def refusal(source: Source) -> str:
+def refusal(given: Source) -> str:
     with pytest.raises(UserError) as caught:
-        texts(source)
+        texts(given)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -68,7 +62,9 @@ def test_csv(opened: Callable[..., Source], tmp_path: Path) -> None:
     lines = "".join(f'"{cell}",{number}\r\n' for number, cell in enumerate(cells))
     path.write_bytes(codecs.BOM_UTF8 + f"text,n\r\n{lines}".encode())
     assert texts(opened(path)) == [cell for cell in cells if cell]
-    assert [found.label for found in opened(path, label="n").documents()] == [0, 1, 3, 4, 5]
+    assert [
+        found.label for found in opened(path, "sequence-classification", label_field="n").documents()
+    ] == [0, 1, 3, 4, 5]
     (tmp_path / "empty.csv").touch()
     assert texts(opened(tmp_path / "empty.csv")) == []
     path.write_text("text;n\na;1\n")
@@ -81,9 +77,9 @@ def test_lines_of_csv_with_too_many_cells(
     path = tmp_path / "a.csv"
     path.write_text("text,n\n" + "".join(f'"{text}",1\n' for text in TEXTS) + "a,b,c\nlast,2\n")
     assert "Expected 2 fields in line 22, saw 3" in refusal(opened(path))
-    bad = BadRecords()
-    assert texts(opened(path, bad=bad)) == [*TEXTS, "last"]
-    assert bad.count == 1
+    skipping = opened(path, on_bad_record="skip")
+    assert texts(skipping) == [*TEXTS, "last"]
+    assert skipping.fields.bad is not None and skipping.fields.bad.count == 1
     assert f"skipped: data.source: {path}: line 22: expected 2 fields, saw 3" in capsys.readouterr().err
 
 
@@ -112,8 +108,8 @@ def test_parquet_of_every_type(opened: Callable[..., Source], tmp_path: Path) ->
     assert texts(opened(path)) == TEXTS
     columns["doc"] = pyarrow.array([{"text": text} for text in TEXTS])
     path = parquet(tmp_path / "b.parquet", columns)
-    assert "b.parquet: row 8: date value out of range" in refusal(opened(path, text="doc.text"))
-    assert texts(opened(path, text="doc.text", bad=BadRecords())) == [*TEXTS[:7], *TEXTS[8:]]
+    assert "b.parquet: row 8: date value out of range" in refusal(opened(path, text_field="doc.text"))
+    assert texts(opened(path, text_field="doc.text", on_bad_record="skip")) == [*TEXTS[:7], *TEXTS[8:]]
 
 
 # -- JSON and text ------------------------------------------------------------------------------------------
@@ -144,8 +140,7 @@ def test_the_first_file_is_empty(opened: Callable[..., Source], tmp_path: Path) 
     (tmp_path / "data" / "b.jsonl").write_text("\n")
     talk = [{"role": "user", "content": "why"}, {"role": "assistant", "content": "because"}]
     write_jsonl(tmp_path / "data" / "c.jsonl", [{"messages": talk}])
-    found = opened(tmp_path / "data")
-    assert found.recognised(Fields(format=None)) == "messages"
+    assert opened(tmp_path / "data", format="auto").recognise() == "messages"
     opened(tmp_path / "data", format="messages").check()
     with pytest.raises(UserError, match="contains no text"):
         opened(tmp_path / "data" / "b.jsonl").check()
@@ -202,10 +197,7 @@ def test_a_copy_of_a_dataset_of_the_hub(card: str, stream: bool, tmp_path: Path)
     (folder / "README.md").write_text(CARDS[card])
 
     def found(**given: Any) -> list[str]:
-        if not stream:
-            return texts(open_source(str(folder), **given))
-        copies = {"downloads": tmp_path / "copies", "digests": None, "remember": False}
-        return texts(shards.open_stream(str(folder), Fields(), **copies, **given))  # type: ignore[arg-type]
+        return texts(source(str(folder), stream=stream, cache_dir=tmp_path / "cache", **given))
 
     if card == "configs":
         assert found(config_name="two") == ["to evaluate"]
@@ -224,7 +216,7 @@ def test_a_split_of_files_without_splits(tmp_path: Path) -> None:
         with pytest.raises(
             UserError, match=r"data.split: .test. is for a hub data set, but data.source names"
         ):
-            open_source(str(place), split="test")
+            source(str(place), split="test")
 
 
 def test_saved_datasets(tmp_path: Path) -> None:
@@ -236,13 +228,12 @@ def test_saved_datasets(tmp_path: Path) -> None:
     datasets.DatasetDict({"train": rows.select(range(5)), "test": rows.select([7])}).save_to_disk(
         tmp_path / "splits"
     )
-    assert texts(open_source(str(tmp_path / "rows"))) == TEXTS
-    assert texts(open_source(str(tmp_path / "rows"), max_samples=3)) == TEXTS[:3]
-    assert texts(open_source(str(tmp_path / "splits"))) == TEXTS[:5]
-    test = open_source(str(tmp_path / "splits"), split="test", fields=Fields(label="label"))
-    assert [(found.text, found.label) for found in test.documents_of_key()] == [(TEXTS[7], 1)]
+    assert texts(source(str(tmp_path / "rows"))) == TEXTS
+    assert texts(source(str(tmp_path / "rows"), max_samples=3)) == TEXTS[:3]
+    assert texts(source(str(tmp_path / "splits"))) == TEXTS[:5]
+    test = source(str(tmp_path / "splits"), task="sequence-classification", split="test")
+    assert [(found.text, found.label) for found in test.checked(test.documents())] == [(TEXTS[7], 1)]
     with pytest.raises(UserError, match=r"data.split: .* has no split 'dev'; it has test, train"):
-        open_source(str(tmp_path / "splits"), split="dev")
-    copies = {"downloads": tmp_path / "copies", "digests": None, "remember": False}
+        source(str(tmp_path / "splits"), split="dev")
     with pytest.raises(UserError, match=r"data.stream: .* was saved with save_to_disk; set it to false"):
-        shards.open_stream(str(tmp_path / "rows"), Fields(), **copies)  # type: ignore[arg-type]
+        source(str(tmp_path / "rows"), stream=True)

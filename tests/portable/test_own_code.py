@@ -14,13 +14,11 @@ from transformers import LlamaForCausalLM
 
 from portable import UserError, plugins, train
 from portable.api import with_objects
-from portable.data.sources import own_records
-from portable.data.sources.documents import Fields
-from portable.data.sources.opening import open_source
+from portable.data.sources import user_records
 from portable.model.build import build_model, model_config
 from portable.model.initialize import Blueprint
 from tests.parity import opened
-from tests.portable.data_support import write_jsonl
+from tests.portable.data_support import source, write_jsonl
 from tests.runs import SENTENCE, configured
 
 if TYPE_CHECKING:
@@ -80,7 +78,7 @@ def test_records_of_code_are_those_of_a_file(tmp_path: Path) -> None:
 
 def test_the_key_follows_the_records() -> None:
     def key(name: str) -> str:
-        return open_source(name, fields=Fields()).key
+        return source(name).key
 
     assert key(f"{HERE}:records") == key(f"{HERE}:records()") != key(f"{HERE}:records(count=41)")
 
@@ -107,9 +105,8 @@ def test_what_gives_no_records_is_refused_in_a_line(name: str, told: str, tmp_pa
 def test_records_without_an_end_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(own_records, "PATIENCE", 0.0)
-    source = own_records.OwnRecords(f"{HERE}:endless", Fields(), 2500)
-    assert source.key
+    monkeypatch.setattr(user_records, "PATIENCE", 0.0)
+    assert source(f"{HERE}:endless", max_samples=2500).key
     assert (
         capsys.readouterr().err.count("1,000 records so far; if there is no end of them, set data.max_s") == 1
     )
@@ -124,8 +121,8 @@ def test_records_in_memory(tmp_path: Path, corpus: Path) -> None:
     config = with_objects(configured(tmp_path / "run", tmp_path / "corpus.jsonl"), data=rows)
     again = with_objects(configured(tmp_path / "run", tmp_path / "corpus.jsonl"), data=rows)
     assert config.data.source == again.data.source
-    source = open_source(config.data.source, fields=Fields())
-    assert [document.text for document in source.documents()] == [row["text"] for row in rows]
+    found = source(config.data.source)
+    assert [document.text for document in found.documents()] == [row["text"] for row in rows]
     with pytest.raises(UserError, match="data: record 2 is a str"):
         with_objects(config, data=[{"text": "a"}, "b"])
 

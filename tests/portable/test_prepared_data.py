@@ -10,8 +10,9 @@ import pytest
 
 from portable.commands.data import main
 from portable.config import DataConfig
-from portable.data import build_data, making
-from portable.data.sources import shards
+from portable.data import pretokenize
+from portable.data.dataset import build_data
+from portable.data.sources import opening
 from portable.data.sources.prepared import INDEX
 from portable.data.stream import Stream
 from portable.data.tokens import tokenize
@@ -101,7 +102,7 @@ def test_it_goes_on_where_it_was_killed(
     assert main([*command, str(whole)]) == 0
     made: list[int] = []
     stops_at = {5}
-    write = making._Writing.__call__
+    write = pretokenize._Writing.__call__
 
     def stops(self: Any, item: Any) -> Any:
         if len(made) in stops_at:
@@ -109,7 +110,7 @@ def test_it_goes_on_where_it_was_killed(
         made.append(item[0])
         return write(self, item)
 
-    monkeypatch.setattr(making._Writing, "__call__", stops)
+    monkeypatch.setattr(pretokenize._Writing, "__call__", stops)
     main([*command, str(out)])
     assert made == [0, 1, 2, 3, 4] and not (out / INDEX).exists()
     (out / "shards" / "000001" / "text.bin").write_bytes(b"half")
@@ -176,6 +177,6 @@ def test_refusals(
 def test_a_long_file_is_made_in_parts(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(shards, "PART_BYTES", 2000)
+    monkeypatch.setattr(opening, "PART_BYTES", 2000)
     assert main(["--config", str(config), "--out", str(tmp_path / "out"), "--processes", "1"]) == 0
     assert ": 9 shards" not in capsys.readouterr().out

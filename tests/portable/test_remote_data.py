@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from portable.data import build_data, inspect_data
-from portable.data.sources.documents import Fields
-from portable.data.sources.opening import open_source
+from portable.data.dataset import build_data, inspect_data
 from portable.errors import UserError
+from tests.portable.data_support import source
 from tests.runs import configured
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from portable.data.sources.documents import Source
+    from portable.data.sources.source import Source
     from tests.object_store import ObjectStore
 
 TEXTS = ["one line of text", "another,\nwith two lines", "å third"]
@@ -45,7 +44,7 @@ def files(tmp_path: Path, s3: ObjectStore) -> Path:
 
 
 def opened(name: str | list[str], cache: Path, max_samples: int | None = None) -> Source:
-    return open_source(name, fields=Fields(), downloads=cache, max_samples=max_samples)
+    return source(name, cache_dir=cache, max_samples=max_samples)
 
 
 @pytest.mark.parametrize(
@@ -64,20 +63,20 @@ def opened(name: str | list[str], cache: Path, max_samples: int | None = None) -
 def test_the_same_documents_as_from_a_disk(
     pattern: str, count: int, s3: ObjectStore, files: Path, tmp_path: Path
 ) -> None:
-    here = list(open_source(str(files / pattern)).documents())
+    here = list(source(str(files / pattern)).documents())
     there = opened(f"s3://{s3.bucket}/data/{pattern}", tmp_path / "cache")
     assert list(there.documents()) == here and len(here) == count
     few = opened(f"s3://{s3.bucket}/data/{pattern}", tmp_path / "cache", max_samples=3)
-    assert list(few.documents()) == list(open_source(str(files / pattern), max_samples=3).documents())
+    assert list(few.documents()) == list(source(str(files / pattern), max_samples=3).documents())
 
 
 def test_fetched_once_until_it_changes(s3: ObjectStore, files: Path, tmp_path: Path) -> None:
     names = [s3.url("data/b.jsonl"), s3.url("data/more/*.json")]
-    source = opened(names, tmp_path / "cache")
+    given = opened(names, tmp_path / "cache")
     size = (files / "b.jsonl").stat().st_size
-    assert source.size_bytes == size + (files / "more" / "c.json").stat().st_size
+    assert given.size_bytes == size + (files / "more" / "c.json").stat().st_size
     assert s3.bytes_out("b.jsonl") == 0  # the key and the size come from the listing
-    key, first = source.key, list(source.documents())
+    key, first = given.key, list(given.documents())
     again = opened(names, tmp_path / "cache")
     assert again.key == key and list(again.documents()) == first
     assert s3.bytes_out("b.jsonl") == size
@@ -137,9 +136,9 @@ def test_what_changes_on_the_way_is_not_kept_under_the_old_name(
     s3: ObjectStore, files: Path, tmp_path: Path
 ) -> None:
     """By another text of the same length, between the listing and the fetching."""
-    source = opened(s3.url("data/b.jsonl"), tmp_path / "cache")
-    assert source.key
+    given = opened(s3.url("data/b.jsonl"), tmp_path / "cache")
+    assert given.key
     s3.put("data/b.jsonl", (files / "b.jsonl").read_bytes().replace(b"one", b"two"))
     with pytest.raises(UserError, match=r"s3://.*b.jsonl changed while it was read"):
-        list(source.documents())
+        list(given.documents())
     assert not [*(tmp_path / "cache").rglob("b.jsonl")]

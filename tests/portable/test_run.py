@@ -91,7 +91,7 @@ def test_the_final_model_loads_and_computes_the_same(finished: Path, tmp_path: P
 
 
 def test_evaluation_equals_a_plain_mean_over_the_held_out_tokens(finished: Path, corpus: Path) -> None:
-    from portable.data import build_data
+    from portable.data.dataset import build_data
 
     config = load_config(finished / "config.yaml")
     data = build_data(config.data, seed=config.seed, model_vocab_size=TINY_MODEL["vocab_size"])

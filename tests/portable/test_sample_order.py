@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import numpy as np
 import pytest
 
-from portable.data import build_data
+from portable.data.dataset import build_data
 from portable.data.samples.loader import TrainLoader
 from portable.run import batches
 from portable.run.rank import run_rank
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from portable.data import Samples
+    from portable.data.samples.base import Samples
     from portable.data.samples.loader import BatchIterator
 
 

@@ -11,17 +11,14 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from portable.config import DataConfig
-from portable.data import build_data
+from portable.data.dataset import build_data
 from portable.data.samples.loader import TrainLoader
-from portable.data.sources import shards
-from portable.data.sources.documents import Fields
+from portable.data.sources import opening
 from portable.data.sources.file_parts import FilePart
 from portable.data.stream import Stream
 from portable.errors import RunError, UserError
-from portable.reporting.metrics import read_metrics
-from portable.run.rank import run_rank
-from tests.portable.data_support import write_jsonl
-from tests.runs import checked, configured, write_corpus
+from tests.portable.data_support import source, write_jsonl
+from tests.runs import checked
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -107,13 +104,13 @@ def test_a_resume_reads_nothing_that_was_consumed(files: Path, monkeypatch: pyte
     position = 500
     expected = ids(stream, position, 40)
     read: list[str] = []
-    documents = FilePart.documents_of_key
+    checked = FilePart.checked
 
-    def counted(self: FilePart) -> Any:
+    def counted(self: FilePart, documents: Any) -> Any:
         read.append(self.name)
-        return documents(self)
+        return checked(self, documents)
 
-    monkeypatch.setattr(FilePart, "documents_of_key", counted)
+    monkeypatch.setattr(FilePart, "checked", counted)
     other = opened(files, cache_dir=str(files.parent / "other"))
     first = len(read)  # the shard that tells the columns
     other.adopt(stream.state())
@@ -157,18 +154,6 @@ def _saved(data: Any, files: Path) -> str:
     folder = files.parent / "tokenizer"
     data.tokenizer.save_pretrained(folder)
     return str(folder)
-
-
-@pytest.mark.parametrize("part_bytes", [100, 1000, 7001])
-def test_parts_of_a_file_have_each_line_once(
-    files: Path, part_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shards, "PART_BYTES", part_bytes)
-    name = str(files / "part-8.jsonl")
-    stream = shards.open_stream(name, Fields(), downloads=files, digests=None, remember=False)
-    assert len(stream.shards) == -(-(files / "part-8.jsonl").stat().st_size // part_bytes)
-    texts = [document.text for document in stream.documents()]
-    assert texts == [json.loads(line)["text"] for line in (files / "part-8.jsonl").read_text().splitlines()]
 
 
 # -- the disk -----------------------------------------------------------------------------------------------
@@ -244,7 +229,7 @@ def test_a_process_that_dies_is_replaced_where_its_work_is_needed(
     expected = ids(opened(files, cache_dir=str(files.parent / "other")), 0, 900)
     stream = opened(files)
     stream._processes = 2
-    monkeypatch.setattr("portable.data.tokens.ahead.Tokenizing.__call__", _die)
+    monkeypatch.setattr("portable.data.tokens.tokenize.TokenizeJob.__call__", _die)
     assert ids(stream, 0, 900) == expected
     assert stream._ahead is not None
     stream._ahead.close()
@@ -282,39 +267,12 @@ def test_what_a_stream_cannot_do_is_refused(given: dict[str, Any], said: str) ->
 # -- whole runs ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("brief_runs")
-def test_a_run_of_a_mixture_with_a_stream(files: Path, tmp_path: Path) -> None:
-    """A stop in between, on a machine with an empty cache afterwards, changes no loss."""
-    texts = write_corpus(tmp_path)
-    sources = [
-        {"name": "texts", "source": str(texts), "weight": 1},
-        {"name": "web", "source": str(files / "*.jsonl"), "stream": True, "weight": 2},
-    ]
-    given: dict[str, Any] = {
-        "data__source": None,
-        "data__sources": sources,
-        "data__cache_dir": str(tmp_path / "cache"),
-        "train__eval_every": 4,
-        "checkpoint__export": False,
-    }
-    assert run_rank("cpu", configured(tmp_path / "whole", texts, **given)) == 0
-    expected = [row["loss"] for row in read_metrics(tmp_path / "whole") if "loss" in row]
-    parted = tmp_path / "parted"
-    assert run_rank("cpu", configured(parted, texts, **given, train__stop_after=3)) == 0
-    shutil.rmtree(tmp_path / "cache" / "streams")
-    assert run_rank("cpu", configured(parted, texts, **given)) == 0
-    rows = [row for row in read_metrics(parted) if "loss" in row]
-    assert [row["loss"] for row in rows] == expected
-    assert rows[-1]["samples/web"] == 2 * rows[-1]["samples/texts"]
-    assert any("eval_loss/texts" in row for row in read_metrics(parted))
-
-
 @pytest.mark.parametrize("part_bytes", [1 << 26, 200])
 def test_bad_records_are_skipped_and_told(
     tmp_path: Path, part_bytes: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """In a stream and in a file: the first five with their place, then the number; or the run ends."""
-    monkeypatch.setattr(shards, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(opening, "PART_BYTES", part_bytes)
     bad = {
         3: b"{broken",
         9: b'{"text": 5}',
@@ -328,36 +286,17 @@ def test_bad_records_are_skipped_and_told(
     path = tmp_path / "some.jsonl"
     path.write_bytes(b"\n".join(lines) + b"\n")
     good = [json.loads(line)["text"] for n, line in enumerate(lines) if n not in bad]
-    streamed = part_bytes < 1000
-    given: dict[str, Any] = {
-        "source": str(path),
-        "stream": streamed,
-        "on_bad_record": "skip",
-        "eval_fraction": 0.0,
-    }
-    data = build_data(DataConfig(**given, vocab_size=300, seq_len=8, cache_dir=str(tmp_path / "cache")))
-    if not streamed:
-        tokens = data.tokens
-        found = [data.tokenizer.decode(tokens.document("text", n)[:-1]) for n in range(tokens.documents)]
-        assert found == good
-        told = capfd.readouterr().err.splitlines()
-        assert [
-            line for line in told if ":4: not a line of JSON" in line and line.startswith("warning: skipped")
-        ]
-        assert len([line for line in told if "skipped: " in line]) == 5
-        assert f"warning: {path}: 7 records were skipped (data.on_bad_record)" in told
-    else:
-        stream = data.train
-        while stream.epochs(1) is None:
-            stream.locate(stream._ends[-1], 0)  # type: ignore[attr-defined]
-        documents = sum(
-            stream._tokens(shard).documents  # type: ignore[attr-defined]
-            for shard, (_, told) in stream._manifest.items() if told  # type: ignore[attr-defined]
-        )  # fmt: skip
-        assert documents == len(good)
+    skipping = source(str(path), stream=part_bytes < 1000, cache_dir=tmp_path, on_bad_record="skip")
+    assert [document.text for document in skipping.documents()] == good
+    assert skipping.fields.bad is not None
+    skipping.fields.bad.tell(skipping.name)
+    told = capfd.readouterr().err.splitlines()
+    place = ":4" if part_bytes > 1000 else ""
+    assert [line for line in told if f"{place}: not a line of JSON" in line and "warning: skipped" in line]
+    assert len([line for line in told if "skipped: " in line]) == 5
+    assert f"warning: {path}: 7 records were skipped (data.on_bad_record)" in told
     with pytest.raises(UserError, match=r"not a line of JSON .* or set data.on_bad_record to skip"):
-        build_data(DataConfig(**(given | {"on_bad_record": "error"}), vocab_size=300, seq_len=8,
-                              cache_dir=str(tmp_path / "cache")))  # fmt: skip
+        list(source(str(path), stream=part_bytes < 1000, cache_dir=tmp_path).documents())
 
 
 def test_a_stream_from_a_store(files: Path, tmp_path: Path, s3: ObjectStore) -> None:

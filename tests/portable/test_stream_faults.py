@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
-from portable.data import build_data
+from portable.data.dataset import build_data
 from portable.data.samples.loader import TrainLoader, _raised, worker_died
 from portable.data.stream import Stream
 from portable.data.tokens.cache import TokenWriter

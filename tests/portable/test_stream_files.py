@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gzip
 import json
 import os
 import random
@@ -15,24 +14,22 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from portable.config import DataConfig
-from portable.data import build_data
-from portable.data.sources import file_parts, shards
-from portable.data.sources.documents import BadRecords, Fields
-from portable.data.sources.opening import open_source
+from portable.data.dataset import build_data
+from portable.data.sources import file_parts, opening
+from portable.data.sources.documents import Fields
+from portable.data.sources.opening import StreamedFiles
 from portable.data.stream import Stream
 from portable.errors import UserError
 from tests import hub_datasets
+from tests.portable.data_support import source
 from tests.portable.order_support import write_tokenizer
+from tests.portable.test_data_contract import KINDS, TEXTS, lines
 from tests.simulated_store import SimulatedStore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from portable.data.sources.shards import StreamedFiles
     from tests.object_store import ObjectStore
-
-TEXTS = [f"text {number} " + "word " * (number % 37) for number in range(2000)]
 
 
 def parquet(path: Path, columns: dict[str, Any], **options: Any) -> Path:
@@ -43,71 +40,22 @@ def parquet(path: Path, columns: dict[str, Any], **options: Any) -> Path:
     return path
 
 
-def lines(texts: Sequence[str]) -> bytes:
-    return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
-
-
-def written(folder: Path, name: str) -> Path:
-    """A file of ``TEXTS`` of the kind that its name says."""
-    import pyarrow
-
-    path = folder / name
-    if name.endswith(".parquet"):
-        others = [{"place": number} for number in range(len(TEXTS))]
-        return parquet(path, {"text": TEXTS, "more": others}, row_group_size=150)
-    content = json.dumps([{"text": text} for text in TEXTS]).encode() if ".json." in name else lines(TEXTS)
-    if name.endswith(".gz"):
-        content = gzip.compress(content[: len(content) // 2]) + gzip.compress(content[len(content) // 2 :])
-    if name.endswith(".zst"):
-        with pyarrow.CompressedOutputStream(str(path), "zstd") as file:
-            file.write(content)
-    else:
-        path.write_bytes(content)
-    return path
-
-
-def stream(name: str, folder: Path, **fields: Any) -> StreamedFiles:
-    given = Fields(**fields)
-    return shards.open_stream(name, given, downloads=folder / "copies", digests=None, remember=False)
+def stream(name: str, folder: Path, **data: Any) -> StreamedFiles:
+    found = source(name, stream=True, cache_dir=folder / "cache", **data)
+    assert isinstance(found, StreamedFiles)
+    return found
 
 
 def texts_of(files: StreamedFiles) -> list[str]:
-    return [found.text for shard in files.shards for found in shard.open(files.fields).documents_of_key()]
-
-
-KINDS = ["a.parquet", "b.jsonl", "c.jsonl.gz", "d.jsonl.zst", "e.json.gz"]
-
-
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("part_bytes", [1 << 24, 700, 9001])
-def test_parts_have_each_record_once(
-    name: str, part_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shards, "PART_BYTES", part_bytes)
-    path = written(tmp_path, name)
-    files = stream(str(path), tmp_path)
-    whole = 1 if name.endswith(("z", "zst")) else -(-path.stat().st_size // part_bytes)
-    assert len(files.shards) == whole
-    assert texts_of(files) == TEXTS
-    assert [found.text for found in open_source(str(path)).documents()] == TEXTS
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_objects_are_read_by_ranges(
-    name: str, tmp_path: Path, s3: ObjectStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shards, "PART_BYTES", 9001)
-    path = written(tmp_path, name)
-    s3.put_tree(path.parent, "data")
-    files = stream(s3.url(f"data/{name}"), tmp_path)
-    assert texts_of(files) == TEXTS
+    parts = [part.open(files.settings) for part in files.parts]
+    return [found.text for part in parts for found in part.checked(part.documents())]
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "b.jsonl"])
 def test_a_part_of_an_object_costs_its_own_bytes(
     name: str, tmp_path: Path, s3: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shards, "PART_BYTES", 100_000)
+    monkeypatch.setattr(opening, "PART_BYTES", 100_000)
     monkeypatch.setattr(file_parts, "_BUFFER", 10_000)
     texts = [random.Random(number).randbytes(150).hex() for number in range(3000)]
     path = tmp_path / name
@@ -117,8 +65,8 @@ def test_a_part_of_an_object_costs_its_own_bytes(
         path.write_bytes(lines(texts))
     s3.put_tree(tmp_path, "data")
     files = stream(s3.url(f"data/{name}"), tmp_path)
-    part = files.shards[5].open(files.fields)
-    found = [document.text for document in part.documents_of_key()]
+    part = files.parts[5].open(files.settings)
+    found = [document.text for document in part.checked(part.documents())]
     assert found and texts[texts.index(found[0]) :][: len(found)] == found
     # Twice the end of a .parquet file, which is its table of contents.
     assert s3.bytes_out(name) <= 120_000 + 2 * 65_536 * (name == "a.parquet")
@@ -126,11 +74,12 @@ def test_a_part_of_an_object_costs_its_own_bytes(
 
 def test_damaged_files_end_in_one_line(tmp_path: Path) -> None:
     for name, said in (
-        ("c.jsonl.gz", r"c.jsonl.gz: Compressed file ended before .*; copy the file again"),
-        ("d.jsonl.zst", r"d.jsonl.zst: cannot read it: Truncated compressed stream"),
+        ("a.jsonl.gz", r"a.jsonl.gz: Compressed file ended before .*; copy the file again"),
+        ("a.jsonl.zst", r"a.jsonl.zst: cannot read it: Truncated compressed stream"),
         ("a.parquet", r"a.parquet: not a readable .parquet file \(.*\); copy it again"),
     ):
-        path = written(tmp_path, name)
+        path = tmp_path / name
+        KINDS[name](path, TEXTS)
         path.write_bytes(path.read_bytes()[:-20])
         with pytest.raises(UserError, match=said) as refused:
             texts_of(stream(str(path), tmp_path))
@@ -153,22 +102,14 @@ def test_a_parquet_row_that_is_not_utf_8_is_a_bad_record(tmp_path: Path) -> None
     path = parquet(tmp_path / "a.parquet", {"text": column})
     with pytest.raises(UserError, match=r"a.parquet: row 2: not UTF-8; correct or remove it, or set"):
         texts_of(stream(str(path), tmp_path))
-    bad = BadRecords()
-    assert texts_of(stream(str(path), tmp_path, bad=bad)) == ["good", "better"] and bad.count == 1
-
-
-def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path: Path) -> None:
-    path = written(tmp_path, "b.jsonl")
-    documents = stream(str(path), tmp_path).shards[0].open(Fields()).documents_of_key()
-    next(documents)
-    path.write_bytes(lines(["other", *TEXTS[1:]]))
-    with pytest.raises(UserError, match="changed while it was read"):
-        list(documents)
+    skipping = stream(str(path), tmp_path, on_bad_record="skip")
+    assert texts_of(skipping) == ["good", "better"]
+    assert skipping.fields.bad is not None and skipping.fields.bad.count == 1
 
 
 def test_a_run_on_a_large_store_begins_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """5000 objects of 200 MB, in small: a listing, and of one object the part that comes first."""
-    monkeypatch.setattr(shards, "PART_BYTES", 1 << 20)
+    monkeypatch.setattr(opening, "PART_BYTES", 1 << 20)
     given = DataConfig(
         source="simulated://5000x1.2e7/*.jsonl",
         stream=True,
@@ -219,18 +160,22 @@ def test_a_hub_dataset_is_read_by_ranges(tmp_path: Path) -> None:
 
 def test_whatever_changes_the_documents_changes_the_key(tmp_path: Path) -> None:
     """Of a stream, of a part of it and of a file; else tokens made otherwise would be taken for these."""
-    path = written(tmp_path, "b.jsonl")
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(lines(TEXTS))
+    task: dict[str, str] = {"target_field": "seq2seq-lm", "source_prefix": "seq2seq-lm"}
+    task |= {"label_field": "sequence-classification", "text_pair_field": "sequence-classification"}
     changes: dict[str, Any] = {
-        "text": "a", "target": "a", "label": "a", "text_split": "line", "pair": "a", "prefix": "a",
-        "bad": BadRecords(), "columns": ("a",), "format": "messages", "roles": frozenset({"user"}),
+        "text_field": "a", "target_field": "a", "label_field": "a", "text_split": "line",
+        "text_pair_field": "a", "source_prefix": "a", "on_bad_record": "skip", "columns": ("a",),
+        "format": "messages", "roles_to_train": ("user",),
     }  # fmt: skip
-    assert changes.keys() == {field.name for field in dataclasses.fields(Fields)}
-    openers: list[Callable[..., Any]] = [
-        lambda **given: stream(str(path), tmp_path, **given),
-        lambda **given: stream(str(path), tmp_path).shards[0].open(Fields(**given)),
-        lambda **given: open_source(str(path), fields=Fields(**given)),
-    ]
-    for opened in openers:
-        keys = {opened(**{name: value}).key for name, value in changes.items()}
-        assert len({*keys, opened().key}) == len(changes) + 1
-        assert opened(format=None).key == opened().key
+    assert len(changes) == len(dataclasses.fields(Fields))
+    for parts in (None, False, True):
+
+        def key(task: str = "causal-lm", parts: bool | None = parts, **data: Any) -> str:
+            opened = source(str(path), task, stream=parts is not None, cache_dir=tmp_path, **data)
+            return opened.parts[0].open(opened.settings).key if parts else opened.key  # type: ignore[attr-defined]
+
+        keys = {key(task.get(name, "causal-lm"), **{name: value}) for name, value in changes.items()}
+        assert len({*keys, key()}) == len(changes) + 1
+        assert key(format="auto") == key()

@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 
 from portable.config import DataConfig
-from portable.data import build_data
+from portable.data.dataset import build_data
 from portable.data.sources import token_files
-from portable.data.sources.opening import open_source
 from portable.data.tokens.tokenizer import Vocabulary, train_tokenizer
 from portable.errors import UserError
-from tests.portable.data_support import corpus
+from tests.portable.data_support import corpus, source
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, int]:
     """A tokenizer's folder and its end token."""
     folder = tmp_path_factory.mktemp("tokenizer")
-    made = train_tokenizer(open_source(str(corpus(folder))), 300, folder)
+    made = train_tokenizer(source(str(corpus(folder))), 300, folder)
     made.save_pretrained(folder / "saved")
     end = Vocabulary.of(made).end
     assert end is not None

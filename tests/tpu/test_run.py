@@ -168,7 +168,7 @@ def adafactor_beside_torchs(config: RunConfig, steps: int) -> tuple[list[float],
     """Losses on XLA, and of torch's Adafactor in a plain loop from the same weights."""
     from transformers import AutoModelForCausalLM
 
-    from portable.data import TrainLoader
+    from portable.data.samples.loader import TrainLoader
 
     backend = create_backend("xla")
     settled = settle(config, backend.name)

@@ -23,7 +23,7 @@ import torch
 from portable.adapters.adapter import training_model
 from portable.adapters.settings import settled
 from portable.data.samples.classes import SINGLE
-from portable.data.settings import CLASSIFICATION
+from portable.data.sources.source import CLASSIFICATION
 from portable.errors import UserError, one_line
 from portable.evaluation.builtin import Setting, measures_of
 from portable.loop import train_step

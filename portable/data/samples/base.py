@@ -8,7 +8,7 @@ so a loss never does. -100 marks positions that do not count. Shapes are fixed f
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -176,79 +176,87 @@ def _held_out(samples: int, eval_fraction: float) -> int:
     return min(max(1, round(samples * eval_fraction)), samples - 1)
 
 
-class PackedCausal(Samples):
+@dataclass(eq=False)
+class OfCache(Samples):
+    """The samples of a part of a token cache.
+
+    Attributes:
+        cache: of the tokens.
+        part: of its samples.
+        seq_len: tokens of a sample.
+    """
+
+    cache: TokenCache
+    part: Part
+    seq_len: int
+
+    def __post_init__(self) -> None:
+        self.num_samples = self.part.num_samples
+
+    def documents(self, index: int) -> range:
+        return self.part.document(index)
+
+    def _documents_of_block(self, index: int) -> range:
+        at = self.part(index) * self.seq_len
+        return self.cache.documents_between("text", at, at + self.seq_len)
+
+
+class PackedCausal(OfCache):
     """Concatenated documents in blocks of ``seq_len``. Every position is a target, if its token is trained.
 
     Sample *i* is ``input_ids = tokens[i*L : i*L+L]`` and ``labels = tokens[i*L+1 : i*L+L+1]``. No token is a
     target twice, and training and evaluation share no target.
     """
 
-    def __init__(self, cache: TokenCache, part: Part, seq_len: int) -> None:
-        self.num_samples = part.num_samples
-        self.valid_tokens = seq_len if cache.trained_bits is None else None
-        self._cache = cache
-        self._part = part
-        self._length = seq_len
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.valid_tokens = self.seq_len if self.cache.trained_bits is None else None
 
     def arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
-        length, tokens = self._length, self._cache.tokens["text"]
+        length, tokens = self.seq_len, self.cache.tokens["text"]
         inputs = np.empty((len(places), length), dtype=np.int64)
         labels = np.empty_like(inputs)
         for row, (_, index) in enumerate(places):
-            at = self._part(index) * length
+            at = self.part(index) * length
             block = tokens[at : at + length + 1]
             inputs[row] = block[:-1]
             labels[row] = block[1:]
-            trained = self._cache.trained_between(at + 1, at + length + 1)
+            trained = self.cache.trained_between(at + 1, at + length + 1)
             if trained is not None:
                 labels[row][~trained] = IGNORED
         return {"input_ids": inputs, "labels": labels}
 
     def documents(self, index: int) -> range:
-        at = self._part(index) * self._length
-        return self._cache.documents_between("text", at, at + self._length)
+        return self._documents_of_block(index)
 
 
-class PaddedCausal(Samples):
+@dataclass(eq=False)
+class PaddedCausal(OfCache):
     """One document per sample, truncated to ``seq_len`` and padded on the right.
 
-    Args:
+    Attributes:
+        pad: the padding token.
         whole: the last token is among the inputs, without a label; else it is a label only.
     """
 
-    def __init__(
-        self,
-        cache: TokenCache,
-        part: Part,
-        seq_len: int,
-        pad: int,
-        truncation: Truncation = "end",
-        *,
-        whole: bool = False,
-    ) -> None:
-        self._kept = slice_of(truncation, seq_len + (not whole))
-        self._inputs = slice(None) if whole else slice(-1)
-        self.num_samples = part.num_samples
-        self._cache = cache
-        self._part = part
-        self._length = seq_len
-        self._pad = pad
+    pad: int
+    truncation: Truncation = "end"
+    whole: bool = field(default=False, kw_only=True)
 
     def arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
-        return self._arrays([self._part(index) for _, index in places])
+        return self._arrays([self.part(index) for _, index in places])
 
     def _arrays(self, numbers: Sequence[int]) -> Arrays:
-        documents = [self._cache.document("text", number)[self._kept] for number in numbers]
-        inputs, mask = pad_rows([tokens[self._inputs] for tokens in documents], self._length, self._pad)
-        labels, _ = pad_rows([tokens[1:] for tokens in documents], self._length, IGNORED)
+        kept = slice_of(self.truncation, self.seq_len + (not self.whole))
+        documents = [self.cache.document("text", number)[kept] for number in numbers]
+        shown = [tokens if self.whole else tokens[:-1] for tokens in documents]
+        inputs, mask = pad_rows(shown, self.seq_len, self.pad)
+        labels, _ = pad_rows([tokens[1:] for tokens in documents], self.seq_len, IGNORED)
         for row, number in zip(labels, numbers, strict=True):
-            if (trained := self._cache.trained("text", number)) is not None:
-                targets = trained[self._kept][1:]
+            if (trained := self.cache.trained("text", number)) is not None:
+                targets = trained[kept][1:]
                 row[: len(targets)][~targets] = IGNORED
         return {"input_ids": inputs, "attention_mask": mask, "labels": labels}
-
-    def documents(self, index: int) -> range:
-        return self._part.document(index)
 
 
 class Extended(Samples):
@@ -309,12 +317,12 @@ class Pairs(PaddedCausal):
     sequences = 2
 
     def arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
-        numbers = [2 * self._part(index) + which for _, index in places for which in (0, 1)]
+        numbers = [2 * self.part(index) + which for _, index in places for which in (0, 1)]
         found = self._arrays(numbers)
         return {name: values.reshape(len(places), 2, -1) for name, values in found.items()}
 
     def documents(self, index: int) -> range:
-        first = 2 * self._part(index)
+        first = 2 * self.part(index)
         return range(first, first + 2)
 
 

@@ -8,6 +8,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -53,6 +54,7 @@ def rank_positions(
     return positions()
 
 
+@dataclass(eq=False)
 class TrainLoader:
     """This rank's micro-batches from ``position``, without end.
 
@@ -65,40 +67,40 @@ class TrainLoader:
     processes). Otherwise that many processes are started.
     """
 
-    def __init__(
-        self,
-        dataset: Samples,
-        *,
-        seed: int,
-        position: int = 0,
-        global_batch_size: int,
-        micro_batch_size: int,
-        rank: int = 0,
-        world_size: int = 1,
-        num_workers: int = 0,
-        pin_memory: bool = False,
-    ) -> None:
-        self.dataset = dataset
-        self.micro_batches_per_step = global_batch_size // world_size // micro_batch_size
-        self._seed = seed
-        self._num_workers = num_workers
-        self._pin_memory = pin_memory
-        self._shares = {
-            "position": position,
-            "global_batch_size": global_batch_size,
-            "micro_batch_size": micro_batch_size,
-            "rank": rank,
-            "world_size": world_size,
-        }
-        rank_positions(**self._shares)  # check the sizes now, not at the first batch
+    dataset: Samples
+    _: KW_ONLY
+    seed: int
+    position: int = 0
+    global_batch_size: int
+    micro_batch_size: int
+    rank: int = 0
+    world_size: int = 1
+    num_workers: int = 0
+    pin_memory: bool = False
+
+    def __post_init__(self) -> None:
+        self._positions()  # check the sizes now, not at the first batch
+
+    @property
+    def micro_batches_per_step(self) -> int:
+        return self.global_batch_size // self.world_size // self.micro_batch_size
+
+    def _positions(self) -> Iterator[list[int]]:
+        return rank_positions(
+            position=self.position,
+            global_batch_size=self.global_batch_size,
+            micro_batch_size=self.micro_batch_size,
+            rank=self.rank,
+            world_size=self.world_size,
+        )
 
     def __iter__(self) -> BatchIterator:
-        locate, seed = self.dataset.locate, self._seed
-        positions = rank_positions(**self._shares)
-        places = ([locate(position, seed) for position in batch] for batch in positions)
-        return BatchIterator(self.dataset, places, self._num_workers, self._pin_memory)
+        locate, seed = self.dataset.locate, self.seed
+        places = ([locate(position, seed) for position in batch] for batch in self._positions())
+        return BatchIterator(self.dataset, places, self.num_workers, self.pin_memory)
 
 
+@dataclass(eq=False)
 class EvalLoader:
     """Every sample once over all ranks, in order, with the same number and shape of batches on each rank.
 
@@ -106,33 +108,24 @@ class EvalLoader:
     first one with all labels -100, or NaN for numeric labels.
     """
 
-    def __init__(
-        self,
-        dataset: Samples,
-        *,
-        batch_size: int,
-        rank: int = 0,
-        world_size: int = 1,
-        num_workers: int = 0,
-        pin_memory: bool = False,
-    ) -> None:
-        self.dataset = dataset
-        self._batch_size = batch_size
-        self._rank = rank
-        self._world_size = world_size
-        self._num_workers = num_workers
-        self._pin_memory = pin_memory
+    dataset: Samples
+    _: KW_ONLY
+    batch_size: int
+    rank: int = 0
+    world_size: int = 1
+    num_workers: int = 0
+    pin_memory: bool = False
 
     def __len__(self) -> int:
         """Batches per rank."""
-        return -(-len(self.dataset) // (self._batch_size * self._world_size))
+        return -(-len(self.dataset) // (self.batch_size * self.world_size))
 
     def __iter__(self) -> BatchIterator:
-        starts = ((number * self._world_size + self._rank) * self._batch_size for number in range(len(self)))
+        starts = ((number * self.world_size + self.rank) * self.batch_size for number in range(len(self)))
         places = (
-            [(EVAL_EPOCH, index) for index in range(start, start + self._batch_size)] for start in starts
+            [(EVAL_EPOCH, index) for index in range(start, start + self.batch_size)] for start in starts
         )
-        return BatchIterator(self.dataset, places, self._num_workers, self._pin_memory)
+        return BatchIterator(self.dataset, places, self.num_workers, self.pin_memory)
 
 
 EVAL_EPOCH = (1 << 63) - 1

@@ -10,7 +10,6 @@ the data set, which is shuffled. A window bounds the memory; with this many, it 
 
 from __future__ import annotations
 
-import hashlib
 from collections import defaultdict
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
@@ -21,8 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from portable.data.locked_folder import locked_folder
-from portable.data.samples.base import IGNORED, Arrays, Part, Samples
+from portable.data.samples.base import IGNORED, Arrays, OfCache, Part
 from portable.data.samples.truncation import Truncation, slice_of
+from portable.data.sources.documents import digest_of
 from portable.data.tokens.cache import FORMAT, CacheDamagedError, TokenCache, TokenWriter
 from portable.errors import UserError
 
@@ -36,7 +36,8 @@ _VERSION = 1  # of the plans; a change would alter the samples of every resumed 
 _FIELD = "documents"
 
 
-class PackedDocuments(Samples):
+@dataclass(eq=False)
+class PackedDocuments(OfCache):
     """Whole documents one after the other, padded on the right at the end of the sample.
 
     A document of *n* tokens takes *n* - 1 positions, at most ``seq_len``: each token but the last is an
@@ -45,48 +46,38 @@ class PackedDocuments(Samples):
     ``document_lengths``, int64 ``[batch, most documents of a sample + 1]``, has the positions of each
     document, then those of the padding, then zeros; a row sums to ``seq_len``.
 
-    Args:
+    Attributes:
         plan: from :func:`planned`.
         pad: the padding token.
         truncation: what is kept of a document that is longer than a sample.
     """
 
-    def __init__(
-        self,
-        cache: TokenCache,
-        plan: TokenCache,
-        seq_len: int,
-        pad: int,
-        truncation: Truncation = "end",
-    ) -> None:
-        sizes = PackedSizes(**plan.meta["sizes"])
-        self.num_samples = sizes.samples
-        self.waste = sizes.waste
+    plan: TokenCache
+    pad: int
+    truncation: Truncation = "end"
+
+    def __post_init__(self) -> None:
+        sizes = PackedSizes(**self.plan.meta["sizes"])
+        self.num_samples, self.waste, self._most = sizes.samples, sizes.waste, sizes.most
         self.context = sizes.seen / sizes.filled
-        self._cache = cache
-        self._plan = plan
-        self._length = seq_len
-        self._pad = pad
-        self._most = sizes.most
-        self._kept = slice_of(truncation, seq_len + 1)
 
     def arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
-        shape = (len(places), self._length)
-        inputs, labels = np.full(shape, self._pad), np.full(shape, IGNORED)
+        shape, kept = (len(places), self.seq_len), slice_of(self.truncation, self.seq_len + 1)
+        inputs, labels = np.full(shape, self.pad), np.full(shape, IGNORED)
         positions, lengths = np.empty(shape, np.int64), np.zeros((len(places), self._most + 1), np.int64)
         for row, (_, index) in enumerate(places):
             at = 0
             for count, number in enumerate(self.documents(index)):
-                tokens = self._cache.document("text", number)[self._kept]
+                tokens = self.cache.document("text", number)[kept]
                 end = at + len(tokens) - 1
                 inputs[row, at:end], labels[row, at:end] = tokens[:-1], tokens[1:]
-                if (trained := self._cache.trained("text", number)) is not None:
-                    labels[row, at:end][~trained[self._kept][1:]] = IGNORED
+                if (trained := self.cache.trained("text", number)) is not None:
+                    labels[row, at:end][~trained[kept][1:]] = IGNORED
                 positions[row, at:end] = np.arange(end - at)
                 lengths[row, count] = end - at
                 at = end
-            positions[row, at:] = np.arange(self._length - at)
-            lengths[row, count + 1] = self._length - at
+            positions[row, at:] = np.arange(self.seq_len - at)
+            lengths[row, count + 1] = self.seq_len - at
         return {
             "input_ids": inputs,
             "labels": labels,
@@ -94,8 +85,8 @@ class PackedDocuments(Samples):
             "document_lengths": lengths,
         }
 
-    def documents(self, index: int) -> Sequence[int]:
-        numbers: list[int] = self._plan.document(_FIELD, index).tolist()
+    def documents(self, index: int) -> Sequence[int]:  # type: ignore[override]
+        numbers: list[int] = self.plan.document(_FIELD, index).tolist()
         return numbers
 
 
@@ -116,7 +107,7 @@ def planned(tokens: TokenCache, part: Part, seq_len: int) -> TokenCache:
         found = PackedSizes(seq_len)
         with closing(TokenWriter(draft.path, [_FIELD], tokens.documents)) as writer:
             for numbers, lengths, counts in _packed_windows(tokens, part, seq_len):
-                writer.extend(_FIELD, numbers, counts)
+                writer.add(_FIELD, numbers, counts)
                 found.add(lengths, counts)
             if not found.samples:
                 raise UserError("data.source: no text has two tokens, so there is none to predict; add text")
@@ -170,7 +161,7 @@ def packed_sizes(tokens: TokenCache, part: Part, seq_len: int) -> PackedSizes:
 def _plan_folder(tokens: TokenCache, part: Part, seq_len: int) -> Path:
     """The folder of a plan, whether or not it exists."""
     content = f"{_VERSION} {FORMAT} {tokens.fingerprint} {seq_len} {part}"
-    return tokens.folder.with_name(hashlib.blake2b(content.encode(), digest_size=16).hexdigest())
+    return tokens.folder.with_name(digest_of(content))
 
 
 def _packed_windows(

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from converters.storage.path_or_url import Place
 
+FORMATS = (".txt", ".jsonl", ".json", ".csv", ".parquet")
 COMPRESSED = (".gz", ".zst")
 _OF_TEXT = (".txt", ".jsonl", ".json")
 _BUFFER = 1 << 20

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -18,7 +18,6 @@ from portable.data.sources.conversations import (
     kind_of,
     read_conversation,
     read_preference,
-    recognise,
     valid,
 )
 from portable.errors import UserError
@@ -107,85 +106,9 @@ class NoTextError(UserError):
     """A source contains no text."""
 
 
-class Source(ABC):
-    """A stream of documents that can be read repeatedly."""
-
-    remote = False
-    """Whether opening it may download it."""
-    downloads = False
-    """Whether reading its records may download them."""
-    tokenized = False
-    """Whether it has tokens in place of text."""
-    name: str
-    """The name for messages, such as the path as given by the user."""
-    bad: BadRecords | None = None
-    """Takes the records that cannot be read, if they are left out."""
-
-    @property
-    def described(self) -> str:
-        """The name, with what else is known without reading it."""
-        return self.name
-
-    def recognised(self, fields: Fields) -> Format:
-        """The format of the records by the first one, if ``fields`` leave it open.
-
-        Raises:
-            UserError: if several formats fit it, or it cannot be read.
-        """
-        if fields.format is not None:
-            return fields.format
-        first = next(self.rows(), None)
-        return "text" if first is None else recognise(first[1], fields.text, first[0])
-
-    def rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """Yield the place and the columns of each record; nothing for plain text."""
-        return iter(())
-
-    @property
-    def class_names(self) -> tuple[str, ...] | None:
-        """Class names, if the source has them. Its labels are then indices of these."""
-        return None
-
-    @property
-    @abstractmethod
-    def key(self) -> str:
-        """A digest of the content and of the settings for reading it."""
-
-    @property
-    def contents(self) -> frozenset[bytes]:
-        """Digests of the local files that it reads."""
-        return frozenset()
-
-    @property
-    @abstractmethod
-    def size_bytes(self) -> int | None:
-        """Estimated bytes of text; ``None`` if unknown."""
-
-    @abstractmethod
-    def documents(self) -> Iterator[Document]:
-        """Yield the nonempty documents in a fixed order."""
-
-    def documents_of_key(self) -> Iterator[Document]:
-        """Yield all documents, and check at the end that they match ``key``.
-
-        Raises:
-            UserError: at the end, if another program has changed them. Results must not be cached then.
-        """
-        yield from self.documents()
-
-    def release(self) -> None:
-        """Remove local copies, which are made again when they are needed."""
-        return
-
-    def check(self) -> None:
-        """Read the first document without writing anything. Raises ``UserError`` if reading fails."""
-        if next(self.documents(), None) is None:
-            raise self.no_text()
-
-    def no_text(self) -> NoTextError:
-        return NoTextError(
-            f"data.source: {self.name} contains no text; choose a source with at least one document"
-        )
+def digest_of(content: str) -> str:
+    """The name of what a text says."""
+    return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
 
 def changed_meanwhile(path: object) -> UserError:
@@ -195,51 +118,42 @@ def changed_meanwhile(path: object) -> UserError:
     )
 
 
-def read_row(row: Mapping[str, Any], fields: Fields, where: str) -> Document | None:
-    """Convert a row to a document; ``None`` if it has no text.
+def read_rows(row: Mapping[str, Any], fields: Fields, where: str) -> list[Document]:
+    """The documents of a row: one, none without text, or a preference's two, the chosen one first.
 
     Raises:
         UserError: if a field is missing or has the wrong type. ``where`` names the row.
     """
+    try:
+        return _documents(row, fields, where)
+    except UserError as error:
+        if fields.bad is None:
+            raise
+        fields.bad.skip(error)
+        return []
+
+
+def _documents(row: Mapping[str, Any], fields: Fields, where: str) -> list[Document]:
+    columns = tuple(_number_of(row, name, where) for name in fields.columns)
+    if fields.format == "preference":
+        return [_document(read, where, columns) for read in read_preference(row, where)]
     if fields.format not in (None, "text"):
-        return _document(read_conversation(row, fields.format, where, fields.roles), where)
+        return [_document(read_conversation(row, fields.format, where, fields.roles), where, columns)]
     text = _text_of(row, "text_field", fields.text, where)
     target = None if fields.target is None else _text_of(row, "target_field", fields.target, where)
     label = None if fields.label is None else _label_of(row, fields.label, where)
     pair = None if fields.pair is None else _text_of(row, "text_pair_field", fields.pair, where)
     if not text.strip() or (target is not None and not target.strip()):
-        return None
-    return Document(fields.prefix + text, target, label, pair=pair)
+        return []
+    return [Document(fields.prefix + text, target, label, pair=pair, columns=columns)]
 
 
-def read_rows(row: Mapping[str, Any], fields: Fields, where: str) -> Iterator[Document]:
-    """The documents of a row: one, none without text, or a preference's two, the chosen one first."""
-    if fields.bad is None:
-        yield from _read_rows(row, fields, where)
-        return
-    try:
-        documents = list(_read_rows(row, fields, where))
-    except UserError as error:
-        fields.bad.skip(error)
-    else:
-        yield from documents
-
-
-def _read_rows(row: Mapping[str, Any], fields: Fields, where: str) -> Iterator[Document]:
-    columns = tuple(_number_of(row, name, where) for name in fields.columns)
-    if fields.format == "preference":
-        for read in read_preference(row, where):
-            yield replace(_document(read, where), columns=columns)
-    elif (document := read_row(row, fields, where)) is not None:
-        yield replace(document, columns=columns) if columns else document
-
-
-def _document(read: Conversation | Completion, where: str) -> Document:
+def _document(read: Conversation | Completion, where: str, columns: tuple[float, ...]) -> Document:
     if isinstance(read, Completion):
         if not read.completion:
             raise UserError(f"data.source: {where}: completion is empty; remove the record")
-        return Document(read.prompt + read.completion, prompt_chars=len(read.prompt))
-    return Document(read.text, conversation=read)
+        return Document(read.prompt + read.completion, prompt_chars=len(read.prompt), columns=columns)
+    return Document(read.text, conversation=read, columns=columns)
 
 
 def _text_of(row: Mapping[str, Any], key: str, name: str, where: str) -> str:

@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from converters.storage.places import in_store
-from portable.data.sources.documents import Document, Fields, Source, changed_meanwhile, read_rows
-from portable.data.sources.files import json_row, unreadable
+from portable.data.sources.documents import digest_of
 from portable.data.sources.parquet_rows import parquet_file, rows_of
-from portable.errors import RunError, UserError
-from portable.paths import open_file, storage_errors
+from portable.data.sources.rows import json_row, reading
+from portable.data.sources.source import Source, SourceSettings
+from portable.paths import open_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -38,34 +38,35 @@ class FilePart(Source):
         found: the object as it was listed; None for a local file.
     """
 
-    def __init__(self, path: Place, start: int, stop: int, fields: Fields, *, found: Object | None) -> None:
-        self.name = str(path) if not start else f"{path} from byte {start}"
+    def __init__(
+        self, path: Place, found: Object | None, start: int, stop: int, settings: SourceSettings
+    ) -> None:
         self.downloads = found is not None
-        self.bad = fields.bad
         self._path = path
         self._start = start
         self._stop = stop
-        self._fields = fields
         self._found = found
-        self._key: str | None = None
+        super().__init__(str(path) if not start else f"{path} from byte {start}", settings)
 
     @property
-    def size_bytes(self) -> int | None:
+    def size_bytes(self) -> int:
         return self._stop - self._start
 
-    @property
-    def key(self) -> str:
-        """A digest of the bytes; of an object, of its URL and version."""
-        if self._key is None:
-            digest = hashlib.blake2b(self._fields.key.encode(), digest_size=16)
-            if self._found is None:
-                with self._reading():
-                    for piece in self._pieces():
-                        digest.update(piece)
-            else:
-                digest.update(f"{self._path} {self._found} {self._start} {self._stop}".encode())
-            self._key = digest.hexdigest()
-        return self._key
+    def digest(self) -> str:
+        """Of the bytes; of an object, of its URL and version."""
+        if self._found is not None:
+            return digest_of(f"{self.fields.key}{self._path} {self._found} {self._start} {self._stop}")
+        digest = hashlib.blake2b(self.fields.key.encode(), digest_size=16)
+        with reading(self._path):
+            for piece in self._pieces():
+                digest.update(piece)
+        return digest.hexdigest()
+
+    def _changed(self, before: str) -> bool:
+        if not in_store(self._path) or self._found is None:
+            return super()._changed(before)
+        with reading(self._path):  # the URL of a file of the hub has its revision
+            return bool(self._found.version) and self._path.look_up() != self._found
 
     @abstractmethod
     def _pieces(self) -> Iterator[bytes]:
@@ -75,54 +76,14 @@ class FilePart(Source):
     def _rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]: ...
 
     def rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        with self._reading():
+        with reading(self._path):
             yield from self._rows()
-
-    def documents(self) -> Iterator[Document]:
-        for where, row in self.rows():
-            yield from read_rows(row, self._fields, where)
-
-    def documents_of_key(self) -> Iterator[Document]:
-        refusal = None
-        before = self.key
-        try:
-            yield from self.documents()
-        except (UserError, RunError) as error:  # may come from a file that is being written
-            refusal = error
-        if self._changed(before):
-            raise changed_meanwhile(self._path) from refusal
-        if refusal is not None:
-            raise refusal
-
-    def _changed(self, before: str) -> bool:
-        if not in_store(self._path):
-            self._key = None
-            try:
-                return self.key != before
-            except UserError:
-                return False
-        assert self._found is not None
-        with self._reading():  # the URL of a file of the hub has its revision
-            return bool(self._found.version) and self._path.look_up() != self._found
-
-    def check(self) -> None:
-        if self._found is None:
-            super().check()
 
     def _open(self) -> io.RawIOBase:
         if not in_store(self._path):
             return open_file(self._path)
         assert self._found is not None
         return _Ranges(self._path, self._found.size)
-
-    @contextmanager
-    def _reading(self) -> Iterator[None]:
-        """Convert errors of reading to UserError."""
-        with storage_errors("data.source"):
-            try:
-                yield
-            except OSError as error:
-                raise unreadable(self._path, error) from error
 
 
 class LinesBetween(FilePart):
@@ -144,7 +105,7 @@ class LinesBetween(FilePart):
     def _rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         for number, (at, line) in enumerate(self._lines(), start=1):
             where = f"{self._path}, byte {at}" if self._start else f"{self._path}:{number}"
-            if (row := json_row(line, where, self._fields.bad)) is not None:
+            if (row := json_row(line, where, self.fields.bad)) is not None:
                 yield where, row
 
 
@@ -173,7 +134,7 @@ class RowGroupsBetween(FilePart):
 
     def _rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         with self._parquet() as (file, groups):
-            yield from rows_of(file, groups, self._path, self._fields)
+            yield from rows_of(file, groups, self._path, self.fields)
 
 
 def _begin(metadata: Any, number: int) -> int:
@@ -186,6 +147,13 @@ def _begin_of(column: Any) -> int:
     if column.has_dictionary_page and column.dictionary_page_offset is not None:
         at = min(at, column.dictionary_page_offset)
     return int(at)
+
+
+PARTS: dict[str, type[LinesBetween | RowGroupsBetween]] = {
+    ".jsonl": LinesBetween,
+    ".parquet": RowGroupsBetween,
+}
+"""What reads parts of a file, by its format."""
 
 
 class _Ranges(io.RawIOBase):

@@ -1,485 +1,245 @@
-"""Local files: .txt, .jsonl and .json, also compressed, .csv and .parquet."""
+"""Files here or in an object store: .txt, .jsonl and .json, also compressed, .csv and .parquet."""
 
 from __future__ import annotations
 
-import glob
 import hashlib
-import io
-import json
+import math
 import os
-import re
+import shutil
 import time
-import zlib
-from collections.abc import Callable
-from contextlib import contextmanager, suppress
-from itertools import islice, takewhile
-from pathlib import Path
+from contextlib import suppress
+from functools import partial
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from converters.storage.object_store import is_url
-from portable.data.sources.compression import decompressed, format_of, is_compressed
-from portable.data.sources.documents import (
-    PIECE_CHARS,
-    BadRecords,
-    Document,
-    Fields,
-    Source,
-    changed_meanwhile,
-    listed,
-    read_rows,
-    text_only,
-)
-from portable.data.sources.library import csv_rows
-from portable.data.sources.parquet_rows import parquet_file, rows_of
-from portable.errors import MissingDataError, UserError, one_line
-from portable.paths import check_link, open_file, place_of, regular_files, storage_errors
+from converters.storage.places import in_store
+from portable.data.locked_folder import locked_folder
+from portable.data.sources.compression import format_of, is_compressed
+from portable.data.sources.documents import Document, changed_meanwhile, digest_of, read_rows
+from portable.data.sources.file_parts import PARTS
+from portable.data.sources.hub_files import files_of_folder
+from portable.data.sources.listing import local_files, remote_files
+from portable.data.sources.rows import reading, records_of, texts_of, unreadable
+from portable.data.sources.source import Shard, Source, SourceSettings
+from portable.errors import MissingDataError, UserError
+from portable.paths import open_file, storage_errors
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
-    from typing_extensions import Buffer
-
+    from converters.storage.object_store import Object
     from converters.storage.path_or_url import Place
+    from portable.config.sections import DataConfig
 
-FORMATS = (".txt", ".jsonl", ".json", ".csv", ".parquet")
+_DIGEST = "digest"
+"""The name of the digest beside a copy. Copies always have a suffix."""
 _DIGEST_MEMO_FROM = 16 << 20  # bytes; smaller files are hashed at every start
 
 
-def place_with(name: str, file: str) -> Place | None:
-    """The folder that ``name`` means, here or in an object store, if ``file`` is in it."""
-    if glob.has_magic(name) or (is_url(name) and format_of(name) in FORMATS):
-        return None
-    place = place_of("data.source", name)
-    try:
-        with storage_errors("data.source"):
-            return place if (place / file).is_file() else None
-    except OSError:  # of an impossible name
-        return None
+class Files(Source):
+    """Files, read in order; those in an object store from copies, which are made once.
 
+    ``Fields.text_split`` splits a ``.txt`` file; other formats have a record per row.
 
-def local_files(name: str) -> list[Path] | None:
-    """Return the files that ``name`` matches, or ``None`` if it does not look like a local path.
-
-    Raises:
-        UserError: if there is no readable file, or the name is invalid.
+    Args:
+        files: with their versions, if they are in an object store.
     """
-    try:
-        if "\0" in name:
-            raise ValueError("it contains a NUL character")
-        return _local_files(name)
-    except (OSError, ValueError, RuntimeError) as error:  # too long, not encodable, unknown user
-        reason = one_line(getattr(error, "strerror", None) or error)
-        shown = repr(name if len(name) <= 80 else f"{name[:77]}...")
-        raise UserError(f"data.source: {shown}: invalid path ({reason}); check the path") from error
 
+    def __init__(self, name: str, files: Mapping[Place, Object | None], settings: SourceSettings) -> None:
+        self._files = dict(files)
+        self.downloads = any(map(in_store, files))
+        self.only_text = next((f"{path} and other .txt files" for path in files if _is_text(path)), "")
+        self._contents: list[bytes] = []
+        self._checked: set[Path] = set()
+        super().__init__(name, settings)
 
-def _local_files(name: str) -> list[Path] | None:
-    path = Path(name)
-    if path.is_dir():
-        found = sorted(file for file in regular_files("data.source", path) if format_of(file) in FORMATS)
-        if not found:
-            raise UserError(f"data.source: {name} has no {listed(FORMATS)} files; choose another folder")
-        return found
-    if path.exists():
-        found = [path]
-    elif glob.has_magic(name):
-        matches = glob.glob(name, recursive=True)  # noqa: PTH207 (a pattern may be absolute)
-        found = sorted(file for file in map(Path, matches) if file.is_file())
-        fixed = takewhile(lambda part: not glob.has_magic(part), path.parts)
-        folder = Path(*fixed)
-        for file in found:
-            check_link("data.source", file, folder)
-        if not found:
-            raise MissingDataError(f"data.source: no file matches {name}; check the path and the pattern")
-    elif name.startswith((".", "/", "~")) or format_of(path) in FORMATS or name.count("/") > 1:
-        raise MissingDataError(f"data.source: {name}: no such file or folder; check the path")
-    else:
-        return None
-    for file in found:
-        if format_of(file) not in FORMATS:
-            raise UserError(f"data.source: {file}: cannot read this kind of file; use {listed(FORMATS)}")
-    return found
+    @classmethod
+    def of(cls, names: Sequence[str], settings: SourceSettings) -> Files | None:
+        found: dict[Place, Object | None] = {}
+        if any(map(is_url, names)):
+            if not all(map(is_url, names)):
+                raise UserError(
+                    "data.source: a list may contain URLs or local files, not both; copy one kind to the "
+                    "other"
+                )
+            _without_splits(settings.data, "files")
+            for name in names:
+                found |= remote_files(name)
+            return cls(", ".join(names), found, settings)
+        for name in names:
+            files = files_of_folder(name, settings.data.config_name, settings.split)
+            if files is None and (files := local_files(name)) is not None:
+                _without_splits(settings.data, "local files")
+            if files is None and len(names) > 1:
+                raise MissingDataError(
+                    f"data.source: {name}: no such file or folder (a list may only name local files)"
+                )
+            if files is None:
+                return None
+            found |= dict.fromkeys(files)
+        return cls(", ".join(names), found, settings)
 
+    def digest(self) -> str:
+        """Of the files, and of what decides their documents besides; of objects, of their versions alone."""
+        asked = self.fields.key, self.settings.data.max_samples
+        if self.downloads:
+            versions = [
+                (str(path), found.size, found.version) for path, found in self._files.items() if found
+            ]
+            return digest_of(repr((asked, versions)))
+        digest = hashlib.blake2b(repr(asked).encode(), digest_size=16)
+        self._contents = [file_digest(path, self.settings) for path in self._files if isinstance(path, Path)]
+        for path, found in zip(self._files, self._contents, strict=True):
+            packed = PurePosixPath(path.name).suffix.lower() if is_compressed(path) else ""
+            digest.update(f"{format_of(path)}{packed}\0".encode() + found)
+        return digest.hexdigest()
 
-class LocalFiles(Source):
-    """Local files, read in order. ``Fields.text_split`` splits a ``.txt`` file; other formats have a document
-    per row."""
-
-    def __init__(
-        self,
-        name: str,
-        files: Sequence[Path],
-        fields: Fields | None = None,
-        max_samples: int | None = None,
-        digests: Path | None = None,
-        remember: bool = True,
-    ) -> None:
-        self.name = name
-        self._files = list(files)
-        self._fields = fields = fields or Fields()
-        self.bad = fields.bad
-        self._max_samples = max_samples
-        self._digests = digests
-        self._remember = remember
-        self._key: str | None = None
-        self._known: dict[Path, bytes] = {}
-        """The digests in the key."""
-        for path in self._files:
-            if format_of(path) == ".txt":
-                text_only(fields, f"{path} and other .txt files")
-
-    @property
-    def key(self) -> str:
-        if self._key is None:
-            digest = hashlib.blake2b(repr(self._settings).encode(), digest_size=16)
-            for path in self._files:
-                found = self._known[path] = file_digest(path, self._digests, self._remember)
-                kind = format_of(path) + (path.suffix.lower() if is_compressed(path) else "")
-                digest.update(kind.encode() + b"\0" + found)
-            self._key = digest.hexdigest()
-        return self._key
+    def _changed(self, before: str) -> bool:
+        """Copies are stored by version with a digest, and nothing else writes to them."""
+        return not self.downloads and super()._changed(before)
 
     @property
     def contents(self) -> frozenset[bytes]:
         self.key  # noqa: B018  (computes the digests)
-        return frozenset(self._known.values())
+        return frozenset(self._contents)
 
     @property
-    def _settings(self) -> tuple[str, int | None]:
-        """What decides the documents besides the files."""
-        return self._fields.key, self._max_samples
+    def stored_bytes(self) -> int:
+        with reading(self.name):
+            return sum(map(self._size, self._files))
+
+    def _size(self, path: Place) -> int:
+        found = self._files[path]
+        return found.size if found is not None else Path(str(path)).stat().st_size
 
     @property
     def size_bytes(self) -> int | None:
-        if self._max_samples is not None or any(map(unknown_length, self._files)):
-            return None
-        with _reading(self.name):
-            return sum(path.stat().st_size for path in self._files)
+        unknown = self.settings.data.max_samples is not None or any(map(_unknown_length, self._files))
+        return None if unknown else self.stored_bytes
 
     def documents(self) -> Iterator[Document]:
-        left = self._max_samples
+        left = self.settings.data.max_samples or math.inf
         for path in self._files:
-            if left == 0:
-                return
-            left = yield from self._documents_of(self._local(path), str(path), left, _open)
-
-    def documents_of_key(self) -> Iterator[Document]:
-        """Files are hashed while they are read; those that the library reads are hashed again afterwards."""
-        self.key  # noqa: B018  (computes the digests to compare with)
-        left = self._max_samples
-        for path in self._files:
-            if left == 0:
-                return
-            opened: list[_Hashed] = []
-
-            def hashed(path: Path, opened: list[_Hashed] = opened) -> io.BufferedReader:
-                opened.append(_Hashed(path))
-                return io.BufferedReader(opened[0], buffer_size=1 << 20)
-
-            refusal = None
-            try:
-                left = yield from self._documents_of(path, str(path), left, hashed)
-            except UserError as error:  # may be an incomplete line of a file that is being written
-                refusal = error
-            read = opened[0].digest_to_the_end() if opened else file_digest(path, None, remember=False)
-            if read != self._known[path]:
-                if self._digests is not None and self._remember:
-                    _forget(path, self._digests)
-                raise changed_meanwhile(path) from refusal
-            if refusal is not None:
-                raise refusal
+            if _is_text(path):
+                for text in texts_of(self._local(path), str(path), self.fields.text_split):
+                    yield text
+                    left -= text.ends
+                    if not left:
+                        return
+                continue
+            for where, row in records_of(self._local(path), str(path), self.fields):
+                yield from read_rows(row, self.fields, where)
+                left -= 1
+                if not left:
+                    return
 
     def rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         for path in self._files:
-            if format_of(path) == ".txt":
+            if _is_text(path):
                 return
-            yield from _rows(self._local(path), str(path), _open, self._fields)
+            yield from records_of(self._local(path), str(path), self.fields)
 
-    def _documents_of(
-        self, path: Path, name: str, left: int | None, opening: _Opening
-    ) -> Generator[Document, None, int | None]:
-        """Yield the documents of a file, at most ``left``; return the rest of ``left``.
+    def shards(self, part_bytes: int) -> Iterator[Shard]:
+        """A compressed file cannot be read from the middle, nor can .txt, .json and .csv files."""
+        for path, found in self._files.items():
+            size = self._size(path)
+            kind = None if is_compressed(path) else PARTS.get(format_of(path))
+            if kind is None:
+                yield Shard(partial(Files, str(path), {path: found}), f"{path.name} {size}", size)
+                continue
+            parts = max(1, -(-size // part_bytes))
+            for number in range(parts):
+                start, stop = size * number // parts, size * (number + 1) // parts
+                opened = partial(kind, path, found, start, stop)
+                yield Shard(opened, f"{path.name} {size} {start}", stop - start)
 
-        Args:
-            name: of the file, for error messages.
-        """
-        if format_of(path) == ".txt":
-            split = self._fields.text_split
-            with _reading(name):
-                file = decompressed(opening(path), path)
-            texts = _text_file(file, name) if split == "file" else _pieces_of_text(file, name, split)
-            for text in texts:
-                yield text
-                if split != "file" and text.ends and left is not None:
-                    left -= 1
-                    if left == 0:
-                        return left
-            return left - 1 if split == "file" and left is not None else left
-        for where, row in islice(_rows(path, name, opening, self._fields), left):
-            left = None if left is None else left - 1
-            yield from read_rows(row, self._fields, where)
-        return left
+    def release(self) -> None:
+        for path in self._files:
+            if in_store(path):
+                shutil.rmtree(self._folder(path), ignore_errors=True)
+        self._checked.clear()
 
-    def _local(self, path: Path) -> Path:
-        """The local path of a file."""
-        return path
+    def _folder(self, path: Place) -> Path:
+        """The folder of an object's copy, which its URL and version name."""
+        return self.settings.cache / "downloads" / digest_of(repr((str(path), self._files[path])))
 
-
-_Opening = Callable[["Path"], io.BufferedReader]
-
-
-def _open(path: Path) -> io.BufferedReader:
-    return io.BufferedReader(open_file(path), 1 << 20)
-
-
-class _Hashed(io.RawIOBase):
-    """A file that is hashed while it is read sequentially."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = open_file(path)
-        self._hash = hashlib.blake2b(digest_size=16)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Buffer, /) -> int:
-        view = memoryview(buffer).cast("B")
-        count = self._file.readinto(view) or 0
-        self._hash.update(view[:count])
-        return count
-
-    def close(self) -> None:
-        """A no-op: the rest of the file must be hashed, too."""
-
-    def digest_to_the_end(self) -> bytes:
-        """Hash the rest of the file, close it and return the digest."""
-        buffer = bytearray(1 << 20)
-        with self._file:
-            while self.readinto(buffer):
-                pass
-        return self._hash.digest()
+    def _local(self, path: Place) -> Path:
+        """The path of a file, or of its copy, which is downloaded if needed while other processes wait."""
+        if not in_store(path):
+            return path
+        folder = self._folder(path)
+        copy = folder / path.name
+        if copy in self._checked and copy.exists():
+            return copy
+        self._checked.add(copy)
+        if _is_intact(copy):
+            return copy
+        listed_object = self._files[path]
+        assert listed_object is not None
+        with storage_errors("data.source"), locked_folder(folder) as draft:
+            if not _is_intact(copy):
+                fetched = draft.path / path.name
+                with fetched.open("xb") as file:
+                    now = path.download(file.write)
+                # A file of the hub has no version: its URL has the revision.
+                if listed_object.version not in ("", now.version) or now.size != listed_object.size:
+                    raise changed_meanwhile(path)
+                (draft.path / _DIGEST).write_bytes(_content_digest(fetched))
+                draft.commit()
+        return copy
 
 
-def _memo_file(path: Path, memo: Path) -> Path:
-    """The path of the cached digest of a file in its current state."""
-    stat = path.stat()
-    state = (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
-    key = "\0".join([str(path.resolve()), *map(str, state)])
-    return memo / hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
+def _without_splits(data: DataConfig, what: str) -> None:
+    """Refuse what says which part of a hub data set is read."""
+    for key, given in (("config_name", data.config_name), ("split", data.split)):
+        if given is not None and (key, given) != ("split", "train"):
+            raise UserError(
+                f"data.{key}: {given!r} is for a hub data set, but data.source names {what}; remove it"
+            )
 
 
-def _forget(path: Path, memo: Path) -> None:
-    with suppress(OSError):
-        _memo_file(path, memo).unlink()
+def _is_text(path: Place) -> bool:
+    return format_of(path) == ".txt"
 
 
-def file_digest(path: Path, memo: Path | None, remember: bool) -> bytes:
-    """The digest of a file's contents. That of a large file is cached in the folder ``memo``."""
-    try:
-        stat = path.stat()
-        # A recently modified file may change again within one tick of the file system's clock.
-        settled = time.time_ns() - stat.st_mtime_ns > 2_000_000_000
-        remembered = None
-        if memo is not None and settled and stat.st_size >= _DIGEST_MEMO_FROM:
-            remembered = _memo_file(path, memo)
-            if remembered.is_file() and len(digest := remembered.read_bytes()) == 16:
-                return digest
-        found = content_digest(path)
-    except OSError as error:
-        raise unreadable(path, error) from error
-    if remembered is not None and remember:
-        _remember(remembered, found)
-    return found
-
-
-def content_digest(path: Path) -> bytes:
-    """The digest of a file's contents, as they are now."""
-    hasher = hashlib.blake2b(digest_size=16)
-    with open_file(path) as file:
-        while chunk := file.read(1 << 22):
-            hasher.update(chunk)
-    return hasher.digest()
-
-
-def _remember(path: Path, digest: bytes) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(f"{path.name}.{os.getpid()}")
-        draft.write_bytes(digest)
-        draft.replace(path)
-    except OSError:  # the cache only saves time
-        return
-
-
-def unreadable(name: object, error: OSError) -> UserError:
-    return UserError(f"data.source: {name}: cannot read it: {one_line(error.strerror or error)}")
-
-
-@contextmanager
-def _reading(name: str) -> Iterator[None]:
-    """Convert errors of reading the file ``name`` to UserError."""
-    try:
-        yield
-    except UnicodeDecodeError as error:
-        raise UserError(f"data.source: {name}: it is not UTF-8 text; convert it (iconv -t utf-8)") from error
-    except (EOFError, zlib.error) as error:
-        raise UserError(f"data.source: {name}: {one_line(error)}; copy the file again") from error
-    except OSError as error:
-        raise unreadable(name, error) from error
-
-
-def unknown_length(path: Place) -> bool:
+def _unknown_length(path: Place) -> bool:
     """Whether the length of a file does not tell that of its text."""
     return format_of(path) == ".parquet" or is_compressed(path)
 
 
-def _text_file(opened: io.BufferedReader, name: str) -> Iterator[Document]:
-    """Yield the file as one document, in pieces of whole lines if it is long; nothing if it is empty."""
-    with _reading(name), io.TextIOWrapper(opened, encoding="utf-8-sig", newline="") as file:
-        piece = file.read(PIECE_CHARS)
-        _check_characters(piece, name)
-        while piece:
-            if len(piece) == PIECE_CHARS:
-                piece += file.readline(PIECE_CHARS)
-            following = file.read(PIECE_CHARS)
-            if following or piece.strip():
-                yield Document(piece, ends=not following)
-            piece = following
-
-
-def _check_characters(text: str, name: str) -> None:
-    """Raise UserError for UTF-16 without a mark at its start, which is valid UTF-8 full of NULs."""
-    if "\0" in text and 4 * text.count("\0") > len(text):
-        raise UserError(f"data.source: {name}: it is UTF-16 text, not UTF-8; convert it (iconv -t utf-8)")
-
-
-def _pieces_of_text(opened: io.BufferedReader, name: str, split: str) -> Iterator[Document]:
-    """Yield a document per line or paragraph (separated by blank lines), without its line end.
-
-    Very long ones come in pieces.
-    """
-    held: list[str] = []
-    begun = False  # pieces of the current document were yielded
-    with _reading(name), io.TextIOWrapper(opened, encoding="utf-8-sig", newline="") as file:
-        within_line = False
-        while line := file.readline(PIECE_CHARS):
-            _check_characters(line, name)
-            blank = not within_line and not line.strip()
-            within_line = not line.endswith(("\n", "\r"))
-            if not blank:
-                held.append(line)
-            if blank if split == "paragraph" else not within_line:
-                if begun or held:
-                    yield Document("".join(held).rstrip("\r\n"))
-                held, begun = [], False
-            elif sum(map(len, held)) >= PIECE_CHARS:
-                yield Document("".join(held), ends=False)
-                held, begun = [], True
-        if begun or held:
-            yield Document("".join(held).rstrip("\r\n"))
-
-
-def _rows(
-    path: Path, name: str, opening: _Opening, fields: Fields
-) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    suffix = format_of(path)
-    if suffix == ".jsonl":
-        return _jsonl_rows(path, name, opening, fields.bad)
-    if suffix == ".json":
-        return _json_rows(path, name, opening)
-    if suffix == ".parquet":
-        return _parquet_rows(path, name, fields)
-    return csv_rows(path, name, fields)
-
-
-def _parquet_rows(path: Path, name: str, fields: Fields) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    with _reading(name), open_file(path) as raw, parquet_file(raw, name) as file:
-        yield from rows_of(file, range(file.metadata.num_row_groups), name, fields)
-
-
-def _jsonl_rows(
-    path: Path, name: str, opening: _Opening, bad: BadRecords | None
-) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    with _reading(name), decompressed(opening(path), path) as file:
-        for number, line in enumerate(file, start=1):
-            where = f"{name}:{number}"
-            if (row := json_row(line, where, bad)) is not None:
-                yield where, row
-
-
-def json_row(line: bytes, where: str, bad: BadRecords | None) -> Mapping[str, Any] | None:
-    """The object in a line; None if it is blank, or goes to ``bad``.
-
-    Raises:
-        UserError: if it is no object.
-    """
-    if not line.strip():
-        return None
+def _is_intact(copy: Path) -> bool:
+    """Whether a copy exists and matches its digest."""
     try:
-        row = json.loads(line.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        reason = "not UTF-8" if isinstance(error, UnicodeDecodeError) else one_line(error)
-        refusal = UserError(
-            f"data.source: {where}: not a line of JSON ({reason}); correct or remove it, or set "
-            "data.on_bad_record to skip"
-        )
-        refusal.__cause__ = error
-    else:
-        if isinstance(row, dict):
-            return row
-        refusal = UserError(
-            f"data.source: {where}: a {type(row).__name__}, not an object; "
-            'each line must look like {"text": "..."} or {"messages": [...]}'
-        )
-    if bad is None:
-        raise refusal
-    bad.skip(refusal)
-    return None
+        return (copy.parent / _DIGEST).read_bytes() == _content_digest(copy)
+    except OSError:
+        return False
 
 
-_BETWEEN = re.compile(r"[\s,]*")
-_UNFINISHED = 16  # characters before the end of a text in which an error may be of its incompleteness
+def file_digest(path: Path, settings: SourceSettings) -> bytes:
+    """The digest of a file's contents. That of a large file is kept in the cache, by its state."""
+    try:
+        stat = path.stat()
+        kept = None
+        # A recently modified file may change again within one tick of the file system's clock.
+        if stat.st_size >= _DIGEST_MEMO_FROM and time.time_ns() - stat.st_mtime_ns > 2_000_000_000:
+            state = (path.resolve(), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
+            kept = settings.cache / "digests" / digest_of("\0".join(map(str, state)))
+            if kept.is_file() and len(digest := kept.read_bytes()) == 16:
+                return digest
+        found = _content_digest(path)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    if kept is not None and not settings.offline:
+        with suppress(OSError):  # the cache only saves time
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            draft = kept.with_name(f"{kept.name}.{os.getpid()}")
+            draft.write_bytes(found)
+            draft.replace(kept)
+    return found
 
 
-def _json_rows(path: Path, name: str, opening: _Opening) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the objects of a list, or of a file with one after the other, without reading it whole."""
-    decode = json.JSONDecoder().raw_decode
-    with (
-        _reading(name),
-        io.TextIOWrapper(decompressed(opening(path), path), encoding="utf-8-sig") as file,
-    ):
-        text, at, number, ended, listed_rows = "", 0, 0, False, False
-        while True:
-            found = _BETWEEN.match(text, at)
-            at = at if found is None else found.end()
-            if not listed_rows and text[at : at + 1] == "[":
-                listed_rows, at = True, at + 1
-                continue
-            if at == len(text) and ended:
-                if listed_rows:
-                    raise UserError(f"data.source: {name}: its list does not end; copy the file again")
-                return
-            if listed_rows and text[at : at + 1] == "]":
-                listed_rows, at = False, at + 1
-                continue
-            try:
-                row, at = decode(text, at)
-            except (ValueError, RecursionError) as error:
-                cut = isinstance(error, json.JSONDecodeError) and (
-                    error.pos >= len(text) - _UNFINISHED or error.msg.startswith("Unterminated")
-                )
-                if cut and not ended:
-                    more = file.read(max(PIECE_CHARS, len(text) - at))
-                    text, at, ended = text[at:] + more, 0, not more
-                    continue
-                reason = getattr(error, "msg", None) or one_line(error)
-                raise UserError(
-                    f"data.source: {name}: row {number + 1}: not JSON ({reason}); correct or remove it"
-                ) from error
-            number += 1
-            if not isinstance(row, dict):
-                raise UserError(
-                    f"data.source: {name}: row {number}: a {type(row).__name__}, not an object; "
-                    'the file must look like [{"text": "..."}, ...] or [{"messages": [...]}, ...]'
-                )
-            yield f"{name}: row {number}", row
+def _content_digest(path: Path) -> bytes:
+    """The digest of a file's contents, as they are now."""
+    with open_file(path) as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).digest()

@@ -13,15 +13,17 @@ import yaml
 
 from converters.storage.guarded import read_small_text
 from converters.storage.object_store import Object, RemotePath
-from portable.data.sources.compression import format_of
+from portable.data.sources.compression import FORMATS, format_of
 from portable.data.sources.documents import listed
-from portable.data.sources.files import FORMATS, local_files
 from portable.data.sources.library import cannot_load, datasets_library
+from portable.data.sources.listing import local_files
 from portable.errors import UserError, one_line
 from portable.paths import check_folder, name_inside, storage_errors
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from converters.storage.path_or_url import Place
 
 _HUB = "hf://"
 _CARD, _STANDALONE = "README.md", ".huggingface.yaml"
@@ -30,13 +32,13 @@ _SPLITS = (r"train|training", r"test|testing|eval|evaluation|validation|valid|de
 """Names of splits, as in test.jsonl or data/train-00000-of-00002.parquet."""
 
 
-def hub_files(name: str, config_name: str | None, split: str) -> dict[RemotePath, Object]:
+def hub_files(name: str, config_name: str | None, split: str) -> dict[Place, Object | None]:
     """The files of a split, in the order of the ``datasets`` library, at the newest revision.
 
     Raises:
         UserError: if there is no such data set or split, or its files cannot be read as a stream.
     """
-    found: dict[RemotePath, Object] = {}
+    found: dict[Place, Object | None] = {}
     with storage_errors("data.source"):
         wanted: dict[str, list[str]] = {}
         for url in _files_of_split(name, config_name, split):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import TYPE_CHECKING
 
-from portable.data.sources.documents import Document, Source
+from portable.data.sources.documents import Document, digest_of
+from portable.data.sources.source import Source
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -16,23 +16,16 @@ class Joined(Source):
 
     def __init__(self, sources: Sequence[Source]) -> None:
         self._sources = tuple(sources)
-        self.name = ", ".join(source.name for source in sources)
         self.remote = any(source.remote for source in sources)
         self.downloads = any(source.downloads for source in sources)
+        super().__init__(", ".join(source.name for source in sources), sources[0].settings)
 
-    @property
-    def key(self) -> str:
-        keys = [source.key for source in self._sources]
-        return hashlib.blake2b(repr(keys).encode(), digest_size=16).hexdigest()
+    def digest(self) -> str:
+        return digest_of(repr([source.key for source in self._sources]))
 
     @property
     def contents(self) -> frozenset[bytes]:
         return frozenset[bytes]().union(*(source.contents for source in self._sources))
-
-    @property
-    def size_bytes(self) -> int | None:
-        sizes = [source.size_bytes for source in self._sources]
-        return None if None in sizes else sum(size or 0 for size in sizes)
 
     def documents(self) -> Iterator[Document]:
         left = [source.documents() for source in self._sources]

@@ -1,29 +1,25 @@
-"""Read .csv files and hub data sets with the ``datasets`` library, imported lazily."""
+"""What the ``datasets`` library does for us; it is imported lazily."""
 
 from __future__ import annotations
 
 import csv
 import glob
-import hashlib
 import io
 import logging
 import warnings
-from collections.abc import Mapping
-from itertools import count, islice
-from typing import TYPE_CHECKING, Any, ClassVar
+from itertools import count
+from typing import TYPE_CHECKING, Any
 
-from portable.data.sources.documents import Document, Fields, Source, read_rows
 from portable.data.sources.parquet_rows import without_nulls
 from portable.errors import UserError, one_line
 from portable.paths import open_file
-from portable.private.of_datasets import fingerprint
 from portable.temporary_folder import scratch_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
-    from portable.data.sources.documents import BadRecords
+    from portable.data.sources.documents import BadRecords, Fields
 
 _MISSING = ["", "NA", "N/A", "n/a", "<NA>", "NULL", "null", "NaN", "nan", "None", "#N/A"]
 """Cells that are no number or class, but none at all."""
@@ -80,7 +76,7 @@ def csv_rows(path: Path, name: str, fields: Fields) -> Iterator[tuple[str, Mappi
         except UserError:
             raise
         except Exception as error:
-            raise UserError(f"data.source: {name}: not a readable .csv file ({_reason(error)})") from error
+            raise UserError(f"data.source: {name}: not a readable .csv file ({reason_of(error)})") from error
 
 
 def _check_separator(header: list[str], name: str) -> None:
@@ -102,77 +98,16 @@ def _next_good(rows: Iterator[Any], name: str, bad: BadRecords) -> Any:
     return row
 
 
-class HubDataset(Source):
-    """A data set of the Hugging Face hub, downloaded by the ``datasets`` library into its own cache."""
-
-    remote = True
-    downloads = True
-
-    # Loaded once per process: the key, the tokenizer and the tokens each need it.
-    _loaded: ClassVar[dict[tuple[str, str | None, str], Any]] = {}
-
-    def __init__(
-        self, name: str, fields: Fields, config_name: str | None, split: str | None, max_samples: int | None
-    ) -> None:
-        self.name = name
-        self._fields = fields
-        self.bad = fields.bad
-        self._config_name = config_name
-        self._split = split or "train"
-        self._max_samples = max_samples
-
-    def _rows(self) -> Any:
-        asked = (self.name, self._config_name, self._split)
-        if asked not in self._loaded:
-            datasets = datasets_library(f"the hub data set {self.name!r}")
-            try:
-                self._loaded[asked] = datasets.load_dataset(self.name, self._config_name, split=self._split)
-            except Exception as error:
-                raise cannot_load(asked, error) from error
-        return self._loaded[asked]
-
-    @property
-    def key(self) -> str:
-        content = (fingerprint(self._rows()), self._fields.key, self._max_samples)
-        return hashlib.blake2b(repr(content).encode(), digest_size=16).hexdigest()
-
-    @property
-    def size_bytes(self) -> int | None:
-        return None
-
-    @property
-    def class_names(self) -> tuple[str, ...] | None:
-        features = getattr(self._rows(), "features", None) or {}
-        feature = features.get(self._fields.label)
-        for part in () if feature is not None else (self._fields.label or "").split("."):
-            features = feature = features.get(part) if isinstance(features, Mapping) else None
-        if isinstance(feature, list) and len(feature) == 1:  # several classes per text
-            feature = feature[0]
-        names = getattr(getattr(feature, "feature", feature), "names", None)
-        return None if names is None else tuple(map(str, names))
-
-    def documents(self) -> Iterator[Document]:
-        for where, row in islice(self.rows(), self._max_samples):
-            yield from read_rows(row, self._fields, where)
-
-    def rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        for number, row in enumerate(self._rows(), start=1):
-            yield f"{self.name}: row {number}", without_nulls(row)
-
-    def check(self) -> None:
-        """A no-op: a check would download the data."""
-
-
 def cannot_load(asked: Iterable[str | None], error: BaseException) -> UserError:
     """The error for a hub data set that cannot be loaded: its name, configuration and split."""
     parts = ", ".join(str(part) for part in asked if part)
     return UserError(
-        f"data.source: cannot load {parts} as a local file or from the hub ({_reason(error)}); "
+        f"data.source: cannot load {parts} as a local file or from the hub ({reason_of(error)}); "
         "check the name, data.config_name, data.split and the network, or give local files"
     )
 
 
-def _reason(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
     """The root cause of a chained error in one short line."""
     while error.__cause__ is not None:
         error = error.__cause__

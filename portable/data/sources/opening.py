@@ -1,130 +1,193 @@
-"""Sources of documents: the standard library, local files, files in an object store, or a hub data set.
-
-A source streams its documents, so a data set may be larger than memory. Its ``key`` is a digest that changes
-whenever the documents do, and is cheap enough to compute at every start.
-"""
+"""Which kind of source ``data.source`` names, and the sources of a run."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import cached_property
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
-from converters.storage.object_store import is_url
 from converters.storage.path_or_url import without_file
-from portable import plugins
-from portable.data.sources.documents import Document, Fields, Source, text_only
-from portable.data.sources.files import LocalFiles, local_files
-from portable.data.sources.hub_files import files_of_folder
-from portable.data.sources.library import HubDataset
-from portable.data.sources.own_records import OwnRecords
-from portable.data.sources.prepared import prepared_place
-from portable.data.sources.remote_files import RemoteFiles, remote_files
-from portable.data.sources.sharded_tokens import (
-    ShardedTokens,
-    pieces_of,
-    saved_folder,
-    saved_source,
-    sharded_tokens,
-)
+from portable.config.sources import eval_key, evaluation_sources, training_key, training_sources
+from portable.data.sources.documents import Document, digest_of
+from portable.data.sources.files import Files
+from portable.data.sources.hub_dataset import HubDataset
+from portable.data.sources.prepared import PreparedTokens
+from portable.data.sources.sharded_tokens import SavedDataset, ShardedTokens
+from portable.data.sources.source import FINISHED, PREFERENCE, TASKS, Source, SourceSettings
 from portable.data.sources.standard_library import StandardLibrary
-from portable.data.sources.token_files import TokenFiles, names_tokens, token_files
-from portable.errors import MissingDataError, UserError
-from portable.paths import default_cache_dir
+from portable.data.sources.token_files import TokenFiles
+from portable.data.sources.user_records import UserRecords
+from portable.errors import UserError
+from portable.formatting import human_bytes, human_count
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["Document", "Fields", "HubDataset", "LocalFiles", "Source", "StandardLibrary", "open_source"]
+    from portable.config.sections import DataConfig
+    from portable.data.sources.conversations import Format
+
+KINDS: tuple[type[Source], ...] = (
+    UserRecords,
+    SavedDataset,
+    ShardedTokens,
+    TokenFiles,
+    PreparedTokens,
+    Files,
+    HubDataset,
+)
+"""The kinds of sources; the first that knows a name has it."""
+PART_BYTES = 16 << 20
+"""Longer .jsonl and .parquet files are read in parts of this length, so that the first is soon there."""
+_PARTS = 1 << 17
+"""Parts of so large a stream are longer, up to four times, so that there are not many more than this."""
 
 
-def open_source(
-    source: str | Sequence[str] | None,
-    *,
-    fields: Fields | None = None,
-    config_name: str | None = None,
-    split: str | None = None,
-    max_samples: int | None = None,
-    digests: Path | None = None,
-    downloads: Path | None = None,
-    remember: bool = True,
-) -> Source:
+def open_source(settings: SourceSettings) -> Source:
     """Open the source that ``data.source`` names, without reading its contents.
 
-    Args:
-        source: as in ``data.source``.
-        digests: folder that caches the digests of large local files; None for no cache.
-        downloads: folder for copies of remote files; None for the user's cache.
-        remember: whether to write to ``digests``.
-
     Raises:
-        UserError: if the source does not exist or cannot be used.
+        UserError: if it does not exist or cannot be used.
     """
-    fields = fields or Fields()
-    if max_samples is not None and max_samples < 1:
-        raise UserError(f"data.max_samples: {max_samples} is less than 1; give a positive number or null")
-    if source is None:
-        text_only(fields, "the standard library's sources")
-        return StandardLibrary(max_samples)
-    names = list(map(without_file, [source] if isinstance(source, str) else source))
+    data = settings.data
+    if settings.task not in TASKS:
+        raise UserError(f"model.task: {settings.task!r} is not one of {', '.join(TASKS)}")
+    if data.seq_len < 1:
+        raise UserError(f"data.seq_len: {data.seq_len} is less than 1; give a positive number")
+    if not 0 <= data.eval_fraction < 1:
+        raise UserError(f"data.eval_fraction: {data.eval_fraction} is not in [0, 1); lower it")
+    if data.max_samples is not None and data.max_samples < 1:
+        raise UserError(
+            f"data.max_samples: {data.max_samples} is less than 1; give a positive number or null"
+        )
+    if data.source is None and not data.stream:
+        return StandardLibrary(settings)
+    given = [data.source] if isinstance(data.source, str) else data.source or ()
+    names = list(map(without_file, given))
+    if data.stream:
+        return StreamedFiles(names, settings)
     if not names or not all(names):
         raise UserError("data.source: it is empty; set it to a hub data set, files or null")
-    if any(map(plugins.names_code, names)):
-        if len(names) > 1 or config_name is not None:
-            raise UserError(f"data.source: {names[0]}: code of your own stands alone; name nothing else")
-        return OwnRecords(names[0], fields, max_samples)
-    if len(names) == 1 and (saved := saved_folder(names[0], split or "train")) is not None:
-        return saved_source(saved, fields, max_samples, digests, remember)
-    if len(names) == 1 and max_samples is None and (sharded := sharded_tokens(names[0])) is not None:
-        pieces = pieces_of(sharded[1], names[0])
-        return ShardedTokens(sharded[0], pieces, fields, digests, remember)
-    if any(map(names_tokens, names)):
-        if not all(map(names_tokens, names)) or max_samples is not None:
-            raise UserError(f"data.source: {names[0]}: files of tokens stand alone, without data.max_samples")
-        tokens = [path for name in names for path in token_files(name)]
-        return TokenFiles(", ".join(names), tokens, fields, digests, remember)
-    if (made := next((name for name in names if prepared_place(name) is not None), None)) is not None:
-        raise UserError(f"data.stream: {made} has tokens of portable-data; set it to true")
-    if any(map(is_url, names)):
-        downloads = downloads or default_cache_dir() / "downloads"
-        return _remote_files(names, fields, config_name, split, max_samples, downloads)
-    folders = [files_of_folder(name, config_name, split or "train") for name in names]
-    local = [
-        local_files(name) if files is None else files for name, files in zip(names, folders, strict=True)
-    ]
-    if any(files is None for files in local):
-        if len(names) == 1:
-            return HubDataset(names[0], fields, config_name, split, max_samples)
-        missing = names[local.index(None)]
-        raise MissingDataError(
-            f"data.source: {missing}: no such file or folder (a list may only name local files)"
-        )
-    if None in folders:
-        _without_splits(config_name, split, "local files")
-    files = list(dict.fromkeys(path for found in local for path in found or ()))
-    return LocalFiles(", ".join(names), files, fields, max_samples, digests, remember)
+    return _opened(names, settings)
 
 
-def _without_splits(config_name: str | None, split: str | None, what: str) -> None:
-    """Refuse what says which part of a hub data set is read."""
-    for key, given in (("config_name", config_name), ("split", None if split == "train" else split)):
-        if given is not None:
+def _opened(names: Sequence[str], settings: SourceSettings) -> Source:
+    found = (kind.of(names, settings) for kind in KINDS)
+    return next(source for source in found if source is not None)
+
+
+class StreamedFiles(Source):
+    """Files that are read one at a time, and of which only the list is known beforehand."""
+
+    def __init__(self, names: Sequence[str], settings: SourceSettings) -> None:
+        sources = [_opened([name], settings) for name in names]
+        if len({source.alone for source in sources}) > 1:
+            raise UserError(f"data.source: {names[0]}: shards of tokens cannot be mixed with other files")
+        total = sum(source.stored_bytes for source in sources)
+        part = min(max(PART_BYTES, total // _PARTS), 4 * PART_BYTES)
+        self.parts = tuple(chain.from_iterable(source.shards(part) for source in sources))
+        self._alone = [source for source in sources if source.alone]
+        super().__init__(", ".join(names), settings)
+        if not self.parts:
+            raise UserError("data.stream: data.source names no files; set it to files, a pattern or a URL")
+        self.downloads = self._first.downloads
+
+    @property
+    def _first(self) -> Source:
+        return self.parts[0].open(self.settings)
+
+    @cached_property
+    def _identities(self) -> list[str]:
+        return [shard.identity for shard in self.parts]
+
+    def digest(self) -> str:
+        """A digest of the names, lengths and versions of the files: nothing is read."""
+        return digest_of(repr((self.fields.key, self._identities)))
+
+    @property
+    def described(self) -> str:
+        size = human_bytes(self.size_bytes)
+        return f"{self.name} (a stream of {human_count(len(self.parts), 'part')}, {size})"
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(shard.bytes for shard in self.parts)
+
+    def _recognised(self) -> Format:
+        first = self._first
+        return first.recognise() if first.tokenized else super()._recognised()
+
+    def documents(self) -> Iterator[Document]:
+        for shard in self.parts:
+            yield from shard.open(self.settings).documents()
+
+    def rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        for shard in self.parts:
+            yield from shard.open(self.settings).rows()
+
+    def check(self) -> None:
+        if (first := self._first).tokenized:
+            first.check()
+        else:
+            super().check()
+
+    def made_with(self) -> Path | None:
+        return next((found for source in self._alone if (found := source.made_with()) is not None), None)
+
+
+# -- the sources of a run -----------------------------------------------------------------------------------
+
+
+def training_settings(data: DataConfig, task: str, *, offline: bool = False) -> dict[str, SourceSettings]:
+    """What each source to train on is opened with, by name."""
+    found = training_sources(data).items()
+    return {name: SourceSettings(own, task, training_key(name), offline) for name, own in found}
+
+
+def evaluation_settings(data: DataConfig, task: str, *, offline: bool = False) -> dict[str, SourceSettings]:
+    """The same of those to evaluate on."""
+    found = evaluation_sources(data).items()
+    return {name: SourceSettings(own, task, eval_key(name), offline) for name, own in found}
+
+
+def recognise_format(data: DataConfig, task: str, *, downloads: bool = True) -> str:
+    """The format of the records that ``data.format`` auto means; auto if that needs a download.
+
+    Args:
+        data: the ``data`` section.
+        task: one of ``TASKS``.
+        downloads: whether a source may be downloaded.
+
+    Raises:
+        UserError: no format fits the first record, or several do; or only some sources have pairs.
+    """
+    training = training_settings(data, task, offline=True)
+    evaluated = evaluation_settings(data, task, offline=True)
+    found: dict[str, str] = {}
+    for settings in (*training.values(), *evaluated.values()):
+        with settings.errors():
+            found[settings.key] = _recognised_format(settings, downloads=downloads)
+    # A run with conversations packs whole documents, and may have texts beside them.
+    kinds = [found[one.key] for one in training.values()]
+    (first, of_first), *others = found.items()
+    for key, other in others:
+        if (of_first == PREFERENCE) != (other == PREFERENCE) and not {"auto", FINISHED} & {of_first, other}:
             raise UserError(
-                f"data.{key}: {given!r} is for a hub data set, but data.source names {what}; remove it"
+                f"{key}.source: has records of data.format {other}, and {first}.source of {of_first}; pairs "
+                "go with pairs alone, so name other files"
             )
+    return next((kind for kind in kinds if kind not in ("auto", "text")), kinds[0])
 
 
-def _remote_files(
-    names: Sequence[str],
-    fields: Fields,
-    config_name: str | None,
-    split: str | None,
-    max_samples: int | None,
-    downloads: Path,
-) -> RemoteFiles:
-    if not all(map(is_url, names)):
-        raise UserError(
-            "data.source: a list may contain URLs or local files, not both; copy one kind to the other"
-        )
-    _without_splits(config_name, split, "files")
-    found = {path: listed for name in names for path, listed in remote_files(name).items()}
-    return RemoteFiles(", ".join(names), found, fields, max_samples, downloads)
+def _recognised_format(settings: SourceSettings, *, downloads: bool) -> str:
+    """The format of one source."""
+    data = settings.data
+    if settings.fields.format is not None or data.source is None:
+        return "text" if data.source is None else str(settings.fields.format)
+    source = open_source(settings)
+    if source.downloads and not downloads:
+        return "auto"
+    kind = source.recognise()
+    if kind == "text" and any((data.chat_template, data.train_on, data.roles_to_train, data.split_turns)):
+        source.check()  # what the records lack comes before a setting that texts have no use for
+    return kind

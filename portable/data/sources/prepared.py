@@ -7,22 +7,21 @@ the cache when they are needed.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from converters.storage.places import copy_folder, files_below, in_store
 from portable.data.locked_folder import locked_folder
-from portable.data.sources.documents import Document, Fields, Source
-from portable.data.sources.files import place_with
-from portable.data.sources.shard import Shard
+from portable.data.sources.documents import digest_of
+from portable.data.sources.listing import place_with
+from portable.data.sources.source import Shard, SourceSettings, TokenSource
 from portable.errors import UserError, one_line
 from portable.paths import read_json, storage_errors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from converters.storage.path_or_url import Place
@@ -55,11 +54,6 @@ class Index:
         return json.dumps(content) + "\n"
 
 
-def prepared_place(name: str) -> Place | None:
-    """The place that ``name`` means, if ``portable-data`` has written it."""
-    return place_with(name, INDEX)
-
-
 def shard_folder(place: Place, number: int) -> Place:
     return place / "shards" / f"{number:06}"
 
@@ -83,36 +77,63 @@ def read_index(place: Place) -> Index:
         ) from error
 
 
-def prepared_shards(place: Place) -> Iterator[Shard]:
-    index = read_index(place)
-    for number, (documents, tokens, print_) in enumerate(index.shards):
-        folder = shard_folder(place, number)
-        opened = partial(PreparedShard, folder, documents, print_, index)
-        yield Shard(opened, f"{number} {print_}", 4 * tokens, tokens, print_)
+class PreparedTokens(TokenSource):
+    """A place that ``portable-data`` has written."""
+
+    only_text = ""  # the index says what the tokens were made of
+
+    def __init__(self, name: str, place: Place, settings: SourceSettings) -> None:
+        super().__init__(name, settings)
+        self._place = place
+
+    @classmethod
+    def of(cls, names: Sequence[str], settings: SourceSettings) -> PreparedTokens | None:
+        for name in names:
+            if (place := place_with(name, INDEX)) is not None:
+                if not settings.data.stream:
+                    raise UserError(
+                        f"data.source: {name} was written by portable-data; set data.stream: true"
+                    )
+                return cls(name, place, settings)
+        return None
+
+    def digest(self) -> str:
+        return digest_of(read_index(self._place).text())
+
+    def tokens(self, vocab_size: int, end: int | None) -> Iterator[Any]:
+        """None of its own: its shards have them."""
+        return iter(())
+
+    def shards(self, part_bytes: int) -> Iterator[Shard]:
+        index = read_index(self._place)
+        for number, (documents, tokens, print_) in enumerate(index.shards):
+            folder = shard_folder(self._place, number)
+            opened = partial(PreparedShard, folder, documents, print_, index)
+            yield Shard(opened, f"{number} {print_}", 4 * tokens, tokens, print_)
+
+    def made_with(self) -> Path:
+        folder = self._place / TOKENIZER
+        if not in_store(folder):
+            return folder
+        with storage_errors("data.source"):
+            cache = self.settings.cache.parent
+            copy = cache / "tokenizers" / digest_of(f"{folder} {files_below(folder)}")
+            if not copy.is_dir():
+                with locked_folder(copy) as draft:
+                    copy_folder(folder, draft.path)
+                    draft.commit()
+        return copy
 
 
-def prepared_tokenizer(place: Place, cache: Path) -> Path:
-    """The folder of the tokenizer that made the tokens; from an object store, a copy in ``cache``."""
-    folder = place / TOKENIZER
-    if not in_store(folder):
-        return folder
-    with storage_errors("data.source"):
-        name = hashlib.blake2b(f"{folder} {files_below(folder)}".encode(), digest_size=16).hexdigest()
-        copy = cache / "tokenizers" / name
-        if not copy.is_dir():
-            with locked_folder(copy) as draft:
-                copy_folder(folder, draft.path)
-                draft.commit()
-    return copy
-
-
-class PreparedShard(Source):
+class PreparedShard(TokenSource):
     """A shard that is tokenized already."""
 
-    tokenized = True
+    only_text = ""
 
-    def __init__(self, folder: Place, documents: int, fingerprint: str, index: Index, fields: Fields) -> None:
-        self.name = str(folder)
+    def __init__(
+        self, folder: Place, documents: int, fingerprint: str, index: Index, settings: SourceSettings
+    ) -> None:
+        super().__init__(str(folder), settings)
         self.downloads = in_store(folder)
         self.made = index.made
         self._documents = documents
@@ -120,26 +141,20 @@ class PreparedShard(Source):
         self._print = fingerprint
         self._kind = index.kind
 
-    @property
-    def key(self) -> str:
-        return hashlib.blake2b(f"{self.made} {self._print}".encode(), digest_size=16).hexdigest()
+    def digest(self) -> str:
+        return digest_of(f"{self.made} {self._print}")
 
-    @property
-    def size_bytes(self) -> None:
-        return None
-
-    def recognised(self, fields: Fields) -> Format:
-        if fields.format not in (None, self._kind):
+    def _recognised(self) -> Format:
+        if self.fields.format not in (None, self._kind):
             raise UserError(f"data.format: {self.name} was made of {self._kind}; set it to that, or auto")
         return self._kind
 
-    def documents(self) -> Iterator[Document]:
-        raise UserError(
-            f"data.tokenizer: {self.name} has tokens and no text; set it to the tokenizer that made them"
-        )
-
     def check(self) -> None:
         """A no-op: the list of shards was read."""
+
+    def tokens(self, vocab_size: int, end: int | None) -> Iterator[Any]:
+        """None to copy: see :meth:`local`."""
+        return iter(())
 
     def local(self, cache: Path) -> Path:
         """The folder with the tokens; from an object store, a copy in ``cache``.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,10 +17,13 @@ import numpy as np
 
 from converters.storage.places import in_store
 from portable.data.sources.compression import check_expanded
-from portable.data.sources.documents import Document, Fields, Source, changed_meanwhile, listed, text_only
-from portable.data.sources.files import file_digest, place_with
-from portable.data.sources.library import HubDataset, datasets_library
-from portable.data.sources.token_files import TokenSource, beyond_vocabulary
+from portable.data.sources.documents import digest_of, listed
+from portable.data.sources.files import file_digest
+from portable.data.sources.hub_dataset import HubDataset
+from portable.data.sources.library import datasets_library
+from portable.data.sources.listing import place_with
+from portable.data.sources.source import Shard, Source, SourceSettings, TokenSource
+from portable.data.sources.token_files import beyond_vocabulary
 from portable.errors import UserError, one_line
 from portable.paths import check_folder, name_inside, open_file, read_json, storage_errors
 
@@ -117,47 +120,41 @@ class ShardedTokens(TokenSource):
 
     Args:
         pieces: as :func:`pieces_of` returns them.
-        digests: folder that caches digests of large files.
     """
 
-    def __init__(
-        self,
-        place: Place,
-        pieces: Sequence[dict[str, Any]],
-        fields: Fields,
-        digests: Path | None = None,
-        remember: bool = True,
-    ) -> None:
-        self.name = str(place) if len(pieces) > 1 else str(place / pieces[0]["file"])
+    def __init__(self, place: Place, pieces: Sequence[dict[str, Any]], settings: SourceSettings) -> None:
+        super().__init__(str(place) if len(pieces) > 1 else str(place / pieces[0]["file"]), settings)
         self.downloads = in_store(place)
         self._place = place
         self._pieces = tuple(pieces)
-        self._digests = digests
-        self._remember = remember
-        text_only(fields, "files of tokens")
 
-    @property
-    def key(self) -> str:
+    @classmethod
+    def of(cls, names: Sequence[str], settings: SourceSettings) -> ShardedTokens | None:
+        if len(names) > 1 or settings.data.max_samples is not None:
+            return None
+        found = sharded_tokens(names[0])
+        return None if found is None else cls(found[0], pieces_of(found[1], names[0]), settings)
+
+    def digest(self) -> str:
         digest = hashlib.blake2b(repr(self._pieces).encode(), digest_size=16)
         for piece in self._pieces:
             path = self._place / piece["file"]
             if not in_store(path):
-                digest.update(file_digest(path, self._digests, self._remember))
+                digest.update(file_digest(path, self.settings))
             else:
                 with self._reading(piece), storage_errors("data.source"):
                     digest.update(repr(path.look_up()).encode())
         return digest.hexdigest()
 
-    @property
-    def size_bytes(self) -> None:
-        return None
+    def shards(self, part_bytes: int) -> Iterator[Shard]:
+        for piece in self._pieces:
+            yield Shard(partial(ShardedTokens, self._place, [piece]), repr(piece), int(piece["bytes"] or 0))
 
     def check(self) -> None:
         if not self.downloads:
             self._contents(self._pieces[0])
 
     def tokens(self, vocab_size: int, end: int | None) -> Iterator[tuple[npt.NDArray[Any], list[int]]]:
-        before = self.key
         for piece in self._pieces:
             with self._reading(piece):
                 documents = _documents(self._contents(piece), piece)
@@ -166,8 +163,6 @@ class ShardedTokens(TokenSource):
                 found = np.concatenate(documents)
                 beyond_vocabulary(found, vocab_size, self._place / piece["file"])
                 yield found, lengths
-        if self.key != before:
-            raise changed_meanwhile(self.name)
 
     def _contents(self, piece: dict[str, Any]) -> bytes:
         """A shard as it was before it was compressed."""
@@ -249,21 +244,6 @@ def saved_folder(name: str, split: str) -> Path | None:
     return folder if found else None
 
 
-def saved_source(
-    folder: Path, fields: Fields, max_samples: int | None, digests: Path | None, remember: bool
-) -> Source:
-    """The tokens of a saved dataset, if it has some, or its records."""
-    try:
-        info = read_json(folder / "dataset_info.json")
-        columns = set(info["features"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _not_saved(folder, error) from error
-    records = fields.format not in (None, "text") or columns & {fields.text, *_OF_RECORDS}
-    if max_samples is not None or (records and not columns & set(_COLUMNS)):
-        return SavedDataset(folder, fields, max_samples, digests, remember)
-    return SavedTokens(str(folder), fields, digests, remember)
-
-
 def _not_saved(folder: object, error: Exception) -> UserError:
     return UserError(f"data.source: {folder}: not a saved dataset ({one_line(error)[:200]}); save it again")
 
@@ -281,11 +261,11 @@ def _load_saved(folder: str) -> Any:
         raise _not_saved(folder, error) from error
 
 
-def _saved_digest(folder: str, digests: Path | None, remember: bool) -> bytes:
+def _saved_digest(folder: str, settings: SourceSettings) -> bytes:
     digest = hashlib.blake2b(b"saved", digest_size=16)
     for path in sorted(Path(folder).rglob("*")):
         if path.is_file():
-            digest.update(path.name.encode() + file_digest(path, digests, remember))
+            digest.update(path.name.encode() + file_digest(path, settings))
     return digest.digest()
 
 
@@ -295,53 +275,47 @@ class SavedDataset(HubDataset):
     remote = False
     downloads = False
 
-    def __init__(
-        self, folder: Path, fields: Fields, max_samples: int | None, digests: Path | None, remember: bool
-    ) -> None:
-        super().__init__(str(folder), fields, None, None, max_samples)
-        self._known = partial(_saved_digest, str(folder), digests, remember)
-        self._opened: Any = None
+    @classmethod
+    def of(cls, names: Sequence[str], settings: SourceSettings) -> Source | None:  # type: ignore[override]
+        """The tokens of a saved dataset, if it has some, or its records."""
+        if len(names) > 1 or (folder := saved_folder(names[0], settings.split)) is None:
+            return None
+        try:
+            columns = set(read_json(folder / "dataset_info.json")["features"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise _not_saved(folder, error) from error
+        fields = settings.fields
+        records = fields.format not in (None, "text") or columns & {fields.text, *_OF_RECORDS}
+        of_records = settings.data.max_samples is not None or (records and not columns & set(_COLUMNS))
+        return (cls if of_records else SavedTokens)(str(folder), settings)
+
+    @cached_property
+    def _saved(self) -> Any:
+        return _load_saved(self.name)
 
     def _rows(self) -> Any:
-        if self._opened is None:
-            self._opened = _load_saved(self.name)
-        return self._opened
+        return self._saved
+
+    def digest(self) -> str:
+        saved = _saved_digest(self.name, self.settings)
+        return digest_of(repr((saved, self.fields.key, self.settings.data.max_samples)))
 
     @property
-    def key(self) -> str:
-        content = (self._known(), self._fields.key, self._max_samples)
-        return hashlib.blake2b(repr(content).encode(), digest_size=16).hexdigest()
+    def stored_bytes(self) -> int:
+        return 0
 
-    def documents_of_key(self) -> Iterator[Document]:
-        before = self.key
-        yield from self.documents()
-        if self.key != before:
-            raise changed_meanwhile(self.name)
-
-    def check(self) -> None:
-        Source.check(self)
+    def shards(self, part_bytes: int) -> Iterator[Shard]:
+        raise _not_streamed(self)
 
 
 class SavedTokens(TokenSource):
-    """A dataset with a column of tokens, saved with ``save_to_disk``; each row is a document.
+    """A dataset with a column of tokens, saved with ``save_to_disk``; each row is a document."""
 
-    Args:
-        digests: folder that caches digests of large files.
-    """
+    def digest(self) -> str:
+        return _saved_digest(self.name, self.settings).hex()
 
-    def __init__(self, name: str, fields: Fields, digests: Path | None = None, remember: bool = True) -> None:
-        self.name = name
-        self._digests = digests
-        self._remember = remember
-        text_only(fields, "files of tokens")
-
-    @property
-    def key(self) -> str:
-        return _saved_digest(self.name, self._digests, self._remember).hex()
-
-    @property
-    def size_bytes(self) -> None:
-        return None
+    def shards(self, part_bytes: int) -> Iterator[Shard]:
+        raise _not_streamed(self)
 
     def check(self) -> None:
         self._opened()
@@ -357,7 +331,6 @@ class SavedTokens(TokenSource):
         return found.select_columns([column]).with_format("arrow"), column
 
     def tokens(self, vocab_size: int, end: int | None) -> Iterator[tuple[npt.NDArray[Any], list[int]]]:
-        before = self.key
         rows, column = self._opened()
         for table in rows.iter(_BATCH):
             values = table[column].combine_chunks()
@@ -368,5 +341,7 @@ class SavedTokens(TokenSource):
             if len(found):
                 beyond_vocabulary(found, vocab_size, self.name)
                 yield found, lengths
-        if self.key != before:
-            raise changed_meanwhile(self.name)
+
+
+def _not_streamed(source: Source) -> UserError:
+    return UserError(f"data.stream: {source.name} was saved with save_to_disk; set it to false")

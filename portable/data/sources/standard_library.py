@@ -9,7 +9,8 @@ import sysconfig
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from portable.data.sources.documents import Document, Source, changed_meanwhile
+from portable.data.sources.documents import Document
+from portable.data.sources.source import Source, SourceSettings
 from portable.errors import UserError
 
 if TYPE_CHECKING:
@@ -22,22 +23,6 @@ _STDLIB_SKIPS = re.compile(
 )
 
 
-class _Digest:
-    """A digest of documents in order."""
-
-    def __init__(self) -> None:
-        self._hash = hashlib.blake2b(b"stdlib", digest_size=16)
-
-    def add(self, document: Document) -> int:
-        """Add a document and return its size in bytes."""
-        content = document.text.encode()
-        self._hash.update(hashlib.blake2b(content, digest_size=16).digest())
-        return len(content)
-
-    def hexdigest(self) -> str:
-        return self._hash.hexdigest()
-
-
 class StandardLibrary(Source):
     """The Python files of the interpreter's standard library: real text without a download.
 
@@ -45,29 +30,20 @@ class StandardLibrary(Source):
     part, including the evaluation part at the end, is a fair sample.
     """
 
-    name = "the standard library's sources"
+    only_text = "the standard library's sources"
 
-    def __init__(self, max_samples: int | None = None, root: Path | None = None) -> None:
+    def __init__(self, settings: SourceSettings, root: Path | None = None) -> None:
         self._root = root or Path(sysconfig.get_path("stdlib"))
-        self._max_samples = max_samples
-        self._key: str | None = None
         self._size = 0
+        super().__init__(self.only_text, settings)
 
-    @property
-    def key(self) -> str:
-        if self._key is None:
-            digest = _Digest()
-            self._size = sum(map(digest.add, self.documents()))
-            self._key = digest.hexdigest()
-        return self._key
-
-    def documents_of_key(self) -> Iterator[Document]:
-        key, digest = self.key, _Digest()
+    def digest(self) -> str:
+        digest, self._size = hashlib.blake2b(b"stdlib", digest_size=16), 0
         for document in self.documents():
-            digest.add(document)
-            yield document
-        if digest.hexdigest() != key:
-            raise changed_meanwhile(self._root)
+            content = document.text.encode()
+            digest.update(hashlib.blake2b(content, digest_size=16).digest())
+            self._size += len(content)
+        return digest.hexdigest()
 
     @property
     def size_bytes(self) -> int | None:
@@ -82,7 +58,7 @@ class StandardLibrary(Source):
                 continue
             if not text.strip():
                 continue
-            if count == self._max_samples or total + len(text) > _STDLIB_BYTES:
+            if count == self.settings.data.max_samples or total + len(text) > _STDLIB_BYTES:
                 break
             count, total = count + 1, total + len(text)
             yield Document(text)

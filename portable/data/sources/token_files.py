@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import glob
 import hashlib
-from abc import abstractmethod
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portable.data.sources.documents import Document, Fields, Source, changed_meanwhile, text_only
-from portable.data.sources.files import file_digest, unreadable
+from portable.data.sources.files import file_digest
+from portable.data.sources.rows import unreadable
+from portable.data.sources.source import Shard, SourceSettings, TokenSource
 from portable.errors import MissingDataError, UserError
 from portable.paths import open_file
 
@@ -51,73 +52,54 @@ class _Layout:
     lengths: npt.NDArray[np.int64] | None = None
 
 
-class TokenSource(Source):
-    """Tokens that another program made."""
-
-    tokenized = True
-
-    def documents(self) -> Iterator[Document]:
-        raise UserError(
-            f"data.tokenizer: {self.name} has tokens and no text; set it to the tokenizer that made them"
-        )
-
-    @abstractmethod
-    def tokens(self, vocab_size: int, end: int | None) -> Iterator[tuple[npt.NDArray[Any], list[int]]]:
-        """Yield tokens, and how many of them there are up to each end of a document from the end before.
-
-        The tokens beyond the last end belong to a document that goes on in the next part.
-
-        Args:
-            vocab_size: of the tokenizer, which all tokens must be below.
-            end: the token after which a document ends, where the files do not tell.
-        """
-
-
 class TokenFiles(TokenSource):
-    """Files of tokens, in order.
+    """Files of tokens, in order."""
 
-    Args:
-        name: as given by the user.
-        digests: folder that caches digests of large files.
-    """
+    alone = False
 
-    def __init__(
-        self,
-        name: str,
-        files: Sequence[Path],
-        fields: Fields,
-        digests: Path | None = None,
-        remember: bool = True,
-    ) -> None:
-        self.name = name
+    def __init__(self, name: str, files: Sequence[Path], settings: SourceSettings) -> None:
+        super().__init__(name, settings)
         self._files = tuple(files)
-        self._digests = digests
-        self._remember = remember
-        text_only(fields, "files of tokens")
 
-    @property
-    def key(self) -> str:
+    @classmethod
+    def of(cls, names: Sequence[str], settings: SourceSettings) -> TokenFiles | None:
+        if not any(map(names_tokens, names)):
+            return None
+        if not all(map(names_tokens, names)) or settings.data.max_samples is not None:
+            raise UserError(
+                f"data.source: {names[0]}: token files cannot be mixed with text files or combined with "
+                "data.max_samples"
+            )
+        return cls(", ".join(names), [path for name in names for path in token_files(name)], settings)
+
+    def digest(self) -> str:
         digest = hashlib.blake2b(b"tokens", digest_size=16)
         for path in self._files:
-            digest.update(file_digest(path, self._digests, self._remember))
+            digest.update(file_digest(path, self.settings))
             if _index(path).is_file():
-                digest.update(file_digest(_index(path), self._digests, self._remember))
+                digest.update(file_digest(_index(path), self.settings))
         return digest.hexdigest()
 
     @property
     def size_bytes(self) -> int:
         return sum(_layout(path).count for path in self._files)
 
+    @property
+    def stored_bytes(self) -> int:
+        return sum(path.stat().st_size for path in self._files)
+
     def check(self) -> None:
         for path in self._files:
             _layout(path)
 
     def tokens(self, vocab_size: int, end: int | None) -> Iterator[tuple[npt.NDArray[Any], list[int]]]:
-        before = self.key
         for path in self._files:
             yield from _tokens_of(path, vocab_size, end)
-        if self.key != before:
-            raise changed_meanwhile(self.name)
+
+    def shards(self, part_bytes: int) -> Iterator[Shard]:
+        for path in self._files:
+            size = path.stat().st_size
+            yield Shard(partial(TokenFiles, str(path), [path]), f"{path.name} {size}", size)
 
 
 def beyond_vocabulary(tokens: npt.NDArray[Any], vocab_size: int, path: object) -> None:

@@ -22,6 +22,7 @@ import zlib
 from bisect import bisect_right
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 import numpy as np
@@ -46,12 +47,16 @@ _META_FILE = "meta.json"
 _PROBE = 1 << 16  # bytes at either end of a file that are checked on opening
 _DTYPES: dict[str, np.dtype[Any]] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 _OFFSET = np.dtype("<u8")
-_LABEL = np.dtype("<i8")
 _CRC = np.dtype("<u4")
-_VALUE = np.dtype("<f8")
-_BITS = np.dtype("u1")
-_TRAINED_FILE = "trained.bin"
-_COLUMNS_FILE = "columns.bin"
+LABELS, LABEL_ENDS, VALUES = "labels.bin", "labels.idx", "values.bin"
+TRAINED, COLUMNS = "trained.bin", "columns.bin"
+_OF_FILES: dict[str, np.dtype[Any]] = {
+    LABELS: np.dtype("<i8"),
+    LABEL_ENDS: _OFFSET,
+    VALUES: np.dtype("<f8"),
+    TRAINED: np.dtype("u1"),
+    COLUMNS: np.dtype("<f8"),
+}
 LabelKind = Literal["classes", "sets", "values"]
 """One class per document, any number of classes, or a fixed number of numeric values."""
 
@@ -88,14 +93,15 @@ class _BlockSums:
 class _Stream:
     """Writes a file sequentially and computes its checksums."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
         self._file: BinaryIO = path.open("wb")
-        self._path = path
+        self._dtype = dtype
         self._hash = hashlib.blake2b(digest_size=16)
+        self.path = path
         self.blocks = _BlockSums()
 
-    def write(self, values: npt.NDArray[Any]) -> None:
-        data = values.tobytes()
+    def write(self, values: npt.ArrayLike) -> None:
+        data = np.asarray(values, dtype=self._dtype).tobytes()
         self._file.write(data)
         self._hash.update(data)
         self.blocks.update(data)
@@ -105,8 +111,8 @@ class _Stream:
 
     def meta(self) -> dict[str, Any]:
         self._file.close()
-        size = self._path.stat().st_size
-        return {"bytes": size, "probe": _probe(self._path, size), "digest": self._hash.hexdigest()}
+        size = self.path.stat().st_size
+        return {"bytes": size, "probe": _probe(self.path, size), "digest": self._hash.hexdigest()}
 
 
 def _probe(path: Path, size: int) -> int:
@@ -118,7 +124,15 @@ def _probe(path: Path, size: int) -> int:
 
 
 class TokenWriter:
-    """Writes a token cache into a folder as a stream."""
+    """Writes a token cache into a folder as a stream.
+
+    Args:
+        fields: of a document, the first of which every document has.
+        vocab_size: which all tokens are below.
+        labels: whether documents have labels.
+        masked: whether only some tokens of the texts are trained.
+        columns: the names of further numbers of a document.
+    """
 
     def __init__(
         self,
@@ -131,135 +145,105 @@ class TokenWriter:
         columns: Sequence[str] = (),
     ) -> None:
         self._folder = folder
-        self._trained = _BitWriter(folder / _TRAINED_FILE) if masked else None
         self._dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
-        self._tokens = {name: _Stream(folder / f"{name}.bin") for name in fields}
-        self._index = {name: _Stream(folder / f"{name}.idx") for name in fields}
         self._counts = dict.fromkeys(fields, 0)
-        self._labels = _LabelWriter(folder) if labels else None
-        self._columns = _Stream(folder / _COLUMNS_FILE) if columns else None
+        self._streams: dict[str, _Stream] = {}
+        for field in fields:
+            self._begin(f"{field}.bin", _DTYPES[self._dtype])
+            self._begin(f"{field}.idx", _OFFSET).write([0])
+        for name in (*((LABELS, LABEL_ENDS, VALUES) if labels else ()), *[TRAINED] * masked):
+            self._begin(name, _OF_FILES[name])
+        if columns:
+            self._begin(COLUMNS, _OF_FILES[COLUMNS])
+        self._labels = _Labels(self._streams) if labels else None
         self._whole = dict.fromkeys(columns, True)
         """The columns, and whether all of their numbers are whole."""
-        self._documents = 0
-        self.in_document = False
-        """Whether tokens were added since the last document ended."""
-        for stream in self._index.values():
-            stream.write(np.zeros(1, dtype=_OFFSET))
+        self.documents = self._trained = 0
+        self._bits = np.zeros(0, dtype=bool)  # of tokens, until there are eight
 
-    def append(self, field: str, tokens: Sequence[int], trained: npt.NDArray[np.bool_] | None = None) -> None:
-        """Add tokens to the current document; ``trained`` says which, where only some are."""
-        if self._trained is not None and field == "text":
-            self._trained.add(np.ones(len(tokens), dtype=bool) if trained is None else trained)
-        self._tokens[field].write(np.asarray(tokens, dtype=_DTYPES[self._dtype]))
-        self._counts[field] += len(tokens)
-        self.in_document = True
+    def _begin(self, name: str, dtype: np.dtype[Any]) -> _Stream:
+        self._streams[name] = _Stream(self._folder / name, dtype)
+        return self._streams[name]
 
-    def end_document(self, label: Label | None = None) -> None:
-        for field, stream in self._index.items():
-            stream.write(np.array([self._counts[field]], dtype=_OFFSET))
-        if self._labels is not None:
-            assert label is not None
-            self._labels.add(label)
-        self._documents += 1
-        self.in_document = False
-
-    def add_columns(self, values: Sequence[float]) -> None:
-        """Add the further numbers of a document, in the order of the columns."""
-        if self._columns is not None:
-            self._columns.write(np.array(values, dtype=_VALUE))
-            for name, value in zip(self._whole, values, strict=True):
-                self._whole[name] = self._whole[name] and isinstance(value, int)
-
-    def extend(
+    def add(
         self,
         field: str,
-        tokens: npt.NDArray[Any],
-        lengths: Sequence[int] | npt.NDArray[Any],
+        tokens: npt.ArrayLike,
+        lengths: npt.ArrayLike,
         trained: npt.NDArray[np.bool_] | None = None,
     ) -> None:
-        """Add many documents of a single field: their tokens one after the other, and their lengths."""
-        if self._trained is not None and trained is not None:
-            self._trained.add(trained)
-        self._tokens[field].write(tokens.astype(_DTYPES[self._dtype]))
-        self._index[field].write((self._counts[field] + np.cumsum(lengths)).astype(_OFFSET))
-        self._counts[field] += len(tokens)
-        self._documents += len(lengths)
+        """Add documents: their tokens one after the other, and the length of each.
+
+        Tokens beyond the last one belong to a document that goes on with the next call. ``trained`` says
+        which tokens are, where only some are.
+        """
+        values = np.asarray(tokens)
+        if TRAINED in self._streams and field == "text":
+            assert trained is not None
+            self._trained += int(trained.sum())
+            bits = np.concatenate((self._bits, trained))
+            whole = len(bits) // 8 * 8
+            self._streams[TRAINED].write(np.packbits(bits[:whole]))
+            self._bits = bits[whole:]
+        ends = np.cumsum(lengths, dtype=np.int64)
+        self._streams[f"{field}.bin"].write(values)
+        self._streams[f"{field}.idx"].write(self._counts[field] + ends)
+        self._counts[field] += len(values)
+        if field == next(iter(self._counts)):
+            self.documents += len(ends)
+
+    def add_labels(self, labels: Sequence[Label | None]) -> None:
+        """Add the labels of documents, if they have some."""
+        if self._labels is not None:
+            for label in labels:
+                assert label is not None
+                self._labels.add(label)
+
+    def add_columns(self, rows: Sequence[Sequence[float]]) -> None:
+        """Add the further numbers of documents, in the order of the columns."""
+        if self._whole:
+            self._streams[COLUMNS].write(rows)
+            for at, name in enumerate(self._whole):
+                self._whole[name] &= all(isinstance(row[at], int) for row in rows)
 
     def finish(self, **extra: Any) -> None:
         """Write ``meta.json``, and renumber the classes in sorted order."""
         names: list[int | str] = []
-        labels: dict[str, _Stream] = {}
-        label_meta: dict[str, Any] = {}
         if self._labels is not None:
-            kind, width, names, labels = self._labels.finish()
-            label_meta = {} if kind == "classes" else {"label_kind": kind, "label_width": width}
-        streams: dict[str, _Stream] = {f"{name}.bin": stream for name, stream in self._tokens.items()}
-        streams |= {f"{name}.idx": stream for name, stream in self._index.items()}
-        streams |= labels
-        if self._trained is not None:
-            streams[_TRAINED_FILE] = self._trained.finish()
-            extra["trained_tokens"] = self._trained.count
-        if self._columns is not None:
-            streams[_COLUMNS_FILE] = self._columns
+            kind, width, names = self._labels.finish()
+            extra |= {} if kind == "classes" else {"label_kind": kind, "label_width": width}
+        if TRAINED in self._streams:
+            self._streams[TRAINED].write(np.packbits(self._bits))
+            extra["trained_tokens"] = self._trained
+        if self._whole:
             extra["columns"] = {name: "int64" if whole else "float32" for name, whole in self._whole.items()}
-        files = {name: stream.meta() for name, stream in streams.items()}
-        blocks = np.concatenate([streams[name].blocks.sums() for name in sorted(streams)]).tobytes()
+        files = {name: stream.meta() for name, stream in self._streams.items()}
+        blocks = np.concatenate([self._streams[name].blocks.sums() for name in sorted(files)]).tobytes()
         (self._folder / _BLOCKS_FILE).write_bytes(blocks)
         meta: dict[str, Any] = {
             "format": FORMAT,
             "dtype": self._dtype,
-            "documents": self._documents,
+            "documents": self.documents,
             "tokens": self._counts,
             "label_names": names,
             "files": files,
             "blocks": hashlib.blake2b(blocks, digest_size=16).hexdigest(),
             "fingerprint": _digest([self._dtype, names, files]),
-            **label_meta,
             **extra,
         }
         meta["digest"] = _digest(meta)
         (self._folder / _META_FILE).write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
 
     def close(self) -> None:
-        for stream in (*self._tokens.values(), *self._index.values()):
+        for stream in self._streams.values():
             stream.close()
-        if self._labels is not None:
-            self._labels.close()
-        if self._trained is not None:
-            self._trained.stream.close()
-        if self._columns is not None:
-            self._columns.close()
 
 
-class _BitWriter:
-    """Writes a bit per token, eight to a byte across documents."""
-
-    def __init__(self, path: Path) -> None:
-        self.stream = _Stream(path)
-        self.count = 0
-        """Bits that are set."""
-        self._rest = np.zeros(0, dtype=bool)
-
-    def add(self, bits: npt.NDArray[np.bool_]) -> None:
-        self.count += int(bits.sum())
-        bits = np.concatenate((self._rest, bits))
-        whole = len(bits) // 8 * 8
-        self.stream.write(np.packbits(bits[:whole]))
-        self._rest = bits[whole:]
-
-    def finish(self) -> _Stream:
-        self.stream.write(np.packbits(self._rest))
-        return self.stream
-
-
-class _LabelWriter:
+class _Labels:
     """Writes labels of any kind. Even the last label may decide the kind."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._ids = _Stream(folder / "labels.bin")
-        self._ends = _Stream(folder / "labels.idx")
-        self._values = _Stream(folder / "values.bin")
+    def __init__(self, streams: dict[str, _Stream]) -> None:
+        self._streams = streams
         self._known: dict[Any, int] | None = {}
         """The number of each class; None once a label was not a class."""
         self._numbers = True  # all labels so far are numbers
@@ -267,7 +251,7 @@ class _LabelWriter:
         self._repeated = False
         self._widths: set[int] = set()
         self._count = 0
-        self._ends.write(np.zeros(1, dtype=_OFFSET))
+        streams[LABEL_ENDS].write([0])
 
     def add(self, label: Label) -> None:
         lists = isinstance(label, tuple)
@@ -285,19 +269,13 @@ class _LabelWriter:
         if self._known is None and not self._numbers:
             raise _mixed()
         if self._known is not None:
-            ids = [self._known.setdefault(item, len(self._known)) for item in items]
-            self._ids.write(np.array(ids, dtype=_LABEL))
-            self._ends.write(np.array([self._count], dtype=_OFFSET))
+            self._streams[LABELS].write([self._known.setdefault(item, len(self._known)) for item in items])
+            self._streams[LABEL_ENDS].write([self._count])
         if self._numbers:
-            self._values.write(np.array(items, dtype=_VALUE))
+            self._streams[VALUES].write(items)
 
-    def close(self) -> None:
-        for stream in (self._ids, self._ends, self._values):
-            stream.close()
-
-    def finish(self) -> tuple[LabelKind, int, list[int | str], dict[str, _Stream]]:
-        """Return the kind, values per document, class names and files."""
-        self.close()
+    def finish(self) -> tuple[LabelKind, int, list[int | str]]:
+        """Return the kind, values per document and class names; of the files, those of the kind stay."""
         width = min(self._widths, default=1)
         if self._known is None:
             if len(self._widths) > 1 or not width:
@@ -305,38 +283,39 @@ class _LabelWriter:
                     "data.label_field: the lists of numbers have different lengths; give every text the same "
                     "number of values, or classes as integers or strings"
                 )
-            self._drop("labels.bin", "labels.idx")
-            return "values", width, [], {"values.bin": self._values}
+            self._drop(LABELS, LABEL_ENDS)
+            return "values", width, []
         names = self._sort(self._known)
         if self._lists and self._repeated:
             raise UserError(
                 "data.label_field: a list has a class twice; give the classes of the text, or for each class "
                 "a number with a fraction (0.0, 1.0) or a boolean"
             )
-        if self._lists:
-            self._drop("values.bin")
-            return "sets", 0, names, {"labels.bin": self._ids, "labels.idx": self._ends}
-        self._drop("values.bin", "labels.idx")
-        return "classes", 1, names, {"labels.bin": self._ids}
+        self._drop(VALUES, *(() if self._lists else (LABEL_ENDS,)))
+        return ("sets", 0, names) if self._lists else ("classes", 1, names)
 
     def _drop(self, *names: str) -> None:
         for name in names:
-            (self._folder / name).unlink()
+            stream = self._streams.pop(name)
+            stream.close()
+            stream.path.unlink()
 
     def _sort(self, known: dict[Any, int]) -> list[int | str]:
         if len({isinstance(name, str) for name in known}) > 1:
             raise _mixed()
         names = sorted(known, key=lambda name: (name if isinstance(name, int) else 0, str(name)))
-        final = np.zeros(len(names), dtype=_LABEL)
+        final = np.zeros(len(names), dtype=_OF_FILES[LABELS])
         for number, name in enumerate(names):
             final[known[name]] = number
         if names:
-            self._ids.blocks = _BlockSums()
-            stored = np.memmap(self._folder / "labels.bin", dtype=_LABEL, mode="r+")
+            stream = self._streams[LABELS]
+            stream.close()
+            stream.blocks = _BlockSums()
+            stored = np.memmap(stream.path, dtype=final.dtype, mode="r+")
             for start in range(0, len(stored), 1 << 20):
                 piece = final[stored[start : start + (1 << 20)]]
                 stored[start : start + (1 << 20)] = piece
-                self._ids.blocks.update(piece.tobytes())
+                stream.blocks.update(piece.tobytes())
             stored.flush()
         return names
 
@@ -439,18 +418,8 @@ class TokenCache:
 
     folder: Path
     meta: dict[str, Any]
-    tokens: dict[str, CheckedArray]
-    """The concatenated tokens of each field, uint16 or uint32, memory-mapped."""
-    offsets: dict[str, CheckedArray]
-    labels: CheckedArray | None
-    """Each document's class, or with ``label_offsets`` its classes."""
-    label_offsets: CheckedArray | None = None
-    values: CheckedArray | None = None
-    """``[documents, width]`` for numeric labels."""
-    trained_bits: CheckedArray | None = None
-    """A bit per token of the texts, if only some are trained; see :meth:`trained`."""
-    column_values: CheckedArray | None = None
-    """``[documents, columns]`` of further numbers; see :meth:`columns`."""
+    arrays: dict[str, CheckedArray]
+    """The files, memory-mapped, by name."""
 
     @staticmethod
     def open(folder: Path) -> TokenCache:
@@ -469,11 +438,10 @@ class TokenCache:
             if hashlib.blake2b(blocks, digest_size=16).hexdigest() != meta["blocks"]:
                 raise CacheDamagedError(f"{folder / _BLOCKS_FILE}: damaged")
             sums, at = np.frombuffer(blocks, dtype=_CRC), 0
-            dtypes = {f"{name}.bin": _DTYPES[meta["dtype"]] for name in meta["tokens"]}
-            dtypes |= {f"{name}.idx": _OFFSET for name in meta["tokens"]}
-            dtypes |= {"labels.bin": _LABEL, "labels.idx": _OFFSET, "values.bin": _VALUE}
-            dtypes |= {_TRAINED_FILE: _BITS, _COLUMNS_FILE: _VALUE}
-            widths = {"values.bin": meta.get("label_width"), _COLUMNS_FILE: len(meta.get("columns", ()))}
+            dtypes = dict(_OF_FILES)
+            for name in meta["tokens"]:
+                dtypes |= {f"{name}.bin": _DTYPES[meta["dtype"]], f"{name}.idx": _OFFSET}
+            widths = {VALUES: meta.get("label_width"), COLUMNS: len(meta.get("columns", ()))}
             arrays: dict[str, CheckedArray] = {}
             for name, recorded in sorted(meta["files"].items()):
                 count = -(-recorded["bytes"] // BLOCK)
@@ -483,14 +451,39 @@ class TokenCache:
                 if recorded["bytes"] <= CHECKED_WHOLE and array.damaged_block() is not None:
                     raise CacheDamagedError(f"{folder / name}: damaged")
                 arrays[name], at = array, at + count
-            tokens = {name: arrays[f"{name}.bin"] for name in meta["tokens"]}
-            offsets = {name: arrays[f"{name}.idx"] for name in meta["tokens"]}
-            labels = arrays.get("labels.bin")
-            ends, values = arrays.get("labels.idx"), arrays.get("values.bin")
-            bits, columns = arrays.get(_TRAINED_FILE), arrays.get(_COLUMNS_FILE)
+            found = TokenCache(folder, meta, arrays)
+            assert found.tokens.keys() == found.offsets.keys()
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CacheDamagedError(f"{folder}: {one_line(error)}") from error
-        return TokenCache(folder, meta, tokens, offsets, labels, ends, values, bits, columns)
+        return found
+
+    @cached_property
+    def tokens(self) -> dict[str, CheckedArray]:
+        """The concatenated tokens of each field, uint16 or uint32."""
+        return {name: self.arrays[f"{name}.bin"] for name in self.meta["tokens"]}
+
+    @cached_property
+    def offsets(self) -> dict[str, CheckedArray]:
+        return {name: self.arrays[f"{name}.idx"] for name in self.meta["tokens"]}
+
+    @property
+    def labels(self) -> CheckedArray | None:
+        """Each document's class, or with ``label_offsets`` its classes."""
+        return self.arrays.get(LABELS)
+
+    @property
+    def label_offsets(self) -> CheckedArray | None:
+        return self.arrays.get(LABEL_ENDS)
+
+    @property
+    def values(self) -> CheckedArray | None:
+        """``[documents, width]`` for numeric labels."""
+        return self.arrays.get(VALUES)
+
+    @property
+    def trained_bits(self) -> CheckedArray | None:
+        """A bit per token of the texts, if only some are trained; see :meth:`trained`."""
+        return self.arrays.get(TRAINED)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TokenCache.open, (self.folder,)
@@ -525,9 +518,9 @@ class TokenCache:
 
     def columns(self, numbers: Sequence[int]) -> dict[str, npt.NDArray[Any]]:
         """The further numbers of some documents, by name: int64 or float32 ``[len(numbers)]``."""
-        if self.column_values is None:
+        if COLUMNS not in self.arrays:
             return {}
-        rows = self.column_values[list(numbers)]
+        rows = self.arrays[COLUMNS][list(numbers)]
         kinds: dict[str, str] = self.meta["columns"]
         return {name: rows[:, at].astype(kind) for at, (name, kind) in enumerate(kinds.items())}
 

@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
+import os
 from collections import Counter, deque
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tqdm import tqdm
 
 from portable.data.locked_folder import locked_folder
-from portable.data.sources.documents import PIECE_CHARS, Document, Fields, Source
-from portable.data.sources.token_files import TokenSource
+from portable.data.sources.documents import PIECE_CHARS, Document, digest_of
+from portable.data.sources.prepared import PreparedShard
+from portable.data.sources.source import TokenSource
 from portable.data.tokens.cache import FORMAT, CacheDamagedError, TokenCache, TokenWriter
 from portable.data.tokens.chat_template import notes
 from portable.data.tokens.parallel import cores, ordered_map
 from portable.data.tokens.tokenizer import Vocabulary, parallel_tokenizers, tokenizer_digest
-from portable.errors import RunError, UserError
+from portable.errors import RunError, UserError, one_line
 from portable.terminal import tell
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from portable.data.sources.source import Shard, Source, SourceSettings
     from portable.data.tokens.chat_template import ChatTemplate
 
 TOKENS = "tokens"
@@ -48,7 +52,7 @@ class Frame:
     """Whether a text that ends in the suffix gets no second one."""
 
 
-def frame(task: str, vocabulary: Vocabulary, target: Vocabulary | None = None) -> Frame:
+def special_token_frame(task: str, vocabulary: Vocabulary, target: Vocabulary | None = None) -> Frame:
     """The special tokens that ``task`` puts around a document.
 
     A causal document starts with the tokenizer's prefix and ends with one end token. Other tasks use the
@@ -63,7 +67,7 @@ def frame(task: str, vocabulary: Vocabulary, target: Vocabulary | None = None) -
         UserError: if the tokenizer has no end token.
     """
     if target is not None:
-        framed, apart = frame(task, vocabulary), frame(task, target)
+        framed, apart = special_token_frame(task, vocabulary), special_token_frame(task, target)
         return framed if apart == framed else replace(framed, target=apart)
     if task == "sequence-classification":
         return Frame(vocabulary.prefix, vocabulary.suffix)
@@ -77,155 +81,159 @@ def frame(task: str, vocabulary: Vocabulary, target: Vocabulary | None = None) -
     return Frame(vocabulary.prefix, (vocabulary.end,), once=task == "causal-lm")
 
 
-def digest_of_making(tokenizer: Any, framed: Frame, chat: ChatTemplate | None = None) -> str:
-    """A digest of what decides the tokens of a text. It takes long for a large tokenizer."""
-    content = f"{FORMAT} {tokenizer_digest(tokenizer)} {framed} {PIECE_CHARS}"
-    content += "" if framed.target is None else f" {framed.target}"
-    content += "" if chat is None else f" {chat.key}"
-    return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+@dataclass(frozen=True)
+class TokenizeJob:
+    """How the documents of a source become tokens; other processes may do it.
 
-
-def token_cache_folder(
-    source: Source,
-    tokenizer: Any,
-    framed: Frame,
-    cache: Path,
-    chat: ChatTemplate | None = None,
-    *,
-    made: str = "",
-) -> Path:
-    """The folder of the token cache of ``source``, whether or not it exists.
-
-    Args:
-        made: the :func:`digest_of_making`, if it is known.
+    Attributes:
+        settings: of the source.
+        tokenizer, vocabulary: of the run.
+        frame: the special tokens around each text.
+        cache: the folder of the cache.
+        chat: what tokenizes conversations and completions, by all cores; None for plain text.
     """
-    content = f"{source.key} {made or digest_of_making(tokenizer, framed, chat)}"
-    return cache / TOKENS / hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
+    settings: SourceSettings
+    tokenizer: Any
+    vocabulary: Vocabulary
+    frame: Frame
+    cache: Path
+    chat: ChatTemplate | None = None
 
-def tokenize(
-    source: Source,
-    tokenizer: Any,
-    vocabulary: Vocabulary,
-    fields: Fields,
-    framed: Frame,
-    cache: Path,
-    *,
-    chat: ChatTemplate | None = None,
-    progress: bool = False,
-    made: str = "",
-) -> TokenCache:
-    """Return the tokens of ``source``, from the cache if possible.
+    @cached_property
+    def made(self) -> str:
+        """A digest of what decides the tokens of a text. It takes long for a large tokenizer."""
+        content = f"{FORMAT} {tokenizer_digest(self.tokenizer)} {self.frame} {PIECE_CHARS}"
+        content += "" if self.frame.target is None else f" {self.frame.target}"
+        content += "" if self.chat is None else f" {self.chat.key}"
+        return digest_of(content)
 
-    With ``chat``, its records are conversations or completions, tokenized by all cores.
+    def folder(self, source: Source) -> Path:
+        """The folder of the token cache of ``source``, whether or not it exists."""
+        return self.cache / TOKENS / digest_of(f"{source.key} {self.made}")
 
-    Any number of processes may call this concurrently: one builds the cache, the others wait. A damaged cache
-    is rebuilt. One batch of documents is in memory at a time.
+    def __call__(self, shard: Shard) -> Path:
+        """The folder of the tokens of a shard, in a process of its own."""
+        os.nice(0 if os.nice(0) >= 5 else 5)  # the step comes first
+        return self.tokens_of_shard(shard).folder
 
-    Raises:
-        UserError: if the source cannot be read or has no text, or the cache is not writable.
-    """
-    folder = token_cache_folder(source, tokenizer, framed, cache, chat, made=made)
-    try:
-        return TokenCache.open(folder)
-    except CacheDamagedError:
-        pass
-    with locked_folder(folder) as draft:
+    def tokens_of_shard(self, shard: Shard) -> TokenCache:
+        """The tokens of a shard, from the cache if possible. No copy of its file stays."""
+        source = shard.open(self.settings)
+        if not isinstance(source, PreparedShard):
+            try:
+                return self.tokens(source)
+            finally:
+                source.release()
+        if source.made != self.made:
+            raise UserError(
+                f"data.tokenizer: {source.name} was made with another tokenizer, chat template or "
+                "data.train_on; set those with which portable-data was run"
+            )
+        try:
+            return TokenCache.open(source.local(self.cache / TOKENS))
+        except CacheDamagedError as error:
+            raise UserError(f"data.source: {one_line(error)}; run portable-data again") from error
+
+    def tokens(self, source: Source, *, progress: bool = False) -> TokenCache:
+        """Return the tokens of ``source``, from the cache if possible.
+
+        Any number of processes may call this concurrently: one builds the cache, the others wait. A damaged
+        cache is rebuilt. One batch of documents is in memory at a time.
+
+        Raises:
+            UserError: if the source cannot be read or has no text, or the cache is not writable.
+        """
+        folder = self.folder(source)
+        with suppress(CacheDamagedError):
+            return TokenCache.open(folder)
+        with locked_folder(folder) as draft:
+            try:
+                return TokenCache.open(folder)
+            except CacheDamagedError as error:
+                if folder.exists():
+                    tell(f"warning: data.cache_dir: {error}; tokenizing again")
+            self._write(source, draft.path, progress)
+            draft.commit()
         try:
             return TokenCache.open(folder)
         except CacheDamagedError as error:
-            if folder.exists():
-                tell(f"warning: data.cache_dir: {error}; tokenizing again")
+            raise RunError(
+                f"data.cache_dir: {error}, just written; choose a folder on another disk"
+            ) from error
+
+    def _write(self, source: Source, folder: Path, progress: bool) -> None:
+        fields = source.fields
         names = ["text"]
         names += ["target"] * (fields.target is not None) + ["pair"] * (fields.pair is not None)
+        labels, masked = fields.label is not None, self.chat is not None
         writer = TokenWriter(
-            draft.path,
-            names,
-            vocabulary.size,
-            labels=fields.label is not None,
-            masked=chat is not None,
-            columns=fields.columns,
+            folder, names, self.vocabulary.size, labels=labels, masked=masked, columns=fields.columns
         )
-        with closing(writer), parallel_tokenizers():
-            written = 0
-            bar = tqdm(
-                total=source.size_bytes,
-                unit="B",
-                unit_scale=True,
-                delay=1,
-                desc="tokenizing",
-                disable=not progress,
-            )
+        bar = tqdm(
+            total=source.size_bytes,
+            unit="B",
+            unit_scale=True,
+            delay=1,
+            desc="tokenizing",
+            disable=not progress,
+        )
+        with closing(writer), parallel_tokenizers(), bar:
             facts: dict[str, Any] = {}
-            with bar:
-                if isinstance(source, TokenSource):
-                    written = _copy_tokens(source, vocabulary, writer, bar)
-                elif chat is not None:
-                    written, facts = _write_conversations(source, chat, writer, bar)
-                else:
-                    for batch in _batches(source.documents_of_key()):
-                        written += _write(batch, tokenizer, framed, writer)
-                        bar.update(sum(_size(document) for document in batch))
-            if not written:
+            if isinstance(source, TokenSource):
+                for tokens, lengths in source.checked(
+                    source.tokens(self.vocabulary.size, self.vocabulary.end)
+                ):
+                    writer.add("text", tokens, lengths)
+                    bar.update(len(tokens))
+            elif self.chat is not None:
+                facts = _write_conversations(source, self.chat, writer, bar)
+            else:
+                within = False
+                for batch in _batches(source.checked(source.documents())):
+                    within = _write(batch, self, writer, within)
+                    bar.update(sum(map(_size, batch)))
+            if not writer.documents:
                 raise source.no_text()
-            if source.bad is not None:
-                source.bad.tell(source.name)
-            writer.finish(suffix=list(framed.suffix), source=source.name, **facts)
-        draft.commit()
-    try:
-        return TokenCache.open(folder)
-    except CacheDamagedError as error:
-        raise RunError(f"data.cache_dir: {error}, just written; choose a folder on another disk") from error
+            if fields.bad is not None:
+                fields.bad.tell(source.name)
+            writer.finish(suffix=list(self.frame.suffix), source=source.name, **facts)
+
+    def first_end(self, source: Source) -> int | None:
+        """The token that ends an answer in the first records, which are refused as all of them would be."""
+        if self.chat is None:
+            return None
+        for batch in _batches(source.documents(), _CHAT_CHARS, whole=True):
+            encoded = self.chat.encode(batch)
+            if not encoded.stopping:
+                raise _never_stops(self.chat, encoded.unstopped)
+            return _most_frequent(encoded.ends)
+        return None
 
 
-def _copy_tokens(source: TokenSource, vocabulary: Vocabulary, writer: TokenWriter, bar: Any) -> int:
-    """Copy tokens with their documents; return the number of documents."""
-    written = 0
-    for tokens, lengths in source.tokens(vocabulary.size, vocabulary.end):
-        writer.extend("text", tokens, lengths)
-        written += len(lengths)
-        bar.update(len(tokens))
-    return written
-
-
-def _write_conversations(
-    source: Source, chat: ChatTemplate, writer: TokenWriter, bar: Any
-) -> tuple[int, dict[str, Any]]:
-    """Write all records. Returns the number of samples, and what is known about the ends of answers."""
+def _write_conversations(source: Source, chat: ChatTemplate, writer: TokenWriter, bar: Any) -> dict[str, Any]:
+    """Write all records; return what is known about the ends of answers."""
     sizes: deque[int] = deque()
     columns: deque[list[tuple[float, ...]]] = deque()
 
     def batches() -> Iterator[list[Document]]:
-        for batch in _batches(source.documents_of_key(), _CHAT_CHARS, whole=True):
+        for batch in _batches(source.checked(source.documents()), _CHAT_CHARS, whole=True):
             sizes.append(sum(_size(document) for document in batch))
             columns.append([document.columns for document in batch])
             yield batch
 
-    written, stopping, ends, prompt_left, unstopped = 0, 0, Counter[int](), "", ""
-    counts = Counter[str]()
+    stopping, ends, counts, prompt_left, unstopped = 0, Counter[int](), Counter[str](), "", ""
     for encoded in ordered_map(chat.encode, batches(), processes=cores(), alone=_ALONE):
         bar.update(sizes.popleft())
         lengths = [len(tokens) for tokens in encoded.tokens]
-        writer.extend("text", np.concatenate(encoded.tokens), lengths, np.concatenate(encoded.trained))
-        for values, samples in zip(columns.popleft(), encoded.samples, strict=True):
-            for _ in range(samples):
-                writer.add_columns(values)
-        written, counts = written + len(lengths), counts + encoded.counts
-        stopping, ends = stopping + encoded.stopping, ends + encoded.ends
+        writer.add("text", np.concatenate(encoded.tokens), lengths, np.concatenate(encoded.trained))
+        pairs = zip(columns.popleft(), encoded.samples, strict=True)
+        writer.add_columns([values for values, samples in pairs for _ in range(samples)])
+        stopping, ends, counts = stopping + encoded.stopping, ends + encoded.ends, counts + encoded.counts
         prompt_left, unstopped = prompt_left or encoded.prompt_left, unstopped or encoded.unstopped
         if not stopping:  # not one of thousands: the template's, not the record's
             raise _never_stops(chat, unstopped)
-    return written, {"end_of_turn": _most_frequent(ends), "notes": notes(counts, prompt_left)}
-
-
-def end_in_first_batch(source: Source, chat: ChatTemplate) -> int | None:
-    """The token that ends an answer in the first records, which are refused as :func:`tokenize` does."""
-    for batch in _batches(source.documents(), _CHAT_CHARS, whole=True):
-        encoded = chat.encode(batch)
-        if not encoded.stopping:
-            raise _never_stops(chat, encoded.unstopped)
-        return _most_frequent(encoded.ends)
-    return None
+    return {"end_of_turn": _most_frequent(ends), "notes": notes(counts, prompt_left)}
 
 
 def _most_frequent(ends: Counter[int]) -> int | None:
@@ -245,39 +253,34 @@ def _never_stops(chat: ChatTemplate, unstopped: str) -> UserError:
     )
 
 
-def _write(batch: list[Document], tokenizer: Any, framed: Frame, writer: TokenWriter) -> int:
-    """Write a batch; return the number of documents that end in it."""
-    texts = _encode(tokenizer, [document.text for document in batch])
-    pairs = [
-        (number, document.target) for number, document in enumerate(batch) if document.target is not None
-    ]
-    targets = dict(
-        zip(
-            (number for number, _ in pairs),
-            _encode(tokenizer, [text for _, text in pairs], targets=True),
-            strict=True,
-        )
-    )
-    seconds = [(number, document.pair) for number, document in enumerate(batch) if document.pair is not None]
-    encoded = _encode(tokenizer, [text for _, text in seconds])
-    others = dict(zip((number for number, _ in seconds), encoded, strict=True))
-    around = framed.target or framed
-    ended = 0
-    for number, document in enumerate(batch):
-        if not writer.in_document:
-            writer.append("text", framed.prefix)
-        writer.append("text", texts[number])
+def _write(batch: list[Document], job: TokenizeJob, writer: TokenWriter, within: bool) -> bool:
+    """Write a batch; ``within`` says whether its first text goes on a document, and so does the result."""
+    frame, encoded = job.frame, _encode(job.tokenizer, [document.text for document in batch])
+    tokens: list[int] = []
+    ends: list[int] = []
+    for document, ids in zip(batch, encoded, strict=True):
+        tokens += ids if within else [*frame.prefix, *ids]
+        within = not document.ends
         if document.ends:
-            if not framed.once or tuple(texts[number][-len(framed.suffix) :]) != framed.suffix:
-                writer.append("text", framed.suffix)
-            if number in targets:
-                writer.append("target", [*around.prefix, *targets[number], *around.suffix])
-            if number in others:
-                writer.append("pair", others[number])
-            writer.end_document(document.label)
-            writer.add_columns(document.columns)
-            ended += 1
-    return ended
+            if not frame.once or tuple(ids[-len(frame.suffix) :]) != frame.suffix:
+                tokens += frame.suffix
+            ends.append(len(tokens))
+    writer.add("text", tokens, np.diff(ends, prepend=0))
+    whole = [document for document in batch if document.ends]
+    around = frame.target or frame
+    targets = [document.target for document in whole if document.target is not None]
+    for name, found in (
+        (
+            "target",
+            [[*around.prefix, *ids, *around.suffix] for ids in _encode(job.tokenizer, targets, targets=True)],
+        ),
+        ("pair", _encode(job.tokenizer, [document.pair for document in whole if document.pair is not None])),
+    ):
+        if found:
+            writer.add(name, [*chain.from_iterable(found)], [*map(len, found)])
+    writer.add_labels([document.label for document in whole])
+    writer.add_columns([document.columns for document in whole])
+    return within
 
 
 def _encode(tokenizer: Any, texts: list[str], *, targets: bool = False) -> list[list[int]]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from converters import CheckpointError, check_manifest, manifest_entries, manifest_text
 from converters.manifest import MANIFEST
 from portable.data.locked_folder import locked_folder
-from portable.data.sources.documents import listed
+from portable.data.sources.documents import digest_of, listed
 from portable.data.tokens.chat_template import CHATML
 from portable.data.tokens.rendering import CHATML_TOKENS
 from portable.errors import UserError, one_line
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from portable.data.sources.documents import Source
+    from portable.data.sources.source import Source
 
 END, PAD, MASK = "<|endoftext|>", "<|pad|>", "<|mask|>"
 DEFAULT_VOCAB_SIZE = 4096
@@ -173,7 +173,7 @@ def trained_tokenizer_folder(
     """The folder of the tokenizer trained on ``source``, whether or not it exists."""
     content = f"{_FORMAT} {vocab_size} {mask} {_TRAIN_CHARS} {source.key}{' ends' if ends else ''}"
     content += f" {CHATML}" if chat else ""
-    return cache / "tokenizers" / hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+    return cache / "tokenizers" / digest_of(content)
 
 
 def is_trained(folder: Path) -> bool:
@@ -393,7 +393,7 @@ def tokenizer_digest(tokenizer: Any) -> str:
         }
     ids = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.sep_token_id]
     content = json.dumps([state, ids], sort_keys=True)
-    return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+    return digest_of(content)
 
 
 def _files_digest(tokenizer: Any) -> str:

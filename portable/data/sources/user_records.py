@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from converters.console import complain
 from portable import plugins
-from portable.data.sources.documents import Document, Fields, Source, changed_meanwhile, read_rows
+from portable.data.sources.documents import digest_of
+from portable.data.sources.source import Source, SourceSettings
 from portable.errors import UserError, one_line
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from portable.data.sources.conversations import Format
@@ -24,44 +26,42 @@ PATIENCE = 20.0
 """Seconds of reading records until the user is told how many there are so far."""
 
 
-class OwnRecords(Source):
+class UserRecords(Source):
     """The records of a function, class or object, such as ``my_package.my_module:records``.
 
     It is called, if it can be, and gives an iterable of mappings, with the same records each time. With a
     ``fingerprint``, a text that changes whenever the records do, they are not read to find out.
     """
 
-    def __init__(self, name: str, fields: Fields, max_samples: int | None) -> None:
-        self.name = str(plugins.parse(name))
-        self._fields = fields
-        self.bad = fields.bad
-        self._max_samples = max_samples
+    @classmethod
+    def of(cls, names: Sequence[str], settings: SourceSettings) -> UserRecords | None:
+        named = next(filter(plugins.names_code, names), None)
+        if named is None:
+            return None
+        if len(names) > 1 or settings.data.config_name is not None:
+            raise UserError(f"data.source: {named}: a Python source cannot be combined with others")
+        return cls(named, settings)
+
+    def __init__(self, name: str, settings: SourceSettings) -> None:
+        super().__init__(str(plugins.parse(name)), settings)
         self.records = plugins.load_made("data.source", name)
         """What it is, or returns; a generator is made anew each time that it is read."""
-        self._key: str | None = None
 
-    @property
-    def key(self) -> str:
-        if self._key is None:
-            told = getattr(self.records, "fingerprint", None)
-            with plugins.told_as(f"data.source: {self.name}: fingerprint"):
-                told = told() if callable(told) else told
-            if told is None:
-                told = self._digest()
-            content = (self.name, plugins.digest(self.name), str(told), self._fields.key, self._max_samples)
-            self._key = hashlib.blake2b(repr(content).encode(), digest_size=16).hexdigest()
-        return self._key
+    def digest(self) -> str:
+        told = getattr(self.records, "fingerprint", None)
+        with plugins.told_as(f"data.source: {self.name}: fingerprint"):
+            told = told() if callable(told) else told
+        if told is None:
+            told = self._digest()
+        most = self.settings.data.max_samples
+        return digest_of(repr((self.name, plugins.digest(self.name), str(told), self.fields.key, most)))
 
-    def recognised(self, fields: Fields) -> Format:
-        if fields.format is None:
+    def _recognised(self) -> Format:
+        if self.fields.format is None:
             first = next(self.rows(), None)
             if first is not None and {"input_ids", "labels"} <= first[1].keys():
                 return "samples"
-        return super().recognised(fields)
-
-    @property
-    def size_bytes(self) -> int | None:
-        return None
+        return super()._recognised()
 
     def rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         told = f"data.source: {self.name}"
@@ -78,7 +78,7 @@ class OwnRecords(Source):
             if isinstance(found, str | Mapping) or not isinstance(found, Iterable):
                 raise UserError(f"{told}: gives a {type(found).__name__}, not an iterable of records")
             asks_at = time.monotonic() + PATIENCE
-            for number, row in enumerate(islice(found, self._max_samples), start=1):
+            for number, row in enumerate(islice(found, self.settings.data.max_samples), start=1):
                 if number % 1000 == 0 and time.monotonic() > asks_at:
                     asks_at = float("inf")
                     complain(
@@ -89,17 +89,6 @@ class OwnRecords(Source):
                 if not isinstance(row, Mapping):
                     raise UserError(f"data.source: {where} is a {type(row).__name__}, not a mapping")
                 yield where, row
-
-    def documents(self) -> Iterator[Document]:
-        for where, row in self.rows():
-            yield from read_rows(row, self._fields, where)
-
-    def documents_of_key(self) -> Iterator[Document]:
-        before = self.key
-        yield from self.documents()
-        self._key = None
-        if self.key != before:
-            raise changed_meanwhile(self.name)
 
     def _digest(self) -> str:
         digest = hashlib.blake2b(digest_size=16)

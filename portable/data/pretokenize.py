@@ -28,11 +28,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from converters.storage.path_or_url import Place
-    from portable.config.sections import DataConfig
-    from portable.data.reading import Reading
-    from portable.data.sources.shard import Shard
-    from portable.data.sources.shards import StreamedFiles
-    from portable.data.tokens.ahead import Tokenizing
+    from portable.data.sources.opening import StreamedFiles
+    from portable.data.sources.source import Shard
+    from portable.data.tokenization import TokenizationContext
+    from portable.data.tokens.tokenize import TokenizeJob
 
 Record = tuple[int, int, str]
 """Documents, tokens and fingerprint of a shard."""
@@ -55,9 +54,8 @@ class Made:
     left: int
 
 
-def make(
-    reading: Reading,
-    settings: DataConfig,
+def pretokenize(
+    context: TokenizationContext,
     source: StreamedFiles,
     out: Place,
     *,
@@ -77,22 +75,22 @@ def make(
     drafts = scratch_folder("portable-data") if in_store(out) else nullcontext(out / _DRAFTS)
     try:
         with storage_errors("--out"), drafts as scratch:
-            work = reading.tokenizing(settings, source, scratch)
-            if _begin(out, {"files": source.key, "made": work.made}, source.name):
-                _save_tokenizer(reading.tokenizer, out / TOKENIZER, scratch)
-            records: list[Record | None] = [None] * len(source.shards)
+            job = context.job(source.settings, scratch)
+            if _begin(out, {"files": source.key, "made": job.made}, source.name):
+                _save_tokenizer(context.tokenizer, out / TOKENIZER, scratch)
+            records: list[Record | None] = [None] * len(source.parts)
             _learn(out, records)
-            mine = [n for n in range(part[0], len(source.shards), part[1]) if records[n] is None]
-            write = _Writing(work, out)
-            total = sum(shard.bytes for shard in source.shards)
+            mine = [n for n in range(part[0], len(source.parts), part[1]) if records[n] is None]
+            write = _Writing(job, out)
+            total = sum(shard.bytes for shard in source.parts)
             with tqdm(total=total, unit="B", unit_scale=True, desc=source.name, disable=not progress) as bar:
-                done = (source.shards[n].bytes for n, record in enumerate(records) if record is not None)
+                done = (source.parts[n].bytes for n, record in enumerate(records) if record is not None)
                 bar.update(sum(done))
-                items = ((n, source.shards[n]) for n in mine)
+                items = ((n, source.parts[n]) for n in mine)
                 found = ordered_map(write, items, processes=min(processes, len(mine)))
                 for number, record in zip(mine, found, strict=True):
                     records[number] = record
-                    bar.update(source.shards[number].bytes)
+                    bar.update(source.parts[number].bytes)
             if part[1] > 1:
                 _learn(out, records)  # the others may have ended meanwhile
             known = [record for record in records if record is not None]
@@ -100,7 +98,7 @@ def make(
             if len(known) == len(records):
                 if not tokens:
                     raise source.no_text()
-                write_durably(out / INDEX, Index(work.made, settings.format, tuple(known)).text())  # type: ignore[arg-type]
+                write_durably(out / INDEX, Index(job.made, source.settings.data.format, tuple(known)).text())  # type: ignore[arg-type]
                 shutil.rmtree(scratch, ignore_errors=True)
             return Made(len(known), tokens, len(records) - len(known))
     except OSError as error:
@@ -158,14 +156,14 @@ def _record_of(tokens: TokenCache) -> Record:
 class _Writing:
     """Writes one shard; in other processes, too."""
 
-    work: Tokenizing
+    job: TokenizeJob
     out: Place
 
     def __call__(self, item: tuple[int, Shard]) -> Record:
         number, shard = item
         folder = shard_folder(self.out, number)
         try:
-            tokens = self.work.open(shard)
+            tokens = self.job.tokens_of_shard(shard)
         except NoTextError:
             make_folder(folder)
             write_durably(folder / LAST, json.dumps({"documents": 0}) + "\n")

@@ -1,0 +1,74 @@
+"""Data sets of the Hugging Face hub."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from portable.data.sources.documents import digest_of
+from portable.data.sources.files import Files
+from portable.data.sources.hub_files import hub_files
+from portable.data.sources.library import cannot_load, datasets_library
+from portable.data.sources.parquet_rows import without_nulls
+from portable.data.sources.source import Shard, Source, SourceSettings
+from portable.private.of_datasets import fingerprint
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+
+class HubDataset(Source):
+    """A data set of the Hugging Face hub, downloaded by the ``datasets`` library into its own cache."""
+
+    remote = True
+    downloads = True
+
+    # Loaded once per process: the key, the tokenizer and the tokens each need it.
+    _loaded: ClassVar[dict[tuple[str, str | None, str], Any]] = {}
+
+    @classmethod
+    def of(cls, names: Sequence[str], settings: SourceSettings) -> HubDataset:
+        return cls(names[0], settings)
+
+    def _rows(self) -> Any:
+        asked = (self.name, self.settings.data.config_name, self.settings.split)
+        if asked not in self._loaded:
+            datasets = datasets_library(f"the hub data set {self.name!r}")
+            try:
+                self._loaded[asked] = datasets.load_dataset(asked[0], asked[1], split=asked[2])
+            except Exception as error:
+                raise cannot_load(asked, error) from error
+        return self._loaded[asked]
+
+    def digest(self) -> str:
+        most = self.settings.data.max_samples
+        return digest_of(repr((fingerprint(self._rows()), self.fields.key, most)))
+
+    @property
+    def class_names(self) -> tuple[str, ...] | None:
+        features = getattr(self._rows(), "features", None) or {}
+        feature = features.get(self.fields.label)
+        for part in () if feature is not None else (self.fields.label or "").split("."):
+            features = feature = features.get(part) if isinstance(features, Mapping) else None
+        if isinstance(feature, list) and len(feature) == 1:  # several classes per text
+            feature = feature[0]
+        names = getattr(getattr(feature, "feature", feature), "names", None)
+        return None if names is None else tuple(map(str, names))
+
+    def rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        for number, row in enumerate(self._rows(), start=1):
+            yield f"{self.name}: row {number}", without_nulls(row)
+
+    @cached_property
+    def _files(self) -> Files:
+        settings = self.settings
+        return Files(self.name, hub_files(self.name, settings.data.config_name, settings.split), settings)
+
+    @property
+    def stored_bytes(self) -> int:
+        return self._files.stored_bytes
+
+    def shards(self, part_bytes: int) -> Iterator[Shard]:
+        """Its files, of which none is downloaded whole if it can be read in parts."""
+        return self._files.shards(part_bytes)

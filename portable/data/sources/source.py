@@ -1,0 +1,324 @@
+"""A source of documents with its settings: what each kind of source has in common.
+
+A kind is a class in a file of its own. It says in :meth:`Source.of` what it is named by, gives records in
+:meth:`Source.rows` (or documents, or tokens), and a digest of them. ``KINDS`` in ``opening.py`` lists it.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from portable.config.sections import DataConfig, SourceConfig
+from portable.data.sources.conversations import ANSWERING, recognise
+from portable.data.sources.documents import (
+    BadRecords,
+    Document,
+    Fields,
+    NoTextError,
+    changed_meanwhile,
+    read_rows,
+    text_only,
+)
+from portable.errors import MissingDataError, RunError, UserError
+from portable.paths import default_cache_dir
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    import numpy.typing as npt
+
+    from portable.data.sources.conversations import Format
+
+T = TypeVar("T")
+STREAMS = "streams"
+"""The folder of the cache with the files and tokens of streams, of which old ones are removed."""
+CAUSAL, MASKED, SEQ2SEQ, CLASSIFICATION = TASKS = (
+    "causal-lm",
+    "masked-lm",
+    "seq2seq-lm",
+    "sequence-classification",
+)
+PREFERENCE, FINISHED = "preference", "samples"
+
+
+@dataclass(frozen=True)
+class SourceSettings:
+    """What the ``data`` section says about one source.
+
+    Attributes:
+        data: the section, as the source has it.
+        task: one of ``TASKS``.
+        key: the dotted key of the source, for messages.
+        offline: write nothing, and download nothing.
+    """
+
+    data: DataConfig
+    task: str = CAUSAL
+    key: str = "data"
+    offline: bool = False
+
+    @cached_property
+    def fields(self) -> Fields:
+        """The columns of a record that are read, and how."""
+        data, kind = self.data, self.data.format
+        labelled, translated = self.task == CLASSIFICATION, self.task == SEQ2SEQ
+        return Fields(
+            text=data.text_field,
+            target=data.target_field if translated else None,
+            label=data.label_field if labelled else None,
+            text_split=data.text_split,
+            pair=data.text_pair_field if labelled else None,
+            prefix=data.source_prefix if translated else "",
+            bad=BadRecords() if data.on_bad_record == "skip" else None,
+            columns=data.columns,
+            format="text" if self.task != CAUSAL else None if kind == "auto" else kind,
+            roles=frozenset(data.roles_to_train or ANSWERING),
+        )
+
+    def with_format(self, kind: Format) -> SourceSettings:
+        """The same, once the format of the records is known."""
+        return replace(self, data=self.data.model_copy(update={"format": kind}))
+
+    @property
+    def converses(self) -> bool:
+        """Whether the records are conversations, or prompts with completions; asked once that is known."""
+        return self.data.format not in ("auto", "text", FINISHED)
+
+    @property
+    def packing(self) -> bool | Literal["documents"]:
+        return self.data.packing if self.task in (CAUSAL, MASKED) else False
+
+    @property
+    def split(self) -> str:
+        return self.data.split or "train"
+
+    @property
+    def cache(self) -> Path:
+        """The folder of the cache; a stream has its own in it."""
+        folder = default_cache_dir() if self.data.cache_dir is None else Path(self.data.cache_dir)
+        return folder / STREAMS if self.data.stream else folder
+
+    @property
+    def languages(self) -> dict[str, Any]:
+        """Arguments of the tokenizer."""
+        if self.task != SEQ2SEQ:
+            return {}
+        return {"source_language": self.data.source_language, "target_language": self.data.target_language}
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """Within this context, errors about a setting of ``data`` name the same setting of ``key``."""
+        try:
+            yield
+        except UserError as error:
+            if self.key == "data":
+                raise
+            settings = "|".join(SourceConfig.model_fields)
+            said = re.sub(rf"\bdata\.(?=({settings})\b)", f"{self.key}.", str(error))
+            kind = MissingDataError if isinstance(error, MissingDataError) else UserError
+            raise kind(said if self.key in said else f"{self.key}: {said}") from error
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One shard of a stream: a file, a part of one, or tokens made ahead of time.
+
+    Attributes:
+        open: its source, as it is now, so that a change is seen.
+        identity: what tells, without reading it, that it is the same on another machine.
+        bytes: its length.
+        tokens, fingerprint: of its tokens, where they are known beforehand.
+    """
+
+    open: Callable[[SourceSettings], Source]
+    identity: str
+    bytes: int
+    tokens: int | None = None
+    fingerprint: str = ""
+
+
+class Source(ABC):
+    """Documents that can be read repeatedly, in a fixed order.
+
+    Args:
+        name: for messages, such as the path as given by the user.
+        settings: of this source.
+
+    Raises:
+        UserError: if the kind of source has not what the settings ask for.
+    """
+
+    remote = False
+    """Whether opening it may download it."""
+    downloads = False
+    """Whether reading its records may download them."""
+    tokenized = False
+    """Whether it has tokens in place of text."""
+    only_text = ""
+    """What it is, if it has neither columns nor records, for messages."""
+    alone = False
+    """Whether a stream of it can have nothing else."""
+
+    @classmethod
+    def of(cls, names: Sequence[str], settings: SourceSettings) -> Source | None:
+        """The source that ``names`` mean, if they mean one of this kind.
+
+        Raises:
+            UserError: if they do, and it cannot be used.
+        """
+        return None
+
+    def __init__(self, name: str, settings: SourceSettings) -> None:
+        self.name = name
+        self._take(settings)
+
+    def _take(self, settings: SourceSettings) -> None:
+        if self.only_text:
+            text_only(settings.fields, self.only_text)
+        self.settings = settings
+        self._key: str | None = None
+
+    @property
+    def fields(self) -> Fields:
+        return self.settings.fields
+
+    @property
+    def described(self) -> str:
+        """The name, with what else is known without reading it."""
+        return self.name
+
+    @property
+    def key(self) -> str:
+        """The digest when it was first asked for."""
+        if self._key is None:
+            self._key = self.digest()
+        return self._key
+
+    @abstractmethod
+    def digest(self) -> str:
+        """A digest of the content as it is now, and of the settings for reading it."""
+
+    def recognise(self) -> Format:
+        """Learn the format of the records by the first one, if the settings leave it open.
+
+        Raises:
+            UserError: if several formats fit it, or it cannot be read.
+        """
+        kind = self._recognised()
+        if kind != self.settings.data.format:
+            self._take(self.settings.with_format(kind))
+        return kind
+
+    def _recognised(self) -> Format:
+        if self.fields.format is not None:
+            return self.fields.format
+        first = next(self.rows(), None)
+        return "text" if first is None else recognise(first[1], self.fields.text, first[0])
+
+    def rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """Yield the place and the columns of each record; nothing for plain text."""
+        return iter(())
+
+    def documents(self) -> Iterator[Document]:
+        """Yield the nonempty documents in a fixed order."""
+        for where, row in islice(self.rows(), self.settings.data.max_samples):
+            yield from read_rows(row, self.fields, where)
+
+    def checked(self, read: Iterator[T]) -> Iterator[T]:
+        """Yield what is read of it, and check at the end that it is what ``key`` says.
+
+        Raises:
+            UserError: at the end, if another program has changed it. Results must not be cached then.
+        """
+        before, refusal = self.key, None
+        try:
+            yield from read
+        except (UserError, RunError) as error:  # may come from a file that is being written
+            refusal = error
+        if self._changed(before):
+            raise changed_meanwhile(self.name) from refusal
+        if refusal is not None:
+            raise refusal
+
+    def _changed(self, before: str) -> bool:
+        try:
+            return self.digest() != before
+        except UserError:
+            return False
+
+    @property
+    def class_names(self) -> tuple[str, ...] | None:
+        """Class names, if the source has them. Its labels are then indices of these."""
+        return None
+
+    @property
+    def contents(self) -> frozenset[bytes]:
+        """Digests of the local files that it reads."""
+        return frozenset()
+
+    @property
+    def stored_bytes(self) -> int:
+        """The length of its files, for a stream of them."""
+        return 0
+
+    @property
+    def size_bytes(self) -> int | None:
+        """Estimated bytes of text; ``None`` if unknown."""
+        return None
+
+    def release(self) -> None:
+        """Remove local copies, which are made again when they are needed."""
+        return
+
+    def check(self) -> None:
+        """Read the first document without writing anything. Raises ``UserError`` if reading fails."""
+        if not self.downloads and next(self.documents(), None) is None:
+            raise self.no_text()
+
+    def no_text(self) -> NoTextError:
+        return NoTextError(
+            f"data.source: {self.name} contains no text; choose a source with at least one document"
+        )
+
+    def shards(self, part_bytes: int) -> Iterator[Shard]:
+        """Its files as the shards of a stream, long ones in parts of about ``part_bytes``.
+
+        Raises:
+            UserError: if it has none.
+        """
+        raise UserError("data.stream: data.source names no files; set it to files, a pattern or a URL")
+
+    def made_with(self) -> Path | None:
+        """The folder of the tokenizer that made its tokens, if it has some with one."""
+        return None
+
+
+class TokenSource(Source):
+    """Tokens that another program made."""
+
+    tokenized = True
+    only_text = "files of tokens"
+    alone = True
+
+    def documents(self) -> Iterator[Document]:
+        raise UserError(
+            f"data.tokenizer: {self.name} has tokens and no text; set it to the tokenizer that made them"
+        )
+
+    @abstractmethod
+    def tokens(self, vocab_size: int, end: int | None) -> Iterator[tuple[npt.NDArray[Any], list[int]]]:
+        """Yield tokens, and how many of them there are up to each end of a document from the end before.
+
+        The tokens beyond the last end belong to a document that goes on in the next part.
+
+        Args:
+            vocab_size: of the tokenizer, which all tokens must be below.
+            end: the token after which a document ends, where the files do not tell.
+        """

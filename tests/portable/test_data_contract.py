@@ -1,0 +1,214 @@
+"""The contract of all sources: the same texts in every form, and runs that go on where they were stopped."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from portable.data.sources import opening
+from portable.data.sources.opening import StreamedFiles
+from portable.errors import UserError
+from portable.reporting.metrics import read_metrics
+from portable.run.rank import run_rank
+from tests.portable.data_support import source, write_jsonl
+from tests.runs import configured, write_conversations, write_corpus
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from portable.data.sources.source import Source
+    from tests.object_store import ObjectStore
+
+TEXTS = [f"text {number} of\u00df " + "word " * (number % 37) for number in range(400)]
+
+
+def arrow(path: Path, texts: list[str]) -> None:
+    import pyarrow
+    from pyarrow import csv, parquet
+
+    table = pyarrow.table({"text": texts, "more": [{"place": number} for number in range(len(texts))]})
+    if path.suffix == ".csv":
+        csv.write_csv(table.select(["text"]), path)
+    else:
+        parquet.write_table(table, path, row_group_size=50)
+
+
+def saved(path: Path, texts: list[str]) -> None:
+    import datasets
+
+    datasets.Dataset.from_dict({"text": texts}).save_to_disk(path)
+
+
+def packed(path: Path, content: bytes) -> None:
+    import pyarrow
+
+    if path.suffix == ".gz":  # of two members
+        half = len(content) // 2
+        path.write_bytes(gzip.compress(content[:half]) + gzip.compress(content[half:]))
+    else:
+        with pyarrow.CompressedOutputStream(str(path), "zstd") as file:
+            file.write(content)
+
+
+def lines(texts: list[str]) -> bytes:
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+
+
+def listed(texts: list[str]) -> bytes:
+    return json.dumps([{"text": text} for text in texts]).encode()
+
+
+CODE = """
+def records():
+    import json
+    for line in open({path!r}, "rb"):
+        yield json.loads(line)
+"""
+
+KINDS: dict[str, Callable[[Path, list[str]], object]] = {
+    "lines.txt": lambda path, texts: path.write_text("\n".join(texts)),
+    "a.jsonl": lambda path, texts: path.write_bytes(lines(texts)),
+    "a [1].json": lambda path, texts: path.write_bytes(listed(texts)),
+    "a.csv": arrow,
+    "a.parquet": arrow,
+    "a.jsonl.gz": lambda path, texts: packed(path, lines(texts)),
+    "a.jsonl.zst": lambda path, texts: packed(path, lines(texts)),
+    "a.json.gz": lambda path, texts: packed(path, listed(texts)),
+    "saved": saved,
+    "code": lambda path, texts: path.write_bytes(lines(texts)),
+}
+"""What writes texts so that a kind of source reads them."""
+FILES = [name for name in KINDS if "." in name]
+IN_PARTS = ("a.jsonl", "a.parquet")
+
+
+def written(folder: Path, kind: str, texts: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
+    """Write the texts; return what ``data.source`` names them by."""
+    KINDS[kind](folder / kind, texts)
+    if kind != "code":
+        return str(folder / kind)
+    (folder / f"records_of_{folder.name}.py").write_text(CODE.format(path=str(folder / kind)))
+    monkeypatch.syspath_prepend(folder)
+    return f"records_of_{folder.name}:records"
+
+
+def opened(name: str, folder: Path, **data: Any) -> Source:
+    return source(name, text_split="line", cache_dir=folder / "cache", **data)
+
+
+def checked(found: Source) -> list[str]:
+    return [document.text for document in found.checked(found.documents())]
+
+
+def streamed(name: str, folder: Path, part_bytes: int, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The texts of each part of a stream."""
+    monkeypatch.setattr(opening, "PART_BYTES", part_bytes)
+    found = opened(name, folder, stream=True)
+    assert isinstance(found, StreamedFiles)
+    return [checked(part.open(found.settings)) for part in found.parts]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_texts_and_the_key_of_every_kind(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The key follows what is read, and a change of it in the meantime is refused."""
+    name = written(tmp_path, kind, TEXTS, monkeypatch)
+    whole = opened(name, tmp_path)
+    assert checked(whole) == TEXTS
+    few = opened(name, tmp_path, max_samples=7)
+    assert checked(few) == TEXTS[:7]
+    assert len({whole.key, few.key, opened(name, tmp_path, text_field="other").key}) == 3
+    assert opened(name, tmp_path).key == whole.key
+    if kind not in ("lines.txt", "saved"):
+        with pytest.raises(UserError, match=r"data.text_field: .* no field 'txt'; .* did you mean 'text'\?"):
+            checked(opened(name, tmp_path, text_field="txt"))
+    documents = whole.checked(whole.documents())
+    next(documents)
+    if kind == "saved":
+        shutil.rmtree(tmp_path / kind)
+    KINDS[kind](tmp_path / kind, ["other", *TEXTS[1:]])
+    with pytest.raises(UserError, match=r"changed while it was read; wait until nothing writes"):
+        list(documents)
+    assert opened(name, tmp_path).key != whole.key
+
+
+@pytest.mark.parametrize("kind", FILES)
+@pytest.mark.parametrize("part_bytes", [1 << 24, 700, 9001])
+def test_a_stream_has_each_record_once(
+    kind: str, part_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = written(tmp_path, kind, TEXTS, monkeypatch)
+    parts = streamed(name, tmp_path, part_bytes, monkeypatch)
+    assert len(parts) == (-(-Path(name).stat().st_size // part_bytes) if kind in IN_PARTS else 1)
+    assert [text for part in parts for text in part] == TEXTS
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_an_object_store_has_the_same(
+    kind: str, tmp_path: Path, s3: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(tmp_path, kind, TEXTS, monkeypatch)
+    s3.put_tree(tmp_path, "data")
+    name = s3.url(f"data/{kind}".replace("[1]", "[[]1]"))
+    assert checked(opened(name, tmp_path)) == TEXTS
+    parts = streamed(name, tmp_path, 9001, monkeypatch)
+    assert [text for part in parts for text in part] == TEXTS
+
+
+# -- runs ---------------------------------------------------------------------------------------------------
+
+TALKS, WEB = "conversations.jsonl", "web/*.jsonl"
+RUNS: dict[str, dict[str, Any]] = {
+    "texts": {},
+    "texts apart": {"data__packing": False},
+    "conversations": {"data__source": TALKS},
+    "what users say": {"data__source": TALKS, "data__roles_to_train": ["user"], "data__packing": True},
+    "last answers": {"data__source": TALKS, "data__train_on": "last_assistant", "data__packing": False},
+    "a stream": {"data__source": WEB, "data__stream": True, "data__eval_fraction": 0.0},
+    "a mixture": {
+        "data__sources": [
+            {"name": "texts", "source": "corpus.jsonl", "weight": 1},
+            {"name": "talks", "source": TALKS, "weight": 2},
+            {"name": "web", "source": WEB, "stream": True, "weight": 1},
+        ],
+        "data__weight_schedule": [{"step": 4, "weights": {"texts": 2, "web": 1}}],
+        "train__eval_every": 4,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_a_stop_in_between_changes_no_loss(kind: str, tmp_path: Path, brief_runs: None) -> None:
+    """Also on a machine that has none of the tokens."""
+    corpus, _ = write_corpus(tmp_path), write_conversations(tmp_path)
+    (tmp_path / "web").mkdir()
+    for file in range(5):
+        rows = [{"text": f"f{file}r{row} " * (4 + (row * 7 + file) % 20)} for row in range(30 + 5 * file)]
+        write_jsonl(tmp_path / "web" / f"{file}.jsonl", rows)
+    given = json.loads(json.dumps(RUNS[kind]).replace('"source": "', f'"source": "{tmp_path}/'))
+    if "data__source" in given:
+        given["data__source"] = f"{tmp_path}/{given['data__source']}"
+    if "data__sources" in given:
+        given["data__source"] = None
+
+    def losses(name: str, **more: Any) -> list[dict[str, Any]]:
+        config = configured(tmp_path / name, corpus, **given, **more, checkpoint__export=False)
+        assert run_rank("cpu", config) == 0
+        rows = read_metrics(tmp_path / name)
+        names = ("loss", "samples/web", "samples/talks")
+        trained = [{name: row.get(name) for name in names} for row in rows if "loss" in row]
+        evaluated = [row for row in rows if any(name.startswith("eval_loss") for name in row)]
+        return [*trained, *({key: row[key] for key in row if "eval_loss" in key} for row in evaluated[-1:])]
+
+    whole = losses("whole")
+    losses("parted", train__stop_after=3)
+    shutil.rmtree(tmp_path / "cache")
+    assert losses("parted") == whole
+    if kind == "a mixture":
+        assert whole[-2]["samples/talks"] == 12 and {"eval_loss/texts", "eval_loss/talks"} <= whole[-1].keys()
