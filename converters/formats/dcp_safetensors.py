@@ -24,6 +24,7 @@ from converters.names.canonical import assign_roles, paths_without_nesting, plai
 from converters.storage.bytes import Memory
 from converters.storage.folder import Folder
 from converters.storage.guarded import child
+from converters.storage.places import names_in
 from converters.tensors.tensor import MAX_DIMS, Box, Tensor, View
 
 if TYPE_CHECKING:
@@ -36,10 +37,7 @@ _NOTHING = View(Memory(b""), 0, ())
 
 
 def _shards(path: Place) -> list[str]:
-    try:
-        return sorted(entry.name for entry in path.iterdir() if _SHARD.fullmatch(entry.name))
-    except OSError:
-        return []
+    return [name for name in names_in(path) if _SHARD.fullmatch(name)]
 
 
 def _folder(path: Place) -> Place | None:
@@ -48,20 +46,10 @@ def _folder(path: Place) -> Place | None:
         return path.parent if _SHARD.fullmatch(path.name) else None
     if _shards(path):
         return path
-    try:
-        listed = any(entry.name == _FOLDER for entry in path.iterdir())
-    except OSError:
-        return None
-    return child(path, _FOLDER) if listed and _shards(path / _FOLDER) else None
+    return child(path, _FOLDER) if _FOLDER in names_in(path) and _shards(path / _FOLDER) else None
 
 
-def _detect(source: Source) -> bool:
-    return _folder(source.path) is not None
-
-
-def _open(source: Source) -> Checkpoint:
-    path = _folder(source.path)
-    assert path is not None
+def _open(source: Source, path: Place) -> Checkpoint:
     folder, where = Folder(path, verify=source.verify), str(path)
     names = _shards(path)
     _check_complete(names, path)
@@ -155,7 +143,7 @@ def _check_consolidated(path: Place, stored: dict[str, Tensor]) -> None:
 
 FORMAT = Format(
     "dcp-safetensors",
-    _detect,
+    lambda source: _folder(source.path),
     _open,
     written_by="torch's `HuggingFaceStorageWriter(save_distributed=True)`: torchtitan, Automodel",
     recognised_by="`shard-<r>-model-<k>-of-<n>.safetensors`, there or in `sharded/`",

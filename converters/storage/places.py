@@ -63,6 +63,19 @@ def folders_in(folder: P) -> list[P]:
     return []
 
 
+def names_in(folder: Place) -> list[str]:
+    """What lies in a folder, by name; nothing where it cannot be listed."""
+    try:
+        return sorted(entry.name for entry in folder.iterdir())
+    except OSError:
+        return []
+
+
+def files_in(folder: Place) -> list[str]:
+    """The files directly in a folder, by name; nothing where it cannot be listed."""
+    return [name for name in names_in(folder) if (folder / name).is_file()]
+
+
 def inside(path: Place, within: Place) -> Place:
     """`path`, or what it is a link to; LinkError where that is not in `within`. A store has no links."""
     if isinstance(path, RemotePath) or isinstance(within, RemotePath):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from converters.containers.pickle_reader import Instance, members_of, plain, shown
 from converters.containers.torchzip import StoredTensor, TorchZip
 from converters.errors import CheckpointError
+from converters.storage.places import names_in
 from converters.tensors.tensor import MAX_DIMS
 
 if TYPE_CHECKING:
@@ -84,12 +85,8 @@ def find_names(path: Place) -> Names | None:
     Raises:
         CheckpointError: files of two runs.
     """
-    try:
-        entries = sorted(entry.name for entry in path.iterdir())
-    except OSError:
-        return None
     optim, model, experts, layers = [], [], [], []
-    for name in entries:
+    for name in names_in(path):
         if found := _OPTIM.fullmatch(name):
             optim.append((found, name))
         elif found := _MODEL.fullmatch(name):

@@ -25,6 +25,7 @@ from converters.formats.deepspeed.unsharded import open_unsharded
 from converters.names.canonical import plain_names
 from converters.storage.folder import Folder
 from converters.storage.guarded import child, read_small
+from converters.storage.places import names_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -76,20 +77,13 @@ def _shard_folder(source: Source) -> Place | None:
 
 def _tags(path: Place) -> list[str]:
     """The folders with rank files in `path`."""
-    try:
-        return sorted(entry.name for entry in path.iterdir() if entry.is_dir() and _holds(entry))
-    except OSError:
-        return []
+    return [name for name in names_in(path) if (path / name).is_dir() and _holds(path / name)]
 
 
 def _holds(path: Place) -> bool:
     """Whether `path` has rank files. A universal checkpoint has model files too, beside its `zero/`."""
     names = find_names(path)
     return names is not None and bool(names.optim or not (path / "zero").is_dir())
-
-
-def _detect(source: Source) -> bool:
-    return _shard_folder(source) is not None
 
 
 def _incomplete(source: Source) -> str | None:
@@ -107,18 +101,13 @@ def _refuse_several_models(given: Place, found: Place) -> None:
     """Accelerate saves several models into folders side by side; `latest` names only the last."""
     if given == found or not found.name.startswith(_ACCELERATE_MODEL):
         return
-    models = [
-        entry for entry in given.iterdir() if entry.name.startswith(_ACCELERATE_MODEL) and _holds(entry)
-    ]
-    if len(models) > 1:
+    if sum(name.startswith(_ACCELERATE_MODEL) for name in _tags(given)) > 1:
         raise CheckpointError(f"{given}: holds several models; give one of its {_ACCELERATE_MODEL}* folders")
 
 
-def _open(source: Source) -> Checkpoint:
-    path = _shard_folder(source)
-    names = find_names(path) if path is not None else None
-    if path is None or names is None:
-        raise CheckpointError(f"{source.path}: not a DeepSpeed checkpoint")
+def _open(source: Source, path: Place) -> Checkpoint:
+    names = find_names(path)
+    assert names is not None
     _refuse_several_models(source.path, path)
     if not names.model.get(0):
         raise CheckpointError(f"{path}: the model states are missing, only optimizer states were found")
@@ -211,7 +200,7 @@ def _checkpoint(
 
 FORMAT = Format(
     "deepspeed",
-    _detect,
+    _shard_folder,
     _open,
     _incomplete,
     tags=True,

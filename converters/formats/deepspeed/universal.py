@@ -81,10 +81,6 @@ def _folder(source: Source) -> Place | None:
     return child(path, tag) if tag is not None and _is_universal(path / tag) else None
 
 
-def _detect(source: Source) -> bool:
-    return _folder(source) is not None
-
-
 def _incomplete(source: Source) -> str | None:
     if (source.path / ZERO).is_dir():
         return f"{source.path / COMMON}: missing: ds_to_universal did not finish; run it again"
@@ -94,10 +90,7 @@ def _incomplete(source: Source) -> str | None:
     return None
 
 
-def _open(source: Source) -> Checkpoint:
-    path = _folder(source)
-    if path is None:
-        raise CheckpointError(f"{source.path}: not a universal checkpoint")
+def _open(source: Source, path: Place) -> Checkpoint:
     return _Universal(Folder(path, verify=source.verify)).checkpoint(source.path)
 
 
@@ -413,7 +406,7 @@ def _ordered(value: Any) -> Any:
 
 FORMAT = Format(
     "deepspeed-universal",
-    _detect,
+    _folder,
     _open,
     _incomplete,
     tags=True,

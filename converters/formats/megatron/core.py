@@ -51,13 +51,7 @@ def _says_torch_dist(folder: Place) -> bool:
         return False
 
 
-def _detect(source: Source) -> bool:
-    return _folder(source.path) is not None
-
-
-def _open(source: Source) -> Checkpoint:
-    path = _folder(source.path)
-    assert path is not None
+def _open(source: Source, path: Place) -> Checkpoint:
     where = str(path)
     common = TorchZip(Folder(path, verify=source.verify).file(_COMMON)).load(STANDINS, PREFIXES)
     if not isinstance(common, dict):
@@ -100,7 +94,7 @@ def _open(source: Source) -> Checkpoint:
 
 FORMAT = Format(
     "megatron-core",
-    _detect,
+    lambda source: _folder(source.path),
     _open,
     written_by="Megatron-Core's `torch_dist`, of the same models",
     recognised_by="`common.pt` beside DCP's `.metadata`",

@@ -22,6 +22,7 @@ from converters.formats import Format, Source
 from converters.formats.megatron.names import Shape, args_of, as_transformers, plain_key, shape_of
 from converters.formats.torch_save.optimizer import as_tensor
 from converters.storage.folder import Folder
+from converters.storage.places import names_in
 from converters.tensors.rearranged import joined, part
 
 if TYPE_CHECKING:
@@ -50,14 +51,7 @@ _IN_LAYER = re.compile(r"decoder\.layers\.(\d{1,6})\.(.+)")
 
 
 def _ranks(path: Place) -> list[str]:
-    try:
-        return sorted(
-            entry.name
-            for entry in path.iterdir()
-            if _RANK.fullmatch(entry.name) and (entry / _FILE).is_file()
-        )
-    except OSError:
-        return []
+    return [name for name in names_in(path) if _RANK.fullmatch(name) and (path / name / _FILE).is_file()]
 
 
 def _folder(path: Place) -> Place | None:
@@ -68,13 +62,7 @@ def _folder(path: Place) -> Place | None:
     return path if _ranks(path) else None
 
 
-def _detect(source: Source) -> bool:
-    return _folder(source.path) is not None
-
-
-def _open(source: Source) -> Checkpoint:
-    path = _folder(source.path)
-    assert path is not None
+def _open(source: Source, path: Place) -> Checkpoint:
     return _Ranks(Folder(path, verify=source.verify)).checkpoint(source)
 
 
@@ -285,7 +273,7 @@ def _by_core_names(model: Any, where: str) -> dict[str, StoredTensor]:
 
 FORMAT = Format(
     "megatron",
-    _detect,
+    lambda source: _folder(source.path),
     _open,
     written_by="Megatron-LM, Llama- and GPT-2-shaped models, tensor and pipeline parallel",
     recognised_by="`mp_rank_<tp>[_<pp>]/model_optim_rng.pt`",

@@ -28,6 +28,7 @@ from converters.formats.orbax.maxtext import Layout, maxtext_layout, named_layou
 from converters.names.canonical import is_number
 from converters.storage.folder import Folder
 from converters.storage.guarded import child, read_small_table
+from converters.storage.places import names_in
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -68,26 +69,16 @@ def _folder(path: Place) -> Place | None:
 
 def _items(folder: Place) -> list[str]:
     """The names of the trees in the folder of a step; only the usual ones where Orbax's mark is missing."""
-    try:
-        listed = {entry.name for entry in folder.iterdir()}
-    except OSError:
-        return []
-    names = listed if _STEP_METADATA in listed else listed.intersection(_ITEMS)
-    return sorted(name for name in names if is_tree(folder / name))
-
-
-def _detect(source: Source) -> bool:
-    return _folder(source.path) is not None
+    listed = names_in(folder)
+    names = listed if _STEP_METADATA in listed else [name for name in listed if name in _ITEMS]
+    return [name for name in names if is_tree(folder / name)]
 
 
 def _incomplete(source: Source) -> str | None:
     path = source.path
     if _TEMPORARY in path.name:
         return f"{path}: an Orbax checkpoint that was not finished; choose another step"
-    try:
-        listed = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
-    except OSError:
-        return None
+    listed = names_in(path)
     if (why := of_another_program(path)) is not None:
         return why
     if MANIFEST in listed or any(name.startswith("ocdbt.process_") for name in listed):
@@ -99,9 +90,7 @@ def _incomplete(source: Source) -> str | None:
     return None
 
 
-def _open(source: Source) -> Checkpoint:
-    path = _folder(source.path)
-    assert path is not None
+def _open(source: Source, path: Place) -> Checkpoint:
     return _Tree(Folder(path, verify=source.verify)).checkpoint(source)
 
 
@@ -260,7 +249,7 @@ class _Tree:
 
 FORMAT = Format(
     "orbax",
-    _detect,
+    lambda source: _folder(source.path),
     _open,
     _incomplete,
     written_by="Orbax, with OCDBT or without, zarr 2 or 3: MaxText (Llama, Mistral, Qwen3, Gemma 1 and 2 "

@@ -26,13 +26,13 @@ from converters.formats.torch_save.optimizer import Leaf, as_tensor, is_optimize
 from converters.names.canonical import model_container, plain_names
 from converters.names.tied_weights import pick_owner
 from converters.storage.folder import Folder
+from converters.storage.places import files_in, names_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from converters.names.canonical import Path as KeyPath
     from converters.storage.bytes import SourceFile
-    from converters.storage.path_or_url import Place
     from converters.tensors.tensor import Tensor
 
 _SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
@@ -62,37 +62,31 @@ _MAX_DEPTH = 16
 _MAX_NUMBER = 1 << 31
 
 
-def _names(path: Place) -> list[str]:
-    """Files to try: the given one, one with a known name, or all that could be. May be empty."""
+def _find(source: Source) -> str | None:
+    """The file with the model, or its index: the given one, one of a known name, or the only one."""
+    path = source.path
     if path.is_file():
         part = _PARTS.fullmatch(path.name)
-        return [path.name] if path.name.endswith((*_SUFFIXES, _INDEX_SUFFIX)) and not part else []
-    try:
-        entries = sorted(entry.name for entry in path.iterdir() if entry.is_file())
-    except OSError:
-        return []
+        return path.name if path.name.endswith((*_SUFFIXES, _INDEX_SUFFIX)) and not part else None
+    entries = files_in(path)
     if _FSDP in entries:
-        return [_FSDP]
+        return _FSDP
     if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in entries):
-        return []
+        return None
     for name in _HF:
         if name in entries:
-            return [name]
+            return name
     found = [name for name in entries if name.endswith(_SUFFIXES) and not name.startswith(".")]
     if any(_PARTS.fullmatch(name) for name in found):
-        return []
-    found = [name for name in found if not _OTHER.fullmatch(name)]
+        return None
     indices = [name for name in entries if name.endswith(_INDEX_SUFFIX)]
-    return indices if len(indices) == 1 else found if len(found) == 1 and not indices else []
-
-
-def _detect(source: Source) -> bool:
-    return bool(_names(source.path))
+    found = indices or [name for name in found if not _OTHER.fullmatch(name)]
+    return found[0] if len(found) == 1 else None
 
 
 def _incomplete(source: Source) -> str | None:
     path = source.path
-    names = [path.name] if path.is_file() else [entry.name for entry in path.iterdir()]
+    names = [path.name] if path.is_file() else names_in(path)
     if any(_LOCAL.fullmatch(name) for name in names):
         return (
             f"{path}: one rank's part of FSDP1's LOCAL_STATE_DICT, which does not record shapes; load it "
@@ -102,7 +96,7 @@ def _incomplete(source: Source) -> str | None:
         if _PARTS.fullmatch(path.name) and path.name.endswith(_SUFFIXES):
             return f"{path}: one rank's part of a checkpoint, by its name; give the folder with all parts"
         return None
-    found = sorted(name for name in names if name.endswith(_SUFFIXES))
+    found = [name for name in names if name.endswith(_SUFFIXES)]
     parts = [name for name in found if _PARTS.fullmatch(name)]
     if parts:
         return (
@@ -115,10 +109,9 @@ def _incomplete(source: Source) -> str | None:
     return None
 
 
-def _open(source: Source) -> Checkpoint:
+def _open(source: Source, name: str) -> Checkpoint:
     root = source.path if source.path.is_dir() else source.path.parent
     folder = Folder(root, verify=source.verify)
-    (name,) = _names(source.path)
     if source.path.is_dir():
         check_one_model(root, name)
     where = str(root / name)
@@ -174,10 +167,7 @@ def optimizer_beside(
     Raises:
         CheckpointError: several, or one that does not fit the model's parameters.
     """
-    try:
-        entries = {entry.name for entry in folder.path.iterdir()}
-    except OSError:
-        return None
+    entries = names_in(folder.path)
     found = [name for name in OPTIMIZERS if name in entries]
     if not found:
         return None
@@ -275,7 +265,7 @@ def aliases_of(views: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor])
 
 FORMAT = Format(
     "torch",
-    _detect,
+    _find,
     _open,
     _incomplete,
     written_by="`torch.save`: full state dicts, with or without an optimizer; Lightning's and Composer's "
