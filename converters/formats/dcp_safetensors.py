@@ -25,7 +25,7 @@ from converters.storage.bytes import Memory
 from converters.storage.folder import Folder
 from converters.storage.guarded import child
 from converters.storage.places import names_in
-from converters.tensors.tensor import MAX_DIMS, Box, Tensor, View
+from converters.tensors.tensor import Box, Tensor, View, is_shape
 
 if TYPE_CHECKING:
     from converters.storage.bytes import SourceFile
@@ -118,10 +118,8 @@ def _offsets(text: str | None, file: SourceFile) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {}
     for key, entry in table.items():
         low = entry.get(OFFSETS) if isinstance(entry, dict) else None
-        if not isinstance(low, list) or len(low) > MAX_DIMS:
+        if not is_shape(low):
             raise CheckpointError(f"{file.path}: damaged, {INFO} does not say where {key!r} begins")
-        if any(type(n) is not int or not 0 <= n < 1 << 62 for n in low):
-            raise CheckpointError(f"{file.path}: damaged, {INFO} has no sizes for {key!r}")
         found[key] = tuple(low)
     return found
 

@@ -22,7 +22,7 @@ from converters.names.module_order import module_order
 from converters.storage.folder import Folder
 from converters.storage.places import files_in, names_in
 from converters.tensors.dtypes import NUMPY, itemsize
-from converters.tensors.tensor import MAX_DIMS, Tensor
+from converters.tensors.tensor import Tensor, is_shape
 
 if TYPE_CHECKING:
     from converters.storage.bytes import SourceFile
@@ -172,11 +172,11 @@ def _entry(name: str, entry: Any) -> tuple[str, list[int], int, int]:
         sound = type(dtype) is str and type(shape) is list and 0 <= low <= high
     except (TypeError, KeyError, ValueError):
         sound = False
-    if not sound or len(shape) > MAX_DIMS or not set(map(type, (low, high, *shape))) <= {int}:
+    if not sound or not is_shape(shape) or not is_shape((low, high)):
         raise CheckpointError(f"damaged header entry for {name!r}")
     if dtype not in NUMPY:
         raise CheckpointError(f"{name!r} has the element type {dtype[:20]!r}, not supported")
-    return dtype, shape, low, high
+    return dtype, list(shape), low, high
 
 
 FORMAT = Format(

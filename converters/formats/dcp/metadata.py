@@ -28,7 +28,7 @@ from converters.formats.dcp.checksums import read_checksums
 from converters.formats.dcp.files import metadata_files
 from converters.names.canonical import MAX_TENSOR_NAME
 from converters.tensors.dtypes import FROM_TORCH
-from converters.tensors.tensor import MAX_DIMS
+from converters.tensors.tensor import is_shape
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -184,12 +184,8 @@ def _table(fields: dict[str, Any], name: str, where: str) -> dict[Any, Any]:
 
 
 def _dims(value: Any, what: str, where: str) -> Dims:
-    if (
-        isinstance(value, tuple)
-        and len(value) <= MAX_DIMS
-        and all(type(item) is int and 0 <= item < 1 << 63 for item in value)
-    ):
-        return value
+    if is_shape(value):
+        return tuple(value)
     raise CheckpointError(f"{where}: damaged, {what} is not a size")
 
 

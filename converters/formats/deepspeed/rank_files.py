@@ -14,7 +14,7 @@ from converters.containers.pickle_reader import Instance, members_of, plain, sho
 from converters.containers.torchzip import StoredTensor, TorchZip
 from converters.errors import CheckpointError
 from converters.storage.places import names_in
-from converters.tensors.tensor import MAX_DIMS
+from converters.tensors.tensor import is_shape
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -310,11 +310,7 @@ def _names(value: Any, where: str) -> list[str]:
 def _shapes(value: Any, where: str) -> Shapes:
     shapes: Shapes = {}
     for name, shape in _dict(value, where).items():
-        if (
-            not isinstance(shape, tuple)
-            or len(shape) > MAX_DIMS
-            or any(type(n) is not int or not 0 <= n < 1 << 63 for n in shape)
-        ):
+        if not is_shape(shape):
             raise CheckpointError(f"{where}: the shape of {shown(name)} is not a shape")
-        shapes[str(name)] = shape
+        shapes[str(name)] = tuple(shape)
     return shapes

@@ -21,7 +21,7 @@ from converters.formats.deepspeed.copies import same
 from converters.formats.deepspeed.rank_files import check_same
 from converters.formats.deepspeed.run import Weights
 from converters.tensors.rearranged import joined, region
-from converters.tensors.tensor import MAX_DIMS, Tensor, row_major
+from converters.tensors.tensor import Tensor, is_shape, row_major
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -181,9 +181,7 @@ def _table(value: Any) -> dict[Any, Any]:
 
 
 def _sizes(value: Any, damaged: CheckpointError) -> tuple[int, ...]:
-    if not isinstance(value, list) or len(value) > MAX_DIMS:
-        raise damaged
-    if any(type(n) is not int or not 0 <= n < 1 << 62 for n in value):
+    if not is_shape(value):
         raise damaged
     return tuple(value)
 

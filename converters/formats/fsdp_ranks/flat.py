@@ -17,7 +17,7 @@ from converters.containers.pickle_reader import is_index, plain
 from converters.containers.torchzip import StoredTensor
 from converters.errors import CheckpointError, OptimizerStateError
 from converters.formats.torch_save.optimizer import as_tensor, is_optimizer
-from converters.names.index_keys import fit_in_order
+from converters.names.index_keys import check_listed, fit_in_order
 from converters.storage.bytes import Joined, Slice
 from converters.tensors.dtypes import itemsize
 from converters.tensors.tensor import Tensor
@@ -83,9 +83,9 @@ def read_flat(
     groups, state = saved["param_groups"], saved["state"]
     if not all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups):
         raise CheckpointError(f"{where}: damaged, its groups list no parameters")
-    keys = [key for group in groups for key in group["params"]]
-    if not all(is_index(key) for key in keys) or len(set(keys)) != len(keys) or not state.keys() <= set(keys):
-        raise CheckpointError(f"{where}: damaged, its groups do not list the parameters of its state")
+    keys = check_listed(
+        [group["params"] for group in groups if all(map(is_index, group["params"]))], state, where
+    )
     runs = {key: _runs(values, world, f"{where}: {key}") for key, values in state.items()}
     sizes = [(name, (prod(tensors[name].shape),)) for name in order]
     totals = [[(sum(runs[key]),) if key in runs else None for key in group["params"]] for group in groups]

@@ -15,7 +15,7 @@ from converters.containers.pickle_reader import is_index, plain
 from converters.containers.torchzip import StoredTensor
 from converters.errors import CheckpointError, OptimizerStateError
 from converters.names.canonical import known_name
-from converters.names.index_keys import candidates_of, fit_in_order
+from converters.names.index_keys import candidates_of, check_listed, names_of_indices
 from converters.tensors.tensor import Box, Tensor
 
 if TYPE_CHECKING:
@@ -67,11 +67,9 @@ def read_optimizer(
         raise CheckpointError(f"{where}: not an optimizer's state (no state and param_groups)")
     groups: list[dict[Any, Any]] = saved["param_groups"]
     keys: list[list[Any]] = [list(_list(group.get("params"), where)) for group in groups]
-    flat = [key for group in keys for key in group]
-    if not all(type(key) is str or is_index(key) for key in flat) or len(set(flat)) != len(flat):
-        raise CheckpointError(f"{where}: damaged, the params of its groups are not distinct names or numbers")
-    if not set(saved["state"]) <= set(flat):
-        raise CheckpointError(f"{where}: damaged, it holds state for a parameter in no group")
+    if not all(type(key) is str or is_index(key) for group in keys for key in group):
+        raise CheckpointError(f"{where}: damaged, the params of its groups are not names or numbers")
+    flat = check_listed(keys, saved["state"], where)
     state = {key: _state(value, str(key), where) for key, value in saved["state"].items()}
     names = _names(groups, keys, state, tensors, order, where)
     if len(set(names.values())) != len(names):
@@ -125,14 +123,7 @@ def _names(
             "(safetensors files sort them by name)"
         )
     shapes = {key: _shape(values) for key, values in state.items()}
-    wanted = [[shapes.get(key) for key in group] for group in keys]
-    places = fit_in_order(candidates_of(order, tensors), wanted)
-    if not isinstance(places, dict):
-        why = (
-            "fits the model's parameters in several ways" if places else "does not fit the model's parameters"
-        )
-        raise OptimizerStateError(f"{where}: its state is keyed by index and {why}")
-    return {keys[group][at]: name for name, (group, at) in places.items()}
+    return names_of_indices(keys, shapes, candidates_of(order, tensors), where)
 
 
 def _known(named: str, tensors: Mapping[str, Tensor], where: str) -> str:
