@@ -10,20 +10,27 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from converters.checkpoint import Checkpoint
+from converters.companions import find_companions, trainer_metadata
 from converters.containers.pickle_reader import Instance, members_of, plain, shown
 from converters.containers.torchzip import StoredTensor, TorchZip
 from converters.errors import CheckpointError
+from converters.formats.deepspeed.flat_layout import WholeParameters, join, piece_of
+from converters.formats.torch_save.optimizer import as_tensor
+from converters.names.canonical import plain_names
 from converters.storage.places import names_in
 from converters.tensors.tensor import is_shape
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
+    from converters.checkpoint import Aliases, OptimizerState
     from converters.containers.pickle_reader import Standin
+    from converters.formats.deepspeed.flat_layout import Shapes
     from converters.storage.folder import Folder
     from converters.storage.path_or_url import Place
+    from converters.tensors.tensor import Tensor
 
-Shapes = dict[str, tuple[int, ...]]
 # No run has more tensor or pipeline parallel ranks.
 _MAX_DEGREE = 1 << 20
 
@@ -250,6 +257,111 @@ def read_optim(folder: Folder, name: str) -> OptimFile:
         raise CheckpointError(f"{where}: expert parallel checkpoints are not supported")
     config = content.get("ds_config")
     return OptimFile(where, state, content.get("ds_version"), config if isinstance(config, dict) else {})
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Masters, frozen parameters and buffers by name; alias -> owner."""
+
+    tensors: dict[str, Tensor]
+    aliases: dict[str, str]
+
+
+def with_model_states(
+    masters: dict[str, Tensor], files: Sequence[ModelFile], module: Mapping[str, Any], stage: int, world: int
+) -> Weights:
+    """The masters, and what the model states alone hold: frozen parameters, ties and buffers.
+
+    Args:
+        files: of all ranks that have one.
+        module: the pickled weights, by their names in the whole model.
+
+    Raises:
+        CheckpointError: a frozen parameter or a buffer is missing, or a tie contradicts the weights.
+    """
+    model = files[0]
+    tensors = {**masters, **_frozen(files, stage, world)}
+    aliases: dict[str, str] = {}
+    for alias, owner in model.shared.items():
+        # Parameters without elements share an address without being tied.
+        if owner not in tensors or not tensors[owner].numel:
+            continue
+        if alias in tensors:
+            raise CheckpointError(f"{model.where}: {alias!r} is tied to {owner!r} and also stored")
+        stored = model.module.get(alias)
+        if stage < 3 and isinstance(stored, StoredTensor) and stored.shape != tensors[owner].shape:
+            raise CheckpointError(f"{model.where}: {alias!r} is tied to {owner!r}, which has another shape")
+        aliases[alias] = owner
+    for name, value in module.items():
+        if name in tensors or name in aliases or not isinstance(value, StoredTensor):
+            continue
+        if stage == 3 and name not in model.buffers and not prod(value.shape):
+            raise CheckpointError(f"{model.where}: names {name!r}, whose values were not saved")
+        tensors[name] = as_tensor(value, name)
+    missing = next((name for name in model.buffers if name not in tensors and name not in aliases), None)
+    if missing is not None:
+        raise CheckpointError(f"{model.where}: the buffer {missing!r} is named but missing")
+    return Weights(tensors, aliases)
+
+
+def _frozen(files: Sequence[ModelFile], stage: int, world: int) -> dict[str, Tensor]:
+    """Parameters outside the optimizer: whole below stage 3, else one fragment per rank."""
+    model = files[0]
+    made: dict[str, Tensor] = {}
+    frozen = model.frozen or {}
+    for file in files:
+        check_same(file.where, "frozen parameters", set(file.fragments), set(frozen))
+    for name, shape in frozen.items():
+        where = f"{model.where}: {name!r}"
+        if stage == 3:
+            pieces = [piece_of(flat(file.fragments[name], file.where)) for file in files]
+            made |= WholeParameters({name: shape}, world, where).tensors(join(pieces, where))
+        elif (stored := model.fragments[name]).shape == shape:
+            made[name] = as_tensor(stored, name)
+        else:
+            raise CheckpointError(f"{where}: is {list(stored.shape)}, recorded as {list(shape)}")
+    return made
+
+
+def checkpoint_of(
+    format: str,
+    root: Place,
+    folder: Place,
+    model: ModelFile,
+    weights: Weights,
+    optimizer: Callable[[], OptimizerState | None],
+    metadata: Mapping[str, Any],
+) -> Checkpoint:
+    """The checkpoint under plain names; `metadata` may hold values of any kind, of which some are kept."""
+    plain = plain_names(weights.tensors, where=str(folder))
+    short = dict(zip(weights.tensors, plain, strict=True))
+    aliases = plain_names(weights.aliases, where=str(folder))
+
+    def renamed(_: Aliases) -> OptimizerState | None:
+        found = optimizer()
+        return None if found is None else found.renamed(short)
+
+    known = {"step": model.count("global_steps"), "tag": folder.name, **metadata}
+    return Checkpoint(
+        format=format,
+        root=root,
+        tensors=plain,
+        aliases={alias: short[owner] for alias, owner in aliases.items()},
+        optimizer=renamed,
+        metadata={
+            **trainer_metadata(root),
+            **{key: value for key, value in known.items() if isinstance(value, (int, str))},
+        },
+        companions=find_companions(folder),
+        counters=model.counters,
+    )
+
+
+def ordered(value: Any) -> Any:
+    """Tables as lists, since their order is the layout."""
+    if isinstance(value, dict):
+        return list(value.items())
+    return [ordered(item) for item in value] if isinstance(value, list) else value
 
 
 def check_same(where: str, what: str, ours: Any, first: Any) -> None:

@@ -11,18 +11,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from converters.checkpoint import Aliases, Checkpoint, OptimizerState
-from converters.companions import find_companions, trainer_metadata
 from converters.containers.pickle_reader import shown
 from converters.errors import CheckpointError
 from converters.formats import Format, Source
-from converters.formats.deepspeed.experts import Experts
-from converters.formats.deepspeed.pipeline import Layers, optimizer_of_stages
-from converters.formats.deepspeed.rank_files import find_names, read_model
+from converters.formats.deepspeed.layer_files import Experts, Layers, optimizer_of_stages
+from converters.formats.deepspeed.rank_files import checkpoint_of, find_names, read_model
 from converters.formats.deepspeed.run import Run, check_same_run
 from converters.formats.deepspeed.tensor_parallel import INFO, Layout, merged_optimizer, merged_weights
 from converters.formats.deepspeed.unsharded import open_unsharded
-from converters.names.canonical import plain_names
 from converters.storage.folder import Folder
 from converters.storage.guarded import child, read_small
 from converters.storage.places import names_in
@@ -30,8 +26,8 @@ from converters.storage.places import names_in
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from converters.formats.deepspeed.rank_files import ModelFile, Names
-    from converters.formats.deepspeed.run import Weights
+    from converters.checkpoint import Checkpoint, OptimizerState
+    from converters.formats.deepspeed.rank_files import ModelFile, Names, Weights
     from converters.storage.path_or_url import Place
 
 LATEST = "latest"
@@ -176,26 +172,13 @@ def _degree(path: Place, names: Names, model: ModelFile) -> int:
 def _checkpoint(
     root: Place, runs: Sequence[Run], weights: Weights, optimizer: Callable[[], OptimizerState | None]
 ) -> Checkpoint:
-    """The checkpoint under plain names."""
     run = runs[0]
-    plain = plain_names(weights.tensors, where=run.where)
-    short = dict(zip(weights.tensors, plain, strict=True))
-    aliases = plain_names(weights.aliases, where=run.where)
-
-    def renamed(_: Aliases) -> OptimizerState | None:
-        found = optimizer()
-        return None if found is None else found.renamed(short)
-
-    return Checkpoint(
-        format="deepspeed",
-        root=root,
-        tensors=plain,
-        aliases={alias: short[owner] for alias, owner in aliases.items()},
-        optimizer=renamed,
-        metadata={**trainer_metadata(root), **run.metadata(), "world_size": run.world * len(runs)},
-        companions=find_companions(run.folder.path),
-        counters=run.model.counters,
-    )
+    about = {
+        "world_size": run.world * len(runs),
+        "ds_version": run.optim[0].version,
+        "zero_stage": run.stage,
+    }
+    return checkpoint_of("deepspeed", root, run.folder.path, run.model, weights, optimizer, about)
 
 
 FORMAT = Format(

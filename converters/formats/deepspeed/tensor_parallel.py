@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 from converters.checkpoint import OptimizerState
 from converters.containers.pickle_reader import plain
 from converters.errors import CheckpointError
-from converters.formats.deepspeed.copies import same
-from converters.formats.deepspeed.rank_files import check_same
-from converters.formats.deepspeed.run import Weights
+from converters.formats.deepspeed.checks import same
+from converters.formats.deepspeed.rank_files import Weights, check_same
 from converters.tensors.rearranged import joined, region
 from converters.tensors.tensor import Tensor, is_shape, row_major
 

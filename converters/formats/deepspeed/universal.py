@@ -13,32 +13,34 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from converters.checkpoint import Checkpoint, OptimizerState, Scalar
-from converters.companions import find_companions, trainer_metadata
+from converters.checkpoint import OptimizerState, Scalar
 from converters.containers.pickle_reader import plain, shown
 from converters.containers.torchzip import StoredTensor, TorchZip
 from converters.errors import CheckpointError
 from converters.formats import Format, Source
-from converters.formats.deepspeed.crosscheck import rounds_to
-from converters.formats.deepspeed.flat_layout import WholeParameters, join, piece_of
+from converters.formats.deepspeed.checks import rounds_to
+from converters.formats.deepspeed.flat_layout import WholeParameters, piece_of
 from converters.formats.deepspeed.optimizer import number
 from converters.formats.deepspeed.rank_files import (
     PREFIXES,
     STANDINS,
-    Shapes,
     check_ranks,
     check_same,
+    checkpoint_of,
     find_names,
     flat,
+    ordered,
     read_model,
+    with_model_states,
 )
 from converters.formats.torch_save.optimizer import as_tensor
-from converters.names.canonical import plain_names
 from converters.storage.folder import Folder
 from converters.storage.guarded import child, read_small
 from converters.tensors.tensor import Tensor
 
 if TYPE_CHECKING:
+    from converters.checkpoint import Checkpoint
+    from converters.formats.deepspeed.flat_layout import Shapes
     from converters.storage.path_or_url import Place
 
 LATEST = "latest_universal"
@@ -127,7 +129,7 @@ class _Universal:
         for model in self.models[1:]:
             for what in ("groups", "frozen", "buffers"):
                 check_same(
-                    model.where, what, _ordered(getattr(model, what)), _ordered(getattr(self.model, what))
+                    model.where, what, ordered(getattr(model, what)), ordered(getattr(self.model, what))
                 )
             check_same(
                 model.where, "global_steps", model.count("global_steps"), self.model.count("global_steps")
@@ -251,60 +253,13 @@ class _Universal:
                 )
 
     def checkpoint(self, root: Place) -> Checkpoint:
-        tensors = {name: self._parameter(name, MASTER) for name in self.shapes}
-        tensors |= self._frozen(tensors)
-        aliases = {
-            alias: owner
-            for alias, owner in self.model.shared.items()
-            if owner in tensors and tensors[owner].numel and alias not in tensors
-        }
-        for name, value in self.model.module.items():
-            if name in tensors or name in aliases or not isinstance(value, StoredTensor):
-                continue
-            if self.stage == 3 and name not in self.model.buffers and not prod(value.shape):
-                raise CheckpointError(f"{self.model.where}: names {name!r}, whose values were not saved")
-            tensors[name] = as_tensor(value, name)
-        missing = [name for name in self.model.buffers if name not in tensors and name not in aliases]
-        if missing:
-            raise CheckpointError(f"{self.model.where}: the buffer {missing[0]!r} is named but missing")
-        made = plain_names(tensors, where=self.where)
-        short = dict(zip(tensors, made, strict=True))
-        plain_aliases = dict(zip(plain_names(aliases, where=self.where), aliases.values(), strict=True))
-        own = {
-            "step": self.model.count("global_steps"),
-            "ds_version": self.common.get("ds_version"),
-            "zero_stage": self.stage,
-            "tag": self.folder.path.name,
-        }
-        known = {key: value for key, value in own.items() if isinstance(value, (int, str))}
-        return Checkpoint(
-            format="deepspeed-universal",
-            root=root,
-            tensors=made,
-            aliases={alias: short[owner] for alias, owner in plain_aliases.items()},
-            optimizer=lambda _: self._optimizer(short),
-            metadata={**trainer_metadata(root), **known},
-            companions=find_companions(self.folder.path),
-            counters=self.model.counters,
-        )
+        masters = {name: self._parameter(name, MASTER) for name in self.shapes}
+        weights = with_model_states(masters, self.models, self.model.module, self.stage, self.world)
+        about = {"ds_version": self.common.get("ds_version"), "zero_stage": self.stage}
+        path = self.folder.path
+        return checkpoint_of("deepspeed-universal", root, path, self.model, weights, self._optimizer, about)
 
-    def _frozen(self, trained: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Frozen parameters: whole below stage 3, else one fragment per rank."""
-        made: dict[str, Tensor] = {}
-        for name, shape in (self.model.frozen or {}).items():
-            where = f"{self.model.where}: {name!r}"
-            if name in trained or any(name not in model.fragments for model in self.models):
-                raise CheckpointError(f"{where}: damaged record of a frozen parameter")
-            if self.stage == 3:
-                pieces = [piece_of(flat(model.fragments[name], model.where)) for model in self.models]
-                made |= WholeParameters({name: shape}, self.world, where).tensors(join(pieces, where))
-            elif (stored := self.model.fragments[name]).shape == shape:
-                made[name] = as_tensor(stored, name)
-            else:
-                raise CheckpointError(f"{where}: is {list(stored.shape)}, recorded as {list(shape)}")
-        return made
-
-    def _optimizer(self, short: dict[str, str]) -> OptimizerState | None:
+    def _optimizer(self) -> OptimizerState | None:
         where = str(self.folder.path / COMMON)
         state: dict[str, dict[str, Tensor | Scalar]] = {}
         kinds = [set(self.folders[name]) - {MASTER} for name in self.shapes]
@@ -317,24 +272,21 @@ class _Universal:
             for what in sorted(kind):
                 values[what] = self._step(name) if what == _STEP else self._parameter(name, what)
             if values:
-                state[short[name]] = values
+                state[name] = values
         if not state:
             return None
-        self._steps_of_stage3(state, short, where)
+        self._steps_of_stage3(state, where)
         self._check_steps(state)
         groups = self.common.get("param_groups")
         if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
             raise CheckpointError(f"{where}: damaged, it has no param_groups")
-        named = [self._named(group, short, where) for group in groups]
-        return OptimizerState(state, named)
+        return OptimizerState(state, [self._named(group, where) for group in groups])
 
     def _step(self, name: str) -> Tensor | Scalar:
         file = f"{ZERO}/{name}/{_STEP}{_SUFFIX}"
         return _scalar(load_part(self.folder, file), f"{name}.{_STEP}", str(self.folder.path / file))
 
-    def _steps_of_stage3(
-        self, state: dict[str, dict[str, Tensor | Scalar]], short: dict[str, str], where: str
-    ) -> None:
+    def _steps_of_stage3(self, state: dict[str, dict[str, Tensor | Scalar]], where: str) -> None:
         """Stage 3 keeps its steps (and other numbers) in the common file, per sub-group."""
         states = _states(self.common, where) if self.stage == 3 else {}
         for index, shapes in enumerate(self.groups):
@@ -343,8 +295,8 @@ class _Universal:
                 if value is None or (isinstance(value, StoredTensor) and value.shape):
                     continue
                 for name in shapes:
-                    if short[name] in state:
-                        state[short[name]][str(what)] = _scalar(value, f"{name}.{what}", where)
+                    if name in state:
+                        state[name][str(what)] = _scalar(value, f"{name}.{what}", where)
 
     def _check_steps(self, state: dict[str, dict[str, Tensor | Scalar]]) -> None:
         """All parameters must be at one step, consistent with the engine's counters."""
@@ -362,7 +314,7 @@ class _Universal:
                     f"{first:g}; the engine counted {total}"
                 )
 
-    def _named(self, group: dict[Any, Any], short: dict[str, str], where: str) -> dict[str, Any]:
+    def _named(self, group: dict[Any, Any], where: str) -> dict[str, Any]:
         indices = group.get("params")
         if not isinstance(indices, list) or any(
             type(index) is not int or not 0 <= index < len(self.groups) for index in indices
@@ -372,7 +324,7 @@ class _Universal:
             str(key): number(value, where) if isinstance(value, StoredTensor) else plain(value)
             for key, value in group.items()
         }
-        return {**values, "params": [short[name] for index in indices for name in self.groups[index]]}
+        return {**values, "params": [name for index in indices for name in self.groups[index]]}
 
 
 def _states(common: dict[str, Any], where: str) -> dict[Any, Any]:
@@ -395,13 +347,6 @@ def _scalar(value: Any, name: str, where: str) -> Tensor | Scalar:
 def _samples(count: int) -> list[int]:
     """The positions to sample: start, middle and end."""
     return sorted({0, count // 2, max(0, count - _SAMPLE)}) if count else []
-
-
-def _ordered(value: Any) -> Any:
-    """Dicts as lists, since their order is the layout."""
-    if isinstance(value, dict):
-        return list(value.items())
-    return [_ordered(item) for item in value] if isinstance(value, list) else value
 
 
 FORMAT = Format(
