@@ -44,6 +44,16 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
+def refuse_flat_parameters(names: Iterable[object], where: str) -> None:
+    """CheckpointError for what FSDP1 saves under LOCAL_STATE_DICT."""
+    if any(str(name).rpartition(".")[2] == _FLAT for name in names):
+        raise CheckpointError(
+            f"{where}: holds flat parameters of FSDP1 (LOCAL_STATE_DICT), which do not record the "
+            "parameters' shapes; load it where it was saved, and save "
+            "with SHARDED_STATE_DICT or FULL_STATE_DICT"
+        )
+
+
 def plain_names(named: Mapping[str, V], *, where: str) -> dict[str, V]:
     """The same values under plain names; a prefix on every name is removed too.
 
@@ -53,16 +63,12 @@ def plain_names(named: Mapping[str, V], *, where: str) -> dict[str, V]:
     Raises:
         CheckpointError: two names become equal, or one is not a string or too long.
     """
+    refuse_flat_parameters(named, where)
     for name in named:
         if type(name) is not str:  # a pickle may hold any key
             raise CheckpointError(f"{where}: the tensor name {shown(name)} is not a string")
         if len(name) > MAX_TENSOR_NAME:
             raise CheckpointError(f"{where}: a tensor name has {len(name):,} characters: {shown(name)}")
-        if name.endswith(_FLAT) and name.removesuffix(_FLAT)[-1:] in ("", "."):
-            raise CheckpointError(
-                f"{where}: holds flat parameters of FSDP1 (LOCAL_STATE_DICT), which do not record the "
-                "parameters' shapes; save again with SHARDED_STATE_DICT or FULL_STATE_DICT"
-            )
     names = [plain_name(name) for name in named]
     if all(name.startswith(_PARALLEL) for name in names):
         names = [name.removeprefix(_PARALLEL) for name in names]

@@ -13,7 +13,7 @@ import struct
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from isal import isal_zlib
 
@@ -22,6 +22,7 @@ from converters.errors import CheckpointError, OptimizerStateError
 from converters.options import EXPANSION
 from converters.storage.bytes import Memory
 from converters.storage.guarded import open_regular
+from converters.storage.output_file import FLUSH_BYTES
 from converters.storage.places import files_below, in_store, side_by_side
 from converters.tensors.casting import BLOCK_BYTES, Losses, cast_blocks, cast_dtype, parse_dtype
 from converters.tensors.dtypes import QUANTISED, itemsize
@@ -35,9 +36,14 @@ if TYPE_CHECKING:
 
     from converters.checkpoint import Checkpoint, OptimizerState, ParamGroups, Scalar
     from converters.storage.bytes import FileSpan, Touched
+    from converters.storage.output_file import Piece
     from converters.storage.path_or_url import Place
-    from converters.writers.draft import Draft, OutPiece
+    from converters.writers.draft import FolderOutput
     from converters.writers.parallel import Job, Progress
+    from converters.writers.remote_draft import StoreOutput, UploadedPiece
+
+    Output = FolderOutput | StoreOutput
+    OutPiece = Piece | UploadedPiece
 
 
 # Outputs up to this size are never refused as an expansion.
@@ -231,24 +237,40 @@ def shards(entries: Iterable[Entry], limit: int) -> list[list[Entry]]:
     return made
 
 
+class Options(TypedDict, total=False):
+    """How to carry a plan out.
+
+    Attributes:
+        overwrite: replace the output where it exists.
+        progress: show a progress bar if stderr is a terminal; the default.
+        verify: read everything back and compare before the output appears.
+        expand: allow an output much larger than the source, where tensors share bytes: see `check_expansion`.
+        facts: extra fields for the completion marker of an output in an object store.
+    """
+
+    overwrite: bool
+    progress: bool
+    verify: bool
+    expand: bool
+    facts: Mapping[str, Any] | None
+
+
 def carry_out(
     checkpoint: Checkpoint,
     make_plan: Callable[[], Plan],
     out: Place,
     *,
-    overwrite: bool,
-    progress: bool,
-    verify: bool,
-    expand: bool,
     single: bool = False,
+    overwrite: bool = False,
+    progress: bool = True,
+    verify: bool = False,
+    expand: bool = False,
     facts: Mapping[str, Any] | None = None,
 ) -> Plan:
     """Write a plan into `out`, atomically.
 
     Args:
-        single: `out` is the plan's only file, and no folder.
-        expand: allow any size: see `check_expansion`.
-        facts: extra fields for the completion marker of an `out` in an object store.
+        single: `out` is the plan's only file, and no folder. The others: see `Options`.
 
     Raises:
         CheckpointError: `out` is refused, the source is damaged, or the disk is full.
@@ -362,14 +384,14 @@ def _scalar(name: str, value: Scalar) -> Tensor:
     return Tensor.contiguous(name, "F64", (), Memory(struct.pack("<d", value)))
 
 
-def _write_jobs(draft: Draft, plan: Plan, touched: Touched, late: list[Job]) -> Iterator[Job]:
+def _write_jobs(draft: Output, plan: Plan, touched: Touched, late: list[Job]) -> Iterator[Job]:
     """The plan as jobs, by turns of a few files; each file is created when its first job is drawn.
 
     `late` receives those that may begin when all others have ended.
     """
 
     def jobs(file: PlannedFile) -> Iterator[Job]:
-        runs = list(_runs(file.parts, draft.run_bytes(file.nbytes)))
+        runs = list(_runs(file.parts, FLUSH_BYTES))
         out = draft.file(file.name, [nbytes for nbytes, _ in runs])
         for number, (_, run) in enumerate(runs):
             job = partial(_write_run, out.piece(number), run, touched, plan.losses)
@@ -414,7 +436,13 @@ def _write_run(
 
 
 def _write_entry(
-    piece: OutPiece, entry: Entry, touched: Touched, losses: Losses, progress: Progress, *, summed: bool
+    piece: OutPiece,
+    entry: Entry,
+    touched: Touched,
+    losses: Losses,
+    progress: Progress,
+    *,
+    summed: bool,
 ) -> int:
     """Stream one tensor; its CRC32 where `summed`."""
     if not summed and entry.dtype == entry.tensor.dtype:

@@ -360,8 +360,8 @@ def test_the_source_is_not_replaced_under_another_name(
 
 
 def replace(target: Path, content: str) -> None:
-    with new_folder(target, needed=0, overwrite=True) as folder:
-        (folder / "config.json").write_text(content)
+    with new_folder(target, needed=0, overwrite=True) as output:
+        (output.folder / "config.json").write_text(content)
 
 
 def test_the_folder_is_there_all_the_while(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import OptimizerState
 from converters.containers.pickle_reader import plain
-from converters.errors import CheckpointError
+from converters.errors import CheckpointError, blame
 from converters.formats.deepspeed.checks import same
 from converters.formats.deepspeed.rank_files import Weights, check_same
 from converters.tensors.rearranged import joined, region
@@ -122,7 +122,8 @@ class Layout:
                     copies.setdefault(repr((box.offsets, sizes)), []).append(copy)
         for held in copies.values():
             same(held, where)
-        return Tensor(name, parts[0].dtype, shape, list(boxes.values()))
+        with blame(self.where):
+            return Tensor(name, parts[0].dtype, shape, list(boxes.values()))
 
 
 def merged_weights(runs: Sequence[Run], layout: Layout) -> Weights:

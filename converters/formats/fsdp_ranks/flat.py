@@ -18,6 +18,7 @@ from converters.containers.torchzip import StoredTensor
 from converters.errors import CheckpointError, OptimizerStateError
 from converters.formats.torch_save.optimizer import as_tensor, is_optimizer
 from converters.names.index_keys import check_listed, fit_in_order
+from converters.names.tied_weights import same_values
 from converters.storage.bytes import Joined, Slice
 from converters.tensors.dtypes import itemsize
 from converters.tensors.tensor import Tensor
@@ -52,8 +53,7 @@ class Copies:
         tensors = [as_tensor(stored, self.where) for stored in self.held.values()]
         first = tensors[0]
         for rank, other in zip(self.held, tensors, strict=True):
-            same = (other.dtype, other.shape) == (first.dtype, first.shape)
-            if not same or (other is not first and other.read().tobytes() != first.read().tobytes()):
+            if other is not first and not same_values(first, other):
                 raise CheckpointError(f"{self.where}: not sharded, and rank {rank} has another value of it")
         return first
 

@@ -23,7 +23,7 @@ from converters.formats.fsdp_ranks.flat import Copies, is_flat, read_flat
 from converters.formats.fsdp_ranks.sharded import Sharded, boxes, load
 from converters.formats.torch_save.optimizer import read_optimizer
 from converters.formats.torch_save.reader import aliases_of, in_order, split
-from converters.names.canonical import plain_names
+from converters.names.canonical import plain_names, refuse_flat_parameters
 from converters.storage.bytes import Memory
 from converters.storage.folder import Folder
 from converters.storage.guarded import child
@@ -41,7 +41,6 @@ _FILE = re.compile(
     r"(?P<kind>model|optim|extra_state)_world_size_(?P<world>\d{1,9})_rank_(?P<rank>\d{1,9})\.pt"
 )
 _STEP = re.compile(r"global_step_?(\d{1,18})")
-_FLAT = "_flat_param"
 
 
 def _holds(path: Place) -> bool:
@@ -150,12 +149,7 @@ class _Ranks:
 
     def checkpoint(self, root: Place) -> Checkpoint:
         merged = self.merged("model")
-        if any(str(key).rpartition(".")[2] == _FLAT for key in merged):
-            raise CheckpointError(
-                f"{self.where}: holds flat parameters of FSDP1 (LOCAL_STATE_DICT), which do not record the "
-                "shapes in them; load it where it was saved, and save with SHARDED_STATE_DICT or "
-                "FULL_STATE_DICT"
-            )
+        refuse_flat_parameters(merged, self.where)
         made: dict[int, Parts] = {}
         found, _, counted = split(_finished(merged, made), self.where)
         tensors: dict[str, Tensor] = plain_names(found, where=self.where)

@@ -21,6 +21,7 @@ from converters.errors import CheckpointError, OptimizerStateError, blame
 from converters.formats import Format, Source
 from converters.formats.megatron.names import Shape, args_of, as_transformers, plain_key, shape_of
 from converters.formats.torch_save.optimizer import as_tensor
+from converters.names.tied_weights import same_values
 from converters.storage.folder import Folder
 from converters.storage.places import names_in
 from converters.tensors.rearranged import joined, part
@@ -212,11 +213,8 @@ class _Ranks:
             return tensors[0]
         if dim is None or kind not in ("weight", "bias") or (kind == "bias" and not bias):
             first = tensors[0]
-            for other in tensors[1:]:
-                if other.shape != first.shape or other.read().tobytes() != first.read().tobytes():
-                    raise CheckpointError(
-                        f"{self.where}: {key} differs between the tensor ranks, which share it"
-                    )
+            if not all(same_values(first, other) for other in tensors[1:]):
+                raise CheckpointError(f"{self.where}: {key} differs between the tensor ranks, which share it")
             return first
         if any(tensor.shape != tensors[0].shape for tensor in tensors) or len(tensors[0].shape) <= dim:
             raise CheckpointError(f"{self.where}: the tensor ranks hold different shapes of {key}")

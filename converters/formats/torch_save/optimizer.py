@@ -86,7 +86,7 @@ def read_optimizer(
 
     def param_groups() -> ParamGroups:
         return [
-            {**_group(group), "params": [names[key] for key in params]}
+            {**group_settings(group), "params": [names[key] for key in params]}
             for group, params in zip(groups, keys, strict=True)
         ]
 
@@ -170,7 +170,7 @@ def _list(value: Any, where: str) -> list[Any]:
     return value
 
 
-def _group(group: Mapping[Any, Any]) -> dict[str, Any]:
+def group_settings(group: Mapping[Any, Any]) -> dict[str, Any]:
     """A group's hyperparameters as plain values; a tensor learning rate becomes its number."""
     made: dict[str, Any] = {}
     for key, value in group.items():

@@ -9,6 +9,7 @@ from converters.checkpoint import OptimizerState, ParamGroups, Scalar
 from converters.containers.pickle_reader import is_index, plain
 from converters.containers.torchzip import StoredTensor
 from converters.errors import CheckpointError, OptimizerStateError, blame
+from converters.formats.torch_save.optimizer import group_settings
 from converters.formats.xla_fsdp.shards import Layout, join, whole
 from converters.names.index_keys import check_listed, names_of_indices
 
@@ -52,9 +53,9 @@ def read_optimizer(
     where, _ = saved[0]
     ranks = [(file, *_parts(file, value)) for file, value in saved]
     _, states, groups = ranks[0]
-    hyper = [_group(group) for group in groups]
+    hyper = [group_settings(group) for group in groups]
     for file, other_states, other_groups in ranks[1:]:
-        if list(other_states) != list(states) or [_group(group) for group in other_groups] != hyper:
+        if list(other_states) != list(states) or [group_settings(group) for group in other_groups] != hyper:
             raise CheckpointError(
                 f"{file}: its optimizer differs from {where}; a file of another run or step"
             )
@@ -196,9 +197,3 @@ def _value(value: Any, where: str) -> Any:
         if tensor.numel > _MAX_GROUP_TENSOR:
             raise CheckpointError("a tensor instead of a number")
         return tensor.read().tolist()
-
-
-def _group(group: Mapping[Any, Any]) -> dict[str, Any]:
-    """A group's hyperparameters as plain values; a tensor learning rate becomes its number."""
-    values = {str(key): value for key, value in group.items() if key not in ("params", "param_names")}
-    return {key: _value(value, "") for key, value in values.items()}
