@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from converters.adapters.patterns import Matcher, PatternError
-from converters.companions import find_beside
+from converters.config_and_tokenizer_files import find_beside
 from converters.errors import CheckpointError, printable
 from converters.options import ADAPTER_CONFIG
-from converters.storage.guarded import read_small_text
 from converters.storage.path_or_url import place
+from converters.storage.safe_open import read_small_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -53,7 +53,7 @@ _HARMLESS = (
     *("init_ia3_weights", "init_weights", "megatron_core"),
 )
 KNOWN = frozenset((*_READ, *_HARMLESS))
-# Initialisations that subtract from the base's weights, which the adapter then needs instead of the base.
+# Initializations that subtract from the base's weights, which the adapter then needs instead of the base.
 CHANGES_BASE = re.compile(r"(pissa|olora|corda|loftq|lora_ga).*", re.IGNORECASE)
 _MAX_PATTERNS = 10_000
 _MAX_RANK = 1 << 20

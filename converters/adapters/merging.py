@@ -21,12 +21,12 @@ from converters.adapters.config import CHANGES_BASE
 from converters.adapters.edits import Add, ColumnMagnitude, LowRank, ReplaceRows, Scale, same
 from converters.adapters.names import MAGNITUDE, PREFIX, TOKENS, part_of
 from converters.checkpoint import Checkpoint
-from converters.companions import GENERATION, MERGED
+from converters.config_and_tokenizer_files import GENERATION, MERGED
 from converters.errors import CheckpointError, blame, printable
 from converters.fingerprints import fingerprint
 from converters.names.tied_weights import EMBEDDINGS, HEADS, ends_with, same_values
 from converters.quantization.dequantize import quantization_of
-from converters.storage.guarded import read_small_table
+from converters.storage.safe_open import read_small_table
 from converters.tensors.casting import cast_dtype, parse_dtype
 from converters.tensors.computed import computed, grown
 from converters.tensors.dtypes import CASTABLE
@@ -91,7 +91,7 @@ def merge(adapter: Adapter, base: Checkpoint, *, dtype: str = "keep") -> Checkpo
     """The base model with an adapter merged into it.
 
     Args:
-        base: a checkpoint of any format, under live names or those of the files; not quantised.
+        base: a checkpoint of any format, under live names or those of the files; not quantized.
         dtype: keep (that of the base's tensor), float32, bfloat16 or float16, for tensors that change. Write
             the result with the same dtype.
 
@@ -554,7 +554,7 @@ class _Merge:
             return tensor
         if tensor.dtype not in CASTABLE:
             raise CheckpointError(
-                f"{self.base.root}: {name!r} is {tensor.dtype}, quantised; give the model that it was made "
+                f"{self.base.root}: {name!r} is {tensor.dtype}, quantized; give the model that it was made "
                 "from"
             )
         source = change.source if change.source is not None else tensor

@@ -15,7 +15,7 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from converters.checkpoint import Checkpoint, OptimizerState
-from converters.companions import find_companions, trainer_metadata
+from converters.config_and_tokenizer_files import find_companions, trainer_metadata
 from converters.containers.shard_index import read_index, read_json
 from converters.errors import CheckpointError, blame
 from converters.formats import Format, Source
@@ -23,8 +23,8 @@ from converters.formats.safetensors import INDEX, read_file
 from converters.names.canonical import assign_roles, paths_without_nesting, plain_name, plain_names
 from converters.storage.bytes import Memory
 from converters.storage.folder import Folder
-from converters.storage.guarded import child
 from converters.storage.places import names_in
+from converters.storage.safe_open import child
 from converters.tensors.tensor import Box, Tensor, View, is_shape
 
 if TYPE_CHECKING:
@@ -144,5 +144,5 @@ FORMAT = Format(
     lambda source: _folder(source.path),
     _open,
     written_by="torch's `HuggingFaceStorageWriter(save_distributed=True)`: torchtitan, Automodel",
-    recognised_by="`shard-<r>-model-<k>-of-<n>.safetensors`, there or in `sharded/`",
+    recognized_by="`shard-<r>-model-<k>-of-<n>.safetensors`, there or in `sharded/`",
 )

@@ -12,7 +12,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import Aliases, Checkpoint, OptimizerState, Scalar
-from converters.companions import check_one_model, find_companions, trainer_metadata
+from converters.config_and_tokenizer_files import check_one_model, find_companions, trainer_metadata
 from converters.containers.shard_index import read_index, read_json
 from converters.errors import CheckpointError, blame
 from converters.formats import Format, Source
@@ -186,5 +186,5 @@ FORMAT = Format(
     _incomplete,
     written_by="transformers, the Trainer's plain `checkpoint-N`, this project; MaxText's and Levanter's "
     "exports for transformers",
-    recognised_by="`model.safetensors` or its index, the only `.safetensors` file",
+    recognized_by="`model.safetensors` or its index, the only `.safetensors` file",
 )

@@ -112,7 +112,7 @@ class Roles:
 def assign_roles(paths: Mapping[str, Path], tensors: frozenset[str], *, where: str) -> Roles:
     """Sort the keys of a flattened state dict into model, optimizer and the rest.
 
-    Containers are recognised by content, not name: an optimizer has `state` and `param_groups`, the model is
+    Containers are recognized by content, not name: an optimizer has `state` and `param_groups`, the model is
     the container of the remaining tensors. A container is a path component of the writer's nesting, never a
     prefix of a name, since the names of a Llama begin with `model.` themselves.
 

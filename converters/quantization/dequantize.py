@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from converters.errors import CheckpointError, printable
 from converters.options import DTYPES
-from converters.storage.guarded import read_small_table
+from converters.storage.safe_open import read_small_table
 from converters.tensors import dequantized as made
-from converters.tensors.dtypes import QUANTISED
+from converters.tensors.dtypes import QUANTIZED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -108,7 +108,7 @@ def dequantized(checkpoint: Checkpoint, dtype: str = "bfloat16") -> Checkpoint:
     kept = {name: tensor for name, tensor in weights.left.items() if not ACTIVATIONS.fullmatch(name)}
     for name, tensor in kept.items():
         codes = tensor.dtype in ("F8_E4M3", "F8_E5M2") or len(tensor.shape) > 1
-        if (tensor.dtype in QUANTISED and codes) or _OF_WEIGHTS.fullmatch(name):
+        if (tensor.dtype in QUANTIZED and codes) or _OF_WEIGHTS.fullmatch(name):
             raise CheckpointError(f"{where}: {printable(name)} belongs to no weight that is known")
     order = [*checkpoint.tensors, *weights.made]
     tensors = {name: (weights.made | kept)[name] for name in order if name in weights.made or name in kept}

@@ -9,8 +9,8 @@ import threading
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from converters.storage.guarded import open_new, open_regular
 from converters.storage.object_store import RemotePath
+from converters.storage.safe_open import open_new, open_regular
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

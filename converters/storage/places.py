@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from converters.storage.completion_markers import INCOMPLETE, begin, is_unfinished, remove_tree
-from converters.storage.guarded import open_new, open_regular, real_path
 from converters.storage.object_store import PART_BYTES, Object, RemotePath, connections
+from converters.storage.safe_open import open_new, open_regular, real_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -21,11 +21,11 @@ from converters.containers.pickle_reader import plain
 from converters.errors import CheckpointError, OptimizerStateError
 from converters.options import EXPANSION
 from converters.storage.bytes import Memory
-from converters.storage.guarded import open_regular
 from converters.storage.output_file import FLUSH_BYTES
 from converters.storage.places import files_below, in_store, side_by_side
+from converters.storage.safe_open import open_regular
 from converters.tensors.casting import BLOCK_BYTES, Losses, cast_blocks, cast_dtype, parse_dtype
-from converters.tensors.dtypes import QUANTISED, itemsize
+from converters.tensors.dtypes import QUANTIZED, itemsize
 from converters.tensors.tensor import Tensor
 from converters.writers.draft import check_output, new_output
 from converters.writers.parallel import in_parallel, interleaved, threads
@@ -172,13 +172,13 @@ def model_entries(checkpoint: Checkpoint, dtype: str, *, aliases: bool = False) 
     tensors = dict(checkpoint.tensors)
     if aliases:
         tensors |= {alias: tensors[owner] for alias, owner in checkpoint.aliases.items()}
-    # What lies in a module of quantised weights, or below such a weight: scales keep their dtypes.
-    packed = [name for name, tensor in tensors.items() if tensor.dtype in QUANTISED and tensor.shape]
-    quantised = {*packed, *(name.rpartition(".")[0] for name in packed)}
+    # What lies in a module of quantized weights, or below such a weight: scales keep their dtypes.
+    packed = [name for name, tensor in tensors.items() if tensor.dtype in QUANTIZED and tensor.shape]
+    quantized = {*packed, *(name.rpartition(".")[0] for name in packed)}
 
     def kind(name: str, tensor: Tensor) -> str:
         module, _, leaf = name.rpartition(".")
-        return cast_dtype(tensor, None if module in quantised and leaf != "bias" else target)
+        return cast_dtype(tensor, None if module in quantized and leaf != "bias" else target)
 
     return [Entry(name, kind(name, tensor), tensor) for name, tensor in tensors.items()]
 

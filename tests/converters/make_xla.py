@@ -34,7 +34,7 @@ from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel, checkpoint_m
 from torch_xla.distributed.fsdp.state_dict_utils import consolidate_sharded_model_checkpoints
 from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel
 
-from tests.converters.make_dcp import in_forks
+from tests.converters.make_dcp import in_forks, odd_buffers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -70,12 +70,7 @@ class Odd(nn.Module):
             self.scalar = nn.Parameter(torch.tensor(0.25))
         self.lm_head = nn.Linear(6, 29, bias=False)
         self.lm_head.weight = self.embed_tokens.weight
-        self.register_buffer("tracked", torch.tensor(1 << 40))
-        self.register_buffer("scale", torch.tensor(0.1))
-        self.register_buffer("mask", torch.tensor([True, False, True, True, False]))
-        self.register_buffer("table", torch.randn(3, 4).half())
-        self.register_buffer("empty", torch.zeros(0, 4))
-        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+        odd_buffers(self)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden = self.embed_tokens(tokens)
@@ -97,17 +92,13 @@ class Run:
     frozen: bool = True
     groups: str = "one"
     dtype: torch.dtype = torch.float32
-    build: Callable[[], Any] | None = None
-    """A transformers model to take in place of `Odd`."""
 
 
 def wrapped(rank: int, run: Run) -> Any:
     """The model as rank `rank` holds it."""
     torch.manual_seed(0)
-    model: Any = Odd(scalar=run.scalar) if run.build is None else run.build()
-    if run.build is None:
-        model.frozen.requires_grad_(not run.frozen)
-    layers = getattr(model, "model", model).layers
+    model: Any = Odd(scalar=run.scalar)
+    model.frozen.requires_grad_(not run.frozen)
     every = {
         "sharding_groups": [list(range(run.world))],
         "sharding_rank": rank,
@@ -116,9 +107,9 @@ def wrapped(rank: int, run: Run) -> Any:
         **run.options,
     }
     if run.nested:
-        for i, layer in enumerate(layers):
+        for i, layer in enumerate(model.layers):
             inner = checkpoint_module(layer) if i else layer
-            layers[i] = XlaFullyShardedDataParallel(inner, **every)
+            model.layers[i] = XlaFullyShardedDataParallel(inner, **every)
     return XlaFullyShardedDataParallel(model, **every)
 
 

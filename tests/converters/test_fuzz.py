@@ -1,4 +1,4 @@
-"""Damaged files, random ones at scale: success or one line of refusal, no hang, no more memory than allowed."""
+"""A few of the files that `python -m tests.converters.fuzz` mutates at scale: no traceback, time, memory."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 
 from tests.converters.fuzz import LARGEST, LONGEST, a_run, run
 from tests.converters.make_full import SAMPLES
+
 
 @pytest.mark.parametrize("name", ["torch-one-file", "torch-sharded", "safetensors-shards", "report"])
 def test_a_sample_of_what_runs_at_scale(name: str, tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ from converters import Checkpoint, CheckpointError, Tensor, open_checkpoint, wri
 from converters.cli import main
 from converters.names.canonical import plain_names
 from converters.storage.bytes import Memory
-from converters.storage.guarded import read_small
 from converters.storage.path_or_url import place
+from converters.storage.safe_open import read_small
 from converters.writers import replace_folder as exchange_module
 from converters.writers.draft import check_output, new_folder
 from converters.writers.replace_folder import exchange

@@ -1,4 +1,4 @@
-"""The files of a DCP folder, recognised by name."""
+"""The files of a DCP folder, recognized by name."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import Checkpoint, Scalar
-from converters.companions import find_companions, trainer_metadata
+from converters.config_and_tokenizer_files import find_companions, trainer_metadata
 from converters.containers.pickle_reader import shown
 from converters.containers.torchzip import StoredTensor, TorchZip
 from converters.errors import CheckpointError, OptimizerStateError, blame
@@ -33,8 +33,8 @@ from converters.formats.torch_save.reader import in_order
 from converters.names.canonical import assign_roles, paths_without_nesting, plain_names
 from converters.storage.bytes import Memory
 from converters.storage.folder import Folder
-from converters.storage.guarded import child
 from converters.storage.places import names_in
+from converters.storage.safe_open import child
 from converters.tensors.dtypes import itemsize
 from converters.tensors.tensor import Box, Tensor, View
 
@@ -217,6 +217,6 @@ FORMAT = Format(
     _incomplete,
     written_by="this project, torchtitan, `torch.distributed.checkpoint`, Accelerate and the Trainer under "
     "FSDP (`SHARDED_STATE_DICT`), Lightning's sharded form, PyTorch/XLA SPMD",
-    recognised_by="`.metadata`, or one `__<rank>.metadata` per rank; `pytorch_model_fsdp_0/` with "
+    recognized_by="`.metadata`, or one `__<rank>.metadata` per rank; `pytorch_model_fsdp_0/` with "
     "`optimizer_0/`",
 )

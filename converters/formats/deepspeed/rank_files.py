@@ -11,7 +11,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import Checkpoint
-from converters.companions import find_companions, trainer_metadata
+from converters.config_and_tokenizer_files import find_companions, trainer_metadata
 from converters.containers.pickle_reader import Instance, members_of, plain, shown
 from converters.containers.torchzip import StoredTensor, TorchZip
 from converters.errors import CheckpointError

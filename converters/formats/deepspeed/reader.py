@@ -20,8 +20,8 @@ from converters.formats.deepspeed.run import Run, check_same_run
 from converters.formats.deepspeed.tensor_parallel import INFO, Layout, merged_optimizer, merged_weights
 from converters.formats.deepspeed.unsharded import open_unsharded
 from converters.storage.folder import Folder
-from converters.storage.guarded import child, read_small
 from converters.storage.places import names_in
+from converters.storage.safe_open import child, read_small
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -189,5 +189,5 @@ FORMAT = Format(
     tags=True,
     written_by="DeepSpeed ZeRO 0 to 3, alone or inside Accelerate and the Trainer; ZeRO with pipeline "
     "stages, experts (`MoE`), tensor parallel ranks (AutoTP) or MiCS",
-    recognised_by="`*_optim_states.pt` and `*_model_states.pt`; `latest`",
+    recognized_by="`*_optim_states.pt` and `*_model_states.pt`; `latest`",
 )

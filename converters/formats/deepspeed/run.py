@@ -138,7 +138,7 @@ class Run:
         if self.world % count:
             raise CheckpointError(f"{where}: damaged, a group on {count} of {self.world} ranks")
         sets = self.world // count
-        # DeepSpeed's topologies: neighbouring ranks have different experts, or the same.
+        # DeepSpeed's topologies: neighboring ranks have different experts, or the same.
         together = self.optim[0].config.get("use_data_before_expert_parallelism") is True
         return [
             Share(

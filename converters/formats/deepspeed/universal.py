@@ -35,7 +35,7 @@ from converters.formats.deepspeed.rank_files import (
 )
 from converters.formats.torch_save.optimizer import as_tensor
 from converters.storage.folder import Folder
-from converters.storage.guarded import child, read_small
+from converters.storage.safe_open import child, read_small
 from converters.tensors.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -356,5 +356,5 @@ FORMAT = Format(
     _incomplete,
     tags=True,
     written_by="DeepSpeed's `ds_to_universal`",
-    recognised_by="`zero/<parameter>/fp32.pt`, `latest_universal`",
+    recognized_by="`zero/<parameter>/fp32.pt`, `latest_universal`",
 )

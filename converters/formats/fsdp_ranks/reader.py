@@ -14,7 +14,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import Checkpoint
-from converters.companions import find_companions
+from converters.config_and_tokenizer_files import find_companions
 from converters.containers.pickle_reader import plain, shown
 from converters.containers.torchzip import StoredTensor
 from converters.errors import CheckpointError, OptimizerStateError, blame
@@ -26,8 +26,8 @@ from converters.formats.torch_save.reader import aliases_of, in_order, split
 from converters.names.canonical import plain_names, refuse_flat_parameters
 from converters.storage.bytes import Memory
 from converters.storage.folder import Folder
-from converters.storage.guarded import child
 from converters.storage.places import names_in
+from converters.storage.safe_open import child
 from converters.tensors.tensor import Box, Tensor, View
 
 if TYPE_CHECKING:
@@ -243,5 +243,5 @@ FORMAT = Format(
     _open,
     written_by="verl and its descendants: one `torch.save` file a rank of FSDP1 or FSDP2, also with tensor "
     "parallelism or replicas",
-    recognised_by="`model_world_size_<n>_rank_<r>.pt`, with `optim_world_size_...` beside",
+    recognized_by="`model_world_size_<n>_rank_<r>.pt`, with `optim_world_size_...` beside",
 )

@@ -15,7 +15,7 @@ import re
 from typing import TYPE_CHECKING
 
 from converters.checkpoint import Checkpoint
-from converters.companions import find_companions
+from converters.config_and_tokenizer_files import find_companions
 from converters.containers.torchzip import TorchZip
 from converters.errors import CheckpointError, OptimizerStateError, blame
 from converters.formats import Format, Source
@@ -24,7 +24,7 @@ from converters.formats.dcp.reader import read_tensors
 from converters.formats.megatron.names import args_of, as_transformers, plain_key, shape_of
 from converters.formats.megatron.reader import PREFIXES, STANDINS
 from converters.storage.folder import Folder
-from converters.storage.guarded import read_small
+from converters.storage.safe_open import read_small
 from converters.tensors.rearranged import selected
 
 if TYPE_CHECKING:
@@ -97,6 +97,6 @@ FORMAT = Format(
     lambda source: _folder(source.path),
     _open,
     written_by="Megatron-Core's `torch_dist`, of the same models",
-    recognised_by="`common.pt` beside DCP's `.metadata`",
+    recognized_by="`common.pt` beside DCP's `.metadata`",
     optimizer=False,
 )

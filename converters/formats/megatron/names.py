@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from converters.containers.pickle_reader import Instance, shown
 from converters.errors import CheckpointError
 from converters.formats.megatron.settings import check_args
-from converters.storage.guarded import read_small_table
+from converters.storage.safe_open import read_small_table
 from converters.tensors.rearranged import joined, part, region, transposed
 from converters.tensors.tensor import Tensor
 

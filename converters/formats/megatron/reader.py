@@ -14,7 +14,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import Checkpoint
-from converters.companions import find_companions
+from converters.config_and_tokenizer_files import find_companions
 from converters.containers.pickle_reader import is_index, shown
 from converters.containers.torchzip import StoredTensor, TorchZip
 from converters.errors import CheckpointError, OptimizerStateError, blame
@@ -274,6 +274,6 @@ FORMAT = Format(
     lambda source: _folder(source.path),
     _open,
     written_by="Megatron-LM, Llama- and GPT-2-shaped models, tensor and pipeline parallel",
-    recognised_by="`mp_rank_<tp>[_<pp>]/model_optim_rng.pt`",
+    recognized_by="`mp_rank_<tp>[_<pp>]/model_optim_rng.pt`",
     optimizer=False,
 )

@@ -14,7 +14,7 @@ from converters.containers.shard_index import read_json
 from converters.containers.zarr import V2, V3
 from converters.errors import CheckpointError
 from converters.names.canonical import MAX_TENSOR_NAME
-from converters.storage.guarded import read_small
+from converters.storage.safe_open import read_small
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from converters.checkpoint import Checkpoint, OptimizerState
-from converters.companions import find_companions
+from converters.config_and_tokenizer_files import find_companions
 from converters.containers.ocdbt import MANIFEST
 from converters.containers.pickle_reader import shown
 from converters.containers.zarr import V3, Budget, read_zarr
@@ -27,8 +27,8 @@ from converters.formats.orbax.leaves import METADATA, is_tree, of_another_progra
 from converters.formats.orbax.maxtext import Layout, maxtext_layout, named_layout
 from converters.names.canonical import is_number
 from converters.storage.folder import Folder
-from converters.storage.guarded import child, read_small_table
 from converters.storage.places import names_in
+from converters.storage.safe_open import child, read_small_table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -254,5 +254,5 @@ FORMAT = Format(
     _incomplete,
     written_by="Orbax, with OCDBT or without, zarr 2 or 3: MaxText (Llama, Mistral, Qwen3, Gemma 1 and 2 "
     "get transformers' names), Flax",
-    recognised_by="`_METADATA` with a tree, there or in `<step>/items/`, `<step>/default/`",
+    recognized_by="`_METADATA` with a tree, there or in `<step>/items/`, `<step>/default/`",
 )

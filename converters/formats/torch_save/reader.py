@@ -16,7 +16,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import Aliases, Checkpoint, OptimizerState
-from converters.companions import check_one_model, find_companions, trainer_metadata
+from converters.config_and_tokenizer_files import check_one_model, find_companions, trainer_metadata
 from converters.containers.pickle_reader import Instance, shown
 from converters.containers.shard_index import read_index
 from converters.containers.torchzip import StoredTensor, TorchZip
@@ -270,6 +270,6 @@ FORMAT = Format(
     _incomplete,
     written_by="`torch.save`: full state dicts, with or without an optimizer; Lightning's and Composer's "
     "single file; FSDP `FULL_STATE_DICT` as Accelerate and the Trainer save it",
-    recognised_by="`pytorch_model.bin` or its index, `pytorch_model_fsdp.bin`, the only `.pt`, `.pth`, "
+    recognized_by="`pytorch_model.bin` or its index, `pytorch_model_fsdp.bin`, the only `.pt`, `.pth`, "
     "`.bin` or `.ckpt` file",
 )

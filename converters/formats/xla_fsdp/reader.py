@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import Checkpoint
-from converters.companions import find_companions, trainer_metadata
+from converters.config_and_tokenizer_files import find_companions, trainer_metadata
 from converters.containers.torchzip import StoredTensor, TorchZip
 from converters.errors import CheckpointError, blame
 from converters.formats import Format, Source
@@ -229,5 +229,5 @@ FORMAT = Format(
     _find,
     _open,
     written_by="PyTorch/XLA's `XlaFullyShardedDataParallel`, alone or inside the Trainer",
-    recognised_by="one file per rank, with `shard_metadata`",
+    recognized_by="one file per rank, with `shard_metadata`",
 )

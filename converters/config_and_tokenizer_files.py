@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from converters.errors import CheckpointError, printable
 from converters.manifest import check_manifest
-from converters.storage.guarded import LinkError, read_small_table
 from converters.storage.path_or_url import place
 from converters.storage.places import inside
+from converters.storage.safe_open import LinkError, read_small_table
 from converters.storage.store_errors import AccessDeniedError
 
 if TYPE_CHECKING:
