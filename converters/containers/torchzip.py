@@ -15,16 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from isal import isal_zlib
 
-from converters.containers.pickle_reader import (
-    MAX_NAME,
-    Global,
-    Instance,
-    RefusedError,
-    Standin,
-    shown,
-    unpickle,
-)
+from converters.containers.pickle_reader import Global, Instance, RefusedError, Standin, shown, unpickle
 from converters.errors import CheckpointError
+from converters.limits import MAX_NAME
 from converters.tensors.dtypes import FROM_STORAGE, FROM_TORCH, itemsize
 from converters.tensors.tensor import View, is_shape
 

@@ -17,6 +17,7 @@ from converters.containers.shard_index import read_index, read_json
 from converters.errors import CheckpointError, blame
 from converters.formats import Format, Source
 from converters.formats.torch_save.reader import in_order, optimizer_beside
+from converters.limits import MAX_HEADER
 from converters.names.canonical import plain_names, split_state_key
 from converters.names.module_order import module_order
 from converters.storage.folder import Folder
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER = "adapter_model.safetensors"
 OPTIMIZER, GROUPS = "optimizer.safetensors", "optimizer.json"
-# The reference implementation's limit on the header.
-MAX_HEADER = 100_000_000
 
 
 def _find(source: Source) -> str | None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from converters.containers.pickle_reader import shown
 from converters.errors import CheckpointError
+from converters.limits import MAX_OPTIMIZERS, MAX_TENSOR_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Mapping, Sequence
@@ -25,10 +26,6 @@ _MOMENTS = frozenset({"step", "exp_avg", "exp_avg_sq", "momentum_buffer", "max_e
 _PARALLEL = "module."
 _FLAT = "_flat_param"
 _HOLDER, _HELD = "model.", ("model.model.", "model.lm_head.", "model.transformer.")
-# No module nests this deep; work on a name is quadratic in its length.
-MAX_TENSOR_NAME = 4096
-# Optimizers in one run.
-_MAX_CONTAINERS = 64
 _KEYED = re.compile(r"(?:(?P<container>.+?)\.)?(?P<table>state|param_groups)\.(?P<rest>.+)")
 
 
@@ -166,7 +163,7 @@ def paths_without_nesting(keys: Iterable[str], *, where: str) -> dict[str, Path]
         for key in keys
         if (match := re.fullmatch(r"(?:(?P<container>.+?)\.)?param_groups(?:\..*)?", key))
     }
-    if len(containers) > _MAX_CONTAINERS:
+    if len(containers) > MAX_OPTIMIZERS:
         raise CheckpointError(f"{where}: damaged, its keys name {len(containers):,} optimizers")
     paths: dict[str, Path] = {}
     rest: list[str] = []

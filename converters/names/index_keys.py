@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeVar
 
 from converters.errors import CheckpointError, OptimizerStateError
+from converters.limits import MAX_ORDER_WORK, MAX_STATES
 from converters.tensors.dtypes import CASTABLE
 
 if TYPE_CHECKING:
@@ -19,9 +20,6 @@ if TYPE_CHECKING:
 K = TypeVar("K")
 Shape = tuple[int, ...]
 
-_MAX_STATES = 100_000
-# Comparisons and copied integers: a few seconds.
-_MAX_WORK = 10_000_000
 # BatchNorm's buffers are floating-point like parameters, but never in an optimizer.
 _BUFFERS = ("running_mean", "running_var")
 
@@ -102,9 +100,9 @@ def fit_in_order(
                     reached[after] = reached.get(after, 0) + ways
                     work += len(wanted)
             work += len(wanted)
-            if work > _MAX_WORK:
+            if work > MAX_ORDER_WORK:
                 return 2
-        if len(reached) > _MAX_STATES:
+        if len(reached) > MAX_STATES:
             return 2
         steps.append(reached)
     at = tuple(map(len, wanted))

@@ -13,6 +13,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import CheckpointError, printable
+from converters.limits import MAX_JSON_TENSOR
 from converters.options import DTYPES
 from converters.storage.safe_open import read_small_table
 from converters.tensors import dequantized as made
@@ -36,7 +37,6 @@ _OF_WEIGHTS = re.compile(
     r".+(_scale(_inv|_2)?|_zero_point|_global_scale|_scales|_shape|\.(scales|qzeros|absmax|SCB|quant_map))"
 )
 _HARMLESS = frozenset({"quant_method", "modules_to_not_convert", "ignore", "ignored_layers", "dequantize"})
-_MOST = 1 << 16  # bytes of a tensor that holds JSON
 
 
 def _words(text: str) -> frozenset[str]:
@@ -292,7 +292,7 @@ def _bitsandbytes(weights: _Weights, settings: Mapping[str, Any], where: str) ->
 
 def _quant_state(tensor: Tensor) -> dict[str, Any]:
     try:
-        if tensor.dtype != "U8" or tensor.nbytes > _MOST:
+        if tensor.dtype != "U8" or tensor.nbytes > MAX_JSON_TENSOR:
             raise ValueError
         state = json.loads(bytes(tensor.read()))
         sizes = [*state["shape"], state["blocksize"], state.get("nested_blocksize", 1)]

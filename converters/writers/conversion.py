@@ -19,6 +19,7 @@ from isal import isal_zlib
 
 from converters.containers.pickle_reader import plain
 from converters.errors import CheckpointError, OptimizerStateError
+from converters.limits import MAX_GROUP_VALUES
 from converters.options import EXPANSION
 from converters.storage.bytes import Memory
 from converters.storage.output_file import FLUSH_BYTES
@@ -48,8 +49,6 @@ if TYPE_CHECKING:
 
 # Outputs up to this size are never refused as an expansion.
 FREE_BYTES = 64 << 20
-# A run of a million parameters lists each of them.
-_MAX_GROUP_VALUES = 10_000_000
 # The bytes that `st_blocks` counts in.
 _BLOCK = 512
 
@@ -201,7 +200,7 @@ def required_optimizer(checkpoint: Checkpoint) -> OptimizerState:
 
 def plain_groups(optimizer: OptimizerState) -> ParamGroups:
     """The parameter groups as plain values; `betas` as the tuple that torch uses, not a list."""
-    listed: ParamGroups = plain(optimizer.param_groups, limit=_MAX_GROUP_VALUES)
+    listed: ParamGroups = plain(optimizer.param_groups, limit=MAX_GROUP_VALUES)
     return [
         {
             key: tuple(value) if key == "betas" and isinstance(value, list) else value

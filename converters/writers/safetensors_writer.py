@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 from converters.adapters.adapter import FINGERPRINT
 from converters.errors import CheckpointError
 from converters.formats.dcp_safetensors import INFO, OFFSETS
-from converters.formats.safetensors import ADAPTER, GROUPS, MAX_HEADER, OPTIMIZER, SINGLE, read_file
+from converters.formats.safetensors import ADAPTER, GROUPS, OPTIMIZER, SINGLE, read_file
+from converters.limits import MAX_HEADER
 from converters.storage.folder import Folder
 from converters.storage.output_file import BLOCK_BYTES
 from converters.storage.path_or_url import place

@@ -26,7 +26,7 @@ from converters.containers.torchzip import MEMORY_FORMATS, TORCH_STANDINS
 from converters.errors import CheckpointError
 from converters.formats.dcp.checksums import read_checksums
 from converters.formats.dcp.files import metadata_files
-from converters.names.canonical import MAX_TENSOR_NAME
+from converters.limits import MAX_PATH, MAX_TENSOR_NAME
 from converters.tensors.dtypes import FROM_TORCH
 from converters.tensors.tensor import is_shape
 
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
 Dims = tuple[int, ...]
 
-# Nesting of dicts and lists.
-_MAX_PATH = 64
 _CLASSES = "torch.distributed.checkpoint."
 _MEMBERS = {f"{_CLASSES}metadata._MEM_FORMAT_ENCODING": MEMORY_FORMATS}
 _STANDINS: Mapping[str, Standin | None] = {
@@ -192,7 +190,7 @@ def _dims(value: Any, what: str, where: str) -> Dims:
 def _path(path: Any, key: str, where: str) -> KeyPath:
     # The key is the path joined with dots, so each verifies the other.
     named = isinstance(path, tuple) and path and all(type(part) is str or is_index(part) for part in path)
-    if named and len(path) <= _MAX_PATH and ".".join(map(str, path)) == key:
+    if named and len(path) <= MAX_PATH and ".".join(map(str, path)) == key:
         return tuple(path)
     raise CheckpointError(f"{where}: damaged, the path of {key!r} does not match it")
 

@@ -19,6 +19,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from converters.errors import CheckpointError
+from converters.limits import MAX_COUNT
 from converters.storage.bytes import Joined, Slice
 from converters.tensors.dtypes import itemsize
 from converters.tensors.tensor import Tensor
@@ -34,8 +35,6 @@ Shapes = dict[str, tuple[int, ...]]
 """Parameter -> shape, in the order of a flat group."""
 
 _SWAPPED = "offloaded_tensors"
-# A block is 1 KiB per writing thread; no run has this many.
-_MAX_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -258,6 +257,6 @@ class SwapFiles:
             raise CheckpointError(f"{self.folder.path / name}: missing; it holds values offloaded to NVMe")
         file = self.folder.file(name)
         nbytes = layout.length * itemsize(dtype)
-        if not nbytes <= file.nbytes < nbytes + _MAX_BLOCK:
+        if not nbytes <= file.nbytes < nbytes + MAX_COUNT:
             raise CheckpointError(f"{file.path}: has {file.nbytes} bytes, its sub-group takes {nbytes}")
         return Piece(dtype, layout.length, file.span(0, nbytes, what="the swap file"))

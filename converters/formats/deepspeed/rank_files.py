@@ -17,6 +17,7 @@ from converters.containers.torchzip import StoredTensor, TorchZip
 from converters.errors import CheckpointError
 from converters.formats.deepspeed.flat_layout import WholeParameters, join, piece_of
 from converters.formats.torch_save.optimizer import as_tensor
+from converters.limits import MAX_COUNT
 from converters.names.canonical import plain_names
 from converters.storage.places import names_in
 from converters.tensors.tensor import is_shape
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
     from converters.storage.path_or_url import Place
     from converters.tensors.tensor import Tensor
 
-# No run has more tensor or pipeline parallel ranks.
-_MAX_DEGREE = 1 << 20
 
 _OPTIM = re.compile(
     r"(?P<prefix>bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt"
@@ -186,7 +185,7 @@ class ModelFile:
         if not isinstance(dims, dict):
             dims = {"pp_degree" if self.pipeline else "tp_degree": total}
         found = dims.get("tp_degree", 1), dims.get("pp_degree", 1)
-        if any(type(n) is not int or not 0 < n < _MAX_DEGREE for n in found) or prod(found) != total:
+        if any(type(n) is not int or not 0 < n < MAX_COUNT for n in found) or prod(found) != total:
             raise CheckpointError(
                 f"{self.where}: damaged, its tensor and pipeline parallel degrees are {shown(found[0])} and "
                 f"{shown(found[1])} of {total}"

@@ -19,6 +19,7 @@ from converters.containers.pickle_reader import plain
 from converters.errors import CheckpointError, blame
 from converters.formats.deepspeed.checks import same
 from converters.formats.deepspeed.rank_files import Weights, check_same
+from converters.limits import MAX_SETTINGS
 from converters.tensors.rearranged import joined, region
 from converters.tensors.tensor import Tensor, is_shape, row_major
 
@@ -33,7 +34,6 @@ INFO = "universal_checkpoint_info"
 _MAP, _VERSION = "affine_map", 1
 _REPLICATED, _ROWS = "tp_replicated_parameter_patterns", "parameter_with_row_parallelism_patterns"
 _SUB_PARAMS, _UNSUPPORTED = "parameter_with_sub_params", "autotp_unsupported_parameter_patterns"
-_MAX_VALUES = 50_000_000
 
 
 class Layout:
@@ -50,7 +50,7 @@ class Layout:
     def __init__(self, info: Any, degree: int, where: str) -> None:
         self.where = where
         self.degree = degree
-        self.info = plain(info, limit=_MAX_VALUES)
+        self.info = plain(info, limit=MAX_SETTINGS)
         if not isinstance(self.info, dict) or not isinstance(self.info.get(_REPLICATED), list):
             raise CheckpointError(
                 f"{where}: tensor parallel ranks whose files do not say how the parameters are cut "

@@ -34,6 +34,7 @@ from converters.formats.deepspeed.rank_files import (
     with_model_states,
 )
 from converters.formats.torch_save.optimizer import as_tensor
+from converters.limits import MAX_COUNT
 from converters.storage.folder import Folder
 from converters.storage.safe_open import child, read_small
 from converters.tensors.tensor import Tensor
@@ -50,7 +51,6 @@ MASTER, _STEP, _SUFFIX = "fp32", "step", ".pt"
 # The parameter's name in each of its files, which `converters.writers.universal_writer` adds.
 NAME = "parameter"
 _SAMPLE = 64
-_MAX_RANKS = 1 << 20
 
 
 def _is_universal(path: Place) -> bool:
@@ -157,7 +157,7 @@ class _Universal:
         count = self.common.get("partition_count")
         counts = count if isinstance(count, list) else [count]
         world = counts[0] if counts else None
-        if type(world) is not int or not 0 < world < _MAX_RANKS or any(n != world for n in counts):
+        if type(world) is not int or not 0 < world < MAX_COUNT or any(n != world for n in counts):
             raise CheckpointError(f"{self.folder.path / COMMON}: damaged, no partition_count")
         return world
 

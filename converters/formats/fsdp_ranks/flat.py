@@ -17,6 +17,7 @@ from converters.containers.pickle_reader import is_index, plain
 from converters.containers.torchzip import StoredTensor
 from converters.errors import CheckpointError, OptimizerStateError
 from converters.formats.torch_save.optimizer import as_tensor, is_optimizer
+from converters.limits import MAX_FLAT_WORK
 from converters.names.index_keys import check_listed, fit_in_order
 from converters.names.tied_weights import same_values
 from converters.storage.bytes import Joined, Slice
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 
     from converters.checkpoint import ParamGroups, Scalar
     from converters.storage.bytes import Source
-
-_MAX_WORK = 2_000_000
 
 
 class Copies:
@@ -177,7 +176,7 @@ def _units(
                 ways[after] = ways.get(after, 0) + count
                 back[after] = state, whole
             work += 1 + len(steps)
-            if work > _MAX_WORK:
+            if work > MAX_FLAT_WORK:
                 return 2
     last = [state for state in ways if state[:2] == (len(sizes), len(lengths))]
     last = [state for state in last if lengths[0] in (None, -(-state[2] // world))]

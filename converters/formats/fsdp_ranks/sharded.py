@@ -16,6 +16,7 @@ from converters.containers.pickle_reader import Global, Instance, inert_members,
 from converters.containers.torchzip import MEMORY_FORMATS, TORCH_STANDINS, StoredTensor, TorchZip
 from converters.errors import CheckpointError
 from converters.formats.torch_save.optimizer import as_tensor
+from converters.limits import MAX_COUNT
 from converters.tensors.dtypes import FROM_TORCH
 from converters.tensors.tensor import is_shape
 
@@ -29,8 +30,6 @@ Dims = tuple[int, ...]
 
 _WRAPPER = "torch._utils._rebuild_wrapper_subclass"
 _SHARDED_TENSOR = "ShardedTensor"
-# No mesh has more ranks.
-_MAX_MESH = 1 << 20
 
 
 class Sharded:
@@ -112,7 +111,7 @@ def _place_in_mesh(mesh: Any, rank: int, where: str) -> tuple[Dims, Dims]:
     """(the sizes of the mesh, the rank's coordinates in it)."""
     fields = _fields(mesh)
     stored = fields.get("mesh", fields.get("_rank_map"))  # before torch 2.10; since
-    if not isinstance(stored, StoredTensor) or not 0 < prod(stored.shape) <= _MAX_MESH:
+    if not isinstance(stored, StoredTensor) or not 0 < prod(stored.shape) <= MAX_COUNT:
         raise CheckpointError(f"{where}: damaged, or of a newer torch: a DTensor without its mesh of ranks")
     ranks = as_tensor(stored, f"{where}: mesh").read()
     at = (ranks == rank).nonzero()

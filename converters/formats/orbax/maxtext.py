@@ -21,8 +21,9 @@ import numpy as np
 
 from converters.containers.pickle_reader import shown
 from converters.errors import CheckpointError
+from converters.limits import MAX_COUNT
 from converters.names.canonical import plain_names
-from converters.names.model_config import MAX_SIZE, sizes_of
+from converters.names.model_config import sizes_of
 from converters.tensors.computed import Affine, computed
 from converters.tensors.rearranged import part, reshaped, selected, turned
 
@@ -286,7 +287,7 @@ class _Model:
 
     def _query_scale(self) -> float:
         scalar = self.config.get("query_pre_attn_scalar", self.sizes["D"])
-        if not isinstance(scalar, int | float) or not 0 < scalar < MAX_SIZE:
+        if not isinstance(scalar, int | float) or not 0 < scalar < MAX_COUNT:
             raise CheckpointError(f"{self.where}: its config.json has no query_pre_attn_scalar")
         return float(np.sqrt(np.float32(scalar)))
 

@@ -25,6 +25,7 @@ from converters.errors import CheckpointError, OptimizerStateError, blame, print
 from converters.formats import Format, Source
 from converters.formats.orbax.leaves import METADATA, is_tree, of_another_program, read_leaves
 from converters.formats.orbax.maxtext import Layout, maxtext_layout, named_layout
+from converters.limits import MAX_ARRAY_HEADER, MAX_CHUNKS, MAX_CHUNKS_BEYOND
 from converters.names.canonical import is_number
 from converters.storage.folder import Folder
 from converters.storage.places import names_in
@@ -50,9 +51,6 @@ _COUNTS = ("I32", "I64", "U32")
 _AUXILIARY = frozenset({"nnx_aux"})  # MaxText's random states
 _MOMENTS = {"mu": "exp_avg", "nu": "exp_avg_sq"}
 _BOTH = frozenset(_MOMENTS.values())
-# Chunks of an array that are files; chunks of all arrays that lie within others, or are not stored.
-_MAX_CHUNKS, _MAX_BEYOND = 1 << 22, 1 << 18
-_MAX_HEADER = 1 << 20
 
 
 def _folder(path: Place) -> Place | None:
@@ -101,7 +99,7 @@ class _Tree:
         self.folder = folder
         self.where = str(folder.path)
         self.leaves = read_leaves(folder)
-        self.budget = Budget(_MAX_BEYOND)
+        self.budget = Budget(MAX_CHUNKS_BEYOND)
         self.absent = 0
         self.arrays = {path: self._array(path, name) for path, name in self.leaves.stored.items()}
         if self.absent:
@@ -122,12 +120,12 @@ class _Tree:
     def _array(self, path: Path, stored: str) -> Tensor:
         leaves, name = self.leaves, ".".join(path)
         raw = self._value(f"{stored}/{leaves.header}")
-        if raw.nbytes > _MAX_HEADER:
+        if raw.nbytes > MAX_ARRAY_HEADER:
             raise CheckpointError(f"{self.where}: {name}: damaged, its header has {raw.nbytes:,} bytes")
         content = bytearray(raw.nbytes)
         raw.read_into(memoryview(content), 0, set())
         absent: list[str] = []
-        limit = _MAX_CHUNKS if leaves.database is None else len(leaves.database) + _MAX_BEYOND
+        limit = MAX_CHUNKS if leaves.database is None else len(leaves.database) + MAX_CHUNKS_BEYOND
 
         def chunk(key: str) -> stored_bytes.Source | None:
             key = f"{stored}/{key}"

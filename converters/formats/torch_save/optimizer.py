@@ -14,6 +14,7 @@ from converters.checkpoint import OptimizerState, ParamGroups, Scalar
 from converters.containers.pickle_reader import is_index, plain
 from converters.containers.torchzip import StoredTensor
 from converters.errors import CheckpointError, OptimizerStateError
+from converters.limits import MAX_GROUP_TENSOR
 from converters.names.canonical import known_name
 from converters.names.index_keys import candidates_of, check_listed, names_of_indices
 from converters.tensors.tensor import Box, Tensor
@@ -26,7 +27,6 @@ _SHAPED = (
     *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "exp_inf"),
     *("sum", "acc_delta", "prev", "ax"),
 )
-_MAX_GROUP_TENSOR = 16
 
 Shape = tuple[int, ...]
 Leaf = StoredTensor | Tensor
@@ -178,6 +178,6 @@ def group_settings(group: Mapping[Any, Any]) -> dict[str, Any]:
             continue
         if isinstance(value, Leaf):
             tensor = as_tensor(value, str(key))
-            value = tensor.read().tolist() if tensor.numel <= _MAX_GROUP_TENSOR else None
+            value = tensor.read().tolist() if tensor.numel <= MAX_GROUP_TENSOR else None
         made[str(key)] = plain(value)
     return made

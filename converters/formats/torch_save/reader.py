@@ -23,6 +23,7 @@ from converters.containers.torchzip import StoredTensor, TorchZip
 from converters.errors import CheckpointError, OptimizerStateError, blame
 from converters.formats import Format, Source
 from converters.formats.torch_save.optimizer import Leaf, as_tensor, is_optimizer, read_optimizer
+from converters.limits import MAX_CONTAINER_DEPTH, MAX_KEY_IN_PATH, MAX_VALUES
 from converters.names.canonical import model_container, plain_names
 from converters.names.tied_weights import pick_owner
 from converters.storage.folder import Folder
@@ -56,10 +57,6 @@ _ARRAYS = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._recons
 # Accelerate's files of FSDP1's LOCAL_STATE_DICT.
 _LOCAL = re.compile(r"pytorch_model_fsdp_rank\d+\.bin")
 OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
-_MAX_VALUES = 5_000_000
-_MAX_DEPTH = 16
-# A number in a path, which becomes a dict key: see `pickle_reader.MAX_KEY`.
-_MAX_NUMBER = 1 << 31
 
 
 def _find(source: Source) -> str | None:
@@ -203,13 +200,13 @@ def split(saved: Any, where: str) -> tuple[dict[str, Any], list[Any], dict[str, 
     optimizers: list[Any] = []
     counted: dict[str, Any] = {}
     arrays: list[KeyPath] = []
-    left = _MAX_VALUES
+    left = MAX_VALUES
     # A stack, since a file may nest deeper than the recursion limit.
     pending: list[tuple[KeyPath, Any]] = [((), saved)]
     while pending:
         path, value = pending.pop()
         left -= 1
-        if left < 0 or len(path) > _MAX_DEPTH:
+        if left < 0 or len(path) > MAX_CONTAINER_DEPTH:
             raise CheckpointError(f"{where}: nested too deeply or too large to be a state dict")
         if isinstance(value, Leaf):
             found[path] = value
@@ -217,7 +214,7 @@ def split(saved: Any, where: str) -> tuple[dict[str, Any], list[Any], dict[str, 
             optimizers.append(value)
         elif isinstance(value, dict):
             items = [(key, item) for key, item in value.items() if isinstance(key, (str, int))]
-            if any(type(key) is int and abs(key) > _MAX_NUMBER for key, _ in items):
+            if any(type(key) is int and abs(key) > MAX_KEY_IN_PATH for key, _ in items):
                 raise CheckpointError(f"{where}: a dict has integer keys too large for a state dict")
             pending.extend(((*path, key), item) for key, item in reversed(items))
         elif isinstance(value, (list, tuple)):

@@ -11,6 +11,7 @@ from converters.containers.torchzip import StoredTensor
 from converters.errors import CheckpointError, OptimizerStateError, blame
 from converters.formats.torch_save.optimizer import group_settings
 from converters.formats.xla_fsdp.shards import Layout, join, whole
+from converters.limits import MAX_GROUP_TENSOR
 from converters.names.index_keys import check_listed, names_of_indices
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ _UNDECAYED = (
 )
 # The second flat parameter of a module holds those frozen when it was wrapped.
 _FROZEN = "_FSDP_SHARD_SEPARATOR_flat_param_1"
-_MAX_GROUP_TENSOR = 16
 
 
 def read_optimizer(
@@ -194,6 +194,6 @@ def _value(value: Any, where: str) -> Any:
         return plain(value)
     with blame(where):
         tensor = whole(value, "a step")
-        if tensor.numel > _MAX_GROUP_TENSOR:
+        if tensor.numel > MAX_GROUP_TENSOR:
             raise CheckpointError("a tensor instead of a number")
         return tensor.read().tolist()
