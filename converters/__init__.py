@@ -57,36 +57,25 @@ __all__ = [
 # Imported at the first use (PEP 562): importing numpy takes longer than converting a small checkpoint, and
 # neither `portable-convert --help` nor a mistyped option needs it.
 _MODULES = {
-    "Adapter": "converters.adapters.adapter",
-    "Checkpoint": "converters.checkpoint",
-    "CheckpointError": "converters.errors",
-    "OptimizerState": "converters.checkpoint",
-    "Tensor": "converters.tensors.tensor",
-    "check_manifest": "converters.manifest",
-    "dequantized": "converters.quantization.dequantize",
-    "dequantizes": "converters.quantization.dequantize",
-    "find_adapter": "converters.adapters.adapter",
-    "fingerprint": "converters.fingerprints",
-    "item_checksums": "converters.formats.dcp.checksums",
-    "layout_of": "converters.quantization.quantize",
-    "manifest_entries": "converters.manifest",
-    "manifest_text": "converters.manifest",
-    "merge": "converters.adapters.merging",
-    "open_checkpoint": "converters.opening",
-    "quantization_of": "converters.quantization.dequantize",
-    "quantized": "converters.quantization.quantize",
-    "quantized_like": "converters.quantization.quantize",
-    "read_pickled": "converters.opening",
-    "write_adapter": "converters.writers.safetensors_writer",
-    "write_checkpoint": "converters.writers.targets",
-    "write_dcp": "converters.writers.targets",
-    "write_safetensors": "converters.writers.targets",
-    "write_shard_checksums": "converters.formats.dcp.checksums",
+    "converters.adapters.adapter": ("Adapter", "find_adapter"),
+    "converters.adapters.merging": ("merge",),
+    "converters.checkpoint": ("Checkpoint", "OptimizerState"),
+    "converters.errors": ("CheckpointError",),
+    "converters.fingerprints": ("fingerprint",),
+    "converters.formats.dcp.checksums": ("item_checksums", "write_shard_checksums"),
+    "converters.manifest": ("check_manifest", "manifest_entries", "manifest_text"),
+    "converters.opening": ("open_checkpoint", "read_pickled"),
+    "converters.quantization.dequantize": ("dequantized", "dequantizes", "quantization_of"),
+    "converters.quantization.quantize": ("layout_of", "quantized", "quantized_like"),
+    "converters.tensors.tensor": ("Tensor",),
+    "converters.writers.safetensors_writer": ("write_adapter",),
+    "converters.writers.targets": ("write_checkpoint", "write_dcp", "write_safetensors"),
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
+    module = next((module for module, names in _MODULES.items() if name in names), None)
+    if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_MODULES[name]), name)
+    value = globals()[name] = getattr(import_module(module), name)
     return value

@@ -214,9 +214,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _look(given: list[str]) -> int:
     """`inspect` and `diff`, which write nothing."""
-    from converters import looking
+    from converters import inspect_and_diff
 
-    command: Callable[..., int] = getattr(looking, given[0])
+    command: Callable[..., int] = getattr(inspect_and_diff, given[0])
     return command(partial(_Parser, allow_abbrev=False), given[1:])
 
 
@@ -230,11 +230,11 @@ def _terminated(signum: int, frame: object) -> NoReturn:
 
 def _convert(options: argparse.Namespace) -> int:
     # Imported here, so that --help and a mistyped option answer at once.
-    from converters.companions import companions_from, model_from
+    from converters.config_and_tokenizer_files import companions_from, model_from
     from converters.names.model_config import check_fits
     from converters.opening import open_checkpoint
-    from converters.storage.guarded import read_small_table
     from converters.storage.path_or_url import place
+    from converters.storage.safe_open import read_small_table
     from converters.writers.conversion import Choices, carry_out, check_expansion
     from converters.writers.draft import check_output
     from converters.writers.gguf_writer import plan_gguf_adapter
@@ -360,8 +360,8 @@ def _adapter(
 
 def _base_config(adapter: Adapter, given: Mapping[str, Place] | None) -> Mapping[str, Any]:
     """The settings of the model that an adapter was trained on."""
-    from converters.companions import companions_from
-    from converters.storage.guarded import read_small_table
+    from converters.config_and_tokenizer_files import companions_from
+    from converters.storage.safe_open import read_small_table
 
     path = adapter.trained_config
     if given is None and path is None and adapter.config.base is not None:
@@ -379,7 +379,7 @@ def _floats(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
 
 
 def _codes(checkpoint: Checkpoint, adapter: Adapter | None, options: argparse.Namespace) -> Checkpoint:
-    from converters.companions import model_from
+    from converters.config_and_tokenizer_files import model_from
     from converters.opening import open_checkpoint
     from converters.quantization.quantize import quantized, quantized_like
 

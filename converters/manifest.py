@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from isal import isal_zlib
 
 from converters.errors import CheckpointError, printable
-from converters.storage.guarded import read_small_text
 from converters.storage.places import chunks, files_below, inside
+from converters.storage.safe_open import read_small_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import CheckpointError
-from converters.formats import Format, Source, detect, formats
+from converters.formats import Detected, Source, detect, formats
 from converters.names.canonical import is_number
 from converters.storage.completion_markers import INCOMPLETE, is_unfinished
 from converters.storage.path_or_url import place
@@ -59,10 +59,10 @@ def open_checkpoint(
         raise CheckpointError(f"{root}: no such file or folder")
     if not (root.is_file() or root.is_dir()):
         raise CheckpointError(f"{root}: is neither a file nor a folder")
-    found, source = _locate(root, tag, verify)
+    format, source, found = _locate(root, tag, verify)
     try:
         config = companions.get("config.json") if companions else None
-        checkpoint = found.open(replace(source, order=tuple(order), config=config))
+        checkpoint = format.open(replace(source, order=tuple(order), config=config), found)
         return checkpoint.with_companions(companions) if companions else checkpoint
     except OSError as error:
         raise CheckpointError(f"{error.filename or source.path}: {error.strerror or error}") from None
@@ -89,7 +89,7 @@ def read_pickled(path: str | Place) -> Any:
         raise CheckpointError(f"{path}: {error.strerror or error}") from None
 
 
-def _locate(root: Place, tag: str | None, verify: bool) -> tuple[Format, Source]:
+def _locate(root: Place, tag: str | None, verify: bool) -> Detected:
     if not _whole(root):
         raise CheckpointError(_unfinished(root))
     source = Source(root, tag, verify)
@@ -103,23 +103,22 @@ def _locate(root: Place, tag: str | None, verify: bool) -> tuple[Format, Source]
             found = detect(source) if _whole(source.path) else None
             if found is None:
                 raise CheckpointError(_why_not(source))
-            return found, source
+            return found
     found = detect(source)
-    if found is not None and (tag is None or found.tags):
-        return found, source
+    if found is not None and (tag is None or found.format.tags):
+        return found
     if tag is not None:
         known = ", ".join(step.name for _, step in steps[:8]) or "none"
         raise CheckpointError(f"{root}: no checkpoint has the tag {tag!r}; available: {known}")
-    chosen: dict[str, tuple[Format, Source]] = {}
+    chosen: dict[str, Detected] = {}
     for _, step in steps:
         kind = _DIGITS.sub("", step.name)
         if kind not in chosen:
-            candidate = Source(_inside(root, step), None, verify)
-            found = detect(candidate) if _whole(step) else None
+            found = detect(Source(_inside(root, step), None, verify)) if _whole(step) else None
             if found is not None:
-                chosen[kind] = found, candidate
+                chosen[kind] = found
     if len(chosen) > 1:
-        names = " and ".join(sorted(source.path.name for _, source in chosen.values())[:4])
+        names = " and ".join(sorted(each.source.path.name for each in chosen.values())[:4])
         raise CheckpointError(
             f"{root}: holds steps of {len(chosen)} kinds, such as {names}; choose one with --tag"
         )

@@ -20,14 +20,14 @@ FORMS = ("fp8-block", "fp8", "mxfp4", "int8", "int4")
 # A conversion writes at most this many times the bytes of SRC's files, unless --expand is given. A cast to a
 # wider dtype writes up to four times as many.
 EXPANSION = 8
-# --to -> a module with a `TARGET` (converters.writers.targets).
+# --to -> a module, and the `converters.writers.targets.Target` in it.
 WRITERS = {
-    "safetensors": "converters.writers.safetensors_writer",
-    "dcp": "converters.writers.dcp_writer",
-    "dcp-safetensors": "converters.writers.dcp_safetensors_writer",
-    "torch": "converters.writers.torch_writer",
-    "deepspeed-universal": "converters.writers.universal_writer",
-    "gguf": "converters.writers.gguf_writer",
+    "safetensors": "converters.writers.safetensors_writer:TARGET",
+    "dcp": "converters.writers.dcp_writer:TARGET",
+    "dcp-safetensors": "converters.writers.safetensors_writer:DCP",
+    "torch": "converters.writers.torch_writer:TARGET",
+    "deepspeed-universal": "converters.writers.universal_writer:TARGET",
+    "gguf": "converters.writers.gguf_writer:TARGET",
 }
 # The settings of a peft adapter.
 ADAPTER_CONFIG = "adapter_config.json"

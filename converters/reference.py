@@ -19,8 +19,8 @@ _BEGIN, _END = "<!-- Written by `python -m converters.reference`. -->", "<!-- Th
 
 def tables() -> str:
     """What is read, what is written, and which goes into which."""
-    read = ["| format | who writes it | recognised by |", "| --- | --- | --- |"]
-    read += [f"| `{one.name}` | {one.written_by} | {one.recognised_by} |" for one in formats()]
+    read = ["| format | who writes it | recognized by |", "| --- | --- | --- |"]
+    read += [f"| `{one.name}` | {one.written_by} | {one.recognized_by} |" for one in formats()]
     targets = {name: target(name) for name in WRITERS}
     written = ["| `--to` | opened by | optimizer |", "| --- | --- | --- |"]
     written += [

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from converters.storage.guarded import leads_out, open_new
 from converters.storage.places import in_store
+from converters.storage.safe_open import leads_out, open_new
 from portable.errors import UserError
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import CheckpointError
-from converters.storage.guarded import LinkError, open_regular, read_small, real_path, stays_inside
 from converters.storage.path_or_url import Place, place
+from converters.storage.safe_open import LinkError, open_regular, read_small, real_path, stays_inside
 from converters.storage.store_errors import RemoteError, RetriesUsedUpError
 from portable.errors import RunError, UserError
 

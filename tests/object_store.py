@@ -46,13 +46,11 @@ def scale_down(monkeypatch: pytest.MonkeyPatch) -> None:
     from converters.storage import range_reader as remote_file
     from converters.tensors import casting
     from converters.writers import conversion as writing
-    from converters.writers import remote_draft as remote_output
 
     sizes = {
         remote: ["PART_BYTES"],
         remote_file: ["RUN_BYTES", "DATA_BYTES", "HEADER_BYTES", "CACHE_BYTES"],
-        remote_output: ["FLUSH_BYTES"],
-        writing: ["BLOCK_BYTES"],
+        writing: ["BLOCK_BYTES", "FLUSH_BYTES"],
     }
     for module, names in sizes.items():
         for name in names:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from converters.storage.path_or_url import Place
     from converters.tensors.tensor import Tensor
 
+    Pair = tuple[Tensor, Tensor, bool]
+
 _BLOCK = 4 << 20
 # In the header of a safetensors file.
 FINGERPRINT = "base_fingerprint"
@@ -50,7 +52,7 @@ class Module:
         """The tensor of a kind: a module's weight, or a bare parameter."""
         return self.tensors.get((kind, "weight"), self.tensors.get((kind, "")))
 
-    def pair(self) -> tuple[Tensor, Tensor, bool] | None:
+    def pair(self) -> Pair | None:
         """The two factors of LoRA, and whether they are an embedding's."""
         for first, second, embedding in (
             ("lora_A", "lora_B", False),

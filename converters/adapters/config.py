@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from converters.adapters.patterns import Matcher, PatternError
-from converters.companions import find_beside
+from converters.config_and_tokenizer_files import find_beside
 from converters.errors import CheckpointError, printable
+from converters.limits import MAX_COUNT, MAX_PATTERNS
 from converters.options import ADAPTER_CONFIG
-from converters.storage.guarded import read_small_text
 from converters.storage.path_or_url import place
+from converters.storage.safe_open import read_small_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -53,10 +54,8 @@ _HARMLESS = (
     *("init_ia3_weights", "init_weights", "megatron_core"),
 )
 KNOWN = frozenset((*_READ, *_HARMLESS))
-# Initialisations that subtract from the base's weights, which the adapter then needs instead of the base.
+# Initializations that subtract from the base's weights, which the adapter then needs instead of the base.
 CHANGES_BASE = re.compile(r"(pissa|olora|corda|loftq|lora_ga).*", re.IGNORECASE)
-_MAX_PATTERNS = 10_000
-_MAX_RANK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -228,7 +227,7 @@ class _Reader:
 
     def number(self, key: str, value: Any, *, whole: bool = False) -> float:
         kinds = (int,) if whole else (int, float)
-        if type(value) not in kinds or not abs(value) < _MAX_RANK or (whole and value < 1):
+        if type(value) not in kinds or not abs(value) < MAX_COUNT or (whole and value < 1):
             raise self.wrong(key, value, "a positive integer" if whole else "a number")
         return float(value)
 
@@ -257,7 +256,7 @@ class _Reader:
         value = self.values.get(key)
         if value is None:
             return {}
-        if not isinstance(value, dict) or len(value) > _MAX_PATTERNS:
+        if not isinstance(value, dict) or len(value) > MAX_PATTERNS:
             raise self.wrong(key, value, "a table of names and numbers")
         return {
             self.pattern(key, name): self.number(f"{key} of {name[:60]!r}", number, whole=whole)

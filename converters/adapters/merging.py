@@ -16,25 +16,25 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from converters.adapters.base_names import BaseNames, Found
+from converters.adapters.base_names import BaseNames, Found, Region
 from converters.adapters.config import CHANGES_BASE
 from converters.adapters.edits import Add, ColumnMagnitude, LowRank, ReplaceRows, Scale, same
 from converters.adapters.names import MAGNITUDE, PREFIX, TOKENS, part_of
 from converters.checkpoint import Checkpoint
-from converters.companions import GENERATION, MERGED
+from converters.config_and_tokenizer_files import GENERATION, MERGED
 from converters.errors import CheckpointError, blame, printable
 from converters.fingerprints import fingerprint
 from converters.names.tied_weights import EMBEDDINGS, HEADS, ends_with, same_values
 from converters.quantization.dequantize import quantization_of
-from converters.storage.guarded import read_small_table
+from converters.storage.safe_open import read_small_table
 from converters.tensors.casting import cast_dtype, parse_dtype
 from converters.tensors.computed import computed, grown
 from converters.tensors.dtypes import CASTABLE
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
-    from converters.adapters.adapter import Adapter, Module
+    from converters.adapters.adapter import Adapter, Module, Pair
     from converters.tensors.computed import Edit
     from converters.tensors.tensor import Array, Tensor
 
@@ -91,7 +91,7 @@ def merge(adapter: Adapter, base: Checkpoint, *, dtype: str = "keep") -> Checkpo
     """The base model with an adapter merged into it.
 
     Args:
-        base: a checkpoint of any format, under live names or those of the files; not quantised.
+        base: a checkpoint of any format, under live names or those of the files; not quantized.
         dtype: keep (that of the base's tensor), float32, bfloat16 or float16, for tensors that change. Write
             the result with the same dtype.
 
@@ -274,14 +274,15 @@ class _Merge:
                 paths.append(alias.removesuffix(".weight"))
         for path in paths:
             self._without_bias(path)
-        nested: dict[str, list[Module]] = {}
+        nested: dict[str, list[tuple[Module, Pair]]] = {}
         for module in self.adapter.modules:
-            if module.pair() is None:
+            pair = module.pair()
+            if pair is None:
                 continue
             if self.config.target_parameters and self._target_parameters(module.path):
-                nested.setdefault(module.path, []).append(module)
+                nested.setdefault(module.path, []).append((module, pair))
             else:
-                self._lora(module)
+                self._lora(module, pair)
         for path, modules in nested.items():
             self._parameters(path, modules)
 
@@ -292,9 +293,14 @@ class _Merge:
             zeros = partial(np.zeros, found.shape, np.float32)
             self._change(found.whole, 0).edits.append(Scale(zeros, 0, 0, 1, columns=True))
 
-    def _lora(self, module: Module) -> None:
-        pair = module.pair()
-        assert pair is not None
+    def _regions(self, found: Found, lead: int = 0) -> Iterator[tuple[_Change, Region, int]]:
+        """The change of each tensor that holds rows of a parameter, the region, and its number of rows."""
+        for region in found.regions:
+            stack = len(self.base.tensors[self.ties.get(region.name, region.name)].shape) == 3
+            change = self._change(region.name, lead or (2 if stack else 1))
+            yield change, region, region.stop - region.start
+
+    def _lora(self, module: Module, pair: Pair) -> None:
         left, right, embedding = pair
         live = f"{module.path}.weight"
         found = self._find(live)
@@ -316,12 +322,8 @@ class _Merge:
         lengths = None if magnitude is None else partial(self._vector, magnitude, 1.0)
         if magnitude is not None and magnitude.numel != outputs:
             raise self._misfit(live, found.shape, magnitude)
-        for region in found.regions:
-            tensor = self.base.tensors[self.ties.get(region.name, region.name)]
-            change = self._change(region.name, 1 if convolution or len(tensor.shape) != 3 else 2)
-            count = region.stop - region.start
-            if convolution:
-                count = found.shape[0]
+        for change, region, count in self._regions(found, int(convolution)):
+            count = found.shape[0] if convolution else count
             change.edits.append(
                 LowRank(factors, region.row, region.start, count, None if transposed else lengths)
             )
@@ -354,33 +356,29 @@ class _Merge:
                 found.append(leaf)
         return sorted(dict.fromkeys(found), key=lambda leaf: ("down" in leaf, leaf))
 
-    def _parameters(self, path: str, modules: list[Module]) -> None:
+    def _parameters(self, path: str, modules: list[tuple[Module, Pair]]) -> None:
         """LoRA on parameters of one module: the innermost wrapper is that of the first."""
-        modules = sorted(modules, key=lambda module: -module.wraps)
+        pairs = [pair for _, pair in sorted(modules, key=lambda each: -each[0].wraps)]
         leaves = self._target_parameters(path)
-        if len(leaves) > _MAX_NESTED or len(leaves) < len(modules):
+        if len(leaves) > _MAX_NESTED or len(leaves) < len(pairs):
             raise CheckpointError(
-                f"{self.adapter.root}: {path}: has {len(modules)} adapters for the target_parameters {leaves}"
+                f"{self.adapter.root}: {path}: has {len(pairs)} adapters for the target_parameters {leaves}"
             )
         founds = {leaf: self._find(f"{path}.{leaf}") for leaf in leaves}
-        for order in permutations(leaves, len(modules)):
+        for order in permutations(leaves, len(pairs)):
             chosen = [
-                (module, leaf, self._stack_fits(path, leaf, founds[leaf], module))
-                for module, leaf in zip(modules, order, strict=True)
+                (pair, leaf, self._stack_fits(path, leaf, founds[leaf], pair))
+                for pair, leaf in zip(pairs, order, strict=True)
             ]
             if all(fit is not None for _, _, fit in chosen):
                 break
         else:
-            pair = modules[0].pair()
-            assert pair is not None
-            raise self._misfit(f"{path}.{leaves[0]}", founds[leaves[0]].shape, *pair[:2])
-        for module, leaf, transposed in chosen:
-            self._stacked(f"{path}.{leaf}", founds[leaf], module, transposed=bool(transposed))
+            raise self._misfit(f"{path}.{leaves[0]}", founds[leaves[0]].shape, *pairs[0][:2])
+        for pair, leaf, transposed in chosen:
+            self._stacked(f"{path}.{leaf}", founds[leaf], pair, transposed=bool(transposed))
 
-    def _stack_fits(self, path: str, leaf: str, found: Found, module: Module) -> bool | None:
+    def _stack_fits(self, path: str, leaf: str, found: Found, pair: Pair) -> bool | None:
         """Whether the factors fit with the parameter's inputs as rows; None if they do not fit at all."""
-        pair = module.pair()
-        assert pair is not None
         left, right, _ = pair
         count = found.shape[0] if len(found.shape) == 3 else 1
         if len(found.shape) not in (2, 3) or left.shape[0] != self.config.rank(f"{path}.{leaf}") * count:
@@ -391,16 +389,12 @@ class _Merge:
         fits = {(outputs, inputs): False, (inputs, outputs): len(found.shape) == 3 or None}
         return fits.get((found.shape[-2], found.shape[-1]))
 
-    def _stacked(self, live: str, found: Found, module: Module, *, transposed: bool) -> None:
-        pair = module.pair()
-        assert pair is not None
+    def _stacked(self, live: str, found: Found, pair: Pair, *, transposed: bool) -> None:
         left, right, _ = pair
         count = found.shape[0] if len(found.shape) == 3 else 1
         height = found.shape[-2]
         scaling = self.config.scaling(live)
-        for region in found.regions:
-            shape = self.base.tensors[self.ties.get(region.name, region.name)].shape
-            change = self._change(region.name, 2 if len(shape) == 3 else 1)
+        for change, region, _ in self._regions(found):
             for expert in range(region.start // height, -(-region.stop // height)):
                 low, high = max(region.start, expert * height), min(region.stop, (expert + 1) * height)
                 factors = partial(self._factors, left, right, scaling, count, expert, transposed)
@@ -474,10 +468,7 @@ class _Merge:
         if not any(fits):
             raise self._misfit(live, found.shape, values)
         vector = partial(self._vector, values, 1.0)
-        for region in found.regions:
-            shape = self.base.tensors[self.ties.get(region.name, region.name)].shape
-            change = self._change(region.name, 2 if len(shape) == 3 else 1)
-            count = region.stop - region.start
+        for change, region, count in self._regions(found):
             change.edits.append(Scale(vector, region.row, region.start, count, inputs != inputs_first))
         if not inputs and self.names.find(f"{module.path}.bias") is not None:
             self._on_bias(module.path, Scale(vector, 0, 0, 1, columns=True), values)
@@ -563,7 +554,7 @@ class _Merge:
             return tensor
         if tensor.dtype not in CASTABLE:
             raise CheckpointError(
-                f"{self.base.root}: {name!r} is {tensor.dtype}, quantised; give the model that it was made "
+                f"{self.base.root}: {name!r} is {tensor.dtype}, quantized; give the model that it was made "
                 "from"
             )
         source = change.source if change.source is not None else tensor

@@ -12,7 +12,8 @@ from typing import Any
 
 import regex
 
-MAX_PATTERN = 4096
+from converters.limits import MAX_PATTERN
+
 # For all patterns of a file and all names: a thousand of each take one.
 _SECONDS = 10.0
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from converters.containers.crc32c import crc32c
 from converters.errors import CheckpointError
+from converters.limits import MAX_NODE, MAX_PATH_NAME, MAX_TREE
 from converters.storage.bytes import Memory
 
 if TYPE_CHECKING:
@@ -27,13 +28,9 @@ if TYPE_CHECKING:
 
 MANIFEST = "manifest.ocdbt"
 _MANIFEST_MAGIC, _NODE_MAGIC = 0x0CDB3A2A, 0x0CDB20DE
-# What one node may decompress to (Orbax's own limit is 100 MB).
-_MAX_NODE = 128 << 20
-# What a tree may cost in memory: so much in any case, so much for each stored byte of it, and at most.
-_FREE, _FOR_EACH, _MAX_TREE = 256 << 20, 256, 4 << 30
+# What a tree may cost in memory: so much in any case, so much for each stored byte of it.
+_FREE, _FOR_EACH = 256 << 20, 256
 _ENTRY = 512
-# Names of tensors are shorter; so are paths of data files.
-_MAX_KEY = 8192
 
 
 @dataclass(frozen=True)
@@ -135,7 +132,7 @@ def _keys(fields: _Fields, *, interior: bool) -> tuple[list[bytes], list[int]]:
     suffixes = fields.varints(count)
     shared = fields.varints(count) if interior else []
     lengths = [prefix + suffix for prefix, suffix in zip(prefixes, suffixes, strict=True)]
-    if max(lengths) > _MAX_KEY:
+    if max(lengths) > MAX_PATH_NAME:
         raise fields.damaged(f"a key has {max(lengths):,} bytes")
     fields.spend(sum(lengths))
     keys: list[bytes] = []
@@ -159,7 +156,7 @@ def _data_files(fields: _Fields, base: str) -> list[tuple[str, str]]:
     found = []
     last = b""
     for prefix, suffix, length in zip(prefixes, suffixes, bases, strict=True):
-        if prefix > len(last) or prefix + suffix > _MAX_KEY or length > prefix + suffix:
+        if prefix > len(last) or prefix + suffix > MAX_PATH_NAME or length > prefix + suffix:
             raise fields.damaged("the names of its data files do not fit")
         fields.spend(prefix + suffix)
         last = last[:prefix] + fields.take(suffix)
@@ -182,7 +179,7 @@ def _body(file: SourceFile, offset: int, length: int, magic: int, cost: _Cost) -
     """What follows the header of a manifest or node, decompressed; its length and checksum are checked."""
     where = str(file.path)
     kind = "node" if magic == _NODE_MAGIC else "manifest"
-    if length > _MAX_NODE:
+    if length > MAX_NODE:
         raise CheckpointError(f"{where}: damaged, no OCDBT {kind} has {length:,} bytes")
     raw = file.read(offset, length)
     if len(raw) < 18 or raw[:4] != magic.to_bytes(4, "big"):
@@ -206,11 +203,11 @@ def _decompressed(data: bytes, where: str) -> bytes:
     import pyarrow  # not at the top: slow to import
 
     try:
-        body: bytes = pyarrow.CompressedInputStream(pyarrow.BufferReader(data), "zstd").read(_MAX_NODE + 1)
+        body: bytes = pyarrow.CompressedInputStream(pyarrow.BufferReader(data), "zstd").read(MAX_NODE + 1)
     except OSError:
         raise CheckpointError(f"{where}: damaged, the OCDBT tree is no zstd data") from None
-    if len(body) > _MAX_NODE:
-        raise CheckpointError(f"{where}: a node of the OCDBT tree has more than {_MAX_NODE:,} bytes")
+    if len(body) > MAX_NODE:
+        raise CheckpointError(f"{where}: a node of the OCDBT tree has more than {MAX_NODE:,} bytes")
     return body
 
 
@@ -237,7 +234,7 @@ class _Fields:
     def spend(self, nbytes: int) -> None:
         cost = self._cost
         cost.spent += nbytes
-        if cost.spent > min(_FREE + _FOR_EACH * cost.stored, _MAX_TREE):
+        if cost.spent > min(_FREE + _FOR_EACH * cost.stored, MAX_TREE):
             raise self.damaged(f"{cost.stored:,} bytes of an OCDBT tree stand for {cost.spent:,} or more")
 
     def count(self, what: str) -> int:

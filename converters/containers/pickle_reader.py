@@ -20,24 +20,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from converters.errors import CheckpointError
+from converters.limits import MAX_DEPTH, MAX_INT_BYTES, MAX_KEY, MAX_NAME, MAX_TUPLE_KEYS
 
 Standin = Callable[..., Any]
 _SCALARS = (str, int, float, bool, bytes, type(None))
-# No size, step or seed is longer; the limit keeps later conversions of integers cheap.
-_MAX_INT_BYTES = 32
-# No module, class or storage key has a longer name.
-MAX_NAME = 1024
 # Items copied out of containers (arguments, keys) per byte of the pickle, and allowed for any pickle. Pickles
 # written by libraries copy less than one per byte.
 _WORK, _FREE_WORK = 8, 100_000
 # Values per byte of the pickle, shared ones counted each time. Without sharing there is less than one.
 _NODES, _FREE_NODES = 4, 20_000
-# Nesting of containers.
-_MAX_DEPTH = 200
-# Python does not randomize the hash of numbers: larger ones, and tuples of numbers, can be chosen to collide,
-# and a dict of n colliding keys takes n * n comparisons.
-MAX_KEY = 1 << 60
-_MAX_TUPLE_KEYS = 10_000
 _ELEMENT = re.compile(r"torch\.(b?float|complex|q?u?int|bits)\w*")
 # Protocols below 3 write these modules under their Python 2 names.
 _PYTHON2 = {"__builtin__": "builtins", "copy_reg": "copyreg"}
@@ -141,7 +132,7 @@ class _Machine:
         self.persistent = persistent
         self.globals: dict[str, Global] = {}
         self.work = _FREE_WORK + _WORK * len(data)
-        self.tuple_keys = _MAX_TUPLE_KEYS
+        self.tuple_keys = MAX_TUPLE_KEYS
 
     def call(self, made: Any, args: Any) -> Any:
         """Call a stand-in; it may copy its arguments, so their lengths count as work."""
@@ -274,7 +265,7 @@ class _Machine:
             elif op == 0x8A or op == 0x8B:  # LONG1, LONG4
                 width = 1 if op == 0x8A else 4
                 count = int.from_bytes(data[pos : pos + width], "little")
-                if count > _MAX_INT_BYTES:
+                if count > MAX_INT_BYTES:
                     raise RefusedError("an integer is too long")
                 pos += width + count
                 push(int.from_bytes(data[pos - count : pos], "little", signed=True))
@@ -421,8 +412,8 @@ def _check_size(root: Any, limit: int) -> None:
                 waiting.discard(number)
                 stack.pop()
                 known[number] = size, depth + 1
-            if depth >= _MAX_DEPTH or len(waiting) > _MAX_DEPTH:
-                raise RefusedError(f"holds containers nested more than {_MAX_DEPTH} deep")
+            if depth >= MAX_DEPTH or len(waiting) > MAX_DEPTH:
+                raise RefusedError(f"holds containers nested more than {MAX_DEPTH} deep")
             if size > limit:
                 raise RefusedError("references the same objects so often that its value is too large")
 

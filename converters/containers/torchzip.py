@@ -15,18 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from isal import isal_zlib
 
-from converters.containers.pickle_reader import (
-    MAX_NAME,
-    Global,
-    Instance,
-    RefusedError,
-    Standin,
-    shown,
-    unpickle,
-)
+from converters.containers.pickle_reader import Global, Instance, RefusedError, Standin, shown, unpickle
 from converters.errors import CheckpointError
+from converters.limits import MAX_NAME
 from converters.tensors.dtypes import FROM_STORAGE, FROM_TORCH, itemsize
-from converters.tensors.tensor import MAX_DIMS, View
+from converters.tensors.tensor import View, is_shape
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -264,10 +257,7 @@ class StoredTensor:
         if not isinstance(storage, Storage) or type(size) is not tuple or type(stride) is not tuple:
             raise TypeError("not a tensor")
         dtype = dtype or storage.dtype
-        # Check number and size first: products of many large integers are slow.
-        if dtype is None or len(size) != len(stride) or len(size) > MAX_DIMS:
-            raise ValueError("not a tensor")
-        if any(type(n) is not int or not 0 <= n < 1 << 63 for n in (offset, *size, *stride)):
+        if dtype is None or len(size) != len(stride) or not all(map(is_shape, (size, stride, (offset,)))):
             raise ValueError("not a tensor")
         width = itemsize(dtype)
         last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))

@@ -25,7 +25,7 @@ from converters.errors import CheckpointError, blame
 from converters.storage.bytes import Deferred, Memory, Slice
 from converters.storage.compressed import CODECS, Compressed
 from converters.tensors.dtypes import FROM_NUMPY, itemsize, numpy_dtype
-from converters.tensors.tensor import MAX_DIMS, Box, Tensor, View, possible_shape, row_major
+from converters.tensors.tensor import Box, Tensor, View, is_shape, possible_shape, row_major
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -298,9 +298,7 @@ def _codecs(value: Any) -> list[tuple[str, dict[str, Any]]]:
 
 def _shape(fields: dict[str, Any], name: str) -> Shape:
     shape = fields.get(name)
-    if not isinstance(shape, list) or len(shape) > MAX_DIMS:
-        raise CheckpointError(f"damaged, it has no {name}")
-    if any(type(size) is not int or not 0 <= size < 1 << 62 for size in shape):
+    if not is_shape(shape):
         raise CheckpointError(f"damaged, its {name} is {shown(shape)}")
     return tuple(shape)
 

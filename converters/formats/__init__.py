@@ -1,4 +1,4 @@
-"""Checkpoint formats, one module each: a name, a test for a path, and a function that opens it.
+"""Checkpoint formats, one module each: a name, what finds its files at a path, and what opens them.
 
 To add one: write `converters/formats/<name>.py` with a module-level `FORMAT = Format(...)`, and list the
 module in `_MODULES`. Formats are tried in that order, so one that holds more (fp32 masters, optimizer state)
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -59,21 +59,22 @@ class Format:
 
     Attributes:
         name: the value of `Checkpoint.format`.
-        detect: whether the path is of this format and complete; looks at file names and reads almost nothing.
-        open: the logical checkpoint; CheckpointError for anything damaged.
+        find: what `open` needs (the folder or the file), None where the path is not of this format or not
+            complete; looks at file names and reads almost nothing.
+        open: the logical checkpoint of what `find` found; CheckpointError for anything damaged.
         incomplete: why a path that looks like this format cannot be opened, for the error message; else None.
         tags: whether `open` handles `Source.tag` itself.
-        written_by, recognised_by: for the documentation, in its own markup.
+        written_by, recognized_by: for the documentation, in its own markup.
         optimizer: whether the optimizer's state is converted too.
     """
 
     name: str
-    detect: Callable[[Source], bool]
-    open: Callable[[Source], Checkpoint]
+    find: Callable[[Source], Any]
+    open: Callable[[Source, Any], Checkpoint]
     incomplete: Callable[[Source], str | None] = lambda source: None
     tags: bool = False
     written_by: str = ""
-    recognised_by: str = ""
+    recognized_by: str = ""
     optimizer: bool = True
 
 
@@ -83,6 +84,17 @@ def formats() -> tuple[Format, ...]:
     return tuple(import_module(name).FORMAT for name in _MODULES)
 
 
-def detect(source: Source) -> Format | None:
-    """The first format that recognises the path, or None."""
-    return next((found for found in formats() if found.detect(source)), None)
+class Detected(NamedTuple):
+    """A path whose format is known; `found` is what its `find` returned."""
+
+    format: Format
+    source: Source
+    found: Any
+
+
+def detect(source: Source) -> Detected | None:
+    """The path with the first format that recognizes it, or None."""
+    for format in formats():
+        if (found := format.find(source)) is not None:
+            return Detected(format, source, found)
+    return None

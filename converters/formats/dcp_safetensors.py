@@ -15,7 +15,7 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from converters.checkpoint import Checkpoint, OptimizerState
-from converters.companions import find_companions, trainer_metadata
+from converters.config_and_tokenizer_files import find_companions, trainer_metadata
 from converters.containers.shard_index import read_index, read_json
 from converters.errors import CheckpointError, blame
 from converters.formats import Format, Source
@@ -23,8 +23,9 @@ from converters.formats.safetensors import INDEX, read_file
 from converters.names.canonical import assign_roles, paths_without_nesting, plain_name, plain_names
 from converters.storage.bytes import Memory
 from converters.storage.folder import Folder
-from converters.storage.guarded import child
-from converters.tensors.tensor import MAX_DIMS, Box, Tensor, View
+from converters.storage.places import names_in
+from converters.storage.safe_open import child
+from converters.tensors.tensor import Box, Tensor, View, is_shape
 
 if TYPE_CHECKING:
     from converters.storage.bytes import SourceFile
@@ -36,10 +37,7 @@ _NOTHING = View(Memory(b""), 0, ())
 
 
 def _shards(path: Place) -> list[str]:
-    try:
-        return sorted(entry.name for entry in path.iterdir() if _SHARD.fullmatch(entry.name))
-    except OSError:
-        return []
+    return [name for name in names_in(path) if _SHARD.fullmatch(name)]
 
 
 def _folder(path: Place) -> Place | None:
@@ -48,20 +46,10 @@ def _folder(path: Place) -> Place | None:
         return path.parent if _SHARD.fullmatch(path.name) else None
     if _shards(path):
         return path
-    try:
-        listed = any(entry.name == _FOLDER for entry in path.iterdir())
-    except OSError:
-        return None
-    return child(path, _FOLDER) if listed and _shards(path / _FOLDER) else None
+    return child(path, _FOLDER) if _FOLDER in names_in(path) and _shards(path / _FOLDER) else None
 
 
-def _detect(source: Source) -> bool:
-    return _folder(source.path) is not None
-
-
-def _open(source: Source) -> Checkpoint:
-    path = _folder(source.path)
-    assert path is not None
+def _open(source: Source, path: Place) -> Checkpoint:
     folder, where = Folder(path, verify=source.verify), str(path)
     names = _shards(path)
     _check_complete(names, path)
@@ -130,10 +118,8 @@ def _offsets(text: str | None, file: SourceFile) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {}
     for key, entry in table.items():
         low = entry.get(OFFSETS) if isinstance(entry, dict) else None
-        if not isinstance(low, list) or len(low) > MAX_DIMS:
+        if not is_shape(low):
             raise CheckpointError(f"{file.path}: damaged, {INFO} does not say where {key!r} begins")
-        if any(type(n) is not int or not 0 <= n < 1 << 62 for n in low):
-            raise CheckpointError(f"{file.path}: damaged, {INFO} has no sizes for {key!r}")
         found[key] = tuple(low)
     return found
 
@@ -155,8 +141,8 @@ def _check_consolidated(path: Place, stored: dict[str, Tensor]) -> None:
 
 FORMAT = Format(
     "dcp-safetensors",
-    _detect,
+    lambda source: _folder(source.path),
     _open,
     written_by="torch's `HuggingFaceStorageWriter(save_distributed=True)`: torchtitan, Automodel",
-    recognised_by="`shard-<r>-model-<k>-of-<n>.safetensors`, there or in `sharded/`",
+    recognized_by="`shard-<r>-model-<k>-of-<n>.safetensors`, there or in `sharded/`",
 )

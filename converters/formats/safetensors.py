@@ -12,65 +12,55 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import Aliases, Checkpoint, OptimizerState, Scalar
-from converters.companions import check_one_model, find_companions, trainer_metadata
+from converters.config_and_tokenizer_files import check_one_model, find_companions, trainer_metadata
 from converters.containers.shard_index import read_index, read_json
 from converters.errors import CheckpointError, blame
 from converters.formats import Format, Source
 from converters.formats.torch_save.reader import in_order, optimizer_beside
+from converters.limits import MAX_HEADER
 from converters.names.canonical import plain_names, split_state_key
 from converters.names.module_order import module_order
 from converters.storage.folder import Folder
+from converters.storage.places import files_in, names_in
 from converters.tensors.dtypes import NUMPY, itemsize
-from converters.tensors.tensor import MAX_DIMS, Tensor
+from converters.tensors.tensor import Tensor, is_shape
 
 if TYPE_CHECKING:
     from converters.storage.bytes import SourceFile
-    from converters.storage.path_or_url import Place
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER = "adapter_model.safetensors"
 OPTIMIZER, GROUPS = "optimizer.safetensors", "optimizer.json"
-# The reference implementation's limit on the header.
-MAX_HEADER = 100_000_000
 
 
-def _names(path: Place) -> list[str]:
-    """Files to try: the index, `model.safetensors`, or the only .safetensors file. May be empty."""
+def _find(source: Source) -> str | None:
+    """The index, `model.safetensors`, or the only .safetensors file."""
+    path = source.path
     if path.is_file():
         named = path.name.endswith((".safetensors", ".safetensors.index.json"))
-        return [path.name] if named else []
+        return path.name if named else None
     for name in (INDEX, SINGLE):
         if (path / name).is_file():
-            return [name]
-    try:
-        entries = sorted(entry.name for entry in path.iterdir() if entry.is_file())
-    except OSError:
-        return []
+            return name
+    entries = files_in(path)
     for suffix in (".safetensors.index.json", ".safetensors"):
         found = [
             name for name in entries if name.endswith(suffix) and not name.startswith((".", "optimizer."))
         ]
         if len(found) == 1:
-            return found
-    return []
-
-
-def _detect(source: Source) -> bool:
-    return bool(_names(source.path))
-
-
-def _incomplete(source: Source) -> str | None:
-    if source.path.is_dir():
-        found = sorted(entry.name for entry in source.path.iterdir() if entry.suffix == ".safetensors")
-        if len(found) > 1:
-            return f"{source.path}: several .safetensors files and no {INDEX}; give one of them, or add it"
+            return found[0]
     return None
 
 
-def _open(source: Source) -> Checkpoint:
+def _incomplete(source: Source) -> str | None:
+    if source.path.is_dir() and sum(name.endswith(".safetensors") for name in names_in(source.path)) > 1:
+        return f"{source.path}: several .safetensors files and no {INDEX}; give one of them, or add it"
+    return None
+
+
+def _open(source: Source, name: str) -> Checkpoint:
     root = source.path if source.path.is_dir() else source.path.parent
     folder = Folder(root, verify=source.verify)
-    (name,) = _names(source.path)
     if source.path.is_dir():
         check_one_model(root, name)
     extra: dict[str, str] = {}
@@ -181,19 +171,19 @@ def _entry(name: str, entry: Any) -> tuple[str, list[int], int, int]:
         sound = type(dtype) is str and type(shape) is list and 0 <= low <= high
     except (TypeError, KeyError, ValueError):
         sound = False
-    if not sound or len(shape) > MAX_DIMS or not set(map(type, (low, high, *shape))) <= {int}:
+    if not sound or not is_shape(shape) or not is_shape((low, high)):
         raise CheckpointError(f"damaged header entry for {name!r}")
     if dtype not in NUMPY:
         raise CheckpointError(f"{name!r} has the element type {dtype[:20]!r}, not supported")
-    return dtype, shape, low, high
+    return dtype, list(shape), low, high
 
 
 FORMAT = Format(
     "safetensors",
-    _detect,
+    _find,
     _open,
     _incomplete,
     written_by="transformers, the Trainer's plain `checkpoint-N`, this project; MaxText's and Levanter's "
     "exports for transformers",
-    recognised_by="`model.safetensors` or its index, the only `.safetensors` file",
+    recognized_by="`model.safetensors` or its index, the only `.safetensors` file",
 )

@@ -10,20 +10,17 @@ Source: torchtitan/models/llama3/state_dict_adapter.py; "RoFormer", arXiv:2104.0
 from __future__ import annotations
 
 import re
-from functools import cache
-from itertools import product
 from typing import TYPE_CHECKING
 
 from converters.checkpoint import Aliases, Checkpoint, OptimizerState
 from converters.errors import CheckpointError
-from converters.tensors.dtypes import itemsize
-from converters.tensors.tensor import Box, Tensor, View, row_major
+from converters.tensors.rearranged import permuted
+from converters.tensors.tensor import Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from converters.checkpoint import ParamGroups, Scalar
-    from converters.storage.bytes import Source
 
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 _IN_LAYER = {
@@ -112,24 +109,4 @@ def _in_halves(tensor: Tensor, heads: int) -> Tensor:
     rows, *rest = tensor.shape
     if rows % (2 * heads):
         raise CheckpointError(f"{tensor.name}: {rows} rows cannot be split into {heads} heads")
-    half = rows // heads // 2
-    row, *strides = row_major(tensor.shape, itemsize(tensor.dtype))
-
-    @cache
-    def source() -> Source:
-        run = tensor.run()
-        if run is None:
-            raise CheckpointError(
-                f"{tensor.name}: is sharded along another dimension than 0, which is not supported here"
-            )
-        return run
-
-    def box(head: int, second: int) -> Box:
-        def view() -> View:
-            return View(source(), (2 * half * head + second) * row, (2 * row, *strides))
-
-        offset = half * (2 * head + second)
-        return Box((offset, *[0] * len(rest)), (half, *rest), view)
-
-    boxes = [box(head, second) for head, second in product(range(heads), range(2))]
-    return Tensor(tensor.name, tensor.dtype, tensor.shape, boxes)
+    return permuted(tensor, (heads, rows // heads // 2, 2, *rest), (0, 2, 1, *range(3, 3 + len(rest))))

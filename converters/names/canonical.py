@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from converters.containers.pickle_reader import shown
 from converters.errors import CheckpointError
+from converters.limits import MAX_OPTIMIZERS, MAX_TENSOR_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Mapping, Sequence
@@ -25,10 +26,6 @@ _MOMENTS = frozenset({"step", "exp_avg", "exp_avg_sq", "momentum_buffer", "max_e
 _PARALLEL = "module."
 _FLAT = "_flat_param"
 _HOLDER, _HELD = "model.", ("model.model.", "model.lm_head.", "model.transformer.")
-# No module nests this deep; work on a name is quadratic in its length.
-MAX_TENSOR_NAME = 4096
-# Optimizers in one run.
-_MAX_CONTAINERS = 64
 _KEYED = re.compile(r"(?:(?P<container>.+?)\.)?(?P<table>state|param_groups)\.(?P<rest>.+)")
 
 
@@ -44,6 +41,16 @@ def plain_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
+def refuse_flat_parameters(names: Iterable[object], where: str) -> None:
+    """CheckpointError for what FSDP1 saves under LOCAL_STATE_DICT."""
+    if any(str(name).rpartition(".")[2] == _FLAT for name in names):
+        raise CheckpointError(
+            f"{where}: holds flat parameters of FSDP1 (LOCAL_STATE_DICT), which do not record the "
+            "parameters' shapes; load it where it was saved, and save "
+            "with SHARDED_STATE_DICT or FULL_STATE_DICT"
+        )
+
+
 def plain_names(named: Mapping[str, V], *, where: str) -> dict[str, V]:
     """The same values under plain names; a prefix on every name is removed too.
 
@@ -53,16 +60,12 @@ def plain_names(named: Mapping[str, V], *, where: str) -> dict[str, V]:
     Raises:
         CheckpointError: two names become equal, or one is not a string or too long.
     """
+    refuse_flat_parameters(named, where)
     for name in named:
         if type(name) is not str:  # a pickle may hold any key
             raise CheckpointError(f"{where}: the tensor name {shown(name)} is not a string")
         if len(name) > MAX_TENSOR_NAME:
             raise CheckpointError(f"{where}: a tensor name has {len(name):,} characters: {shown(name)}")
-        if name.endswith(_FLAT) and name.removesuffix(_FLAT)[-1:] in ("", "."):
-            raise CheckpointError(
-                f"{where}: holds flat parameters of FSDP1 (LOCAL_STATE_DICT), which do not record the "
-                "parameters' shapes; save again with SHARDED_STATE_DICT or FULL_STATE_DICT"
-            )
     names = [plain_name(name) for name in named]
     if all(name.startswith(_PARALLEL) for name in names):
         names = [name.removeprefix(_PARALLEL) for name in names]
@@ -106,7 +109,7 @@ class Roles:
 def assign_roles(paths: Mapping[str, Path], tensors: frozenset[str], *, where: str) -> Roles:
     """Sort the keys of a flattened state dict into model, optimizer and the rest.
 
-    Containers are recognised by content, not name: an optimizer has `state` and `param_groups`, the model is
+    Containers are recognized by content, not name: an optimizer has `state` and `param_groups`, the model is
     the container of the remaining tensors. A container is a path component of the writer's nesting, never a
     prefix of a name, since the names of a Llama begin with `model.` themselves.
 
@@ -160,7 +163,7 @@ def paths_without_nesting(keys: Iterable[str], *, where: str) -> dict[str, Path]
         for key in keys
         if (match := re.fullmatch(r"(?:(?P<container>.+?)\.)?param_groups(?:\..*)?", key))
     }
-    if len(containers) > _MAX_CONTAINERS:
+    if len(containers) > MAX_OPTIMIZERS:
         raise CheckpointError(f"{where}: damaged, its keys name {len(containers):,} optimizers")
     paths: dict[str, Path] = {}
     rest: list[str] = []

@@ -6,19 +6,20 @@ there must be exactly one way to distribute the model's parameters, in order, ov
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
+
+from converters.errors import CheckpointError, OptimizerStateError
+from converters.limits import MAX_ORDER_WORK, MAX_STATES
+from converters.tensors.dtypes import CASTABLE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from converters.tensors.tensor import Tensor
 
+K = TypeVar("K")
 Shape = tuple[int, ...]
 
-_MAX_STATES = 100_000
-# Comparisons and copied integers: a few seconds.
-_MAX_WORK = 10_000_000
-_FLOATING = frozenset({"F64", "F32", "F16", "BF16"})
 # BatchNorm's buffers are floating-point like parameters, but never in an optimizer.
 _BUFFERS = ("running_mean", "running_var")
 
@@ -28,8 +29,43 @@ def candidates_of(order: Iterable[str], tensors: Mapping[str, Tensor]) -> list[t
     return [
         (name, tensors[name].shape)
         for name in order
-        if tensors[name].dtype in _FLOATING and name.rpartition(".")[2] not in _BUFFERS
+        if tensors[name].dtype in CASTABLE and name.rpartition(".")[2] not in _BUFFERS
     ]
+
+
+def check_listed(groups: Sequence[Sequence[K]], state: Collection[K], where: str) -> list[K]:
+    """The keys of all groups; CheckpointError if one comes twice, or state belongs to a key in no group."""
+    keys = [key for group in groups for key in group]
+    if len(set(keys)) != len(keys):
+        raise CheckpointError(f"{where}: damaged, the parameters of its groups are not distinct")
+    if not set(state) <= set(keys):
+        raise CheckpointError(f"{where}: damaged, it holds state for a parameter in no group")
+    return keys
+
+
+def names_of_indices(
+    groups: Sequence[Sequence[K]],
+    shapes: Mapping[K, Shape | None],
+    candidates: Sequence[tuple[str, Shape]],
+    where: str,
+) -> dict[K, str]:
+    """Key -> parameter, for an optimizer that counts parameters group by group in the model's order.
+
+    Args:
+        groups: the keys of each group.
+        shapes: of the state of a key, where it has one.
+        candidates: the parameters in the model's order.
+
+    Raises:
+        OptimizerStateError: the shapes fit the parameters in no way, or in several.
+    """
+    found = fit_in_order(candidates, [[shapes.get(key) for key in group] for group in groups])
+    if isinstance(found, int):
+        why = (
+            "fits the model's parameters in several ways" if found else "does not fit the model's parameters"
+        )
+        raise OptimizerStateError(f"{where}: its state is keyed by index and {why}")
+    return {groups[group][at]: name for name, (group, at) in found.items()}
 
 
 def fit_in_order(
@@ -64,9 +100,9 @@ def fit_in_order(
                     reached[after] = reached.get(after, 0) + ways
                     work += len(wanted)
             work += len(wanted)
-            if work > _MAX_WORK:
+            if work > MAX_ORDER_WORK:
                 return 2
-        if len(reached) > _MAX_STATES:
+        if len(reached) > MAX_STATES:
             return 2
         steps.append(reached)
     at = tuple(map(len, wanted))

@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import CheckpointError
+from converters.limits import MAX_COUNT
 from converters.names.tied_weights import EMBEDDINGS, HEADS, ends_with
 
 if TYPE_CHECKING:
@@ -16,10 +17,6 @@ if TYPE_CHECKING:
 _LAYER = re.compile(r"(?P<stack>(?:.*?\.)?(?:layers|layer|h|blocks|block))\.(?P<number>\d{1,6})\..+")
 _WIDTHS = ("hidden_size", "n_embd", "d_model", "dim", "hidden_dim")
 _DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-
-
-# No size of a model is larger.
-MAX_SIZE = 1 << 20
 
 
 def sizes_of(config: Mapping[str, Any], where: str) -> dict[str, int]:
@@ -33,7 +30,7 @@ def sizes_of(config: Mapping[str, Any], where: str) -> dict[str, int]:
     def size(name: str, default: int | None = None) -> int:
         value = config.get(name)
         value = default if value is None else value
-        if type(value) is not int or not 0 < value <= MAX_SIZE:
+        if type(value) is not int or not 0 < value <= MAX_COUNT:
             raise CheckpointError(f"{where}: its config.json has no {name}")
         return value
 

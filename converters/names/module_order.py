@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from converters.names.canonical import is_number
-from converters.storage.guarded import read_small_table
+from converters.storage.safe_open import read_small_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

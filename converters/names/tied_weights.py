@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from converters.errors import CheckpointError
-from converters.storage.guarded import read_small_table
+from converters.limits import MAX_TIED_PAIRS
+from converters.storage.safe_open import read_small_table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -44,8 +45,6 @@ _PAIRS: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 HEADS = tuple(alias for alias, owners in _PAIRS if set(EMBEDDINGS) <= set(owners) or alias == "output.weight")
 _BLOCK = 1 << 20
-# Models have one such pair, or one per submodel.
-_MAX_PAIRS = 1000
 
 
 def resolve_ties(
@@ -131,7 +130,7 @@ def _candidates(stored: Mapping[str, Tensor]) -> list[tuple[str, str]]:
             shape = repr(stored[alias].shape)
             for owner in owners:
                 pairs += [(alias, name) for name in by_shape[owner].get(shape, ()) if name != alias]
-            if len(pairs) > _MAX_PAIRS:
+            if len(pairs) > MAX_TIED_PAIRS:
                 raise CheckpointError(
                     f"damaged, {len(by_end[suffix]):,} tensors have names like {suffix!r}, and may be "
                     "tied to as many others; no model has so many"

@@ -13,10 +13,11 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import CheckpointError, printable
+from converters.limits import MAX_JSON_TENSOR
 from converters.options import DTYPES
-from converters.storage.guarded import read_small_table
+from converters.storage.safe_open import read_small_table
 from converters.tensors import dequantized as made
-from converters.tensors.dtypes import QUANTISED
+from converters.tensors.dtypes import QUANTIZED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -36,7 +37,6 @@ _OF_WEIGHTS = re.compile(
     r".+(_scale(_inv|_2)?|_zero_point|_global_scale|_scales|_shape|\.(scales|qzeros|absmax|SCB|quant_map))"
 )
 _HARMLESS = frozenset({"quant_method", "modules_to_not_convert", "ignore", "ignored_layers", "dequantize"})
-_MOST = 1 << 16  # bytes of a tensor that holds JSON
 
 
 def _words(text: str) -> frozenset[str]:
@@ -108,7 +108,7 @@ def dequantized(checkpoint: Checkpoint, dtype: str = "bfloat16") -> Checkpoint:
     kept = {name: tensor for name, tensor in weights.left.items() if not ACTIVATIONS.fullmatch(name)}
     for name, tensor in kept.items():
         codes = tensor.dtype in ("F8_E4M3", "F8_E5M2") or len(tensor.shape) > 1
-        if (tensor.dtype in QUANTISED and codes) or _OF_WEIGHTS.fullmatch(name):
+        if (tensor.dtype in QUANTIZED and codes) or _OF_WEIGHTS.fullmatch(name):
             raise CheckpointError(f"{where}: {printable(name)} belongs to no weight that is known")
     order = [*checkpoint.tensors, *weights.made]
     tensors = {name: (weights.made | kept)[name] for name in order if name in weights.made or name in kept}
@@ -300,7 +300,7 @@ def _bitsandbytes(weights: _Weights, settings: Mapping[str, Any], where: str) ->
 
 def _quant_state(tensor: Tensor) -> dict[str, Any]:
     try:
-        if tensor.dtype != "U8" or tensor.nbytes > _MOST:
+        if tensor.dtype != "U8" or tensor.nbytes > MAX_JSON_TENSOR:
             raise ValueError
         state = json.loads(bytes(tensor.read()))
         sizes = [*state["shape"], state["blocksize"], state.get("nested_blocksize", 1)]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from converters.errors import CheckpointError, printable
 from converters.options import FORMS
 from converters.quantization.dequantize import ACTIVATIONS, KEY, block_size, quantization_of
-from converters.storage.guarded import read_small_table
+from converters.storage.safe_open import read_small_table
 from converters.tensors.casting import cast_dtype, parse_dtype
 from converters.tensors.computed import Affine, computed
 from converters.tensors.dtypes import CASTABLE

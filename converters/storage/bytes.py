@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from isal import isal_zlib
 
 from converters.errors import CheckpointError
-from converters.storage.guarded import open_regular
+from converters.storage.safe_open import open_regular
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -177,7 +177,7 @@ class FileSpan:
             return (start, self.nbytes) if start < self.nbytes else None
 
     def _record(self, start: int, data: memoryview) -> None:
-        """Record the CRC of bytes just read and merge it with its neighbours; a repeated read is ignored."""
+        """Record the CRC of bytes just read and merge it with its neighbors; a repeated read is ignored."""
         crc, stop = isal_zlib.crc32(data), start + len(data)
         with self.file.lock:
             parts = self._parts

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from converters.errors import CheckpointError
 from converters.storage.bytes import Descriptor, SourceFile
-from converters.storage.guarded import real_path, stays_inside
 from converters.storage.object_store import RemotePath
 from converters.storage.range_reader import RemoteFile
+from converters.storage.safe_open import real_path, stays_inside
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -36,7 +36,7 @@ _MAX_OPEN_FILES = _max_open_files()
 class Folder:
     """The files of one checkpoint folder, on a disk or in an object store, by names that stay inside it.
 
-    Links must stay inside it too (`converters.storage.guarded`). The folder itself may be a link, because
+    Links must stay inside it too (`converters.storage.safe_open`). The folder itself may be a link, because
     the user named it.
     """
 

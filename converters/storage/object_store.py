@@ -645,20 +645,13 @@ class Upload:
         self._writer: Any = None
         self._bytes = 0
 
-    def write(self, data: Any) -> int:
+    def write(self, data: Any) -> None:
         """Append `data`, which is copied: the writer would keep the buffer itself."""
         view = memoryview(data).cast("B")
         for start in range(0, len(view), self.part_bytes):
             part = bytes(view[start : start + self.part_bytes])
             self._call(partial(_write, part))
         self._bytes += len(view)
-        return len(view)
-
-    def tell(self) -> int:
-        return self._bytes
-
-    def flush(self) -> None:
-        """Nothing: parts are sent when they are full."""
 
     def _call(self, act: Callable[[Any], object]) -> None:
         def call(obs: Any, store: Any) -> None:

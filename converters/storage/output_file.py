@@ -6,13 +6,14 @@ import os
 import struct
 import tempfile
 import threading
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from converters.storage.guarded import open_new, open_regular
 from converters.storage.object_store import RemotePath
+from converters.storage.safe_open import open_new, open_regular
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from converters.storage.bytes import FileSpan
@@ -34,25 +35,26 @@ class OutputFile:
     """A new file, written in pieces by any thread, and fsynced after the last piece.
 
     Args:
-        pieces: how often `finish` will be called.
+        lengths: of its pieces.
 
     Raises:
         OSError: the file exists, or cannot be written.
     """
 
-    def __init__(self, path: Path, pieces: int = 1) -> None:
+    def __init__(self, path: Path, lengths: Sequence[int] = (0,)) -> None:
         self._fd = -1  # set first: __del__ runs even when open fails
         self._fd = open_new(path)
-        self._left = pieces
+        self._left = len(lengths)
+        self._starts = [0, *accumulate(lengths)]
         self._lock = threading.Lock()
 
     def __del__(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
 
-    def piece(self, at: int) -> Piece:
-        """A piece of the file that begins at byte `at`."""
-        return Piece(self, self._fd, at)
+    def piece(self, number: int) -> Piece:
+        """Piece `number`, of the lengths given."""
+        return Piece(self, self._fd, self._starts[number])
 
     def finish(self) -> None:
         """End one piece; after the last, fsync and close the file."""
@@ -112,7 +114,7 @@ class Piece:
             progress(count)
         return True
 
-    def finish(self, progress: Callable[[int], object] | None = None) -> None:
+    def finish(self, progress: Callable[[int], object] = int) -> None:
         """Flush, and end this piece."""
         self._flush()
         self.file.finish()

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from converters.storage.completion_markers import INCOMPLETE, begin, is_unfinished, remove_tree
-from converters.storage.guarded import open_new, open_regular, real_path
 from converters.storage.object_store import PART_BYTES, Object, RemotePath, connections
+from converters.storage.safe_open import open_new, open_regular, real_path
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -61,6 +61,19 @@ def folders_in(folder: P) -> list[P]:
     with suppress(FileNotFoundError, NotADirectoryError):
         return sorted(entry for entry in folder.iterdir() if entry.is_dir())
     return []
+
+
+def names_in(folder: Place) -> list[str]:
+    """What lies in a folder, by name; nothing where it cannot be listed."""
+    try:
+        return sorted(entry.name for entry in folder.iterdir())
+    except OSError:
+        return []
+
+
+def files_in(folder: Place) -> list[str]:
+    """The files directly in a folder, by name; nothing where it cannot be listed."""
+    return [name for name in names_in(folder) if (folder / name).is_file()]
 
 
 def inside(path: Place, within: Place) -> Place:

@@ -99,17 +99,10 @@ def rounded(block: Array, dtype: str) -> Array:
     """The elements as `dtype`; `block` itself where it has that dtype."""
     if block.dtype == numpy_dtype(dtype):
         return block
-    made = np.empty(block.shape, numpy_dtype(dtype))
-    round_into(made, block, dtype)
-    return made
-
-
-def round_into(target: Array, block: Array, dtype: str) -> None:
-    """Write the elements as `dtype`, which `target` has, into it."""
     with np.errstate(all="ignore"):  # out of range becomes infinity
         if block.dtype == np.float64 and dtype == "BF16":
             block = _to_odd_float32(block)
-        target[...] = block
+        return block.astype(numpy_dtype(dtype))
 
 
 def _to_odd_float32(block: Array) -> Array:

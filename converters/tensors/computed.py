@@ -7,12 +7,13 @@ holds a few rows at a time, whatever the size of the tensor.
 from __future__ import annotations
 
 import threading
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from converters.tensors.casting import round_into, rounded
+from converters.tensors.by_rows import ComputedRows
 from converters.tensors.dtypes import itemsize, numpy_dtype
 from converters.tensors.tensor import Box, Tensor, View, row_major
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from converters.storage.bytes import Touched
-    from converters.tensors.tensor import Array
+    from converters.tensors.tensor import Array, Shape
 
 # Elements of a block: its float32 copy and the product that is added to it fit a core's cache.
 _BLOCK = 1 << 18
@@ -61,80 +62,50 @@ class Affine:
             block += self.term
 
 
-class _Rows:
-    """The rows of a tensor, edited; a byte source of the edited tensor in its new dtype."""
+class _EditedRows:
+    """The rows of a tensor after edits, in float32 or float64."""
 
-    def __init__(self, tensor: Tensor, dtype: str, lead: int, edits: Sequence[Edit]) -> None:
+    def __init__(self, tensor: Tensor, lead: int, edits: Sequence[Edit]) -> None:
         self.tensor = tensor
-        self.dtype = dtype
-        self.lead = tensor.shape[:lead]
-        self.inner = tensor.shape[lead:]
-        self.rows, self.columns = prod(self.lead), prod(self.inner)
         self.edits = edits
-        self.nbytes = tensor.numel * itemsize(dtype)
+        self.added = lead == 0  # the tensor is one row
+        self.lead: Shape = tensor.shape[:lead] or (1,)
+        self.inner = tensor.shape[lead:]
+        self.columns = prod(self.inner)
         self._kind: Any = np.float64 if tensor.dtype == "F64" else np.float32
         self._memory = threading.local()
         self._prepared = False
         self._lock = threading.Lock()
 
-    def read_into(self, buffer: memoryview, at: int, touched: Touched) -> None:
-        if not buffer:
-            return
-        self._prepare(touched)
-        row = self.columns * itemsize(self.dtype)
-        out = np.frombuffer(buffer, np.uint8)
-        stop, done = at + len(buffer), 0
-        step = max(1, _BLOCK // self.columns)
-        for first in range(at // row, (stop - 1) // row + 1, step):
-            count = min(step, (stop - 1) // row + 1 - first)
-            block = self._block(first, count, touched, self.edits)
-            low, high = max(at, first * row), min(stop, (first + count) * row)
-            part = out[done : done + high - low]
-            if high - low == count * row:
-                round_into(part.view(numpy_dtype(self.dtype)).reshape(block.shape), block, self.dtype)
-            else:
-                data = rounded(block, self.dtype).reshape(-1).view(np.uint8)
-                part[...] = data[low - first * row : high - first * row]
-            done += high - low
-
-    def _prepare(self, touched: Touched) -> None:
+    def __call__(self, matrix: Shape, first: int, count: int, touched: Touched) -> Array:
         with self._lock:
-            if self._prepared:
-                return
-            for i, edit in enumerate(self.edits):
+            if not self._prepared:
+                for number, edit in enumerate(self.edits):
+                    edit.prepare(partial(self._see_all, touched, self.edits[:number]))
+                self._prepared = True
+        return self._block(matrix, first, count, touched, self.edits)
 
-                def before(see: Callable[[Array, int], None], i: int = i) -> None:
-                    step = max(1, _BLOCK // self.columns)
-                    for first in range(0, self.rows, step):
-                        count = min(step, self.rows - first)
-                        see(self._block(first, count, touched, self.edits[:i]), first)
+    def _see_all(self, touched: Touched, edits: Sequence[Edit], see: Callable[[Array, int], None]) -> None:
+        """Call `see` with every block after `edits`, and with the number of its first row."""
+        rows, step = self.lead[-1], max(1, _BLOCK // self.columns)
+        for above, matrix in enumerate(np.ndindex(*self.lead[:-1])):
+            for first in range(0, rows, step):
+                block = self._block(matrix, first, min(step, rows - first), touched, edits)
+                see(block, above * rows + first)
 
-                edit.prepare(before)
-            self._prepared = True
-
-    def _block(self, first: int, count: int, touched: Touched, edits: Sequence[Edit]) -> Array:
-        """The rows [first, first + count) after `edits`; valid until this thread makes the next block."""
-        stored = self._scratch("stored", (count, *self.inner), numpy_dtype(self.tensor.dtype))
-        if len(self.lead) < 2:
-            lows = (first,) * len(self.lead) + (0,) * len(self.inner)
-            self.tensor.fill(stored.reshape(stored.shape if self.lead else self.inner), lows, touched)
-        else:
-            done = 0
-            while done < count:  # up to the end of each matrix of the stack
-                matrix, row = divmod(first + done, self.lead[-1])
-                run = min(count - done, self.lead[-1] - row)
-                above = np.unravel_index(matrix, self.lead[:-1])
-                lows = (*(int(n) for n in above), row, *[0] * len(self.inner))
-                part = stored[done : done + run].reshape(*[1] * len(above), run, *self.inner)
-                self.tensor.fill(part, lows, touched)
-                done += run
+    def _block(self, matrix: Shape, first: int, count: int, touched: Touched, edits: Sequence[Edit]) -> Array:
+        """The rows [first, first + count) of a matrix; valid until this thread makes the next block."""
+        shape, lows = (*(1 for _ in matrix), count, *self.inner), (*matrix, first, *(0 for _ in self.inner))
+        stored = self._scratch("stored", shape, numpy_dtype(self.tensor.dtype))
+        self.tensor.fill(stored[0] if self.added else stored, lows[self.added :], touched)
         block = self._scratch("block", (count, self.columns), np.dtype(self._kind))
         block[...] = stored.reshape(count, self.columns)
+        above = int(np.ravel_multi_index(matrix, self.lead[:-1])) if matrix else 0
         for edit in edits:
-            edit.apply(block, first)
+            edit.apply(block, above * self.lead[-1] + first)
         return block
 
-    def _scratch(self, name: str, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
+    def _scratch(self, name: str, shape: Shape, dtype: np.dtype[Any]) -> Array:
         """This thread's memory, of any content. New memory would be faulted in page by page."""
         nbytes = prod(shape) * dtype.itemsize
         held: Array | None = getattr(self._memory, name, None)
@@ -173,7 +144,8 @@ def computed(tensor: Tensor, dtype: str, lead: int, edits: Sequence[Edit]) -> Te
     """
 
     def view() -> View:
-        source = _Rows(tensor, dtype, lead, edits)
+        rows = _EditedRows(tensor, lead, edits)
+        source = ComputedRows((*rows.lead, rows.columns), dtype, rows, 1, _BLOCK)
         return View(source, 0, row_major(tensor.shape, itemsize(dtype)))
 
     return Tensor(tensor.name, dtype, tensor.shape, [Box((0,) * len(tensor.shape), tensor.shape, view)])

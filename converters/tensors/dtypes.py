@@ -42,8 +42,8 @@ FROM_NUMPY: dict[np.dtype[Any], str] = {np.dtype(kind): name for name, kind, _, 
 
 # The dtypes that `--dtype` casts. 8-bit floats depend on their scales, so they are not cast.
 CASTABLE = frozenset({"F64", "F32", "F16", "BF16"})
-# Those of quantised weights; scales lie beside them.
-QUANTISED = frozenset({"F8_E4M3", "F8_E5M2", "I8", "U8", "I16", "U16", "I32", "U32"})
+# Those of quantized weights; scales lie beside them.
+QUANTIZED = frozenset({"F8_E4M3", "F8_E5M2", "I8", "U8", "I16", "U16", "I32", "U32"})
 
 
 def itemsize(dtype: str) -> int:

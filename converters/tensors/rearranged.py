@@ -6,12 +6,12 @@ pieces.
 
 from __future__ import annotations
 
-import threading
 from math import prod
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from converters.tensors.by_rows import tensor_of
 from converters.tensors.dtypes import itemsize, numpy_dtype
 from converters.tensors.tensor import Box, Tensor, View, row_major
 
@@ -64,47 +64,6 @@ class _RowMajor:
             start, out = start + count, out[count:]
 
 
-class _Transposed:
-    """The row-major bytes of a transposed matrix, gathered tile by tile."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-        self.nbytes = tensor.nbytes
-        self.length, self.rows = tensor.shape
-        size = itemsize(tensor.dtype)
-        row = max(1, self.length * size)
-        self.step = max(1, _TILE_BYTES // row, min(_AT_LEAST // size, _LARGEST_TILE // row))
-        self._lock = threading.Lock()
-        self._held: tuple[int, Array] | None = None
-
-    def read_into(self, buffer: memoryview, at: int, touched: Touched) -> None:
-        tile_bytes = self.step * self.length * itemsize(self.tensor.dtype)
-        done = 0
-        while done < len(buffer):
-            number, start = divmod(at + done, tile_bytes)
-            data = self._tile(number, touched).view(np.uint8).reshape(-1)
-            count = min(len(buffer) - done, data.size - start)
-            buffer[done : done + count] = data[start : start + count].data
-            done += count
-        if at + done >= self.nbytes:
-            self._held = None
-
-    def _tile(self, number: int, touched: Touched) -> Array:
-        with self._lock:
-            if self._held is None or self._held[0] != number:
-                self._held = None  # or two would be in memory
-                first = number * self.step
-                rows = min(self.step, self.rows - first)
-                made = np.empty((rows, self.length), numpy_dtype(self.tensor.dtype))
-                below = np.empty((max(1, min(self.length, 1 << 8)), rows), made.dtype)
-                for low in range(0, self.length, len(below)):
-                    part = below[: min(len(below), self.length - low)]
-                    self.tensor.fill(part, (low, first), touched)
-                    made[:, low : low + len(part)] = part.T
-                self._held = number, made
-            return self._held[1]
-
-
 def source_of(tensor: Tensor) -> Source:
     """The row-major bytes of a tensor in any pieces."""
     return tensor.run() or _RowMajor(tensor)
@@ -144,8 +103,21 @@ def joined(name: str, tensors: Sequence[Tensor], dim: int) -> Tensor:
 
 def transposed(tensor: Tensor) -> Tensor:
     """The transpose of a matrix."""
-    rows, columns = tensor.shape
-    return Tensor.contiguous(tensor.name, tensor.dtype, (columns, rows), _Transposed(tensor))
+    length, columns = tensor.shape
+    size = itemsize(tensor.dtype)
+    row = max(1, length * size)
+    step = max(1, _TILE_BYTES // row, min(_AT_LEAST // size, _LARGEST_TILE // row))
+
+    def rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
+        made = np.empty((count, length), numpy_dtype(tensor.dtype))
+        below = np.empty((max(1, min(length, 1 << 8)), count), made.dtype)
+        for low in range(0, length, len(below)):
+            part = below[: min(len(below), length - low)]
+            tensor.fill(part, (low, first), touched)
+            made[:, low : low + len(part)] = part.T
+        return made
+
+    return tensor_of(tensor.name, tensor.dtype, (columns, length), rows, elements=step * length)
 
 
 def permuted(tensor: Tensor, split: Sequence[int], order: Sequence[int]) -> Tensor:

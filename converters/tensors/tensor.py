@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,6 +17,7 @@ from converters.tensors.tiling import check_boxes_tile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from typing import TypeGuard
 
 Shape = tuple[int, ...]
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -112,27 +113,6 @@ class Tensor:
         made.name, made.dtype, made.shape = name, dtype, possible_shape(name, dtype, shape)
         made._boxes, made._whole = None, (source, offset)
         return made
-
-    @classmethod
-    def from_flat(
-        cls, name: str, dtype: str, shape: Sequence[int], pieces: Sequence[tuple[int, int, Source, int]]
-    ) -> Tensor:
-        """A tensor sharded as a flat run of elements, like the flat parameters of ZeRO and FSDP.
-
-        Args:
-            pieces: (start, stop, source, byte offset in the source): elements [start, stop) of the raveled
-                tensor. Shards may end within a row; empty pieces are dropped.
-        """
-        shape = possible_shape(name, dtype, shape)
-        width = numpy_dtype(dtype).itemsize
-        ordered = sorted((piece for piece in pieces if piece[0] != piece[1]), key=lambda piece: piece[:2])
-        bounds = [(0, 0), *((start, stop) for start, stop, _, _ in ordered), (prod(shape), prod(shape))]
-        for (_, stop), (start, _) in pairwise(bounds):
-            if start != stop:
-                what = "are missing" if start > stop else "come twice"
-                raise CheckpointError(f"{name}: elements {min(start, stop)} to {max(start, stop)} {what}")
-        parts = [Slice(source, at, (stop - start) * width) for start, stop, source, at in ordered]
-        return cls.contiguous(name, dtype, shape, Joined(parts))
 
     @property
     def boxes(self) -> Sequence[Box]:
@@ -308,6 +288,15 @@ class Tensor:
         first = bisect_right(self._reach, lows[0])
         last = bisect_right(self._starts, lows[0] + sizes[0] - 1)
         return boxes[first:last]
+
+
+def is_shape(value: Any) -> TypeGuard[Sequence[int]]:
+    """Whether a value of a file is a shape, or the offsets in one. Checked before any product is taken."""
+    return (
+        type(value) in (tuple, list)
+        and len(value) <= MAX_DIMS
+        and all(type(size) is int and 0 <= size < 1 << 63 for size in value)
+    )
 
 
 def possible_shape(name: str, dtype: str, shape: Sequence[int]) -> Shape:

@@ -21,7 +21,7 @@ def check_boxes_tile(name: str, shape: tuple[int, ...], boxes: Sequence[Extent])
     """Raise CheckpointError unless the boxes (offsets, sizes) cover `shape` once: no gap, no overlap.
 
     Boxes that lie inside the shape, have its total volume and do not overlap must tile it, so only overlaps
-    need finding. For a tensor cut along one dimension, comparing neighbours along it is enough.
+    need finding. For a tensor cut along one dimension, comparing neighbors along it is enough.
     """
     live: list[Extent] = []
     for offsets, sizes in boxes:
@@ -48,7 +48,7 @@ def check_boxes_tile(name: str, shape: tuple[int, ...], boxes: Sequence[Extent])
         raise CheckpointError(f"{name}: pieces overlap, {volume} elements are stored for {expected}")
     if len(live) < 2:
         return
-    # Neighbours along the dimension with the most cuts; if they overlap, check every corner.
+    # Neighbors along the dimension with the most cuts; if they overlap, check every corner.
     dim = max(range(len(shape)), key=lambda d: len({str(offsets[d]) for offsets, _ in live}))
     live.sort(key=lambda box: box[0][dim])
     if all(low[0][dim] + low[1][dim] <= high[0][dim] for low, high in pairwise(live)):

@@ -13,18 +13,20 @@ import struct
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from isal import isal_zlib
 
 from converters.containers.pickle_reader import plain
 from converters.errors import CheckpointError, OptimizerStateError
+from converters.limits import MAX_GROUP_VALUES
 from converters.options import EXPANSION
 from converters.storage.bytes import Memory
-from converters.storage.guarded import open_regular
+from converters.storage.output_file import FLUSH_BYTES
 from converters.storage.places import files_below, in_store, side_by_side
+from converters.storage.safe_open import open_regular
 from converters.tensors.casting import BLOCK_BYTES, Losses, cast_blocks, cast_dtype, parse_dtype
-from converters.tensors.dtypes import QUANTISED, itemsize
+from converters.tensors.dtypes import QUANTIZED, itemsize
 from converters.tensors.tensor import Tensor
 from converters.writers.draft import check_output, new_output
 from converters.writers.parallel import in_parallel, interleaved, threads
@@ -35,15 +37,18 @@ if TYPE_CHECKING:
 
     from converters.checkpoint import Checkpoint, OptimizerState, ParamGroups, Scalar
     from converters.storage.bytes import FileSpan, Touched
+    from converters.storage.output_file import Piece
     from converters.storage.path_or_url import Place
-    from converters.writers.draft import Draft, OutPiece
+    from converters.writers.draft import FolderOutput
     from converters.writers.parallel import Job, Progress
+    from converters.writers.remote_draft import StoreOutput, UploadedPiece
+
+    Output = FolderOutput | StoreOutput
+    OutPiece = Piece | UploadedPiece
 
 
 # Outputs up to this size are never refused as an expansion.
 FREE_BYTES = 64 << 20
-# A run of a million parameters lists each of them.
-_MAX_GROUP_VALUES = 10_000_000
 # The bytes that `st_blocks` counts in.
 _BLOCK = 512
 
@@ -166,13 +171,13 @@ def model_entries(checkpoint: Checkpoint, dtype: str, *, aliases: bool = False) 
     tensors = dict(checkpoint.tensors)
     if aliases:
         tensors |= {alias: tensors[owner] for alias, owner in checkpoint.aliases.items()}
-    # What lies in a module of quantised weights, or below such a weight: scales keep their dtypes.
-    packed = [name for name, tensor in tensors.items() if tensor.dtype in QUANTISED and tensor.shape]
-    quantised = {*packed, *(name.rpartition(".")[0] for name in packed)}
+    # What lies in a module of quantized weights, or below such a weight: scales keep their dtypes.
+    packed = [name for name, tensor in tensors.items() if tensor.dtype in QUANTIZED and tensor.shape]
+    quantized = {*packed, *(name.rpartition(".")[0] for name in packed)}
 
     def kind(name: str, tensor: Tensor) -> str:
         module, _, leaf = name.rpartition(".")
-        return cast_dtype(tensor, None if module in quantised and leaf != "bias" else target)
+        return cast_dtype(tensor, None if module in quantized and leaf != "bias" else target)
 
     return [Entry(name, kind(name, tensor), tensor) for name, tensor in tensors.items()]
 
@@ -195,7 +200,7 @@ def required_optimizer(checkpoint: Checkpoint) -> OptimizerState:
 
 def plain_groups(optimizer: OptimizerState) -> ParamGroups:
     """The parameter groups as plain values; `betas` as the tuple that torch uses, not a list."""
-    listed: ParamGroups = plain(optimizer.param_groups, limit=_MAX_GROUP_VALUES)
+    listed: ParamGroups = plain(optimizer.param_groups, limit=MAX_GROUP_VALUES)
     return [
         {
             key: tuple(value) if key == "betas" and isinstance(value, list) else value
@@ -231,24 +236,40 @@ def shards(entries: Iterable[Entry], limit: int) -> list[list[Entry]]:
     return made
 
 
+class Options(TypedDict, total=False):
+    """How to carry a plan out.
+
+    Attributes:
+        overwrite: replace the output where it exists.
+        progress: show a progress bar if stderr is a terminal; the default.
+        verify: read everything back and compare before the output appears.
+        expand: allow an output much larger than the source, where tensors share bytes: see `check_expansion`.
+        facts: extra fields for the completion marker of an output in an object store.
+    """
+
+    overwrite: bool
+    progress: bool
+    verify: bool
+    expand: bool
+    facts: Mapping[str, Any] | None
+
+
 def carry_out(
     checkpoint: Checkpoint,
     make_plan: Callable[[], Plan],
     out: Place,
     *,
-    overwrite: bool,
-    progress: bool,
-    verify: bool,
-    expand: bool,
     single: bool = False,
+    overwrite: bool = False,
+    progress: bool = True,
+    verify: bool = False,
+    expand: bool = False,
     facts: Mapping[str, Any] | None = None,
 ) -> Plan:
     """Write a plan into `out`, atomically.
 
     Args:
-        single: `out` is the plan's only file, and no folder.
-        expand: allow any size: see `check_expansion`.
-        facts: extra fields for the completion marker of an `out` in an object store.
+        single: `out` is the plan's only file, and no folder. The others: see `Options`.
 
     Raises:
         CheckpointError: `out` is refused, the source is damaged, or the disk is full.
@@ -362,14 +383,14 @@ def _scalar(name: str, value: Scalar) -> Tensor:
     return Tensor.contiguous(name, "F64", (), Memory(struct.pack("<d", value)))
 
 
-def _write_jobs(draft: Draft, plan: Plan, touched: Touched, late: list[Job]) -> Iterator[Job]:
+def _write_jobs(draft: Output, plan: Plan, touched: Touched, late: list[Job]) -> Iterator[Job]:
     """The plan as jobs, by turns of a few files; each file is created when its first job is drawn.
 
     `late` receives those that may begin when all others have ended.
     """
 
     def jobs(file: PlannedFile) -> Iterator[Job]:
-        runs = list(_runs(file.parts, draft.run_bytes(file.nbytes)))
+        runs = list(_runs(file.parts, FLUSH_BYTES))
         out = draft.file(file.name, [nbytes for nbytes, _ in runs])
         for number, (_, run) in enumerate(runs):
             job = partial(_write_run, out.piece(number), run, touched, plan.losses)
@@ -414,7 +435,13 @@ def _write_run(
 
 
 def _write_entry(
-    piece: OutPiece, entry: Entry, touched: Touched, losses: Losses, progress: Progress, *, summed: bool
+    piece: OutPiece,
+    entry: Entry,
+    touched: Touched,
+    losses: Losses,
+    progress: Progress,
+    *,
+    summed: bool,
 ) -> int:
     """Stream one tensor; its CRC32 where `summed`."""
     if not summed and entry.dtype == entry.tensor.dtype:

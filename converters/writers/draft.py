@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 from contextlib import contextmanager
-from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from converters.errors import CheckpointError
-from converters.storage.output_file import BLOCK_BYTES, FLUSH_BYTES, OutputFile, shares_blocks, write_file
+from converters.storage.output_file import BLOCK_BYTES, OutputFile, shares_blocks, write_file
 from converters.storage.places import copy_file, in_store
 from converters.writers.remote_draft import check_prefix, new_prefix
 from converters.writers.replace_folder import (
@@ -27,68 +26,7 @@ if TYPE_CHECKING:
 
     from converters.storage.bytes import FileSpan
     from converters.storage.path_or_url import Place
-
-
-class OutPiece(Protocol):
-    """A range of a file, written sequentially by one thread."""
-
-    def write(self, data: memoryview | bytes) -> None:
-        """Append `data`."""
-        ...
-
-    def copy(self, span: FileSpan, progress: Callable[[int], object]) -> bool:
-        """Let the kernel append the bytes of `span`; False, with nothing written, where it cannot."""
-        ...
-
-    def finish(self, progress: Callable[[int], object]) -> None:
-        """End this piece, in the turn of its number.
-
-        Args:
-            progress: called with 0 while it waits; raises to stop it.
-        """
-        ...
-
-
-class OutFile(Protocol):
-    """A file written in pieces, from any thread and in any order."""
-
-    def piece(self, number: int) -> OutPiece:
-        """Piece `number`, of the lengths given to `Draft.file`."""
-        ...
-
-
-class Draft(Protocol):
-    """An output folder before it is published."""
-
-    @property
-    def folder(self) -> Place:
-        """Where to read back what was written, after `commit`."""
-        ...
-
-    @property
-    def threads(self) -> int | None:
-        """The number of threads to write with; None for the number of CPUs."""
-        ...
-
-    def run_bytes(self, nbytes: int) -> int:
-        """The approximate length of the pieces of a file of `nbytes`."""
-        ...
-
-    def file(self, name: str, lengths: Sequence[int]) -> OutFile:
-        """A new file of pieces of these lengths."""
-        ...
-
-    def commit(self) -> None:
-        """Finish the files, after all their pieces; `write` and `copy` may follow."""
-        ...
-
-    def write(self, name: str, data: bytes) -> None:
-        """Write a small file."""
-        ...
-
-    def copy(self, path: Place, name: str) -> None:
-        """Copy a small file."""
-        ...
+    from converters.writers.remote_draft import StoreOutput
 
 
 def new_output(
@@ -100,8 +38,8 @@ def new_output(
     facts: Mapping[str, Any],
     single: bool = False,
     copied: Callable[[], Iterable[FileSpan]] = tuple,
-) -> AbstractContextManager[Draft]:
-    """A draft that becomes `target` at the end of the block, and is removed after an exception.
+) -> AbstractContextManager[FolderOutput | StoreOutput]:
+    """An output that becomes `target` at the end of the block, and is removed after an exception.
 
     Args:
         needed: bytes that will be written.
@@ -113,7 +51,7 @@ def new_output(
     if in_store(target):
         return new_prefix(target, overwrite=overwrite, names=names, facts=facts, single=single)
     only = next(iter(names)) if single else None
-    return _new_local(target, needed=needed, overwrite=overwrite, only=only, copied=copied)
+    return new_folder(target, needed=needed, overwrite=overwrite, only=only, copied=copied)
 
 
 def check_output(out: Place, sources: Sequence[Place], *, overwrite: bool, single: bool = False) -> Place:
@@ -167,20 +105,23 @@ def _is_within(path: Place, folder: Place) -> bool:
     return type(path) is type(folder) and path.is_relative_to(folder)  # type: ignore[arg-type]
 
 
-class _LocalDraft:
-    """A temporary folder on a disk."""
+class FolderOutput:
+    """A temporary folder on a disk, which replaces the output in the end.
 
-    threads = None
+    Attributes:
+        folder: where to read back what was written, after `commit`.
+        threads: to write with; None for the number of CPUs.
+    """
+
+    threads: int | None = None
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._folders = {folder}
 
-    def run_bytes(self, nbytes: int) -> int:
-        return FLUSH_BYTES
-
-    def file(self, name: str, lengths: Sequence[int]) -> OutFile:
-        return _LocalFile(self._path(name), lengths)
+    def file(self, name: str, lengths: Sequence[int]) -> OutputFile:
+        """A new file of pieces of these lengths, written from any thread and in any order."""
+        return OutputFile(self._path(name), lengths)
 
     def _path(self, name: str) -> Path:
         path = self.folder / name
@@ -190,42 +131,20 @@ class _LocalDraft:
         return path
 
     def commit(self) -> None:
-        pass
+        """Finish the files, after all their pieces; `write` and `copy` may follow."""
 
     def sync(self) -> None:
-        """Make the entries of the folders below durable."""
-        for folder in self._folders - {self.folder}:
+        """Make the entries of the folders durable."""
+        for folder in self._folders:
             sync_folder(folder)
 
     def write(self, name: str, data: bytes) -> None:
+        """Write a small file."""
         write_file(self._path(name), data)
 
     def copy(self, path: Place, name: str) -> None:
+        """Copy a small file."""
         copy_file(path, self._path(name))
-
-
-class _LocalFile:
-    def __init__(self, path: Path, lengths: Sequence[int]) -> None:
-        self._file = OutputFile(path, pieces=len(lengths))
-        self._starts = [0, *accumulate(lengths)]
-
-    def piece(self, number: int) -> OutPiece:
-        return self._file.piece(self._starts[number])
-
-
-@contextmanager
-def _new_local(
-    target: Path,
-    *,
-    needed: int,
-    overwrite: bool,
-    only: str | None,
-    copied: Callable[[], Iterable[FileSpan]],
-) -> Iterator[Draft]:
-    with new_folder(target, needed=needed, overwrite=overwrite, only=only, copied=copied) as folder:
-        draft = _LocalDraft(folder)
-        yield draft
-        draft.sync()
 
 
 @contextmanager
@@ -236,7 +155,7 @@ def new_folder(
     overwrite: bool,
     only: str | None = None,
     copied: Callable[[], Iterable[FileSpan]] = tuple,
-) -> Iterator[Path]:
+) -> Iterator[FolderOutput]:
     """A temporary folder beside `target` that replaces it at the end of the block.
 
     Args:
@@ -257,8 +176,9 @@ def new_folder(
         if needed > free and needed - _shared_bytes(copied(), target.parent) > free:
             raise CheckpointError(f"{target}: needs {needed:,} bytes, {free:,} are free on its disk")
         temporary, held = new_temporary(target)
-        yield temporary
-        sync_folder(temporary)
+        output = FolderOutput(temporary)
+        yield output
+        output.sync()
         _swap(temporary if only is None else temporary / only, target, overwrite=overwrite)
         created = []
     except OSError as error:

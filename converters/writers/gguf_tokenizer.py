@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from converters.companions import GENERATION
-from converters.storage.guarded import read_small, read_small_table
+from converters.config_and_tokenizer_files import GENERATION
+from converters.storage.safe_open import read_small, read_small_table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

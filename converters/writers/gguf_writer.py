@@ -21,7 +21,7 @@ from converters.errors import CheckpointError
 from converters.names.model_config import check_fits
 from converters.storage.bytes import Memory
 from converters.storage.folder import Folder
-from converters.storage.guarded import read_small_table
+from converters.storage.safe_open import read_small_table
 from converters.tensors.casting import parse_dtype
 from converters.tensors.computed import Affine, computed
 from converters.tensors.dtypes import CASTABLE
@@ -284,7 +284,7 @@ def _prepared(name: str, tensor: Tensor, model: Model, settings: Settings) -> Te
             return permuted(tensor, split, (0, 2, 1, *range(3, len(split))))
     if model.inputs_first and len(tensor.shape) == 2 and leaf.startswith(("attn_", "ffn_")):
         return transposed(tensor)
-    # Where queries are normalised, they are scaled after that.
+    # Where queries are normalized, they are scaled after that.
     scaled = "attn_q_norm.weight" if model.local_base else "attn_q.weight"
     factor = settings.query_scale if leaf == scaled else 1.0
     term = factor if model.plus_one and leaf.endswith("norm.weight") else 0.0

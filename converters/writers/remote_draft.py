@@ -27,7 +27,6 @@ from converters.storage.completion_markers import (
     is_unfinished,
 )
 from converters.storage.object_store import connections
-from converters.storage.output_file import FLUSH_BYTES
 from converters.storage.places import copy_file
 from converters.writers.replace_folder import check_replaceable
 
@@ -105,7 +104,7 @@ def new_prefix(
     names: Iterable[str],
     facts: Mapping[str, Any],
     single: bool = False,
-) -> Iterator[_Draft]:
+) -> Iterator[StoreOutput]:
     """A draft that becomes the folder `target` at the end of the block.
 
     Args:
@@ -113,7 +112,7 @@ def new_prefix(
         facts: extra fields for the marker: see `Written`.
         single: `target` is the only object that will be written, and no folder.
     """
-    made = _Object if single else _Draft
+    made = StoreObject if single else StoreOutput
     draft = made(target, overwrite=overwrite, names=names, facts=facts)
     target.abort_uploads(deep=False)
     try:
@@ -123,8 +122,8 @@ def new_prefix(
         draft.discard()
 
 
-class _Draft:
-    """Uploads, until `commit` makes objects of them."""
+class StoreOutput:
+    """Uploads, until `commit` makes objects of them. The methods are those of `draft.FolderOutput`."""
 
     def __init__(
         self, folder: RemotePath, *, overwrite: bool, names: Iterable[str], facts: Mapping[str, Any]
@@ -139,14 +138,11 @@ class _Draft:
         self._names: list[str] = []
         self._token = ""
 
-    def run_bytes(self, nbytes: int) -> int:
-        return FLUSH_BYTES
-
-    def file(self, name: str, lengths: Sequence[int]) -> _File:
+    def file(self, name: str, lengths: Sequence[int]) -> UploadedFile:
         upload = (self.folder / name).create(sum(lengths))
         self._uploads.append(upload)
         self._names.append(name)
-        return _File(upload)
+        return UploadedFile(upload)
 
     def commit(self) -> None:
         """Replace the content of the folder by the uploaded objects, marked as incomplete."""
@@ -195,7 +191,7 @@ class _Draft:
                 self.folder.remove([COMPLETE, INCOMPLETE])
 
 
-class _Object(_Draft):
+class StoreObject(StoreOutput):
     """The upload of a single object, which needs no marker: it is never seen in part."""
 
     def __init__(self, folder: RemotePath, **options: Any) -> None:
@@ -207,9 +203,9 @@ class _Object(_Draft):
             return self.folder.look_up()
         return None
 
-    def file(self, name: str, lengths: Sequence[int]) -> _File:
+    def file(self, name: str, lengths: Sequence[int]) -> UploadedFile:
         self._uploads.append(self.folder.create(sum(lengths)))
-        return _File(self._uploads[0])
+        return UploadedFile(self._uploads[0])
 
     def commit(self) -> None:
         self.folder.refresh()
@@ -230,7 +226,7 @@ class _Object(_Draft):
                 self.folder.unlink(missing_ok=True)
 
 
-class _File:
+class UploadedFile:
     """An upload, to which pieces are appended in the order of their numbers.
 
     Pieces are read and cast side by side. One that is not next is kept in memory, and its thread waits at
@@ -242,12 +238,12 @@ class _File:
         self.next = 0
         self.turns = threading.Condition()
 
-    def piece(self, number: int) -> _Piece:
-        return _Piece(self, number)
+    def piece(self, number: int) -> UploadedPiece:
+        return UploadedPiece(self, number)
 
 
-class _Piece:
-    def __init__(self, file: _File, number: int) -> None:
+class UploadedPiece:
+    def __init__(self, file: UploadedFile, number: int) -> None:
         self._file = file
         self._number = number
         self._kept = bytearray()

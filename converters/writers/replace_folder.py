@@ -18,7 +18,7 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from converters.companions import COMPANIONS
+from converters.config_and_tokenizer_files import COMPANIONS
 from converters.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -1,16 +1,25 @@
 """Write a checkpoint as safetensors files that `from_pretrained` loads.
 
-Source: https://github.com/huggingface/safetensors ("Format"); the index is transformers' `save_pretrained`'s.
+For DCP the files are numbered and have an index, their headers hold what torch's
+`HuggingFaceStorageWriter` adds, and tied tensors have all their names, as the state of a live model has.
+So `HuggingFaceStorageReader` and `from_pretrained` both open the folder. The optimizer's state, which that
+format lacks, is written likewise.
+
+Source: https://github.com/huggingface/safetensors ("Format"); the index is transformers' `save_pretrained`'s;
+torch/distributed/checkpoint/hf_storage.py, filesystem.py, _hf_utils.py.
 """
 
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from converters.adapters.adapter import FINGERPRINT
 from converters.errors import CheckpointError
-from converters.formats.safetensors import ADAPTER, GROUPS, MAX_HEADER, OPTIMIZER, SINGLE, read_file
+from converters.formats.dcp_safetensors import INFO, OFFSETS
+from converters.formats.safetensors import ADAPTER, GROUPS, OPTIMIZER, SINGLE, read_file
+from converters.limits import MAX_HEADER
 from converters.storage.folder import Folder
 from converters.storage.output_file import BLOCK_BYTES
 from converters.storage.path_or_url import place
@@ -31,39 +40,39 @@ from converters.writers.conversion import (
 from converters.writers.targets import Target
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
+    from typing import Unpack
 
     from converters.adapters.adapter import Adapter
     from converters.checkpoint import Checkpoint
     from converters.storage.path_or_url import Place
     from converters.tensors.tensor import Tensor
+    from converters.writers.conversion import Options
 
 
-def plan_safetensors(
-    checkpoint: Checkpoint,
-    choices: Choices,
-    *,
-    about: Callable[[Sequence[Entry]], Mapping[str, str]] | None = None,
-) -> Plan:
-    """The plan of `--to safetensors`.
-
-    Args:
-        about: for DCP: the tensors of a file -> more for its `__metadata__`. Every name of a tied tensor is
-            then written, and the files are numbered, with an index, also where there is one.
-    """
-    entries = model_entries(checkpoint, choices.dtype, aliases=about is not None)
+def plan_safetensors(checkpoint: Checkpoint, choices: Choices, *, dcp: bool = False) -> Plan:
+    """The plan of `--to safetensors`, and of `--to dcp-safetensors`."""
+    entries = model_entries(checkpoint, choices.dtype, aliases=dcp)
     runs = shards(entries, choices.max_shard_size)
     documents, companions = small_files(checkpoint, entries)
-    if len(runs) == 1 and about is None:
+    if len(runs) == 1 and not dcp:
         files = [_file(SINGLE, runs[0])]
     else:
         names = [f"model-{i:05d}-of-{len(runs):05d}.safetensors" for i in range(1, len(runs) + 1)]
-        files = [_file(name, run, about and about(run)) for name, run in zip(names, runs, strict=True)]
+        files = [
+            _file(name, run, _sharding(run) if dcp else {}) for name, run in zip(names, runs, strict=True)
+        ]
         shard_of = {entry.name: name for name, run in zip(names, runs, strict=True) for entry in run}
         total = sum(entry.nbytes for entry in entries)
         index = {"metadata": {"total_size": total}, "weight_map": shard_of}
         documents["model.safetensors.index.json"] = _document(index)
     return _with_optimizer(checkpoint, files, documents, companions, wanted=choices.optimizer)
+
+
+def _sharding(entries: Sequence[Entry]) -> dict[str, str]:
+    """Where each tensor of a file begins in the whole: at its start."""
+    table = {entry.name: {OFFSETS: [0] * len(entry.tensor.shape)} for entry in entries}
+    return {INFO: json.dumps(table), "DCP_VERSION": "1.0"}
 
 
 def plan_adapter(adapter: Adapter, choices: Choices) -> Plan:
@@ -105,25 +114,15 @@ def write_adapter(
     *,
     dtype: str = "keep",
     optimizer: bool = False,
-    overwrite: bool = False,
-    progress: bool = True,
-    verify: bool = False,
-    facts: Mapping[str, Any] | None = None,
+    **options: Unpack[Options],
 ) -> Plan:
     """Write an adapter as peft saves it: `adapter_model.safetensors`, `adapter_config.json`, the tokenizer.
 
     The arguments, and what is raised, are those of `write_checkpoint`.
     """
-    return carry_out(
-        adapter.checkpoint,
-        lambda: plan_adapter(adapter, Choices(dtype, optimizer=optimizer)),
-        place(out),
-        overwrite=overwrite,
-        progress=progress,
-        verify=verify,
-        expand=True,
-        facts=facts,
-    )
+    choices = Choices(dtype, optimizer=optimizer)
+    options.setdefault("expand", True)
+    return carry_out(adapter.checkpoint, partial(plan_adapter, adapter, choices), place(out), **options)
 
 
 def _file(name: str, entries: Iterable[Entry], about: Mapping[str, str] | None = None) -> PlannedFile:
@@ -171,4 +170,8 @@ def _document(value: Any) -> bytes:
         raise CheckpointError("the optimizer's groups hold a string that is not valid Unicode") from None
 
 
+DCP = Target(
+    partial(plan_safetensors, dcp=True),
+    "`HuggingFaceStorageReader` (torchtitan, Automodel), `from_pretrained`",
+)
 TARGET = Target(plan_safetensors, "`from_pretrained`, and whatever reads safetensors")

@@ -7,16 +7,17 @@ it in `converters.options.WRITERS`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING
 
 from converters.errors import CheckpointError
 from converters.options import WRITERS
 from converters.storage.path_or_url import place
-from converters.writers.conversion import Choices, carry_out
+from converters.writers.conversion import Choices, Options, carry_out
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
     from typing import Unpack
 
     from converters.checkpoint import Checkpoint
@@ -51,8 +52,17 @@ def target(name: str) -> Target:
     """The target of `--to <name>`; CheckpointError for an unknown name."""
     if name not in WRITERS:
         raise CheckpointError(f"the format {name!r} is not one of {', '.join(WRITERS)}")
-    found: Target = import_module(WRITERS[name]).TARGET
+    module, _, variable = WRITERS[name].partition(":")
+    found: Target = getattr(import_module(module), variable)
     return found
+
+
+class WriterOptions(Options, total=False):
+    """The options of `write_checkpoint`."""
+
+    dtype: str
+    max_shard_size: int
+    optimizer: bool
 
 
 def write_checkpoint(
@@ -63,21 +73,13 @@ def write_checkpoint(
     dtype: str = Choices.dtype,
     max_shard_size: int = Choices.max_shard_size,
     optimizer: bool = Choices.optimizer,
-    overwrite: bool = False,
-    progress: bool = True,
-    verify: bool = False,
-    expand: bool = False,
-    facts: Mapping[str, Any] | None = None,
+    **options: Unpack[Options],
 ) -> Plan:
     """Write a checkpoint in the format `to`, one of `converters.options.WRITERS`, as `portable-convert` does.
 
     Args:
         dtype, max_shard_size, optimizer: see `Choices`.
-        overwrite: replace `out` where it exists.
-        progress: show a progress bar if stderr is a terminal.
-        verify: read everything back and compare before `out` appears.
-        expand: allow an output much larger than the source, where tensors share bytes.
-        facts: extra fields for the completion marker of an `out` in an object store.
+        options: see `Options`.
 
     Returns:
         The plan that was carried out.
@@ -87,37 +89,15 @@ def write_checkpoint(
             or the object store is unreachable. `out` is then unchanged.
     """
     format = target(to)
-    return carry_out(
-        checkpoint,
-        lambda: format.plan(checkpoint, Choices(dtype, max_shard_size, optimizer)),
-        place(out),
-        single=format.single(place(out)),
-        overwrite=overwrite,
-        progress=progress,
-        verify=verify,
-        expand=expand,
-        facts=facts,
-    )
+    plan = partial(format.plan, checkpoint, Choices(dtype, max_shard_size, optimizer))
+    return carry_out(checkpoint, plan, place(out), single=format.single(place(out)), **options)
 
 
-class Options(TypedDict, total=False):
-    """The options of `write_checkpoint`."""
-
-    dtype: str
-    max_shard_size: int
-    optimizer: bool
-    overwrite: bool
-    progress: bool
-    verify: bool
-    expand: bool
-    facts: Mapping[str, Any] | None
-
-
-def write_safetensors(checkpoint: Checkpoint, out: str | Place, **options: Unpack[Options]) -> Plan:
+def write_safetensors(checkpoint: Checkpoint, out: str | Place, **options: Unpack[WriterOptions]) -> Plan:
     """`write_checkpoint` as safetensors files: `model.safetensors`, or numbered shards with an index."""
     return write_checkpoint(checkpoint, out, "safetensors", **options)
 
 
-def write_dcp(checkpoint: Checkpoint, out: str | Place, **options: Unpack[Options]) -> Plan:
+def write_dcp(checkpoint: Checkpoint, out: str | Place, **options: Unpack[WriterOptions]) -> Plan:
     """`write_checkpoint` for torch.distributed.checkpoint: `.metadata` and `__0_<i>.distcp`."""
     return write_checkpoint(checkpoint, out, "dcp", **options)

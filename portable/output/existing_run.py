@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from converters.storage.guarded import LinkError, read_small
+from converters.storage.safe_open import LinkError, read_small
 from portable.config import difference, load_config
 from portable.config.load import MAX_BYTES
 from portable.errors import UserError, one_line

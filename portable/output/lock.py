@@ -8,7 +8,7 @@ import socket
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from converters.storage.guarded import open_own
+from converters.storage.safe_open import open_own
 from portable.errors import UserError, one_line
 
 if TYPE_CHECKING:

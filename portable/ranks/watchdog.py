@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from converters.storage.guarded import open_own
+from converters.storage.safe_open import open_own
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator

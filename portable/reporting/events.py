@@ -7,7 +7,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Any, Literal
 
-from converters.storage.guarded import open_own
+from converters.storage.safe_open import open_own
 from portable.reporting.metrics import read_rows
 
 if TYPE_CHECKING:

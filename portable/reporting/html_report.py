@@ -23,8 +23,8 @@ from converters.commands import DONE, FAILED, REFUSED, Parser, ShowVersion, comm
 from converters.console import complain, say
 from converters.containers.pickle_reader import plain
 from converters.errors import printable
-from converters.storage.guarded import LinkError, read_small
 from converters.storage.places import in_store
+from converters.storage.safe_open import LinkError, read_small
 from portable.config.flags import path_given
 from portable.durable import write_durably
 from portable.errors import RunError, UserError, one_line

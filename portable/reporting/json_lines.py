@@ -10,7 +10,7 @@ import json
 import math
 from typing import TYPE_CHECKING, Any
 
-from converters.storage.guarded import read_small
+from converters.storage.safe_open import read_small
 from portable.evaluation.standing import MOST_CLASSES
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from converters.storage.guarded import open_own
+from converters.storage.safe_open import open_own
 from portable.durable import write_durably
 from portable.formatting import human_count
 from portable.reporting.json_lines import json_lines

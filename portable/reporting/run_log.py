@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from converters.console import visible
-from converters.storage.guarded import open_own
+from converters.storage.safe_open import open_own
 from portable.errors import RunError, UserError, one_line
 from portable.terminal import LOG
 

@@ -1,16 +1,60 @@
-"""torch tensors against what the converters read, bit for bit."""
+"""torch tensors against what the converters read, bit for bit; and files changed, and then refused."""
 
 from __future__ import annotations
 
+import pickle
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 
-from converters import Checkpoint, Tensor
+from converters import Checkpoint, CheckpointError, Tensor, open_checkpoint
 from converters.tensors.dtypes import FROM_TORCH
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+
+def load(path: Path) -> Any:
+    """What torch wrote a moment ago, classes and all."""
+    return torch.load(path, weights_only=False)
+
+
+def content(value: Any) -> Any:
+    return (value.dtype, value.shape, value.read().tobytes()) if isinstance(value, Tensor) else value
+
+
+def everything(checkpoint: Checkpoint) -> dict[str, Any]:
+    """All values that a conversion with `--optimizer` could write; a tied one under each of its names."""
+    tensors, aliases = checkpoint.tensors, checkpoint.aliases
+    found = {name: content(tensor) for name, tensor in tensors.items()}
+    found |= {alias: found[owner] for alias, owner in aliases.items()}
+    optimizer = checkpoint.optimizer
+    for name, state in optimizer.state.items() if optimizer else ():
+        found[f"state of {name}"] = {what: content(value) for what, value in state.items()}
+    found["groups"] = optimizer.param_groups if optimizer else None
+    return found
+
+
+def refused(folder: Path) -> str:
+    """The one line that refuses a checkpoint, which names its folder."""
+    with pytest.raises(CheckpointError) as caught:
+        everything(open_checkpoint(folder))
+    assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def rewrite(path: Path, change: Callable[[Any], Any]) -> None:
+    """What torch would have saved under this name had the run been another."""
+    if path.name == ".metadata":
+        value = pickle.loads(path.read_bytes())  # noqa: S301 - what torch wrote a moment ago
+        change(value)
+        path.write_bytes(pickle.dumps(value))
+        return
+    value = load(path)
+    change(value)
+    torch.save(value, path)
 
 
 def bits(value: torch.Tensor) -> bytes:
@@ -34,19 +78,30 @@ def assert_model(checkpoint: Checkpoint, weights: Mapping[str, torch.Tensor]) ->
         assert_same(checkpoint.tensors[checkpoint.aliases.get(name, name)], value)
 
 
-def assert_optimizer(checkpoint: Checkpoint, reference: Mapping[str, Any]) -> None:
-    """`reference` is `{"optim": {name: {state name: value}}, "groups": [...]}`."""
+def assert_optimizer(checkpoint: Checkpoint, reference: Mapping[str, Any], step: int | None = None) -> None:
+    """`reference` is `{"optim": {name: {state name: value}}, "groups": [...]}`.
+
+    Args:
+        step: that of all parameters, where it is beside the state in `reference`, whose groups list none.
+    """
     state = checkpoint.optimizer
     assert state is not None
     assert set(state.state) == set(reference["optim"])
     for name, values in reference["optim"].items():
-        assert set(state.state[name]) == set(values)
-        for what, value in values.items():
+        expected = values if step is None else {"step": step, **values}
+        assert set(state.state[name]) == set(expected)
+        for what, value in expected.items():
             ours = state.state[name][what]
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and (value.ndim or step is None):
                 assert isinstance(ours, Tensor)
                 assert_same(ours, value)
             else:
-                assert ours == value
+                assert (ours.read().item() if isinstance(ours, Tensor) else ours) == value
+    if step is not None:
+        assert sorted(name for group in state.param_groups for name in group["params"]) == sorted(state.state)
+        if all(group.keys() == {"params"} for group in state.param_groups):  # DeepSpeed's elastic form
+            return
     for ours_group, theirs in zip(state.param_groups, reference["groups"], strict=True):
-        assert {k: list(v) if isinstance(v, tuple) else v for k, v in theirs.items()} == ours_group
+        listed = {"params": ours_group["params"]} if step is not None else {}
+        plain = {key: list(value) if isinstance(value, tuple) else value for key, value in theirs.items()}
+        assert {**plain, **listed} == ours_group

@@ -34,6 +34,17 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+def odd_buffers(module: nn.Module, dtype: torch.dtype = torch.float16) -> None:
+    """Buffers of every kind, and one that no checkpoint has."""
+    module.register_buffer("counts", torch.tensor([1, -(1 << 62), 3]))
+    module.register_buffer("tracked", torch.tensor(1 << 40))
+    module.register_buffer("scale", torch.tensor(0.1))
+    module.register_buffer("mask", torch.tensor([True, False, True, True, False]))
+    module.register_buffer("table", torch.randn(3, 4).to(dtype))
+    module.register_buffer("empty", torch.zeros(0, 4))
+    module.register_buffer("scratch", torch.zeros(2), persistent=False)
+
+
 class Odd(nn.Module):
     """Sizes that no world size divides, several types, buffers of every kind, tied embeddings."""
 
@@ -45,13 +56,7 @@ class Odd(nn.Module):
         self.brain = nn.Linear(13, 5, dtype=torch.bfloat16)
         self.lm_head = nn.Linear(6, 7, bias=False)
         self.lm_head.weight = self.embed_tokens.weight
-        self.register_buffer("counts", torch.tensor([1, -(1 << 62), 3]))
-        self.register_buffer("tracked", torch.tensor(1 << 40))
-        self.register_buffer("scale", torch.tensor(0.1))
-        self.register_buffer("mask", torch.tensor([True, False, True, True, False]))
-        self.register_buffer("table", torch.randn(3, 4).half())
-        self.register_buffer("empty", torch.zeros(0, 4))
-        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+        odd_buffers(self)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden = self.embed_tokens(tokens)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gpu.zero.runtime import import_deepspeed
-from tests.converters.make_dcp import launch
+from tests.converters.make_dcp import launch, odd_buffers
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -42,13 +42,7 @@ class Odd(nn.Module):
         self.last = nn.Linear(5, 3)
         self.lm_head = nn.Linear(6, 7, bias=False)
         self.lm_head.weight = self.embed_tokens.weight
-        self.register_buffer("counts", torch.tensor([1, -(1 << 62), 3]))
-        self.register_buffer("tracked", torch.tensor(1 << 40))
-        self.register_buffer("scale", torch.tensor(0.1))
-        self.register_buffer("mask", torch.tensor([True, False, True, True, False]))
-        self.register_buffer("table", torch.randn(3, 4))
-        self.register_buffer("empty", torch.zeros(0, 4))
-        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+        odd_buffers(self, torch.float32)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden = self.embed_tokens(tokens)

@@ -123,7 +123,7 @@ class Mixture(nn.Module):
 
 
 def experts(rank: int, world: int, out: Path) -> None:
-    """Two expert parallel ranks of two data parallel ones; neighbours have different experts, or the same."""
+    """Two expert parallel ranks of two data parallel ones; neighbors have different experts, or the same."""
     from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
     from deepspeed.utils import groups
 

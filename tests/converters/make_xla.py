@@ -34,7 +34,7 @@ from torch_xla.distributed.fsdp import XlaFullyShardedDataParallel, checkpoint_m
 from torch_xla.distributed.fsdp.state_dict_utils import consolidate_sharded_model_checkpoints
 from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel
 
-from tests.converters.make_dcp import in_forks
+from tests.converters.make_dcp import in_forks, odd_buffers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -70,12 +70,7 @@ class Odd(nn.Module):
             self.scalar = nn.Parameter(torch.tensor(0.25))
         self.lm_head = nn.Linear(6, 29, bias=False)
         self.lm_head.weight = self.embed_tokens.weight
-        self.register_buffer("tracked", torch.tensor(1 << 40))
-        self.register_buffer("scale", torch.tensor(0.1))
-        self.register_buffer("mask", torch.tensor([True, False, True, True, False]))
-        self.register_buffer("table", torch.randn(3, 4).half())
-        self.register_buffer("empty", torch.zeros(0, 4))
-        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+        odd_buffers(self)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         hidden = self.embed_tokens(tokens)

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import shutil
 from contextlib import redirect_stderr, redirect_stdout
+from functools import partial
 from typing import TYPE_CHECKING
 
 from filelock import FileLock
@@ -41,16 +42,17 @@ def once(name: str, tmp_path_factory: pytest.TempPathFactory, fill: Callable[[Pa
 
 def written_by(maker: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What `main(folder)` of the module `tests.converters.<maker>` makes, one for all workers."""
+    return once(maker, tmp_path_factory, partial(make, maker))
 
-    def fill(out: Path) -> None:
-        log = out.with_suffix(".log")
-        context = multiprocessing.get_context("forkserver")
-        process = context.Process(target=write, args=(f"tests.converters.{maker}", out, log))
-        process.start()
-        process.join()
-        assert process.exitcode == 0, log.read_text(errors="replace")[-4000:]
 
-    return once(maker, tmp_path_factory, fill)
+def make(maker: str, out: Path) -> None:
+    """Call `main(out)` of the module `tests.converters.<maker>`."""
+    log = out.with_suffix(".log")
+    context = multiprocessing.get_context("forkserver")
+    process = context.Process(target=write, args=(f"tests.converters.{maker}", out, log))
+    process.start()
+    process.join()
+    assert process.exitcode == 0, log.read_text(errors="replace")[-4000:]
 
 
 def write(module: str, out: Path, log: Path) -> None:

@@ -111,7 +111,7 @@ def test_params_of_one_hash(tmp_path: Path) -> None:
     torch.save({"a": torch.zeros(2)}, tmp_path / "pytorch_model.bin")
     groups = [{"params": [7 + i * SAME_HASH for i in range(60_000)]}]
     torch.save({"state": {}, "param_groups": groups}, tmp_path / "optimizer.bin")
-    with quick(), pytest.raises(CheckpointError, match="not distinct names or numbers"):
+    with quick(), pytest.raises(CheckpointError, match="not names or numbers"):
         _ = open_checkpoint(tmp_path).optimizer
 
 

@@ -37,7 +37,7 @@ def cast(values: np.ndarray[Any, Any], source: str, target: str) -> np.ndarray[A
 
 
 def hard_cases() -> np.ndarray[Any, Any]:
-    """Ties of bfloat16, and their neighbours in float64; subnormals, limits, infinities, NaN."""
+    """Ties of bfloat16, and their neighbors in float64; subnormals, limits, infinities, NaN."""
     rng = np.random.default_rng(0)
     bits = rng.integers(0, 1 << 16, 4000).astype(np.uint32) << 16
     ties = (bits | 0x8000).view(np.float32).astype(np.float64)
@@ -83,7 +83,7 @@ def test_as_torch_casts(source: str, target: str) -> None:
     assert np.array_equal(ours, theirs, equal_nan=True)
 
 
-def test_scales_of_quantised_weights_keep_their_dtype_and_losses_are_told(
+def test_scales_of_quantized_weights_keep_their_dtype_and_losses_are_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Modules of FP8, GPTQ and bitsandbytes; another module with numbers in it is cast."""

@@ -19,8 +19,7 @@ import tqdm
 
 from benchmarks.convert import sparse_checkpoint
 from converters.cli import main
-from tests.converters.compare import bits
-from tests.converters.test_dcp import load
+from tests.converters.compare import bits, load
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -13,30 +13,12 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from converters import CheckpointError, Tensor, open_checkpoint
-from tests.converters.compare import assert_model, assert_optimizer
+from tests.converters.compare import assert_model, load
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 RUNS = ("plain1", "ddp2", "fsdp2", "fsdp3")
-
-
-def load(path: Path) -> dict[str, Any]:
-    values: dict[str, Any] = torch.load(path, weights_only=False)
-    return values
-
-
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("writer", ["ours", "accelerate", "titan", "lightning", "app"])
-def test_every_writer_bit_for_bit(written: Path, run: str, writer: str) -> None:
-    name = f"{run}-{writer}"
-    suffix = "+pytorch_model_fsdp_0" if writer == "accelerate" else ""
-    reference = load(written / f"{name}{suffix}.ref.pt")
-    checkpoint = open_checkpoint(written / name)
-    assert checkpoint.format == "dcp"
-    assert checkpoint.metadata["world_size"] == int(run[-1])
-    assert_model(checkpoint, reference["model"])
-    assert_optimizer(checkpoint, reference)
 
 
 @pytest.mark.parametrize("run", RUNS)

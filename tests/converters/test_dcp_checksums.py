@@ -15,7 +15,7 @@ from converters import CheckpointError, item_checksums, open_checkpoint, write_s
 from converters.formats.dcp.checksums import CHECKSUMS
 from converters.formats.dcp.metadata import TensorEntry, read_metadata
 from converters.storage.folder import Folder
-from tests.converters.test_mutations import everything
+from tests.converters.compare import everything, refused
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -45,13 +45,6 @@ def swap(left: Path, right: Path) -> None:
     left.rename(away)
     right.rename(left)
     away.rename(right)
-
-
-def refused(folder: Path) -> str:
-    with pytest.raises(CheckpointError) as caught:
-        everything(open_checkpoint(folder))
-    assert str(folder) in str(caught.value)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["fsdp3-ours", "fsdp2-accelerate/pytorch_model_fsdp_0"])

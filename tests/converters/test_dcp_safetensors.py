@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import shutil
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
-import torch
 
 from converters import CheckpointError, open_checkpoint
-from tests.converters.compare import assert_model, assert_same
+from tests.converters.compare import assert_model, assert_same, load
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-
-def load(path: Path) -> dict[str, Any]:
-    values: dict[str, Any] = torch.load(path, weights_only=False)
-    return values
+    import torch
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -15,8 +15,7 @@ from converters.cli import main
 from converters.storage.bytes import Memory
 from converters.writers.conversion import Entry, PlannedFile, Trailer
 from converters.writers.torchzip_writer import pickle, saved, value_bytes
-from tests.converters.compare import assert_model, assert_optimizer, bits
-from tests.converters.test_dcp import load
+from tests.converters.compare import assert_model, assert_optimizer, bits, load
 from tests.converters.test_safetensors import WEIGHTS, model
 
 if TYPE_CHECKING:

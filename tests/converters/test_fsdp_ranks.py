@@ -7,33 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from converters import CheckpointError, open_checkpoint
 from converters.containers.pickle_reader import Instance
 from converters.formats.fsdp_ranks.flat import _units
 from converters.formats.fsdp_ranks.sharded import _cuts_of_layout
-from tests.converters.compare import assert_model, assert_optimizer
+from tests.converters.compare import assert_model, assert_optimizer, load
 
 SAMPLES = Path(__file__).parent / "rank_samples"
-RUNS = ("fsdp2-2", "fsdp2-3", "hybrid-4", "tensor-parallel-4", "meshes-4")
-RUNS1 = ("fsdp1-mesh-3", "fsdp1-plain-3", "fsdp1-originals-3")
-
-
-def load(path: Path) -> dict[str, Any]:
-    values: dict[str, Any] = torch.load(path, weights_only=False)
-    return values
-
-
-@pytest.mark.parametrize("run", [*RUNS, *RUNS1])
-def test_every_placement_bit_for_bit(written_ranks: Path, run: str) -> None:
-    reference = load(written_ranks / f"{run}.ref.pt")
-    checkpoint = open_checkpoint(written_ranks / run)
-    assert checkpoint.format == "fsdp-ranks"
-    assert checkpoint.metadata["world_size"] == int(run[-1])
-    assert checkpoint.counters == {"lr_scheduler.last_epoch": 0}
-    assert_model(checkpoint, reference["model"])
-    assert_optimizer(checkpoint, reference)
 
 
 @pytest.mark.parametrize("run", ["tensor-parallel-4", "meshes-4"])
@@ -107,18 +88,6 @@ def test_what_is_refused_by_name(written_ranks: Path, tmp_path: Path) -> None:
         open_checkpoint(folder)
     shutil.copy(written_ranks / "fsdp2-2" / "model_world_size_2_rank_0.pt", folder)
     with pytest.raises(CheckpointError, match="files of two runs"):
-        open_checkpoint(folder)
-
-
-def test_another_run_of_the_same_size_does_not_mix(written_ranks: Path, tmp_path: Path) -> None:
-    """A plain tensor that should be equal on all ranks is compared."""
-    folder = tmp_path / "ranks"
-    shutil.copytree(written_ranks / "fsdp2-2", folder)
-    path = folder / "model_world_size_2_rank_1.pt"
-    state = torch.load(path, weights_only=False)
-    state["counts"][0] += 1
-    torch.save(state, path)
-    with pytest.raises(CheckpointError, match="counts: not sharded, and rank 1 has another value of it"):
         open_checkpoint(folder)
 
 

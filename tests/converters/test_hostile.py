@@ -21,8 +21,8 @@ from converters import Checkpoint, CheckpointError, Tensor, open_checkpoint, wri
 from converters.cli import main
 from converters.names.canonical import plain_names
 from converters.storage.bytes import Memory
-from converters.storage.guarded import read_small
 from converters.storage.path_or_url import place
+from converters.storage.safe_open import read_small
 from converters.writers import replace_folder as exchange_module
 from converters.writers.draft import check_output, new_folder
 from converters.writers.replace_folder import exchange
@@ -360,8 +360,8 @@ def test_the_source_is_not_replaced_under_another_name(
 
 
 def replace(target: Path, content: str) -> None:
-    with new_folder(target, needed=0, overwrite=True) as folder:
-        (folder / "config.json").write_text(content)
+    with new_folder(target, needed=0, overwrite=True) as output:
+        (output.folder / "config.json").write_text(content)
 
 
 def test_the_folder_is_there_all_the_while(tmp_path: Path) -> None:

@@ -241,7 +241,7 @@ def test_rounds_once_to_the_dtype_of_the_base(kind: str, dtype: str, tmp_path: P
 
 
 def ordered(value: torch.Tensor) -> torch.Tensor:
-    """Integers in the order of the 16-bit floats; neighbours differ by one."""
+    """Integers in the order of the 16-bit floats; neighbors differ by one."""
     bits = value.contiguous().view(torch.int16).to(torch.int32)
     return torch.where(bits < 0, -(bits & 0x7FFF), bits)
 

@@ -12,11 +12,12 @@ import shutil
 import zlib
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
-from converters import Checkpoint, CheckpointError, Tensor, open_checkpoint
+from converters import CheckpointError, open_checkpoint
+from tests.converters.compare import everything
 from tests.converters.samples import Sample, all_samples, parameters
 
 if TYPE_CHECKING:
@@ -24,22 +25,6 @@ if TYPE_CHECKING:
 
 SAMPLES = {sample.name: sample for sample in all_samples()}
 QUICK, LONG = 60, 1000
-
-
-def content(value: Any) -> Any:
-    return (value.dtype, value.shape, value.read().tobytes()) if isinstance(value, Tensor) else value
-
-
-def everything(checkpoint: Checkpoint) -> dict[str, Any]:
-    """All values that a conversion with `--optimizer` could write; a tied one under each of its names."""
-    tensors, aliases = checkpoint.tensors, checkpoint.aliases
-    found = {name: content(tensor) for name, tensor in tensors.items()}
-    found |= {alias: found[owner] for alias, owner in aliases.items()}
-    optimizer = checkpoint.optimizer
-    for name, state in optimizer.state.items() if optimizer else ():
-        found[f"state of {name}"] = {what: content(value) for what, value in state.items()}
-    found["groups"] = optimizer.param_groups if optimizer else None
-    return found
 
 
 class Damaged:

@@ -21,23 +21,6 @@ if TYPE_CHECKING:
 DATA = bytes(range(256)) * 5000
 
 
-def test_pieces_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced: list[int] = []
-    monkeypatch.setattr(os, "fsync", synced.append)
-    monkeypatch.setattr(outfile, "FLUSH_BYTES", 100_000)
-    path = tmp_path / "file"
-    file = OutputFile(path, pieces=2)
-    second, first = file.piece(700_000), file.piece(0)
-    second.write(DATA[700_000:])
-    second.finish()
-    assert not synced
-    first.write(memoryview(DATA)[:300_000])
-    first.write(DATA[300_000:700_000])
-    first.finish()
-    assert len(synced) == 1
-    assert path.read_bytes() == DATA
-
-
 def test_an_existing_file_is_never_touched(tmp_path: Path) -> None:
     write_file(tmp_path / "file", b"mine")
     with pytest.raises(FileExistsError):

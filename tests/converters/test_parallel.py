@@ -43,24 +43,6 @@ def test_every_job_runs_once_and_every_byte_counts() -> None:
     assert sum(told) == sum(range(100))
 
 
-def test_no_jobs() -> None:
-    in_parallel(iter(()), lambda _: None)
-
-
-def test_jobs_are_drawn_as_they_are_needed() -> None:
-    ahead = []
-
-    def jobs() -> Iterator[Job]:
-        for number in range(50):
-            started = len(ended)
-            ahead.append(number - started)
-            yield lambda _: ended.append(1)
-
-    ended: list[int] = []
-    in_parallel(jobs(), lambda _: None)
-    assert max(ahead) <= 3
-
-
 @pytest.mark.parametrize("where", ["in a job", "while drawing"])
 def test_the_first_error_ends_all(where: str) -> None:
     def fails(progress: Progress) -> None:
@@ -113,14 +95,3 @@ def test_threads_do_not_wait_for_one_file() -> None:
             attempts.append(time.perf_counter() - started)
         taken.append(min(attempts))
     assert taken[0] > 2.5 * taken[1], taken
-
-
-def test_by_turns_in_order_and_all() -> None:
-    groups = [
-        [f"{name}{i}" for i in range(count)] for name, count in (("a", 3), ("b", 0), ("c", 2), ("d", 1))
-    ]
-    jobs: Any = [iter(group) for group in groups]
-    drawn: Any = list(interleaved(jobs, 2))
-    assert drawn == ["a0", "a1", "c0", "a2", "c1", "d0"]
-    for group in groups:
-        assert [job for job in drawn if job in group] == group

@@ -22,18 +22,13 @@ from converters import CheckpointError, open_checkpoint
 from converters.cli import main
 from converters.names.module_order import MODEL_TYPES, module_order
 from tests.converters import make_peers
-from tests.converters.compare import assert_model, assert_optimizer, assert_same, bits
+from tests.converters.compare import assert_model, assert_optimizer, assert_same, bits, load
 from tests.converters.make_dcp import trained
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.ranks import RankPool
-
-
-def load(path: Path) -> dict[str, Any]:
-    values: dict[str, Any] = torch.load(path, weights_only=False)
-    return values
 
 
 @pytest.fixture(scope="module")

@@ -433,8 +433,8 @@ def test_verify_reads_what_the_store_holds(
 ) -> None:
     real = remote.Upload.write
 
-    def damaging(upload: remote.Upload, data: bytes) -> int:
-        return real(upload, bytes(data)[:-1] + b"?" if data and upload.tell() > 100_000 else data)
+    def damaging(upload: remote.Upload, data: bytes) -> None:
+        real(upload, bytes(data)[:-1] + b"?" if data and upload._bytes > 100_000 else data)
 
     monkeypatch.setattr(remote.Upload, "write", damaging)
     said = refused(capsys, s3.url("src"), s3.url("out"), "--verify")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import struct
 from typing import TYPE_CHECKING, Any
 
@@ -213,28 +212,3 @@ def test_index_must_agree_with_its_shards(tmp_path: Path) -> None:
     index.unlink()
     with pytest.raises(CheckpointError, match="several"):
         open_checkpoint(out)
-
-
-def test_random_header_mutations(tmp_path: Path) -> None:
-    """A flip in the data cannot be seen; one in the header or the length never crashes."""
-    source = model(tmp_path / "in")
-    path = source / "model.safetensors"
-    good = path.read_bytes()
-    end = 8 + struct.unpack("<Q", good[:8])[0]
-    rng = random.Random(0)
-    refused = 0
-    for _ in range(600):
-        bad = bytearray(good)
-        if rng.random() < 0.2:
-            bad = bad[: rng.randrange(len(bad))]
-        else:
-            bad[rng.randrange(end)] ^= 1 << rng.randrange(8)
-        path.write_bytes(bad)
-        try:
-            checkpoint = open_checkpoint(source)
-            for tensor in checkpoint.tensors.values():
-                tensor.read()
-        except CheckpointError as error:
-            assert "model.safetensors" in str(error)
-            refused += 1
-    assert refused > 300

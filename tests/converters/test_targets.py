@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from converters import CheckpointError, Tensor, open_checkpoint, write_checkpoint
 from converters.cli import main
-from tests.converters.compare import assert_model, assert_optimizer, assert_same, bits
+from tests.converters.compare import assert_model, assert_optimizer, assert_same, bits, load
 from tests.converters.make_ranks import Stack
 from tests.converters.making import written_by
 from tests.converters.test_dcp_writer import blank
@@ -20,11 +20,6 @@ from tests.converters.test_safetensors import WEIGHTS, model
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-
-def load(path: Path) -> dict[str, Any]:
-    values: dict[str, Any] = torch.load(path, weights_only=False)
-    return values
 
 
 @pytest.fixture(scope="session")

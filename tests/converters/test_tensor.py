@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from math import prod
 from typing import Any
@@ -71,40 +70,6 @@ def test_boxes_read_like_numpy(seed: int, monkeypatch: pytest.MonkeyPatch) -> No
         blocks = [block.copy() for block in tensor.blocks(size, set())]
         assert max(block.nbytes for block in blocks) <= max(size, array.itemsize)
         assert np.array_equal(np.concatenate(blocks), array.reshape(-1))
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_flat_pieces_cut_anywhere(seed: int) -> None:
-    rng = random.Random(seed)
-    shape = tuple(rng.randrange(1, 8) for _ in range(rng.randrange(0, 4)))
-    array = np.arange(prod(shape), dtype="<i4").reshape(shape)
-    numel = array.size
-    cuts = sorted([0, numel, *(rng.randrange(numel + 1) for _ in range(4))])
-    flat = array.reshape(-1)
-    pieces = [
-        (start, stop, Memory(b"pad" + flat[start:stop].tobytes()), 3)
-        for start, stop in itertools.pairwise(cuts)
-    ]
-    rng.shuffle(pieces)
-    tensor = Tensor.from_flat("t", "I32", shape, pieces)
-    assert np.array_equal(tensor.read(), array)
-    for _ in range(10):
-        index = tuple(slice(*sorted((rng.randrange(n + 1), rng.randrange(n + 1)))) for n in shape)
-        assert np.array_equal(tensor.read(index), array[index])
-
-
-def test_flat_gaps_and_overlaps_are_refused() -> None:
-    source = Memory(bytes(400))
-    for pieces, what in (
-        ([(0, 4, source, 0)], "4 to 6 are missing"),
-        ([(1, 6, source, 0)], "0 to 1 are missing"),
-        ([(0, 4, source, 0), (3, 6, source, 0)], "3 to 4 come twice"),
-        ([(0, 7, source, 0)], "6 to 7 come twice"),
-    ):
-        with pytest.raises(CheckpointError, match=what):
-            Tensor.from_flat("t", "F32", (2, 3), pieces)
-    with pytest.raises(CheckpointError, match="would end"):
-        Tensor.from_flat("t", "F32", (2, 3), [(0, 6, Memory(bytes(20)), 0)])
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import pickle
-import random
 import struct
 import zipfile
 from typing import TYPE_CHECKING, Any
@@ -92,27 +91,6 @@ def test_without_checksums(tmp_path: Path) -> None:
         torch.serialization.set_crc32_options(True)
     root = opened(tmp_path / "a.pt").load()
     assert_same(tensor(root["a"]), torch.arange(5))
-
-
-def test_every_flipped_byte_is_seen_or_harmless(tmp_path: Path) -> None:
-    value = torch.randn(64)
-    torch.save({"w": value}, tmp_path / "good.pt")
-    good = (tmp_path / "good.pt").read_bytes()
-    rng = random.Random(0)
-    path = tmp_path / "bad.pt"
-    refused = 0
-    for at in range(len(good)):
-        bad = bytearray(good)
-        bad[at] ^= 1 << rng.randrange(8)
-        path.write_bytes(bad)
-        try:
-            root = opened(path).load()
-            assert set(root) == {"w"}
-            assert_same(tensor(root["w"]), value)
-        except CheckpointError as error:
-            assert "bad.pt" in str(error)
-            refused += 1
-    assert refused > 256
 
 
 def test_other_zips_are_refused(tmp_path: Path) -> None:

@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import shutil
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from converters import CheckpointError, open_checkpoint
-from tests.converters.compare import assert_model, assert_optimizer
+from tests.converters.compare import assert_model
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
-@pytest.mark.parametrize("run", ["spmd", "spmd-primed"])
-def test_spmd_bit_for_bit(written_xla: Path, run: str) -> None:
-    reference: dict[str, Any] = torch.load(written_xla / f"{run}.ref.pt", weights_only=False)
+@pytest.mark.parametrize(
+    ("run", "cut"),
+    [
+        ("spmd-primed", {(0, 0), (0, 7), (3, 0), (3, 7)}),
+        ("spmd", {(0, 0), (0, 4), (0, 8), (0, 12)}),
+    ],
+)
+def test_pieces_are_those_of_the_devices(written_xla: Path, run: str, cut: set[tuple[int, int]]) -> None:
     checkpoint = open_checkpoint(written_xla / run)
-    assert checkpoint.format == "dcp"
     assert checkpoint.aliases == {"lm_head.weight": "embed_tokens.weight"}
-    assert_model(checkpoint, reference["model"])
-    assert_optimizer(checkpoint, reference)
-    cut = {box.offsets for box in checkpoint.tensors["layers.0.down.weight"].boxes}
-    assert cut == (
-        {(0, 0), (0, 7), (3, 0), (3, 7)} if run == "spmd-primed" else {(0, 0), (0, 4), (0, 8), (0, 12)}
-    )
+    assert {box.offsets for box in checkpoint.tensors["layers.0.down.weight"].boxes} == cut
 
 
 def test_a_missing_file_is_refused(written_xla: Path, tmp_path: Path) -> None:

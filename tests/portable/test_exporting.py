@@ -199,7 +199,7 @@ def test_in_a_store_a_kill_loses_and_leaves_nothing(
     else:  # of the marker, after that of what was moved
         s3.fail(status=403, method="POST", query="delete", every=2, times=1)
     with monkeypatch.context() as patch, pytest.raises(UserError):
-        patch.setattr(remote_output._Draft, "discard", lambda _: None)
+        patch.setattr(remote_output.StoreOutput, "discard", lambda _: None)
         export(checkpoint, RemotePath.of(s3.url("run/final")))
     s3.heal()
     assert INCOMPLETE in s3.names("run/final/")
@@ -218,13 +218,13 @@ def test_what_appears_while_a_store_is_written_is_not_replaced(
     final = RemotePath.of(s3.url("run/final"))
     export(checkpoint, final)
     whole = s3.tree("run/final")
-    commit = remote_output._Draft.commit
+    commit = remote_output.StoreOutput.commit
 
-    def late(draft: remote_output._Draft) -> None:
+    def late(draft: remote_output.StoreOutput) -> None:
         s3.put("run/final/README.md", b"late")
         commit(draft)
 
-    monkeypatch.setattr(remote_output._Draft, "commit", late)
+    monkeypatch.setattr(remote_output.StoreOutput, "commit", late)
     with pytest.raises(UserError, match=r"README.md: appeared while .* nothing was replaced"):
         export(checkpoint, final)
     assert s3.tree("run/final") == {**whole, "README.md": b"late"}

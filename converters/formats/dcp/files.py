@@ -1,9 +1,11 @@
-"""The files of a DCP folder, recognised by name."""
+"""The files of a DCP folder, recognized by name."""
 
 from __future__ import annotations
 
 import re
 from typing import TYPE_CHECKING
+
+from converters.storage.places import names_in
 
 if TYPE_CHECKING:
     from converters.storage.path_or_url import Place
@@ -14,11 +16,8 @@ _METADATA = re.compile(r"(?:__\d+)?\.metadata")
 
 def metadata_files(folder: Place) -> list[str]:
     """The names of the metadata files in `folder`; empty where it is no complete DCP folder."""
-    try:
-        names = [entry.name for entry in folder.iterdir() if _METADATA.fullmatch(entry.name)]
-    except OSError:
-        return []
-    return [".metadata"] if ".metadata" in names else sorted(names)
+    names = [name for name in names_in(folder) if _METADATA.fullmatch(name)]
+    return [".metadata"] if ".metadata" in names else names
 
 
 def is_metadata_file(path: Place) -> bool:

@@ -26,9 +26,9 @@ from converters.containers.torchzip import MEMORY_FORMATS, TORCH_STANDINS
 from converters.errors import CheckpointError
 from converters.formats.dcp.checksums import read_checksums
 from converters.formats.dcp.files import metadata_files
-from converters.names.canonical import MAX_TENSOR_NAME
+from converters.limits import MAX_PATH, MAX_TENSOR_NAME
 from converters.tensors.dtypes import FROM_TORCH
-from converters.tensors.tensor import MAX_DIMS
+from converters.tensors.tensor import is_shape
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 
 Dims = tuple[int, ...]
 
-# Nesting of dicts and lists.
-_MAX_PATH = 64
 _CLASSES = "torch.distributed.checkpoint."
 _MEMBERS = {f"{_CLASSES}metadata._MEM_FORMAT_ENCODING": MEMORY_FORMATS}
 _STANDINS: Mapping[str, Standin | None] = {
@@ -184,19 +182,15 @@ def _table(fields: dict[str, Any], name: str, where: str) -> dict[Any, Any]:
 
 
 def _dims(value: Any, what: str, where: str) -> Dims:
-    if (
-        isinstance(value, tuple)
-        and len(value) <= MAX_DIMS
-        and all(type(item) is int and 0 <= item < 1 << 63 for item in value)
-    ):
-        return value
+    if is_shape(value):
+        return tuple(value)
     raise CheckpointError(f"{where}: damaged, {what} is not a size")
 
 
 def _path(path: Any, key: str, where: str) -> KeyPath:
     # The key is the path joined with dots, so each verifies the other.
     named = isinstance(path, tuple) and path and all(type(part) is str or is_index(part) for part in path)
-    if named and len(path) <= _MAX_PATH and ".".join(map(str, path)) == key:
+    if named and len(path) <= MAX_PATH and ".".join(map(str, path)) == key:
         return tuple(path)
     raise CheckpointError(f"{where}: damaged, the path of {key!r} does not match it")
 

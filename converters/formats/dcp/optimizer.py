@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import OptimizerState, ParamGroups, Scalar
 from converters.containers.pickle_reader import plain
-from converters.errors import CheckpointError, OptimizerStateError
+from converters.errors import CheckpointError
 from converters.names.canonical import Path, Roles, is_number, known_name
-from converters.names.index_keys import candidates_of, fit_in_order
+from converters.names.index_keys import candidates_of, check_listed, names_of_indices
 from converters.tensors.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -53,33 +53,13 @@ def build_optimizer(
         return OptimizerState(state, groups)
     listed = groups()
     keys = [group["params"] for group in listed] if listed else [sorted(state, key=int)]
-    names = _by_index(state, keys, order or list(tensors), tensors, where)
+    check_listed(keys, state, f"{where}: the optimizer")
+    shapes = {key: _moment_shape(values) for key, values in state.items()}
+    candidates = candidates_of(order or list(tensors), tensors)
+    names = names_of_indices(keys, shapes, candidates, f"{where}: the optimizer")
     for group in listed:
         group["params"] = [names[key] for key in group["params"]]
     return OptimizerState({names[index]: value for index, value in state.items()}, listed)
-
-
-def _by_index(
-    state: State,
-    keys: Sequence[Sequence[str]],
-    order: Sequence[str],
-    tensors: Mapping[str, Tensor],
-    where: str,
-) -> dict[str, str]:
-    """Index -> name, for an optimizer that counts parameters in module order."""
-    flat = [key for group in keys for key in group]
-    if len(set(flat)) != len(flat) or not set(state) <= set(flat):
-        raise CheckpointError(
-            f"{where}: damaged, the optimizer's groups do not list the parameters of its state"
-        )
-    wanted = [[_moment_shape(state.get(key, {})) for key in group] for group in keys]
-    places = fit_in_order(candidates_of(order, tensors), wanted)
-    if not isinstance(places, dict):
-        why = (
-            "fits the model's parameters in several ways" if places else "does not fit the model's parameters"
-        )
-        raise OptimizerStateError(f"{where}: the optimizer's state is keyed by index and {why}")
-    return {keys[group][at]: name for name, (group, at) in places.items()}
 
 
 def _moment_shape(values: Mapping[str, Tensor | Scalar]) -> tuple[int, ...] | None:

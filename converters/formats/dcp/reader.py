@@ -13,7 +13,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import Checkpoint, Scalar
-from converters.companions import find_companions, trainer_metadata
+from converters.config_and_tokenizer_files import find_companions, trainer_metadata
 from converters.containers.pickle_reader import shown
 from converters.containers.torchzip import StoredTensor, TorchZip
 from converters.errors import CheckpointError, OptimizerStateError, blame
@@ -33,12 +33,13 @@ from converters.formats.torch_save.reader import in_order
 from converters.names.canonical import assign_roles, paths_without_nesting, plain_names
 from converters.storage.bytes import Memory
 from converters.storage.folder import Folder
-from converters.storage.guarded import child
+from converters.storage.places import names_in
+from converters.storage.safe_open import child
 from converters.tensors.dtypes import itemsize
 from converters.tensors.tensor import Box, Tensor, View
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from converters.checkpoint import Aliases, OptimizerState
     from converters.names.canonical import Path as KeyPath
@@ -59,10 +60,6 @@ def _folders(path: Place) -> list[Place]:
     return [child(path, folder.name) for folder in pair if metadata_files(folder)]
 
 
-def _detect(source: Source) -> bool:
-    return bool(_folders(source.path))
-
-
 def _incomplete(source: Source) -> str | None:
     path = source.path
     if path.is_file() and (path.suffix == ".distcp" or is_metadata_file(path)):
@@ -73,12 +70,12 @@ def _incomplete(source: Source) -> str | None:
     return None
 
 
-def _open(source: Source) -> Checkpoint:
+def _open(source: Source, folders: Sequence[Place]) -> Checkpoint:
     where = str(source.path)
     if (source.path / f"{_MODEL_FOLDER}1").is_dir():
         raise CheckpointError(f"{where}: holds several models; give one of its {_MODEL_FOLDER}* folders")
     entries: dict[str, Entry] = {}
-    for path in _folders(source.path):
+    for path in folders:
         for key, entry in read_metadata(Folder(path, verify=source.verify)).items():
             if entries.setdefault(key, entry) is not entry:
                 raise CheckpointError(f"{path}: the key {key!r} is stored twice")
@@ -111,7 +108,7 @@ def _open(source: Source) -> Checkpoint:
         root=source.path,
         tensors=tensors,
         optimizer=optimizer,
-        metadata={**_metadata(source.path), "other_keys": roles.other},
+        metadata={**_metadata(folders), **trainer_metadata(source.path), "other_keys": roles.other},
         companions=find_companions(source.path),
         counters=lambda: _counters(roles.other, paths, entries),
     )
@@ -123,12 +120,11 @@ def read_tensors(folder: Place) -> dict[str, Tensor]:
     return {key: _tensor(entry, key) for key, entry in entries if isinstance(entry, TensorEntry)}
 
 
-def _metadata(path: Place) -> dict[str, Any]:
-    """The number of writers, and this project's `trainer_state.json`."""
-    names = [entry.name for folder in _folders(path) for entry in folder.iterdir()]
+def _metadata(folders: Sequence[Place]) -> dict[str, Any]:
+    """The number of writers."""
+    names = [name for folder in folders for name in names_in(folder)]
     ranks = {match[1] for name in names if (match := re.fullmatch(r"__(\d+)_\d+\.distcp", name))}
-    found: dict[str, Any] = {"world_size": len(ranks)} if ranks else {}
-    return {**found, **trainer_metadata(path)}
+    return {"world_size": len(ranks)} if ranks else {}
 
 
 def _counters(
@@ -216,11 +212,11 @@ def _state(entry: Entry, name: str) -> Tensor | Scalar | None:
 
 FORMAT = Format(
     "dcp",
-    _detect,
+    lambda source: _folders(source.path) or None,
     _open,
     _incomplete,
     written_by="this project, torchtitan, `torch.distributed.checkpoint`, Accelerate and the Trainer under "
     "FSDP (`SHARDED_STATE_DICT`), Lightning's sharded form, PyTorch/XLA SPMD",
-    recognised_by="`.metadata`, or one `__<rank>.metadata` per rank; `pytorch_model_fsdp_0/` with "
+    recognized_by="`.metadata`, or one `__<rank>.metadata` per rank; `pytorch_model_fsdp_0/` with "
     "`optimizer_0/`",
 )

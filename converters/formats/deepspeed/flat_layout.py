@@ -3,7 +3,12 @@
 Stages 1 and 2 lay a group's parameters end to end, pad, and give each rank an equal slice. Stage 3 partitions
 each parameter on its own: rank r holds elements [r * n, (r + 1) * n) with n = ceil(numel / world).
 
-Source: deepspeed/runtime/zero/stage_1_and_2.py and stage3.py, deepspeed/utils/zero_to_fp32.py.
+With ZeRO-3 on NVMe, a checkpoint has copies of the swap files beside its rank files. One holds one flat
+buffer of one sub-group of one rank, padded to whole blocks, with no checksum. Its name has the numbers of the
+first and last parameter of the sub-group, counted in the model's order.
+
+Source: deepspeed/runtime/zero/stage_1_and_2.py and stage3.py, deepspeed/utils/zero_to_fp32.py;
+deepspeed/runtime/swap_tensor/optimizer_utils.py, deepspeed/runtime/engine.py (`save_checkpoint`).
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from converters.errors import CheckpointError
+from converters.limits import MAX_COUNT
 from converters.storage.bytes import Joined, Slice
 from converters.tensors.dtypes import itemsize
 from converters.tensors.tensor import Tensor
@@ -22,8 +28,13 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from converters.containers.torchzip import StoredTensor
-    from converters.formats.deepspeed.rank_files import Shapes
     from converters.storage.bytes import Source, Touched
+    from converters.storage.folder import Folder
+
+Shapes = dict[str, tuple[int, ...]]
+"""Parameter -> shape, in the order of a flat group."""
+
+_SWAPPED = "offloaded_tensors"
 
 
 @dataclass(frozen=True)
@@ -223,3 +234,29 @@ def check_distinct(pieces: Sequence[StoredTensor], where: str) -> None:
         for (_, stop), (start, _) in pairwise(taken):
             if start < stop:
                 raise CheckpointError(f"{where}: damaged, two flat groups share bytes")
+
+
+class SwapFiles:
+    """The swap files of one checkpoint; `order` lists the model's parameters, frozen ones included."""
+
+    def __init__(self, folder: Folder, order: Sequence[str]) -> None:
+        self.folder = folder
+        self.numbers = {name: number for number, name in enumerate(order)}
+
+    def piece(self, rank: int, layout: WholeParameters, dtype: str, state: str = "") -> Piece:
+        """A rank's flat masters, or its flat optimizer state `state`.
+
+        Raises:
+            CheckpointError: the swap file is missing, or its size is not that of the sub-group.
+        """
+        names = list(layout.shapes)
+        ends = [self.numbers.get(name) for name in (names[0], names[-1])]
+        label = f"{state}-" if state else ""
+        name = f"{_SWAPPED}/rank{rank:02d}/{label}{ends[0]}_{ends[1]}.tensor.swp"
+        if None in ends or not (self.folder.path / name).is_file():
+            raise CheckpointError(f"{self.folder.path / name}: missing; it holds values offloaded to NVMe")
+        file = self.folder.file(name)
+        nbytes = layout.length * itemsize(dtype)
+        if not nbytes <= file.nbytes < nbytes + MAX_COUNT:
+            raise CheckpointError(f"{file.path}: has {file.nbytes} bytes, its sub-group takes {nbytes}")
+        return Piece(dtype, layout.length, file.span(0, nbytes, what="the swap file"))

@@ -24,7 +24,7 @@ from converters.tensors.tensor import Tensor
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from converters.formats.deepspeed.nvme_swap import SwapFiles
+    from converters.formats.deepspeed.flat_layout import SwapFiles
 
 State = dict[str, dict[str, Tensor | Scalar]]
 _BASE, _OPTIMIZER = "base_optimizer_state", "optimizer_state_dict"

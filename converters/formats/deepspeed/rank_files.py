@@ -10,21 +10,28 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from converters.checkpoint import Checkpoint
+from converters.config_and_tokenizer_files import find_companions, trainer_metadata
 from converters.containers.pickle_reader import Instance, members_of, plain, shown
 from converters.containers.torchzip import StoredTensor, TorchZip
 from converters.errors import CheckpointError
-from converters.tensors.tensor import MAX_DIMS
+from converters.formats.deepspeed.flat_layout import WholeParameters, join, piece_of
+from converters.formats.torch_save.optimizer import as_tensor
+from converters.limits import MAX_COUNT
+from converters.names.canonical import plain_names
+from converters.storage.places import names_in
+from converters.tensors.tensor import is_shape
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
+    from converters.checkpoint import Aliases, OptimizerState
     from converters.containers.pickle_reader import Standin
+    from converters.formats.deepspeed.flat_layout import Shapes
     from converters.storage.folder import Folder
     from converters.storage.path_or_url import Place
+    from converters.tensors.tensor import Tensor
 
-Shapes = dict[str, tuple[int, ...]]
-# No run has more tensor or pipeline parallel ranks.
-_MAX_DEGREE = 1 << 20
 
 _OPTIM = re.compile(
     r"(?P<prefix>bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt"
@@ -84,12 +91,8 @@ def find_names(path: Place) -> Names | None:
     Raises:
         CheckpointError: files of two runs.
     """
-    try:
-        entries = sorted(entry.name for entry in path.iterdir())
-    except OSError:
-        return None
     optim, model, experts, layers = [], [], [], []
-    for name in entries:
+    for name in names_in(path):
         if found := _OPTIM.fullmatch(name):
             optim.append((found, name))
         elif found := _MODEL.fullmatch(name):
@@ -182,7 +185,7 @@ class ModelFile:
         if not isinstance(dims, dict):
             dims = {"pp_degree" if self.pipeline else "tp_degree": total}
         found = dims.get("tp_degree", 1), dims.get("pp_degree", 1)
-        if any(type(n) is not int or not 0 < n < _MAX_DEGREE for n in found) or prod(found) != total:
+        if any(type(n) is not int or not 0 < n < MAX_COUNT for n in found) or prod(found) != total:
             raise CheckpointError(
                 f"{self.where}: damaged, its tensor and pipeline parallel degrees are {shown(found[0])} and "
                 f"{shown(found[1])} of {total}"
@@ -255,6 +258,111 @@ def read_optim(folder: Folder, name: str) -> OptimFile:
     return OptimFile(where, state, content.get("ds_version"), config if isinstance(config, dict) else {})
 
 
+@dataclass(frozen=True)
+class Weights:
+    """Masters, frozen parameters and buffers by name; alias -> owner."""
+
+    tensors: dict[str, Tensor]
+    aliases: dict[str, str]
+
+
+def with_model_states(
+    masters: dict[str, Tensor], files: Sequence[ModelFile], module: Mapping[str, Any], stage: int, world: int
+) -> Weights:
+    """The masters, and what the model states alone hold: frozen parameters, ties and buffers.
+
+    Args:
+        files: of all ranks that have one.
+        module: the pickled weights, by their names in the whole model.
+
+    Raises:
+        CheckpointError: a frozen parameter or a buffer is missing, or a tie contradicts the weights.
+    """
+    model = files[0]
+    tensors = {**masters, **_frozen(files, stage, world)}
+    aliases: dict[str, str] = {}
+    for alias, owner in model.shared.items():
+        # Parameters without elements share an address without being tied.
+        if owner not in tensors or not tensors[owner].numel:
+            continue
+        if alias in tensors:
+            raise CheckpointError(f"{model.where}: {alias!r} is tied to {owner!r} and also stored")
+        stored = model.module.get(alias)
+        if stage < 3 and isinstance(stored, StoredTensor) and stored.shape != tensors[owner].shape:
+            raise CheckpointError(f"{model.where}: {alias!r} is tied to {owner!r}, which has another shape")
+        aliases[alias] = owner
+    for name, value in module.items():
+        if name in tensors or name in aliases or not isinstance(value, StoredTensor):
+            continue
+        if stage == 3 and name not in model.buffers and not prod(value.shape):
+            raise CheckpointError(f"{model.where}: names {name!r}, whose values were not saved")
+        tensors[name] = as_tensor(value, name)
+    missing = next((name for name in model.buffers if name not in tensors and name not in aliases), None)
+    if missing is not None:
+        raise CheckpointError(f"{model.where}: the buffer {missing!r} is named but missing")
+    return Weights(tensors, aliases)
+
+
+def _frozen(files: Sequence[ModelFile], stage: int, world: int) -> dict[str, Tensor]:
+    """Parameters outside the optimizer: whole below stage 3, else one fragment per rank."""
+    model = files[0]
+    made: dict[str, Tensor] = {}
+    frozen = model.frozen or {}
+    for file in files:
+        check_same(file.where, "frozen parameters", set(file.fragments), set(frozen))
+    for name, shape in frozen.items():
+        where = f"{model.where}: {name!r}"
+        if stage == 3:
+            pieces = [piece_of(flat(file.fragments[name], file.where)) for file in files]
+            made |= WholeParameters({name: shape}, world, where).tensors(join(pieces, where))
+        elif (stored := model.fragments[name]).shape == shape:
+            made[name] = as_tensor(stored, name)
+        else:
+            raise CheckpointError(f"{where}: is {list(stored.shape)}, recorded as {list(shape)}")
+    return made
+
+
+def checkpoint_of(
+    format: str,
+    root: Place,
+    folder: Place,
+    model: ModelFile,
+    weights: Weights,
+    optimizer: Callable[[], OptimizerState | None],
+    metadata: Mapping[str, Any],
+) -> Checkpoint:
+    """The checkpoint under plain names; `metadata` may hold values of any kind, of which some are kept."""
+    plain = plain_names(weights.tensors, where=str(folder))
+    short = dict(zip(weights.tensors, plain, strict=True))
+    aliases = plain_names(weights.aliases, where=str(folder))
+
+    def renamed(_: Aliases) -> OptimizerState | None:
+        found = optimizer()
+        return None if found is None else found.renamed(short)
+
+    known = {"step": model.count("global_steps"), "tag": folder.name, **metadata}
+    return Checkpoint(
+        format=format,
+        root=root,
+        tensors=plain,
+        aliases={alias: short[owner] for alias, owner in aliases.items()},
+        optimizer=renamed,
+        metadata={
+            **trainer_metadata(root),
+            **{key: value for key, value in known.items() if isinstance(value, (int, str))},
+        },
+        companions=find_companions(folder),
+        counters=model.counters,
+    )
+
+
+def ordered(value: Any) -> Any:
+    """Tables as lists, since their order is the layout."""
+    if isinstance(value, dict):
+        return list(value.items())
+    return [ordered(item) for item in value] if isinstance(value, list) else value
+
+
 def check_same(where: str, what: str, ours: Any, first: Any) -> None:
     """CheckpointError unless two files agree on a record that is equal on every rank of a run."""
     if ours != first:
@@ -313,11 +421,7 @@ def _names(value: Any, where: str) -> list[str]:
 def _shapes(value: Any, where: str) -> Shapes:
     shapes: Shapes = {}
     for name, shape in _dict(value, where).items():
-        if (
-            not isinstance(shape, tuple)
-            or len(shape) > MAX_DIMS
-            or any(type(n) is not int or not 0 <= n < 1 << 63 for n in shape)
-        ):
+        if not is_shape(shape):
             raise CheckpointError(f"{where}: the shape of {shown(name)} is not a shape")
-        shapes[str(name)] = shape
+        shapes[str(name)] = tuple(shape)
     return shapes

@@ -11,26 +11,23 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from converters.checkpoint import Aliases, Checkpoint, OptimizerState
-from converters.companions import find_companions, trainer_metadata
 from converters.containers.pickle_reader import shown
 from converters.errors import CheckpointError
 from converters.formats import Format, Source
-from converters.formats.deepspeed.experts import Experts
-from converters.formats.deepspeed.pipeline import Layers, optimizer_of_stages
-from converters.formats.deepspeed.rank_files import find_names, read_model
+from converters.formats.deepspeed.layer_files import Experts, Layers, optimizer_of_stages
+from converters.formats.deepspeed.rank_files import checkpoint_of, find_names, read_model
 from converters.formats.deepspeed.run import Run, check_same_run
 from converters.formats.deepspeed.tensor_parallel import INFO, Layout, merged_optimizer, merged_weights
 from converters.formats.deepspeed.unsharded import open_unsharded
-from converters.names.canonical import plain_names
 from converters.storage.folder import Folder
-from converters.storage.guarded import child, read_small
+from converters.storage.places import names_in
+from converters.storage.safe_open import child, read_small
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from converters.formats.deepspeed.rank_files import ModelFile, Names
-    from converters.formats.deepspeed.run import Weights
+    from converters.checkpoint import Checkpoint, OptimizerState
+    from converters.formats.deepspeed.rank_files import ModelFile, Names, Weights
     from converters.storage.path_or_url import Place
 
 LATEST = "latest"
@@ -76,20 +73,13 @@ def _shard_folder(source: Source) -> Place | None:
 
 def _tags(path: Place) -> list[str]:
     """The folders with rank files in `path`."""
-    try:
-        return sorted(entry.name for entry in path.iterdir() if entry.is_dir() and _holds(entry))
-    except OSError:
-        return []
+    return [name for name in names_in(path) if (path / name).is_dir() and _holds(path / name)]
 
 
 def _holds(path: Place) -> bool:
     """Whether `path` has rank files. A universal checkpoint has model files too, beside its `zero/`."""
     names = find_names(path)
     return names is not None and bool(names.optim or not (path / "zero").is_dir())
-
-
-def _detect(source: Source) -> bool:
-    return _shard_folder(source) is not None
 
 
 def _incomplete(source: Source) -> str | None:
@@ -107,18 +97,13 @@ def _refuse_several_models(given: Place, found: Place) -> None:
     """Accelerate saves several models into folders side by side; `latest` names only the last."""
     if given == found or not found.name.startswith(_ACCELERATE_MODEL):
         return
-    models = [
-        entry for entry in given.iterdir() if entry.name.startswith(_ACCELERATE_MODEL) and _holds(entry)
-    ]
-    if len(models) > 1:
+    if sum(name.startswith(_ACCELERATE_MODEL) for name in _tags(given)) > 1:
         raise CheckpointError(f"{given}: holds several models; give one of its {_ACCELERATE_MODEL}* folders")
 
 
-def _open(source: Source) -> Checkpoint:
-    path = _shard_folder(source)
-    names = find_names(path) if path is not None else None
-    if path is None or names is None:
-        raise CheckpointError(f"{source.path}: not a DeepSpeed checkpoint")
+def _open(source: Source, path: Place) -> Checkpoint:
+    names = find_names(path)
+    assert names is not None
     _refuse_several_models(source.path, path)
     if not names.model.get(0):
         raise CheckpointError(f"{path}: the model states are missing, only optimizer states were found")
@@ -187,35 +172,22 @@ def _degree(path: Place, names: Names, model: ModelFile) -> int:
 def _checkpoint(
     root: Place, runs: Sequence[Run], weights: Weights, optimizer: Callable[[], OptimizerState | None]
 ) -> Checkpoint:
-    """The checkpoint under plain names."""
     run = runs[0]
-    plain = plain_names(weights.tensors, where=run.where)
-    short = dict(zip(weights.tensors, plain, strict=True))
-    aliases = plain_names(weights.aliases, where=run.where)
-
-    def renamed(_: Aliases) -> OptimizerState | None:
-        found = optimizer()
-        return None if found is None else found.renamed(short)
-
-    return Checkpoint(
-        format="deepspeed",
-        root=root,
-        tensors=plain,
-        aliases={alias: short[owner] for alias, owner in aliases.items()},
-        optimizer=renamed,
-        metadata={**trainer_metadata(root), **run.metadata(), "world_size": run.world * len(runs)},
-        companions=find_companions(run.folder.path),
-        counters=run.model.counters,
-    )
+    about = {
+        "world_size": run.world * len(runs),
+        "ds_version": run.optim[0].version,
+        "zero_stage": run.stage,
+    }
+    return checkpoint_of("deepspeed", root, run.folder.path, run.model, weights, optimizer, about)
 
 
 FORMAT = Format(
     "deepspeed",
-    _detect,
+    _shard_folder,
     _open,
     _incomplete,
     tags=True,
     written_by="DeepSpeed ZeRO 0 to 3, alone or inside Accelerate and the Trainer; ZeRO with pipeline "
     "stages, experts (`MoE`), tensor parallel ranks (AutoTP) or MiCS",
-    recognised_by="`*_optim_states.pt` and `*_model_states.pt`; `latest`",
+    recognized_by="`*_optim_states.pt` and `*_model_states.pt`; `latest`",
 )

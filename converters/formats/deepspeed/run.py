@@ -6,59 +6,51 @@ those of the files.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 from converters.containers.pickle_reader import shown
-from converters.containers.torchzip import StoredTensor
 from converters.errors import CheckpointError
-from converters.formats.deepspeed.crosscheck import check_against_module
+from converters.formats.deepspeed.checks import check_against_module
 from converters.formats.deepspeed.flat_layout import (
     EqualSlices,
     Flat,
     Layout,
     Piece,
     Share,
+    SwapFiles,
     WholeParameters,
     check_distinct,
     join,
     piece_of,
 )
-from converters.formats.deepspeed.nvme_swap import SwapFiles
+from converters.formats.deepspeed.layer_files import TIED
 from converters.formats.deepspeed.optimizer import build_optimizer, optimizer_steps
 from converters.formats.deepspeed.rank_files import (
     ModelFile,
     OptimFile,
+    Weights,
     check_ranks,
     check_same,
     config_of,
     flat,
     fragment,
+    ordered,
     read_model,
     read_optim,
+    with_model_states,
 )
-from converters.formats.torch_save.optimizer import as_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from converters.checkpoint import OptimizerState
-    from converters.formats.deepspeed.experts import Experts
+    from converters.formats.deepspeed.layer_files import Experts
     from converters.storage.folder import Folder
     from converters.tensors.tensor import Tensor
 
-TIED = "tied_modules."
 _FP32_SLICES, _FP32_GROUPS = "single_partition_of_fp32_groups", "fp32_flat_groups"
-
-
-@dataclass(frozen=True)
-class Weights:
-    """Masters, frozen parameters and buffers by name; alias -> owner."""
-
-    tensors: dict[str, Tensor]
-    aliases: dict[str, str]
 
 
 class Run:
@@ -146,7 +138,7 @@ class Run:
         if self.world % count:
             raise CheckpointError(f"{where}: damaged, a group on {count} of {self.world} ranks")
         sets = self.world // count
-        # DeepSpeed's topologies: neighbouring ranks have different experts, or the same.
+        # DeepSpeed's topologies: neighboring ranks have different experts, or the same.
         together = self.optim[0].config.get("use_data_before_expert_parallelism") is True
         return [
             Share(
@@ -195,7 +187,7 @@ class Run:
             check_same(other.where, "ds_config", config_of(other.content), config)
             for record in ("global_steps", "skipped_steps", "global_samples", "dp_world_size"):
                 check_same(other.where, record, other.content.get(record), model.content.get(record))
-            check_same(other.where, "param_shapes", _ordered(other.groups), _ordered(model.groups))
+            check_same(other.where, "param_shapes", ordered(other.groups), ordered(model.groups))
             check_same(other.where, "frozen_param_shapes", other.frozen, model.frozen)
             check_same(other.where, "frozen parameters", set(other.fragments), set(model.fragments))
             check_same(other.where, "buffer_names", other.buffers, model.buffers)
@@ -318,30 +310,10 @@ class Run:
                     raise CheckpointError(f"{self.model.where}: {name!r} is in two parameter groups")
                 masters[name] = tensor
         compared = self.stage != 3 and self._check_module()
-        tensors = {**masters, **self._frozen()}
-        aliases = self._aliases(tensors)
-        module = self._module
-        others = [name for name in module if name not in tensors and name not in aliases]
-        if self.stage == 3:
-            lost = [
-                name
-                for name in others
-                if isinstance(value := module[name], StoredTensor)
-                and not prod(value.shape)
-                and name not in self.model.buffers
-            ]
-            if lost:
-                raise CheckpointError(f"{self.model.where}: names {lost[0]!r}, whose values were not saved")
-        for name in others:
-            value = module[name]
-            if isinstance(value, StoredTensor):
-                tensors[name] = as_tensor(value, name)
-        missing = [name for name in self.model.buffers if name not in tensors and name not in aliases]
-        if missing:
-            raise CheckpointError(f"{self.model.where}: the buffer {missing[0]!r} is named but missing")
+        weights = with_model_states(masters, self.models, self._module, self.stage, self.world)
         steps = optimizer_steps(self.stage, self.optim, len(self.shapes))
-        self._check_steps(steps, compared or len(tensors) == len(masters))
-        return Weights(tensors, aliases)
+        self._check_steps(steps, compared or len(weights.tensors) == len(masters))
+        return weights
 
     def optimizer(self) -> OptimizerState | None:
         """The optimizer's state and groups; None if the files hold none."""
@@ -368,40 +340,6 @@ class Run:
             )
         return compared > 0
 
-    def _frozen(self) -> dict[str, Tensor]:
-        """Parameters outside the optimizer: frozen, or without elements."""
-        frozen = self.model.frozen or {}
-        check_same(self.model.where, "frozen parameters", set(self.model.fragments), set(frozen))
-        made: dict[str, Tensor] = {}
-        for name, shape in frozen.items():
-            where = f"{self.model.where}: {name!r}"
-            if self.stage < 3:
-                stored = self.model.fragments[name]
-                if stored.shape != shape:
-                    raise CheckpointError(f"{where}: is {list(stored.shape)}, recorded as {list(shape)}")
-                made[name] = as_tensor(stored, name)
-                continue
-            pieces = [flat(model.fragments[name], model.where) for model in self.models]
-            whole = join([piece_of(piece) for piece in pieces], where)
-            made |= WholeParameters({name: shape}, self.world, where).tensors(whole)
-        return made
-
-    def _aliases(self, tensors: dict[str, Tensor]) -> dict[str, str]:
-        aliases = {}
-        for alias, owner in self.model.shared.items():
-            # Parameters without elements share an address without being tied.
-            if owner not in tensors or not tensors[owner].numel:
-                continue
-            if alias in tensors:
-                raise CheckpointError(f"{self.model.where}: {alias!r} is tied to {owner!r} and also stored")
-            stored = self.model.module.get(alias)
-            if self.stage < 3 and isinstance(stored, StoredTensor) and stored.shape != tensors[owner].shape:
-                raise CheckpointError(
-                    f"{self.model.where}: {alias!r} is tied to {owner!r}, which has another shape"
-                )
-            aliases[alias] = owner
-        return aliases
-
     def _check_steps(self, steps: int | None, compared: bool) -> None:
         """The optimizer's step must match the engine's, where no values were compared."""
         total, skipped = self.model.count("global_steps"), self.model.count("skipped_steps") or 0
@@ -411,17 +349,6 @@ class Run:
             raise CheckpointError(
                 f"{self.model.where}: is at step {total - skipped}, the optimizer states are at step {steps}"
             )
-
-    def metadata(self) -> dict[str, Any]:
-        """What the files record of the run, as far as it is there."""
-        metadata = {
-            "step": self.model.count("global_steps"),
-            "world_size": self.world,
-            "ds_version": self.optim[0].version,
-            "zero_stage": self.stage,
-            "tag": self.folder.path.name,
-        }
-        return {key: value for key, value in metadata.items() if isinstance(value, (int, str))}
 
 
 def check_same_run(runs: Sequence[Run]) -> None:
@@ -436,8 +363,3 @@ def check_same_run(runs: Sequence[Run]) -> None:
         check_same(where, "parallel degrees", run.model.degrees, first.model.degrees)
         for record in ("global_steps", "skipped_steps", "global_samples"):
             check_same(where, record, run.model.count(record), first.model.count(record))
-
-
-def _ordered(groups: Any) -> Any:
-    """Group tables as lists, since their order is the layout."""
-    return None if groups is None else [list(group.items()) for group in groups]

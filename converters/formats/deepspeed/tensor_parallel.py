@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import OptimizerState
 from converters.containers.pickle_reader import plain
-from converters.errors import CheckpointError
-from converters.formats.deepspeed.copies import same
-from converters.formats.deepspeed.rank_files import check_same
-from converters.formats.deepspeed.run import Weights
+from converters.errors import CheckpointError, blame
+from converters.formats.deepspeed.checks import same
+from converters.formats.deepspeed.rank_files import Weights, check_same
+from converters.limits import MAX_SETTINGS
 from converters.tensors.rearranged import joined, region
-from converters.tensors.tensor import MAX_DIMS, Tensor, row_major
+from converters.tensors.tensor import Tensor, is_shape, row_major
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,7 +34,6 @@ INFO = "universal_checkpoint_info"
 _MAP, _VERSION = "affine_map", 1
 _REPLICATED, _ROWS = "tp_replicated_parameter_patterns", "parameter_with_row_parallelism_patterns"
 _SUB_PARAMS, _UNSUPPORTED = "parameter_with_sub_params", "autotp_unsupported_parameter_patterns"
-_MAX_VALUES = 50_000_000
 
 
 class Layout:
@@ -51,7 +50,7 @@ class Layout:
     def __init__(self, info: Any, degree: int, where: str) -> None:
         self.where = where
         self.degree = degree
-        self.info = plain(info, limit=_MAX_VALUES)
+        self.info = plain(info, limit=MAX_SETTINGS)
         if not isinstance(self.info, dict) or not isinstance(self.info.get(_REPLICATED), list):
             raise CheckpointError(
                 f"{where}: tensor parallel ranks whose files do not say how the parameters are cut "
@@ -123,7 +122,8 @@ class Layout:
                     copies.setdefault(repr((box.offsets, sizes)), []).append(copy)
         for held in copies.values():
             same(held, where)
-        return Tensor(name, parts[0].dtype, shape, list(boxes.values()))
+        with blame(self.where):
+            return Tensor(name, parts[0].dtype, shape, list(boxes.values()))
 
 
 def merged_weights(runs: Sequence[Run], layout: Layout) -> Weights:
@@ -181,9 +181,7 @@ def _table(value: Any) -> dict[Any, Any]:
 
 
 def _sizes(value: Any, damaged: CheckpointError) -> tuple[int, ...]:
-    if not isinstance(value, list) or len(value) > MAX_DIMS:
-        raise damaged
-    if any(type(n) is not int or not 0 <= n < 1 << 62 for n in value):
+    if not is_shape(value):
         raise damaged
     return tuple(value)
 

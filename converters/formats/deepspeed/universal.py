@@ -13,32 +13,35 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from converters.checkpoint import Checkpoint, OptimizerState, Scalar
-from converters.companions import find_companions, trainer_metadata
+from converters.checkpoint import OptimizerState, Scalar
 from converters.containers.pickle_reader import plain, shown
 from converters.containers.torchzip import StoredTensor, TorchZip
 from converters.errors import CheckpointError
 from converters.formats import Format, Source
-from converters.formats.deepspeed.crosscheck import rounds_to
-from converters.formats.deepspeed.flat_layout import WholeParameters, join, piece_of
+from converters.formats.deepspeed.checks import rounds_to
+from converters.formats.deepspeed.flat_layout import WholeParameters, piece_of
 from converters.formats.deepspeed.optimizer import number
 from converters.formats.deepspeed.rank_files import (
     PREFIXES,
     STANDINS,
-    Shapes,
     check_ranks,
     check_same,
+    checkpoint_of,
     find_names,
     flat,
+    ordered,
     read_model,
+    with_model_states,
 )
 from converters.formats.torch_save.optimizer import as_tensor
-from converters.names.canonical import plain_names
+from converters.limits import MAX_COUNT
 from converters.storage.folder import Folder
-from converters.storage.guarded import child, read_small
+from converters.storage.safe_open import child, read_small
 from converters.tensors.tensor import Tensor
 
 if TYPE_CHECKING:
+    from converters.checkpoint import Checkpoint
+    from converters.formats.deepspeed.flat_layout import Shapes
     from converters.storage.path_or_url import Place
 
 LATEST = "latest_universal"
@@ -48,7 +51,6 @@ MASTER, _STEP, _SUFFIX = "fp32", "step", ".pt"
 # The parameter's name in each of its files, which `converters.writers.universal_writer` adds.
 NAME = "parameter"
 _SAMPLE = 64
-_MAX_RANKS = 1 << 20
 
 
 def _is_universal(path: Place) -> bool:
@@ -81,10 +83,6 @@ def _folder(source: Source) -> Place | None:
     return child(path, tag) if tag is not None and _is_universal(path / tag) else None
 
 
-def _detect(source: Source) -> bool:
-    return _folder(source) is not None
-
-
 def _incomplete(source: Source) -> str | None:
     if (source.path / ZERO).is_dir():
         return f"{source.path / COMMON}: missing: ds_to_universal did not finish; run it again"
@@ -94,10 +92,7 @@ def _incomplete(source: Source) -> str | None:
     return None
 
 
-def _open(source: Source) -> Checkpoint:
-    path = _folder(source)
-    if path is None:
-        raise CheckpointError(f"{source.path}: not a universal checkpoint")
+def _open(source: Source, path: Place) -> Checkpoint:
     return _Universal(Folder(path, verify=source.verify)).checkpoint(source.path)
 
 
@@ -134,7 +129,7 @@ class _Universal:
         for model in self.models[1:]:
             for what in ("groups", "frozen", "buffers"):
                 check_same(
-                    model.where, what, _ordered(getattr(model, what)), _ordered(getattr(self.model, what))
+                    model.where, what, ordered(getattr(model, what)), ordered(getattr(self.model, what))
                 )
             check_same(
                 model.where, "global_steps", model.count("global_steps"), self.model.count("global_steps")
@@ -162,7 +157,7 @@ class _Universal:
         count = self.common.get("partition_count")
         counts = count if isinstance(count, list) else [count]
         world = counts[0] if counts else None
-        if type(world) is not int or not 0 < world < _MAX_RANKS or any(n != world for n in counts):
+        if type(world) is not int or not 0 < world < MAX_COUNT or any(n != world for n in counts):
             raise CheckpointError(f"{self.folder.path / COMMON}: damaged, no partition_count")
         return world
 
@@ -258,60 +253,13 @@ class _Universal:
                 )
 
     def checkpoint(self, root: Place) -> Checkpoint:
-        tensors = {name: self._parameter(name, MASTER) for name in self.shapes}
-        tensors |= self._frozen(tensors)
-        aliases = {
-            alias: owner
-            for alias, owner in self.model.shared.items()
-            if owner in tensors and tensors[owner].numel and alias not in tensors
-        }
-        for name, value in self.model.module.items():
-            if name in tensors or name in aliases or not isinstance(value, StoredTensor):
-                continue
-            if self.stage == 3 and name not in self.model.buffers and not prod(value.shape):
-                raise CheckpointError(f"{self.model.where}: names {name!r}, whose values were not saved")
-            tensors[name] = as_tensor(value, name)
-        missing = [name for name in self.model.buffers if name not in tensors and name not in aliases]
-        if missing:
-            raise CheckpointError(f"{self.model.where}: the buffer {missing[0]!r} is named but missing")
-        made = plain_names(tensors, where=self.where)
-        short = dict(zip(tensors, made, strict=True))
-        plain_aliases = dict(zip(plain_names(aliases, where=self.where), aliases.values(), strict=True))
-        own = {
-            "step": self.model.count("global_steps"),
-            "ds_version": self.common.get("ds_version"),
-            "zero_stage": self.stage,
-            "tag": self.folder.path.name,
-        }
-        known = {key: value for key, value in own.items() if isinstance(value, (int, str))}
-        return Checkpoint(
-            format="deepspeed-universal",
-            root=root,
-            tensors=made,
-            aliases={alias: short[owner] for alias, owner in plain_aliases.items()},
-            optimizer=lambda _: self._optimizer(short),
-            metadata={**trainer_metadata(root), **known},
-            companions=find_companions(self.folder.path),
-            counters=self.model.counters,
-        )
+        masters = {name: self._parameter(name, MASTER) for name in self.shapes}
+        weights = with_model_states(masters, self.models, self.model.module, self.stage, self.world)
+        about = {"ds_version": self.common.get("ds_version"), "zero_stage": self.stage}
+        path = self.folder.path
+        return checkpoint_of("deepspeed-universal", root, path, self.model, weights, self._optimizer, about)
 
-    def _frozen(self, trained: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Frozen parameters: whole below stage 3, else one fragment per rank."""
-        made: dict[str, Tensor] = {}
-        for name, shape in (self.model.frozen or {}).items():
-            where = f"{self.model.where}: {name!r}"
-            if name in trained or any(name not in model.fragments for model in self.models):
-                raise CheckpointError(f"{where}: damaged record of a frozen parameter")
-            if self.stage == 3:
-                pieces = [piece_of(flat(model.fragments[name], model.where)) for model in self.models]
-                made |= WholeParameters({name: shape}, self.world, where).tensors(join(pieces, where))
-            elif (stored := self.model.fragments[name]).shape == shape:
-                made[name] = as_tensor(stored, name)
-            else:
-                raise CheckpointError(f"{where}: is {list(stored.shape)}, recorded as {list(shape)}")
-        return made
-
-    def _optimizer(self, short: dict[str, str]) -> OptimizerState | None:
+    def _optimizer(self) -> OptimizerState | None:
         where = str(self.folder.path / COMMON)
         state: dict[str, dict[str, Tensor | Scalar]] = {}
         kinds = [set(self.folders[name]) - {MASTER} for name in self.shapes]
@@ -324,24 +272,21 @@ class _Universal:
             for what in sorted(kind):
                 values[what] = self._step(name) if what == _STEP else self._parameter(name, what)
             if values:
-                state[short[name]] = values
+                state[name] = values
         if not state:
             return None
-        self._steps_of_stage3(state, short, where)
+        self._steps_of_stage3(state, where)
         self._check_steps(state)
         groups = self.common.get("param_groups")
         if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
             raise CheckpointError(f"{where}: damaged, it has no param_groups")
-        named = [self._named(group, short, where) for group in groups]
-        return OptimizerState(state, named)
+        return OptimizerState(state, [self._named(group, where) for group in groups])
 
     def _step(self, name: str) -> Tensor | Scalar:
         file = f"{ZERO}/{name}/{_STEP}{_SUFFIX}"
         return _scalar(load_part(self.folder, file), f"{name}.{_STEP}", str(self.folder.path / file))
 
-    def _steps_of_stage3(
-        self, state: dict[str, dict[str, Tensor | Scalar]], short: dict[str, str], where: str
-    ) -> None:
+    def _steps_of_stage3(self, state: dict[str, dict[str, Tensor | Scalar]], where: str) -> None:
         """Stage 3 keeps its steps (and other numbers) in the common file, per sub-group."""
         states = _states(self.common, where) if self.stage == 3 else {}
         for index, shapes in enumerate(self.groups):
@@ -350,8 +295,8 @@ class _Universal:
                 if value is None or (isinstance(value, StoredTensor) and value.shape):
                     continue
                 for name in shapes:
-                    if short[name] in state:
-                        state[short[name]][str(what)] = _scalar(value, f"{name}.{what}", where)
+                    if name in state:
+                        state[name][str(what)] = _scalar(value, f"{name}.{what}", where)
 
     def _check_steps(self, state: dict[str, dict[str, Tensor | Scalar]]) -> None:
         """All parameters must be at one step, consistent with the engine's counters."""
@@ -369,7 +314,7 @@ class _Universal:
                     f"{first:g}; the engine counted {total}"
                 )
 
-    def _named(self, group: dict[Any, Any], short: dict[str, str], where: str) -> dict[str, Any]:
+    def _named(self, group: dict[Any, Any], where: str) -> dict[str, Any]:
         indices = group.get("params")
         if not isinstance(indices, list) or any(
             type(index) is not int or not 0 <= index < len(self.groups) for index in indices
@@ -379,7 +324,7 @@ class _Universal:
             str(key): number(value, where) if isinstance(value, StoredTensor) else plain(value)
             for key, value in group.items()
         }
-        return {**values, "params": [short[name] for index in indices for name in self.groups[index]]}
+        return {**values, "params": [name for index in indices for name in self.groups[index]]}
 
 
 def _states(common: dict[str, Any], where: str) -> dict[Any, Any]:
@@ -404,19 +349,12 @@ def _samples(count: int) -> list[int]:
     return sorted({0, count // 2, max(0, count - _SAMPLE)}) if count else []
 
 
-def _ordered(value: Any) -> Any:
-    """Dicts as lists, since their order is the layout."""
-    if isinstance(value, dict):
-        return list(value.items())
-    return [_ordered(item) for item in value] if isinstance(value, list) else value
-
-
 FORMAT = Format(
     "deepspeed-universal",
-    _detect,
+    _folder,
     _open,
     _incomplete,
     tags=True,
     written_by="DeepSpeed's `ds_to_universal`",
-    recognised_by="`zero/<parameter>/fp32.pt`, `latest_universal`",
+    recognized_by="`zero/<parameter>/fp32.pt`, `latest_universal`",
 )

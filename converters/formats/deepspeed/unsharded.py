@@ -13,19 +13,19 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from converters.checkpoint import Aliases, Checkpoint, OptimizerState
-from converters.companions import find_companions, trainer_metadata
 from converters.containers.torchzip import StoredTensor
 from converters.errors import CheckpointError, OptimizerStateError
-from converters.formats.deepspeed.crosscheck import rounds_to
+from converters.formats.deepspeed.checks import rounds_to
 from converters.formats.deepspeed.flat_layout import EqualSlices, Share, join, piece_of
 from converters.formats.deepspeed.optimizer import build_optimizer
-from converters.formats.deepspeed.rank_files import ModelFile, OptimFile, flat
+from converters.formats.deepspeed.rank_files import ModelFile, OptimFile, Weights, checkpoint_of, flat
 from converters.formats.torch_save.optimizer import as_tensor, is_optimizer, read_optimizer
+from converters.formats.torch_save.reader import aliases_of
 from converters.names.canonical import plain_names
 from converters.names.index_keys import fit_in_order
 
 if TYPE_CHECKING:
+    from converters.checkpoint import Checkpoint, OptimizerState
     from converters.storage.folder import Folder
     from converters.storage.path_or_url import Place
     from converters.tensors.tensor import Tensor
@@ -53,14 +53,15 @@ def open_unsharded(folder: Folder, model: ModelFile, root: Place) -> Checkpoint:
     missing = [buffer for buffer in model.buffers if buffer not in model.module]
     if missing:
         raise CheckpointError(f"{model.where}: the buffer {missing[0]!r} is named but missing")
-    aliases = _aliases(stored)
+    whole = {key: as_tensor(value, key) for key, value in stored.items()}
+    aliases = aliases_of(stored, whole)
     buffers = set(plain_names(dict.fromkeys(model.buffers), where=model.where))
     order = [key for key in stored if key not in aliases and key not in buffers]
     saved = model.content.get("optimizer")
     masters = _masters(saved, stored, order, model)
-    tensors = {key: as_tensor(value, key) for key, value in stored.items()} | masters.tensors
+    tensors = whole | masters.tensors
 
-    def optimizer(_: Aliases) -> OptimizerState | None:
+    def optimizer() -> OptimizerState | None:
         if not isinstance(saved, dict):
             return None
         if masters.flat is not None:
@@ -70,38 +71,13 @@ def open_unsharded(folder: Folder, model: ModelFile, root: Place) -> Checkpoint:
             state = _with_names(state, masters.groups, model.where)
         return read_optimizer(state, tensors, order, where=model.where)
 
-    metadata = {
-        "step": model.count("global_steps"),
+    about = {
         "world_size": model.count("dp_world_size"),
         "ds_version": model.content.get("ds_version"),
         "zero_stage": 0,
-        "tag": folder.path.name,
     }
-    return Checkpoint(
-        format="deepspeed",
-        root=root,
-        tensors=tensors,
-        aliases=aliases,
-        optimizer=optimizer,
-        metadata={
-            **trainer_metadata(root),
-            **{key: value for key, value in metadata.items() if isinstance(value, (int, str))},
-        },
-        companions=find_companions(folder.path),
-        counters=model.counters,
-    )
-
-
-def _aliases(stored: dict[str, StoredTensor]) -> dict[str, str]:
-    """Names with the same view of the same storage."""
-    owners: dict[tuple[Any, ...], str] = {}
-    aliases = {}
-    for name, value in stored.items():
-        if prod(value.shape):
-            owner = owners.setdefault((value.storage.key, value.offset, value.shape, value.strides), name)
-            if owner != name:
-                aliases[name] = owner
-    return aliases
+    weights = Weights(tensors, aliases)
+    return checkpoint_of("deepspeed", root, folder.path, model, weights, optimizer, about)
 
 
 def _masters(saved: Any, stored: dict[str, StoredTensor], order: list[str], model: ModelFile) -> _Masters:

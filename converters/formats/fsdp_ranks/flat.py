@@ -17,7 +17,9 @@ from converters.containers.pickle_reader import is_index, plain
 from converters.containers.torchzip import StoredTensor
 from converters.errors import CheckpointError, OptimizerStateError
 from converters.formats.torch_save.optimizer import as_tensor, is_optimizer
-from converters.names.index_keys import fit_in_order
+from converters.limits import MAX_FLAT_WORK
+from converters.names.index_keys import check_listed, fit_in_order
+from converters.names.tied_weights import same_values
 from converters.storage.bytes import Joined, Slice
 from converters.tensors.dtypes import itemsize
 from converters.tensors.tensor import Tensor
@@ -27,8 +29,6 @@ if TYPE_CHECKING:
 
     from converters.checkpoint import ParamGroups, Scalar
     from converters.storage.bytes import Source
-
-_MAX_WORK = 2_000_000
 
 
 class Copies:
@@ -52,8 +52,7 @@ class Copies:
         tensors = [as_tensor(stored, self.where) for stored in self.held.values()]
         first = tensors[0]
         for rank, other in zip(self.held, tensors, strict=True):
-            same = (other.dtype, other.shape) == (first.dtype, first.shape)
-            if not same or (other is not first and other.read().tobytes() != first.read().tobytes()):
+            if other is not first and not same_values(first, other):
                 raise CheckpointError(f"{self.where}: not sharded, and rank {rank} has another value of it")
         return first
 
@@ -83,9 +82,9 @@ def read_flat(
     groups, state = saved["param_groups"], saved["state"]
     if not all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups):
         raise CheckpointError(f"{where}: damaged, its groups list no parameters")
-    keys = [key for group in groups for key in group["params"]]
-    if not all(is_index(key) for key in keys) or len(set(keys)) != len(keys) or not state.keys() <= set(keys):
-        raise CheckpointError(f"{where}: damaged, its groups do not list the parameters of its state")
+    keys = check_listed(
+        [group["params"] for group in groups if all(map(is_index, group["params"]))], state, where
+    )
     runs = {key: _runs(values, world, f"{where}: {key}") for key, values in state.items()}
     sizes = [(name, (prod(tensors[name].shape),)) for name in order]
     totals = [[(sum(runs[key]),) if key in runs else None for key in group["params"]] for group in groups]
@@ -177,7 +176,7 @@ def _units(
                 ways[after] = ways.get(after, 0) + count
                 back[after] = state, whole
             work += 1 + len(steps)
-            if work > _MAX_WORK:
+            if work > MAX_FLAT_WORK:
                 return 2
     last = [state for state in ways if state[:2] == (len(sizes), len(lengths))]
     last = [state for state in last if lengths[0] in (None, -(-state[2] // world))]

@@ -14,7 +14,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import Checkpoint
-from converters.companions import find_companions
+from converters.config_and_tokenizer_files import find_companions
 from converters.containers.pickle_reader import plain, shown
 from converters.containers.torchzip import StoredTensor
 from converters.errors import CheckpointError, OptimizerStateError, blame
@@ -23,10 +23,11 @@ from converters.formats.fsdp_ranks.flat import Copies, is_flat, read_flat
 from converters.formats.fsdp_ranks.sharded import Sharded, boxes, load
 from converters.formats.torch_save.optimizer import read_optimizer
 from converters.formats.torch_save.reader import aliases_of, in_order, split
-from converters.names.canonical import plain_names
+from converters.names.canonical import plain_names, refuse_flat_parameters
 from converters.storage.bytes import Memory
 from converters.storage.folder import Folder
-from converters.storage.guarded import child
+from converters.storage.places import names_in
+from converters.storage.safe_open import child
 from converters.tensors.tensor import Box, Tensor, View
 
 if TYPE_CHECKING:
@@ -40,39 +41,32 @@ _FILE = re.compile(
     r"(?P<kind>model|optim|extra_state)_world_size_(?P<world>\d{1,9})_rank_(?P<rank>\d{1,9})\.pt"
 )
 _STEP = re.compile(r"global_step_?(\d{1,18})")
-_FLAT = "_flat_param"
 
 
 def _holds(path: Place) -> bool:
-    try:
-        return any(_FILE.fullmatch(entry.name) for entry in path.iterdir())
-    except OSError:
-        return False
+    return any(map(_FILE.fullmatch, names_in(path)))
 
 
 def _models(path: Place) -> list[str]:
     """The folders of a step that hold a model each (`actor`, `critic`)."""
-    try:
-        return sorted(entry.name for entry in path.iterdir() if entry.is_dir() and _holds(entry))
-    except OSError:
-        return []
+    return [name for name in names_in(path) if (path / name).is_dir() and _holds(path / name)]
 
 
-def _detect(source: Source) -> bool:
-    if source.path.is_file():
-        return _FILE.fullmatch(source.path.name) is not None
-    return _holds(source.path) or bool(_models(source.path))
+def _find(source: Source) -> list[Place] | None:
+    """The folders with rank files: that of a file, the one given, or those of a step's models."""
+    path = source.path
+    if path.is_file():
+        return [path.parent] if _FILE.fullmatch(path.name) else None
+    return [path] if _holds(path) else [path / name for name in _models(path)] or None
 
 
-def _open(source: Source) -> Checkpoint:
-    path = source.path.parent if source.path.is_file() else source.path
-    if not _holds(path):
-        models = _models(path)
-        if len(models) > 1:
-            raise CheckpointError(
-                f"{path}: holds several models; give one of {', '.join(map(shown, models[:8]))}"
-            )
-        path = child(path, models[0])
+def _open(source: Source, folders: list[Place]) -> Checkpoint:
+    path = folders[0]
+    if len(folders) > 1:
+        names = ", ".join(shown(folder.name) for folder in folders[:8])
+        raise CheckpointError(f"{source.path}: holds several models; give one of {names}")
+    if path.parent == source.path:
+        path = child(source.path, path.name)
     return _Ranks(Folder(path, verify=source.verify)).checkpoint(source.path)
 
 
@@ -113,7 +107,7 @@ class _Ranks:
         self.where = str(folder.path)
         self.files: dict[str, dict[int, str]] = {}
         worlds: dict[int, str] = {}
-        for name in sorted(entry.name for entry in folder.path.iterdir()):
+        for name in names_in(folder.path):
             found = _FILE.fullmatch(name)
             if found is not None:
                 worlds.setdefault(int(found["world"]), name)
@@ -155,12 +149,7 @@ class _Ranks:
 
     def checkpoint(self, root: Place) -> Checkpoint:
         merged = self.merged("model")
-        if any(str(key).rpartition(".")[2] == _FLAT for key in merged):
-            raise CheckpointError(
-                f"{self.where}: holds flat parameters of FSDP1 (LOCAL_STATE_DICT), which do not record the "
-                "shapes in them; load it where it was saved, and save with SHARDED_STATE_DICT or "
-                "FULL_STATE_DICT"
-            )
+        refuse_flat_parameters(merged, self.where)
         made: dict[int, Parts] = {}
         found, _, counted = split(_finished(merged, made), self.where)
         tensors: dict[str, Tensor] = plain_names(found, where=self.where)
@@ -250,9 +239,9 @@ def _step(path: Place) -> dict[str, int]:
 
 FORMAT = Format(
     "fsdp-ranks",
-    _detect,
+    _find,
     _open,
     written_by="verl and its descendants: one `torch.save` file a rank of FSDP1 or FSDP2, also with tensor "
     "parallelism or replicas",
-    recognised_by="`model_world_size_<n>_rank_<r>.pt`, with `optim_world_size_...` beside",
+    recognized_by="`model_world_size_<n>_rank_<r>.pt`, with `optim_world_size_...` beside",
 )

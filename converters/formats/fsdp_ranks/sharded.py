@@ -16,12 +16,12 @@ from converters.containers.pickle_reader import Global, Instance, inert_members,
 from converters.containers.torchzip import MEMORY_FORMATS, TORCH_STANDINS, StoredTensor, TorchZip
 from converters.errors import CheckpointError
 from converters.formats.torch_save.optimizer import as_tensor
+from converters.limits import MAX_COUNT
 from converters.tensors.dtypes import FROM_TORCH
-from converters.tensors.tensor import MAX_DIMS
+from converters.tensors.tensor import is_shape
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from typing import TypeGuard
 
     from converters.containers.pickle_reader import Standin
     from converters.storage.bytes import SourceFile
@@ -30,8 +30,6 @@ Dims = tuple[int, ...]
 
 _WRAPPER = "torch._utils._rebuild_wrapper_subclass"
 _SHARDED_TENSOR = "ShardedTensor"
-# No mesh has more ranks.
-_MAX_MESH = 1 << 20
 
 
 class Sharded:
@@ -55,7 +53,7 @@ def _from_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
         raise TypeError("not a sharded tensor")
     dtype, shape = args[1], args[2]
     name = FROM_TORCH.get(dtype.key.removeprefix("torch.")) if isinstance(dtype, Global) else None
-    if name is None or not is_size(shape):
+    if name is None or not is_shape(shape):
         raise TypeError("not a sharded tensor")
     return Sharded(kind.key.rpartition(".")[2], name, tuple(shape), state)
 
@@ -79,15 +77,6 @@ def load(file: SourceFile) -> Any:
     archive = TorchZip(file)
     archive.refuse_renamed()
     return archive.load(STANDINS, PREFIXES)
-
-
-def is_size(value: Any) -> TypeGuard[Sequence[int]]:
-    """Whether a pickled value is the shape or the offsets of a tensor."""
-    return (
-        type(value) in (tuple, list)
-        and len(value) <= MAX_DIMS
-        and all(type(n) is int and 0 <= n < 1 << 63 for n in value)
-    )
 
 
 def boxes(value: Sharded, rank: int, where: str) -> list[tuple[Dims, StoredTensor]]:
@@ -122,7 +111,7 @@ def _place_in_mesh(mesh: Any, rank: int, where: str) -> tuple[Dims, Dims]:
     """(the sizes of the mesh, the rank's coordinates in it)."""
     fields = _fields(mesh)
     stored = fields.get("mesh", fields.get("_rank_map"))  # before torch 2.10; since
-    if not isinstance(stored, StoredTensor) or not 0 < prod(stored.shape) <= _MAX_MESH:
+    if not isinstance(stored, StoredTensor) or not 0 < prod(stored.shape) <= MAX_COUNT:
         raise CheckpointError(f"{where}: damaged, or of a newer torch: a DTensor without its mesh of ranks")
     ranks = as_tensor(stored, f"{where}: mesh").read()
     at = (ranks == rank).nonzero()
@@ -235,7 +224,7 @@ def _recorded(value: Sharded, rank: int, where: str) -> list[tuple[Dims, StoredT
     for part in state[0]:
         stored, told = _fields(part).get("tensor"), _fields(_fields(part).get("metadata"))
         offsets, sizes = told.get("shard_offsets"), told.get("shard_sizes")
-        if not isinstance(stored, StoredTensor) or not is_size(offsets) or not is_size(sizes):
+        if not isinstance(stored, StoredTensor) or not is_shape(offsets) or not is_shape(sizes):
             raise CheckpointError(f"{where}: damaged, a shard without its place")
         if stored.shape != tuple(sizes) or stored.dtype != value.dtype or len(offsets) != len(value.shape):
             raise CheckpointError(

@@ -15,7 +15,7 @@ import re
 from typing import TYPE_CHECKING
 
 from converters.checkpoint import Checkpoint
-from converters.companions import find_companions
+from converters.config_and_tokenizer_files import find_companions
 from converters.containers.torchzip import TorchZip
 from converters.errors import CheckpointError, OptimizerStateError, blame
 from converters.formats import Format, Source
@@ -24,7 +24,7 @@ from converters.formats.dcp.reader import read_tensors
 from converters.formats.megatron.names import args_of, as_transformers, plain_key, shape_of
 from converters.formats.megatron.reader import PREFIXES, STANDINS
 from converters.storage.folder import Folder
-from converters.storage.guarded import read_small
+from converters.storage.safe_open import read_small
 from converters.tensors.rearranged import selected
 
 if TYPE_CHECKING:
@@ -51,13 +51,7 @@ def _says_torch_dist(folder: Place) -> bool:
         return False
 
 
-def _detect(source: Source) -> bool:
-    return _folder(source.path) is not None
-
-
-def _open(source: Source) -> Checkpoint:
-    path = _folder(source.path)
-    assert path is not None
+def _open(source: Source, path: Place) -> Checkpoint:
     where = str(path)
     common = TorchZip(Folder(path, verify=source.verify).file(_COMMON)).load(STANDINS, PREFIXES)
     if not isinstance(common, dict):
@@ -100,9 +94,9 @@ def _open(source: Source) -> Checkpoint:
 
 FORMAT = Format(
     "megatron-core",
-    _detect,
+    lambda source: _folder(source.path),
     _open,
     written_by="Megatron-Core's `torch_dist`, of the same models",
-    recognised_by="`common.pt` beside DCP's `.metadata`",
+    recognized_by="`common.pt` beside DCP's `.metadata`",
     optimizer=False,
 )

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 from converters.containers.pickle_reader import Instance, shown
 from converters.errors import CheckpointError
 from converters.formats.megatron.settings import check_args
-from converters.storage.guarded import read_small_table
+from converters.limits import MAX_LAYERS
+from converters.storage.safe_open import read_small_table
 from converters.tensors.rearranged import joined, part, region, transposed
 from converters.tensors.tensor import Tensor
 
@@ -73,8 +74,6 @@ _GPT2_AROUND = {
     "decoder.final_layernorm.bias": "transformer.ln_f.bias",
     "output_layer.weight": "lm_head.weight",
 }
-# No model has more layers, heads or rows of a head; they are counted out, whatever the size of the file.
-_MAX_SIZE = 1 << 17
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
@@ -118,7 +117,7 @@ def shape_of(fields: Any, config: Place | None, where: str) -> Shape:
     def number(name: str, default: Any = None) -> int:
         value = fields.get(name)
         value = default if value is None else value
-        if type(value) is not int or not 0 < value <= _MAX_SIZE:
+        if type(value) is not int or not 0 < value <= MAX_LAYERS:
             raise CheckpointError(f"{where}: its args have no {name}")
         return value
 

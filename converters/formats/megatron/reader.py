@@ -14,14 +14,16 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import Checkpoint
-from converters.companions import find_companions
+from converters.config_and_tokenizer_files import find_companions
 from converters.containers.pickle_reader import is_index, shown
 from converters.containers.torchzip import StoredTensor, TorchZip
 from converters.errors import CheckpointError, OptimizerStateError, blame
 from converters.formats import Format, Source
 from converters.formats.megatron.names import Shape, args_of, as_transformers, plain_key, shape_of
 from converters.formats.torch_save.optimizer import as_tensor
+from converters.names.tied_weights import same_values
 from converters.storage.folder import Folder
+from converters.storage.places import names_in
 from converters.tensors.rearranged import joined, part
 
 if TYPE_CHECKING:
@@ -50,14 +52,7 @@ _IN_LAYER = re.compile(r"decoder\.layers\.(\d{1,6})\.(.+)")
 
 
 def _ranks(path: Place) -> list[str]:
-    try:
-        return sorted(
-            entry.name
-            for entry in path.iterdir()
-            if _RANK.fullmatch(entry.name) and (entry / _FILE).is_file()
-        )
-    except OSError:
-        return []
+    return [name for name in names_in(path) if _RANK.fullmatch(name) and (path / name / _FILE).is_file()]
 
 
 def _folder(path: Place) -> Place | None:
@@ -68,13 +63,7 @@ def _folder(path: Place) -> Place | None:
     return path if _ranks(path) else None
 
 
-def _detect(source: Source) -> bool:
-    return _folder(source.path) is not None
-
-
-def _open(source: Source) -> Checkpoint:
-    path = _folder(source.path)
-    assert path is not None
+def _open(source: Source, path: Place) -> Checkpoint:
     return _Ranks(Folder(path, verify=source.verify)).checkpoint(source)
 
 
@@ -224,11 +213,8 @@ class _Ranks:
             return tensors[0]
         if dim is None or kind not in ("weight", "bias") or (kind == "bias" and not bias):
             first = tensors[0]
-            for other in tensors[1:]:
-                if other.shape != first.shape or other.read().tobytes() != first.read().tobytes():
-                    raise CheckpointError(
-                        f"{self.where}: {key} differs between the tensor ranks, which share it"
-                    )
+            if not all(same_values(first, other) for other in tensors[1:]):
+                raise CheckpointError(f"{self.where}: {key} differs between the tensor ranks, which share it")
             return first
         if any(tensor.shape != tensors[0].shape for tensor in tensors) or len(tensors[0].shape) <= dim:
             raise CheckpointError(f"{self.where}: the tensor ranks hold different shapes of {key}")
@@ -285,9 +271,9 @@ def _by_core_names(model: Any, where: str) -> dict[str, StoredTensor]:
 
 FORMAT = Format(
     "megatron",
-    _detect,
+    lambda source: _folder(source.path),
     _open,
     written_by="Megatron-LM, Llama- and GPT-2-shaped models, tensor and pipeline parallel",
-    recognised_by="`mp_rank_<tp>[_<pp>]/model_optim_rng.pt`",
+    recognized_by="`mp_rank_<tp>[_<pp>]/model_optim_rng.pt`",
     optimizer=False,
 )

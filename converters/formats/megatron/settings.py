@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.containers.pickle_reader import Global, shown
 from converters.errors import CheckpointError
-from converters.storage.guarded import read_small_table
+from converters.storage.safe_open import read_small_table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

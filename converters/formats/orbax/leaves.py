@@ -13,8 +13,8 @@ from converters.containers.pickle_reader import shown
 from converters.containers.shard_index import read_json
 from converters.containers.zarr import V2, V3
 from converters.errors import CheckpointError
-from converters.names.canonical import MAX_TENSOR_NAME
-from converters.storage.guarded import read_small
+from converters.limits import MAX_TENSOR_NAME, MAX_TREE_LIST
+from converters.storage.safe_open import read_small
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -30,7 +30,6 @@ _OTHERS = (
     ("metadata.json", b'"is_temporary"', "Levanter", "python -m levanter.main.export_lm_to_hf"),
     ("tensorstore_index.json", b'"tensorstore"', "EasyDeL", "model.to_torch().save_pretrained(...)"),
 )
-_MAX_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -137,7 +136,7 @@ def _check_names(paths: Iterable[Path], where: str) -> None:
 
 def _table(folder: Folder, name: str) -> dict[str, Any]:
     file = folder.file(name)
-    if file.nbytes > _MAX_BYTES:
+    if file.nbytes > MAX_TREE_LIST:
         raise CheckpointError(f"{file.path}: is too large ({file.nbytes:,} bytes)")
     content = read_json(file.path, file.read(0, file.nbytes))
     if not isinstance(content, dict):

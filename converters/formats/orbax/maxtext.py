@@ -21,8 +21,9 @@ import numpy as np
 
 from converters.containers.pickle_reader import shown
 from converters.errors import CheckpointError
+from converters.limits import MAX_COUNT
 from converters.names.canonical import plain_names
-from converters.names.model_config import MAX_SIZE, sizes_of
+from converters.names.model_config import sizes_of
 from converters.tensors.computed import Affine, computed
 from converters.tensors.rearranged import part, reshaped, selected, turned
 
@@ -104,7 +105,7 @@ _FAMILIES = {
 
 
 @dataclass(frozen=True)
-class Place:
+class Destination:
     """Where a parameter goes.
 
     Attributes:
@@ -132,42 +133,42 @@ class Place:
 class Layout:
     """How the parameters of one checkpoint become those of transformers."""
 
-    places: dict[Path, Place] = field(default_factory=dict)
+    places: dict[Path, Destination] = field(default_factory=dict)
 
     def weights(self, path: Path, tensor: Tensor) -> dict[str, Tensor]:
         """One parameter of MaxText as transformers' parameters."""
-        place = self.places[path]
-        edit = Affine(place.scale, place.divided, place.term)
-        return dict(self._made(place, tensor, edit))
+        target = self.places[path]
+        edit = Affine(target.scale, target.divided, target.term)
+        return dict(self._made(target, tensor, edit))
 
     def moments(self, path: Path, tensor: Tensor, moment: str) -> dict[str, Tensor]:
         """The first (`mu`) or second (`nu`) moment of its gradient, which a weight's factor divides."""
-        place = self.places[path]
+        target = self.places[path]
         factor, divisor = (
-            (place.divided, place.scale) if moment == "mu" else (place.divided**2, place.scale**2)
+            (target.divided, target.scale) if moment == "mu" else (target.divided**2, target.scale**2)
         )
-        return dict(self._made(place, tensor, Affine(factor, divisor)))
+        return dict(self._made(target, tensor, Affine(factor, divisor)))
 
-    def _made(self, place: Place, tensor: Tensor, edit: Affine) -> Iterator[tuple[str, Tensor]]:
-        for number, name in enumerate(place.names):
-            layer = tensor if place.stack is None else selected(tensor, place.stack, number)
-            if place.kernel:
-                layer = _outputs_first(layer, place, name)
-            if place.rows is not None and place.rows < layer.shape[0]:
-                layer = part(layer, 0, 0, place.rows)
+    def _made(self, target: Destination, tensor: Tensor, edit: Affine) -> Iterator[tuple[str, Tensor]]:
+        for number, name in enumerate(target.names):
+            layer = tensor if target.stack is None else selected(tensor, target.stack, number)
+            if target.kernel:
+                layer = _outputs_first(layer, target, name)
+            if target.rows is not None and target.rows < layer.shape[0]:
+                layer = part(layer, 0, 0, target.rows)
             if (float(edit.factor), float(edit.divisor), float(edit.term)) != (1, 1, 0):
                 layer = computed(layer, layer.dtype, 1, [edit])
             yield name, layer
 
 
-def _outputs_first(tensor: Tensor, place: Place, name: str) -> Tensor:
+def _outputs_first(tensor: Tensor, target: Destination, name: str) -> Tensor:
     """A kernel as [out, in]: the heads and their elements are one dimension."""
     shape = tensor.shape
     if len(shape) == 2:
         return turned(tensor, (1, 0))
     if name.endswith("o_proj.weight"):
         return reshaped(turned(tensor, (2, 0, 1)), (shape[2], shape[0] * shape[1]))
-    if place.paired:
+    if target.paired:
         pairs = reshaped(tensor, (*shape[:2], shape[2] // 2, 2))
         return reshaped(turned(pairs, (1, 3, 2, 0)), (shape[1] * shape[2], shape[0]))
     return reshaped(turned(tensor, (1, 2, 0)), (shape[1] * shape[2], shape[0]))
@@ -192,7 +193,7 @@ def maxtext_layout(shapes: Mapping[Path, Shape], config: Mapping[str, Any], wher
 def named_layout(shapes: Mapping[Path, Shape], where: str) -> Layout:
     """The layout of any tree: each parameter as it is, by its keys, without a wrapper's prefix."""
     plain = plain_names({".".join(path): path for path in shapes}, where=where)
-    return Layout({path: Place((name,)) for name, path in plain.items()})
+    return Layout({path: Destination((name,)) for name, path in plain.items()})
 
 
 class _Model:
@@ -225,32 +226,32 @@ class _Model:
     def layout(self, shapes: Mapping[Path, Shape], prefix: Path) -> Layout:
         made = Layout()
         for path, shape in shapes.items():
-            place = self._place(path[len(prefix) :], shape) if path[: len(prefix)] == prefix else None
-            if place is None:
+            target = self._destination(path[len(prefix) :], shape) if path[: len(prefix)] == prefix else None
+            if target is None:
                 raise CheckpointError(
                     f"{self.where}: {shown('.'.join(path))} has no place in a model of type "
                     f"{self.config['model_type']}; convert without config.json to keep MaxText's names"
                 )
-            made.places[path] = place
+            made.places[path] = target
         self._check_all_there(made)
         return made
 
-    def _place(self, path: Path, shape: Shape) -> Place | None:
+    def _destination(self, path: Path, shape: Shape) -> Destination | None:
         gemma = self.family.gemma
         width = float(np.sqrt(np.float32(self.sizes["E"]))) if gemma else 1.0
         if path == ("token_embedder", "embedding"):
             self._check_vocabulary(path, shape, 0)
-            return Place(("model.embed_tokens.weight",), rows=self.vocabulary, divided=width)
+            return Destination(("model.embed_tokens.weight",), rows=self.vocabulary, divided=width)
         if path == ("decoder", "decoder_norm", "scale"):
             self._check(path, shape, "E")
-            return Place(("model.norm.weight",), term=-1.0 if gemma else 0.0)
+            return Destination(("model.norm.weight",), term=-1.0 if gemma else 0.0)
         if path == ("decoder", "logits_dense", "kernel") and not gemma:
             self._check_vocabulary(path, shape, 1)
-            return Place(("lm_head.weight",), kernel=True, rows=self.vocabulary)
+            return Destination(("lm_head.weight",), kernel=True, rows=self.vocabulary)
         match = _LAYER.fullmatch(path[1]) if len(path) > 2 and path[0] == "decoder" else None
         return None if match is None else self._in_layer(path, shape, match[1])
 
-    def _in_layer(self, path: Path, shape: Shape, number: str | None) -> Place | None:
+    def _in_layer(self, path: Path, shape: Shape, number: str | None) -> Destination | None:
         inside = ".".join(path[2:])
         names = {**_KERNELS, **self.family.norms}
         variants = ("_local", "_global") if self.family.pairs else ("",)
@@ -275,7 +276,7 @@ class _Model:
         self._check(path, shape, _SHAPES.get(found, "E"), None if number is not None else len(layers))
         query = found == "self_attn.q_proj"
         rotary = query or found == "self_attn.k_proj"
-        return Place(
+        return Destination(
             tuple(f"model.layers.{layer}.{found}.weight" for layer in layers),
             stack=1 if number is None else None,
             kernel=kernel,
@@ -286,7 +287,7 @@ class _Model:
 
     def _query_scale(self) -> float:
         scalar = self.config.get("query_pre_attn_scalar", self.sizes["D"])
-        if not isinstance(scalar, int | float) or not 0 < scalar < MAX_SIZE:
+        if not isinstance(scalar, int | float) or not 0 < scalar < MAX_COUNT:
             raise CheckpointError(f"{self.where}: its config.json has no query_pre_attn_scalar")
         return float(np.sqrt(np.float32(scalar)))
 
@@ -308,7 +309,7 @@ class _Model:
             )
 
     def _check_all_there(self, made: Layout) -> None:
-        names = [name for place in made.places.values() for name in place.names]
+        names = [name for target in made.places.values() for name in target.names]
         wanted = ["model.norm.weight"]
         for module in (*_KERNELS.values(), *self.family.norms.values()):
             wanted += [f"model.layers.{layer}.{module}.weight" for layer in range(self.layers)]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from converters.checkpoint import Checkpoint, OptimizerState
-from converters.companions import find_companions
+from converters.config_and_tokenizer_files import find_companions
 from converters.containers.ocdbt import MANIFEST
 from converters.containers.pickle_reader import shown
 from converters.containers.zarr import V3, Budget, read_zarr
@@ -25,9 +25,11 @@ from converters.errors import CheckpointError, OptimizerStateError, blame, print
 from converters.formats import Format, Source
 from converters.formats.orbax.leaves import METADATA, is_tree, of_another_program, read_leaves
 from converters.formats.orbax.maxtext import Layout, maxtext_layout, named_layout
+from converters.limits import MAX_ARRAY_HEADER, MAX_CHUNKS, MAX_CHUNKS_BEYOND
 from converters.names.canonical import is_number
 from converters.storage.folder import Folder
-from converters.storage.guarded import child, read_small_table
+from converters.storage.places import names_in
+from converters.storage.safe_open import child, read_small_table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -49,9 +51,6 @@ _COUNTS = ("I32", "I64", "U32")
 _AUXILIARY = frozenset({"nnx_aux"})  # MaxText's random states
 _MOMENTS = {"mu": "exp_avg", "nu": "exp_avg_sq"}
 _BOTH = frozenset(_MOMENTS.values())
-# Chunks of an array that are files; chunks of all arrays that lie within others, or are not stored.
-_MAX_CHUNKS, _MAX_BEYOND = 1 << 22, 1 << 18
-_MAX_HEADER = 1 << 20
 
 
 def _folder(path: Place) -> Place | None:
@@ -68,26 +67,16 @@ def _folder(path: Place) -> Place | None:
 
 def _items(folder: Place) -> list[str]:
     """The names of the trees in the folder of a step; only the usual ones where Orbax's mark is missing."""
-    try:
-        listed = {entry.name for entry in folder.iterdir()}
-    except OSError:
-        return []
-    names = listed if _STEP_METADATA in listed else listed.intersection(_ITEMS)
-    return sorted(name for name in names if is_tree(folder / name))
-
-
-def _detect(source: Source) -> bool:
-    return _folder(source.path) is not None
+    listed = names_in(folder)
+    names = listed if _STEP_METADATA in listed else [name for name in listed if name in _ITEMS]
+    return [name for name in names if is_tree(folder / name)]
 
 
 def _incomplete(source: Source) -> str | None:
     path = source.path
     if _TEMPORARY in path.name:
         return f"{path}: an Orbax checkpoint that was not finished; choose another step"
-    try:
-        listed = {entry.name for entry in path.iterdir()} if path.is_dir() else set()
-    except OSError:
-        return None
+    listed = names_in(path)
     if (why := of_another_program(path)) is not None:
         return why
     if MANIFEST in listed or any(name.startswith("ocdbt.process_") for name in listed):
@@ -99,9 +88,7 @@ def _incomplete(source: Source) -> str | None:
     return None
 
 
-def _open(source: Source) -> Checkpoint:
-    path = _folder(source.path)
-    assert path is not None
+def _open(source: Source, path: Place) -> Checkpoint:
     return _Tree(Folder(path, verify=source.verify)).checkpoint(source)
 
 
@@ -112,7 +99,7 @@ class _Tree:
         self.folder = folder
         self.where = str(folder.path)
         self.leaves = read_leaves(folder)
-        self.budget = Budget(_MAX_BEYOND)
+        self.budget = Budget(MAX_CHUNKS_BEYOND)
         self.absent = 0
         self.arrays = {path: self._array(path, name) for path, name in self.leaves.stored.items()}
         if self.absent:
@@ -133,12 +120,12 @@ class _Tree:
     def _array(self, path: Path, stored: str) -> Tensor:
         leaves, name = self.leaves, ".".join(path)
         raw = self._value(f"{stored}/{leaves.header}")
-        if raw.nbytes > _MAX_HEADER:
+        if raw.nbytes > MAX_ARRAY_HEADER:
             raise CheckpointError(f"{self.where}: {name}: damaged, its header has {raw.nbytes:,} bytes")
         content = bytearray(raw.nbytes)
         raw.read_into(memoryview(content), 0, set())
         absent: list[str] = []
-        limit = _MAX_CHUNKS if leaves.database is None else len(leaves.database) + _MAX_BEYOND
+        limit = MAX_CHUNKS if leaves.database is None else len(leaves.database) + MAX_CHUNKS_BEYOND
 
         def chunk(key: str) -> stored_bytes.Source | None:
             key = f"{stored}/{key}"
@@ -260,10 +247,10 @@ class _Tree:
 
 FORMAT = Format(
     "orbax",
-    _detect,
+    lambda source: _folder(source.path),
     _open,
     _incomplete,
     written_by="Orbax, with OCDBT or without, zarr 2 or 3: MaxText (Llama, Mistral, Qwen3, Gemma 1 and 2 "
     "get transformers' names), Flax",
-    recognised_by="`_METADATA` with a tree, there or in `<step>/items/`, `<step>/default/`",
+    recognized_by="`_METADATA` with a tree, there or in `<step>/items/`, `<step>/default/`",
 )

@@ -14,8 +14,9 @@ from converters.checkpoint import OptimizerState, ParamGroups, Scalar
 from converters.containers.pickle_reader import is_index, plain
 from converters.containers.torchzip import StoredTensor
 from converters.errors import CheckpointError, OptimizerStateError
+from converters.limits import MAX_GROUP_TENSOR
 from converters.names.canonical import known_name
-from converters.names.index_keys import candidates_of, fit_in_order
+from converters.names.index_keys import candidates_of, check_listed, names_of_indices
 from converters.tensors.tensor import Box, Tensor
 
 if TYPE_CHECKING:
@@ -26,7 +27,6 @@ _SHAPED = (
     *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "exp_inf"),
     *("sum", "acc_delta", "prev", "ax"),
 )
-_MAX_GROUP_TENSOR = 16
 
 Shape = tuple[int, ...]
 Leaf = StoredTensor | Tensor
@@ -67,11 +67,9 @@ def read_optimizer(
         raise CheckpointError(f"{where}: not an optimizer's state (no state and param_groups)")
     groups: list[dict[Any, Any]] = saved["param_groups"]
     keys: list[list[Any]] = [list(_list(group.get("params"), where)) for group in groups]
-    flat = [key for group in keys for key in group]
-    if not all(type(key) is str or is_index(key) for key in flat) or len(set(flat)) != len(flat):
-        raise CheckpointError(f"{where}: damaged, the params of its groups are not distinct names or numbers")
-    if not set(saved["state"]) <= set(flat):
-        raise CheckpointError(f"{where}: damaged, it holds state for a parameter in no group")
+    if not all(type(key) is str or is_index(key) for group in keys for key in group):
+        raise CheckpointError(f"{where}: damaged, the params of its groups are not names or numbers")
+    flat = check_listed(keys, saved["state"], where)
     state = {key: _state(value, str(key), where) for key, value in saved["state"].items()}
     names = _names(groups, keys, state, tensors, order, where)
     if len(set(names.values())) != len(names):
@@ -88,7 +86,7 @@ def read_optimizer(
 
     def param_groups() -> ParamGroups:
         return [
-            {**_group(group), "params": [names[key] for key in params]}
+            {**group_settings(group), "params": [names[key] for key in params]}
             for group, params in zip(groups, keys, strict=True)
         ]
 
@@ -125,14 +123,7 @@ def _names(
             "(safetensors files sort them by name)"
         )
     shapes = {key: _shape(values) for key, values in state.items()}
-    wanted = [[shapes.get(key) for key in group] for group in keys]
-    places = fit_in_order(candidates_of(order, tensors), wanted)
-    if not isinstance(places, dict):
-        why = (
-            "fits the model's parameters in several ways" if places else "does not fit the model's parameters"
-        )
-        raise OptimizerStateError(f"{where}: its state is keyed by index and {why}")
-    return {keys[group][at]: name for name, (group, at) in places.items()}
+    return names_of_indices(keys, shapes, candidates_of(order, tensors), where)
 
 
 def _known(named: str, tensors: Mapping[str, Tensor], where: str) -> str:
@@ -179,7 +170,7 @@ def _list(value: Any, where: str) -> list[Any]:
     return value
 
 
-def _group(group: Mapping[Any, Any]) -> dict[str, Any]:
+def group_settings(group: Mapping[Any, Any]) -> dict[str, Any]:
     """A group's hyperparameters as plain values; a tensor learning rate becomes its number."""
     made: dict[str, Any] = {}
     for key, value in group.items():
@@ -187,6 +178,6 @@ def _group(group: Mapping[Any, Any]) -> dict[str, Any]:
             continue
         if isinstance(value, Leaf):
             tensor = as_tensor(value, str(key))
-            value = tensor.read().tolist() if tensor.numel <= _MAX_GROUP_TENSOR else None
+            value = tensor.read().tolist() if tensor.numel <= MAX_GROUP_TENSOR else None
         made[str(key)] = plain(value)
     return made

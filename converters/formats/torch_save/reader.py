@@ -16,23 +16,24 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import Aliases, Checkpoint, OptimizerState
-from converters.companions import check_one_model, find_companions, trainer_metadata
+from converters.config_and_tokenizer_files import check_one_model, find_companions, trainer_metadata
 from converters.containers.pickle_reader import Instance, shown
 from converters.containers.shard_index import read_index
 from converters.containers.torchzip import StoredTensor, TorchZip
 from converters.errors import CheckpointError, OptimizerStateError, blame
 from converters.formats import Format, Source
 from converters.formats.torch_save.optimizer import Leaf, as_tensor, is_optimizer, read_optimizer
+from converters.limits import MAX_CONTAINER_DEPTH, MAX_KEY_IN_PATH, MAX_VALUES
 from converters.names.canonical import model_container, plain_names
 from converters.names.tied_weights import pick_owner
 from converters.storage.folder import Folder
+from converters.storage.places import files_in, names_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from converters.names.canonical import Path as KeyPath
     from converters.storage.bytes import SourceFile
-    from converters.storage.path_or_url import Place
     from converters.tensors.tensor import Tensor
 
 _SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
@@ -56,43 +57,33 @@ _ARRAYS = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._recons
 # Accelerate's files of FSDP1's LOCAL_STATE_DICT.
 _LOCAL = re.compile(r"pytorch_model_fsdp_rank\d+\.bin")
 OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
-_MAX_VALUES = 5_000_000
-_MAX_DEPTH = 16
-# A number in a path, which becomes a dict key: see `pickle_reader.MAX_KEY`.
-_MAX_NUMBER = 1 << 31
 
 
-def _names(path: Place) -> list[str]:
-    """Files to try: the given one, one with a known name, or all that could be. May be empty."""
+def _find(source: Source) -> str | None:
+    """The file with the model, or its index: the given one, one of a known name, or the only one."""
+    path = source.path
     if path.is_file():
         part = _PARTS.fullmatch(path.name)
-        return [path.name] if path.name.endswith((*_SUFFIXES, _INDEX_SUFFIX)) and not part else []
-    try:
-        entries = sorted(entry.name for entry in path.iterdir() if entry.is_file())
-    except OSError:
-        return []
+        return path.name if path.name.endswith((*_SUFFIXES, _INDEX_SUFFIX)) and not part else None
+    entries = files_in(path)
     if _FSDP in entries:
-        return [_FSDP]
+        return _FSDP
     if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in entries):
-        return []
+        return None
     for name in _HF:
         if name in entries:
-            return [name]
+            return name
     found = [name for name in entries if name.endswith(_SUFFIXES) and not name.startswith(".")]
     if any(_PARTS.fullmatch(name) for name in found):
-        return []
-    found = [name for name in found if not _OTHER.fullmatch(name)]
+        return None
     indices = [name for name in entries if name.endswith(_INDEX_SUFFIX)]
-    return indices if len(indices) == 1 else found if len(found) == 1 and not indices else []
-
-
-def _detect(source: Source) -> bool:
-    return bool(_names(source.path))
+    found = indices or [name for name in found if not _OTHER.fullmatch(name)]
+    return found[0] if len(found) == 1 else None
 
 
 def _incomplete(source: Source) -> str | None:
     path = source.path
-    names = [path.name] if path.is_file() else [entry.name for entry in path.iterdir()]
+    names = [path.name] if path.is_file() else names_in(path)
     if any(_LOCAL.fullmatch(name) for name in names):
         return (
             f"{path}: one rank's part of FSDP1's LOCAL_STATE_DICT, which does not record shapes; load it "
@@ -102,7 +93,7 @@ def _incomplete(source: Source) -> str | None:
         if _PARTS.fullmatch(path.name) and path.name.endswith(_SUFFIXES):
             return f"{path}: one rank's part of a checkpoint, by its name; give the folder with all parts"
         return None
-    found = sorted(name for name in names if name.endswith(_SUFFIXES))
+    found = [name for name in names if name.endswith(_SUFFIXES)]
     parts = [name for name in found if _PARTS.fullmatch(name)]
     if parts:
         return (
@@ -115,10 +106,9 @@ def _incomplete(source: Source) -> str | None:
     return None
 
 
-def _open(source: Source) -> Checkpoint:
+def _open(source: Source, name: str) -> Checkpoint:
     root = source.path if source.path.is_dir() else source.path.parent
     folder = Folder(root, verify=source.verify)
-    (name,) = _names(source.path)
     if source.path.is_dir():
         check_one_model(root, name)
     where = str(root / name)
@@ -174,10 +164,7 @@ def optimizer_beside(
     Raises:
         CheckpointError: several, or one that does not fit the model's parameters.
     """
-    try:
-        entries = {entry.name for entry in folder.path.iterdir()}
-    except OSError:
-        return None
+    entries = names_in(folder.path)
     found = [name for name in OPTIMIZERS if name in entries]
     if not found:
         return None
@@ -213,13 +200,13 @@ def split(saved: Any, where: str) -> tuple[dict[str, Any], list[Any], dict[str, 
     optimizers: list[Any] = []
     counted: dict[str, Any] = {}
     arrays: list[KeyPath] = []
-    left = _MAX_VALUES
+    left = MAX_VALUES
     # A stack, since a file may nest deeper than the recursion limit.
     pending: list[tuple[KeyPath, Any]] = [((), saved)]
     while pending:
         path, value = pending.pop()
         left -= 1
-        if left < 0 or len(path) > _MAX_DEPTH:
+        if left < 0 or len(path) > MAX_CONTAINER_DEPTH:
             raise CheckpointError(f"{where}: nested too deeply or too large to be a state dict")
         if isinstance(value, Leaf):
             found[path] = value
@@ -227,7 +214,7 @@ def split(saved: Any, where: str) -> tuple[dict[str, Any], list[Any], dict[str, 
             optimizers.append(value)
         elif isinstance(value, dict):
             items = [(key, item) for key, item in value.items() if isinstance(key, (str, int))]
-            if any(type(key) is int and abs(key) > _MAX_NUMBER for key, _ in items):
+            if any(type(key) is int and abs(key) > MAX_KEY_IN_PATH for key, _ in items):
                 raise CheckpointError(f"{where}: a dict has integer keys too large for a state dict")
             pending.extend(((*path, key), item) for key, item in reversed(items))
         elif isinstance(value, (list, tuple)):
@@ -275,11 +262,11 @@ def aliases_of(views: Mapping[str, StoredTensor], tensors: Mapping[str, Tensor])
 
 FORMAT = Format(
     "torch",
-    _detect,
+    _find,
     _open,
     _incomplete,
     written_by="`torch.save`: full state dicts, with or without an optimizer; Lightning's and Composer's "
     "single file; FSDP `FULL_STATE_DICT` as Accelerate and the Trainer save it",
-    recognised_by="`pytorch_model.bin` or its index, `pytorch_model_fsdp.bin`, the only `.pt`, `.pth`, "
+    recognized_by="`pytorch_model.bin` or its index, `pytorch_model_fsdp.bin`, the only `.pt`, `.pth`, "
     "`.bin` or `.ckpt` file",
 )

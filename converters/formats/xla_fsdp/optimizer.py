@@ -9,8 +9,10 @@ from converters.checkpoint import OptimizerState, ParamGroups, Scalar
 from converters.containers.pickle_reader import is_index, plain
 from converters.containers.torchzip import StoredTensor
 from converters.errors import CheckpointError, OptimizerStateError, blame
+from converters.formats.torch_save.optimizer import group_settings
 from converters.formats.xla_fsdp.shards import Layout, join, whole
-from converters.names.index_keys import fit_in_order
+from converters.limits import MAX_GROUP_TENSOR
+from converters.names.index_keys import check_listed, names_of_indices
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -26,7 +28,6 @@ _UNDECAYED = (
 )
 # The second flat parameter of a module holds those frozen when it was wrapped.
 _FROZEN = "_FSDP_SHARD_SEPARATOR_flat_param_1"
-_MAX_GROUP_TENSOR = 16
 
 
 def read_optimizer(
@@ -52,18 +53,14 @@ def read_optimizer(
     where, _ = saved[0]
     ranks = [(file, *_parts(file, value)) for file, value in saved]
     _, states, groups = ranks[0]
-    hyper = [_group(group) for group in groups]
+    hyper = [group_settings(group) for group in groups]
     for file, other_states, other_groups in ranks[1:]:
-        if list(other_states) != list(states) or [_group(group) for group in other_groups] != hyper:
+        if list(other_states) != list(states) or [group_settings(group) for group in other_groups] != hyper:
             raise CheckpointError(
                 f"{file}: its optimizer differs from {where}; a file of another run or step"
             )
     indices = [_indices(group.get("params"), where) for group in groups]
-    flat = [index for group in indices for index in group]
-    if len(set(flat)) != len(flat) or not set(states) <= set(flat):
-        raise CheckpointError(
-            f"{where}: damaged, the params of the optimizer's groups do not match its state"
-        )
+    flat = check_listed(indices, states, f"{where}: the optimizer")
     keys = _keys(indices, groups, states, shapes, trainer, where)
     state: dict[str, Mapping[str, Tensor | Scalar]] = {}
     one_run = False
@@ -129,35 +126,35 @@ def _keys(
         flat = [index for group in indices for index in group]
         if len(named) == len(flat) and len(set(named)) == len(named) and set(named) <= set(shapes):
             return dict(zip(flat, named, strict=True))
-    wanted = [[_moment_shape(states.get(index, {})) for index in group] for group in indices]
+    wanted = {index: _moment_shape(values) for index, values in states.items()}
     candidates = list(shapes.items())
     if sum(map(len, indices)) < len(candidates):
         candidates = [(key, shape) for key, shape in candidates if not key.endswith(_FROZEN)]
-    found = fit_in_order(candidates, wanted)
-    if isinstance(found, dict):
-        return {indices[group][at]: key for key, (group, at) in found.items()}
-    if trainer and found and len(indices) == 2:
+    try:
+        return names_of_indices(indices, wanted, candidates, f"{where}: the optimizer")
+    except OptimizerStateError:
+        if not trainer or len(indices) != 2:
+            raise
         fits = [fit for pattern in _UNDECAYED if (fit := _decayed(pattern, candidates, indices, wanted))]
-        if fits and all(fit == fits[0] for fit in fits):
-            return fits[0]
-    why = "fits the shards in several ways" if found else "does not fit the shards"
-    raise OptimizerStateError(f"{where}: the optimizer's state is keyed by index and {why}")
+        if not fits or any(fit != fits[0] for fit in fits):
+            raise
+        return fits[0]
 
 
 def _decayed(
     pattern: re.Pattern[str],
     candidates: Sequence[tuple[str, Shape]],
     indices: Sequence[Sequence[int]],
-    wanted: Sequence[Sequence[Shape | None]],
+    wanted: Mapping[int, Shape | None],
 ) -> dict[int, str] | None:
     """Index -> key for the Trainer's two groups, if each fits in one way."""
     keys: dict[int, str] = {}
-    for group, bare in enumerate((False, True)):
+    for group, bare in zip(indices, (False, True), strict=True):
         part = [(key, shape) for key, shape in candidates if bool(pattern.search(key.lower())) == bare]
-        found = fit_in_order(part, [wanted[group]])
-        if not isinstance(found, dict):
+        try:
+            keys |= names_of_indices([group], wanted, part, "")
+        except OptimizerStateError:
             return None
-        keys.update({indices[group][at]: key for key, (_, at) in found.items()})
     return keys
 
 
@@ -197,12 +194,6 @@ def _value(value: Any, where: str) -> Any:
         return plain(value)
     with blame(where):
         tensor = whole(value, "a step")
-        if tensor.numel > _MAX_GROUP_TENSOR:
+        if tensor.numel > MAX_GROUP_TENSOR:
             raise CheckpointError("a tensor instead of a number")
         return tensor.read().tolist()
-
-
-def _group(group: Mapping[Any, Any]) -> dict[str, Any]:
-    """A group's hyperparameters as plain values; a tensor learning rate becomes its number."""
-    values = {str(key): value for key, value in group.items() if key not in ("params", "param_names")}
-    return {key: _value(value, "") for key, value in values.items()}

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import Checkpoint
-from converters.companions import find_companions, trainer_metadata
+from converters.config_and_tokenizer_files import find_companions, trainer_metadata
 from converters.containers.torchzip import StoredTensor, TorchZip
 from converters.errors import CheckpointError, blame
 from converters.formats import Format, Source
@@ -23,6 +23,7 @@ from converters.formats.xla_fsdp.optimizer import read_optimizer
 from converters.formats.xla_fsdp.shards import Layout, join, read_layouts, whole
 from converters.names.canonical import plain_names
 from converters.storage.folder import Folder
+from converters.storage.places import names_in
 from converters.storage.store_errors import RemoteError
 
 if TYPE_CHECKING:
@@ -65,18 +66,16 @@ def _marked(folder: Folder, name: str) -> bool:
 
 
 def _entries(path: Place) -> list[str]:
-    try:
-        return sorted(entry.name for entry in path.iterdir() if entry.name.endswith(_SUFFIXES))
-    except OSError:
-        return []
+    return [name for name in names_in(path) if name.endswith(_SUFFIXES)]
 
 
-def _detect(source: Source) -> bool:
+def _find(source: Source) -> Folder | None:
     path = source.path
     folder = Folder(path.parent if path.is_file() else path, verify=source.verify)
     names = [path.name] if path.is_file() else _entries(path)
     # A usual name is enough, so that a damaged file is refused and not skipped.
-    return any(_ranked(name) for name in names) or any(_marked(folder, name) for name in names)
+    found = any(_ranked(name) for name in names) or any(_marked(folder, name) for name in names)
+    return folder if found else None
 
 
 def _set(match: re.Match[str]) -> tuple[str, int, str]:
@@ -153,9 +152,8 @@ def _by_rank(files: list[RankFile], kind: str, root: Place) -> list[RankFile]:
     return [found[rank] for rank in range(world)]
 
 
-def _open(source: Source) -> Checkpoint:
-    root = source.path if source.path.is_dir() else source.path.parent
-    folder = Folder(root, verify=source.verify)
+def _open(source: Source, folder: Folder) -> Checkpoint:
+    root = folder.path
     files = [_load(folder, name) for name in _names(source, folder)]
     models = _by_rank(files, "model", root)
     optimizers = _by_rank(files, "optimizer", root)
@@ -228,8 +226,8 @@ def _tensors(key: Any, value: Any, layout: Layout | None, shards: list[tuple[str
 
 FORMAT = Format(
     "xla-fsdp",
-    _detect,
+    _find,
     _open,
     written_by="PyTorch/XLA's `XlaFullyShardedDataParallel`, alone or inside the Trainer",
-    recognised_by="one file per rank, with `shard_metadata`",
+    recognized_by="one file per rank, with `shard_metadata`",
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -11,14 +10,12 @@ from converters.containers.pickle_reader import shown
 from converters.containers.torchzip import StoredTensor
 from converters.errors import CheckpointError, blame
 from converters.names.canonical import plain_name
-from converters.storage.bytes import Deferred
+from converters.storage.bytes import Joined, Slice
 from converters.tensors.dtypes import itemsize
-from converters.tensors.tensor import MAX_DIMS, Box, Tensor
+from converters.tensors.tensor import Box, Tensor, is_shape
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-
-    from converters.storage.bytes import FileSpan
 
 Shape = tuple[int, ...]
 Metadata = dict[Any, Any]
@@ -117,11 +114,7 @@ def _described(info: dict[Any, Any], suffix: str, where: str) -> tuple[str, Shap
 
 
 def _shape(value: Any, where: str) -> Shape:
-    if (
-        isinstance(value, (list, tuple))
-        and len(value) <= MAX_DIMS
-        and all(type(n) is int and 0 <= n < 1 << 63 for n in value)
-    ):
+    if is_shape(value):
         return tuple(value)
     raise CheckpointError(f"{where}: damaged shard_metadata, a shape is not a list of sizes")
 
@@ -198,19 +191,12 @@ def _join_flat(layout: Layout, stored: Sequence[StoredTensor], key: str, suffix:
         )
     if length > 1 and any(shard.strides != (1,) for shard in stored):
         raise CheckpointError(f"{key!r} is not contiguous")
-    dtype = stored[0].dtype
-    width = itemsize(dtype)
-    sources = [Deferred(shard.storage.nbytes, partial(_span, shard)) for shard in stored]
-    made = {}
-    for name, start, shape in layout.parts:
-        stop = start + prod(shape)
-        pieces = []
-        for rank in range(start // length, -(-stop // length)) if stop > start else ():
-            low, high = max(start, rank * length), min(stop, (rank + 1) * length)
-            at = (stored[rank].offset + low - rank * length) * width
-            pieces.append((low - start, high - start, sources[rank], at))
-        made[name] = Tensor.from_flat(plain_name(name) + suffix, dtype, shape, pieces)
-    return made
+    dtype, width = stored[0].dtype, itemsize(stored[0].dtype)
+    run = Joined([Slice(view.source, view.offset, length * width) for view in (one.view() for one in stored)])
+    return {
+        name: Tensor.contiguous(plain_name(name) + suffix, dtype, shape, run, start * width)
+        for name, start, shape in layout.parts
+    }
 
 
 def _join_rows(layout: Layout, stored: Sequence[StoredTensor], key: str, suffix: str) -> Tensor:
@@ -232,7 +218,3 @@ def _join_rows(layout: Layout, stored: Sequence[StoredTensor], key: str, suffix:
         if size > 0:  # the rest is padding
             boxes.append(Box((low, *[0] * len(rest)), (size, *rest), shard.view))
     return Tensor(plain_name(layout.parts[0][0]) + suffix, stored[0].dtype, layout.shape, boxes)
-
-
-def _span(shard: StoredTensor) -> FileSpan:
-    return shard.storage.span

@@ -1,4 +1,4 @@
-"""Check the fp32 masters against the weights in the model states.
+"""Compare what several files of a run hold alike, by samples of the values.
 
 Below stage 3 the model states hold every weight in the compute dtype: after each step, the rounded master. A
 sample of values from every rank shows whether the files were saved together and are in the right order.
@@ -14,17 +14,49 @@ import numpy as np
 from converters.containers.torchzip import StoredTensor
 from converters.errors import CheckpointError
 from converters.storage.bytes import FileSpan, Slice
+from converters.tensors.casting import rounded
 from converters.tensors.dtypes import numpy_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Mapping, Sequence
 
     from converters.formats.deepspeed.flat_layout import EqualSlices, Flat, Piece, Share
     from converters.storage.bytes import Source
+    from converters.tensors.tensor import Array, Tensor
 
+# Elements at the start, in the middle and at the end of each tensor, about.
+_SAMPLE = 4096
 # Sampled from each rank: about this many parameters, and elements of each.
 _FRAGMENTS = 16
 _ELEMENTS = 64
+
+
+def same(copies: Sequence[Tensor], where: str, why: str = "files of two runs or steps") -> None:
+    """CheckpointError, with a reason, if the ranks' copies of one tensor differ."""
+    first, *others = copies
+    sample = [part.tobytes() for part in _sample(first)]
+    for other in others:
+        alike = (other.shape, other.dtype) == (first.shape, first.dtype)
+        if not alike or [part.tobytes() for part in _sample(other)] != sample:
+            raise CheckpointError(f"{where}: the ranks' copies of it differ; {why}")
+
+
+def rounds_to_copy(master: Tensor, copy: Tensor) -> bool:
+    """Whether a master, rounded to the dtype of its copy of the same shape, equals it; NaN equals NaN."""
+    for ours, theirs in zip(_sample(master), _sample(copy), strict=True):
+        cast = rounded(ours, copy.dtype)
+        if not np.all((cast == theirs) | ((cast != cast) & (theirs != theirs))):
+            return False
+    return True
+
+
+def _sample(tensor: Tensor) -> list[Array]:
+    if not tensor.shape:
+        return [tensor.read()]
+    rows = tensor.shape[0]
+    count = max(1, _SAMPLE * rows // max(1, tensor.numel))
+    starts = sorted({0, max(0, rows // 2 - count // 2), max(0, rows - count)})
+    return [tensor.read(slice(start, start + count)) for start in starts]
 
 
 def check_against_module(

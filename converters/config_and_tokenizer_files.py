@@ -7,10 +7,11 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import CheckpointError, printable
+from converters.limits import MAX_TOKENIZER_FILE
 from converters.manifest import check_manifest
-from converters.storage.guarded import LinkError, read_small_table
 from converters.storage.path_or_url import place
 from converters.storage.places import inside
+from converters.storage.safe_open import LinkError, read_small_table
 from converters.storage.store_errors import AccessDeniedError
 
 if TYPE_CHECKING:
@@ -33,8 +34,6 @@ _HUB_FILES = ("*.json", "*.model", "merges.txt", "vocab.*", "chat_template.*")
 _MODEL_FILES = (*_HUB_FILES, "*.safetensors", "*.bin")
 _SUBFOLDERS = ("model", "hf", "huggingface", "tokenizer")
 _RUN_CHECKPOINTS = "checkpoints"
-# No tokenizer file is larger; a larger `.model` is something else.
-_MAX_BYTES = 1 << 30
 
 
 def find_companions(root: Place) -> dict[str, Place]:
@@ -185,7 +184,7 @@ def _name(path: Place) -> str:
 
 def _usable(path: Place, name: str) -> bool:
     try:
-        if not path.is_file() or path.stat().st_size > _MAX_BYTES:
+        if not path.is_file() or path.stat().st_size > MAX_TOKENIZER_FILE:
             return False
     except OSError:
         return False
