@@ -1,7 +1,7 @@
 """fp16 with its search for a loss scale, under DDP, FSDP2 and ZeRO.
 
 DeepSpeed trains in fp16 on GPUs only. torch multiplies it on CPUs as well, so the accelerator is said to
-support it, and the run's precision is set past the rule that knows better. Engines, scalers and files are real.
+support it, and the run's precision is set past the rule that knows better. All else is real.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -124,6 +125,10 @@ def assert_frugal(steps: Steps, graphs: dict[str, int]) -> None:
     assert steps.figures["transfers_from_device"] == 0
 
 
+def cpu_steps(folder: Path, corpus: Path, steps: int, **settings: Any) -> Steps:
+    return take_steps(configured(folder, corpus, **{**BATCH, "train__steps": steps, **settings}), steps)
+
+
 @pytest.fixture(scope="module")
 def on_cpu(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Callable[..., Steps]:
     """Steps on the CPU backend, with clipping, by settings."""
@@ -131,21 +136,21 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Callable[.
 
     def taken(source: Path = corpus, steps: int = STEPS, **settings: Any) -> Steps:
         if (key := repr((source, steps, settings))) not in done:
-            whole = {**BATCH, "train__steps": steps, **settings}
-            done[key] = take_steps(configured(tmp_path_factory.mktemp("truth"), source, **whole), steps)
+            done[key] = cpu_steps(tmp_path_factory.mktemp("truth"), source, steps, **settings)
         return done[key]
 
     return taken
 
 
-class Case(NamedTuple):
+@dataclass(frozen=True)
+class Case:
     """What is trained on XLA and on the CPU, what is set on XLA alone, and how close the losses are."""
 
     both: dict[str, Any]
-    xla: dict[str, Any] = {}
+    xla: dict[str, Any] = field(default_factory=dict)
     tolerance: float = 1e-6
     devices: int = 4
-    graphs: dict[str, int] = {"step": 1}
+    graphs: dict[str, int] = field(default_factory=lambda: {"step": 1})
 
 
 TWO = {"micro-batch": 1, "update": 1}
