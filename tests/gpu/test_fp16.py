@@ -61,6 +61,7 @@ def test_fp16_follows_fp32(
 ) -> None:
     found = ranks.run(world_size, our_losses, configured(tmp_path, corpus, strategy=strategy, **FP16))
     assert_close(found, truth, 1e-2)
+    assert [norm for _, norm in found] == pytest.approx([norm for _, norm in truth], rel=5e-2)
     assert [loss for loss, _ in found] != [loss for loss, _ in truth]  # it did compute in fp16
 
 
