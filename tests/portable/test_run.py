@@ -140,18 +140,6 @@ def test_ranks_go_on_bit_for_bit(
     assert weights(tmp_path / "run") == weights(finished_on_two)
 
 
-@pytest.mark.exhaustive
-def test_a_run_moves_between_world_sizes_and_strategies(
-    finished: Path, tmp_path: Path, corpus: Path, ranks: RankPool
-) -> None:
-    folder = tmp_path / "run"
-    for world_size, strategy, stop in [(3, "full_shard", 2), (1, "no_shard", 4), (2, "no_shard", 6)]:
-        settings = {"strategy": strategy, "train__stop_after": stop, "train__micro_batch_size": 1}
-        assert ranks.run(world_size, leg_of, folder, corpus, settings) == 0
-    assert leg(folder, corpus) == 0
-    assert losses(folder) == pytest.approx(losses(finished), rel=1e-5)
-
-
 def leg_of(folder: Path, corpus: Path, settings: dict[str, Any]) -> int:
     return leg(folder, corpus, **settings)
 
