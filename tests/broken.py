@@ -70,6 +70,8 @@ def caught(mutant: Mutant) -> list[str]:
             text=True,
             check=False,
         )
+    if done.returncode > 1:  # such as for a file that is not there
+        print(done.stdout[-500:], flush=True)
     failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
     return [line.split()[1] for line in failed]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import multiprocessing
 import os
 import resource
@@ -24,7 +26,7 @@ from portable.errors import DamagedError, RunError, UserError
 from portable.output.lock import locked
 from portable.output.output_dir import open_output
 from portable.reporting.html_report import write_report
-from portable.reporting.metrics import read_metrics
+from portable.reporting.metrics import MetricsFile, read_metrics
 from portable.run import batches
 from portable.run.rank import run_rank
 from tests.runs import TINY_MODEL, configured
@@ -533,6 +535,20 @@ def test_every_file_of_a_checkpoint_is_checked(
         TrainerState.read(folder).check_files(folder)
 
 
+def test_what_is_no_number_is_null_in_the_metrics(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path, from_step=0)
+    file.write({"step": 1, "loss": math.nan, "grad_norm": math.inf})
+    file.close()
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss": null, "grad_norm": null}\n'
+
+
+@pytest.mark.parametrize("other", [{"step": 5}, {"run": {}}], ids=["step", "run"])
+def test_a_manifest_of_another_checkpoint(other: dict[str, Any], finished: Path) -> None:
+    folder = finished / "checkpoints" / "step-000004"
+    with pytest.raises(DamagedError, match="belongs to another checkpoint"):
+        dataclasses.replace(TrainerState.read(folder), **other).check_files(folder)
+
+
 def test_a_checkpoint_of_which_a_small_file_is_damaged_is_set_aside(
     finished: Path, tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -572,6 +588,10 @@ def test_resume_from_a_path(tmp_path: Path, corpus: Path, finished: Path) -> Non
     assert weights(folder) == weights(finished)
     with pytest.raises(UserError, match="never, but"):
         leg(folder, corpus, checkpoint__resume="never")
+    older = folder / "checkpoints" / "step-000004"
+    shutil.copytree(source, older, dirs_exist_ok=True)
+    with pytest.raises(UserError, match=r"step-000008 is newer than .*step-000004 in the same run"):
+        leg(folder, corpus, checkpoint__resume=str(older))
 
 
 def test_trainer_state_of_a_newer_version_is_refused(tmp_path: Path) -> None:
