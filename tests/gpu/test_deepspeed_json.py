@@ -20,8 +20,8 @@ from portable.errors import UserError
 from portable.run.rank import run_rank
 from portable.run.settle import settle
 from tests.gpu.test_parity import STEPS, Losses, assert_close, our_losses
-from tests.gpu.test_zero_checkpoints import leg, losses
-from tests.runs import configured
+from tests.gpu.test_zero_checkpoints import leg
+from tests.runs import configured, losses
 
 if TYPE_CHECKING:
     from collections.abc import Callable

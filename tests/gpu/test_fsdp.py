@@ -11,7 +11,6 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from portable.errors import UserError
-from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
 from tests.gpu.test_parity import Losses, assert_close, our_losses
 from tests.parity import opened
@@ -149,10 +148,6 @@ def test_hybrid_shards_in_a_group_and_replicates_across(
 def leg(folder: Path, corpus: Path, settings: dict[str, Any]) -> int:
     common = {**shares(int(os.environ["WORLD_SIZE"])), "data__eval_fraction": 0, "log__sample_tokens": 0}
     return run_rank("cpu", configured(folder, corpus, **{**common, **settings}))
-
-
-def losses(folder: Path) -> dict[int, float]:
-    return {row["step"]: row["loss"] for row in read_metrics(folder) if "loss" in row}
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ from gpu.fsdp.optimizer_state import restore
 from portable.optim.adafactor import RULES, Adafactor
 from portable.optim.adamw_8bit import AdamW8bit, decode, encode, levels
 from portable.optim.block_size import block_size
-from tests.gpu.test_fsdp import leg, losses, shares
+from tests.gpu.test_fsdp import leg, shares
 from tests.gpu.test_parity import Losses, assert_close, our_losses
-from tests.runs import TINY_MODEL, configured
+from tests.runs import TINY_MODEL, configured, losses
 from tests.tpu.test_run import on_xla
 
 if TYPE_CHECKING:

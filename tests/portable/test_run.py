@@ -29,7 +29,7 @@ from portable.reporting.html_report import write_report
 from portable.reporting.metrics import MetricsFile, read_metrics
 from portable.run import batches
 from portable.run.rank import run_rank
-from tests.runs import TINY_MODEL, configured
+from tests.runs import TINY_MODEL, configured, losses, weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,14 +42,6 @@ pytestmark = pytest.mark.usefixtures("brief_runs")
 
 def leg(folder: Path, corpus: Path, **overrides: Any) -> int:
     return run_rank("cpu", configured(folder, corpus, **overrides))
-
-
-def losses(folder: Path) -> dict[int, float]:
-    return {row["step"]: row["loss"] for row in read_metrics(folder) if "loss" in row}
-
-
-def weights(folder: Path) -> bytes:
-    return (folder / "final" / "model.safetensors").read_bytes()
 
 
 @pytest.fixture(scope="module")
