@@ -48,7 +48,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 STARTS = {"brief_runs", "engines", "quick_legs", "ranks", "s3", "zygote"}
-"""Fixtures that start processes: what asks for one is slow."""
+"""Fixtures of tests that start processes or train whole runs: what asks for one is slow."""
 SLOW = frozenset((Path(__file__).parent / "slow.txt").read_text("utf-8").split())
 """The other functions whose cases together took more than a second, by ``.durations.json``."""
 
