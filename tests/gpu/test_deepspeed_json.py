@@ -16,6 +16,7 @@ from gpu.zero import config as deepspeed_json
 from gpu.zero import runtime as zero_runtime
 from gpu.zero.config.schema import check, names_at, schema_of
 from portable.batch_plan import plan_batches
+from portable.config.yaml_text import parse
 from portable.errors import UserError
 from portable.run.rank import run_rank
 from portable.run.settle import settle
@@ -32,124 +33,65 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
     from tests.ranks import RankPool
 
-ADAMW: dict[str, Any] = {
-    "type": "AdamW",
-    "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
-}
-WARMUP: dict[str, Any] = {
-    "type": "WarmupLR",
-    "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
-}
-FP16: dict[str, Any] = {
-    "enabled": "auto",
-    "loss_scale": 0,
-    "loss_scale_window": 1000,
-    "initial_scale_power": 16,
-    "hysteresis": 2,
-    "min_loss_scale": 1,
-}
-BATCHES: dict[str, Any] = {
-    "gradient_accumulation_steps": "auto",
-    "gradient_clipping": "auto",
-    "steps_per_print": 2000,
-    "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto",
-    "wall_clock_breakdown": False,
-}
-STAGE3: dict[str, Any] = {
-    "stage": 3,
-    "overlap_comm": True,
-    "contiguous_gradients": True,
-    "sub_group_size": 1e9,
-    "reduce_bucket_size": "auto",
-    "stage3_prefetch_bucket_size": "auto",
-    "stage3_param_persistence_threshold": "auto",
-    "stage3_max_live_parameters": 1e9,
-    "stage3_max_reuse_distance": 1e9,
-    "stage3_gather_16bit_weights_on_model_save": True,
-}
+
+def of(text: str) -> dict[str, Any]:
+    """The keys of a flow mapping in YAML."""
+    return dict(parse(f"{{{text}}}", "the guide").value)
+
+
+FP16 = of(
+    "enabled: auto, loss_scale: 0, loss_scale_window: 1000, initial_scale_power: 16, hysteresis: 2, "
+    "min_loss_scale: 1"
+)
+ADAMW = of("type: AdamW, params: {lr: auto, betas: auto, eps: auto, weight_decay: auto}")
+WARMUP = of("type: WarmupLR, params: {warmup_min_lr: auto, warmup_max_lr: auto, warmup_num_steps: auto}")
+BATCHES = of(
+    "gradient_accumulation_steps: auto, gradient_clipping: auto, steps_per_print: 2000, "
+    "train_batch_size: auto, train_micro_batch_size_per_gpu: auto, wall_clock_breakdown: false"
+)
+STAGE3 = of(
+    "stage: 3, overlap_comm: true, contiguous_gradients: true, sub_group_size: 1e9, "
+    "reduce_bucket_size: auto, stage3_prefetch_bucket_size: auto, stage3_param_persistence_threshold: auto, "
+    "stage3_max_live_parameters: 1e9, stage3_max_reuse_distance: 1e9, "
+    "stage3_gather_16bit_weights_on_model_save: true"
+)
+PINNED = {"device": "cpu", "pin_memory": True}
+COMMON = {"fp16": FP16, "optimizer": ADAMW, "scheduler": WARMUP, **BATCHES}
 # The files of Hugging Face's DeepSpeed guide, as they stand there.
 GUIDE: dict[str, dict[str, Any]] = {
-    "zero1": {"zero_optimization": {"stage": 1}},
-    "zero2": {
-        "zero_optimization": {
-            "stage": 2,
-            "offload_optimizer": {"device": "cpu", "pin_memory": True},
-            "allgather_partitions": True,
-            "allgather_bucket_size": 5e8,
-            "overlap_comm": True,
-            "reduce_scatter": True,
-            "reduce_bucket_size": 5e8,
-            "contiguous_gradients": True,
-            "round_robin_gradients": True,
-        }
-    },
+    "zero1": of("zero_optimization: {stage: 1}"),
+    "zero2": of(
+        "zero_optimization: {stage: 2, offload_optimizer: {device: cpu, pin_memory: true}, "
+        "allgather_partitions: true, allgather_bucket_size: 5e8, overlap_comm: true, reduce_scatter: true, "
+        "reduce_bucket_size: 5e8, contiguous_gradients: true, round_robin_gradients: true}"
+    ),
     "zero3": {
-        "fp16": FP16,
-        "optimizer": ADAMW,
-        "scheduler": WARMUP,
-        "zero_optimization": {
-            **STAGE3,
-            "offload_optimizer": {"device": "cpu", "pin_memory": True},
-            "offload_param": {"device": "cpu", "pin_memory": True},
-        },
-        **BATCHES,
+        **COMMON,
+        "zero_optimization": {**STAGE3, "offload_optimizer": PINNED, "offload_param": PINNED},
     },
     "nvme": {
-        "fp16": FP16,
-        "optimizer": ADAMW,
-        "scheduler": WARMUP,
-        "zero_optimization": {
-            **STAGE3,
-            "offload_optimizer": {
-                "device": "nvme",
-                "nvme_path": "/local_nvme",
-                "pin_memory": True,
-                "buffer_count": 4,
-                "fast_init": False,
-            },
-            "offload_param": {
-                "device": "nvme",
-                "nvme_path": "/local_nvme",
-                "pin_memory": True,
-                "buffer_count": 5,
-                "buffer_size": 1e8,
-                "max_in_cpu": 1e9,
-            },
-            "aio": {
-                "block_size": 262144,
-                "queue_depth": 32,
-                "thread_count": 1,
-                "single_submit": False,
-                "overlap_events": True,
-            },
-        },
-        **BATCHES,
+        **COMMON,
+        "zero_optimization": STAGE3
+        | of(
+            "offload_optimizer: {device: nvme, nvme_path: /local_nvme, pin_memory: true, buffer_count: 4, "
+            "fast_init: false}, offload_param: {device: nvme, nvme_path: /local_nvme, pin_memory: true, "
+            "buffer_count: 5, buffer_size: 1e8, max_in_cpu: 1e9}, aio: {block_size: 262144, "
+            "queue_depth: 32, thread_count: 1, single_submit: false, overlap_events: true}"
+        ),
     },
-    "inference": {
-        "fp16": {"enabled": False},
-        "bf16": {"enabled": False},
-        "zero_optimization": {
-            "stage": 3,
-            "offload_param": {"device": "cpu", "pin_memory": True},
-            "overlap_comm": True,
-            "contiguous_gradients": True,
-            "reduce_bucket_size": 48 * 48,
-            "stage3_prefetch_bucket_size": 0.9 * 50 * 50,
-            "stage3_param_persistence_threshold": 480,
-        },
-        "steps_per_print": 2000,
-        "train_batch_size": 4,
-        "train_micro_batch_size_per_gpu": 1,
-        "wall_clock_breakdown": False,
-    },
-    "node-local": {"zero_optimization": {"stage": 2}, "checkpoint": {"use_node_local_storage": True}},
-    "communication": {"zero_optimization": {"stage": 2}, "communication_data_type": "fp32"},
-    "untested": {
-        "zero_optimization": {"stage": 1},
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-    },
+    "inference": of(
+        "fp16: {enabled: false}, bf16: {enabled: false}, zero_optimization: {stage: 3, offload_param: "
+        "{device: cpu, pin_memory: true}, overlap_comm: true, contiguous_gradients: true, "
+        "reduce_bucket_size: 2304, stage3_prefetch_bucket_size: 2250.0, "
+        "stage3_param_persistence_threshold: 480}, steps_per_print: 2000, train_batch_size: 4, "
+        "train_micro_batch_size_per_gpu: 1, wall_clock_breakdown: false"
+    ),
+    "node-local": of("zero_optimization: {stage: 2}, checkpoint: {use_node_local_storage: true}"),
+    "communication": of("zero_optimization: {stage: 2}, communication_data_type: fp32"),
+    "untested": of(
+        "zero_optimization: {stage: 1}, zero_allow_untested_optimizer: true, "
+        "zero_force_ds_cpu_optimizer: false"
+    ),
 }
 
 
