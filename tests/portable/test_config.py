@@ -448,6 +448,7 @@ FILES_REFUSED: list[tuple[str | bytes, str]] = [
     ("seed: 1\n---\nseed: 2", "run.yaml:2: not valid YAML: but found another document"),
     ("seed: !!python/object:os.system x", "run.yaml:1: the tag tag:yaml.org,2002:python/object"),
     ("seed: !mine {a: 1}", "run.yaml:1: the tag !mine is not allowed"),
+    ("seed: !mine [1]", "run.yaml:1: the tag !mine is not allowed"),
     ("seed: !!int abc", "run.yaml:1: cannot read 'abc' as int"),
     ("? [a, b]\n: 1", "run.yaml:1: a key must be a word"),
     ("model: &a {config: {model_type: x, b: *a}}", "run.yaml:1: "),
