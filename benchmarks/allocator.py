@@ -16,12 +16,9 @@ _MARK = "allocations: "
 
 @dataclass
 class Phase:
-    """Bytes above the level at the start of the recording."""
+    """The peak of a phase, in bytes above the level at the start of the recording."""
 
     peak: int = 0
-    """Peak of the phase."""
-    left: int = 0
-    """What was there at its end."""
 
 
 @dataclass
@@ -60,5 +57,3 @@ def allocations() -> Iterator[Recording]:
         for start, end, phase, _ in marks:
             if start <= event.start_ns() <= end:
                 phase.peak = max(phase.peak, before, now)
-            if event.start_ns() <= end:
-                phase.left = now

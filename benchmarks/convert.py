@@ -1,9 +1,7 @@
 """`portable-convert` beside `cp` and the frameworks' own scripts.
 
 ``python -m benchmarks.convert`` has each framework write a checkpoint, then times whole processes, in turns,
-with a warm page cache. Every result is compared, tensor by tensor. ``--memory`` measures what
-`portable-convert` alone uses as checkpoints grow; ``--cores`` how its time falls with more cores, in memory;
-``--inspect`` the time of `portable-convert inspect` on 100,000 tensors.
+with a warm page cache. Every result is compared, tensor by tensor.
 """
 
 from __future__ import annotations
@@ -34,13 +32,22 @@ if TYPE_CHECKING:
 MIB = 1 << 20
 OURS = "portable-convert"
 COPY, COPY_SYNCED = "cp", "cp, then fsync"
-NEEDS = {"dcp": "torch", "zero2": "deepspeed", "zero3": "deepspeed", "xla": "torch_xla"}
+NEEDS = {
+    "dcp": "torch",
+    "fp8": "transformers",
+    "zero2": "deepspeed",
+    "zero3": "deepspeed",
+    "xla": "torch_xla",
+}
 SOURCES = {
     "dcp": "torch DCP, FSDP2",
     "zero2": "DeepSpeed ZeRO-2, bf16",
     "zero3": "DeepSpeed ZeRO-3, bf16",
     "xla": "PyTorch/XLA FSDP",
+    "fp8": "weights in fp8 by blocks, to bfloat16",
 }
+MORE = {"fp8": ("--dequantize",)}
+"""Options of ours, by checkpoint."""
 # Only packages that a user would have; no accelerator.
 ENVIRONMENT = {
     "USE_TORCH_XLA": "0",
@@ -118,10 +125,13 @@ def copies(file: Path) -> list[Contestant]:
 
 def contestants(kind: str, result: Path) -> list[Contestant]:
     """All contestants for a checkpoint of `kind`; `cp` copies the finished `result`."""
+    more = MORE.get(kind, ())
     everyone = [
         *copies(result),
-        Contestant(OURS, portable),
-        Contestant(f"{OURS} --dry-run", lambda source, out: portable(source, out, "--dry-run"), writes=False),
+        Contestant(OURS, lambda source, out: portable(source, out, *more)),
+        Contestant(
+            f"{OURS} --dry-run", lambda source, out: portable(source, out, "--dry-run", *more), writes=False
+        ),
     ]
     if kind == "dcp":
         tool = "torch.distributed.checkpoint.format_utils"
@@ -136,6 +146,18 @@ def contestants(kind: str, result: Path) -> list[Contestant]:
                 "torch dcp_to_torch",
                 lambda source, out: python("-m", tool, "dcp_to_torch", str(source), str(out / "model.pt")),
                 makes_folder=False,
+            ),
+        ]
+    elif kind == "fp8":
+        peers = "benchmarks.convert_peers"
+        everyone += [
+            Contestant(
+                "DeepSeek's loop",
+                lambda source, out: python("-m", peers, "deepseek", str(source), str(out)),
+            ),
+            Contestant(
+                "transformers, dequantize",
+                lambda source, out: python("-m", peers, "transformers", str(source), str(out)),
             ),
         ]
     elif kind == "xla":
@@ -207,7 +229,7 @@ def compete(kind: str, source: Path, work: Path, rounds: int) -> list[Result]:
     """Every contestant in turn; AssertionError where two results differ."""
     reference, log = work / f"{kind}-result", work / "log"
     shutil.rmtree(reference, ignore_errors=True)
-    _, code = measure(portable(source, reference), log)  # also warms the page cache
+    _, code = measure(portable(source, reference, *MORE.get(kind, ())), log)  # also warms the page cache
     if code:
         raise RuntimeError(last_line(log))
     expected = digest(reference)
@@ -259,7 +281,7 @@ def take_turns(
 
 def digest(folder: Path) -> object:
     """The content of a result, read by another process with other libraries."""
-    command = python("-m", "benchmarks.convert_digest", str(folder))
+    command = python("-m", "benchmarks.convert_peers", "digest", str(folder))
     return json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
 
 
@@ -327,114 +349,6 @@ def sparse_checkpoint(folder: Path, count: int, shape: tuple[int, int] = (2000, 
         os.posix_fallocate(file.fileno(), 0, 8 + len(text) + count * nbytes)  # no holes, which are refused
 
 
-def memory(work: Path, sizes: Sequence[float]) -> str:
-    """Peak memory of `portable-convert` as the checkpoint grows, for each code path."""
-    lines = [
-        "| GB | conversion | wall s | peak MiB | anonymous MiB |",
-        "| ---: | --- | ---: | ---: | ---: |",
-    ]
-    plain, dcp, out, log = (work / name for name in ("plain", "dcp", "out", "log"))
-    for size in sizes:
-        sparse_checkpoint(plain, max(1, round(size * 1e9 / 32_000_000)))
-        for what, source, target, flags in (
-            ("safetensors to safetensors", plain, out, ()),
-            ("safetensors to DCP", plain, dcp, ("--to", "dcp")),
-            ("DCP to safetensors", dcp, out, ()),
-            ("DCP to bfloat16 safetensors", dcp, out, ("--dtype", "bfloat16")),
-        ):
-            run, code = measure(portable(source, target, "--overwrite", *flags), log)
-            if code:
-                raise RuntimeError(last_line(log))
-            lines.append(f"| {size:g} | {what} | {run.wall:.2f} | {run.rss:.0f} | {run.anonymous:.0f} |")
-        for folder in (plain, dcp, out):
-            shutil.rmtree(folder)
-    return "\n".join(lines) + "\n"
-
-
-def dense_checkpoint(folder: Path, gigabytes: float) -> None:
-    """A DCP checkpoint of random values, which has a checksum for each tensor."""
-    from converters import Checkpoint, Tensor, write_dcp
-    from converters.storage.bytes import Memory
-
-    values = os.urandom(8 << 20)
-    tensors = {
-        f"layers.{i}.weight": Tensor.contiguous("weight", "F32", (1024, 2048), Memory(values))
-        for i in range(max(1, round(gigabytes * 1e9 / len(values))))
-    }
-    source = Checkpoint(format="made", root=folder.parent / "none", tensors=tensors, ties=False)
-    write_dcp(source, folder, max_shard_size=len(values) * 8, progress=False, expand=True)
-
-
-def scaling(work: Path, gigabytes: float, rounds: int) -> str:
-    """Our time on 1, 2, 4 ... cores, by turns, from and to memory; the least of all rounds counts."""
-    source, out, log = work / "source", work / "out", work / "log"
-    dense_checkpoint(source, gigabytes)
-    cores = sorted(os.sched_getaffinity(0))
-    counts = [count for count in (1, 2, 4, 8, 16) if count <= len(cores)]
-    ways: dict[str, tuple[str, ...]] = {
-        "DCP to safetensors": (),
-        "DCP to bfloat16 safetensors": ("--dtype", "bfloat16"),
-        "DCP to DCP": ("--to", "dcp"),
-    }
-    least: dict[tuple[str, int], float] = {}
-    shards = str(int(gigabytes * 1e9) // 16)
-    for _ in range(rounds):
-        for what, flags in ways.items():
-            for count in counts:
-                shutil.rmtree(out, ignore_errors=True)
-                pinned = ["taskset", "-c", ",".join(map(str, cores[:count]))]
-                run, code = measure(
-                    [*pinned, *portable(source, out, "--max-shard-size", shards, *flags)], log
-                )
-                if code:
-                    raise RuntimeError(last_line(log))
-                least[what, count] = min(run.wall, least.get((what, count), run.wall))
-    shutil.rmtree(source)
-    shutil.rmtree(out)
-    head = "| conversion | " + " | ".join(f"{count} cores" for count in counts) + " | of one |"
-    lines = [head.replace("| 1 cores", "| 1 core"), "| --- |" + " ---: |" * (len(counts) + 1)]
-    for what in ways:
-        walls = [least[what, count] for count in counts]
-        row = [f"{wall:.2f} s" for wall in walls] + [f"{walls[0] / walls[-1]:.2f} x"]
-        lines.append(f"| {what} | " + " | ".join(row) + " |")
-    return "\n".join(lines) + "\n"
-
-
-SAFE_OPEN = """
-import sys
-from safetensors import safe_open
-with safe_open(sys.argv[1] + "/model.safetensors", "np") as file:
-    for name in file.keys():
-        entry = file.get_slice(name)
-        print(name, entry.get_dtype(), entry.get_shape())
-"""
-
-
-def inspecting(work: Path, tensors: int, rounds: int) -> str:
-    """The time to list ``tensors`` small tensors in each of our formats, and in safetensors' own library."""
-    made = work / "safetensors"
-    sparse_checkpoint(made, tensors, shape=(4, 4))
-    for to in ("dcp", "torch"):
-        _, code = measure(portable(made, work / to, "--to", to), work / "log")
-        if code:
-            raise RuntimeError(last_line(work / "log"))
-
-    def contestant(name: str, *command: str) -> Contestant:
-        return Contestant(name, lambda _, __: python(*command), writes=False)
-
-    everyone = [
-        contestant("safetensors, `safe_open`", "-c", SAFE_OPEN, str(made)),
-        *(
-            contestant(f"{name}, ours", "-m", "converters.cli", "inspect", str(work / name))
-            for name in ("safetensors", "torch", "dcp")
-        ),
-    ]
-    results = take_turns(everyone, made, work, rounds, lambda _, __: None)
-    for name in ("safetensors", "torch", "dcp"):
-        shutil.rmtree(work / name)
-    return medians(results, {"x `safe_open`": results[0]})
-
-
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.convert", description=__doc__)
     parser.add_argument("--gigabytes", type=float, default=1.4, help="of fp32 weights in the result")
@@ -443,9 +357,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--only", nargs="+", choices=KINDS, default=list(KINDS), help="checkpoints to convert"
     )
     parser.add_argument("--small", action="store_true", help="2 MB and one round: does it run?")
-    parser.add_argument("--memory", action="store_true", help="our memory from 0.1 to 4 GB instead")
-    parser.add_argument("--cores", action="store_true", help="our time on 1, 2, 4 ... cores instead")
-    parser.add_argument("--inspect", action="store_true", help="listing 100,000 tensors instead")
     parser.add_argument("--folder", type=Path, help="keep the checkpoints there for the next run")
     parser.add_argument("--json", type=Path, help="also write every run to this file")
     options = parser.parse_args(argv)
@@ -457,22 +368,12 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; 0 unless two tools differ."""
     options = parse(argv)
-    where = Path("/dev/shm") if options.cores else Path.cwd()
-    work = options.folder or Path(tempfile.mkdtemp(prefix="convert-", dir=where))
+    work = options.folder or Path(tempfile.mkdtemp(prefix="convert-", dir=Path.cwd()))
     work.mkdir(parents=True, exist_ok=True)
     libraries = [name for name in ("torch", "deepspeed", "accelerate", "torch-xla") if _version(name)]
     print(", ".join([f"{os.cpu_count()} cores", *(f"{name} {_version(name)}" for name in libraries)]))
     document: dict[str, list[dict[str, object]]] = {}
     try:
-        if options.memory:
-            print(memory(work, (0.002, 0.01) if options.small else (0.1, 1, 4)))
-            return 0
-        if options.cores:
-            print(scaling(work, options.gigabytes, options.rounds))
-            return 0
-        if options.inspect:
-            print(inspecting(work, 1_000 if options.small else 100_000, options.rounds))
-            return 0
         for kind in options.only:
             source, missing = provide(kind, work, options.gigabytes)
             if source is None:

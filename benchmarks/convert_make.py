@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 WORLD = 2
-KINDS = ("dcp", "zero2", "zero3", "xla")
+KINDS = ("dcp", "zero2", "zero3", "xla", "fp8")
 
 
 def model_config(gigabytes: float) -> dict[str, Any]:
@@ -117,6 +117,30 @@ def xla(folder: Path, config: dict[str, Any]) -> None:
         del model, state
 
 
+def fp8(folder: Path, config: dict[str, Any]) -> None:
+    """Weights as DeepSeek publishes them: e4m3 with a scale for each block of 128 x 128."""
+    import torch
+    from safetensors.torch import save_file
+
+    tensors = {}
+    for name, value in _model(config).to(torch.bfloat16).state_dict().items():
+        if "_proj" not in name:
+            tensors[name] = value
+            continue
+        rows, columns = (-(-size // 128) for size in value.shape)
+        whole = torch.zeros(128 * rows, 128 * columns)
+        whole[: value.shape[0], : value.shape[1]] = value
+        scales = whole.abs().reshape(rows, 128, columns, 128).amax((1, 3)) / 448
+        wide = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        codes = (whole / wide).nan_to_num()[: value.shape[0], : value.shape[1]]
+        tensors[name] = codes.to(torch.float8_e4m3fn).contiguous()
+        tensors[f"{name}_scale_inv"] = scales
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    described = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    whole_config = {**config, "dtype": "bfloat16", "quantization_config": described}
+    (folder / "config.json").write_text(json.dumps(whole_config))
+
+
 def _launch(body: Callable[[int], None]) -> None:
     """Run `body(rank)` in forked ranks joined by gloo; RuntimeError if one fails."""
     import torch
@@ -158,8 +182,14 @@ def make(kind: str, folder: Path, gigabytes: float) -> None:
     config = model_config(gigabytes)
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
+    if (
+        kind == "fp8" and config["intermediate_size"] % 128
+    ):  # transformers takes broken blocks for smaller ones
+        config = llama_config(512, 512, 1, 16)
     if kind == "xla":
         xla(folder, config)
+    elif kind == "fp8":
+        fp8(folder, config)
     elif kind == "dcp":
         import transformers  # noqa: F401  # once here, not once a rank
 

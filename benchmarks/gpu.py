@@ -1,326 +1,701 @@
-"""One GPU: training loops by turns, Hugging Face's single-GPU guide, a roofline, saving and offloading.
+"""One GPU: the step beside its peers, under each strategy and in fp8; planned memory, saving, a roofline.
 
-``python -m benchmarks.gpu`` trains Llamas of 1.2 and 8 billion parameters and two sizes of Qwen3 with this
-project, the Trainer and a bare compiled loop, each in a process of its own, by turns
-(:mod:`benchmarks.gpu_turns`); compares a step with the card's limits; saves; and trains BERT-large under each
-saving of the guide. A row is written to ``--rows`` as soon as it is measured; ``--table`` prints a file of
-them. Without a GPU, or with ``--small``, everything is tiny, which only shows that the program works.
+``python -m benchmarks.gpu --json gpu.json`` trains models of 0.6 to 8 billion parameters with this project,
+the Trainer, Accelerate and a bare compiled loop. Each loop is a process of its own; they load at once,
+compile one after another and then take a few steps by turns, so that whatever the card does falls on all of
+them alike. Each part is written as soon as it is measured, and the same command goes on with those that are
+missing. Without a GPU, or with ``--small``, everything is tiny, which only shows that the program works.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import multiprocessing
+import os
+import random
 import statistics
 import sys
 import tempfile
 import time
+from contextlib import contextmanager, redirect_stderr, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.gpu_cases import BARE, CASES, OURS, TRAINER, Case, cases, contend, write_case
-from benchmarks.gpu_turns import Contestant, take_turns
-from benchmarks.gpu_work import (
-    COMPLETE,
-    FULL_BERT,
-    ROWS,
-    SMALL_BERT,
-    STAGED,
-    TO_DEVICE,
-    TO_HOST,
-    measure_roofline,
-    measure_row,
-    measure_saving,
-    write_classes,
-)
-from benchmarks.machine import command_line, describe_machine
+from benchmarks.loops import AccelerateLoop, BareLoop, Loop, PortableLoop, Setting, TrainerLoop
+from benchmarks.machine import command_line, describe_machine, print_machine
+from portable.checkpoint.store import Checkpoints
+from portable.config import load_config
+from portable.durable import write_durably
+from portable.loop import Progress, steps
+from portable.model.parameters import state_tensors
+from portable.planner.memory_model import Setting as Sharding
+from portable.planner.this_machine import planner_here
+from portable.ranks.parent_death import die_with_parent
+from portable.registry import create_backend
+from portable.run.batches import train_loader
+from portable.run.prepare import prepare
+from portable.run.restore import restore
+from portable.run.save import save
+from portable.run.settle import settle
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+    from multiprocessing.connection import Connection
 
-GUIDE, ROOFLINE, SAVING = "guide", "roofline", "saving"
-_FIRST = ("llama-1.2b", "llama-8b-lora", SAVING, ROOFLINE, "qwen3-1.7b", "qwen3-0.6b", GUIDE)
-PARTS = (*_FIRST, *(name for name in CASES if name not in _FIRST))
-"""In the order of worth."""
-OF_PART = {SAVING: "qwen3-0.6b", ROOFLINE: "llama-1.2b"}
-SAME_LOSS = {"fp32": 1e-5, "bf16": 2e-2}
-"""Largest relative difference of the last loss from the bare loop's."""
-SECONDS = 300.0
+    from benchmarks.loops import Turn
+    from portable.backend import Backend
+    from portable.run.stages import Prepared
 
-Rows = list[dict[str, Any]]
+START = "spawn"
+"""How processes start; tests set another way."""
+OURS, BARE, ACCELERATE, TRAINER = "portable-train", "bare PyTorch", "Accelerate", "Trainer"
+COMPILED_TRAINER = "Trainer, compiled"
+OF_OURS: dict[str, dict[str, Any]] = {
+    OURS: {},
+    "ours, not compiled": {"compile": False},
+    "ours, full_shard": {"strategy": "full_shard"},
+    "ours, zero2": {"strategy": "zero2", "compile": False},
+    "ours, zero3": {"strategy": "zero3", "compile": False},
+    "ours, fp8": {"model.function": "benchmarks.gpu:in_fp8"},
+}
+"""What our own loops change of the case's settings."""
+OF_PEERS: dict[str, dict[str, Any]] = {TRAINER: {"compile": False}}  # as people run it
+READY = 0.65
+"""Share of a part's time after which loops that are not ready are left out."""
 
 
-class Measurement:
-    """What the parts of one command share.
+def in_fp8(model: Any) -> Any:
+    """Replace the linear layers of ``model`` but its head by torchao's, which multiply in fp8.
 
-    Args:
-        small: whether everything is tiny.
-        device: cuda or cpu.
-        file: gets the rows; None for none.
+    Layers whose sizes are no multiples of 16 stay. Where the GPU has no fp8, the arithmetic is emulated.
+    """
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    head = model.get_output_embeddings()
+
+    def chosen(module: Any, _: str) -> bool:
+        return module is not head and all(
+            size % 16 == 0 for size in (module.in_features, module.out_features)
+        )
+
+    emulated = not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9)
+    config = Float8LinearConfig(emulate=emulated)
+    return convert_to_float8_training(model, config=config, module_filter_fn=chosen)
+
+
+# -- cases -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, how it is trained, and the loops that train it.
+
+    Attributes:
+        loops: their names, in the order in which they compile.
+        model: its config.
+        sequences: of a step, and of a micro-batch.
+        settings: of ``portable-train``.
+        turns: steps that do not count, counted steps of a turn, turns.
     """
 
-    def __init__(self, *, small: bool, device: str, file: Path | None) -> None:
-        self.small, self.device, self._file = small, device, file
-        self.rows: Rows = [] if file is None else read_rows(file)
+    name: str
+    loops: tuple[str, ...]
+    model: dict[str, Any]
+    sequences: tuple[int, int]
+    settings: dict[str, Any] = field(default_factory=dict)
+    seq_len: int = 4096
+    precision: str = "bf16"
+    compile: bool = True
+    turns: tuple[int, int, int] = (2, 3, 3)
 
-    def record(self, part: str, row: dict[str, Any]) -> None:
-        """Keep a row, and write it at once."""
-        row = {"part": part, "small": self.small, **row}
-        self.rows.append(row)
-        if self._file is not None:
-            with self._file.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
+    def small(self) -> Case:
+        """The same for a CPU: it shows that the program works."""
+        tiny = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+        tiny |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+        tiny |= {"head_dim": 16} if "head_dim" in self.model else {}
+        precision = "bf16" if "ours, fp8" in self.loops else "fp32"
+        common: dict[str, Any] = {"sequences": (4, 2), "seq_len": 32, "compile": False, "turns": (1, 2, 2)}
+        return replace(self, model={**self.model, **tiny}, precision=precision, **common)
 
-    def train(self, case: Case, seconds: float, folder: Path) -> None:
-        """Let the loops of ``case`` take turns."""
-        more = ["--small"] * self.small
-        started = []
-        for name in case.loops:
-            command = [sys.executable, "-m", "benchmarks.gpu", "--loop", f"{case.name}:{name}", *more]
-            errors = folder / f"errors of {name}.txt"
-            started.append(partial(Contestant, name, [*command, str(folder)], errors))
-        make = partial(write_case, case, self.device, folder)
-        if case.together:
-            take_turns([start() for start in started], case.plan, seconds, make, self._recording(case))
-            return
-        end = time.monotonic() + seconds
-        make()
-        for index, start in enumerate(started):
-            share = (end - time.monotonic()) / (len(started) - index)
-            take_turns([start()], case.plan, share, lambda: None, self._recording(case))
+    @property
+    def lengths(self) -> list[int]:
+        """Steps of all turns in order. One that does not count goes before each: it fills the allocator."""
+        warmup, counted, rounds = self.turns
+        return [warmup, *(length for _ in range(rounds) for length in (1, counted))]
 
-    def _recording(self, case: Case) -> Callable[[dict[str, Any]], None]:
+    @property
+    def tolerance(self) -> float:
+        """Largest relative difference of our last loss from the bare loop's."""
         # Each loop draws the initial values of its adapter.
-        tolerance = SAME_LOSS["bf16" if "adapter.type" in case.settings else case.precision]
-        return lambda row: self.record(case.name, {"case": str(case), "tolerance": tolerance, **row})
+        return 1e-5 if self.precision == "fp32" and "adapter.type" not in self.settings else 2e-2
 
-    def guide(self, seconds: float, folder: Path) -> None:
-        """Train the guide's rows that are missing."""
-        end = time.monotonic() + seconds
-        bert = SMALL_BERT if self.small else FULL_BERT
-        write_classes(bert, folder)
-        done = {row["name"] for row in self.rows if row["part"] == GUIDE and row["small"] == self.small}
-        for row in ROWS:
-            if row.name in done or time.monotonic() > end:
-                continue
-            try:
-                found = measure_row(row, bert, self.device, folder)
-            except Exception as error:
-                found = {"name": row.name, "guide": row.guide, "failed": f"{type(error).__name__}: {error}"}
-            self.record(GUIDE, found)
-
-    def measure(self, part: str, seconds: float, folder: Path, trace: Path | None) -> None:
-        """Measure one part in about ``seconds``, with its files in ``folder``."""
-        if part in CASES:
-            self.train(cases(small=self.small)[part], seconds, folder)
-            return
-        if part == GUIDE:
-            self.guide(seconds, folder)
-            return
-        case = cases(small=self.small)[OF_PART[part]]
-        write_case(case, self.device, folder)
-        if part == SAVING:
-            found = measure_saving(case, self.device, folder, seconds=seconds / 2)
-        else:
-            found = measure_roofline(case, self.device, folder, trace)
-        self.record(part, {"case": case.name, **found})
-
-    def succeeded(self, part: str) -> bool:
-        """Whether a part gave figures, and none that are wrong."""
-        own = [row for row in self.rows if row["part"] == part]
-        measured = any("failed" not in row for row in own)
-        return measured and (part not in CASES or different(own) is None)
+    def __str__(self) -> str:
+        whole, micro = self.sequences
+        words = f"{whole // micro} x {micro} sequences of {self.seq_len} tokens a step, {self.precision}"
+        more = "".join(f", {key} {value}" for key, value in self.settings.items())
+        return f"{self.name}: {words}{more}{', compiled' if self.compile else ''}"
 
 
-def read_rows(file: Path) -> Rows:
-    """The rows of a file; those that a kill cut short are left out."""
-    rows = []
-    for line in file.read_text("utf-8").splitlines() if file.exists() else ():
+def _llama(hidden: int, inner: int, layers: int, heads: int, vocabulary: int, **more: Any) -> dict[str, Any]:
+    shape = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
+    heads_of = {"num_attention_heads": heads, "num_key_value_heads": 8, "max_position_embeddings": 4096}
+    return {
+        "model_type": "llama",
+        "vocab_size": vocabulary,
+        **shape,
+        **heads_of,
+        "tie_word_embeddings": False,
+    } | more
+
+
+def _qwen3(hidden: int, inner: int) -> dict[str, Any]:
+    return _llama(hidden, inner, 28, 16, 151_936, model_type="qwen3", head_dim=128, tie_word_embeddings=True)
+
+
+LLAMA_1B = _llama(2048, 8192, 16, 16, 49_152)
+LLAMA_8B = _llama(4096, 14_336, 32, 32, 128_256)
+LORA = {"adapter.type": "lora", "adapter.r": 16}
+STRATEGIES = (OURS, "ours, not compiled", "ours, full_shard", "ours, zero2", "ours, zero3")
+CASES = {
+    case.name: case
+    for case in (
+        Case("llama-1.2b", (OURS, TRAINER, BARE, ACCELERATE), LLAMA_1B, (16, 4)),
+        Case("llama-8b-lora", (OURS, TRAINER, BARE), LLAMA_8B, (8, 1), LORA, turns=(2, 2, 2)),
+        Case("strategies", STRATEGIES, _qwen3(1024, 3072), (16, 4)),
+        Case("qwen3-1.7b", (OURS, TRAINER, BARE), _qwen3(2048, 6144), (16, 2)),
+        Case("llama-1.2b-fp8", (OURS, "ours, fp8", COMPILED_TRAINER), LLAMA_1B, (16, 4)),
+    )
+}
+SAVING, ROOFLINE = "saving", "roofline"
+PARTS = ("llama-1.2b", "llama-8b-lora", "strategies", SAVING, ROOFLINE, *list(CASES)[3:])
+"""In the order of worth."""
+OF_PART = {SAVING: "strategies", ROOFLINE: "llama-1.2b"}
+
+
+def case_of(name: str, *, small: bool) -> Case:
+    case = CASES[OF_PART.get(name, name)]
+    return case.small() if small else case
+
+
+def write_case(case: Case, device: str, folder: Path) -> None:
+    """Write a model with random weights in bf16, a tokenizer, and a text of random words.
+
+    Weights are drawn on the device, and each word is a token, so that nothing takes long.
+    """
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**case.model)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder / "model")
+    del model
+    free_memory(device)  # of this process, which goes on
+    vocabulary = {f"w{i}": i for i in range(case.model["vocab_size"] - 1)}
+    vocabulary["<|endoftext|>"] = len(vocabulary)
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<|endoftext|>")
+    tokenizer.save_pretrained(folder / "model")
+    count = case.seq_len * case.sequences[0] * (sum(case.lengths) + 3)
+    draw = random.Random(0)
+    with (folder / "text.txt").open("w") as file:
+        for _ in range(0, count, 1024):
+            file.write(" ".join(f"w{draw.randrange(len(vocabulary) - 1)}" for _ in range(1024)) + "\n")
+
+
+def prepared(case: Case, changes: dict[str, Any], folder: Path, backend: Backend) -> Prepared:
+    """The run of a case whose files are in ``folder``, with ``changes``, on ``backend``, which is started."""
+    whole, micro = case.sequences
+    settings = {
+        "output_dir": str(folder / "run"),
+        "data.cache_dir": str(folder / "cache"),
+        "data.eval_fraction": 0.0,
+        "train.schedule": "constant",
+        "train.warmup_steps": 0,
+        "train.eval_every": None,
+        "log.trackers": [],
+        "model.name_or_path": str(folder / "model"),
+        "data.source": str(folder / "text.txt"),
+        "data.seq_len": case.seq_len,
+        "precision": case.precision,
+        "compile": case.compile,
+        "train.steps": sum(case.lengths),
+        "train.global_batch_size": whole,
+        "train.micro_batch_size": micro,
+        "train.learning_rate": 1e-4,
+        **case.settings,
+        **changes,
+    }
+    settled = settle(load_config(None, settings), backend.name)
+    backend.start()
+    with redirect_stderr(StringIO()):
+        return prepare(settled, backend)
+
+
+# -- loops by turns ----------------------------------------------------------------------------------------
+
+
+class Contestant:
+    """A process with one loop. It gets orders through a pipe, and answers each with its figures."""
+
+    def __init__(self, name: str, work: Callable[[Connection], None]) -> None:
+        context: Any = multiprocessing.get_context(START)
+        self.name = name
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=work, args=(theirs,))
+        self._process.start()
+        theirs.close()
+
+    def order(self) -> None:
+        """Let it go on."""
+        with suppress(OSError):  # it has ended; the answer tells
+            self._pipe.send(None)
+
+    def answer(self, seconds: float) -> dict[str, Any]:
+        """Its next answer, or what went wrong under ``failed``."""
         try:
-            rows.append(json.loads(line))
-        except ValueError:
-            continue
-    return rows
+            if not self._pipe.poll(max(0.1, seconds)):
+                return {"failed": "not ready in time"}
+            found: dict[str, Any] = self._pipe.recv()
+        except (EOFError, OSError):
+            self._process.join()
+            return {"failed": f"ended with {self._process.exitcode}"}
+        return found
+
+    def end(self) -> None:
+        """Kill it."""
+        self._process.kill()
+        self._process.join()
+
+
+def take_turns(
+    contestants: list[Contestant], rounds: int, seconds: float, record: Callable[[dict[str, Any]], None]
+) -> None:
+    """Lead started loops through their turns in at most ``seconds``.
+
+    ``record`` gets a row for each turn that counts, or for a loop that failed.
+    """
+    begun = time.monotonic()
+    try:
+        ready = []
+        for contestant in contestants:
+            left = begun + READY * seconds - time.monotonic()
+            contestant.order()
+            if "failed" in (found := contestant.answer(left)):
+                record({"name": contestant.name, **found})
+                contestant.end()
+            else:
+                ready.append(contestant)
+        for turn in range(rounds):
+            start = turn % max(1, len(ready))
+            for contestant in ready[start:] + ready[:start]:
+                contestant.order()
+                found = contestant.answer(begun + seconds - time.monotonic())
+                record({"name": contestant.name, "round": turn, **found})
+                if "failed" in found:
+                    ready = [other for other in ready if other is not contestant]
+                    contestant.end()
+    finally:
+        for contestant in contestants:
+            contestant.end()
+
+
+def train(
+    case: Case, device: str, folder: Path, seconds: float, record: Callable[[dict[str, Any]], None]
+) -> None:
+    """Let the loops of ``case`` take turns; where the card does not hold all, one after the other."""
+    end = time.monotonic() + seconds
+    write_case(case, device, folder)
+    started = [Contestant(name, partial(_contend, case, name, device, folder)) for name in case.loops]
+    take_turns(started, case.turns[2], end - time.monotonic(), record)
+
+
+def _contend(case: Case, name: str, device: str, folder: Path, pipe: Connection) -> None:
+    """Be the loop ``name`` of a case, as its leader orders."""
+    die_with_parent()
+    try:
+        _follow(case, name, device, folder, pipe)
+    except BaseException as error:
+        with suppress(OSError):
+            pipe.send({"failed": f"{type(error).__name__}: {error}"[-300:]})
+        raise
+
+
+def _follow(case: Case, name: str, device: str, folder: Path, pipe: Connection) -> None:
+    backend = create_backend(device)
+    changes = {**OF_OURS, **OF_PEERS}.get(name, {})
+    run = prepared(
+        case, {**changes, "compile": case.compile and changes.get("compile", True)}, folder, backend
+    )
+    planned = _planned(run, backend) if name in OF_OURS else None
+    loop = _loop(name, run, folder / f"run of {name}", sum(case.lengths))
+    pipe.recv()
+    peak = backend.peak_flops(case.precision)
+
+    def after(index: int, turn: Turn) -> None:
+        if index == 0:
+            pipe.send({"ready": True})
+        elif index % 2 == 0:
+            seconds = statistics.median(turn.seconds)
+            tokens = case.sequences[0] * case.seq_len / seconds
+            row = {"step_seconds": seconds, "tokens_per_second": tokens, "loss": turn.loss}
+            row |= {"mfu": peak and tokens * run.flops_per_token / peak, "planned_memory": planned}
+            row |= {"peak_memory": torch.cuda.max_memory_allocated() if device == "cuda" else None}
+            pipe.send(row)
+        else:  # it filled the allocator, and peaks count from here
+            return
+        free_memory(device)
+        if index + 1 < len(case.lengths):
+            pipe.recv()
+            if device == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+
+    if isinstance(loop, TrainerLoop):
+        loop.run(case.lengths, after)
+    else:
+        for index, length in enumerate(case.lengths):
+            after(index, loop.turn(length))
+    pipe.recv()  # the leader ends the process
+
+
+def _loop(name: str, run: Prepared, folder: Path, count: int) -> Loop | TrainerLoop:
+    if name in OF_OURS:
+        return PortableLoop(run, folder, time.perf_counter)
+    setting = Setting.of_files(run, time.perf_counter, steps=count)
+    if name == ACCELERATE:
+        return AccelerateLoop(setting)
+    if name == BARE:
+        return BareLoop(setting, name)
+    return TrainerLoop(setting, folder, logging_steps=count)
+
+
+def _planned(run: Prepared, backend: Backend) -> int:
+    """Bytes on the device that the planner expects of a run as it is."""
+    from portable.adapters.adapter import training_model
+    from portable.model import build as models
+
+    model = training_model(models.model_config(run.config.model), run.config)
+    return planner_here(run.config, model, backend).option(Sharding.of(run.config)).device_bytes.total
+
+
+def free_memory(device: str) -> None:
+    """Give back all memory of the device that holds nothing."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+# -- the roofline ------------------------------------------------------------------------------------------
+
+KINDS = {
+    "attention": ("flash", "fmha", "attention", "sdpa"),
+    "matrix products": ("gemm", "cutlass", "nvjet", "matmul", "aten::mm", "addmm", "bmm", "xmma"),
+    "optimizer and clipping": ("multi_tensor", "fused_adam", "adamw", "foreach", "lpnorm"),
+    "loss": ("softmax", "cross_entropy", "nll_loss"),
+    "copies": ("memcpy", "memset", "copy"),
+}
+
+
+def measure_roofline(case: Case, device: str, folder: Path) -> dict[str, Any]:
+    """The time of a step at ceilings measured here, and where the real time went."""
+    write_case(case, device, folder)
+    backend = create_backend(device)
+    run = prepared(case, {}, folder, backend)
+    loop = PortableLoop(run, folder / "roofline", time.perf_counter)
+    try:
+        loop.turn(case.turns[0])
+        step = statistics.median(loop.turn(case.turns[1]).seconds)
+        spent = _profiled(loop, device)
+        ceilings = _ceilings(case, backend.device)
+        bounds = _bounds(case, run, ceilings)
+        return {"step_seconds": step, **ceilings, "bounds_seconds": bounds, "spent_seconds": spent}
+    finally:
+        loop.close()
+        backend.stop()
+
+
+def _bounds(case: Case, run: Prepared, ceilings: dict[str, float]) -> dict[str, float]:
+    """The least seconds that each part of a step can take, by FLOPs or by bytes."""
+    config = run.model_config
+    flops, bandwidth = ceilings["matrix_flops"], ceilings["bytes_per_second"]
+    whole, micro = case.sequences
+    tokens = whole * case.seq_len
+    hidden, vocabulary, layers = config.hidden_size, config.vocab_size, config.num_hidden_layers
+    weights = run.parameters - vocabulary * hidden  # the embedding is looked up
+    width = 4 if case.precision == "fp32" else 2
+    between = 3 * width * (10 * hidden + 3 * config.intermediate_size) * layers
+    return {
+        # Forward once, backward twice; 2 FLOPs a weight and token each.
+        "matrix products": 6 * weights * tokens / flops,
+        # Two products forward, five backward with what flash attention computes again; half is masked.
+        "attention": 7 * layers * hidden * case.seq_len * tokens / flops,
+        # Reads weight, gradient and both moments, writes all but the gradient; the norm reads it, the
+        # clipping reads and writes it. All of fp32.
+        "optimizer and clipping": 4 * (7 + 3) * run.parameters / bandwidth,
+        # Reads the fp32 weights and writes them in the compute type, for every micro-batch.
+        "casting weights": (0 if width == 4 else (4 + 2) * weights * (whole // micro) / bandwidth),
+        # Logits are written and read forward, and once more backward with their gradient, in fp32.
+        "loss": 6 * 4 * vocabulary * tokens / bandwidth,
+        # Of a layer, at the least: two norms, the rotation, the gated product and two sums, each input read
+        # and each output written once forward and twice backward.
+        "between the products": between * tokens / bandwidth,
+    }
+
+
+def _ceilings(case: Case, device: torch.device) -> dict[str, float]:
+    """FLOP/s of the step's largest common product, and bytes a second of a copy."""
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[case.precision]
+    tokens = case.sequences[1] * case.seq_len
+    hidden, inner = case.model["hidden_size"], case.model["intermediate_size"]
+    left = torch.randn(tokens, hidden, device=device).to(dtype)
+    right = torch.randn(hidden, inner, device=device).to(dtype)
+    data = torch.randn(tokens * hidden * (8 if device.type == "cuda" else 1), device=device)
+    other = torch.empty_like(data)
+    product = statistics.median(timed(lambda: left @ right, device.type) for _ in range(100))
+    copied = statistics.median(timed(lambda: other.copy_(data), device.type) for _ in range(100))
+    bandwidth = 2 * data.numel() * data.element_size() / copied
+    return {"matrix_flops": 2 * tokens * hidden * inner / product, "bytes_per_second": bandwidth}
+
+
+def _profiled(loop: PortableLoop, device: str) -> dict[str, float]:
+    """Seconds of one step by kind of kernel (on the CPU: of operator), and those with none running."""
+    from torch.profiler import ProfilerActivity, profile
+
+    cuda = device == "cuda"
+    with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as trace:
+        wall = sum(loop.turn(1).seconds)
+    spent = dict.fromkeys([*KINDS, "other kernels"], 0.0)
+    for event in trace.key_averages():
+        micros = event.self_device_time_total if cuda else event.self_cpu_time_total
+        name = event.key.lower()
+        found = (kind for kind, words in KINDS.items() if any(word in name for word in words))
+        spent[next(found, "other kernels")] += micros / 1e6
+    spent["nothing running"] = max(0.0, wall - sum(spent.values()))
+    return spent
+
+
+# -- saving and offloading ---------------------------------------------------------------------------------
+
+STAGED, BLOCKED, COMPLETE = "a bare copy to page-locked memory", "save: blocked", "save: complete"
+TO_HOST, TO_DEVICE = "gradients to the host", "parameters to the device"
+
+
+def measure_saving(case: Case, device: str, folder: Path, rounds: int = 3) -> dict[str, Any]:
+    """How fast offloading copies, and what a save in the background blocks, beside bare copies.
+
+    Returns:
+        seconds by name, a list each, of which the first allocates page-locked memory; and the bytes of the
+        state and of the parameters.
+    """
+    write_case(case, device, folder)
+    found: dict[str, list[float]] = {name: [] for name in (STAGED, BLOCKED, COMPLETE, TO_HOST, TO_DEVICE)}
+    with _engine(case, device, folder, {"memory.offload_optimizer": "cpu"}) as (run, engine):
+        parameters = [p for p in engine.model.parameters() if p.requires_grad]
+        parameter_bytes = sum(p.numel() * p.itemsize for p in parameters)
+        for _ in range(rounds):
+            for parameter in parameters:
+                parameter.grad = torch.ones_like(parameter)
+            found[TO_HOST].append(timed(engine._host.fetch_gradients, device))
+            found[TO_DEVICE].append(timed(engine._host.copy_back, device))
+        del engine, parameters, parameter
+    free_memory(device)
+    with _engine(case, device, folder, {}) as (run, engine):
+        checkpoints = Checkpoints(folder / "saves", keep=1, rank=0)
+        state = [tensor for tensor in _state(engine) if tensor.numel()]
+        held = [torch.empty(t.shape, dtype=t.dtype, pin_memory=device == "cuda") for t in state]
+
+        def copy_all() -> None:
+            for source, target in zip(state, held, strict=True):
+                target.copy_(source, non_blocking=True)
+
+        for turn in range(rounds):
+            found[STAGED].append(timed(copy_all, device))
+            begun = time.perf_counter()
+            saving = partial(save, run, checkpoints, engine, Progress(turn + 1, turn + 1))
+            found[BLOCKED].append(timed(saving, device))
+            checkpoints.finish()
+            found[COMPLETE].append(time.perf_counter() - begun)
+        state_bytes = sum(t.numel() * t.itemsize for t in state)
+    return {"seconds": found, "state_bytes": state_bytes, "parameter_bytes": parameter_bytes}
+
+
+@contextmanager
+def _engine(case: Case, device: str, folder: Path, changes: dict[str, Any]) -> Iterator[tuple[Prepared, Any]]:
+    """The run of ``case``, strategy full_shard, and its engine after one step, with optimizer state."""
+    backend = create_backend(device)
+    changes = {"strategy": "full_shard", "compile": False, **changes}
+    run = prepared(case, changes, folder, backend)
+    try:
+        engine: Any = restore(run, None).engine
+        batches = iter(train_loader(run, 0))
+        list(steps(run, engine, batches, Progress(0, 0), 1))
+        batches.close()
+        yield run, engine
+    finally:
+        backend.stop()
+
+
+def _state(engine: Any) -> list[torch.Tensor]:
+    """The tensors of a checkpoint: weights and moments."""
+    from portable.engines.fsdp.optimizer_state import to_store
+
+    optimizer = to_store(engine._optimizer, engine._trained)
+    moments = [value for values in optimizer["state"].values() for value in values.values()]
+    values = [*state_tensors(engine.model).values(), *moments]
+    return [value.detach() for value in values if isinstance(value, torch.Tensor)]
+
+
+def timed(work: Callable[[], object], device: str) -> float:
+    """Seconds of a call, and of what it queued on the device."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    begun = time.perf_counter()
+    work()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - begun
 
 
 # -- tables ------------------------------------------------------------------------------------------------
 
+Rows = list[dict[str, Any]]
 
-def tables(rows: Rows) -> str:
-    """All tables that ``rows`` give, in the order of worth."""
-    by_part = {part: [row for row in rows if row["part"] == part] for part in PARTS}
-    found = []
-    for part, own in by_part.items():
+
+def table(part: str, rows: Rows) -> str:
+    """The table of a part's rows."""
+    makes = {ROOFLINE: _roofline_table, SAVING: _saving_table}
+    return f"{rows[-1]['case']}\n" + (makes[part](rows[-1]) if part in makes else _step_table(rows))
+
+
+def _step_table(rows: Rows) -> str:
+    names = list(dict.fromkeys(row["name"] for row in rows))
+    turns = {name: [row for row in rows if row["name"] == name and "failed" not in row] for name in names}
+    rates = {
+        name: statistics.median(r["tokens_per_second"] for r in own) for name, own in turns.items() if own
+    }
+    base = TRAINER if TRAINER in rates else next(iter(rates), "")
+    width = max(map(len, names)) + 2
+    heads = (
+        f"{'tokens/s':>10}{'spread':>8}{'step, ms':>10}{'MFU':>7}{'peak GiB':>10}{'planned':>9}{'loss':>9}"
+    )
+    lines = [f"{'':<{width}}{heads}  x {base}"]
+    for name, own in turns.items():
         if not own:
+            lines.append(f"{name:<{width}}{next(row['failed'] for row in rows if row['name'] == name)}")
             continue
-        if part == GUIDE:
-            found.append(f"The single-GPU guide: BERT-large, 4 samples a step\n{guide_table(own)}")
-        elif part == ROOFLINE:
-            found.append(f"A step of {own[-1]['case']} against the roofline\n{roofline_table(own[-1])}")
-        elif part == SAVING:
-            found.append(f"Saving and offloading {own[-1]['case']}\n{saving_table(own[-1])}")
-        else:
-            found.append(f"{own[-1]['case']}\n{step_table(own)}")
-    return "\n\n".join(found)
+        every = [row["tokens_per_second"] for row in own]
+        spread, step = (max(every) - min(every)) / rates[name], _median(own, "step_seconds") or 0.0
+        cells = [
+            f"{rates[name]:>10,.0f}{spread:>8.1%}{1e3 * step:>10.1f}",
+            f"{_cell(_median(own, 'mfu'), '.1%'):>7}",
+            f"{_cell(_median(own, 'peak_memory'), '.1f', 2**30):>10}",
+            f"{_cell(_median(own, 'planned_memory'), '.1f', 2**30):>9}",
+            f"{_cell(own[-1]['loss'], '.4f'):>9}{rates[name] / rates[base]:>6.2f}",
+        ]
+        lines.append(f"{name:<{width}}{''.join(cells)}")
+    wrong = different(rows)
+    return "\n".join([*lines, wrong] if wrong else lines)
 
 
-def medians(rows: Rows) -> dict[str, dict[str, Any]]:
-    """By loop, the medians of its turns; where none succeeded, what failed."""
-    found: dict[str, dict[str, Any]] = {}
-    for name in dict.fromkeys(row["name"] for row in rows):
-        own = [row for row in rows if row["name"] == name]
-        good = [row for row in own if "failed" not in row]
-        if not good:
-            found[name] = own[-1]
-            continue
-        found[name] = {"name": name, "turns": len(good)}
-        for key in ("tokens_per_second", "step_seconds", "mfu", "peak_memory", "planned_memory"):
-            values = [row[key] for row in good if row.get(key) is not None]
-            found[name][key] = statistics.median(values) if values else None
-        rates = [row["tokens_per_second"] for row in good]
-        found[name]["spread"] = (max(rates) - min(rates)) / found[name]["tokens_per_second"]
-        found[name]["loss"] = good[-1].get("loss")
-    return found
+def _median(rows: Rows, key: str) -> float | None:
+    values = [row[key] for row in rows if row[key] is not None]
+    return statistics.median(values) if values else None
 
 
-def step_table(rows: Rows) -> str:
-    """The loops of a case side by side."""
-    results = medians(rows)
-    trainer = results.get(TRAINER, {}).get("tokens_per_second")
-    width = max(map(len, results)) + 2
-    lines = [
-        f"{'':<{width}}{'tokens/s':>10}{'spread':>8}{'step, ms':>10}{'MFU':>7}{'peak GiB':>10}{'planned':>9}"
-        f"{'loss':>9}{'x Trainer':>11}"
-    ]
-    for name, result in results.items():
-        if "failed" in result:
-            lines.append(f"{name:<{width}}{result['failed']}")
-            continue
-        ratio = f"{result['tokens_per_second'] / trainer:.2f}" if trainer else "-"
-        loss = "-" if result["loss"] is None else f"{result['loss']:.4f}"
-        mfu, peak, planned = result["mfu"], result["peak_memory"], result["planned_memory"]
-        lines.append(
-            f"{name:<{width}}{result['tokens_per_second']:>10,.0f}{result['spread']:>8.1%}"
-            f"{1e3 * result['step_seconds']:>10.1f}{_share(mfu):>7}{_gib(peak):>10}{_gib(planned):>9}"
-            f"{loss:>9}{ratio:>11}"
-        )
-    if wrong := different(rows):
-        lines.append(wrong)
-    return "\n".join(lines)
+def _cell(value: float | None, form: str, unit: float = 1) -> str:
+    return "-" if value is None else format(value / unit, form)
 
 
 def different(rows: Rows) -> str | None:
-    """What is wrong if this project's last loss is not the bare loop's; None otherwise."""
+    """What is wrong if our last losses are not the bare loop's, or else those of our first; or None."""
     last = {row["name"]: row["loss"] for row in rows if row.get("loss") is not None}
-    bare, ours = last.get(BARE), last.get(OURS)
-    if bare is None or ours is None or abs(ours - bare) <= rows[-1]["tolerance"] * abs(bare):
-        return None
-    return f"WRONG: this project's loss is {ours:.7f} where the bare loop's is {bare:.7f}"
+    base = BARE if BARE in last else OURS
+    for name in (name for name in OF_OURS if name in last and base in last):
+        if abs(last[name] - last[base]) > rows[-1]["tolerance"] * abs(last[base]):
+            return f"WRONG: the loss of {name} is {last[name]:.7f} where that of {base} is {last[base]:.7f}"
+    return None
 
 
-def guide_table(rows: Rows) -> str:
-    """Our numbers beside the guide's, from a V100 with 16 GB."""
-    lines = [
-        f"{'':<30}{'ours: s':>10}{'samples/s':>11}{'driver MB':>11}{'guide: s':>11}{'samples/s':>11}{'MB':>8}"
-    ]
-    for row in rows:
-        theirs = "" if row["guide"] is None else "{:>11.2f}{:>11.2f}{:>8}".format(*row["guide"])
-        if "seconds" not in row:
-            lines.append(f"{row['name']:<30}{row.get('failed') or row['refused']}")
-            continue
-        memory = "-" if row["driver_memory"] is None else f"{row['driver_memory'] / 2**20:.0f}"
-        lines.append(
-            f"{row['name']:<30}{row['seconds']:>10.2f}{row['samples_per_second']:>11.2f}{memory:>11}{theirs}"
-        )
-    return "\n".join(lines)
-
-
-def roofline_table(found: dict[str, Any]) -> str:
-    """The lower bound of each part beside its measured time."""
+def _roofline_table(found: dict[str, Any]) -> str:
     bounds, spent = found["bounds_seconds"], found["spent_seconds"]
-    lines = [
-        f"ceilings measured here: {found['matrix_flops'] / 1e12:,.2f} TFLOP/s in the gated product, "
-        f"{found['bytes_per_second'] / 1e9:,.1f} GB/s in a copy",
-        f"{'':<26}{'at least, ms':>14}{'profiled, ms':>14}",
-    ]
-    for name in dict.fromkeys([*bounds, *spent]):
-        least = f"{1e3 * bounds[name]:.2f}" if name in bounds else "-"
-        took = f"{1e3 * spent[name]:.2f}" if name in spent else "-"
-        lines.append(f"{name:<26}{least:>14}{took:>14}")
-    total = sum(bounds.values())
-    lines.append(
-        f"{'all':<26}{1e3 * total:>14.2f}{1e3 * sum(spent.values()):>14.2f}   the step, unprofiled: "
-        f"{1e3 * found['step_seconds']:.2f} ms, {total / found['step_seconds']:.0%} of it in the "
-        "bounds"
+    ceilings = (
+        f"{found['matrix_flops'] / 1e12:,.2f} TFLOP/s, {found['bytes_per_second'] / 1e9:,.1f} GB/s in a copy"
     )
-    return "\n".join(lines)
+    lines = [f"ceilings measured here: {ceilings}", f"{'':<26}{'at least, ms':>14}{'profiled, ms':>14}"]
+    for name in dict.fromkeys([*bounds, *spent]):
+        least, took = bounds.get(name), spent.get(name)
+        lines.append(f"{name:<26}{_cell(least, '.2f', 1e-3):>14}{_cell(took, '.2f', 1e-3):>14}")
+    total, step = sum(bounds.values()), found["step_seconds"]
+    lines.append(f"{'all':<26}{1e3 * total:>14.2f}{1e3 * sum(spent.values()):>14.2f}")
+    return "\n".join(
+        [*lines, f"the step, unprofiled: {1e3 * step:.2f} ms, {total / step:.0%} of it in the bounds"]
+    )
 
 
-def saving_table(found: dict[str, Any]) -> str:
-    """Seconds of the first time and of later ones, and gigabytes a second."""
+def _saving_table(found: dict[str, Any]) -> str:
     lines = [f"{'':<38}{'first, s':>10}{'later, s':>10}{'GB/s':>8}"]
     for name, seconds in found["seconds"].items():
         count = found["parameter_bytes"] if name in (TO_HOST, TO_DEVICE) else found["state_bytes"]
         later = statistics.median(seconds[1:] or seconds)
         rate = "-" if name == COMPLETE else f"{count / later / 1e9:.1f}"
         lines.append(f"{name:<38}{seconds[0]:>10.3f}{later:>10.3f}{rate:>8}")
-    sizes = (
-        f"{found['state_bytes'] / 1e9:.2f} GB of state, {found['parameter_bytes'] / 1e9:.2f} of parameters"
-    )
-    return "\n".join([*lines, f"{sizes}; {STAGED} is what the link between host and card gives"])
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"
-
-
-def _gib(count: float | None) -> str:
-    return "-" if count is None else f"{count / 2**30:.1f}"
+    state, parameters = found["state_bytes"] / 1e9, found["parameter_bytes"] / 1e9
+    return "\n".join([*lines, f"{state:.2f} GB of state, {parameters:.2f} of parameters"])
 
 
 # -- the command -------------------------------------------------------------------------------------------
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
-    parser.add_argument("--small", action="store_true", help="tiny models; the default without a GPU")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="which to measure")
-    parser.add_argument(
-        "--seconds", type=float, default=SECONDS, help=f"for each part, about; default {SECONDS:.0f}"
-    )
-    parser.add_argument("--rows", type=Path, metavar="FILE", help="write each result to it as it comes")
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="the kernels of a step (.json.gz)")
-    parser.add_argument("--table", type=Path, metavar="FILE", help="only print the tables of a file of rows")
-    parser.add_argument("--loop", help=argparse.SUPPRESS)
-    parser.add_argument("folder", nargs="?", type=Path, help=argparse.SUPPRESS)
-    return parser.parse_args(argv)
+def measure(part: str, device: str, seconds: float, *, small: bool) -> Rows:
+    """The rows of one part, in about ``seconds``."""
+    case, rows = case_of(part, small=small), Rows()
+    with tempfile.TemporaryDirectory(prefix="gpu-benchmark-") as scratch:
+        folder = Path(scratch)
+        if part == SAVING:
+            rows.append(measure_saving(case, device, folder))
+        elif part == ROOFLINE:
+            rows.append(measure_roofline(case, device, folder))
+        else:
+            train(case, device, folder, seconds, rows.append)
+    return [{"case": str(case), "tolerance": case.tolerance, **row} for row in rows]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure; 1 if a part gave nothing, or our loss is not the bare loop's."""
-    options = parse(argv)
-    if options.table is not None:
-        print(tables(read_rows(options.table)))
-        return 0
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
+    parser.add_argument("--small", action="store_true", help="tiny models; the default without a GPU")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="which to measure")
+    parser.add_argument("--seconds", type=float, default=300.0, help="for each part, about; default 300")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="the results; what it has is not repeated")
+    options = parser.parse_args(argv)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    small = options.small or device == "cpu"
-    if options.loop is not None:
-        case, name = options.loop.split(":")
-        contend(cases(small=small)[case], name, device, options.folder)
-        return 0
-    print(f"$ {command_line('benchmarks.gpu', argv)}")
-    described = describe_machine(torch.device(device))
-    print("\n".join(f"{name:<13} {value}" for name, value in described.items()), flush=True)
-    measurement = Measurement(small=small, device=device, file=options.rows)
+    command = command_line("benchmarks.gpu", argv)
+    machine = describe_machine(torch.device(device), "deepspeed", "peft", "torchao", "bitsandbytes")
+    print_machine(command, machine)
+    parts: dict[str, Rows] = {}
+    if options.json is not None and options.json.exists():
+        parts = json.loads(options.json.read_text("utf-8"))["parts"]
     for part in options.parts:
-        with tempfile.TemporaryDirectory(prefix="gpu-benchmark-") as scratch:
-            measurement.measure(part, options.seconds, Path(scratch), options.trace)
-        print("\n" + tables([row for row in measurement.rows if row["part"] == part]), flush=True)
-    return int(not all(map(measurement.succeeded, options.parts)))
+        if part not in parts:
+            parts[part] = measure(part, device, options.seconds, small=options.small or device == "cpu")
+        if options.json is not None:
+            document = {"command": command, "machine": machine, "parts": parts}
+            write_durably(options.json, json.dumps(document, indent=1) + "\n")
+        print("\n" + table(part, parts[part]), flush=True)
+    failed = [part for part in options.parts if all("failed" in row for row in parts[part])]
+    wrong = [part for part in options.parts if part in CASES and different(parts[part])]
+    return int(bool(failed or wrong))
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("USE_TORCH_XLA", "0")
     sys.exit(main())

@@ -35,10 +35,10 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from benchmarks.harness import SMALL_MODEL
 from benchmarks.inotify import CREATED, RENAMED, Watch
-from benchmarks.machine import command_line, describe_machine, machine_in_words
+from benchmarks.machine import command_line, describe_machine, print_machine
 from benchmarks.small_disk import SmallDisk, small_disk
-from benchmarks.train_overhead import SMALL_MODEL
 from converters import CheckpointError, open_checkpoint
 from converters.storage.path_or_url import place
 from converters.storage.places import files_below, in_store
@@ -824,10 +824,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             for line in outcome.broken:
                 tqdm.write(f"BROKEN: {name}: {line}")
     print(tables(outcomes))
-    print(
-        f"\n{time.strftime('%Y-%m-%d')}, `{command}`, {(time.monotonic() - begun) / 60:.0f} minutes; ", end=""
-    )
-    print(machine_in_words(machine))
+    print(f"\n{time.strftime('%Y-%m-%d')}, {(time.monotonic() - begun) / 60:.0f} minutes")
+    print_machine(command, machine)
     broken = [f"{outcome.name}: {line}" for outcome in outcomes for line in outcome.broken]
     checkpoints_lost = sum("are gone" in line or "is not whole" in line for line in broken)
     print(f"checkpoints lost: {checkpoints_lost}; promises broken: {len(broken)}")

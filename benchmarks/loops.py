@@ -43,10 +43,15 @@ if TYPE_CHECKING:
 AUTOCAST = {"fp32": None, "bf16": torch.bfloat16}
 
 
-class Contestant(Protocol):
-    """A model in training."""
+class Named(Protocol):
+    """A loop, by whose name its turns are kept."""
 
     name: str
+
+
+class Contestant(Named, Protocol):
+    """A model in training."""
+
     model: nn.Module
 
 
@@ -513,6 +518,14 @@ def take_turns(
     finally:
         gc.unfreeze()
     return turns
+
+
+def forget_accelerators() -> None:
+    """Accelerate keeps its settings for the life of the process; the next measurement has others."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
 
 
 @contextlib.contextmanager

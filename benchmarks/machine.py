@@ -35,9 +35,10 @@ def describe_machine(device: torch.device, *more: str) -> dict[str, str]:
     return described
 
 
-def machine_in_words(machine: Mapping[str, str]) -> str:
-    """The result of :func:`describe_machine` as one line."""
-    return ", ".join(f"{name} {value}" for name, value in machine.items())
+def print_machine(command: str, machine: Mapping[str, str]) -> None:
+    """Print the head of a measurement: its command, and the result of :func:`describe_machine`."""
+    lines = [f"{name:<13} {value}" for name, value in machine.items()]
+    print("\n".join([f"$ {command}", *lines]), flush=True)
 
 
 def command_line(module: str, argv: Sequence[str] | None) -> str:

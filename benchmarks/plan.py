@@ -4,9 +4,6 @@
 several CPU ranks, of which the others do not exist (all buffers of collectives do), takes two steps of two
 micro-batches, and records the peak of torch's allocator beside the plan. With two micro-batches the gradients
 are complete when activations are at their peak, as the planner assumes.
-
-With ``--backend xla`` it compiles the graphs of a step instead, on virtual devices of the CPU, and reads
-their memory from XLA's compiler; see :mod:`benchmarks.plan_xla`.
 """
 
 from __future__ import annotations
@@ -24,10 +21,8 @@ os.environ.setdefault("USE_TORCH_XLA", "0")
 
 import torch
 
-from benchmarks import plan_xla
 from benchmarks.allocator import allocations
 from benchmarks.machine import command_line
-from benchmarks.pages import put_into
 from portable.config import load_config
 from portable.engines.machine import Machine
 from portable.engines.memory_trial import fake_ranks
@@ -80,14 +75,6 @@ SETTINGS = (
     Setting("full_shard"),
 )
 STEPS, MICRO_BATCHES, BATCH, LENGTH = 2, 2, 4, 128
-# In fp32: for bf16, the compiler for CPUs lays out as much, which says nothing of a TPU.
-XLA_SETTINGS = {4: ("full_shard", "shard_grad_op", "no_shard"), 1: ("no_shard",)}
-# Without dropout, of which each device draws the numbers for the tokens of all.
-XLA_MODELS: dict[str, dict[str, Any]] = {
-    "llama": {"num_hidden_layers": 3},
-    "gpt2": {"n_layer": 3, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
-    "bert": {"num_hidden_layers": 3, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
-}
 
 
 @dataclass(frozen=True)
@@ -99,7 +86,6 @@ class Row:
     recompute: str
     planned: DeviceBytes
     measured: int
-    where: str = ""
 
 
 def settings_of(family: str, setting: Setting, recompute: str, ranks: int, folder: str) -> dict[str, Any]:
@@ -164,32 +150,6 @@ def measured_here(families: Sequence[str], ranks: int, folder: str) -> Iterator[
                 yield Row(family, setting, recompute, planned(config, ranks), taken)
 
 
-def measured_by_xla(families: Sequence[str], folder: str) -> Iterator[Row]:
-    for devices, strategies in XLA_SETTINGS.items():
-        cases = [
-            (family, Setting(strategy), recompute)
-            for family in families
-            for recompute in ("none", "full")
-            for strategy in strategies
-        ]
-        settings = [xla_settings_of(*case, devices, folder) for case in cases]
-        found = plan_xla.measured(settings, devices, folder)
-        for (family, setting, recompute), given, taken in zip(cases, settings, found, strict=True):
-            expected = planned(load_config(None, given), devices)
-            yield Row(family, setting, recompute, expected, taken.peak, f" x {devices}")
-
-
-def xla_settings_of(
-    family: str, setting: Setting, recompute: str, devices: int, folder: str
-) -> dict[str, Any]:
-    return {
-        **settings_of(family, setting, recompute, devices, folder),
-        "backend": "xla",
-        "precision": "fp32",
-        "model.config": {**FAMILIES[family], **XLA_MODELS[family]},
-    }
-
-
 def table(rows: Sequence[Row]) -> str:
     """A Markdown table with a column a strategy: measured, and in brackets planned / measured."""
     columns = list(dict.fromkeys(_column(row) for row in rows))
@@ -210,26 +170,30 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def _column(row: Row) -> str:
-    return f"`{row.setting.strategy}`{row.where}"
+    return f"`{row.setting.strategy}`"
+
+
+def put_into(page: Path, text: str, begin: str, end: str) -> None:
+    """Replace the text between the marks ``begin`` and ``end`` of ``page``.
+
+    Raises:
+        ValueError: the page lacks the marks.
+    """
+    whole = page.read_text("utf-8")
+    start, stop = whole.index(begin) + len(begin), whole.index(end)
+    page.write_text(f"{whole[:start]}\n{text}\n{whole[stop:]}", "utf-8")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plan", description=__doc__)
-    parser.add_argument("--backend", choices=["cpu", "xla"], default="cpu")
     parser.add_argument("--family", nargs="+", choices=list(FAMILIES), help="all of the table by default")
     parser.add_argument("--ranks", type=int, default=4, help="on the CPU")
     parser.add_argument("--docs", type=Path, metavar="PAGE", help="put the table into this page as well")
     given = parser.parse_args(argv)
-    if given.docs is not None and given.backend == "xla":
-        parser.error("--docs is for --backend cpu")
     command = command_line("benchmarks.plan", argv)
     rows = []
     with tempfile.TemporaryDirectory(prefix="plan-") as folder:
-        if given.backend == "xla":
-            found = measured_by_xla(given.family or list(XLA_MODELS), folder)
-        else:
-            found = measured_here(given.family or list(FAMILIES), given.ranks, folder)
-        for row in found:
+        for row in measured_here(given.family or list(FAMILIES), given.ranks, folder):
             rows.append(row)
             print(row, file=sys.stderr, flush=True)
     print(f"$ {command}\n\n{table(rows)}")

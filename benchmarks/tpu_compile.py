@@ -1,8 +1,9 @@
 """What libtpu's compiler says of a step, beside the plan: model x slice x strategy.
 
-``python -m benchmarks.tpu_compile --json tpu.json`` traces each step without weights,
-compiles it for the slice and writes a table. It needs no TPU. Large models take minutes each: ``--case``
-chooses, and ``--json`` keeps what earlier calls have found, so that a call goes on where the last one ended.
+``python -m benchmarks.tpu_compile`` traces each step of ``tests/tpu/compiled_steps.json`` without weights,
+compiles it for its slice, and writes what it found there beside today's plan. It needs no TPU. A row of that
+file is a case, its fields first: to add one, add a row with these alone. Large models take minutes each:
+``--case`` chooses.
 """
 
 from __future__ import annotations
@@ -37,134 +38,59 @@ if TYPE_CHECKING:
     from portable.planner.plan import DeviceBytes, Option
 
 GIB = 1 << 30
-_LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": False,
-}
+RECORD = Path(__file__).parents[1] / "tests/tpu/compiled_steps.json"
+
+
+def _llama(
+    hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocabulary: int
+) -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": 8192 if vocabulary > 32000 else 4096,
+        "tie_word_embeddings": False,
+    }
+
+
+_QWEN2 = {"model_type": "qwen2", "tie_word_embeddings": True}
+_EXPERTS = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
 MODELS: dict[str, dict[str, Any]] = {
-    "qwen2-0.5b": {
-        "model_type": "qwen2",
-        "vocab_size": 151936,
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 8192,
-        "tie_word_embeddings": True,
-    },
-    "llama-1b": {
-        **_LLAMA,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "tie_word_embeddings": True,
-    },
-    "llama-8b": {
-        **_LLAMA,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-    },
-    "llama-70b": {
-        **_LLAMA,
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-    },
-    "mixtral-8x7b": {
-        **_LLAMA,
-        "model_type": "mixtral",
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-    },
+    "qwen2-0.5b": {**_llama(896, 4864, 24, 14, 2, 151936), **_QWEN2},
+    "llama-1b": {**_llama(2048, 8192, 16, 32, 8, 128256), "tie_word_embeddings": True},
+    "llama-8b": _llama(4096, 14336, 32, 32, 8, 128256),
+    "llama-70b": _llama(8192, 28672, 80, 64, 8, 128256),
+    "mixtral-8x7b": {**_llama(4096, 14336, 32, 32, 8, 32000), **_EXPERTS, "max_position_embeddings": 8192},
 }
 # Two layers of real width: what each architecture and setting compiles to, in seconds.
-_WIDE = {
+_WIDE = {**_llama(1024, 2816, 2, 8, 4, 32000), "max_position_embeddings": 1024}
+_PLAIN = {key: value for key, value in _WIDE.items() if key != "tie_word_embeddings"}
+_BERT = {
     "hidden_size": 1024,
-    "intermediate_size": 2816,
     "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
+    "num_attention_heads": 16,
     "max_position_embeddings": 1024,
 }
-# Values that do not fit into a core's vector memory, as in large models.
-_WIDER = {
-    **_WIDE,
-    "model_type": "llama",
-    "vocab_size": 32000,
-    "hidden_size": 2048,
-    "intermediate_size": 5632,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": False,
-}
+_GPT2 = {"n_embd": 1024, "n_layer": 2, "n_head": 16, "n_positions": 1024}
+_T5 = {"d_model": 1024, "d_kv": 64, "d_ff": 2816, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 16}
 SMALL: dict[str, dict[str, Any]] = {
-    "llama": {**_WIDE, "model_type": "llama", "vocab_size": 32000, "tie_word_embeddings": False},
-    "wide-llama": {**_WIDER, "num_hidden_layers": 4},
-    "wide-llama-2": {**_WIDER, "num_hidden_layers": 2},
-    "qwen2": {**_WIDE, "model_type": "qwen2", "vocab_size": 151936, "tie_word_embeddings": True},
-    "qwen3": {**_WIDE, "model_type": "qwen3", "vocab_size": 151936, "head_dim": 128},
-    "mistral": {**_WIDE, "model_type": "mistral", "vocab_size": 32768},
-    "gemma2": {**_WIDE, "model_type": "gemma2", "vocab_size": 256000, "head_dim": 128},
-    "gpt2": {
-        "model_type": "gpt2",
-        "vocab_size": 50257,
-        "n_embd": 1024,
-        "n_layer": 2,
-        "n_head": 16,
-        "n_positions": 1024,
-    },
-    "opt": {
-        "model_type": "opt",
-        "vocab_size": 50272,
-        "hidden_size": 1024,
-        "word_embed_proj_dim": 1024,
-        "ffn_dim": 4096,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 16,
-        "max_position_embeddings": 1024,
-    },
-    "bert": {
-        "model_type": "bert",
-        "vocab_size": 30522,
-        "hidden_size": 1024,
-        "intermediate_size": 4096,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 16,
-        "max_position_embeddings": 1024,
-    },
-    "t5": {
-        "model_type": "t5",
-        "vocab_size": 32128,
-        "d_model": 1024,
-        "d_kv": 64,
-        "d_ff": 2816,
-        "num_layers": 2,
-        "num_decoder_layers": 2,
-        "num_heads": 16,
-    },
-    "mixtral": {
-        **_WIDE,
-        "model_type": "mixtral",
-        "vocab_size": 32000,
-        "hidden_size": 512,
-        "intermediate_size": 1024,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-    },
+    "llama": _WIDE,
+    # Values that do not fit into a core's vector memory, as in large models.
+    "wide-llama": _llama(2048, 5632, 4, 16, 8, 32000),
+    "wide-llama-2": _llama(2048, 5632, 2, 16, 8, 32000),
+    "qwen2": {**_PLAIN, **_QWEN2, "vocab_size": 151936},
+    "qwen3": {**_PLAIN, "model_type": "qwen3", "vocab_size": 151936, "head_dim": 128},
+    "mistral": {**_PLAIN, "model_type": "mistral", "vocab_size": 32768},
+    "gemma2": {**_PLAIN, "model_type": "gemma2", "vocab_size": 256000, "head_dim": 128},
+    "gpt2": {**_GPT2, "model_type": "gpt2", "vocab_size": 50257},
+    "opt": {**_BERT, "model_type": "opt", "vocab_size": 50272, "word_embed_proj_dim": 1024, "ffn_dim": 4096},
+    "bert": {**_BERT, "model_type": "bert", "vocab_size": 30522, "intermediate_size": 4096},
+    "t5": {**_T5, "model_type": "t5", "vocab_size": 32128},
+    "mixtral": {**_PLAIN, **_EXPERTS, "hidden_size": 512, "intermediate_size": 1024},
 }
 OTHER_GRAPHS = ("evaluation", "generation")
 OTHER_TASKS: dict[str, dict[str, Any]] = {
@@ -230,83 +156,6 @@ class Case:
                 **OTHER_TASKS.get(self.model, {}),
             },
         )
-
-
-def _large(model: str, device: str, devices: int, batch: int, seq_len: int, **given: Any) -> Case:
-    """A step as one would run it: recomputed, in a loop, attention by rows."""
-    usual = {"strategy": "full_shard", "scan_layers": True, "attention_rows": 512 if seq_len > 1024 else None}
-    return Case(model, device, devices, micro_batch=batch, seq_len=seq_len, **{**usual, **given})
-
-
-def _small(model: str, strategy: str = "full_shard", recompute: str = "full", **given: Any) -> Case:
-    batch, seq_len = (4, 2048) if model.startswith("wide") else (2, 256 if model == "mixtral" else 1024)
-    return Case(model, "v5e", 4, strategy, batch, seq_len, recompute, **given)
-
-
-FAMILIES = [model for model in SMALL if not model.startswith("wide")]
-DIFFERENT = ["llama", "gpt2", "t5", "mixtral"]
-SETTINGS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "`full_shard`": ({}, FAMILIES),
-    "no recomputation": ({"recompute": "none"}, FAMILIES),
-    # Of Gemma 2 and T5, two layers are not alike.
-    "loop": ({"scan_layers": True}, [model for model in FAMILIES if model not in ("gemma2", "t5")]),
-    "fp32": ({"precision": "fp32"}, DIFFERENT),
-    "`shard_grad_op`": ({"strategy": "shard_grad_op"}, DIFFERENT),
-    "`hybrid_shard`": ({"strategy": "hybrid_shard"}, DIFFERENT),
-    "`no_shard`": ({"strategy": "no_shard"}, DIFFERENT),
-    "LoRA": ({"adapter": "lora"}, DIFFERENT),
-}
-"""The columns of the second table, and the architectures that are compiled for each."""
-COLUMN = {
-    _small(model, **given): heading for heading, (given, models) in SETTINGS.items() for model in models
-}
-CASES = (
-    _large("qwen2-0.5b", "v5e", 4, 1, 2048),
-    _large("qwen2-0.5b", "v4", 4, 2, 2048, strategy="no_shard"),
-    _large("qwen2-0.5b", "v6e", 4, 2, 2048, strategy="shard_grad_op"),
-    _large("llama-1b", "v5e", 8, 1, 4096),
-    _large("llama-1b", "v5e", 8, 1, 4096, strategy="shard_grad_op"),
-    _large("llama-1b", "v5e", 8, 1, 4096, scan_layers=False),
-    _large("llama-1b", "v4", 8, 2, 4096),
-    _large("llama-1b", "v6e", 8, 2, 4096),
-    _large("llama-8b", "v5e", 16, 1, 4096),
-    _large("llama-8b", "v5e", 16, 1, 4096, micro_batches=4),
-    _large("llama-8b", "v5e", 16, 1, 4096, others=True),
-    _large("llama-8b", "v5e", 16, 1, 4096, optimizer="adafactor"),
-    _large("llama-8b", "v5e", 16, 1, 4096, optimizer="muon"),
-    _large("llama-8b", "v5e", 4, 1, 4096, adapter="lora"),
-    _large("llama-8b", "v5e", 64, 1, 4096),
-    _large("llama-8b", "v4", 16, 1, 4096),
-    _large("llama-8b", "v5p", 16, 1, 8192),
-    _large("llama-8b", "v5p", 16, 1, 4096, recompute="none"),
-    _large("llama-8b", "v6e", 16, 1, 8192),
-    _large("llama-8b", "v6e", 16, 1, 8192, strategy="hybrid_shard"),
-    _large("llama-8b", "v6e", 16, 1, 4096, strategy="shard_grad_op"),
-    _large("mixtral-8x7b", "v5p", 64, 1, 2048),
-    _large("llama-70b", "v5p", 64, 1, 8192),
-    _large("llama-70b", "v4", 64, 1, 4096),
-    _large("llama-70b", "v6e", 64, 1, 4096),
-    _large("llama-70b", "v5e", 64, 1, 4096),
-    _large("llama-70b", "v5e", 64, 1, 4096, adapter="lora"),
-    *(_small("wide-llama-2", recompute=recompute) for recompute in ("full", "none")),
-    *(
-        _small("wide-llama", recompute=recompute, scan_layers=loop, attention_rows=512)
-        for recompute in ("full", "none")
-        for loop in (False, True)
-    ),
-    *(_small(model, **given) for given, models in SETTINGS.values() for model in models),
-    *(
-        _small("llama", strategy, "none")
-        for strategy in ("shard_grad_op", "hybrid_shard", "hybrid_shard_zero2", "no_shard")
-    ),
-    _small("llama", "hybrid_shard_zero2"),
-    *(_small(model, optimizer=o) for model in ("llama", "mixtral") for o in ("adafactor", "sgd", "muon")),
-    _small("llama", micro_batches=4),
-    _small("llama", others=True),
-    # Minutes each: layers one by one.
-    _large("llama-8b", "v5e", 16, 1, 4096, scan_layers=False),
-    _large("llama-70b", "v5p", 64, 1, 8192, scan_layers=False),
-)
 
 
 _MODELS: dict[tuple[str, ...], MetaModel] = {}
@@ -409,30 +258,6 @@ def table(found: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def matrix(found: Sequence[dict[str, Any]]) -> str:
-    """A Markdown table of every architecture in every setting: memory, and what it is to today's plan."""
-    rows = {case_of(row): row for row in found}
-    columns = {
-        heading: given
-        for heading, (given, models) in SETTINGS.items()
-        if any(_small(model, **given) in rows for model in models)
-    }
-    lines = [f"| two layers | {' | '.join(columns)} |", f"| --- |{' --- |' * len(columns)}"]
-    for model in FAMILIES:
-        cells = []
-        for given in columns.values():
-            row = rows.get(_small(model, **given))
-            cells.append("" if row is None else f"{_taken(row) / GIB:.2f} ({_planned(row)[1]:+.0f} %)")
-        lines.append(f"| {model} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def tables(found: Sequence[dict[str, Any]]) -> str:
-    """Both: what is in no column of the second is a line of the first."""
-    apart = [row for row in found if case_of(row) not in COLUMN]
-    return f"{table(apart)}\n\n{matrix(found)}"
-
-
 def _taken(row: dict[str, Any]) -> int:
     """Bytes of a chip without code."""
     taken: int = row["peak_bytes"] if row["problems"] else row["state_bytes"] + row["working_bytes"]
@@ -467,29 +292,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="print the names of the cases")
     parser.add_argument("--only-memory", action="store_true", help="end before code is made")
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="add the results to this file; what it has is not repeated"
+        "--json", type=Path, default=RECORD, metavar="FILE", help="the cases, and the results"
     )
     given = parser.parse_args(argv)
-    cases = [case for case in CASES if not given.case or any(text in case.name for text in given.case)]
+    record: dict[str, dict[str, Any]] = json.loads(given.json.read_text("utf-8"))
+    chosen = [name for name in record if not given.case or any(text in name for text in given.case)]
     if given.list:
-        print("\n".join(case.name for case in cases))
+        print("\n".join(chosen))
         return 0
-    known: dict[str, dict[str, Any]] = {}
-    if given.json is not None and given.json.exists():
-        known = json.loads(given.json.read_text("utf-8"))
-    for case in cases:
-        if case.name in known:
-            continue
+    for name in chosen:
         try:
-            known[case.name] = measure(case, only_memory=given.only_memory)
+            record[name] = measure(case_of(record[name]), only_memory=given.only_memory)
         except UserError as error:
-            print(f"{case.name}: {error}", file=sys.stderr, flush=True)
+            print(f"{name}: {error}", file=sys.stderr, flush=True)
             continue
-        print(table([known[case.name]]).splitlines()[-1], file=sys.stderr, flush=True)
-        if given.json is not None:
-            given.json.write_text(json.dumps(known, indent=1) + "\n", "utf-8")
-    rows = [known[case.name] for case in CASES if case.name in known]
-    print(f"$ {command_line('benchmarks.tpu_compile', argv)}\n\n{tables(rows)}")
+        print(table([record[name]]).splitlines()[-1], file=sys.stderr, flush=True)
+        given.json.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+    measured = [record[name] for name in chosen if "peak_bytes" in record[name]]
+    print(f"$ {command_line('benchmarks.tpu_compile', argv)}\n\n{table(measured)}")
     return 0
 
 

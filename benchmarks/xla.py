@@ -1,4 +1,4 @@
-"""The optimizer step on XLA beside a bare torch_xla SPMD loop, and how long compilation takes by depth.
+"""The optimizer step on XLA beside a bare torch_xla SPMD loop.
 
 ``python -m benchmarks.xla`` trains one Llama with both, in turns of a few steps, from the same weights on the
 same data. Without a TPU it runs on virtual devices that share the CPU: what is measured there is what the
@@ -10,13 +10,11 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
-import itertools
-import json
 import os
-import statistics
 import sys
 import tempfile
 import time
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,8 +26,10 @@ os.environ.setdefault("USE_TORCH_XLA", "0")
 import torch
 from torch.nn import functional
 
-from benchmarks.machine import command_line, describe_machine
-from portable.config import load_config
+from benchmarks import harness
+from benchmarks.harness import Options, Result, check_losses, table
+from benchmarks.loops import Turn
+from benchmarks.machine import command_line, describe_machine, print_machine
 from portable.loop import Progress
 from portable.loop import steps as taken
 from portable.model.groups import groups_of
@@ -39,7 +39,6 @@ from portable.run.batches import train_loader
 from portable.run.prepare import prepare
 from portable.run.restore import restore
 from portable.run.settle import settle
-from tpu.xla.graphs import counted
 from tpu.xla.runtime import torch_xla, xr, xs
 
 if TYPE_CHECKING:
@@ -136,33 +135,26 @@ class Bare:
         return float(loss.detach())
 
 
-def both(folder: Path, steps: int, *, loop: bool = False, **model: int) -> tuple[Backend, Prepared]:
+def both(folder: Path, steps: int, **model: int) -> tuple[Backend, Prepared]:
     """The run of both: no warm-up and a constant rate, one micro-batch a step."""
     devices = xr.global_runtime_device_count()
-    config = load_config(
-        None,
-        {
-            "backend": "xla",
-            "precision": "fp32",
-            "output_dir": str(folder / "run"),
-            "model.config": {**MODEL, **model},
-            "data.seq_len": 64 if model["hidden_size"] < 256 else 256,
-            "train.steps": steps,
-            "train.schedule": "constant",
-            "train.warmup_steps": 0,
-            "train.global_batch_size": 2 * devices,
-            "train.micro_batch_size": 2,
-            "data.eval_fraction": 0.0,
-            "xla.scan_layers": loop,
-        },
+    config = harness.quickstart(
+        Options(steps=steps, warmup=0, rounds=1),
+        folder,
+        backend="xla",
+        model__config={**MODEL, **model},
+        data__seq_len=64 if model["hidden_size"] < 256 else 256,
+        data__eval_fraction=0.0,
+        train__global_batch_size=2 * devices,
+        train__micro_batch_size=2,
     )
     backend = create_backend("xla")
     settled = settle(config, backend.name)
     return backend, prepare(settled, backend)
 
 
-def compare(folder: Path, *, layers: int, hidden: int, rounds: int, steps: int) -> dict[str, list[float]]:
-    """Seconds a step of each turn of both loops, after a turn that compiles.
+def compare(folder: Path, *, layers: int, hidden: int, rounds: int, steps: int) -> list[Result]:
+    """Turns of both loops, after one that compiles. A step counts as its turn's mean.
 
     Raises:
         AssertionError: if a turn's last losses differ.
@@ -174,52 +166,19 @@ def compare(folder: Path, *, layers: int, hidden: int, rounds: int, steps: int) 
     batches = list(islice(loader, (rounds + 1) * steps))
     loader.close()
     loops: list[Bare | Ours] = [Bare(prepared, weights, batches), ours]
-    seconds: dict[str, list[float]] = {loop.name: [] for loop in loops}
+    turns: dict[str, list[Turn]] = {loop.name: [] for loop in loops}
     gc.collect()
     gc.freeze()
-    for turn in range(rounds + 1):
-        losses = []
-        for loop in loops if turn % 2 else loops[::-1]:
+    for number in range(rounds + 1):
+        for loop in loops if number % 2 else loops[::-1]:
             start = time.perf_counter()
-            losses.append(loop.turn(steps))
-            if turn:
-                seconds[loop.name].append((time.perf_counter() - start) / steps)
-        if abs(losses[0] - losses[1]) > SAME_LOSS * losses[0]:
-            raise AssertionError(f"the losses of turn {turn} differ: {losses}")
+            loss = loop.turn(steps)
+            turns[loop.name].append(Turn([(time.perf_counter() - start) / steps] * steps, loss))
     gc.unfreeze()
     ours.close()
-    return seconds
-
-
-def compile_times(folder: Path, depths: Sequence[int]) -> list[dict[str, float]]:
-    """For each depth: seconds to record a step and start it, before and after its graph is known.
-
-    Once layer by layer, and once with ``xla.scan_layers``.
-    """
-    rows = []
-    for layers, loop in itertools.product(depths, (False, True)):
-        backend, prepared = both(folder, 10, loop=loop, num_hidden_layers=layers, hidden_size=64)
-        ours = Ours(prepared, backend)
-        before = counted()["graphs_compiled"]
-        times = []
-        for _ in range(4):
-            start = time.perf_counter()
-            ours.turn(1)
-            times.append(time.perf_counter() - start)
-        compiled = counted()["graphs_compiled"] - before
-        rows.append(
-            {
-                "layers": layers,
-                "loop": loop,
-                "first": times[0],
-                "later": statistics.median(times[1:]),
-                "graphs": compiled,
-            }
-        )
-        ours.close()
-        del ours, prepared
-        gc.collect()
-    return rows
+    results = [Result.of(loop, turns, turns[loop.name][-1].loss or 0.0) for loop in loops]
+    check_losses(results, BARE, SAME_LOSS)
+    return results
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -228,32 +187,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps of a turn")
     parser.add_argument("--rounds", type=int, default=6, help="measured turns of each loop")
-    parser.add_argument("--depths", type=int, nargs="*", default=[2, 4, 8, 16], metavar="N")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every figure as well")
+    harness.add_json(parser)
     given = parser.parse_args(argv)
     command = command_line("benchmarks.xla", argv)
     machine = describe_machine(torch.device("cpu"))
-    print(f"$ {command}")
-    print("\n".join(f"{name:<13} {value}" for name, value in machine.items()))
-    print(f"{'devices':<13} {xr.global_runtime_device_count()} x {xr.device_type()}")
+    machine["devices"] = f"{xr.global_runtime_device_count()} x {xr.device_type()}"
+    print_machine(command, machine)
     with tempfile.TemporaryDirectory(prefix="xla-") as scratch:
-        seconds = compare(
+        results = compare(
             Path(scratch), layers=given.layers, hidden=given.hidden, rounds=given.rounds, steps=given.steps
         )
-        depths = compile_times(Path(scratch), given.depths)
-    bare = seconds[BARE]
-    print(f"\n{'':<16}{'step, ms':>10}{'x bare':>9}")
-    for name, values in seconds.items():
-        ratio = statistics.median(v / b for v, b in zip(values, bare, strict=True))
-        print(f"{name:<16}{1e3 * statistics.median(values):>10.1f}{ratio:>9.3f}")
-    print(f"\n{'layers':>6}{'loop':>6}{'first step, s':>15}{'later, s':>10}{'graphs':>8}")
-    for row in depths:
-        looped = "yes" if row["loop"] else "no"
-        figures = f"{row['first']:>15.2f}{row['later']:>10.3f}{row['graphs']:>8.0f}"
-        print(f"{row['layers']:>6}{looped:>6}{figures}")
-    if given.json is not None:
-        document = {"command": command, "machine": machine, "steps": seconds, "depths": depths}
-        given.json.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
+    print(f"\n{table(results, BARE)}")
+    steps = [asdict(result) for result in results]
+    harness.write(given.json, command, machine, steps=steps)
     return 0
 
 

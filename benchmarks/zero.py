@@ -23,27 +23,19 @@ os.environ.setdefault("USE_TORCH_XLA", "0")
 import torch
 import torch.distributed as dist
 
+from benchmarks import harness
+from benchmarks.harness import CLOCKS, LEGEND, Result, check_losses, table
 from benchmarks.loops import (
-    Contestant,
     Loop,
     PortableLoop,
     Setting,
     TrainerLoop,
     Turn,
     cross_entropy,
+    forget_accelerators,
     take_turns,
 )
-from benchmarks.machine import command_line, describe_machine
-from benchmarks.train_overhead import (
-    CLOCKS,
-    SMALL_MODEL,
-    Result,
-    TurnOptions,
-    forget_accelerators,
-    table,
-    turn_values,
-)
-from portable.config import load_config
+from benchmarks.machine import command_line, describe_machine, print_machine
 from portable.data.samples.loader import TrainLoader
 from portable.model.initialize import Blueprint
 from portable.model.parameters import tied_names
@@ -59,7 +51,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from portable.config import RunConfig
     from portable.run.stages import Prepared
 
 SAME_LOSS = 1e-5
@@ -69,8 +60,8 @@ BASELINE = "bare DeepSpeed"
 
 
 @dataclass(frozen=True)
-class Options(TurnOptions):
-    """Those of this benchmark."""
+class Options(harness.Options):
+    """Options of this benchmark."""
 
     steps: int = 5
     warmup: int = 3
@@ -154,7 +145,8 @@ def measure(options: Options, strategy: str) -> list[Result]:
     with tempfile.TemporaryDirectory(prefix="zero-") as scratch:
         folder = Path(scratch)
         backend = create_backend(resolve_backend(options.backend))
-        settled = settle(_config(options, strategy, folder), backend.name)
+        config = harness.quickstart(options, folder, deepspeed__config=document(options, strategy))
+        settled = settle(config, backend.name)
         backend.start()
         try:
             results = _take_turns(options, strategy, prepare(settled, backend), folder)
@@ -162,7 +154,7 @@ def measure(options: Options, strategy: str) -> list[Result]:
             backend.stop()
             forget_accelerators()
     if options.precision == "fp32":
-        check_losses(results)
+        check_losses(results, BASELINE, SAME_LOSS)
     return results
 
 
@@ -193,21 +185,13 @@ def _take_turns(options: Options, strategy: str, prepared: Prepared, folder: Pat
         deepspeed=document(options, strategy),
     )
     try:
-        turns = take_turns(
-            trainer, others, [options.warmup, *[options.steps] * options.rounds], prepared.backend.barrier
-        )
+        turns = take_turns(trainer, others, options.turns, prepared.backend.barrier)
     finally:
         portable.close()
-    contestants: list[Contestant] = [*others, trainer]
-    return [
-        Result(
-            loop.name,
-            step_seconds=[turn.seconds for turn in turns[loop.name][1:]],
-            turn_losses=[turn.loss for turn in turns[loop.name]],
-            final_loss=float("nan") if (last := turns[loop.name][-1].loss) is None else last,
-        )
-        for loop in contestants
-    ]
+    last = {name: own[-1].loss for name, own in turns.items()}
+    nan = float("nan")  # of what does not tell its loss
+    found = [(loop, last[loop.name]) for loop in (*others, trainer)]
+    return [Result.of(loop, turns, nan if loss is None else loss) for loop, loss in found]
 
 
 def _whole_weights(prepared: Prepared) -> dict[str, Tensor]:
@@ -219,45 +203,6 @@ def _whole_weights(prepared: Prepared) -> dict[str, Tensor]:
     for name, others in tied_names(prepared.model).items():
         weights |= dict.fromkeys(others, weights[name])
     return weights
-
-
-def check_losses(results: Sequence[Result]) -> None:
-    """Raise AssertionError unless this project's losses are the bare loop's within :data:`SAME_LOSS`."""
-    losses = {result.name: result.turn_losses for result in results}
-    for expected, loss in zip(losses[BASELINE], losses[PortableLoop.name], strict=True):
-        # On ranks other than the first, this project's loop does not read its loss.
-        if loss is not None and expected is not None and abs(loss - expected) > SAME_LOSS * abs(expected):
-            raise AssertionError(f"this project's loss is {loss:.9f} where the bare loop's is {expected:.9f}")
-
-
-LEGEND = """\
-step           median over all measured steps of rank 0, and the middle half of them
-with logs      median over the turns of the mean of a turn's steps, which log once; its ratio is the median
-               over the rounds of this loop's turn to the bare loop's
-loss           of the last step, over all ranks"""
-
-
-def _config(options: Options, strategy: str, folder: Path) -> RunConfig:
-    """The quickstart, at a constant learning rate and with neither evaluation nor checkpoints."""
-    settings: dict[str, Any] = {
-        "output_dir": str(folder / "run"),
-        "precision": options.precision,
-        "deepspeed.config": document(options, strategy),
-        "train.steps": options.total_steps,
-        "train.schedule": "constant",
-        "train.warmup_steps": 0,
-        "log.trackers": [],
-    }
-    if options.small:
-        text = folder / "text.txt"
-        text.write_text("\n".join(f"line {i} of a text with {i * i} words" for i in range(3000)))
-        settings |= {
-            "model.config": SMALL_MODEL,
-            "data.source": str(text),
-            "data.cache_dir": str(folder / "cache"),
-            "data.seq_len": 32,
-        }
-    return load_config(None, settings)
 
 
 def _rank(options: Options, strategy: str, path: str) -> int:
@@ -291,7 +236,7 @@ def parse(argv: Sequence[str] | None) -> tuple[Options, Path | None]:
         offload=given.offload,
         global_batch_size=given.batch,
         micro_batch_size=given.micro_batch,
-        **turn_values(given),
+        **Options.given(given),
     )
     return options, given.json
 
@@ -300,23 +245,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, path = parse(argv)
     command = command_line("benchmarks.zero", argv)
     machine = describe_machine(create_backend(resolve_backend(options.backend)).device, "deepspeed")
-    print(f"$ {command}")
-    print("\n".join(f"{name:<13} {value}" for name, value in machine.items()))
+    print_machine(command, machine)
     measured = []
     for strategy in options.strategies:
         with tempfile.NamedTemporaryFile(suffix=".json") as file:
             launch(_rank, (options, strategy, file.name), ranks=options.ranks)
             results = [Result(**values) for values in json.loads(Path(file.name).read_text("utf-8"))]
-        measured.append({"strategy": strategy, "loops": [asdict(result) for result in results]})
+        measured.append(harness.about(options, "strategy", strategy, results))
         print(
             f"\n{strategy}{', optimizer offloaded' if options.offload else ''}, {options.precision}, "
             f"{options.ranks} ranks x {accumulation(options)} x {options.micro_batch_size} sequences a step, "
             f"{options.rounds} x {options.steps} steps each, {options.clock} time\n{table(results, BASELINE)}"
         )
     print(f"\n{LEGEND}")
-    if path is not None:
-        whole = {"command": command, "machine": machine, "options": asdict(options), "measured": measured}
-        path.write_text(json.dumps(whole, indent=1) + "\n", "utf-8")
+    harness.write(path, command, machine, measured=measured)
     return 0
 
 

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,6 @@ from tests.zygote import Zygote
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 ops.prepare_environment()
 
@@ -48,6 +48,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+STARTS = {"brief_runs", "engines", "quick_legs", "ranks", "s3", "zygote"}
+"""Fixtures of tests that start processes or train whole runs: what asks for one is slow."""
+SLOW = frozenset((Path(__file__).parent / "slow.txt").read_text("utf-8").split())
+"""The other functions whose cases together took more than a second, by ``.durations.json``."""
+
 LARGE = "large(*packages): needs packages too large for the extra `test`; left out where one is not installed"
 
 
@@ -61,6 +66,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_itemcollected(item: pytest.Item) -> None:
     if needs_xla(item):
         item.add_marker("xla")
+    if STARTS.intersection(getattr(item, "fixturenames", ())) or item.nodeid.partition("[")[0] in SLOW:
+        item.add_marker("slow")
 
 
 @pytest.hookimpl(optionalhook=True)

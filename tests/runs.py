@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from portable.checks import check
 from portable.config import RunConfig, load_config
+from portable.reporting.metrics import read_metrics
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -128,6 +129,16 @@ def tiny(folder: Path | str, corpus: Path, **overrides: Any) -> dict[str, Any]:
 
 def configured(folder: Path | str, corpus: Path, **overrides: Any) -> RunConfig:
     return checked(None, tiny(folder, corpus, **overrides))
+
+
+def losses(folder: Path) -> dict[int, float]:
+    """The loss of each step that is on record."""
+    return {row["step"]: row["loss"] for row in read_metrics(folder) if "loss" in row}
+
+
+def weights(folder: Path) -> bytes:
+    """The file that a run ends with."""
+    return (folder / "final" / "model.safetensors").read_bytes()
 
 
 def flags(settings: dict[str, Any]) -> list[str]:

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import pty
 import re
+import struct
+import subprocess
+import termios
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
     from tests.zygote import Zygote
 
 WIDTHS = (80, 100)
@@ -48,23 +58,37 @@ SCREENS = {
 }
 
 
+def recorded(
+    command: list[str], folder: Path, columns: int, environment: Mapping[str, str], code: int
+) -> list[str]:
+    """The lines of any length that stand in a terminal of ``columns`` when ``command`` has ended."""
+    import pyte
+
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 500, columns, 0, 0))
+    terminal = {**environment, "COLUMNS": str(columns), "TERM": "xterm"}
+    process = subprocess.Popen(command, cwd=folder, env=terminal, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    with os.fdopen(ours, "rb", buffering=0) as file, suppress(OSError):  # the other end is closed
+        screen = pyte.Screen(2000, 500)
+        stream = pyte.ByteStream(screen)
+        while part := file.read(1 << 16):
+            stream.feed(part)
+    assert process.wait() == code, screen.display
+    return "\n".join(line.rstrip() for line in screen.display).rstrip().split("\n")
+
+
 @pytest.fixture(scope="module")
 def shown(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], list[str]]:
     """The lines of each screen in each width; both widths at the same time."""
     pytest.importorskip("deepspeed")
     pytest.importorskip("pyte")
-    from benchmarks import terminal_picture
 
     def of(columns: int) -> dict[tuple[str, int], list[str]]:
         folder, found = tmp_path_factory.mktemp(f"columns{columns}"), {}
         for name, (command, _, code) in SCREENS.items():
-            found[name, columns] = terminal_picture.recorded(
-                [str(zygote.folder / command[0]), *command[1:]],
-                folder,
-                columns=columns,
-                environment=zygote.environment,
-                code=code,
-            )
+            whole = [str(zygote.folder / command[0]), *command[1:]]
+            found[name, columns] = recorded(whole, folder, columns, zygote.environment, code)
         return found
 
     with ThreadPoolExecutor() as pool:

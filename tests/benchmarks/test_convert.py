@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
+import benchmarks
+from benchmarks.__main__ import PROGRAMS
 from benchmarks.convert import COPY, COPY_SYNCED, OURS, Result, Run, main, measure, table
 from benchmarks.convert_make import model_config
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_a_process_is_measured(tmp_path: Path) -> None:
@@ -45,32 +44,27 @@ def test_models_are_as_large_as_asked(gigabytes: float) -> None:
     assert 4 * count == pytest.approx(gigabytes * 1e9, rel=0.1)
 
 
-def test_memory_mode(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["--memory", "--small", "--folder", str(tmp_path)]) == 0
-    rows = [line for line in capsys.readouterr().out.splitlines() if "safetensors" in line]
-    assert len(rows) == 8
-    assert all(float(row.split("|")[-2]) < 100 for row in rows)
-
-
-def test_cores_mode(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["--cores", "--small", "--folder", str(tmp_path)]) == 0
-    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| DCP to ")]
-    assert len(rows) == 3 and all(row.endswith(" x |") for row in rows)
-    assert not (tmp_path / "out").exists()
-
-
-def test_inspect_mode(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["--inspect", "--small", "--folder", str(tmp_path)]) == 0
-    rows = [line for line in capsys.readouterr().out.splitlines() if "safe_open" in line or "ours" in line]
-    assert len(rows) == 5 and not any("fails" in row for row in rows)
-
-
 @pytest.mark.usefixtures("quick_python")
-def test_results_agree_with_the_frameworks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "peers", "says"),
+    [
+        ("dcp", {"accelerate merge-weights", "torch dcp_to_torch"}, "torch DCP, FSDP2"),
+        ("fp8", {"DeepSeek's loop", "transformers, dequantize"}, "in fp8 by blocks"),
+    ],
+)
+def test_results_agree_with_the_frameworks(
+    kind: str, peers: set[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "runs.json"
-    command = ["--small", "--only", "dcp", "--folder", str(tmp_path / "work"), "--json", str(path)]
+    command = ["--small", "--only", kind, "--folder", str(tmp_path / "work"), "--json", str(path)]
     assert main(command) == 0
-    measured = {result["name"]: result for result in json.loads(path.read_text())["measured"]["dcp"]}
-    assert {COPY, OURS, "accelerate merge-weights", "torch dcp_to_torch"} <= set(measured)
+    measured = {result["name"]: result for result in json.loads(path.read_text())["measured"][kind]}
+    assert {COPY, OURS, *peers} <= set(measured)
     assert all(len(result["runs"]) == 1 and not result["failed"] for result in measured.values())
-    assert "torch DCP, FSDP2" in capsys.readouterr().out
+    assert says in capsys.readouterr().out
+
+
+def test_every_program_is_listed() -> None:
+    folder = Path(benchmarks.__file__).parent
+    programs = {path.stem for path in folder.glob("*.py") if "argparse.Arg" in path.read_text("utf-8")}
+    assert set(PROGRAMS) == programs - {"convert_make", "harness"}

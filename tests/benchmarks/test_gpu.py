@@ -3,131 +3,101 @@
 from __future__ import annotations
 
 import json
-import sys
+import os
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from benchmarks import gpu, gpu_turns
-from benchmarks.gpu import main, read_rows, tables
-from benchmarks.gpu_cases import CASES, OURS
-from benchmarks.gpu_turns import Contestant, Plan, take_turns
-from benchmarks.gpu_work import FULL_BERT, ROWS
+from benchmarks import gpu
+from benchmarks.gpu import BARE, CASES, OURS, STRATEGIES, Contestant, main, table, take_turns
 from portable.config import load_config
 from portable.model.build import build_model, model_config
 from portable.model.flops import parameter_count
 
 if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
     from pathlib import Path
 
 
-@pytest.mark.slow
-def test_every_part_but_the_loops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "rows.jsonl"
-    given = ["--small", "--rows", str(path), "--parts"]
-    assert main([*given, "guide", "roofline", "saving", "--trace", str(tmp_path / "trace.json.gz")]) == 0
-    rows = read_rows(path)
+@pytest.fixture(autouse=True)
+def quick_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "START", "forkserver")
 
-    guide = {row["name"]: row for row in rows if row["part"] == "guide"}
-    assert set(guide) == {row.name for row in ROWS}
-    assert guide["vanilla"]["guide"] == [57.82, 8.86, 14949]
-    assert not any("failed" in row for row in guide.values())
-    assert all("seconds" in guide[name] for name in ("vanilla", "Adafactor", "8-bit Adam", "bf16"))
 
-    (roofline,) = (row for row in rows if row["part"] == "roofline")
+def test_saving_and_roofline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--small", "--json", str(tmp_path / "gpu.json"), "--parts", "saving", "roofline"]
+    assert main(given) == 0
+    parts = json.loads((tmp_path / "gpu.json").read_text())["parts"]
+    (roofline,), (saving,) = parts["roofline"], parts["saving"]
     assert all(seconds >= 0 for seconds in roofline["bounds_seconds"].values())
-    assert roofline["bounds_seconds"]["matrix products"] > 0
-    assert roofline["spent_seconds"]["matrix products"] > 0
-    assert (tmp_path / "trace.json.gz").stat().st_size > 0
-
-    (saving,) = (row for row in rows if row["part"] == "saving")
+    assert min(roofline[kind]["matrix products"] for kind in ("bounds_seconds", "spent_seconds")) > 0
     assert saving["state_bytes"] > 3 * saving["parameter_bytes"]  # weights, two moments, and counts of steps
     assert all(min(seconds) > 0 for seconds in saving["seconds"].values())
-
     printed = capsys.readouterr().out
-    assert "14949" in printed
-    assert "GB/s in a copy" in printed
-    assert "save: blocked" in printed
-    assert main([*given, "guide"]) == 0  # the rows are there
-    assert len(read_rows(path)) == len(rows)
+    assert "GB/s in a copy" in printed and "save: blocked" in printed
+    assert main(given) == 0  # what the file has is not measured again
+    assert json.loads((tmp_path / "gpu.json").read_text())["parts"] == parts
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_python")
-def test_loops_take_turns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "rows.jsonl"
-    assert main(["--small", "--parts", "llama-1.2b", "--rows", str(path)]) == 0
-    rows = read_rows(path)
-    assert not any("failed" in row for row in rows), rows
-    case = CASES["llama-1.2b"].small()
-    assert [row["name"] for row in rows] == [*case.loops, *case.loops[1:], case.loops[0]]
-    last = {row["name"]: row["loss"] for row in rows}
-    for name in (OURS, "Accelerate"):
-        assert last[name] == pytest.approx(last["bare PyTorch"], rel=1e-5)
-    assert "x Trainer" in capsys.readouterr().out
-    assert "x Trainer" in tables(rows)
+@pytest.mark.parametrize("part", ["llama-1.2b", "strategies"])
+def test_loops_take_turns(part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "gpu.json"
+    assert main(["--small", "--parts", part, "--json", str(path)]) == 0
+    rows = json.loads(path.read_text())["parts"][part]
+    names = CASES[part].loops
+    assert [row["name"] for row in rows] == [*names, *names[1:], names[0]]
+    last = {row["name"]: row["loss"] for row in rows if row["loss"] is not None}
+    assert {OURS, *(STRATEGIES if part == "strategies" else (BARE, "Accelerate"))} <= set(last)
+    assert max(last.values()) == pytest.approx(min(last.values()), rel=1e-5)
+    assert f"x {'Trainer' if part == 'llama-1.2b' else OURS}" in capsys.readouterr().out
 
 
-def test_a_loop_that_dies_or_hangs_leaves_the_others(tmp_path: Path) -> None:
-    answer = json.dumps({"tokens_per_second": 3})
-    answers = f"print('noise\\n{gpu_turns.ANSWER}{answer}', flush=True)"
-    code = f"import sys, time\nfor line in sys.stdin:\n    {answers}\n"
-    ends = {"good": "pass", "dies": "sys.exit('no memory')", "hangs": "time.sleep(99)"}
-    contestants = [
-        Contestant(name, [sys.executable, "-c", f"{code}    {end}"], tmp_path / f"{name}.txt")
-        for name, end in ends.items()
-    ]
+def answers(pipe: Connection) -> None:
+    while True:
+        pipe.recv()
+        pipe.send({"tokens_per_second": 3})
+
+
+def dies(pipe: Connection) -> None:
+    pipe.recv()
+    os._exit(7)
+
+
+def hangs(pipe: Connection) -> None:
+    pipe.recv()
+    time.sleep(99)
+
+
+def test_a_loop_that_dies_or_hangs_leaves_the_others() -> None:
+    contestants = [Contestant(work.__name__, work) for work in (answers, dies, hangs)]
     rows: list[dict[str, Any]] = []
-    take_turns(contestants, Plan(warmup=1, steps=1, rounds=2), 6, lambda: None, rows.append)
-    by_name = {name: [row for row in rows if row["name"] == name] for name in ends}
-    assert [row["tokens_per_second"] for row in by_name["good"]] == [3, 3]
-    assert [row["failed"] for row in by_name["dies"]] == ["no memory"]
-    assert [row["failed"] for row in by_name["hangs"]] == ["not ready in time"]
+    take_turns(contestants, 2, 3, rows.append)
+    told = [(row["name"], row.get("tokens_per_second") or row["failed"]) for row in rows]
+    assert told == [("dies", "ended with 7"), ("hangs", "not ready in time"), ("answers", 3), ("answers", 3)]
 
 
-def test_the_full_sizes_are_what_they_are_called() -> None:
-    wanted = {"llama-1.2b": 1.2e9, "llama-8b-lora": 8.03e9, "qwen3-1.7b": 1.72e9, "qwen3-0.6b": 0.596e9}
-    sizes = {name: (CASES[name].model, "causal-lm") for name in wanted}
-    for name, (config, task) in {**sizes, "bert": (FULL_BERT.config, "sequence-classification")}.items():
-        given = {"model.config": config, "model.task": task, "data.source": "x.jsonl", "data.packing": False}
-        settings = load_config(None, given).model
-        count = parameter_count(build_model(model_config(settings), settings))
-        assert count == pytest.approx({**wanted, "bert": 335e6}[name], rel=0.03), name
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [("llama-1.2b", 1.2e9), ("llama-8b-lora", 8.03e9), ("qwen3-1.7b", 1.72e9), ("strategies", 0.596e9)],
+)
+def test_the_full_sizes_are_what_they_are_called(name: str, wanted: float) -> None:
+    settings = load_config(None, {"model.config": CASES[name].model, "data.source": "x.jsonl"}).model
+    assert parameter_count(build_model(model_config(settings), settings)) == pytest.approx(wanted, rel=0.03)
 
 
-def result(name: str, loss: float, **more: Any) -> dict[str, Any]:
+def row(name: str, loss: float, **more: Any) -> dict[str, Any]:
     figures = {"tokens_per_second": 1.0, "step_seconds": 1.0, "mfu": 0.5, "peak_memory": 2**30}
-    return {
-        "part": "llama-1.2b",
-        "case": "x",
-        "tolerance": 1e-5,
-        "name": name,
-        "loss": loss,
-        **figures,
-        **more,
-    }
+    about = {"case": "x", "tolerance": 1e-5, "planned_memory": None}
+    return {"name": name, "loss": loss, **about, **figures, **more}
 
 
-def test_a_loop_that_learns_something_else_is_told() -> None:
+def test_what_learns_something_else_or_does_not_fit_is_told() -> None:
     names = CASES["llama-1.2b"].loops
-    good = [result(name, 2.0) for name in names]
-    assert "50.0%" in tables(good)
-    assert gpu.different(good) is None
-    off = [result(name, 2.1 if name == OURS else 2.0) for name in names]
-    assert "WRONG: this project's loss is 2.1" in tables(off)
-
-
-def test_what_does_not_fit_is_named() -> None:
-    rows = [{**result(name, 2.0), "failed": "out of memory"} for name in CASES["llama-1.2b"].loops]
-    assert tables(rows).count("out of memory") == 4
-
-
-def test_rows_that_a_kill_cut_short_are_left_out(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"part": "guide"}) + '\n{"part": "gui')
-    assert read_rows(path) == [{"part": "guide"}]
-    assert read_rows(tmp_path / "none") == []
-
-
-def test_the_plan_of_turns() -> None:
-    assert Plan(warmup=3, steps=4, rounds=2).lengths == [3, 1, 4, 1, 4]
+    good = table("llama-1.2b", [row(name, 2.0) for name in names])
+    assert "50.0%" in good and "WRONG" not in good
+    off = table("llama-1.2b", [row(name, 2.1 if name == OURS else 2.0) for name in names])
+    assert "WRONG: the loss of portable-train is 2.1" in off
+    full = [row(name, 2.0, failed="out of memory") for name in names]
+    assert table("llama-1.2b", full).count("out of memory") == 4

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("deepspeed")
 
 from benchmarks import zero
-from benchmarks.train_overhead import Result, table
+from benchmarks.harness import Result, table
 
 if TYPE_CHECKING:
     from tests.ranks import RankPool
@@ -45,13 +45,6 @@ def test_all_loops_take_the_same_steps(strategy: str, ranks_: int, offload: bool
     assert last is not None
     assert last < first
     assert table(list(results.values()), zero.BASELINE).count("\n") == 4
-
-
-def test_a_loss_that_differs_fails() -> None:
-    bare = Result(zero.BASELINE, [[0.1]], [2.0, 1.5], 1.5)
-    zero.check_losses([bare, replace(bare, name="portable-train", turn_losses=[2.0, 1.5 * (1 + 5e-6)])])
-    with pytest.raises(AssertionError, match=r"loss is 1\.6"):
-        zero.check_losses([bare, replace(bare, name="portable-train", turn_losses=[2.0, 1.6])])
 
 
 def test_a_batch_that_cannot_be_shared_out(capsys: pytest.CaptureFixture[str]) -> None:

@@ -230,28 +230,6 @@ def captured(config: RunConfig) -> tuple[Losses, int, dict[str, int]]:
         return our_losses(config), told, kept
 
 
-@pytest.mark.exhaustive  # half a minute of C++; dynamo and autograd are the same with aot_eager
-def test_inductor_does_not_change_the_loss(
-    truth: Losses, tmp_path: Path, corpus: Path, ranks: RankPool
-) -> None:
-    config = configured(tmp_path, corpus, compile=True, **FOUR)
-    assert_close(ranks.run(1, losses_by_inductor, config, timeout=500), truth, 1e-5)
-
-
-def losses_by_inductor(config: RunConfig) -> Losses:
-    """The losses, once it is certain that inductor generated code."""
-    from torch._inductor import config as inductor
-    from torch._inductor import cpu_vec_isa, metrics
-
-    metrics.reset()
-    with inductor.patch({"cpp.simdlen": 1, "compile_threads": 1}), pytest.MonkeyPatch.context() as patch:
-        # Not to compile programs that find out about the processor.
-        patch.setattr(cpu_vec_isa, "valid_vec_isa_list", list)
-        losses = our_losses(config)
-    assert metrics.generated_kernel_count > 0
-    return losses
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

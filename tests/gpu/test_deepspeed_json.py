@@ -16,12 +16,13 @@ from gpu.zero import config as deepspeed_json
 from gpu.zero import runtime as zero_runtime
 from gpu.zero.config.schema import check, names_at, schema_of
 from portable.batch_plan import plan_batches
+from portable.config.yaml_text import parse
 from portable.errors import UserError
 from portable.run.rank import run_rank
 from portable.run.settle import settle
 from tests.gpu.test_parity import STEPS, Losses, assert_close, our_losses
-from tests.gpu.test_zero_checkpoints import leg, losses
-from tests.runs import configured
+from tests.gpu.test_zero_checkpoints import leg
+from tests.runs import configured, losses
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,124 +33,65 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
     from tests.ranks import RankPool
 
-ADAMW: dict[str, Any] = {
-    "type": "AdamW",
-    "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
-}
-WARMUP: dict[str, Any] = {
-    "type": "WarmupLR",
-    "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
-}
-FP16: dict[str, Any] = {
-    "enabled": "auto",
-    "loss_scale": 0,
-    "loss_scale_window": 1000,
-    "initial_scale_power": 16,
-    "hysteresis": 2,
-    "min_loss_scale": 1,
-}
-BATCHES: dict[str, Any] = {
-    "gradient_accumulation_steps": "auto",
-    "gradient_clipping": "auto",
-    "steps_per_print": 2000,
-    "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto",
-    "wall_clock_breakdown": False,
-}
-STAGE3: dict[str, Any] = {
-    "stage": 3,
-    "overlap_comm": True,
-    "contiguous_gradients": True,
-    "sub_group_size": 1e9,
-    "reduce_bucket_size": "auto",
-    "stage3_prefetch_bucket_size": "auto",
-    "stage3_param_persistence_threshold": "auto",
-    "stage3_max_live_parameters": 1e9,
-    "stage3_max_reuse_distance": 1e9,
-    "stage3_gather_16bit_weights_on_model_save": True,
-}
+
+def of(text: str) -> dict[str, Any]:
+    """The keys of a flow mapping in YAML."""
+    return dict(parse(f"{{{text}}}", "the guide").value)
+
+
+FP16 = of(
+    "enabled: auto, loss_scale: 0, loss_scale_window: 1000, initial_scale_power: 16, hysteresis: 2, "
+    "min_loss_scale: 1"
+)
+ADAMW = of("type: AdamW, params: {lr: auto, betas: auto, eps: auto, weight_decay: auto}")
+WARMUP = of("type: WarmupLR, params: {warmup_min_lr: auto, warmup_max_lr: auto, warmup_num_steps: auto}")
+BATCHES = of(
+    "gradient_accumulation_steps: auto, gradient_clipping: auto, steps_per_print: 2000, "
+    "train_batch_size: auto, train_micro_batch_size_per_gpu: auto, wall_clock_breakdown: false"
+)
+STAGE3 = of(
+    "stage: 3, overlap_comm: true, contiguous_gradients: true, sub_group_size: 1e9, "
+    "reduce_bucket_size: auto, stage3_prefetch_bucket_size: auto, stage3_param_persistence_threshold: auto, "
+    "stage3_max_live_parameters: 1e9, stage3_max_reuse_distance: 1e9, "
+    "stage3_gather_16bit_weights_on_model_save: true"
+)
+PINNED = {"device": "cpu", "pin_memory": True}
+COMMON = {"fp16": FP16, "optimizer": ADAMW, "scheduler": WARMUP, **BATCHES}
 # The files of Hugging Face's DeepSpeed guide, as they stand there.
 GUIDE: dict[str, dict[str, Any]] = {
-    "zero1": {"zero_optimization": {"stage": 1}},
-    "zero2": {
-        "zero_optimization": {
-            "stage": 2,
-            "offload_optimizer": {"device": "cpu", "pin_memory": True},
-            "allgather_partitions": True,
-            "allgather_bucket_size": 5e8,
-            "overlap_comm": True,
-            "reduce_scatter": True,
-            "reduce_bucket_size": 5e8,
-            "contiguous_gradients": True,
-            "round_robin_gradients": True,
-        }
-    },
+    "zero1": of("zero_optimization: {stage: 1}"),
+    "zero2": of(
+        "zero_optimization: {stage: 2, offload_optimizer: {device: cpu, pin_memory: true}, "
+        "allgather_partitions: true, allgather_bucket_size: 5e8, overlap_comm: true, reduce_scatter: true, "
+        "reduce_bucket_size: 5e8, contiguous_gradients: true, round_robin_gradients: true}"
+    ),
     "zero3": {
-        "fp16": FP16,
-        "optimizer": ADAMW,
-        "scheduler": WARMUP,
-        "zero_optimization": {
-            **STAGE3,
-            "offload_optimizer": {"device": "cpu", "pin_memory": True},
-            "offload_param": {"device": "cpu", "pin_memory": True},
-        },
-        **BATCHES,
+        **COMMON,
+        "zero_optimization": {**STAGE3, "offload_optimizer": PINNED, "offload_param": PINNED},
     },
     "nvme": {
-        "fp16": FP16,
-        "optimizer": ADAMW,
-        "scheduler": WARMUP,
-        "zero_optimization": {
-            **STAGE3,
-            "offload_optimizer": {
-                "device": "nvme",
-                "nvme_path": "/local_nvme",
-                "pin_memory": True,
-                "buffer_count": 4,
-                "fast_init": False,
-            },
-            "offload_param": {
-                "device": "nvme",
-                "nvme_path": "/local_nvme",
-                "pin_memory": True,
-                "buffer_count": 5,
-                "buffer_size": 1e8,
-                "max_in_cpu": 1e9,
-            },
-            "aio": {
-                "block_size": 262144,
-                "queue_depth": 32,
-                "thread_count": 1,
-                "single_submit": False,
-                "overlap_events": True,
-            },
-        },
-        **BATCHES,
+        **COMMON,
+        "zero_optimization": STAGE3
+        | of(
+            "offload_optimizer: {device: nvme, nvme_path: /local_nvme, pin_memory: true, buffer_count: 4, "
+            "fast_init: false}, offload_param: {device: nvme, nvme_path: /local_nvme, pin_memory: true, "
+            "buffer_count: 5, buffer_size: 1e8, max_in_cpu: 1e9}, aio: {block_size: 262144, "
+            "queue_depth: 32, thread_count: 1, single_submit: false, overlap_events: true}"
+        ),
     },
-    "inference": {
-        "fp16": {"enabled": False},
-        "bf16": {"enabled": False},
-        "zero_optimization": {
-            "stage": 3,
-            "offload_param": {"device": "cpu", "pin_memory": True},
-            "overlap_comm": True,
-            "contiguous_gradients": True,
-            "reduce_bucket_size": 48 * 48,
-            "stage3_prefetch_bucket_size": 0.9 * 50 * 50,
-            "stage3_param_persistence_threshold": 480,
-        },
-        "steps_per_print": 2000,
-        "train_batch_size": 4,
-        "train_micro_batch_size_per_gpu": 1,
-        "wall_clock_breakdown": False,
-    },
-    "node-local": {"zero_optimization": {"stage": 2}, "checkpoint": {"use_node_local_storage": True}},
-    "communication": {"zero_optimization": {"stage": 2}, "communication_data_type": "fp32"},
-    "untested": {
-        "zero_optimization": {"stage": 1},
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-    },
+    "inference": of(
+        "fp16: {enabled: false}, bf16: {enabled: false}, zero_optimization: {stage: 3, offload_param: "
+        "{device: cpu, pin_memory: true}, overlap_comm: true, contiguous_gradients: true, "
+        "reduce_bucket_size: 2304, stage3_prefetch_bucket_size: 2250.0, "
+        "stage3_param_persistence_threshold: 480}, steps_per_print: 2000, train_batch_size: 4, "
+        "train_micro_batch_size_per_gpu: 1, wall_clock_breakdown: false"
+    ),
+    "node-local": of("zero_optimization: {stage: 2}, checkpoint: {use_node_local_storage: true}"),
+    "communication": of("zero_optimization: {stage: 2}, communication_data_type: fp32"),
+    "untested": of(
+        "zero_optimization: {stage: 1}, zero_allow_untested_optimizer: true, "
+        "zero_force_ds_cpu_optimizer: false"
+    ),
 }
 
 
@@ -455,73 +397,22 @@ def test_every_key_is_known_and_every_misspelling_found() -> None:
 
 
 MISSPELT = {
-    "gradient_clipp1ng": "gradient_clipping",
-    "gradient_acumulation_steps": "gradient_accumulation_steps",
-    "train_batchsize": "train_batch_size",
-    "train_micro_batch_size_per_gpus": "train_micro_batch_size_per_gpu",
     "zero_optimisation": "zero_optimization",
-    "zero_optimizations": "zero_optimization",
-    "optimiser": "optimizer",
     "schedular": "scheduler",
     "communication_datatype": "communication_data_type",
-    "step_per_print": "steps_per_print",
-    "wallclock_breakdown": "wall_clock_breakdown",
-    "prescale_gradient": "prescale_gradients",
-    "gradient_predivide_facter": "gradient_predivide_factor",
-    "activation_checkpoint": "activation_checkpointing",
-    "zero_allow_untested_optimiser": "zero_allow_untested_optimizer",
+    "train_batchsize": "train_batch_size",
     "zero_force_cpu_optimizer": "zero_force_ds_cpu_optimizer",
-    "dump_stat": "dump_state",
-    "comm_logger": "comms_logger",
-    "flop_profiler": "flops_profiler",
-    "tensor_board": "tensorboard",
-    "data_type": "data_types",
-    "zero_optimization.stages": "zero_optimization.stage",
     "zero_optimization.overlapp_comm": "zero_optimization.overlap_comm",
-    "zero_optimization.contigous_gradients": "zero_optimization.contiguous_gradients",
-    "zero_optimization.reduce_bucketsize": "zero_optimization.reduce_bucket_size",
-    "zero_optimization.allgather_partition": "zero_optimization.allgather_partitions",
-    "zero_optimization.allgather_buckets_size": "zero_optimization.allgather_bucket_size",
-    "zero_optimization.reduce_scater": "zero_optimization.reduce_scatter",
-    "zero_optimization.round_robin_gradient": "zero_optimization.round_robin_gradients",
-    "zero_optimization.sub_groupsize": "zero_optimization.sub_group_size",
-    "zero_optimization.stage3_prefetch_bucketsize": "zero_optimization.stage3_prefetch_bucket_size",
     "zero_optimization.stage3_max_live_params": "zero_optimization.stage3_max_live_parameters",
-    "zero_optimization.stage3_max_reuse_distence": "zero_optimization.stage3_max_reuse_distance",
-    "zero_optimization.stage3_param_persistance_threshold": (
-        "zero_optimization.stage3_param_persistence_threshold"
-    ),
-    "zero_optimization.stage3_gather_16bit_weights_on_save": (
-        "zero_optimization.stage3_gather_16bit_weights_on_model_save"
-    ),
     "zero_optimization.offload_optimiser": "zero_optimization.offload_optimizer",
     "zero_optimization.offload_params": "zero_optimization.offload_param",
-    "zero_optimization.zero_hpz_partitionsize": "zero_optimization.zero_hpz_partition_size",
-    "zero_optimization.zero_quantised_weights": "zero_optimization.zero_quantized_weights",
-    "zero_optimization.ignore_unused_parameter": "zero_optimization.ignore_unused_parameters",
-    "zero_optimization.offload_optimizer.devise": "zero_optimization.offload_optimizer.device",
     "zero_optimization.offload_optimizer.nvme_paht": "zero_optimization.offload_optimizer.nvme_path",
-    "zero_optimization.offload_optimizer.buffer_counts": "zero_optimization.offload_optimizer.buffer_count",
-    "zero_optimization.offload_param.pin_memmory": "zero_optimization.offload_param.pin_memory",
-    "zero_optimization.offload_param.max_in_gpu": "zero_optimization.offload_param.max_in_cpu",
     "fp16.initial_scale_pwoer": "fp16.initial_scale_power",
-    "fp16.loss_scale_windows": "fp16.loss_scale_window",
-    "fp16.hysterisis": "fp16.hysteresis",
-    "fp16.min_loss_scales": "fp16.min_loss_scale",
-    "bf16.enable": "bf16.enabled",
     "aio.que_depth": "aio.queue_depth",
-    "aio.overlap_event": "aio.overlap_events",
-    "optimizer.param": "optimizer.params",
     "optimizer.params.weight_decai": "optimizer.params.weight_decay",
-    "optimizer.params.beta": "optimizer.params.betas",
     "scheduler.typ": "scheduler.type",
-    "checkpoint.use_node_local_store": "checkpoint.use_node_local_storage",
-    "checkpoint.tag_validate": "checkpoint.tag_validation",
     "checkpoint.writer.io_buffersize": "checkpoint.writer.io_buffer_size",
-    "activation_checkpointing.partition_activation": "activation_checkpointing.partition_activations",
     "activation_checkpointing.cpu_checkpoint": "activation_checkpointing.cpu_checkpointing",
-    "flops_profiler.profile_stp": "flops_profiler.profile_step",
-    "tensorboard.output_pat": "tensorboard.output_path",
     "data_types.grad_accumulation_dtype": "data_types.grad_accum_dtype",
 }
 

@@ -1,33 +1,42 @@
-"""fp16 with its search for a loss scale, under DDP and FSDP2. torch multiplies fp16 on CPUs as well."""
+"""fp16 with its search for a loss scale, under DDP, FSDP2 and ZeRO.
+
+DeepSpeed trains in fp16 on GPUs only. torch multiplies it on CPUs as well, so the accelerator is said to
+support it, and the run's precision is set past the rule that knows better. All else is real.
+"""
 
 from __future__ import annotations
 
 import json
 import random
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
 
+from portable.checkpoint.store import Checkpoints
 from portable.config import load_config
 from portable.engines.fsdp.device_loss_scale import DeviceScaler
 from portable.engines.loss_scale import STATE, LossScale
 from portable.errors import RunError
+from portable.loop import steps
 from portable.optim.sharded import local
 from portable.registry import create_backend
-from portable.reporting.metrics import read_metrics
+from portable.run.batches import train_loader
 from portable.run.prepare import prepare
-from portable.run.rank import run_rank
 from portable.run.restore import restore
+from portable.run.save import save
 from portable.run.settle import settle
-from tests.gpu.test_fsdp import losses
 from tests.gpu.test_parity import Losses, assert_close, our_losses
 from tests.parity import opened
 from tests.runs import configured
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Iterator
 
+    from portable.config import RunConfig
     from tests.ranks import RankPool
 
 FP16: dict[str, Any] = {
@@ -52,6 +61,7 @@ def test_fp16_follows_fp32(
 ) -> None:
     found = ranks.run(world_size, our_losses, configured(tmp_path, corpus, strategy=strategy, **FP16))
     assert_close(found, truth, 1e-2)
+    assert [norm for _, norm in found] == pytest.approx([norm for _, norm in truth], rel=5e-2)
     assert [loss for loss, _ in found] != [loss for loss, _ in truth]  # it did compute in fp16
 
 
@@ -89,6 +99,10 @@ def test_the_search_is_deepspeeds(seed: int, monkeypatch: pytest.MonkeyPatch) ->
     pytest.fail("the lowest scale was not reached")
 
 
+def test_without_a_search_nothing_is_counted() -> None:
+    assert LossScale(None).metrics() == {}
+
+
 def overflow_of_one_rank(folder: Path, corpus: Path, strategy: str) -> list[Any]:
     """Two steps; the gradient of the last rank's last micro-batch overflows in the first of them."""
     config = configured(folder, corpus, strategy=strategy, **FP16, **ONE_OVERFLOW_HALVES)
@@ -124,56 +138,144 @@ def test_an_overflow_on_one_rank_masks_the_update_on_all(
     assert second == ((True, True), {"overflows": 1, "loss_scale": 2.0**11})
 
 
-def leg(folder: Path, corpus: Path, settings: dict[str, Any]) -> int:
-    return run_rank("cpu", configured(folder, corpus, **{**FP16, **settings}))
+# -- legs, on every kind of engine -------------------------------------------------------------------------
 
 
-def test_goes_on_bit_for_bit_scale_included(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
-    # Doubled every third update, until it overflows: the search is under way at every step.
-    settings: dict[str, Any] = {
-        "fp16__initial_scale_power": 18,
-        "fp16__loss_scale_window": 3,
-        "train__global_batch_size": 2,
-        **ONE_OVERFLOW_HALVES,
-    }
-    whole, run = tmp_path / "whole", tmp_path / "run"
-    assert ranks.run(2, leg, whole, corpus, settings) == 0
-    assert ranks.run(2, leg, run, corpus, settings | {"train__stop_after": 4}) == 0
-    assert ranks.run(2, leg, run, corpus, settings) == 0
-    assert losses(run) == losses(whole)
-    scales = {row["step"]: row["loss_scale"] for row in read_metrics(whole) if "loss_scale" in row}
-    assert {row["step"]: row["loss_scale"] for row in read_metrics(run) if "loss_scale" in row} == scales
-    assert len(set(scales.values())) > 2
-    saved = [json.loads((f / "checkpoints/step-000008/loss_scale.json").read_text()) for f in (whole, run)]
-    assert saved[0] == saved[1]
-    assert saved[0]["cur_iter"] == 8
-    # Another strategy on another number of ranks goes on with the scale as well.
-    assert ranks.run(1, kept, run, corpus, {**settings, "strategy": "no_shard"}) == saved[0]["cur_scale"]
+class Leg(NamedTuple):
+    """What a leg came to: each step's loss and scale, the search as it was loaded, and how it ended."""
+
+    steps: list[tuple[float, float]]
+    loaded: dict[str, Any]
+    figures: dict[str, float]
+    ended: str
 
 
-def kept(folder: Path, corpus: Path, settings: dict[str, Any]) -> float:
-    backend = create_backend("cpu")
-    backend.start()
-    settled = settle(configured(folder, corpus, **{**FP16, **settings}), backend.name)
-    restore(prepare(settled, backend), folder / "checkpoints" / "step-000008")
-    scale = backend.metrics()["loss_scale"]
-    backend.stop()
-    return scale
+@contextmanager
+def supported() -> Iterator[None]:
+    """Let DeepSpeed train in fp16 on this CPU."""
+    from deepspeed.accelerator import get_accelerator
+
+    from gpu.zero.runtime import import_deepspeed
+
+    import_deepspeed("cpu")
+    get_accelerator().is_fp16_supported = lambda: True
+    yield
+    del get_accelerator().is_fp16_supported
 
 
-def test_at_its_floor_the_run_ends_with_advice(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
-    settings = {"fp16__initial_scale_power": 32, "fp16__min_loss_scale": 2.0**32, **ONE_OVERFLOW_HALVES}
-    told = ranks.run(2, ended, tmp_path, corpus, settings)
+def leg(config: RunConfig, until: int) -> Leg:
+    """Go on from the newest checkpoint to the step ``until``, and save."""
+    with supported():
+        backend = create_backend("cpu")
+        settled = settle(config, backend.name)
+        settled.config.__dict__["precision"] = "fp16"  # past the rule that a CPU does not train in it
+        backend.start()
+        folder, taken, ended = Path(config.output_dir), [], ""
+        try:
+            run = prepare(settled, backend)
+            checkpoints = Checkpoints(folder / "checkpoints", keep=None, rank=backend.rank)
+            restored = restore(run, checkpoints.latest())
+            engine: Any = restored.engine
+            probe = folder / f"probe-{backend.rank}"
+            probe.mkdir(parents=True, exist_ok=True)
+            engine._scaling.save(probe)
+            loaded = json.loads((probe / "loss_scale.json").read_text())
+            batches = iter(train_loader(run, restored.progress.samples))
+            try:
+                for result in steps(run, engine, batches, restored.progress, until):
+                    taken.append((float(result.loss), backend.metrics()["loss_scale"]))
+                assert engine.health().first_bad_update is None
+            except RunError as error:
+                return Leg(taken, loaded, backend.metrics(), str(error))
+            batches.close()
+            save(run, checkpoints, engine, restored.progress)
+            checkpoints.finish()
+            backend.barrier()
+            return Leg(taken, loaded, backend.metrics(), ended)
+        finally:
+            backend.stop()
+
+
+def searching(folder: Path, corpus: Path, strategy: str, total: int, **fp16: Any) -> RunConfig:
+    """A run whose scale begins too high, and doubles after every second update that does not overflow."""
+    scale = {"initial_scale_power": 19, "hysteresis": 1, "loss_scale_window": 2, **fp16}
+    settings: dict[str, Any] = {"train__micro_batch_size": 1, "train__steps": total, "precision": "bf16"}
+    settings |= {f"fp16__{name}": value for name, value in scale.items()}
+    return configured(folder, corpus, strategy=strategy, **settings)
+
+
+KINDS = ("full_shard", "zero2", "zero3")
+
+
+def saved(folder: Path, step: int) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / f"checkpoints/step-{step:06d}/loss_scale.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("strategy", KINDS)
+def test_goes_on_bit_for_bit_scale_included(
+    strategy: str, tmp_path: Path, corpus: Path, ranks: RankPool
+) -> None:
+    pytest.importorskip("deepspeed")
+    whole = ranks.run(2, leg, searching(tmp_path / "whole", corpus, strategy, 8), 8)
+    config = searching(tmp_path / "run", corpus, strategy, 8)
+    first, rest = ranks.run(2, leg, config, 4), ranks.run(2, leg, config, 8)
+    assert first.steps + rest.steps == whole.steps
+    assert saved(tmp_path / "run", 8) == saved(tmp_path / "whole", 8)
+    assert whole.figures["overflows"] >= 1
+    scales = [scale for _, scale in whole.steps]
+    assert any(after > before for before, after in pairwise(scales))
+    assert whole.steps[-1][0] < whole.steps[0][0] - 0.1
+
+
+@pytest.mark.parametrize("strategy", KINDS)
+def test_at_its_floor_the_run_ends_with_advice(
+    strategy: str, tmp_path: Path, corpus: Path, ranks: RankPool
+) -> None:
+    pytest.importorskip("deepspeed")
+    floor = {"initial_scale_power": 30, "min_loss_scale": 2.0**30}
+    ended = ranks.run(2, leg, searching(tmp_path, corpus, strategy, 8, **floor), 8).ended
     for word in ("fp16", "bf16", "fp32", "fp16.min_loss_scale", "train.learning_rate"):
-        assert word in told
+        assert word in ended
     assert not list((tmp_path / "checkpoints").glob("step-*"))
 
 
-def ended(folder: Path, corpus: Path, settings: dict[str, Any]) -> str:
-    with pytest.raises(RunError) as stopped:
-        leg(folder, corpus, settings)
-    return str(stopped.value)
+# Each class of engines, with its own way to keep the search, is moved to and from.
+CLASSES = (("no_shard", 2), ("zero2", 2), ("full_shard", 2), ("zero3", 2), ("no_shard", 1))
+# Each strategy is, ZeRO from and to each of the others' kind.
+STRATEGIES = (
+    ("no_shard", 2),
+    ("full_shard", 3),
+    ("zero2", 2),
+    ("shard_grad_op", 2),
+    ("zero3", 3),
+    ("zero1", 2),
+    ("no_shard", 1),
+)
 
 
-def test_without_a_search_nothing_is_counted() -> None:
-    assert LossScale(None).metrics() == {}
+@pytest.mark.parametrize(
+    "route",
+    [CLASSES, pytest.param(STRATEGIES, marks=pytest.mark.exhaustive)],
+    ids=["classes", "strategies"],
+)
+def test_the_scale_and_its_counters_move_along(
+    route: tuple[tuple[str, int], ...], tmp_path: Path, corpus: Path, ranks: RankPool
+) -> None:
+    pytest.importorskip("deepspeed")
+    before: dict[str, Any] = {}
+    scales = []
+    for number, (strategy, world_size) in enumerate(route, 1):
+        config = searching(tmp_path, corpus, strategy, 3 * len(route))
+        done = ranks.run(world_size, leg, config, 3 * number)
+        if before:
+            assert done.loaded == before, f"moved to {strategy} on {world_size}"
+        before = saved(tmp_path, 3 * number)
+        assert before["cur_iter"] == 3 * number
+        assert (before["cur_scale"], before["overflows"]) == (
+            done.figures["loss_scale"],
+            done.figures["overflows"],
+        )
+        scales.append(before["cur_scale"])
+    assert before["overflows"] >= 2
+    assert len(set(scales)) > 1

@@ -11,7 +11,6 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from portable.errors import UserError
-from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
 from tests.gpu.test_parity import Losses, assert_close, our_losses
 from tests.parity import opened
@@ -149,30 +148,6 @@ def test_hybrid_shards_in_a_group_and_replicates_across(
 def leg(folder: Path, corpus: Path, settings: dict[str, Any]) -> int:
     common = {**shares(int(os.environ["WORLD_SIZE"])), "data__eval_fraction": 0, "log__sample_tokens": 0}
     return run_rank("cpu", configured(folder, corpus, **{**common, **settings}))
-
-
-def losses(folder: Path) -> dict[int, float]:
-    return {row["step"]: row["loss"] for row in read_metrics(folder) if "loss" in row}
-
-
-@pytest.mark.exhaustive  # implied by tests/portable/test_moves.py
-def test_checkpoints_move_between_strategies(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
-    assert ranks.run(1, leg, tmp_path / "whole", corpus, {"strategy": "no_shard"}) == 0
-    legs: list[tuple[int, dict[str, Any]]] = [
-        (4, {"strategy": "hybrid_shard", "fsdp__shard_group_size": 2}),
-        (2, {"memory__offload_params": "cpu"}),
-        (1, {"memory__offload_params": "cpu"}),
-        (2, {"memory__offload_optimizer": "cpu"}),
-        (1, {"memory__offload_optimizer": "cpu"}),
-        (4, {"strategy": "hybrid_shard_zero2"}),
-        (1, {"strategy": "no_shard"}),
-    ]
-    for step, (world_size, settings) in enumerate(legs, 1):
-        settings = {**settings, "train__stop_after": step}
-        assert ranks.run(world_size, leg, tmp_path / "run", corpus, settings) == 0
-    settings = {"strategy": "hybrid_shard", "fsdp__shard_group_size": 2}
-    assert ranks.run(4, leg, tmp_path / "run", corpus, settings) == 0
-    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,8 @@ from portable.engines.package import CpuPackage
 from portable.errors import UserError
 from portable.run.micro_batch import FIRST_GUESS, divisors, largest_fitting
 from portable.run.rank import run_rank
-from tests.gpu.test_fsdp import losses
 from tests.ranks import RankPool
-from tests.runs import TINY_MODEL, configured, flags, tiny
+from tests.runs import TINY_MODEL, configured, flags, losses, tiny, weights
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -109,10 +108,6 @@ def micro_batch(folder: Path) -> int:
     size = load_config(folder / "config.yaml").train.micro_batch_size
     assert size != "auto"
     return size
-
-
-def weights(folder: Path) -> bytes:
-    return (folder / "final" / "model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize(

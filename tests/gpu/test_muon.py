@@ -21,10 +21,9 @@ from portable.planner.memory_model import Cluster
 from portable.planner.meta_model import inspect
 from portable.run.rank import run_rank
 from tests.engines import ENGINES, Engines, accumulated
-from tests.gpu.test_fsdp import losses
 from tests.gpu.test_parity import Losses, assert_close, our_losses, plain_losses
 from tests.parity import opened
-from tests.runs import TINY_MODEL, configured
+from tests.runs import TINY_MODEL, configured, losses
 
 if TYPE_CHECKING:
     from pathlib import Path

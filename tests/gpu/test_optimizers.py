@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import shutil
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 from torch import nn
 
-from converters import open_checkpoint
+from converters import CheckpointError, open_checkpoint
+from portable.engines.fsdp.optimizer_state import restore
 from portable.optim.adafactor import RULES, Adafactor
 from portable.optim.adamw_8bit import AdamW8bit, decode, encode, levels
 from portable.optim.block_size import block_size
-from tests.gpu.test_fsdp import leg, losses, shares
+from tests.gpu.test_fsdp import leg, shares
 from tests.gpu.test_parity import Losses, assert_close, our_losses
-from tests.runs import TINY_MODEL, configured
+from tests.runs import TINY_MODEL, configured, losses
 from tests.tpu.test_run import on_xla
 
 if TYPE_CHECKING:
@@ -34,6 +37,17 @@ SHAPES = [(7, 5), (1, 6), (4, 3, 5), (9,), ()]
 def gradients(step: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(step)
     return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+def test_state_of_another_shape_is_refused(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(4)}, tmp_path / "model.safetensors", {"format": "pt"})
+    stored: Any = SimpleNamespace(optimizer={"w": {"exp_avg": open_checkpoint(tmp_path).tensors["w"]}})
+    optimizer = SimpleNamespace(state={}, initial_state=lambda weight: {"exp_avg": torch.zeros_like(weight)})
+    weight = nn.Parameter(torch.zeros(2, 2))
+    with pytest.raises(CheckpointError, match=r"exp_avg of w is missing, or not of shape \[2, 2\]"):
+        restore(optimizer, {"w": weight}, stored, None)
+    restore(optimizer, {"w": (vector := nn.Parameter(torch.zeros(4)))}, stored, None)
+    assert (optimizer.state[vector]["exp_avg"] == 1).all()
 
 
 def test_adafactor_is_torchs() -> None:

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 from converters.cli import main as convert
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
-from tests.runs import configured
+from tests.runs import configured, losses, weights
 
 pytest.importorskip("deepspeed")
 
@@ -33,14 +33,6 @@ COMMON: dict[str, Any] = {
 
 def leg(folder: Path, corpus: Path, settings: dict[str, Any]) -> int:
     return run_rank("cpu", configured(folder, corpus, **{**COMMON, **settings}))
-
-
-def losses(folder: Path) -> dict[int, float]:
-    return {row["step"]: row["loss"] for row in read_metrics(folder) if "loss" in row}
-
-
-def weights(folder: Path) -> bytes:
-    return (folder / "final" / "model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize("strategy", STAGES)

@@ -15,8 +15,8 @@ from gpu.zero import runtime as zero_runtime
 from portable.checks import check
 from portable.config import load_config
 from portable.errors import UserError
-from tests.gpu.test_zero_checkpoints import leg, losses, weights
-from tests.runs import TINY_MODEL, configured
+from tests.gpu.test_zero_checkpoints import leg
+from tests.runs import TINY_MODEL, configured, losses, weights
 
 if TYPE_CHECKING:
     from tests.ranks import RankPool

@@ -13,10 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from portable.checkpoint.store import Checkpoints
+from portable.checkpoint.trainer_state import TrainerState
 from portable.cli import main
 from portable.commands.init import tasks
 from portable.config import load_config
+from portable.errors import RunError, UserError
 from portable.formatting import human_bytes
+from portable.model import build as models
+from portable.output.lock import locked
 from portable.reporting.html_report import main as portable_report
 from tests.runs import TINY_MODEL, flags, tiny
 
@@ -133,84 +138,93 @@ def test_init(
     assert shlex.split(command)[-1] == f"{name}.yaml"
 
 
-BAD_SETTINGS: list[tuple[str, dict[str, Any], list[str]]] = [
-    ("near miss", {"train.learning_rat": 1}, ["train.learning_rat", "did you mean", "train.learning_rate"]),
-    ("wrong type", {"train.steps": "many"}, ["train.steps", "many"]),
-    ("contradiction", {"train.stop_after": 9}, ["train.stop_after", "train.steps"]),
-    ("missing file", {"data.source": "no/such/file.jsonl"}, ["data.source", "no/such/file.jsonl"]),
-    ("missing field", {"data.text_field": "txt"}, ["txt", "text"]),
-    ("model type", {"model.config": {"model_type": "lama"}}, ["model.config.model_type", "llama"]),
-    (
-        "model key",
-        {"model.config": {**TINY_MODEL, "hiden_size": 3}},
-        ["model.config.hiden_size", "did you mean hidden_size?"],
-    ),
-    ("positions", {"data.seq_len": 65}, ["data.seq_len", "max_position_embeddings"]),
-    ("batch", {"train.micro_batch_size": 4}, ["train.micro_batch_size", "use 3"]),
-    ("tokenizer", {"data.tokenizer": "no/such/tokenizer"}, ["data.tokenizer", "no/such/tokenizer"]),
-    ("model folder", {"model.config": None, "model.name_or_path": "no/such/model"}, ["no such folder"]),
-    ("resume path", {"checkpoint.resume": "no/such/step"}, ["checkpoint.resume", "no/such/step"]),
-    ("optimizer", {"train.optimizer": "adafactor", "strategy": "zero1"}, ["train.optimizer", "full_shard"]),
-    ("groups", {"strategy": "hybrid_shard", "fsdp.shard_group_size": 2}, ["fsdp.shard_group_size", "of 2"]),
-    ("precision", {"precision": "tf32"}, ["precision", "tf32"]),
-    ("tracker", {"log.trackers": ["wandb"]}, ["log.trackers", "pip install wandb"]),
-    ("gpu", {"backend": "gpu"}, ["backend", "did you mean cuda?"]),
-    ("tpu", {"backend": "tpu"}, ["backend", "did you mean xla?"]),
-    (
-        "a size of 0",
-        {"model.config": {**TINY_MODEL, "pad_token_id": 0, "num_attention_heads": 0}},
-        ["model.config: num_attention_heads is 0"],
-    ),
-    (
-        "a size that does not divide",
-        {"model.config": {**TINY_MODEL, "hidden_size": 33}},
-        ["error: model.config: The hidden size (33)"],
-    ),
-    (
-        "a size that is text",
-        {"model.config": {**TINY_MODEL, "hidden_size": "big"}},
-        ["error: model.config: Field 'hidden_size' expected int"],
-    ),
+def llama(**keys: Any) -> dict[str, Any]:
+    return {"model.config": {**TINY_MODEL, **keys}}
+
+
+REFUSED: list[tuple[dict[str, Any] | str, str]] = [
+    ({"train.learning_rat": 1}, "train.learning_rat|did you mean|train.learning_rate"),
+    ({"train.steps": "many"}, "train.steps|many"),
+    ({"train.stop_after": 9}, "train.stop_after|train.steps"),
+    ({"train.micro_batch_size": 4}, "train.micro_batch_size|use 3"),
+    ({"train.optimizer": "adafactor", "strategy": "zero1"}, "train.optimizer|full_shard"),
+    ({"train.epochs": 1e308, "train.steps": None}, "train.epochs|1e+308"),
+    ({"data.source": "no/such/file.jsonl"}, "data.source|no/such/file.jsonl"),
+    ({"data.source": "x" * 300}, "data.source|too long"),
+    ({"data.source": "/tmp/" + "x" * 300 + ".txt"}, "data.source|too long"),
+    ({"data.source": "a\0b.txt"}, "data.source|NUL"),
+    ({"data.text_field": "txt"}, "txt|text"),
+    ({"data.seq_len": 65}, "data.seq_len|max_position_embeddings"),
+    ({"data.tokenizer": "no/such/tokenizer"}, "data.tokenizer|no/such/tokenizer"),
+    ({"data.vocab_size": 400}, "data.tokenizer|model.config.vocab_size to at least 400"),
+    ({"model.config": {"model_type": "lama"}}, "model.config.model_type|llama"),
+    ({"model.config": None, "model.name_or_path": "no/such/model"}, "no such folder"),
+    (llama(hiden_size=3), "model.config.hiden_size|did you mean hidden_size?"),
+    (llama(hidden_size=0), "model.config|hidden_size is 0"),
+    (llama(hidden_size=-8), "model.config|hidden_size is -8"),
+    (llama(hidden_size=20), "model.config|head_dim"),
+    (llama(hidden_size=33), "error: model.config: The hidden size (33)"),
+    (llama(hidden_size="big"), "error: model.config: Field 'hidden_size' expected int"),
+    (llama(num_attention_heads=0), "model.config|num_attention_heads is 0"),
+    (llama(num_attention_heads=0, pad_token_id=0), "model.config: num_attention_heads is 0"),
+    (llama(intermediate_size=-1), "model.config"),
+    (llama(hidden_act="nonsense"), "model.config|hidden_act|nonsense"),
+    (llama(num_key_value_heads=3), "model.config|heads"),
+    (llama(num_hidden_layers=0), "model.config|num_hidden_layers is 0"),
+    (llama(vocab_size=10**12), "data.vocab_size|1000000"),
+    ({"checkpoint.resume": "no/such/step"}, "checkpoint.resume|no/such/step"),
+    ({"strategy": "hybrid_shard", "fsdp.shard_group_size": 2}, "fsdp.shard_group_size|of 2"),
+    ({"precision": "tf32"}, "precision|tf32"),
+    ({"log.trackers": ["wandb"]}, "log.trackers|pip install wandb"),
+    ({"output_dir": "a\0b"}, "output_dir"),
+    ({"backend": "gpu"}, "backend|did you mean cuda?"),
+    ({"backend": "tpu"}, "backend|did you mean xla?"),
+    ({"backend": "cuda"}, "backend: cuda needs a GPU|--backend cpu"),
+    ("--nproc 1000", "--nproc|1000"),
+    ("--nproc 4", "train.global_batch_size|4 ranks|4 or 8"),
+    ("--nproc 0", "--nproc"),
+    ("--backend xla --nproc 2", "--nproc|XLA"),
+    ("--profile --eval-only", "--profile|--eval-only"),
+    ("--accelerate-config no-such.yaml", "no-such.yaml"),
+    ("--deepspeed.config ds.json", "deepspeed.config"),
+    ("--memory.offload_params cpu --strategy no_shard", "memory.offload_params"),
+    ("--nproc 1000 --dry-run", "--nproc|1000"),
+    ("--confg x.yaml", "--confg|--config"),
+    ("--config no-such.yaml", "no-such.yaml"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"), [c[1:] for c in BAD_SETTINGS], ids=[c[0] for c in BAD_SETTINGS]
-)
-def test_bad_settings(
-    settings: dict[str, Any],
-    words: list[str],
+@pytest.mark.parametrize(("given", "words"), REFUSED, ids=lambda value: str(value)[:60].replace("\0", ""))
+def test_each_is_refused_before_anything_is_written(
+    given: dict[str, Any] | str,
+    words: str,
     tmp_path: Path,
     corpus: Path,
     capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    out = tmp_path / "out"
-    line = refusal(capsys, flags(tiny(out, corpus) | settings))
-    for word in words:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    settings, arguments = tiny(tmp_path / "out", corpus), []
+    if isinstance(given, dict):
+        settings |= given
+    else:
+        del settings["backend"]
+        arguments = given.split()
+    line = refusal(capsys, [*flags(settings), *arguments])
+    for word in words.split("|"):
         assert word in line
-    assert not (out / "checkpoints").exists()
-
-
-def test_empty_data(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    empty = tmp_path / "empty.jsonl"
-    empty.touch()
-    assert "empty.jsonl" in refusal(capsys, flags(tiny(tmp_path / "out", corpus, data__source=str(empty))))
     assert not (tmp_path / "out").exists()
 
 
-def test_a_tokenizer_larger_than_the_vocabulary(
-    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("text", "words"), [("", "empty.jsonl"), ('{"text": "a"}\n', "; give more text")])
+def test_data_without_a_sample(
+    text: str, words: str, tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = tiny(tmp_path / "out", corpus, data__vocab_size=400)
-    line = refusal(capsys, flags(settings))
-    assert "data.tokenizer" in line and "model.config.vocab_size to at least 400" in line
-    assert not (tmp_path / "out").exists()
-
-
-def test_data_of_two_tokens(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "short.jsonl").write_text('{"text": "a"}\n')
-    settings = tiny(tmp_path / "out", corpus, data__source=str(tmp_path / "short.jsonl"))
-    assert refusal(capsys, flags(settings)).strip().endswith("; give more text")
+    (tmp_path / "empty.jsonl").write_text(text)
+    settings = tiny(tmp_path / "out", corpus, data__source=str(tmp_path / "empty.jsonl"))
+    assert words in refusal(capsys, flags(settings))
+    assert not (tmp_path / "out" / "checkpoints").exists()
 
 
 @pytest.mark.parametrize(
@@ -244,38 +258,6 @@ def test_another_run_in_the_folder(tmp_path: Path, corpus: Path, capsys: pytest.
     assert snapshot(tmp_path) == before
     assert main(flags(tiny(tmp_path, corpus, train__steps=3, train__stop_after=1))) == 0  # has been passed
     assert "stopped at step 2 of 3, as train.stop_after says" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--nproc", "1000"], ["--nproc", "1000"]),
-        (["--nproc", "4"], ["train.global_batch_size", "4 ranks", "4 or 8"]),
-        (["--nproc", "0"], ["--nproc"]),
-        (["--backend", "xla", "--nproc", "2"], ["--nproc", "XLA"]),
-        (["--backend", "gpu"], ["gpu", "cuda"]),
-        (["--profile", "--eval-only"], ["--profile", "--eval-only"]),
-        (["--accelerate-config", "no-such.yaml"], ["no-such.yaml"]),
-        (["--deepspeed.config", "ds.json"], ["deepspeed.config"]),
-        (["--memory.offload_params", "cpu", "--strategy", "no_shard"], ["memory.offload_params"]),
-        (["--nproc", "1000", "--dry-run"], ["--nproc", "1000"]),
-        (["--confg", "x.yaml"], ["--confg", "--config"]),
-        (["--config", "no-such.yaml"], ["no-such.yaml"]),
-    ],
-)
-def test_bad_options(
-    arguments: list[str],
-    words: list[str],
-    tmp_path: Path,
-    corpus: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    settings = tiny(tmp_path / "out", corpus)
-    del settings["backend"]
-    line = refusal(capsys, [*flags(settings), *arguments])
-    for word in words:
-        assert word in line
-    assert not (tmp_path / "out").exists()
 
 
 def test_dry_run_says_what_would_happen_and_writes_nothing(
@@ -347,7 +329,6 @@ def test_the_dry_run_knows_the_bytes_of_a_checkpoint(
     tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from converters import Tensor, open_checkpoint
-    from portable.formatting import human_bytes
 
     settings = tiny(tmp_path, corpus, train__steps=2)
     assert main(flags(settings)) == 0
@@ -429,3 +410,99 @@ def test_a_run_that_is_over_says_so_and_tells_no_rates(
         printed = capsys.readouterr().err
         assert ("nothing left to train" in printed) == over
         assert ("tokens/s" in printed) != over
+
+
+# Models and folders that cannot be
+
+
+def settings_of(config: dict[str, Any], task: str = "causal-lm", **model: Any) -> Any:
+    values: dict[str, Any] = {"model": {"config": config, "task": task, **model}}
+    return load_config(values | {"data": {"source": "text.jsonl"}}).model
+
+
+def test_an_architecture_without_sdpa() -> None:
+    config = {"model_type": "bloom", "vocab_size": 300, "hidden_size": 32, "n_layer": 1, "n_head": 4}
+    chosen = settings_of(config, attention="sdpa")
+    with pytest.raises(
+        UserError, match=r"^model\.attention: BloomForCausalLM has no sdpa kernel; use eager$"
+    ):
+        models.build_model(models.model_config(chosen), chosen)
+    default = settings_of(config)
+    model = models.build_model(models.model_config(default), default)
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize(("family", "usable"), [("roberta", 62), ("xlm-roberta", 62), ("bert", 64)])
+def test_positions_that_are_reserved_for_padding(family: str, usable: int) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    given = {"model_type": family, "max_position_embeddings": 64, **sizes}
+    config = models.model_config(settings_of(given, "masked-lm"))
+    around = {"model.config": given, "model.task": "masked-lm"}
+    model = models.build_model(config, settings_of(given, "masked-lm"))
+    models.check_length(config, load_config(None, {**around, "data.seq_len": usable}), model)
+    with pytest.raises(UserError, match=rf"data\.seq_len: {usable + 1} .* {usable} positions"):
+        models.check_length(config, load_config(None, {**around, "data.seq_len": usable + 1}), model)
+
+
+STATE: dict[str, Any] = {
+    "step": 4,
+    "samples": 24,
+    "seed": 0,
+    "schedule": {"total_steps": 8},
+    "run": {"precision": "fp32"},
+    "data": "digest",
+    "backend": "cpu",
+    "strategy": "full_shard",
+    "world_size": 1,
+    "metadata": {},
+    "format_version": 1,
+}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        "[]",
+        "{}",
+        "",
+        *(json.dumps(STATE | {key: "a"}) for key in ("step", "samples", "schedule", "run", "world_size")),
+        *(json.dumps(STATE | {"format_version": version}) for version in ("a", None, 0, True)),
+        *(json.dumps(STATE | {key: -1}) for key in ("step", "samples", "world_size", "data")),
+        *(json.dumps(STATE | {"step": step}) for step in (True, 1.5, None)),
+        json.dumps({key: value for key, value in STATE.items() if key != "samples"}),
+        json.dumps(STATE | {"another": 1}),
+    ],
+    ids=lambda text: text[-40:],
+)
+def test_a_damaged_trainer_state(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "trainer_state.json").write_text(text)
+    line = refusal(capsys, ["--resume-info", str(tmp_path)])
+    assert "trainer_state.json: damaged (" in line and "older checkpoint" in line
+
+
+def test_a_sound_trainer_state(tmp_path: Path) -> None:
+    (tmp_path / "trainer_state.json").write_text(json.dumps(STATE))
+    assert TrainerState.read(tmp_path) == TrainerState(**STATE)
+
+
+def test_an_output_folder_that_cannot_be_written_to(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    assert "output_dir" in refusal(capsys, flags(tiny(file / "out", corpus)))
+    (tmp_path / "run" / ".lock").mkdir(parents=True)
+    line = refusal(capsys, flags(tiny(tmp_path / "run", corpus)))
+    assert "output_dir" in line and "is a directory" in line.lower()
+    for folder in (tmp_path / ("x" * 300), tmp_path / "a\0b"):
+        with pytest.raises(UserError, match="output_dir"), locked(folder):
+            raise AssertionError("the lock was given")
+
+
+def test_a_checkpoint_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").touch()
+    folder = Checkpoints(tmp_path / "checkpoints", keep=None)
+    unused: Any = None
+    with pytest.raises(RunError, match=r"step-000004: could not be written .*last good checkpoint: none"):
+        folder.begin(unused, TrainerState(**STATE), unused, unused)

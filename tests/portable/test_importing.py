@@ -152,123 +152,66 @@ def _flat(tree: dict[str, Any], around: str = "") -> Any:
             yield from _flat(value, f"{key}.")
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        pytest.param(
-            TRL,
-            {
-                "model.name_or_path": "org/model",
-                "data.source": "org/chats",
-                "data.split": "train_sft",
-                "train.global_batch_size": 8,
-                "train.micro_batch_size": 4,
-                "train.schedule": "cosine",
-                "train.min_learning_rate_ratio": 0.1,
-                "train.epochs": 2,
-                "train.betas": [0.9, 0.95],
-                "precision": "bf16",
-                "adapter.type": "lora",
-                "adapter.r": 8,
-                "adapter.base": "nf4",
-                "adapter.dropout": 0.05,
-                "adapter.target_modules": ["q_proj", "v_proj"],
-                "checkpoint.every_steps": 50,
-                "log.trackers": [],
-                "hub.push": "checkpoints",
-                "hub.repo": "me/mine",
-                "train.warmup_steps": 0,
-                "train.weight_decay": 0.0,
-                "data.packing": False,
-                "seed": 42,
-            },
-            id="TRL",
-        ),
-        pytest.param(
-            AXOLOTL,
-            {
-                "data.sources": [
-                    {"name": "alpaca", "source": "org/alpaca", "split": "train", "format": "alpaca"},
-                    {"name": "mine-jsonl", "source": "mine.jsonl", "split": "train", "format": "sharegpt"},
-                ],
-                "data.seq_len": 2048,
-                "data.packing": "documents",
-                "adapter.base": "nf4",
-                "adapter.r": 32,
-                "adapter.target_modules": "all-linear",
-                "train.global_batch_size": 8,
-                "train.optimizer": "adamw_8bit",
-                "checkpoint.every_epochs": 0.5,
-                "data.eval_fraction": 0.05,
-                "train.eval_every_epochs": 0.25,
-                "train.warmup_ratio": 0.03,
-            },
-            id="axolotl",
-        ),
-        pytest.param(
-            FACTORY,
-            {
-                "train.loss": "dpo(beta=0.2, sft=0.5)",
-                "data.format": "preference",
-                "data.source": "org/pairs",
-                "adapter.alpha": 8,
-                "train.global_batch_size": 1,
-                "train.schedule": "linear",
-            },
-            id="LLaMA-Factory",
-        ),
-        pytest.param(
-            TORCHTUNE,
-            {
-                "model.name_or_path": "/tmp/model",
-                "adapter.base": "nf4",
-                "adapter.target_modules": ["q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
-                "data.source": "yahma/alpaca-cleaned",
-                "data.train_on": "all",
-                "data.packing": "documents",
-                "train.global_batch_size": 16,
-                "train.learning_rate": 3e-4,
-                "train.warmup_steps": 100,
-                "backend": "cpu",
-                "train.max_grad_norm": None,
-            },
-            id="torchtune",
-        ),
-        pytest.param(
-            json.dumps(DEEPSPEED),
-            {
-                "strategy": "zero3",
-                "train.micro_batch_size": 4,
-                "train.global_batch_size": 8,
-                "precision": "bf16",
-                "train.learning_rate": 1e-4,
-                "train.betas": [0.9, 0.99],
-                "memory.offload_params": "cpu",
-                "deepspeed.config": {
-                    "zero_optimization": {"overlap_comm": True, "offload_param": {"pin_memory": True}}
-                },
-            },
-            id="DeepSpeed",
-        ),
-        pytest.param(
-            ACCELERATE,
-            {"strategy": "shard_grad_op", "precision": "bf16", "memory.offload_params": "none"},
-            id="Accelerate",
-        ),
-    ],
-)
-def test_a_file_of_each_program(
-    text: str, expected: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+FILES: dict[str, tuple[str, str]] = {
+    "TRL": (
+        TRL,
+        """\
+model.name_or_path: org/model, data.source: org/chats, data.split: train_sft, data.packing: false, seed: 42,
+train.global_batch_size: 8, train.micro_batch_size: 4, train.schedule: cosine, train.epochs: 2,
+train.min_learning_rate_ratio: 0.1, train.betas: [0.9, 0.95], train.warmup_steps: 0, train.weight_decay: 0.0,
+adapter.type: lora, adapter.r: 8, adapter.base: nf4, adapter.dropout: 0.05, precision: bf16,
+adapter.target_modules: [q_proj, v_proj], checkpoint.every_steps: 50, log.trackers: [],
+hub.push: checkpoints, hub.repo: me/mine""",
+    ),
+    "axolotl": (
+        AXOLOTL,
+        """\
+data.sources: [{name: alpaca, source: org/alpaca, split: train, format: alpaca},
+  {name: mine-jsonl, source: mine.jsonl, split: train, format: sharegpt}],
+data.seq_len: 2048, data.packing: documents, data.eval_fraction: 0.05, train.eval_every_epochs: 0.25,
+adapter.base: nf4, adapter.r: 32, adapter.target_modules: all-linear, train.global_batch_size: 8,
+train.optimizer: adamw_8bit, train.warmup_ratio: 0.03, checkpoint.every_epochs: 0.5""",
+    ),
+    "LLaMA-Factory": (
+        FACTORY,
+        """\
+train.loss: "dpo(beta=0.2, sft=0.5)", data.format: preference, data.source: org/pairs, adapter.alpha: 8,
+train.global_batch_size: 1, train.schedule: linear""",
+    ),
+    "torchtune": (
+        TORCHTUNE,
+        """\
+model.name_or_path: /tmp/model, adapter.base: nf4, data.source: yahma/alpaca-cleaned, data.train_on: all,
+adapter.target_modules: [q_proj, o_proj, gate_proj, up_proj, down_proj], data.packing: documents,
+train.global_batch_size: 16, train.learning_rate: 3e-4, train.warmup_steps: 100, backend: cpu,
+train.max_grad_norm: null""",
+    ),
+    "DeepSpeed": (
+        json.dumps(DEEPSPEED),
+        """\
+strategy: zero3, train.micro_batch_size: 4, train.global_batch_size: 8, precision: bf16,
+train.learning_rate: 1e-4, train.betas: [0.9, 0.99], memory.offload_params: cpu,
+deepspeed.config: {zero_optimization: {overlap_comm: true, offload_param: {pin_memory: true}}}""",
+    ),
+    "Accelerate": (
+        ACCELERATE,
+        "strategy: shard_grad_op, precision: bf16, memory.offload_params: none",
+    ),
+}
+
+
+@pytest.mark.parametrize("program", FILES)
+def test_a_file_of_each_program(program: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text, given = FILES[program]
     path = tmp_path / "theirs.yaml"
     path.write_text(text)
     found, printed = imported(str(path), capsys=capsys)
+    expected = _parsed(f"{{{given}}}")
     assert {key: found.get(key) for key in expected} == expected
     for line in printed.splitlines():
         if re.match(r" *[a-z_]+: .", line):
-            assert re.search(r"  # (.*theirs.yaml:\d+: |default of |micro-batch |a loss of pairs)", line), (
-                line
-            )
+            told = r"  # (.*theirs.yaml:\d+: |default of |micro-batch |a loss of pairs)"
+            assert re.search(told, line), line
 
 
 def test_devices_that_share_a_sequence_take_one_batch(
@@ -287,16 +230,8 @@ def test_devices_that_share_a_sequence_take_one_batch(
 def test_several_files_and_a_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.yaml").write_text(ACCELERATE)
     script = ["train.py", "--model_name_or_path", "org/model", "--dataset-name=org/data", "--bf16", "True"]
-    script += [
-        "--per_device_train_batch_size",
-        "2",
-        "--learning_rate",
-        "1e-5",
-        "--lora_target_modules",
-        "a",
-        "b",
-    ]
-    found, printed = imported(str(tmp_path / "a.yaml"), "--", *script, capsys=capsys)
+    more = "--per_device_train_batch_size 2 --learning_rate 1e-5 --lora_target_modules a b"
+    found, printed = imported(str(tmp_path / "a.yaml"), "--", *script, *more.split(), capsys=capsys)
     assert found["train.global_batch_size"] == 8  # on the four devices of Accelerate's file
     assert found["strategy"] == "shard_grad_op" and found["train.learning_rate"] == 1e-5
     assert "# command line:0: " not in printed and "# command line: learning_rate" in printed

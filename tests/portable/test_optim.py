@@ -17,9 +17,8 @@ from portable.model.build import AUTO_CLASSES
 from portable.model.groups import decaying, groups_of
 from portable.optim.optimizers import parameter_groups
 from portable.run.rank import run_rank
-from tests.gpu.test_fsdp import losses
 from tests.gpu.test_parity import assert_close, our_losses
-from tests.runs import configured
+from tests.runs import configured, losses
 
 if TYPE_CHECKING:
     from pathlib import Path

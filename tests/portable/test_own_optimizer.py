@@ -25,10 +25,9 @@ from portable.planner.meta_model import inspect
 from portable.run.rank import run_rank
 from portable.run.settle import settle
 from tests.engines import ENGINES, accumulated
-from tests.gpu.test_fsdp import losses
 from tests.gpu.test_parity import Losses, assert_close, our_losses, plain_losses
 from tests.parity import opened
-from tests.runs import configured
+from tests.runs import configured, losses
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -18,6 +18,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from converters.storage.completion_markers import begin, complete
 from converters.storage.object_store import RemotePath
 from converters.storage.places import remove_folder
 from converters.storage.store_errors import RemoteError
@@ -373,6 +374,16 @@ def test_resume_from_a_url(s3: ObjectStore, tmp_path: Path, corpus: Path, ranks:
     fetched = s3.bytes_out("copied/__")
     # Each rank reads all of it otherwise; what is small is fetched in pieces that are larger than needed.
     assert fetched < 1.5 * size, f"two ranks fetched {fetched} of {size} bytes"
+
+
+def test_the_first_of_two_writers_does_not_complete_a_folder(s3: ObjectStore) -> None:
+    folder = RemotePath.of(s3.url("run"))
+    first, second = begin(folder), begin(folder)
+    with pytest.raises(RemoteError, match="another process began to write this folder"):
+        complete(folder, first)
+    assert not s3.names("run/_COMPLETE")
+    complete(folder, second)
+    assert s3.names("run/_COMPLETE")
 
 
 def test_a_large_file_goes_in_parts(s3: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import multiprocessing
 import os
 import resource
@@ -24,10 +26,10 @@ from portable.errors import DamagedError, RunError, UserError
 from portable.output.lock import locked
 from portable.output.output_dir import open_output
 from portable.reporting.html_report import write_report
-from portable.reporting.metrics import read_metrics
+from portable.reporting.metrics import MetricsFile, read_metrics
 from portable.run import batches
 from portable.run.rank import run_rank
-from tests.runs import TINY_MODEL, configured
+from tests.runs import TINY_MODEL, configured, losses, weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,14 +42,6 @@ pytestmark = pytest.mark.usefixtures("brief_runs")
 
 def leg(folder: Path, corpus: Path, **overrides: Any) -> int:
     return run_rank("cpu", configured(folder, corpus, **overrides))
-
-
-def losses(folder: Path) -> dict[int, float]:
-    return {row["step"]: row["loss"] for row in read_metrics(folder) if "loss" in row}
-
-
-def weights(folder: Path) -> bytes:
-    return (folder / "final" / "model.safetensors").read_bytes()
 
 
 @pytest.fixture(scope="module")
@@ -138,18 +132,6 @@ def test_ranks_go_on_bit_for_bit(
     assert config["architectures"] == ["LlamaForCausalLM"]
     assert losses(tmp_path / "run") == losses(finished_on_two)
     assert weights(tmp_path / "run") == weights(finished_on_two)
-
-
-@pytest.mark.exhaustive
-def test_a_run_moves_between_world_sizes_and_strategies(
-    finished: Path, tmp_path: Path, corpus: Path, ranks: RankPool
-) -> None:
-    folder = tmp_path / "run"
-    for world_size, strategy, stop in [(3, "full_shard", 2), (1, "no_shard", 4), (2, "no_shard", 6)]:
-        settings = {"strategy": strategy, "train__stop_after": stop, "train__micro_batch_size": 1}
-        assert ranks.run(world_size, leg_of, folder, corpus, settings) == 0
-    assert leg(folder, corpus) == 0
-    assert losses(folder) == pytest.approx(losses(finished), rel=1e-5)
 
 
 def leg_of(folder: Path, corpus: Path, settings: dict[str, Any]) -> int:
@@ -545,6 +527,20 @@ def test_every_file_of_a_checkpoint_is_checked(
         TrainerState.read(folder).check_files(folder)
 
 
+def test_what_is_no_number_is_null_in_the_metrics(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path, from_step=0)
+    file.write({"step": 1, "loss": math.nan, "grad_norm": math.inf})
+    file.close()
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss": null, "grad_norm": null}\n'
+
+
+@pytest.mark.parametrize("other", [{"step": 5}, {"run": {}}], ids=["step", "run"])
+def test_a_manifest_of_another_checkpoint(other: dict[str, Any], finished: Path) -> None:
+    folder = finished / "checkpoints" / "step-000004"
+    with pytest.raises(DamagedError, match="belongs to another checkpoint"):
+        dataclasses.replace(TrainerState.read(folder), **other).check_files(folder)
+
+
 def test_a_checkpoint_of_which_a_small_file_is_damaged_is_set_aside(
     finished: Path, tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -584,6 +580,10 @@ def test_resume_from_a_path(tmp_path: Path, corpus: Path, finished: Path) -> Non
     assert weights(folder) == weights(finished)
     with pytest.raises(UserError, match="never, but"):
         leg(folder, corpus, checkpoint__resume="never")
+    older = folder / "checkpoints" / "step-000004"
+    shutil.copytree(source, older, dirs_exist_ok=True)
+    with pytest.raises(UserError, match=r"step-000008 is newer than .*step-000004 in the same run"):
+        leg(folder, corpus, checkpoint__resume=str(older))
 
 
 def test_trainer_state_of_a_newer_version_is_refused(tmp_path: Path) -> None:

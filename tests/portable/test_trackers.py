@@ -36,39 +36,30 @@ class Library(ModuleType):
         self.ended += 1
 
 
-@pytest.fixture(params=["wandb", "trackio", "swanlab"])
-def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Library:
-    found = Library(request.param)
-    monkeypatch.setitem(sys.modules, found.__name__, found)
-    return found
+@pytest.mark.usefixtures("brief_runs")
+def test_all_launches_are_one_run(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["wandb", "trackio", "swanlab"]
+    libraries = [Library(name) for name in names]
+    for library in libraries:
+        monkeypatch.setitem(sys.modules, library.__name__, library)
 
+    def launch(folder: Path, **settings: Any) -> list[dict[str, Any]]:
+        train(configured(folder, corpus, train__steps=4, log__every_steps=1, log__trackers=names, **settings))
+        return [library.begun[-1] for library in libraries]
 
-def test_all_launches_are_one_run(
-    tmp_path: Path, corpus: Path, library: Library, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name = library.__name__
-
-    def launch(folder: Path, **settings: Any) -> dict[str, Any]:
-        train(
-            configured(folder, corpus, train__steps=4, log__every_steps=1, log__trackers=[name], **settings)
-        )
-        return library.begun[-1]
-
-    first = launch(tmp_path / "group" / "one", train__stop_after=2)
+    launched = launch(tmp_path / "group" / "one", train__stop_after=2)
     again = launch(tmp_path / "group" / "one", train__stop_after=None)
-    assert first["project"] == "group" and first["name"] == "one" and first["resume"] == "allow"
-    assert first["config"]["train.steps"] == 4
-    del first["config"], again["config"]
-    assert first == again and ("id" in first) == (name != "trackio")
-    assert [step for step, values in library.logged if "loss" in values] == [
-        1,
-        2,
-        3,
-        4,
-    ] and library.ended == 2
-    monkeypatch.setenv(f"{name.upper()}_PROJECT", "of the environment")
-    other = launch(tmp_path / "group" / "two", log__name="mine", train__stop_after=1)
-    assert (other["project"], other["name"]) == ("of the environment", "mine")
-    assert launch(tmp_path / "group" / "two", log__project="set", train__stop_after=2)["project"] == "set"
-    if "id" in other:
-        assert other["id"] != first["id"]
+    for library, first, second in zip(libraries, launched, again, strict=True):
+        assert first["project"] == "group" and first["name"] == "one" and first["resume"] == "allow"
+        assert first["config"]["train.steps"] == 4
+        del first["config"], second["config"]
+        assert first == second and ("id" in first) == (library.__name__ != "trackio")
+        assert [step for step, values in library.logged if "loss" in values] == [1, 2, 3, 4]
+        assert library.ended == 2
+        monkeypatch.setenv(f"{library.__name__.upper()}_PROJECT", "of the environment")
+    others = launch(tmp_path / "group" / "two", log__name="mine", train__stop_after=1)
+    for first, other in zip(launched, others, strict=True):
+        assert (other["project"], other["name"]) == ("of the environment", "mine")
+        assert other.get("id", "none") != first.get("id")
+    given = launch(tmp_path / "group" / "two", log__project="set", train__stop_after=2)
+    assert {one["project"] for one in given} == {"set"}

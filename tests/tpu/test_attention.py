@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from portable.config import load_config
 from portable.errors import UserError
-from tests.tpu.test_parity import MODELS, ONE_LAYER, assert_close, assert_frugal, on_cpu, on_xla
+from tests.tpu.test_parity import MODELS, ONE_LAYER, assert_close, assert_frugal, cpu_steps, on_xla
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -93,7 +93,7 @@ def test_the_loss_is_that_of_all_rows(
     wanted = {**ONE_LAYER, "xla__attention_rows": 8, **settings}
     truth = {"model__config": wanted["model__config"]}
     steps = on_xla(xla, 4, tmp_path / "xla", corpus, 4, **wanted)
-    assert_close(steps, on_cpu(tmp_path / "cpu", corpus, 4, **truth), 1e-6)
+    assert_close(steps, cpu_steps(tmp_path / "cpu", corpus, 4, **truth), 1e-6)
     assert_frugal(steps, {"step": 1})
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from benchmarks.plan_xla import measure, told_in
+from benchmarks.xla_memory import measure, told_in
 from portable.adapters.adapter import training_model
 from portable.adapters.settings import settled
 from portable.model import build as models

@@ -30,7 +30,7 @@ from portable.run.rank import run_rank
 from portable.run.restore import restore
 from portable.run.settle import settle
 from tests.ranks import RankError, free_port
-from tests.runs import TINY_MODEL, configured, flags, tiny
+from tests.runs import TINY_MODEL, configured, flags, tiny, weights
 from tests.xla import QUICK
 
 if TYPE_CHECKING:
@@ -62,10 +62,6 @@ def losses(folder: Path) -> list[float]:
     rows = [row for row in read_metrics(folder) if "loss" in row]
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
     return [row["loss"] for row in rows]
-
-
-def weights(folder: Path) -> bytes:
-    return (folder / "final" / "model.safetensors").read_bytes()
 
 
 @pytest.fixture(scope="module")

@@ -146,15 +146,6 @@ def test_how_it_is_computed_does_not_change_the_loss(
     assert_frugal(steps, {"micro-batch": 1, "update": 1} if several else {"step": 1})
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.exhaustive
-def test_the_number_of_devices_does_not_change_the_loss(
-    devices: int, tmp_path: Path, corpus: Path, xla: XlaPool
-) -> None:
-    steps = looped(xla, devices, tmp_path / "xla", corpus, **LLAMA)
-    assert_close(steps, plain(tmp_path / "cpu", corpus, **LLAMA), 1e-6)
-
-
 @pytest.mark.parametrize("checkpointing", ["full", pytest.param("none", marks=pytest.mark.exhaustive)])
 def test_bf16(checkpointing: str, tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
     settings = {**LLAMA, "precision": "bf16", "memory__activation_checkpointing": checkpointing}

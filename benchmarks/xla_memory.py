@@ -1,29 +1,24 @@
-"""Memory of a step reported by XLA's compiler, to compare with the plan for backend xla.
+"""Memory of a step as XLA's compiler reports it, to compare with the plan.
 
-``python -m benchmarks.plan --backend xla`` starts this module once for each number of devices, with the cases
-as JSON on stdin, and reads their bytes from stdout. When it has compiled a graph, torch_xla writes what the
-graph takes into the file that ``PT_XLA_DEBUG_FILE`` names, if that is set before the first one.
+When it has compiled a graph, torch_xla writes what the graph takes into the file that ``PT_XLA_DEBUG_FILE``
+names, if that is set before the first one.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import subprocess
-import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from portable.config import load_config
 from portable.model import build as models
 from portable.planner.activations import fake_batch
 from portable.planner.passes import Request
 from portable.registry import create_backend
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable
 
     from portable.config import RunConfig
 
@@ -88,32 +83,6 @@ class Step:
         return self.resident + max(self.in_passes, self.in_update)
 
 
-def measured(cases: Sequence[Mapping[str, Any]], devices: int, folder: Path | str) -> Iterator[Step]:
-    """Bytes on each of ``devices`` devices of a step of each of ``cases`` (settings of a run).
-
-    Raises:
-        subprocess.CalledProcessError: if a case fails.
-    """
-    environment = {
-        **os.environ,
-        "PJRT_DEVICE": "CPU",
-        "CPU_NUM_DEVICES": str(devices),
-        **told_in(Path(folder) / f"graphs-{devices}.txt"),
-    }
-    command = [sys.executable, "-m", "benchmarks.plan_xla"]
-    with subprocess.Popen(
-        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        with process.stdin:
-            json.dump([dict(case) for case in cases], process.stdin)
-        for line in process.stdout:
-            yield Step(**json.loads(line))
-    if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, command)
-
-
 def measure(config: RunConfig) -> Step:
     """Compile the two graphs of a step of ``config`` on this process's devices, and run them once."""
     from tpu.xla.of_torch_xla import xla
@@ -142,13 +111,3 @@ def measure(config: RunConfig) -> Step:
     finally:
         backend.stop()
     return Step(in_update.arguments, in_passes.beside_arguments, in_update.beside_arguments)
-
-
-def main() -> int:
-    for case in json.load(sys.stdin):
-        print(json.dumps(asdict(measure(load_config(None, case)))), flush=True)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,31 @@
+"""The benchmarks: what each compares, what it needs, and about how long it takes on two cores."""
+
+from __future__ import annotations
+
+PROGRAMS = {
+    "train_overhead": ("the step beside a bare loop, Accelerate and the Trainer", "", "8 minutes"),
+    "zero": ("the step under ZeRO beside bare DeepSpeed and the Trainer", "deepspeed", "6 minutes"),
+    "xla": ("the step on XLA beside a bare torch_xla loop", "torch_xla", "5 minutes"),
+    "gpu": ("the step beside its peers, strategies, saving, a roofline", "a GPU", "25 minutes there"),
+    "convert": ("the converter beside cp and each framework's own tool", "10 GB of disk", "15 minutes"),
+    "kills": ("a run that is killed a hundred times, on a disk or in a bucket", "", "an hour"),
+    "plan": ("planned memory beside the allocator's", "", "3 minutes"),
+    "tpu_compile": (
+        "planned memory of a TPU beside what libtpu's compiler says",
+        "torch_xla, libtpu",
+        "hours",
+    ),
+}
+"""By name: what is measured, what it needs beyond the tests' packages, what it takes."""
+
+
+def main() -> None:
+    """Print the programs."""
+    for name, (what, needs, takes) in PROGRAMS.items():
+        needed = f"; needs {needs}" if needs else ""
+        print(f"python -m benchmarks.{name:<16}{what}", f"{'':<8}takes {takes}{needed}", sep="\n")
+    print("--help of each tells its options; --json FILE writes every figure")
+
+
+if __name__ == "__main__":
+    main()
