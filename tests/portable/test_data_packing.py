@@ -131,6 +131,7 @@ def test_a_plan_is_made_once(cache: TokenCache, monkeypatch: pytest.MonkeyPatch)
     assert isinstance(without, PackedSizes) and without.most == max(map(len, first))
     monkeypatch.undo()
     plan = planned(cache, part, LENGTH)
+    assert planned(cache, part, LENGTH // 2).folder != plan.folder
     damaged = plan.folder / "documents.bin"
     damaged.write_bytes(bytes(len(damaged.read_bytes())))
     repaired = PackedDocuments(cache, part, LENGTH, planned(cache, part, LENGTH), PAD)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import pickle
 from typing import TYPE_CHECKING, Any
@@ -100,6 +101,18 @@ def test_what_gives_no_records_is_refused_in_a_line(name: str, told: str, tmp_pa
         train(config)
     assert str(caught.value).startswith("data.source: ") and told in str(caught.value)
     assert "\n" not in str(caught.value) and not (tmp_path / "run").exists()
+
+
+def test_a_function_that_another_has_taken_the_name_of() -> None:
+    """As a decorator leaves it: ranks would import the other."""
+
+    @functools.wraps(write_jsonl)
+    def wrapper() -> None:
+        pass
+
+    told = r"data.source: tests\.portable\.data_support:write_jsonl is another object there"
+    with pytest.raises(UserError, match=told):
+        plugins.name_of("data.source", wrapper, {})
 
 
 def test_records_without_an_end_are_told(
