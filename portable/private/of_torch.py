@@ -200,6 +200,17 @@ dump_nccl_trace = _torch.function("torch._C._distributed_c10d:_dump_nccl_trace",
 """NCCL's flight recorder: a pickle, as ``torchfrtrace`` reads it."""
 
 
+@_torch.needed_for("data.num_workers")
+def abandon_workers(batches: Any) -> None:
+    """End the workers of a ``DataLoader``'s iterator, one of which was killed.
+
+    Left to itself, torch would shut them down through a lock that the killed one may have held.
+    """
+    for worker in getattr(batches, "_workers", ()):
+        batches._shutdown = True
+        worker.kill()
+
+
 @_torch.needed_for("train.micro_batch_size: auto")
 def detach_process_groups() -> list[Any]:
     """Let this process start a new default group; return the present groups, whose connections stay open.

@@ -117,11 +117,13 @@ def test_a_process_that_prepares_batches_dies(files: Path) -> None:
     batches = iter(loader)
     next(batches)
     generator: Any = batches._batches
-    worker = generator.gi_frame.f_locals["batches"]._workers[0]
-    os.kill(worker.pid, signal.SIGKILL)
+    of_torch = generator.gi_frame.f_locals["batches"]
+    os.kill(of_torch._workers[0].pid, signal.SIGKILL)
     with pytest.raises(RunError, match=r"data.num_workers: a process that prepares batches was killed"):
         for _ in range(50):
             next(batches)
+    # torch does not shut it down, which would wait for ever for a lock that the process has died with.
+    assert of_torch._shutdown and not any(worker.is_alive() for worker in of_torch._workers)
 
 
 @pytest.mark.parametrize("error", [EOFError, ConnectionRefusedError])

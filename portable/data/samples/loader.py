@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from portable.data.samples.base import IGNORED, Batch, Samples
 from portable.errors import RunError, UserError
+from portable.private import of_torch
 
 _PRELOAD = "portable.ranks.forkserver_preload"
 _AHEAD = 4  # prefetched micro-batches
@@ -201,10 +202,14 @@ def _raised(loader: DataLoader[Batch | RunError | UserError]) -> Iterator[Batch]
         try:
             batch = next(batches, None)
         except RuntimeError as error:
-            raise worker_died(error) or error from error
+            if (died := worker_died(error)) is None:
+                raise
+            of_torch.abandon_workers(batches)
+            raise died from error
         except (EOFError, ConnectionError) as error:  # its memory was being handed over
             if str(error).startswith("Caught "):  # in the worker
                 raise
+            of_torch.abandon_workers(batches)
             raise _killed() from error
         if batch is None:
             return
