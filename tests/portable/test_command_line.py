@@ -178,7 +178,7 @@ REFUSED: list[tuple[dict[str, Any] | str, str]] = [
     ({"log.trackers": ["wandb"]}, "log.trackers|pip install wandb"),
     ({"output_dir": "a\0b"}, "output_dir"),
     ({"backend": "gpu"}, "backend|did you mean cuda?"),
-    ({"backend": "tpu"}, "backend|did you mean xla?"),
+    ({"backend": "gpu"}, "backend|did you mean cuda?"),
     ({"backend": "cuda"}, "backend: cuda needs a GPU|--backend cpu"),
     ("--nproc 1000", "--nproc|1000"),
     ("--nproc 4", "train.global_batch_size|4 ranks|4 or 8"),

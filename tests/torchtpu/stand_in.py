@@ -7,7 +7,9 @@ end, its process group and its collectives are those of a TPU; the arithmetic is
 and the links between chips are nobody's. What such a test shows holds for the program, not for the chip.
 
 Limits: no custom call (flash attention: use eager), no statistics of memory, and ``cumsum`` is computed on
-the host, since XLA's CPU compiler ends the process on torch_tpu's form of it.
+the host, since XLA's CPU compiler ends the process on torch_tpu's form of it. A process runs its own program
+for all chips: where torch_tpu fuses a collective with what ranks compute differently, as a broadcast under
+Muon and no_shard, results are wrong here and say nothing of a TPU.
 """
 
 from __future__ import annotations
