@@ -123,7 +123,8 @@ def test_a_process_that_prepares_batches_dies(files: Path) -> None:
         for _ in range(50):
             next(batches)
     # torch does not shut it down, which would wait for ever for a lock that the process has died with.
-    assert of_torch._shutdown and not any(worker.is_alive() for worker in of_torch._workers)
+    assert of_torch._shutdown
+    assert [worker.join(60) or worker.is_alive() for worker in of_torch._workers] == [False]
 
 
 @pytest.mark.parametrize("error", [EOFError, ConnectionRefusedError])
