@@ -30,7 +30,7 @@ import re
 import stat
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -745,6 +745,9 @@ def _hub(repository: str, client: dict[str, Any], retries: Any) -> Any:
     return HTTPStore.from_url(url, client_options=options, retry_config=retries)
 
 
+_SIGNALS = 0.5  # seconds between looks for one
+
+
 def _interruptible(call: Callable[[], T]) -> T:
     """`call()`; in the main thread it is another's, since no signal is handled within obstore."""
     if threading.current_thread() is not threading.main_thread():
@@ -758,4 +761,6 @@ def _interruptible(call: Callable[[], T]) -> T:
             result.set_exception(error)
 
     threading.Thread(target=run, name="store", daemon=True).start()
+    while not wait([result], timeout=_SIGNALS).done:  # a signal that another thread got does not end a wait
+        pass
     return result.result()
