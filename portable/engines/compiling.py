@@ -24,11 +24,15 @@ CAPTURING = ("reduce-overhead", "max-autotune")
 _GRAPHS_PER_LAYER = 4
 
 
-def check(config: RunConfig, world_size: int) -> None:
-    """Raise UserError for an unknown compiler, or a mode that the strategy does not support."""
+def check(config: RunConfig, world_size: int, compiler: str) -> None:
+    """Raise UserError for an unknown compiler, or a mode that the strategy does not support.
+
+    Args:
+        compiler: the device's own, which may be registered only where the device is opened.
+    """
     if not config.compile:
         return
-    if config.compile_backend not in ("inductor", config.backend):  # torch_tpu's has its backend's name
+    if config.compile_backend not in ("inductor", compiler):
         known = torch.compiler.list_backends(exclude_tags=())
         require(
             config.compile_backend in known,

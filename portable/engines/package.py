@@ -46,6 +46,8 @@ class TorchPackage:
     extra: str | None = None
     typical_device: str = "h100"
     runs_cuda: bool = False
+    compiler: str = "inductor"
+    """What the default of ``compile_backend`` means on it."""
 
     def world(self, ranks: int) -> World:
         return World(max(ranks, int(os.environ.get("WORLD_SIZE", "1"))))
@@ -74,7 +76,7 @@ class TorchPackage:
             "(pip install "
             "flash-attn --no-build-isolation); use sdpa",
         )
-        compiling.check(config, world.ranks)
+        compiling.check(config, world.ranks, self.compiler)
         if config.strategy in ZERO:
             engine_part(config.strategy, "engine").check(config, self.name)
         # The ranks that this process will start are all on this node.

@@ -209,6 +209,8 @@ def abandon_workers(batches: Any) -> None:
     for worker in getattr(batches, "_workers", ()):
         batches._shutdown = True
         worker.kill()
+    if (pinning := getattr(batches, "_pin_memory_thread_done_event", None)) is not None:
+        pinning.set()  # of a thread, which ends by it
 
 
 @_torch.needed_for("train.micro_batch_size: auto")

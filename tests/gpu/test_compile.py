@@ -234,6 +234,7 @@ def captured(config: RunConfig) -> tuple[Losses, int, dict[str, int]]:
     ("settings", "message"),
     [
         ({"compile_backend": "inductr"}, "compile_backend: unknown inductr; use one of "),
+        ({"compile_backend": "cpu"}, "compile_backend: unknown cpu; use one of "),
         (
             {"compile_mode": "reduce-overhead", "strategy": "zero2"},
             "compile_mode: reduce-overhead captures CUDA graphs",

@@ -67,7 +67,7 @@ class TorchTpuPackage(TorchPackage):
     def adopt(self, config: RunConfig, world: World) -> RunConfig:
         # torch_tpu refuses inductor; its own compiler is what the default means there.
         if config.compile and config.compile_backend == "inductor":
-            return config.replaced({"compile_backend": "tpu"})
+            return config.replaced({"compile_backend": self.compiler})
         return config
 
     def notes(self, config: RunConfig) -> list[str]:
@@ -115,4 +115,4 @@ class TorchTpuPackage(TorchPackage):
         return None if kind is None else device_specs.peak_flops(kind, precision)
 
 
-TPU = TorchTpuPackage("tpu", extra="torchtpu", typical_device="v6e")
+TPU = TorchTpuPackage("tpu", extra="torchtpu", typical_device="v6e", compiler="tpu")
