@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from gpu.zero.footprint import OPTIMIZERS
 from portable.checks import Check
 from portable.config.derived import ZERO
 from portable.optim import own
@@ -12,7 +13,6 @@ from portable.plugins import names_code
 if TYPE_CHECKING:
     from portable.config import RunConfig
 
-ZERO_OPTIMIZERS = ("adamw", "sgd", "muon")
 _SWAPPED = "does not work with memory.offload_optimizer or offload_params nvme"
 
 
@@ -33,7 +33,7 @@ CHECKS = (
     ),
     Check(
         "train.optimizer strategy",
-        lambda c: c.strategy in ZERO and c.train.optimizer not in ZERO_OPTIMIZERS and not _own(c),
+        lambda c: c.strategy in ZERO and c.train.optimizer not in OPTIMIZERS and not _own(c),
         ": ZeRO does not support {train.optimizer}; use adamw, sgd or muon",
         late=True,
     ),

@@ -144,6 +144,11 @@ def test_a_plan_for_its_devices(corpus: Path, tmp_path: Path, capsys: pytest.Cap
     asked = ["--config", str(tmp_path / "run.yaml"), "--device", "v6e", "--devices", "4"]
     assert plan(asked) == 0
     assert "full_shard     params" in capsys.readouterr().out
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 2}}')
+    run = (tmp_path / "run.yaml").read_text()
+    (tmp_path / "run.yaml").write_text(re.sub(r"(?m)^strategy:.*$", "", run))
+    assert plan([*asked, "--deepspeed.config", str(tmp_path / "ds.json")]) == 0
+    assert "deepspeed.config has no effect" in capsys.readouterr().err
     assert plan([*asked, "--compile"]) == 2
     assert "error: --compile: an eager step on backend tpu" in capsys.readouterr().err
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
     from portable.planner.compiled import Compiled
     from portable.planner.device_lookup import Device
+    from portable.planner.memory_model import FootprintModule
     from portable.registry import CompileTarget, World
 
 _ADDRESSES = "TORCH_TPU_SLICEBUILDER_ADDRESSES"
@@ -74,6 +75,11 @@ class TorchTpuPackage(TorchPackage):
         if config.deepspeed.config is None:
             return []
         return ["deepspeed.config has no effect: DeepSpeed does not run on backend tpu"]
+
+    def footprint(self) -> FootprintModule:
+        from tpu.torchtpu import footprint
+
+        return footprint
 
     def compile(self, config: RunConfig, target: CompileTarget) -> Compiled:
         raise UserError(
