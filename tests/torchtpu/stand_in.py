@@ -24,8 +24,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tpu.compile.protobuf import Message, field, fields
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
@@ -135,45 +137,6 @@ HOST_ALLOCATOR = 23  # PJRT_Extension_Type_HostMemoryAllocator
 # -- CompileOptionsProto ---------------------------------------------------------------------------------
 
 
-def varint(number: int) -> bytes:
-    made = b""
-    while number > 127:
-        made += bytes([number & 127 | 128])
-        number >>= 7
-    return made + bytes([number])
-
-
-def read_varint(data: bytes, at: int) -> tuple[int, int]:
-    number = shift = 0
-    while True:
-        byte, at = data[at], at + 1
-        number |= (byte & 127) << shift
-        shift += 7
-        if byte < 128:
-            return number, at
-
-
-def message(number: int, body: bytes) -> bytes:
-    return varint(number << 3 | 2) + varint(len(body)) + body
-
-
-def fields(data: bytes) -> Iterator[tuple[int, bytes, bytes]]:
-    """The number, all bytes and the body (a number's varint) of each field."""
-    at = 0
-    while at < len(data):
-        start = at
-        key, at = read_varint(data, at)
-        kind, inside = key & 7, at
-        if kind == 0:
-            _, at = read_varint(data, at)
-        elif kind == 2:
-            size, inside = read_varint(data, at)
-            at = inside + size
-        else:
-            at += 8 if kind == 1 else 4
-        yield key >> 3, data[start:at], data[inside:at]
-
-
 BUILD, OVERRIDES = 3, 7  # executable_build_options, env_option_overrides
 REPLICAS, PARTITIONS, ASSIGNMENT = 4, 5, 9  # of executable_build_options
 DEVICES_OF_A_COMPUTATION, IDS = 3, 1  # of DeviceAssignmentProto
@@ -182,34 +145,33 @@ DEVICES_OF_A_COMPUTATION, IDS = 3, 1  # of DeviceAssignmentProto
 def for_cpu(options: bytes) -> bytes:
     """Without the options that only libtpu knows."""
     return b"".join(
-        whole for number, whole, body in fields(options) if not (number == OVERRIDES and b"xla_tpu" in body)
+        options[start:end]
+        for number, _, start, end in fields(memoryview(options))
+        if not (number == OVERRIDES and b"xla_tpu" in options[start:end])
     )
 
 
 def placed_on(options: bytes, chips: Sequence[int]) -> bytes:
     """For one program on each of ``chips``."""
-    assigned = b"".join(message(DEVICES_OF_A_COMPUTATION, b"\x08" + varint(chip)) for chip in chips)
-    assigned = b"\x08\x01\x10" + varint(len(chips)) + assigned
+    devices = b"".join(field(DEVICES_OF_A_COMPUTATION, field(IDS, chip)) for chip in chips)
+    assignment = field(1, 1) + field(2, len(chips)) + devices
+    placed = field(REPLICAS, 1) + field(PARTITIONS, len(chips)) + field(ASSIGNMENT, assignment)
     made = b""
-    for number, whole, body in fields(options):
-        if number == BUILD:
-            kept = b"".join(w for n, w, _ in fields(body) if n not in (REPLICAS, PARTITIONS, ASSIGNMENT))
-            count = varint(REPLICAS << 3) + b"\x01" + varint(PARTITIONS << 3) + varint(len(chips))
-            whole = message(BUILD, kept + count + message(ASSIGNMENT, assigned))
-        made += whole
+    for number, value, start, end in fields(memoryview(options)):
+        if number == BUILD and not isinstance(value, int):
+            build = bytes(value)
+            parts = fields(value)
+            kept = b"".join(build[a:b] for n, _, a, b in parts if n not in (REPLICAS, PARTITIONS, ASSIGNMENT))
+            made += field(BUILD, kept + placed)
+        else:
+            made += options[start:end]
     return made
 
 
 def chips_of(options: bytes) -> list[int]:
     """The chip of each partition."""
-    return [
-        read_varint(ids, 0)[0]
-        for number, _, build in fields(options)
-        for key, _, assignment in (fields(build) if number == BUILD else ())
-        for part, _, computation in (fields(assignment) if key == ASSIGNMENT else ())
-        for inside, _, ids in (fields(computation) if part == DEVICES_OF_A_COMPUTATION else ())
-        if inside == IDS
-    ]
+    assignment = Message(options).message(BUILD).message(ASSIGNMENT)
+    return [chip for part in assignment.messages(DEVICES_OF_A_COMPUTATION) for chip in part.numbers(IDS)]
 
 
 # -- the slice -------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from portable.reporting.metrics import read_metrics
 from tests.parity import take_steps
 from tests.runs import TINY_MODEL, configured, write_pretrained
 from tests.torchtpu.pool import NEEDS_TORCH_TPU, is_here
-from tests.torchtpu.stand_in import BUILD, PARTITIONS, environment, fields, placed_on, read_varint
+from tests.torchtpu.stand_in import BUILD, PARTITIONS, environment, placed_on
 
 if TYPE_CHECKING:
     from tests.ranks import RankPool
@@ -213,6 +213,7 @@ print(accepted(Path(libtpu.get_library_path()), sys.argv[1], Path(sys.argv[2])))
 def accepted(library: Path, name: str, folder: Path) -> str:
     """How many of the programs in ``folder`` libtpu compiles for a slice, and the first refusal."""
     from tpu.compile.libtpu import CompileError, Libtpu
+    from tpu.compile.protobuf import Message
 
     topology = Libtpu(library).topology(name)
     programs = {
@@ -220,15 +221,7 @@ def accepted(library: Path, name: str, folder: Path) -> str:
     }
     compiled, together = 0, 0
     for code, options in programs.items():
-        partitions = next(
-            (
-                read_varint(body, 0)[0]
-                for number, _, build in fields(options)
-                for key, _, body in (fields(build) if number == BUILD else ())
-                if key == PARTITIONS
-            ),
-            1,
-        )
+        partitions = Message(options).message(BUILD).number(PARTITIONS) or 1
         try:
             topology.compile(
                 code, form="mlir", options=placed_on(options, topology.device_ids[:partitions])

@@ -30,7 +30,7 @@ class Message:
 
     def __init__(self, data: bytes | memoryview) -> None:
         self._fields: dict[int, list[int | memoryview]] = {}
-        for number, value in _fields(memoryview(data)):
+        for number, value, _, _ in fields(memoryview(data)):
             self._fields.setdefault(number, []).append(value)
 
     def number(self, field: int) -> int:
@@ -76,9 +76,11 @@ class Message:
         return field in self._fields
 
 
-def _fields(data: memoryview) -> Iterator[tuple[int, int | memoryview]]:
+def fields(data: memoryview) -> Iterator[tuple[int, int | memoryview, int, int]]:
+    """The number and value of each field, and where it begins and ends."""
     at, end = 0, len(data)
     while at < end:
+        start = at
         tag, at = _varint(data, at)
         number, kind = tag >> 3, tag & 7
         value: int | memoryview
@@ -94,7 +96,7 @@ def _fields(data: memoryview) -> Iterator[tuple[int, int | memoryview]]:
             raise WireError(f"wire type {kind} at byte {at}")
         if at > end:
             raise WireError(f"{at - end} bytes are missing")
-        yield number, value
+        yield number, value, start, at
 
 
 def _varint(data: memoryview, at: int) -> tuple[int, int]:
