@@ -14,7 +14,7 @@ from portable.config import keys, load_config
 from portable.config.dump import as_yaml
 from portable.config.importing import PROGRAMS, Imported, command_line, read
 from portable.config.load import parse_file
-from portable.config.problems import build
+from portable.config.problems import mistake_in
 from portable.config.run_config import RunConfig
 from portable.config.yaml_text import Document, parse
 from portable.errors import MistakesError, UserError, one_line
@@ -66,8 +66,10 @@ def import_files(argv: Sequence[str]) -> int:
     for name, document in sorted(documents, key=lambda one: "num_processes" not in (one[1].value or ())):
         one = read(document, name, devices=given.devices or found.processes or 1)
         found.processes = one.processes or found.processes
-        found.values |= one.values
-        found.origins |= one.origins
+        for key, value in one.values.items():
+            if key not in one.assumed or found.values.keys().isdisjoint((key,)) or key in found.assumed:
+                found.values[key], found.origins[key] = value, one.origins[key]
+                found.assumed = found.assumed - {key} | (one.assumed & {key})
         found.notes += one.notes
         found.refused += one.refused
     text, mistakes = config_text(found)
@@ -97,7 +99,7 @@ def config_text(found: Imported) -> tuple[str, list[str]]:
     """The file of settings with its comments, and what must be changed before it can be used, one line "
     "each."""
     for key in list(found.values):
-        if (mistake := _mistake(key, found.values[key])) is not None:
+        if (mistake := mistake_in(RunConfig, key, found.values[key])) is not None:
             found.refused.append(f"{found.origins[key].text}: {mistake}")
             del found.values[key]
     trains = "train.learning_rate" in found.values and "train.schedule" in found.values
@@ -123,17 +125,6 @@ def config_text(found: Imported) -> tuple[str, list[str]]:
     except UserError as error:
         missing.append(str(error))
     return text, missing
-
-
-def _mistake(key: str, value: Any) -> str | None:
-    """What the schema says of one setting; None if it takes it."""
-    section, _, name = key.rpartition(".")
-    model: Any = RunConfig.model_fields[section].annotation if section else RunConfig
-    try:
-        build(model, {name: value})
-    except UserError as error:
-        return f"{section}.{error}" if section else str(error)
-    return None
 
 
 def _settings(found: Imported) -> Iterator[str]:

@@ -69,6 +69,17 @@ def build(
     raise MistakesError(lines) if len(lines) > 1 else UserError(lines[0])
 
 
+def mistake_in(model: type[BaseModel], key: str, value: Any) -> str | None:
+    """What the schema says of one setting; None if it takes it."""
+    section, _, name = key.rpartition(".")
+    inside: Any = model.model_fields[section].annotation if section else model
+    try:
+        build(inside, {name: value})
+    except UserError as error:
+        return f"{section}.{error}" if section else str(error)
+    return None
+
+
 def _setting_of(detail: Any) -> object:
     path = tuple(map(str, detail["loc"]))
     return path[:2] or str(detail["msg"])

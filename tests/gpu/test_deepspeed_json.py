@@ -495,7 +495,7 @@ def test_the_schedulers_rate_is_the_runs(tmp_path: Path, corpus: Path) -> None:
     assert config.train.learning_rate == 0.003
     read = deepspeed_json.read(config)
     assert read is not None
-    assert "optimizer.params.lr has no effect" in read.notices[-1]
+    assert "optimizer.params.lr has no effect" in read.imported.notes[-1]
 
 
 def test_old_places_are_mended_and_told(tmp_path: Path, corpus: Path) -> None:
@@ -504,5 +504,5 @@ def test_old_places_are_mended_and_told(tmp_path: Path, corpus: Path) -> None:
     assert document is not None
     assert document.values["aio"]["intra_op_parallelism"] == 1
     assert "aio" not in document.values["zero_optimization"]
-    moved = [notice for notice in document.notices if notice.startswith("aio")]
+    moved = [notice for notice in document.imported.notes if notice.startswith("aio")]
     assert len(moved) == 2

@@ -53,7 +53,7 @@ def understood(config: RunConfig) -> tuple[RunConfig, str]:
     zero_runtime.import_deepspeed("cpu")
     document = deepspeed_json.read(config)
     assert document is not None
-    return settle(config, "cpu", 2).config, "\n".join(document.notices)
+    return settle(config, "cpu", 2).config, "\n".join(document.imported.notes)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from gpu.zero.config.document import Document
 from gpu.zero.config.merging import merged, notes
 from gpu.zero.config.reading import read
-from gpu.zero.config.reconcile import adopt
-from gpu.zero.config.unsupported_keys import check_installed
+from gpu.zero.config.reconcile import adopt, check_installed
 
 __all__ = ["Document", "adopt", "check_installed", "merged", "notes", "read"]

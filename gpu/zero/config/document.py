@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-AUTO = "auto"
+from portable.config.importing.deepspeed import AUTO
 
-
-def shown(value: Any) -> str:
-    """``value`` as JSON."""
-    return json.dumps(list(value) if isinstance(value, tuple) else value)
-
+if TYPE_CHECKING:
+    from portable.config.importing import Imported
 
 KEY = "deepspeed.config"
 """The setting that names the file, or holds the mapping."""
@@ -23,14 +19,15 @@ class Document:
     """A checked DeepSpeed configuration.
 
     Attributes:
-        values: the configuration.
+        values: the configuration, under the names of the installed release.
         name: the file, or the setting that holds the mapping, for error messages.
-        notices: one line for each value that was renamed, has no effect or another meaning here.
+        imported: the settings that it comes to, with a note for each value that was renamed, has no effect
+            or another meaning here.
     """
 
     values: dict[str, Any]
     name: str
-    notices: tuple[str, ...]
+    imported: Imported
 
     def get(self, path: str) -> Any:
         """The value at the dotted ``path``; None if it is missing or ``auto``."""

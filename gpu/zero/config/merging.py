@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from gpu.zero.buckets import automatic
-from gpu.zero.config.document import AUTO, Document, shown
+from portable.config.importing.deepspeed import AUTO
+from portable.config.origins import shown
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from gpu.zero.config.document import Document
     from portable.config import RunConfig
 
-OFFLOADS = ("offload_optimizer", "offload_param")
 # Sections that the run replaces with its own optimizer, schedule and batches.
 _OURS = (
     "optimizer",
@@ -34,7 +35,7 @@ def merged(base: Mapping[str, Any], document: Document, hidden_size: int) -> dic
     values = {key: value for key, value in document.values.items() if key not in _OURS}
     filled = _filled(values, {"zero_optimization": automatic(hidden_size)}, ())
     settings = _over(base, filled)
-    for part in OFFLOADS:  # swap in the run's own folder
+    for part in ("offload_optimizer", "offload_param"):  # swap in the run's own folder
         ours = base["zero_optimization"].get(part, {})
         if "nvme_path" in ours:
             settings["zero_optimization"][part]["nvme_path"] = ours["nvme_path"]
@@ -90,4 +91,4 @@ def notes(config: RunConfig, document: Document) -> list[str]:
         for path, why in SWAPPING.items()
         if swapped and document.get(path) is not None
     ]
-    return [f"{document.name}: {notice}" for notice in (*document.notices, *changed)]
+    return [*document.imported.notes, *(f"{document.name}: {notice}" for notice in changed)]

@@ -8,18 +8,26 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from gpu.zero.config.blocks import adopt_optimizer, adopt_recompute, adopt_scheduler
-from gpu.zero.config.document import AUTO, KEY, Document, shown
-from gpu.zero.config.reading import strategy_of
-from gpu.zero.config.unsupported_keys import check_one_folder, check_switches
+import os
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from gpu.zero.config.document import KEY, Document
 from portable.checks import check
-from portable.config.importing.deepspeed import SHARED
+from portable.config.importing.deepspeed import AUTO
+from portable.config.origins import shown
+from portable.config.problems import mistake_in
 from portable.errors import UserError, require
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from portable.config import RunConfig
+
+# DeepSpeed's monitors, and the package that each imports.
+_MONITORS = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
+# Switches of ZeRO++ whose kernels exist for GPUs only.
+_GPU_KERNELS = ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights")
 
 
 def adopt(config: RunConfig, document: Document, world_size: int) -> RunConfig:
@@ -28,57 +36,50 @@ def adopt(config: RunConfig, document: Document, world_size: int) -> RunConfig:
     Raises:
         UserError: if the JSON contradicts a setting of the run, or itself.
     """
+    imported = document.imported.demand()
     found: dict[str, Any] = {}
-    defaults: dict[str, Any] = {}
 
-    def put_default(key: str, value: Any, _: str) -> None:
-        if not config.is_set(key):
-            defaults[key] = value
-
-    def put(key: str, value: Any, path: str) -> None:
+    def put(key: str, value: Any, origin: str) -> None:
         ours = config.get(key)
         if config.is_set(key) and ours != AUTO and not _same(ours, value):
             raise UserError(
-                f"{document.name}: {path} is {shown(value)} and {key} is {shown(ours)}; "
-                f"set one of the two, or {path} to auto"
+                f"{origin} is {shown(value)} and {key} is {shown(ours)}; set one of the two, or leave the "
+                "JSON's at auto"
             )
         if key in found and not _same(found[key], value):
             raise UserError(
-                f"{document.name}: {path} sets {key} to {shown(value)}, and another key sets it to "
-                f"{shown(found[key])}; make them agree"
+                f"{origin} sets {key} to {shown(value)}, and another key sets it to {shown(found[key])}; make "
+                "them agree"
             )
         found[key] = value
 
-    strategy = strategy_of(config, document)
-    put("strategy", strategy, "zero_optimization.stage")
-    precision = _precision(document)
-    if precision is not None and not (precision == "fp32" and config.precision == "tf32"):
-        put("precision", precision, f"{'bf16' if precision == 'bf16' else 'fp16'}.enabled")
-    adopt_optimizer(document, put, put_default)
-    adopt_scheduler(document, put, put_default)
-    in_fp16 = (precision or config.precision) == "fp16"
-    for path, key in SHARED.items():
-        value = document.get(path)
-        if value is not None and (in_fp16 or not path.startswith("fp16.")):
-            put(key, float(value) or None if path == "gradient_clipping" else value, path)
+    precision = imported.values.get("precision", config.precision)
+    spared = {
+        "deepspeed.config": True,
+        "precision": (precision, config.precision) == ("fp32", "tf32"),
+        # selective recomputes as well
+        "memory.activation_checkpointing": config.memory.activation_checkpointing == "selective",
+    }
+    for key, value in imported.values.items():
+        if spared.get(key) or (key.startswith("fp16.") and precision != "fp16"):
+            continue
+        origin = imported.origins[key].text
+        if (mistake := mistake_in(type(config), key, value)) is not None:
+            raise UserError(f"{origin}: {mistake}")
+        if key not in imported.assumed:
+            put(key, value, origin)
+        elif not config.is_set(key):
+            found[key] = value
     _batch(config, document, world_size, put)
-    nvme = next(
-        (
-            path
-            for part in ("offload_optimizer", "offload_param")
-            if (path := document.get(f"zero_optimization.{part}.nvme_path")) is not None
-            and document.get(f"zero_optimization.{part}.device") == "nvme"
-        ),
-        None,
+    several_nodes = world_size > int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    path = "checkpoint.use_node_local_storage"
+    require(
+        not (several_nodes and document.get(path)),
+        f"{document.name}: {path} true: a resume reads the whole checkpoint, so all nodes must see it; "
+        "remove it, and set output_dir to shared storage",
     )
-    if nvme is not None and not config.is_set("memory.nvme_path"):
-        found["memory.nvme_path"] = str(nvme)
-    if config.memory.activation_checkpointing != "selective":  # selective recomputes as well
-        adopt_recompute(document, put)
-    check_switches(document, strategy)
-    check_one_folder(document, world_size)
     try:
-        adopted = config.replaced({**defaults, **found})
+        adopted = config.replaced(found)
         check(adopted, where=False)
         return adopted.with_document(KEY, document)
     except UserError as error:
@@ -86,21 +87,35 @@ def adopt(config: RunConfig, document: Document, world_size: int) -> RunConfig:
         raise UserError(f"{document.name}: {line}") from error
 
 
-def _precision(document: Document) -> str | None:
-    """The precision that the JSON sets; None if it leaves it to the run."""
-    switches = {kind: document.values.get(kind, {}) for kind in ("bf16", "fp16")}
-    enabled = {kind: block.get("enabled") for kind, block in switches.items() if isinstance(block, dict)}
-    on = [kind for kind, value in enabled.items() if value is True]
-    require(len(on) < 2, f"{document.name}: bf16.enabled and fp16.enabled are both true; choose one")
-    if on:
-        return on[0]
-    return "fp32" if False in enabled.values() and AUTO not in enabled.values() else None
+def check_installed(document: Document, device_type: str) -> None:
+    """Raise UserError if a package or a GPU kernel that the JSON asks for is missing.
+
+    Args:
+        document: the JSON.
+        device_type: of the run.
+    """
+    for monitor, package in _MONITORS.items():
+        require(
+            not document.get(f"{monitor}.enabled") or find_spec(package) is not None,
+            f"{document.name}: {monitor}.enabled true: {package} is not installed; run: pip install "
+            f"{package}, or set it to false (log.trackers works with any tracker)",
+        )
+    for switch in _GPU_KERNELS:
+        path = f"zero_optimization.{switch}"
+        require(
+            not document.get(path) or device_type != "cpu",
+            f"{document.name}: {path} true: DeepSpeed has quantization kernels for GPUs only; remove it, "
+            "or use backend cuda",
+        )
 
 
 def _batch(
     config: RunConfig, document: Document, world_size: int, put: Callable[[str, Any, str], None]
 ) -> None:
     """Check that batch size = micro-batch x accumulation x ranks; compute the one that is missing."""
+    def at(path: str) -> str:
+        return f"{document.name}: {path}"
+
     total = document.get("train_batch_size")
     micro = document.get("train_micro_batch_size_per_gpu")
     steps = document.get("gradient_accumulation_steps")
@@ -124,9 +139,9 @@ def _batch(
     named = document.get("train_micro_batch_size_per_gpu") is not None
     if steps is None:
         if named and total is None:  # DeepSpeed accumulates only if asked to
-            put("train.global_batch_size", micro * world_size, "train_micro_batch_size_per_gpu")
+            put("train.global_batch_size", micro * world_size, at("train_micro_batch_size_per_gpu"))
         elif _only_batch_size(config, document) and total % world_size == 0:  # nor does it split a batch
-            put("train.micro_batch_size", total // world_size, "train_batch_size")
+            put("train.micro_batch_size", total // world_size, at("train_batch_size"))
         elif named and total % (micro * world_size):
             raise UserError(
                 f"{document.name}: a batch of {total} is not divisible by train_micro_batch_size_per_gpu "
@@ -134,8 +149,8 @@ def _batch(
             )
         return
     if total is None:
-        put("train.global_batch_size", micro * steps * world_size, "gradient_accumulation_steps")
-        put("train.micro_batch_size", micro, "gradient_accumulation_steps")
+        put("train.global_batch_size", micro * steps * world_size, at("gradient_accumulation_steps"))
+        put("train.micro_batch_size", micro, at("gradient_accumulation_steps"))
         return
     if total % (steps * world_size):
         raise UserError(
@@ -148,7 +163,7 @@ def _batch(
             f"{document.name}: a batch of {total} is not train_micro_batch_size_per_gpu {micro} x "
             f"gradient_accumulation_steps {steps} x {world_size} ranks; set one of them to auto"
         )
-    put("train.micro_batch_size", fitting, "gradient_accumulation_steps")
+    put("train.micro_batch_size", fitting, at("gradient_accumulation_steps"))
 
 
 def _only_batch_size(config: RunConfig, document: Document) -> bool:

@@ -17,22 +17,30 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    TypeAdapter,
     ValidationError,
+    WrapValidator,
     create_model,
 )
 
 from gpu.zero import private_api
-from gpu.zero.config.blocks import optimizer_defaults, scheduler_defaults
-from gpu.zero.config.document import AUTO, shown
+from portable.config.importing.deepspeed import AUTO, EQUIVALENT, OPTIMIZERS, SCHEDULERS
+from portable.config.origins import shown
 from portable.config.suggest import did_you_mean
 from portable.errors import UserError, one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
 _STRICT = ConfigDict(extra="forbid", strict=True)
-_Number = Annotated[float, Field(ge=0)]
+
+
+def _unchanged(value: Any, check: Callable[[Any], Any]) -> Any:
+    check(value)
+    return value
+
+
+_Number = Annotated[float, Field(ge=0), WrapValidator(_unchanged)]
+"""A number, which stays whole if it is."""
 _Lower = BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value)
 _Sent = Annotated[Literal["fp16", "bf16", "fp32"], _Lower]
 _Known = dict[str, Any]
@@ -114,14 +122,11 @@ def schema_of(document: Mapping[str, Any]) -> type[BaseModel]:
         **dict.fromkeys(private_api.removed_keys(), Any),  # DeepSpeed refuses them in its own words
         **_PLAIN,
         **{
-            section: {"enabled": bool, **_params(vars(made({})))}
+            section: {"enabled": bool, **{name: _type_of(value) for name, value in vars(made({})).items()}}
             for section, made in private_api.config_classes().items()
         },
-        "optimizer": {
-            **_all(Any, "type legacy_fusion"),
-            "params": _params(optimizer_defaults(_kind(document, "optimizer"))),
-        },
-        "scheduler": {"type": Any, "params": _params(scheduler_defaults(_kind(document, "scheduler")))},
+        "optimizer": {**_all(Any, "type legacy_fusion"), "params": _params(document, "optimizer")},
+        "scheduler": {"type": Any, "params": _params(document, "scheduler")},
     }
     for path, model in models().items():
         inside = known
@@ -131,14 +136,16 @@ def schema_of(document: Mapping[str, Any]) -> type[BaseModel]:
     return _model("DeepSpeed", known)
 
 
-def check(document: dict[str, Any], where: str) -> None:
-    """Raise UserError for all keys that the installed DeepSpeed does not read, or the first wrong value.
-
-    Strings and numbers that its models parse as booleans are replaced by booleans in ``document``.
+def judged(document: dict[str, Any], where: str, note: Callable[[tuple[str, ...], str], None]) -> dict[str, Any]:
+    """``document`` as DeepSpeed's models read it: under present names, with words for booleans read as such.
 
     Args:
         document: the configuration.
-        where: its file or setting, for the message.
+        where: its file or setting, for messages.
+        note: is called with the path of each deprecated key, and with what became of it.
+
+    Raises:
+        UserError: for all keys that the installed DeepSpeed does not read, or the first wrong value.
     """
     schema, given = schema_of(document), without_auto(document)
     try:
@@ -159,14 +166,21 @@ def check(document: dict[str, Any], where: str) -> None:
         raise UserError(one_line(f"{where}: {'.'.join(path)}: {told}{got}")) from error
     except Exception as error:  # of one of its validators
         raise UserError(one_line(f"{where}: {error or type(error).__name__}")) from error
-    _take_over(read, document)
+    found = with_auto(read.model_dump(mode="json", by_alias=True, exclude_unset=True), document)
+    for path, model in models().items():
+        around = (_section(found, path[:-1]), _section(document, path[:-1]))
+        new, old = (section.get(path[-1]) for section in around)
+        if isinstance(new, dict) and isinstance(old, dict):
+            names = _present_names(model, old, path, note)
+            around[0][path[-1]] = {k: v for k, v in new.items() if k in names and (v is not None or k in old)}
     try:
-        private_api.parse({key: value for key, value in given.items() if key not in _OURS} | _ONE_EACH)
+        private_api.parse({key: value for key, value in without_auto(found).items() if key not in _OURS} | _ONE)
     except Exception as error:
         raise UserError(one_line(f"{where}: {error or type(error).__name__}")) from error
+    return found
 
 
-_ONE_EACH = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+_ONE = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
 _OURS = ("optimizer", "scheduler", "train_batch_size")
 
 
@@ -179,16 +193,43 @@ def without_auto(values: dict[str, Any], path: tuple[str, ...] = ()) -> dict[str
     }
 
 
-def _take_over(read: BaseModel, values: dict[str, Any]) -> None:
-    """Put the booleans and numbers that ``read`` made of words into ``values``."""
-    for name, field in type(read).model_fields.items():
-        key = name if name in values else field.alias or name
-        new, old = getattr(read, name, None), values.get(key)
-        if isinstance(new, BaseModel) and isinstance(old, dict):
-            _take_over(new, old)
-        words = str | int if isinstance(new, bool) else str
-        if isinstance(new, bool | int | float) and isinstance(old, words) and old != AUTO:
-            values[key] = new
+def with_auto(found: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """``found``, in the order of ``values``, with those of them that are ``auto``."""
+    both = {
+        key: with_auto(found.get(key) or {}, value) if isinstance(value, dict) else found.get(key, value)
+        for key, value in values.items()
+        if key in found or value == AUTO or isinstance(value, dict)
+    }
+    return both | {key: value for key, value in found.items() if key not in both}
+
+
+def _section(values: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+    for part in path:
+        values = values.get(part) or {}
+    return values
+
+
+def _present_names(
+    model: type[BaseModel],
+    given: dict[str, Any],
+    path: tuple[str, ...],
+    note: Callable[[tuple[str, ...], str], None],
+) -> set[str]:
+    """The present names of the keys ``given``, by the rules in DeepSpeed's model; each old one is noted."""
+    names = set()
+    for name, field in model.model_fields.items():
+        key = next((key for key in (name, field.alias) if key in given), None)
+        rules: Any = field.json_schema_extra or {}
+        new = rules.get("new_param", "") if rules.get("deprecated") else name
+        if key is not None and (not new or not rules.get("set_new_param", True)):
+            part = f"; it is part of {new}" if new else ""
+            note((*path, key), f"has no effect: DeepSpeed has removed it{part}")
+        elif key is not None:
+            target = model.model_fields[new].alias or new
+            names.add(target)
+            if new != name:
+                note((*path, key), f"is deprecated: read as {target}")
+    return names
 
 
 def _names_in(values: dict[str, Any]) -> set[str]:
@@ -225,54 +266,6 @@ def names_at(schema: type[BaseModel], path: tuple[str, ...]) -> list[str]:
     return [key for name, field in schema.model_fields.items() for key in {name, field.alias or name}]
 
 
-def replace_deprecated(
-    model: type[BaseModel], section: dict[str, Any], path: tuple[str, ...], where: str
-) -> list[str]:
-    """Rename deprecated keys of ``section`` by the rules in DeepSpeed's model.
-
-    Args:
-        model: DeepSpeed's model of the section.
-        section: changed in place.
-        path: of the section.
-        where: its file or setting, for messages.
-
-    Returns:
-        the changes, one line each.
-
-    Raises:
-        UserError: if a key has both its old and its new name.
-    """
-    notices = []
-    for name, field in model.model_fields.items():
-        rules: Any = field.json_schema_extra or {}
-        key = next((key for key in (name, field.alias) if key in section), None)
-        if key is None or not rules.get("deprecated"):
-            continue
-        annotation: Any = field.annotation
-        try:
-            value = TypeAdapter(annotation).validate_python(section[key])
-        except ValidationError:  # reported by the check of values
-            continue
-        new = rules.get("new_param", "")
-        old = ".".join((*path, key))
-        del section[key]
-        if not new or not rules.get("set_new_param", True):
-            notices.append(
-                f"{old} has no effect: DeepSpeed has removed it" + (f"; it is part of {new}" if new else "")
-            )
-            continue
-        target = model.model_fields[new].alias or new
-        if target in section or new in section:
-            raise UserError(f"{where}: {old} is the old name of {target}, which is set as well; remove {old}")
-        value = rules.get("new_param_fn", lambda value: value)(value)
-        if isinstance(value, BaseModel):
-            value = value.model_dump(mode="json", exclude_unset=True)
-        if value is not None:
-            section[target] = value
-        notices.append(f"{old} is deprecated: read as {target}")
-    return notices
-
-
 def models() -> dict[tuple[str, ...], type[BaseModel]]:
     """The pydantic models of the installed DeepSpeed, by section."""
     monitors: dict[tuple[str, ...], type[BaseModel]] = {
@@ -295,23 +288,20 @@ def _types(annotation: Any) -> Iterator[type]:
         yield from _types(argument)
 
 
-def _kind(document: Mapping[str, Any], block: str) -> Any:
-    found = document.get(block)
-    return found.get("type") if isinstance(found, dict) else None
-
-
-def _params(defaults: Mapping[str, Any] | None) -> Any:
-    """The arguments of a class, with the types that their defaults imply; any for an unknown one."""
-    return Any if defaults is None else {name: _type_of(default) for name, default in defaults.items()}
+def _params(document: Mapping[str, Any], block: str) -> Any:
+    """The params of an optimizer or scheduler; any for one that is not supported."""
+    known, more = {
+        "optimizer": (OPTIMIZERS, EQUIVALENT),
+        "scheduler": (SCHEDULERS, ("last_batch_iteration",)),
+    }[block]
+    inside = document.get(block)
+    kind = inside.get("type") if isinstance(inside, dict) else None
+    names = [*known] if kind is None else [name for name in (kind, str(kind).lower()) if name in known]
+    return {param: Any for name in names for param in (*known[name], *more)} or Any
 
 
 def _type_of(default: Any) -> Any:
     """The type of values that ``default`` implies."""
     if isinstance(default, bool | dict):
         return type(default)
-    if isinstance(default, int | float):
-        return Annotated[float, Field(ge=min(0, default))] | list[float]
-    if isinstance(default, tuple):
-        each = Annotated[float, Field(ge=0, lt=1)]
-        return Annotated[list[each], Field(min_length=len(default), max_length=len(default))]
-    return float | list[Any] if default is inspect.Parameter.empty else Any
+    return _Number if isinstance(default, int | float) else Any

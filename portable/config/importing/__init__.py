@@ -6,6 +6,7 @@ from portable.config.importing.importer import (
     program_of,
     read,
     read_accelerate,
+    read_deepspeed,
     read_environment,
 )
 from portable.config.importing.rows import Imported
@@ -17,5 +18,6 @@ __all__ = [
     "program_of",
     "read",
     "read_accelerate",
+    "read_deepspeed",
     "read_environment",
 ]

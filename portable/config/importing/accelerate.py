@@ -10,6 +10,7 @@ import os
 import pathlib
 from typing import TYPE_CHECKING, Any
 
+from portable.config.importing.deepspeed import clipping
 from portable.config.importing.rows import EMPTY, NoCounterpart, NoEffect, Row, choose, free, refused
 from portable.config.origins import shown
 from portable.config.types import truth
@@ -287,10 +288,7 @@ ROWS: Rows = {
     **{f"fsdp_config.{name}": row for name, row in _XLA.items()},
     "deepspeed_config.zero_stage": Row("strategy", {**_ZERO, **{str(n): s for n, s in _ZERO.items()}}),
     "deepspeed_config.gradient_accumulation_steps": Row("deepspeed.config", _accumulation),
-    "deepspeed_config.gradient_clipping": Row(
-        "train.max_grad_norm",
-        lambda value, _: None if value in (None, "auto") else _number(value) or None,
-    ),
+    "deepspeed_config.gradient_clipping": Row(how=clipping, why="train.max_grad_norm"),
     "deepspeed_config.offload_optimizer_device": _offload("optimizer"),
     "deepspeed_config.offload_param_device": _offload("params"),
     "deepspeed_config.offload_optimizer_nvme_path": _nvme("optimizer"),
@@ -365,40 +363,35 @@ ROWS: Rows = {
 }
 
 
-def prepared(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The file without sections that Accelerate would not read, and with its prefixes at every key."""
-    found = dict(values)
+def prepare(file: File) -> None:
+    """Leave out sections that Accelerate would not read, and put its prefixes at every key."""
+    found = file.values
     for section, prefix in (("fsdp_config", "fsdp_"), ("dynamo_config", "dynamo_")):
         if isinstance(inside := found.get(section), dict):
             found[section] = {
                 k if k in _XLA or str(k).startswith(prefix[:-1]) else f"{prefix}{k}": v
                 for k, v in inside.items()
             }
-    kind = str(found.get("distributed_type", "NO")).upper()
-    on_xla = kind in ("XLA", "TPU") or any(
-        isinstance(section, dict) and section.get("xla") is True
-        for section in (found, found.get("fsdp_config"))
-    )
-    wanted = {"fsdp_config": kind == "FSDP" or on_xla, "deepspeed_config": kind == "DEEPSPEED"}
+    wanted = {
+        "fsdp_config": _kind(file) == "FSDP" or _xla(file),
+        "deepspeed_config": _kind(file) == "DEEPSPEED",
+    }
     for section in (*wanted, "megatron_lm_config"):  # Megatron-LM is refused as distributed_type
         if section in found and (found[section] in EMPTY or isinstance(found[section], dict)):
             if not wanted.get(section, False):
                 del found[section]
             elif found[section] in EMPTY:
                 found[section] = {}
-    return found
 
 
-def finish(file: File, *, from_file: bool) -> None:
+def finish(file: File, devices: int) -> None:
     """Accelerate's defaults for the sharding, and the number of ranks.
 
     Args:
         file: whose keys were taken over.
-        from_file: whether it is one, and not what ``accelerate launch`` has set.
+        devices: not used: the file says how many.
     """
     kind, path, result = _kind(file), ("distributed_type",), file.result
-    if not from_file:
-        return
     if kind == "FSDP" and "strategy" not in result.values:
         file.put(path, "strategy", "full_shard")
     if kind == "DEEPSPEED" and "strategy" not in result.values and not _json(file):

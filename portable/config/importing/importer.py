@@ -27,12 +27,16 @@ class Program:
         rows: its keys.
         sure: keys, separated by spaces, that no other program has.
         some: more keys of its files.
+        finish: what several keys say together, once each is taken over; with the devices of the batch.
+        prepare: what comes before.
     """
 
     name: str
     rows: Rows
     sure: str
     some: str
+    finish: Callable[[File, int], None] = trainers.finish
+    prepare: Callable[[File], None] = lambda file: None  # noqa: E731
 
     def reads(self, values: Mapping[str, object], *, likely: bool) -> bool:
         """Whether a file with the top-level keys ``values`` is its; if ``likely``, one sure key is enough."""
@@ -45,12 +49,16 @@ ACCELERATE = Program(
     accelerate.ROWS,
     "compute_environment distributed_type",
     "fsdp_config deepspeed_config num_processes num_machines main_training_function mixed_precision",
+    accelerate.finish,
+    accelerate.prepare,
 )
 DEEPSPEED = Program(
     "DeepSpeed",
     deepspeed.ROWS,
     "zero_optimization train_micro_batch_size_per_gpu",
     "train_batch_size gradient_clipping steps_per_print wall_clock_breakdown activation_checkpointing",
+    deepspeed.finish,
+    deepspeed.prepare,
 )
 TRAINER = Program(
     "the Trainer or TRL",
@@ -114,6 +122,14 @@ def read_accelerate(document: Document, name: str) -> Imported:
     return _read(ACCELERATE, document.value, _origin(document, name)).demand()
 
 
+def read_deepspeed(values: Mapping[str, Any], name: str) -> Imported:
+    """What the content of a DeepSpeed JSON comes to; ``name`` is its file or setting, for messages.
+
+    A batch size that needs the number of ranks is not among the settings.
+    """
+    return _read(DEEPSPEED, values, lambda path: Origin(f"{name}: {'.'.join(path)}", 0), devices=0)
+
+
 def read_environment(environment: Mapping[str, str]) -> Imported | None:
     """What the variables of ``accelerate launch`` come to; None if it has not started this process.
 
@@ -127,7 +143,7 @@ def read_environment(environment: Mapping[str, str]) -> Imported | None:
     def origin(path: Path) -> Origin:
         return Origin(f"accelerate launch: {variables.get(path, path[-1])}", 0)
 
-    return _read(ACCELERATE, values, origin, from_file=False).demand()
+    return _read(ACCELERATE, values, origin, launched=True).demand()
 
 
 def _origin(document: Document, name: str) -> Callable[[Path], Origin]:
@@ -144,20 +160,15 @@ def _read(
     origin: Callable[[Path], Origin],
     *,
     devices: int = 1,
-    from_file: bool = True,
+    launched: bool = False,
 ) -> Imported:
-    prepared = accelerate.prepared(values) if program is ACCELERATE else dict(values)
     name = "TRL" if program is TRAINER else program.name
-    file = File(
-        name, prepared, program.rows, origin, deepspeed.passed_on if program is DEEPSPEED else _unknown
-    )
+    unknown = deepspeed.passed_on if program is DEEPSPEED else _unknown
+    file = File(name, dict(values), program.rows, origin, unknown)
+    program.prepare(file)
     file.take()
-    if program is ACCELERATE:
-        accelerate.finish(file, from_file=from_file)
-    elif program is DEEPSPEED:
-        file.batch(devices)
-    else:
-        trainers.finish(file, devices)
+    if not launched:
+        program.finish(file, devices)
     return file.result
 
 

@@ -77,6 +77,7 @@ class Imported:
     Attributes:
         values: by dotted key of the run's config.
         origins: the file, line and key of each.
+        assumed: the settings that the files leave to their program; what another file says counts more.
         notes: keys that are ignored or have another meaning here, one line each.
         refused: keys without a counterpart, one line each, with what to do instead.
         processes: local ranks to start; None if a launcher or the backend decides.
@@ -85,6 +86,7 @@ class Imported:
 
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, Origin] = field(default_factory=dict)
+    assumed: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     processes: int | None = None
@@ -138,14 +140,15 @@ class File:
         if key not in self.result.values:
             self.result.values[key] = value
             self.result.origins[key] = Origin(why, 0)
+            self.result.assumed.add(key)
 
     def batch(self, devices: int) -> None:
-        """The global batch, which does not change from now on, whatever the number of devices."""
+        """The global batch, which does not change from now on; ``devices`` 0: that is not known."""
         micro, steps = (
             self.result.values.get("train.micro_batch_size"),
             self.get("gradient_accumulation_steps", 1),
         )
-        if isinstance(micro, int) and isinstance(steps, int):
+        if devices and isinstance(micro, int) and isinstance(steps, int):
             why = f"micro-batch {micro} x accumulation {steps} x devices {devices}"
             parts = self.result.values.get("context_parallel_size", 1)
             if isinstance(parts, int) and parts > 1:
