@@ -247,45 +247,6 @@ def replay_cpu_adam(optimizer: Any, steps: int, nothing: Sequence[Tensor]) -> No
         optimizer.ds_opt_adam.adam_update(optimizer.opt_id, step, 0.0, *betas, eps, 0.0, correct, *nothing)
 
 
-def optimizer_classes() -> dict[str, tuple[type, ...]]:
-    """By name, torch's class and then DeepSpeed's own, which it prefers."""
-    import torch
-    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-    from deepspeed.ops.lamb import FusedLamb
-    from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
-
-    return {
-        "adamw": (torch.optim.AdamW, DeepSpeedCPUAdam, FusedAdam),
-        "sgd": (torch.optim.SGD,),
-        "lamb": (FusedLamb,),
-        "lion": (DeepSpeedCPULion, FusedLion),
-        "adagrad": (torch.optim.Adagrad,),
-    }
-
-
-def adam_switches() -> dict[str, Any]:
-    """Params that DeepSpeed itself reads from an Adam block, with their defaults."""
-    from deepspeed.runtime.config import ADAM_W_MODE, ADAM_W_MODE_DEFAULT, TORCH_ADAM_PARAM
-
-    return {TORCH_ADAM_PARAM: False, ADAM_W_MODE: ADAM_W_MODE_DEFAULT}
-
-
-def optimizer_names() -> Sequence[str]:
-    """The values of ``optimizer.type`` that DeepSpeed builds itself, in lower case."""
-    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
-
-    names: Sequence[str] = DEEPSPEED_OPTIMIZERS
-    return names
-
-
-def scheduler_class(kind: Any) -> type | None:
-    """The class behind ``scheduler.type``; None if DeepSpeed has no such scheduler."""
-    from deepspeed.runtime import lr_schedules
-
-    found = getattr(lr_schedules, kind, None) if isinstance(kind, str) else None
-    return found if inspect.isclass(found) else None
-
-
 # -- the configuration -----------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ pytest.importorskip("deepspeed")
 
 from gpu.zero import private_api
 from gpu.zero import runtime as zero_runtime
+from portable.config.importing.deepspeed import EQUIVALENT, OPTIMIZERS, SCHEDULERS, TORCHS_WEIGHT_DECAY
 
 _STAGE_1_2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 _STAGE_3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
@@ -138,9 +139,43 @@ def test_the_configuration_is_there(deepspeed: Any) -> None:
     assert {("bf16",), ("fp16",), ("zero_optimization",)} <= private_api.config_models().keys()
     assert private_api.config_classes()
     assert private_api.monitor_model().model_fields
-    assert "adamw" in private_api.optimizer_names()
-    assert private_api.scheduler_class("WarmupLR") is not None
-    assert private_api.adam_switches() == {"torch_adam": False, "adam_w_mode": True}
     removed = next(iter(private_api.removed_keys()))
     assert private_api.removed_key_error({removed: {}}) is not None
     assert private_api.removed_key_error({}) is None
+
+
+def defaults(kind: type) -> dict[str, Any]:
+    """The params of an optimizer or a scheduler; None where there is no default."""
+    found = {
+        name: None if one.default is inspect.Parameter.empty else one.default
+        for name, one in inspect.signature(kind.__init__).parameters.items()  # type: ignore[misc]
+        if name not in ("self", "params", "model_params", "optimizer", "last_batch_iteration")
+        and one.kind is not inspect.Parameter.VAR_KEYWORD
+    }
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
+
+
+def test_what_optimizers_take_is_in_the_table(deepspeed: Any) -> None:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+    from deepspeed.runtime import config
+    from torch.optim import SGD, AdamW
+
+    switches = {config.TORCH_ADAM_PARAM: False, config.ADAM_W_MODE: config.ADAM_W_MODE_DEFAULT}
+    kinds = {"adamw": (AdamW, DeepSpeedCPUAdam, FusedAdam), "sgd": (SGD,)}
+    for name, classes in kinds.items():
+        found = {} if name == "sgd" else dict(switches)
+        for kind in classes:  # DeepSpeed's own come last and win
+            found = defaults(kind) | found if kind is AdamW else found | defaults(kind)
+        equivalent = {param: found.pop(param) for param in EQUIVALENT if param in found}
+        assert found == OPTIMIZERS[name]
+        assert not any(value for param, value in equivalent.items() if param != "set_grad_none")
+    assert OPTIMIZERS["adam"] == OPTIMIZERS["adamw"]
+    assert defaults(AdamW)["weight_decay"] == TORCHS_WEIGHT_DECAY
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_what_schedulers_take_is_in_the_table(kind: str, deepspeed: Any) -> None:
+    from deepspeed.runtime import lr_schedules
+
+    assert defaults(getattr(lr_schedules, kind)) == SCHEDULERS[kind]
+    assert set(lr_schedules.VALID_LR_SCHEDULES) == set(SCHEDULERS)

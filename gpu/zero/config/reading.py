@@ -42,6 +42,11 @@ def read(config: RunConfig) -> Document | None:
         notes.append(f"{name}: {'.'.join(path)}: {text}")
 
     modernise(values, note)
+    zero = values.get("zero_optimization", {})
+    require(
+        isinstance(zero, dict),
+        f"{name}: zero_optimization must be a mapping, not {shown(zero)}; remove it, or set its stage in it",
+    )
     if (error := private_api.removed_key_error(values)) is not None:
         raise UserError(f"{name}: {one_line(error)}") from error
     values = judged(values, name, note)

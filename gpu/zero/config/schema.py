@@ -39,8 +39,12 @@ def _unchanged(value: Any, check: Callable[[Any], Any]) -> Any:
     return value
 
 
-_Number = Annotated[float, Field(ge=0), WrapValidator(_unchanged)]
-"""A number, which stays whole if it is."""
+def _number(least: float) -> Any:
+    """A number, which stays whole if it is."""
+    return Annotated[float, Field(ge=least), WrapValidator(_unchanged)]
+
+
+_Number = _number(0)
 _Lower = BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value)
 _Sent = Annotated[Literal["fp16", "bf16", "fp32"], _Lower]
 _Known = dict[str, Any]
@@ -304,4 +308,4 @@ def _type_of(default: Any) -> Any:
     """The type of values that ``default`` implies."""
     if isinstance(default, bool | dict):
         return type(default)
-    return _Number if isinstance(default, int | float) else Any
+    return _number(min(0, default)) if isinstance(default, int | float) else Any

@@ -64,7 +64,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 """The values of ``optimizer.type`` that are supported, with the defaults of DeepSpeed's classes for them."""
 EQUIVALENT = ("torch_adam", "fused", "foreach", "set_grad_none", "capturable", "differentiable")
 """Params that select another implementation of the same update."""
-_TORCHS_WEIGHT_DECAY = 0.01
+TORCHS_WEIGHT_DECAY = 0.01
 """The default of torch's AdamW, which ``torch_adam`` selects."""
 _WARMUP = {"warmup_min_lr": 0.0, "warmup_max_lr": None, "warmup_num_steps": 1000, "warmup_type": "log"}
 SCHEDULERS: dict[str, dict[str, Any]] = {
@@ -253,10 +253,15 @@ def _optimizers_rate(value: Any, file: File) -> Any:
 
 def _rate_of(file: File) -> str | None:
     """The scheduler's param that sets the learning rate; None if the optimizer sets it."""
-    defaults = SCHEDULERS.get(file.get("scheduler.type"), {})
-    given = {**defaults, **(file.get("scheduler.params") or {})}
+    defaults = SCHEDULERS.get(str(file.get("scheduler.type")), {})
+    given = {**defaults, **_params(file, "scheduler")}
     names = [name for name in _RATES if name in defaults]
     return next((name for name in names if given[name] not in (None, AUTO)), None)
+
+
+def _params(file: File, block: str) -> dict[str, Any]:
+    found = file.get(f"{block}.params")
+    return found if isinstance(found, dict) else {}
 
 
 def _optimizers_param(value: Any, file: File) -> None:
@@ -308,7 +313,7 @@ def _gathered(value: Any, file: File) -> None:
 def _scaled(value: Any, file: File) -> None:
     """Divisions of gradients before they are summed."""
     reduces = _stage_of(file) != 0 and file.get("zero_optimization.reduce_scatter") is not False
-    if reduces and value not in (None, AUTO, False, 1):
+    if reduces and (value is True or value not in (None, AUTO, False, 1)):
         raise NoCounterpart(
             f"{shown(value)} needs zero_optimization.reduce_scatter false under ZeRO; remove it, or set "
             "reduce_scatter to false"
@@ -392,17 +397,16 @@ def finish(file: File, devices: int) -> None:
         devices: that the batch is spread over.
     """
     why = "default of DeepSpeed"
-    kind, scheduler = str(file.get("optimizer.type", "")).lower(), file.get("scheduler.type")
-    params = file.get("optimizer.params") or {}
+    kind, scheduler = str(file.get("optimizer.type", "")).lower(), str(file.get("scheduler.type"))
+    params, given = _params(file, "optimizer"), _params(file, "scheduler")
     defaults = OPTIMIZERS.get(kind, {})
     if params.get("torch_adam") is True:
-        defaults = {**defaults, "weight_decay": _TORCHS_WEIGHT_DECAY}
+        defaults = {**defaults, "weight_decay": TORCHS_WEIGHT_DECAY}
     for name in defaults.keys() - params.keys():
         if name == "momentum":
             file.default("train.betas", [defaults[name], 0.95], why)
         elif (to := ROWS[f"optimizer.params.{name}"].to) and not (name == "lr" and _rate_of(file)):
             file.default(to, defaults[name], why)
-    given = file.get("scheduler.params") or {}
     for name, value in SCHEDULERS.get(scheduler, {}).items():
         if name in SCHEDULED and name not in given and value is not None:
             file.default(SCHEDULED[name], value, why)
