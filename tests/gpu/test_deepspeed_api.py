@@ -14,7 +14,16 @@ pytest.importorskip("deepspeed")
 
 from gpu.zero import private_api
 from gpu.zero import runtime as zero_runtime
-from portable.config.importing.deepspeed import EQUIVALENT, OPTIMIZERS, SCHEDULERS, TORCHS_WEIGHT_DECAY
+from portable.config.importing.deepspeed import (
+    EQUIVALENT,
+    NEEDED,
+    OPTIMIZERS,
+    PARAMS,
+    SCHEDULED,
+    SCHEDULERS,
+    TORCHS_WEIGHT_DECAY,
+    UNSUPPORTED,
+)
 
 _STAGE_1_2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 _STAGE_3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
@@ -149,7 +158,7 @@ def defaults(kind: type) -> dict[str, Any]:
     found = {
         name: None if one.default is inspect.Parameter.empty else one.default
         for name, one in inspect.signature(kind.__init__).parameters.items()  # type: ignore[misc]
-        if name not in ("self", "params", "model_params", "optimizer", "last_batch_iteration")
+        if name not in ("self", "params", "model_params", "optimizer")
         and one.kind is not inspect.Parameter.VAR_KEYWORD
     }
     return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
@@ -160,16 +169,22 @@ def test_what_optimizers_take_is_in_the_table(deepspeed: Any) -> None:
     from deepspeed.runtime import config
     from torch.optim import SGD, AdamW
 
+    theirs = defaults(DeepSpeedCPUAdam) | defaults(FusedAdam)
     switches = {config.TORCH_ADAM_PARAM: False, config.ADAM_W_MODE: config.ADAM_W_MODE_DEFAULT}
-    kinds = {"adamw": (AdamW, DeepSpeedCPUAdam, FusedAdam), "sgd": (SGD,)}
-    for name, classes in kinds.items():
-        found = {} if name == "sgd" else dict(switches)
-        for kind in classes:  # DeepSpeed's own come last and win
-            found = defaults(kind) | found if kind is AdamW else found | defaults(kind)
-        equivalent = {param: found.pop(param) for param in EQUIVALENT if param in found}
-        assert found == OPTIMIZERS[name]
-        assert not any(value for param, value in equivalent.items() if param != "set_grad_none")
+    for name, found in {"adamw": {**defaults(AdamW), **theirs, **switches}, "sgd": defaults(SGD)}.items():
+        assert found.keys() | {*EQUIVALENT.split()} == {*PARAMS[name].split()}
+        for param, value in found.items():
+            path = f"optimizer.params.{param}"
+            if param in OPTIMIZERS[name]:
+                assert value == OPTIMIZERS[name][param]
+            elif path in UNSUPPORTED:
+                assert value == UNSUPPORTED[path]
+            elif path in NEEDED or param == "adam_w_mode":
+                assert value is True
+            else:
+                assert param in EQUIVALENT.split()
     assert OPTIMIZERS["adam"] == OPTIMIZERS["adamw"]
+    assert PARAMS["adam"] == PARAMS["adamw"]
     assert defaults(AdamW)["weight_decay"] == TORCHS_WEIGHT_DECAY
 
 
@@ -177,5 +192,8 @@ def test_what_optimizers_take_is_in_the_table(deepspeed: Any) -> None:
 def test_what_schedulers_take_is_in_the_table(kind: str, deepspeed: Any) -> None:
     from deepspeed.runtime import lr_schedules
 
-    assert defaults(getattr(lr_schedules, kind)) == SCHEDULERS[kind]
+    found = defaults(getattr(lr_schedules, kind))
+    assert found.keys() == {*PARAMS[kind].split()}
+    ours = {name: value for name, value in found.items() if name in SCHEDULED and value is not None}
+    assert ours == SCHEDULERS[kind]
     assert set(lr_schedules.VALID_LR_SCHEDULES) == set(SCHEDULERS)

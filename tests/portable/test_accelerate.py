@@ -204,10 +204,10 @@ NOTED = [
     (f"{FSDP}\n  fsdp_use_orig_params: false", ":3: fsdp_use_orig_params FSDP2"),
     (f"{FSDP}\n  reshard_after_forward: false", ":3: fsdp_reshard_after_forward fsdp_sharding_strategy"),
     ("distributed_type: XLA", ":1: distributed_type replicates"),
-    (f"{ZERO}{{zero_stage: 2, offload_param_device: cpu}}", "offload_param_device zero_stage 2"),
+    (f"{ZERO}{{zero_stage: 2, offload_param_device: cpu}}", "offload_param_device ZeRO stage 2"),
     (
         f"{ZERO}{{offload_optimizer_device: nvme, offload_optimizer_nvme_path: /disk}}",
-        "offload_optimizer_device means cpu at zero_stage 2",
+        "offload_optimizer_device read as cpu at ZeRO stage 2",
     ),
 ]
 

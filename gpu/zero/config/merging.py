@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from gpu.zero.buckets import automatic
+from gpu.zero.config.document import KEY
 from portable.config.importing.deepspeed import AUTO
 from portable.config.origins import shown
 
@@ -14,37 +15,16 @@ if TYPE_CHECKING:
     from gpu.zero.config.document import Document
     from portable.config import RunConfig
 
-# Sections that the run replaces with its own optimizer, schedule and batches.
-_OURS = (
-    "optimizer",
-    "scheduler",
-    "activation_checkpointing",
-    "zero_allow_untested_optimizer",
-    "zero_force_ds_cpu_optimizer",
-)
-
-
 def merged(base: Mapping[str, Any], document: Document, hidden_size: int) -> dict[str, Any]:
-    """The configuration for DeepSpeed: the JSON's values over the run's.
+    """The configuration for DeepSpeed: what the JSON passes on, over the run's.
 
     Args:
         base: the configuration from the run's settings.
         document: the JSON, already reconciled with them.
         hidden_size: of the model, for bucket sizes that are ``auto``.
     """
-    values = {key: value for key, value in document.values.items() if key not in _OURS}
-    filled = _filled(values, {"zero_optimization": automatic(hidden_size)}, ())
-    settings = _over(base, filled)
-    for part in ("offload_optimizer", "offload_param"):  # swap in the run's own folder
-        ours = base["zero_optimization"].get(part, {})
-        if "nvme_path" in ours:
-            settings["zero_optimization"][part]["nvme_path"] = ours["nvme_path"]
-    for kind in ("bf16", "fp16"):  # the run's precision decides which is on
-        if kind in settings:
-            settings[kind] = {**settings[kind], "enabled": kind in base}
-    for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
-        settings[key] = base[key]
-    return settings
+    passed = document.imported.values.get(KEY, {})
+    return _over(base, _filled(passed, {"zero_optimization": automatic(hidden_size)}, ()))
 
 
 def _filled(values: Mapping[str, Any], sizes: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:

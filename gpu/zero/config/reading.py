@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpu.zero import private_api
 from gpu.zero.config.document import KEY, Document
-from gpu.zero.config.schema import judged
+from gpu.zero.config.schema import check
 from portable.config.importing import read_deepspeed
 from portable.config.importing.deepspeed import AUTO, is_comment, modernise
 from portable.config.origins import shown
@@ -49,7 +49,7 @@ def read(config: RunConfig) -> Document | None:
     )
     if (error := private_api.removed_key_error(values)) is not None:
         raise UserError(f"{name}: {one_line(error)}") from error
-    values = judged(values, name, note)
+    check(values, name)
     values["zero_optimization"] = {**values.get("zero_optimization", {}), "stage": _stage(config, values, name)}
     imported = read_deepspeed(values, name)
     imported.notes[:0] = notes

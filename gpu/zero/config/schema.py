@@ -23,13 +23,13 @@ from pydantic import (
 )
 
 from gpu.zero import private_api
-from portable.config.importing.deepspeed import AUTO, EQUIVALENT, OPTIMIZERS, SCHEDULERS
+from portable.config.importing.deepspeed import AUTO, OPTIMIZERS, PARAMS, SCHEDULERS
 from portable.config.origins import shown
 from portable.config.suggest import did_you_mean
 from portable.errors import UserError, one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
 _STRICT = ConfigDict(extra="forbid", strict=True)
 
@@ -129,8 +129,8 @@ def schema_of(document: Mapping[str, Any]) -> type[BaseModel]:
             section: {"enabled": bool, **{name: _type_of(value) for name, value in vars(made({})).items()}}
             for section, made in private_api.config_classes().items()
         },
-        "optimizer": {**_all(Any, "type legacy_fusion"), "params": _params(document, "optimizer")},
-        "scheduler": {"type": Any, "params": _params(document, "scheduler")},
+        "optimizer": {**_all(Any, "type legacy_fusion"), "params": _params(document, "optimizer", OPTIMIZERS)},
+        "scheduler": {"type": Any, "params": _params(document, "scheduler", SCHEDULERS)},
     }
     for path, model in models().items():
         inside = known
@@ -140,20 +140,16 @@ def schema_of(document: Mapping[str, Any]) -> type[BaseModel]:
     return _model("DeepSpeed", known)
 
 
-def judged(document: dict[str, Any], where: str, note: Callable[[tuple[str, ...], str], None]) -> dict[str, Any]:
-    """``document`` as DeepSpeed's models read it: under present names, with words for booleans read as such.
+def check(document: dict[str, Any], where: str) -> None:
+    """Raise UserError for all keys that the installed DeepSpeed does not read, or the first wrong value.
 
     Args:
         document: the configuration.
-        where: its file or setting, for messages.
-        note: is called with the path of each deprecated key, and with what became of it.
-
-    Raises:
-        UserError: for all keys that the installed DeepSpeed does not read, or the first wrong value.
+        where: its file or setting, for the message.
     """
     schema, given = schema_of(document), without_auto(document)
     try:
-        read = schema(**given)
+        schema(**given)
     except ValidationError as error:
         details = error.errors()
         unknown = [
@@ -170,18 +166,10 @@ def judged(document: dict[str, Any], where: str, note: Callable[[tuple[str, ...]
         raise UserError(one_line(f"{where}: {'.'.join(path)}: {told}{got}")) from error
     except Exception as error:  # of one of its validators
         raise UserError(one_line(f"{where}: {error or type(error).__name__}")) from error
-    found = with_auto(read.model_dump(mode="json", by_alias=True, exclude_unset=True), document)
-    for path, model in models().items():
-        around = (_section(found, path[:-1]), _section(document, path[:-1]))
-        new, old = (section.get(path[-1]) for section in around)
-        if isinstance(new, dict) and isinstance(old, dict):
-            names = _present_names(model, old, path, note)
-            around[0][path[-1]] = {k: v for k, v in new.items() if k in names and (v is not None or k in old)}
     try:
-        private_api.parse({key: value for key, value in without_auto(found).items() if key not in _OURS} | _ONE)
+        private_api.parse({key: value for key, value in given.items() if key not in _OURS} | _ONE)
     except Exception as error:
         raise UserError(one_line(f"{where}: {error or type(error).__name__}")) from error
-    return found
 
 
 _ONE = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
@@ -195,45 +183,6 @@ def without_auto(values: dict[str, Any], path: tuple[str, ...] = ()) -> dict[str
         for key, value in values.items()
         if value != AUTO or (*path, key) == ("data_types", "keep_in_fp32_modules")
     }
-
-
-def with_auto(found: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
-    """``found``, in the order of ``values``, with those of them that are ``auto``."""
-    both = {
-        key: with_auto(found.get(key) or {}, value) if isinstance(value, dict) else found.get(key, value)
-        for key, value in values.items()
-        if key in found or value == AUTO or isinstance(value, dict)
-    }
-    return both | {key: value for key, value in found.items() if key not in both}
-
-
-def _section(values: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
-    for part in path:
-        values = values.get(part) or {}
-    return values
-
-
-def _present_names(
-    model: type[BaseModel],
-    given: dict[str, Any],
-    path: tuple[str, ...],
-    note: Callable[[tuple[str, ...], str], None],
-) -> set[str]:
-    """The present names of the keys ``given``, by the rules in DeepSpeed's model; each old one is noted."""
-    names = set()
-    for name, field in model.model_fields.items():
-        key = next((key for key in (name, field.alias) if key in given), None)
-        rules: Any = field.json_schema_extra or {}
-        new = rules.get("new_param", "") if rules.get("deprecated") else name
-        if key is not None and (not new or not rules.get("set_new_param", True)):
-            part = f"; it is part of {new}" if new else ""
-            note((*path, key), f"has no effect: DeepSpeed has removed it{part}")
-        elif key is not None:
-            target = model.model_fields[new].alias or new
-            names.add(target)
-            if new != name:
-                note((*path, key), f"is deprecated: read as {target}")
-    return names
 
 
 def _names_in(values: dict[str, Any]) -> set[str]:
@@ -292,16 +241,13 @@ def _types(annotation: Any) -> Iterator[type]:
         yield from _types(argument)
 
 
-def _params(document: Mapping[str, Any], block: str) -> Any:
+def _params(document: Mapping[str, Any], block: str, kinds: Iterable[str]) -> Any:
     """The params of an optimizer or scheduler; any for one that is not supported."""
-    known, more = {
-        "optimizer": (OPTIMIZERS, EQUIVALENT),
-        "scheduler": (SCHEDULERS, ("last_batch_iteration",)),
-    }[block]
     inside = document.get(block)
     kind = inside.get("type") if isinstance(inside, dict) else None
-    names = [*known] if kind is None else [name for name in (kind, str(kind).lower()) if name in known]
-    return {param: Any for name in names for param in (*known[name], *more)} or Any
+    named = {str(kind), str(kind).lower()}
+    names = [name for one in kinds if kind is None or one in named for name in PARAMS[one].split()]
+    return dict.fromkeys(names, Any) or Any
 
 
 def _type_of(default: Any) -> Any:

@@ -10,7 +10,7 @@ import os
 import pathlib
 from typing import TYPE_CHECKING, Any
 
-from portable.config.importing.deepspeed import clipping
+from portable.config.importing.deepspeed import clipping, nvme_path, offload
 from portable.config.importing.rows import EMPTY, NoCounterpart, NoEffect, Row, choose, free, refused
 from portable.config.origins import shown
 from portable.config.types import truth
@@ -187,34 +187,6 @@ def _accumulation(value: Any, file: File) -> dict[str, Any] | None:
     return {"gradient_accumulation_steps": steps}
 
 
-def _offload(part: str) -> Row:
-    def take(value: Any, file: File) -> str:
-        device = choose(value, {None: "none", "NONE": "none", "CPU": "cpu", "NVME": "nvme"})
-        stage = _stage(file)
-        if device != "none" and (stage == 0 or (stage < 3 and part == "params")):
-            raise NoEffect(f"{shown(value)} has no effect at zero_stage {stage}, as in DeepSpeed")
-        if device == "nvme" and stage < 3:
-            file.note(
-                file.path, f"{shown(value)} means cpu at zero_stage {stage}: only stage 3 supports nvme"
-            )
-            return "cpu"
-        return str(device)
-
-    return Row(f"memory.offload_{part}", take)
-
-
-def _nvme(words: str) -> Row:
-    def take(value: Any, file: File) -> Any:
-        device = file.get(f"deepspeed_config.offload_{words}_device")
-        if value in (*EMPTY, "none") or _stage(file) < 3 or str(device).lower() != "nvme":
-            return None
-        if file.result.values.get("memory.nvme_path", value) != value:
-            raise NoCounterpart("differs from the other nvme_path; use one folder for both")
-        return value
-
-    return Row("memory.nvme_path", take)
-
-
 def _deepspeed_file(value: Any, file: File) -> Any:
     if not _json(file):
         return None
@@ -289,10 +261,14 @@ ROWS: Rows = {
     "deepspeed_config.zero_stage": Row("strategy", {**_ZERO, **{str(n): s for n, s in _ZERO.items()}}),
     "deepspeed_config.gradient_accumulation_steps": Row("deepspeed.config", _accumulation),
     "deepspeed_config.gradient_clipping": Row(how=clipping, why="train.max_grad_norm"),
-    "deepspeed_config.offload_optimizer_device": _offload("optimizer"),
-    "deepspeed_config.offload_param_device": _offload("params"),
-    "deepspeed_config.offload_optimizer_nvme_path": _nvme("optimizer"),
-    "deepspeed_config.offload_param_nvme_path": _nvme("param"),
+    "deepspeed_config.offload_optimizer_device": offload("optimizer", _stage),
+    "deepspeed_config.offload_param_device": offload("params", _stage),
+    **{
+        f"deepspeed_config.offload_{name}_nvme_path": nvme_path(
+            f"deepspeed_config.offload_{name}_device", _stage
+        )
+        for name in ("optimizer", "param")
+    },
     "deepspeed_config.deepspeed_config_file": Row("deepspeed.config", _deepspeed_file),
     "compute_environment": refused("runs are always local; set it to LOCAL_MACHINE", "LOCAL_MACHINE", "TPU"),
     "tpu_use_cluster": _for_tpus(_HOST.replace("remove it", "set it to false")),

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from portable.config.importing.rows import NoCounterpart, NoEffect, Row, free, refused
+from portable.config.importing.rows import NoCounterpart, NoEffect, Row, choose, free, refused
 from portable.config.origins import shown
+from portable.config.types import truth
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,8 +20,6 @@ AUTO = "auto"
 SHARED = {
     "train_batch_size": "train.global_batch_size",
     "train_micro_batch_size_per_gpu": "train.micro_batch_size",
-    "zero_optimization.offload_optimizer.device": "memory.offload_optimizer",
-    "zero_optimization.offload_param.device": "memory.offload_params",
     "optimizer.params.betas": "train.betas",
     "optimizer.params.eps": "train.eps",
     "optimizer.params.weight_decay": "train.weight_decay",
@@ -36,69 +35,43 @@ SCHEDULED = {
     "lr_range_test_min_lr": "train.learning_rate",
 }
 """Params of schedulers that are settings; the others are ``train.schedule_params``."""
-_RATES = [name for name, key in SCHEDULED.items() if key == "train.learning_rate"]
-_ADAM = {
-    "lr": 0.001,
-    "betas": [0.9, 0.999],
-    "eps": 1e-8,
-    "weight_decay": 0.0,
-    "bias_correction": True,
-    "amsgrad": False,
-    "maximize": False,
-    "adamw_mode": True,
-    "adam_w_mode": True,
-    "fp32_optimizer_states": True,
-}
+_RATES = ("warmup_max_lr", "cycle_max_lr", "lr_range_test_min_lr")
+_ADAM = {"lr": 0.001, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": _ADAM,
     "adam": _ADAM,
-    "sgd": {
-        "lr": 0.001,
-        "momentum": 0,
-        "dampening": 0,
-        "weight_decay": 0.0,
-        "nesterov": False,
-        "maximize": False,
-    },
+    "sgd": {"lr": 0.001, "momentum": 0, "weight_decay": 0.0},
 }
-"""The values of ``optimizer.type`` that are supported, with the defaults of DeepSpeed's classes for them."""
-EQUIVALENT = ("torch_adam", "fused", "foreach", "set_grad_none", "capturable", "differentiable")
-"""Params that select another implementation of the same update."""
+"""The values of ``optimizer.type`` that are supported, with the settings that DeepSpeed's classes have."""
 TORCHS_WEIGHT_DECAY = 0.01
 """The default of torch's AdamW, which ``torch_adam`` selects."""
-_WARMUP = {"warmup_min_lr": 0.0, "warmup_max_lr": None, "warmup_num_steps": 1000, "warmup_type": "log"}
+EQUIVALENT = "torch_adam fused foreach set_grad_none capturable differentiable"
+"""Params that select another implementation of the same update."""
 SCHEDULERS: dict[str, dict[str, Any]] = {
-    "WarmupLR": _WARMUP,
-    "WarmupDecayLR": {**_WARMUP, "warmup_max_lr": 0.001, "total_num_steps": None},
-    "WarmupCosineLR": {
-        "total_num_steps": None,
-        "warmup_min_ratio": 0.0,
-        "warmup_num_steps": 1000,
-        "cos_min_ratio": 0.0001,
-        "warmup_type": "log",
-    },
-    "OneCycle": {
-        "cycle_min_lr": None,
-        "cycle_max_lr": None,
-        "decay_lr_rate": 0.0,
-        "cycle_first_step_size": 2000,
-        "cycle_second_step_size": None,
-        "cycle_first_stair_count": 0,
-        "cycle_second_stair_count": None,
-        "decay_step_size": 0,
-        "cycle_momentum": True,
-        "cycle_min_mom": 0.8,
-        "cycle_max_mom": 0.9,
-        "decay_mom_rate": 0.0,
-    },
-    "LRRangeTest": {
-        "lr_range_test_min_lr": 0.001,
-        "lr_range_test_step_size": 2000,
-        "lr_range_test_step_rate": 1.0,
-        "lr_range_test_staircase": False,
-    },
+    "WarmupLR": {"warmup_num_steps": 1000},
+    "WarmupDecayLR": {"warmup_num_steps": 1000, "warmup_max_lr": 0.001},
+    "WarmupCosineLR": {"warmup_num_steps": 1000, "cos_min_ratio": 0.0001},
+    "OneCycle": {},
+    "LRRangeTest": {"lr_range_test_min_lr": 0.001},
 }
-"""The same for ``scheduler.type``; None: there is no default."""
+"""The same for ``scheduler.type``."""
+_WARMUP = "warmup_min_lr warmup_max_lr warmup_num_steps warmup_type last_batch_iteration"
+_ADAMS = f"lr betas eps weight_decay bias_correction amsgrad maximize adamw_mode adam_w_mode {EQUIVALENT}"
+PARAMS = {
+    "adamw": f"{_ADAMS} fp32_optimizer_states",
+    "adam": f"{_ADAMS} fp32_optimizer_states",
+    "sgd": f"lr momentum dampening weight_decay nesterov maximize {EQUIVALENT}",
+    "WarmupLR": _WARMUP,
+    "WarmupDecayLR": f"total_num_steps {_WARMUP}",
+    "WarmupCosineLR": "total_num_steps warmup_min_ratio warmup_num_steps cos_min_ratio warmup_type "
+    "last_batch_iteration",
+    "OneCycle": "cycle_min_lr cycle_max_lr decay_lr_rate cycle_first_step_size cycle_second_step_size "
+    "cycle_first_stair_count cycle_second_stair_count decay_step_size cycle_momentum cycle_min_mom "
+    "cycle_max_mom decay_mom_rate last_batch_iteration",
+    "LRRangeTest": "lr_range_test_min_lr lr_range_test_step_size lr_range_test_step_rate "
+    "lr_range_test_staircase last_batch_iteration",
+}
+"""All params of each."""
 RECOMPUTE = ("cpu_checkpointing", "partition_activations", "contiguous_memory_optimization")
 """The keys of ``activation_checkpointing`` that enable recomputation; the others only configure it."""
 NO_EFFECT = {
@@ -109,13 +82,17 @@ NO_EFFECT = {
     "profile": "use portable-train --profile, which records the time of each layer",
 }
 """Keys of DeepSpeed's own activation checkpointing, and why they have no effect here."""
+_UPDATE = "another update of the weights is not supported"
 NEEDED = {
+    **{f"optimizer.params.{n}": _UPDATE for n in ("bias_correction", "adamw_mode", "fp32_optimizer_states")},
     "bf16.check_grad_overflow": "non-finite updates would go unnoticed",
     "zero_optimization.compute_grad_norm": "the gradient norm is needed for clipping and metrics",
     "managed_gradient_accumulation": "DeepSpeed must know where a step ends",
 }
 """Switches that must not be off, and why."""
 UNSUPPORTED: dict[str, Any] = {
+    **{f"optimizer.params.{n}": False for n in ("amsgrad", "maximize", "nesterov")},
+    "optimizer.params.dampening": 0,
     "zero_optimization.zenflow": None,
     "zero_optimization.offload_optimizer.super_offload": False,
     "zero_optimization.offload_optimizer.ratio": 1.0,
@@ -170,23 +147,8 @@ def modernise(values: dict[str, Any], note: Callable[[Path, str], None]) -> None
 
 
 def prepare(file: File) -> None:
-    """Bring the file into its present form, without what DeepSpeed ignores at its stage."""
+    """Bring the file into its present form."""
     modernise(file.values, file.note)
-    zero, stage = file.values.get("zero_optimization"), _stage_of(file)
-    if not isinstance(zero, dict) or stage in (None, 3):
-        return
-    if stage == 0:
-        file.values["zero_optimization"] = {k: v for k, v in zero.items() if not k.startswith("offload_")}
-        return
-    zero = file.values["zero_optimization"] = dict(zero)
-    if file.get(device := "zero_optimization.offload_param.device", "none") != "none":
-        path = tuple(device.split("."))[:-1]
-        file.note(path, f"has no effect at stage {stage}: only stage 3 offloads parameters")
-    zero.pop("offload_param", None)
-    if file.get(device := "zero_optimization.offload_optimizer.device") == "nvme":
-        zero["offload_optimizer"] = {**zero["offload_optimizer"], "device": "cpu"}
-        told = f"nvme is read as cpu at stage {stage}: only stage 3 offloads to disk"
-        file.note(tuple(device.split(".")), told)
 
 
 def _stage_of(file: File) -> Any:
@@ -206,19 +168,22 @@ def _stage(value: Any, _: File) -> str | None:
 
 def _precision(value: Any, file: File) -> str | None:
     """The type that is on; fp32 where one is off, and the other is neither on nor left to the run."""
-    kinds = [file.get(f"{kind}.enabled") for kind in ("bf16", "fp16") if isinstance(file.get(kind), dict)]
+    kinds = [truth(file.get(f"{k}.enabled")) for k in ("bf16", "fp16") if isinstance(file.get(k), dict)]
     if kinds == [True, True]:
         raise NoCounterpart("bf16 and fp16 are both enabled; choose one")
-    off = value is False and True not in kinds and AUTO not in kinds
-    return file.path[0] if value is True else "fp32" if off else None
+    off = truth(value) is False and True not in kinds and AUTO not in kinds
+    return file.path[0] if truth(value) is True else "fp32" if off else None
 
 
 def _scale(value: Any, file: File) -> Any:
-    return _given(value, file) if file.get("fp16.enabled") is not False else None
+    on = truth(file.get("fp16.enabled", False))
+    if on is not True:
+        passed_on(file, value)
+    return None if on is False else _given(value, file)
 
 
 def _loss_scale(value: Any, file: File) -> None:
-    if value and file.get("fp16.enabled") is True and _stage_of(file) == 0:
+    if value and truth(file.get("fp16.enabled")) is True and _stage_of(file) == 0:
         raise NoEffect("has no effect without ZeRO: the loss scale is dynamic")
     passed_on(file, value)
 
@@ -228,10 +193,44 @@ def clipping(value: Any, _: File) -> dict[str, Any]:
     return {} if value in (None, AUTO) else {"train.max_grad_norm": float(value) or None}
 
 
-def _nvme(value: Any, file: File) -> None:
-    """A folder on a disk, which differs between machines: it yields to the run's."""
-    if _given(value, file) and file.get(".".join((*file.path[:-1], "device"))) == "nvme":
-        file.default("memory.nvme_path", str(value), file.origin(file.path).text)
+def offload(part: str, stage: Callable[[File], Any], *, switch: bool = False) -> Row:
+    """The device that ``optimizer`` or ``params`` go to, at the ZeRO stage of a file.
+
+    Args:
+        part: of the state.
+        stage: the stage of a file.
+        switch: whether true stands for cpu, as in the key that was there before devices.
+    """
+
+    def take(value: Any, file: File) -> str | None:
+        if switch:
+            value = "cpu" if truth(value) is True else AUTO
+        if value == AUTO:
+            return None
+        device = str(choose(value, {None: "none", "NONE": "none", "CPU": "cpu", "NVME": "nvme"}))
+        if device != "none" and stage(file) in ((0,) if part == "optimizer" else (0, 1, 2)):
+            raise NoEffect(f"{device} has no effect at ZeRO stage {stage(file)}, as in DeepSpeed")
+        if device == "nvme" and stage(file) in (1, 2):
+            file.note(file.path, f"nvme is read as cpu at ZeRO stage {stage(file)}: only stage 3 offloads to disk")
+            return "cpu"
+        return device
+
+    return Row(f"memory.offload_{part}", take)
+
+
+def nvme_path(device: str, stage: Callable[[File], Any]) -> Row:
+    """The folder of a disk, if the key ``device`` says so. It differs between machines: the run's counts."""
+
+    def take(value: Any, file: File) -> None:
+        if value in (None, "", "none", AUTO) or str(file.get(device)).lower() != "nvme":
+            return
+        if file.result.values.get("memory.nvme_path", str(value)) != str(value):
+            raise NoCounterpart("differs from the other nvme_path; use one folder for both")
+        if stage(file) in (None, 3, AUTO):
+            file.put(file.path, "memory.nvme_path", str(value))
+            file.result.assumed.add("memory.nvme_path")
+
+    return Row(how=take, why="memory.nvme_path")
 
 
 def _optimizer(value: Any, _: File) -> str | None:
@@ -253,10 +252,8 @@ def _optimizers_rate(value: Any, file: File) -> Any:
 
 def _rate_of(file: File) -> str | None:
     """The scheduler's param that sets the learning rate; None if the optimizer sets it."""
-    defaults = SCHEDULERS.get(str(file.get("scheduler.type")), {})
-    given = {**defaults, **_params(file, "scheduler")}
-    names = [name for name in _RATES if name in defaults]
-    return next((name for name in names if given[name] not in (None, AUTO)), None)
+    given = {**SCHEDULERS.get(str(file.get("scheduler.type")), {}), **_params(file, "scheduler")}
+    return next((name for name in _RATES if given.get(name) not in (None, AUTO)), None)
 
 
 def _params(file: File, block: str) -> dict[str, Any]:
@@ -264,12 +261,9 @@ def _params(file: File, block: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _optimizers_param(value: Any, file: File) -> None:
-    """A param that is no setting: it must be as it is by default."""
-    kind, name = str(file.get("optimizer.type", "adam")).lower(), file.path[-1]
-    adam = name == "adam_w_mode" and kind == "adamw"  # DeepSpeed treats Adam as AdamW unless it is off
-    if not adam and value not in (AUTO, OPTIMIZERS.get(kind, {}).get(name)):
-        raise NoCounterpart(f"{shown(value)} is not supported; remove it")
+def _adam_w_mode(value: Any, file: File) -> None:
+    if value is False and str(file.get("optimizer.type")).lower() != "adamw":  # which it does not change
+        raise NoCounterpart(f"false: {_UPDATE}; remove it")
 
 
 def _scheduler(value: Any, _: File) -> str | None:
@@ -304,9 +298,8 @@ def _recompute(value: Any, file: File) -> str | None:
 
 def _gathered(value: Any, file: File) -> None:
     if value is True and _stage_of(file) == 3:
-        raise NoEffect(
-            "has no effect: final/ always has the full weights, in fp32 (16 bits: portable-convert --dtype)"
-        )
+        told = "final/ always has the full weights, in fp32 (16 bits: portable-convert --dtype)"
+        file.note(file.path, f"has no effect: {told}")
     passed_on(file, value)
 
 
@@ -322,7 +315,7 @@ def _scaled(value: Any, file: File) -> None:
 
 
 def _accumulated(value: Any, file: File) -> None:
-    if value == "fp32" and _stage_of(file) == 1 and file.get("bf16.enabled") is True:
+    if value == "fp32" and _stage_of(file) == 1 and truth(file.get("bf16.enabled")) is True:
         raise NoCounterpart(
             "fp32 is supported at stages 2 and 3, where gradients are sharded; use zero_optimization.stage 2"
         )
@@ -346,28 +339,40 @@ ROWS: Rows = {
     "bf16.enabled": Row("precision", _precision),
     "fp16.enabled": Row("precision", _precision),
     "zero_optimization.stage": Row("strategy", _stage),
-    "zero_optimization.offload_optimizer.nvme_path": Row(how=_nvme, why="memory.nvme_path"),
-    "zero_optimization.offload_param.nvme_path": Row(how=_nvme, why="memory.nvme_path"),
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save": Row(
-        how=_gathered, why="no effect at stage 3: final/ always has the full weights"
+    **{
+        f"zero_optimization.offload_{name}.{key}": row
+        for name, part in (("optimizer", "optimizer"), ("param", "params"))
+        for key, row in {
+            "device": offload(part, _stage_of),
+            "nvme_path": nvme_path(f"zero_optimization.offload_{name}.device", _stage_of),
+        }.items()
+    },
+    "zero_optimization.cpu_offload": offload("optimizer", _stage_of, switch=True),
+    "zero_optimization.cpu_offload_param": offload("params", _stage_of, switch=True),
+    "zero_optimization.cpu_offload_use_pin_memory": free("DeepSpeed has removed it"),
+    **dict.fromkeys(
+        (
+            f"zero_optimization.{name}"
+            for name in (
+                "stage3_gather_16bit_weights_on_model_save",
+                "gather_16bit_weights_on_model_save",
+                "stage3_gather_fp16_weights_on_model_save",
+            )
+        ),
+        Row(how=_gathered, why="no effect at stage 3: final/ always has the full weights"),
     ),
     "optimizer.type": Row("train.optimizer", _optimizer),
     "optimizer.params.lr": Row("train.learning_rate", _optimizers_rate),
     "optimizer.params.momentum": Row(
         "train.betas", lambda value, _: None if value == AUTO else [value, 0.95], "the first of train.betas"
     ),
-    **{f"optimizer.params.{name}": free() for name in EQUIVALENT},
-    **{
-        f"optimizer.params.{name}": Row(how=_optimizers_param, why="only as it is by default")
-        for kind in ("adamw", "sgd")
-        for name in OPTIMIZERS[kind]
-        if name not in ("lr", "momentum") and f"optimizer.params.{name}" not in SHARED
-    },
+    "optimizer.params.adam_w_mode": Row(how=_adam_w_mode, why=_UPDATE),
+    **{f"optimizer.params.{name}": free() for name in EQUIVALENT.split()},
     "scheduler.type": Row("train.schedule", _scheduler),
     **{
         f"scheduler.params.{name}": Row(how=_scheduled, why=SCHEDULED.get(name, "train.schedule_params"))
-        for params in SCHEDULERS.values()
-        for name in params
+        for kind in SCHEDULERS
+        for name in PARAMS[kind].split()
     },
     "scheduler.params.last_batch_iteration": refused(
         "a run starts at its first step, and resumes at its checkpoint's; remove it", -1, AUTO
@@ -384,8 +389,6 @@ ROWS: Rows = {
         for name in ("prescale_gradients", "gradient_predivide_factor")
     },
     "data_types.grad_accum_dtype": Row(how=_accumulated, why="passed on; fp32 at stages 2 and 3"),
-    "steps_per_print": free(),
-    "zero_allow_untested_optimizer": Row(how=lambda value, file: passed_on(file, value), why="passed on"),
 }
 
 
@@ -413,11 +416,9 @@ def finish(file: File, devices: int) -> None:
     if scheduler == "OneCycle" and kind == "sgd":  # which has no betas that it could move
         more = file.result.values.get("train.schedule_params", {})
         file.put(("scheduler", "type"), "train.schedule_params", {**more, "cycle_momentum": False})
-    idle = [
-        key
-        for key, value in file.result.values.get("deepspeed.config", {}).items()
-        if key not in ("fp16", "bf16", "zero_allow_untested_optimizer") and _asks(value)
-    ]
+    passed = file.result.values.get("deepspeed.config", {})
+    quiet = ("fp16", "bf16", "zero_allow_untested_optimizer", "steps_per_print")
+    idle = [key for key, value in passed.items() if key not in quiet and _asks(value)]
     if _stage_of(file) == 0:
         file.note(
             ("zero_optimization",),
