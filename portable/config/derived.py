@@ -12,8 +12,6 @@ if TYPE_CHECKING:
 ZERO = ("zero1", "zero2", "zero3")
 HYBRID = ("hybrid_shard", "hybrid_shard_zero2")
 PADDED_TASKS = ("seq2seq-lm", "sequence-classification")
-XLA_PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-"""``xla.compute_dtype`` -> ``precision``."""
 WITHOUT_WARMUP = ("OneCycle", "LRRangeTest")
 """Schedules that have no warm-up; one of the user's has none, either."""
 _MOST_WARMUP = 20
@@ -65,7 +63,4 @@ def derived(config: RunConfig) -> dict[str, Any]:
     if train.micro_batch_size != "auto":
         found["train.micro_batch_size"] = largest_divisor(train.global_batch_size, train.micro_batch_size)
     default = () if train.warmup_steps is not None else ("train.warmup_steps",)  # also where null is written
-    found = {key: value for key, value in found.items() if key in default or not config.is_set(key)}
-    if config.backend == "xla" and config.precision == "auto" and config.xla.compute_dtype is not None:
-        found["precision"] = XLA_PRECISIONS[config.xla.compute_dtype]
-    return found
+    return {key: value for key, value in found.items() if key in default or not config.is_set(key)}

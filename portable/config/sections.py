@@ -891,54 +891,15 @@ class DeepSpeedConfig(Section):
 
 
 class XlaConfig(Section):
-    """Details of XLA, with the names of xla_fsdp_settings. Null: the backend's default."""
+    """Details of XLA. Null: the backend's default."""
 
-    compute_dtype: XlaDtype | None = Field(
-        default=None, description="Compute dtype of layers. Null: that of precision."
-    )
     buffer_dtype: XlaDtype | None = Field(default=None, description="Dtype of buffers in the computation.")
-    fp32_reduce_scatter: Flag | None = Field(
-        default=None, description="Sum gradients in float32 for any compute dtype."
-    )
-    reshard_after_forward: Flag | None = Field(
-        default=None, description="Free gathered parameters after the forward pass and gather them again."
-    )
-    disable_reshard_on_root: Flag | None = Field(
-        default=None,
-        description="Keep the parameters of the outermost module gathered after the forward pass.",
-    )
-    flatten_parameters: Flag | None = Field(
-        default=None, description="Store all parameters of a unit as one flat tensor."
-    )
     shard_param_on_dim_0: Flag | None = Field(
-        default=None, description="Shard each parameter along its first dim rather than flattened."
-    )
-    pin_layout_in_collective_ops: Flag | None = Field(
-        default=None, description="Fix the memory layout of tensors in collectives across devices."
-    )
-    execute_sharding_on_init: Flag | None = Field(
-        default=None,
-        description="Shard each unit as soon as it is built, which lowers the peak host memory.",
-    )
-    optimization_barrier_in_forward: Flag | None = Field(
-        default=None,
-        description="Keep the compiler from merging the gathers of different units in the forward pass.",
+        default=None, description="Shard each parameter along its first dim, also if another is longer."
     )
     optimization_barrier_in_backward: Flag | None = Field(
         default=None,
         description="Keep the compiler from merging the gathers of different units in the backward pass.",
-    )
-    auto_wrap_policy: Annotated[
-        Literal["transformer_based_wrap", "size_based_wrap", "no_wrap"] | None, AnyCase
-    ] = Field(default=None, description="As fsdp.auto_wrap_policy, which it overrides on XLA.")
-    xla_fsdp_v2: Literal[True] | None = Field(
-        default=None,
-        description="Shard with SPMD (FSDPv2), the only supported mode; may only be true.",
-    )
-    xla_fsdp_grad_ckpt: Flag | None = Field(
-        default=None,
-        description="Recompute every unit's activations in the backward pass, as with "
-        "memory.activation_checkpointing: full.",
     )
     sharding: dict[str, Annotated[int, Field(ge=0)] | None] | None = Field(
         default=None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from difflib import SequenceMatcher
 from typing import TYPE_CHECKING
 
+from portable.config.importing.accelerate import WERE_SETTINGS
 from portable.config.importing.trainers import FAMILIES, TRAINERS, WORDS
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ def nearest(name: str, candidates: Iterable[str]) -> str | None:
     name = name.lower().replace("-", "_")[:_LONGEST]
     leaf = name.rpartition(".")[2]
     candidates = list(candidates)
-    synonym = _elsewhere(leaf)
+    synonym = _elsewhere(name)
     if synonym in candidates:
         return synonym
     best, score = None, _NEAR
@@ -44,7 +45,7 @@ def did_you_mean(name: str, candidates: Iterable[str], prefix: str = "") -> str:
 
 def what_to_do(name: str) -> str:
     """The remedy for ``name`` as ``"; do this"``, if it is more than another name."""
-    remedy = _elsewhere(name.lower().replace("-", "_").rpartition(".")[2])
+    remedy = _elsewhere(name.lower().replace("-", "_"))
     return f"; {remedy}" if remedy is not None and " " in remedy else ""
 
 
@@ -54,10 +55,11 @@ def did_you_mean_word(key: str, word: str, words: Iterable[str]) -> str:
     return f"; did you mean {known}?" if known is not None else did_you_mean(word, words)
 
 
-def _elsewhere(leaf: str) -> str | None:
-    """Our setting, or a remedy, for another trainer's name of one."""
+def _elsewhere(name: str) -> str | None:
+    """Our setting, or a remedy, for another trainer's name of one, or for one of an earlier release."""
+    leaf = name.rpartition(".")[2]
     families = (row for prefix, row in FAMILIES.items() if leaf.startswith(prefix))
-    row = TRAINERS.get(leaf) or next(families, None)
+    row = WERE_SETTINGS.get(name) or TRAINERS.get(leaf) or next(families, None)
     return None if row is None else row.hint or None
 
 

@@ -118,7 +118,7 @@ class Request:
             config.data.packing,
             "plain" if precision == "fp32" else compute,
             precision,
-            "full" if config.xla.xla_fsdp_grad_ckpt else config.memory.activation_checkpointing,
+            config.memory.activation_checkpointing,
             on_gpu,
             config.memory.loss_chunk_tokens if in_parts else 0,
             compiler,

@@ -275,7 +275,11 @@ CONFLICTS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
         {"memory__activation_checkpointing": "none"},
         ["activation_checkpointing.cpu_checkpointing", "memory.activation_checkpointing is", "none"],
     ),
-    ({"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 9}}}, {}, ["optimizer.type", "OneBitAdam", "AdamW"]),
+    (
+        {"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 9}}},
+        {},
+        ["optimizer.type", "OneBitAdam", "AdamW"],
+    ),
     ({"optimizer": {"type": "AdamW", "params": {"amsgrad": True}}}, {}, ["optimizer.params.amsgrad"]),
     ({"optimizer": {"type": "AdamW", "params": {"momentum": 0.9}}}, {}, ["unknown key optimizer.params.mom"]),
     ({"optimizer": {"type": "SGD", "params": {"nesterov": True}}}, {}, ["optimizer.params.nesterov"]),

@@ -104,9 +104,8 @@ def test_the_guides_file_for_tpus(inside: bool, tmp_path: Path) -> None:
     lines = "".join(f"  {line}\n" for line in XLA.splitlines())
     text = text.replace("fsdp_config:\n", "fsdp_config:\n" + lines) if inside else text + XLA
     invocation = parsed(tmp_path, text)
-    keys = "backend strategy xla.compute_dtype xla.shard_param_on_dim_0 xla.xla_fsdp_grad_ckpt "
-    found = settings(invocation, f"{keys} xla.auto_wrap_policy")
-    assert found == ["xla", "full_shard", "bfloat16", True, True, "transformer_based_wrap"]
+    keys = "backend strategy precision xla.shard_param_on_dim_0 memory.activation_checkpointing"
+    assert settings(invocation, keys) == ["xla", "full_shard", "bf16", True, "full"]
     assert invocation.nproc is None
     assert not any(value is not None for _, value in invocation.config.fsdp)
 
@@ -185,7 +184,28 @@ REFUSED = [
     (f"{FSDP}3", "fsdp_config mapping"),
     (f"{FSDP}{{fsdp_sharding_strategy: 6}}", "fsdp_sharding_strategy 6"),
     (f"{FSDP}{{fsdp_state_dict_type: LOCAL_STATE_DICT}}", "SHARDED_STATE"),
-    ("xla: true\nxla_fsdp_settings: {compute_typ: float32}", "xla.compute_typ xla.compute_dtype"),
+    ("xla: true\nxla_fsdp_settings: {compute_typ: float32}", "compute_typ compute_dtype?"),
+    *(
+        (f"distributed_type: XLA\n{more}xla_fsdp_settings: {{{given}}}", told)
+        for more, given, told in (
+            ("", "flatten_parameters: true", ":2: flatten_parameters SPMD"),
+            ("", "disable_reshard_on_root: true", "disable_reshard_on_root no root"),
+            ("", "pin_layout_in_collective_ops: true", "pin_layout_in_collective_ops SPMD"),
+            ("", "optimization_barrier_in_forward: true", "optimization_barrier_in_forward SPMD"),
+            ("", "execute_sharding_on_init: false", "execute_sharding_on_init always sharded"),
+            ("", "fp32_reduce_scatter: true", "fp32_reduce_scatter compute type"),
+            ("mixed_precision: bf16\n", "compute_dtype: float32", "compute_dtype mixed_precision"),
+            (
+                "fsdp_config: {fsdp_sharding_strategy: FULL_SHARD}\n",
+                "reshard_after_forward: false",
+                "reshard_after_forward fsdp_sharding_strategy",
+            ),
+        )
+    ),
+    (
+        "distributed_type: XLA\nfsdp_config: {fsdp_auto_wrap_policy: SIZE_BASED_WRAP}",
+        "auto_wrap_policy nothing is wrapped",
+    ),
     (f"{ZERO}{{gradient_accumulation_steps: many}}", "gradient_accumulation_steps whole number many"),
     (f"{ZERO}\n  deepspeed_config_file: none.json", ":3: deepspeed_config_file none.json does not exist"),
     (

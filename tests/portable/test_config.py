@@ -188,7 +188,6 @@ def test_nothing_is_the_quickstart() -> None:
         ("--data.packing", "data.packing", True),
         ("--data.packing off", "data.packing", False),
         ("--data.packing Documents", "data.packing", "documents"),
-        ("--xla.xla_fsdp_v2 true", "xla.xla_fsdp_v2", True),
         ("--log.trackers tensorboard wandb", "log.trackers", ("tensorboard", "wandb")),
         ("--log.trackers wandb,trackio", "log.trackers", ("wandb", "trackio")),
         ("--log.trackers []", "log.trackers", ()),
@@ -324,7 +323,7 @@ def test_replaced_keeps_defaults_following() -> None:
 
 def test_one_file_may_hold_settings_for_every_backend() -> None:
     for backend in ("auto", "cpu", "cuda", "xla"):
-        checked({"backend": backend, "xla": {"xla_fsdp_grad_ckpt": True}, "fsdp": {"forward_prefetch": True}})
+        checked({"backend": backend, "xla": {"scan_layers": True}, "fsdp": {"forward_prefetch": True}})
     checked({"backend": "xla", "strategy": "full_shard", "deepspeed": {"config": "ds.json"}})  # ignored there
 
 
@@ -364,7 +363,7 @@ def test_a_default_strategy_yields_to_the_deepspeed_file() -> None:
         ("model", "config", {"model_type": "llama", "x": object()}),
         ("log", "trackers", ["tensorbord"]),
         ("checkpoint", "keep", 0),
-        ("xla", "xla_fsdp_v2", False),
+        ("xla", "attention_rows", 0),
     ],
 )
 def test_wrong_values_are_refused_by_name(section: str, name: str, value: Any, file: Path) -> None:
@@ -516,9 +515,6 @@ CONFLICTS = {
     "fsdp: {auto_wrap_policy: size_based_wrap}": "fsdp.min_num_params",
     "fsdp: {auto_wrap_policy: no_wrap, min_num_params: 9}": "fsdp.min_num_params",
     "fsdp: {auto_wrap_policy: no_wrap, transformer_layer_cls_to_wrap: [A]}": "transformer_layer_cls_to_wrap",
-    "{backend: xla, xla: {xla_fsdp_grad_ckpt: false}, memory: {activation_checkpointing: full}}": (
-        "xla.xla_fsdp_grad_ckpt memory.activation_checkpointing"
-    ),
 }
 
 

@@ -13,6 +13,7 @@ import yaml
 import portable
 from portable.config import RunConfig, keys, load_config, parse_args
 from portable.config.arguments import TRAIN_OPTIONS
+from portable.config.importing.accelerate import WERE_SETTINGS
 from portable.config.importing.trainers import FAMILIES, IN_PLACE_OF_A_SECTION, TRAINERS, WORDS
 from portable.errors import UserError
 
@@ -129,6 +130,19 @@ def test_a_pasted_name_works_or_says_what_to_write(name: str) -> None:
         if (row is None or not row.hint) and " " not in remedy.removeprefix("did you mean "):
             # An exact setting, not one that begins like it.
             assert remedy.removeprefix("did you mean ").removeprefix("--").rstrip("?") in TABLE
+
+
+@pytest.mark.parametrize("name", WERE_SETTINGS)
+def test_a_setting_of_an_earlier_release_says_what_to_write(name: str) -> None:
+    section, _, key = name.partition(".")
+    with pytest.raises(UserError) as in_a_file:
+        load_config({section: {key: True}})
+    with pytest.raises(UserError) as as_a_flag:
+        parse_args([f"--{name}", "true"])
+    assert str(in_a_file.value) == f"unknown key {name}; {WERE_SETTINGS[name].hint}"
+    assert str(as_a_flag.value) == f"unknown flag --{name}; {WERE_SETTINGS[name].hint}"
+    for given in remedies(WERE_SETTINGS[name].hint):
+        config(given)
 
 
 @pytest.mark.parametrize(

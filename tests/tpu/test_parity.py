@@ -169,7 +169,6 @@ CASES: dict[str, Case] = {
     "accumulation and recomputation": Case(
         ONE_LAYER, {"train__micro_batch_size": 1, **RECOMPUTED}, graphs=TWO
     ),
-    "recomputation by its XLA name": Case(ONE_LAYER, {"xla__xla_fsdp_grad_ckpt": True}),
     "no_shard": Case(ONE_LAYER, {"strategy": "no_shard"}),
     "shard_grad_op": Case(ONE_LAYER, {"strategy": "shard_grad_op"}),
     "hybrid_shard": Case(ONE_LAYER, HYBRID),

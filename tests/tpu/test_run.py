@@ -497,17 +497,9 @@ REFUSED = [
         {"strategy": "hybrid_shard", "fsdp__shard_group_size": 3},
         "4 devices are not divisible into groups of 3",
     ),
-    ({"xla__flatten_parameters": True}, "xla.flatten_parameters: under SPMD"),
-    ({"xla__reshard_after_forward": False}, "use strategy shard_grad_op"),
-    ({"xla__execute_sharding_on_init": False}, "xla.execute_sharding_on_init: parameters are always sharded"),
-    ({"xla__pin_layout_in_collective_ops": True}, "xla.pin_layout_in_collective_ops: under SPMD"),
-    ({"xla__disable_reshard_on_root": True}, "xla.disable_reshard_on_root: under SPMD"),
-    ({"xla__optimization_barrier_in_forward": True}, "xla.optimization_barrier_in_forward: under SPMD"),
-    ({"xla__auto_wrap_policy": "size_based_wrap"}, "xla.auto_wrap_policy: size_based_wrap"),
-    ({"xla__compute_dtype": "bfloat16", "precision": "fp32"}, "xla.compute_dtype bfloat16 contradicts"),
+    ({"xla__buffer_dtype": "float16"}, "xla.buffer_dtype: TPUs do not compute in float16"),
     ({"xla__compilation_cache": "kept"}, "xla.compilation_cache: graphs for virtual devices"),
     ({"xla__sharding": {"(": 0}}, "xla.sharding: '(' is not a regular expression"),
-    ({"precision": "bf16", "xla__fp32_reduce_scatter": True}, "xla.fp32_reduce_scatter: under SPMD"),
 ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from portable.checks import Check, Several, nvidia_only
-from portable.config.derived import XLA_PRECISIONS, ZERO
+from portable.config.derived import ZERO
 from portable.optim import own
 from portable.plugins import names_code
 
@@ -16,25 +16,6 @@ if TYPE_CHECKING:
 
 GATHERED_ONCE = ("shard_grad_op", "hybrid_shard_zero2")
 OPTIMIZERS = ("adamw", "adafactor", "sgd", "muon")
-_COUNTERPARTS = {
-    "full_shard": "shard_grad_op",
-    "hybrid_shard": "hybrid_shard_zero2",
-    "shard_grad_op": "full_shard",
-    "hybrid_shard_zero2": "hybrid_shard",
-}
-_ALWAYS = (
-    ("disable_reshard_on_root", True, "under SPMD there are no units and no root"),
-    ("flatten_parameters", True, "under SPMD parameters are sharded along a dim and keep their shape"),
-    ("pin_layout_in_collective_ops", True, "under SPMD the compiler places the collectives"),
-    ("execute_sharding_on_init", False, "parameters are always sharded on creation"),
-    ("optimization_barrier_in_forward", True, "under SPMD the compiler schedules the gathers"),
-)
-"""Names of xla_fsdp_settings, the value that SPMD does not have, and why."""
-
-
-def recomputed(config: RunConfig) -> bool:
-    """Whether layers are recomputed in the backward pass; the setting has two names."""
-    return config.memory.activation_checkpointing == "full" or config.xla.xla_fsdp_grad_ckpt is True
 
 
 def _own(c: RunConfig) -> bool:
@@ -52,17 +33,6 @@ def _each(c: RunConfig) -> Iterator[tuple[str, str]]:
     for name, value in c.fsdp:
         if value is not None and name != "shard_group_size":
             yield f"fsdp.{name}", f"fsdp.{name}: under SPMD the compiler schedules the gathers; remove it"
-    gathered = c.xla.reshard_after_forward
-    if gathered is not None and gathered is (c.strategy in GATHERED_ONCE):
-        other = _COUNTERPARTS.get(c.strategy, "full_shard")
-        reason = f"contradicts strategy {{strategy}}; use strategy {other}, or remove it"
-        yield (
-            "xla.reshard_after_forward",
-            f"xla.reshard_after_forward: {{xla.reshard_after_forward}} {reason}",
-        )
-    for name, value, reason in _ALWAYS:
-        if getattr(c.xla, name) is value:
-            yield f"xla.{name}", f"xla.{name}: {reason}; remove it"
 
 
 def _late(keys: str, applies: object, message: str) -> Check:
@@ -87,18 +57,6 @@ CHECKS: tuple[Check | Several, ...] = (
         " {memory.loss_chunk_tokens} does not work with backend xla, where logits exist once, in the "
         "compute type; "
         "set it to auto",
-    ),
-    Check(
-        "xla.compute_dtype precision",
-        lambda c: c.xla.compute_dtype and c.precision not in ("auto", XLA_PRECISIONS[c.xla.compute_dtype]),
-        " {xla.compute_dtype} contradicts precision {precision}; remove one of the two",
-    ),
-    Check(
-        "xla.xla_fsdp_grad_ckpt memory.activation_checkpointing",
-        lambda c: c.xla.xla_fsdp_grad_ckpt is False and c.memory.activation_checkpointing != "none",
-        " false contradicts memory.activation_checkpointing {memory.activation_checkpointing}; remove "
-        "one of the "
-        "two",
     ),
     _late(
         "train.optimizer",
@@ -151,20 +109,8 @@ CHECKS: tuple[Check | Several, ...] = (
         ", xla.shard_param_on_dim_0: strategy no_shard does not shard parameters; remove them",
     ),
     _late(
-        "xla",
-        lambda c: "float16" in (c.xla.compute_dtype, c.xla.buffer_dtype),
+        "xla.buffer_dtype",
+        lambda c: c.xla.buffer_dtype == "float16",
         ": TPUs do not compute in float16; use bfloat16",
-    ),
-    _late(
-        "xla.fp32_reduce_scatter",
-        lambda c: c.xla.fp32_reduce_scatter is True and c.precision != "fp32",
-        ": under SPMD gradients are reduced in the compute type; use precision fp32, or remove it",
-    ),
-    _late(
-        "xla.auto_wrap_policy",
-        lambda c: c.xla.auto_wrap_policy in ("size_based_wrap", "no_wrap"),
-        ": {xla.auto_wrap_policy} has no effect under SPMD, which wraps nothing and recomputes each "
-        "transformer "
-        "layer; remove it",
     ),
 )

@@ -18,7 +18,7 @@ from portable.private.of_transformers import no_value_checks
 from tpu.xla.activation_checkpointing import recompute
 from tpu.xla.attention import attend_by_rows
 from tpu.xla.calling import Caller
-from tpu.xla.checks import GATHERED_ONCE, recomputed
+from tpu.xla.checks import GATHERED_ONCE
 from tpu.xla.gather import gathered
 from tpu.xla.head import shard_gradient
 from tpu.xla.layout import another, constrain
@@ -66,7 +66,7 @@ class XlaEngine:
         buffers = config.xla.buffer_dtype
         self._buffer_dtype = None if buffers is None else DTYPES[buffers]
         self._gather_once = config.strategy in GATHERED_ONCE
-        self._recomputed = recomputed(config)
+        self._recomputed = config.memory.activation_checkpointing == "full"
         attend_by_rows(model, config.xla.attention_rows, layout)
         segments = find_segments(model) if config.xla.scan_layers else []
         stacks = [names for segment in segments for names in segment.parameters(model)]

@@ -21,7 +21,7 @@ from portable.planner.memory_model import (
     moment_bytes,
 )
 from portable.planner.passes import Compiler
-from tpu.xla.checks import GATHERED_ONCE, recomputed
+from tpu.xla.checks import GATHERED_ONCE
 from tpu.xla.sharding import HYBRID, LANES, ShardingRules, turned
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def footprint(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprin
     # The compiler keeps gathered parameters for the backward pass. With recomputation, barriers prevent
     # that, and so do loops: only the running layer's are there. Lookup tables are never gathered, except the
     # head's; of these, rows are sent.
-    kept = once or not (recomputed(config) or config.xla.scan_layers)
+    kept = once or not (config.memory.activation_checkpointing == "full" or config.xla.scan_layers)
     parameters = gradients = moments = learning = gathers = scattered = copied = 0
     for weight in model.weights:
         shape = list(weight.shape)

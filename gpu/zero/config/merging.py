@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from gpu.zero.config.document import Document
     from portable.config import RunConfig
 
+
 def merged(base: Mapping[str, Any], document: Document, hidden_size: int) -> dict[str, Any]:
     """The configuration for DeepSpeed: what the JSON passes on, over the run's.
 

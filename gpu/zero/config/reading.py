@@ -50,7 +50,10 @@ def read(config: RunConfig) -> Document | None:
     if (error := private_api.removed_key_error(values)) is not None:
         raise UserError(f"{name}: {one_line(error)}") from error
     check(values, name)
-    values["zero_optimization"] = {**values.get("zero_optimization", {}), "stage": _stage(config, values, name)}
+    values["zero_optimization"] = {
+        **values.get("zero_optimization", {}),
+        "stage": _stage(config, values, name),
+    }
     imported = read_deepspeed(values, name)
     imported.notes[:0] = notes
     return Document(values, name, imported)

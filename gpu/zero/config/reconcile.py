@@ -6,8 +6,6 @@ config: a default yields to the JSON, a value that the user set must agree with 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import os
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -48,8 +46,8 @@ def adopt(config: RunConfig, document: Document, world_size: int) -> RunConfig:
             )
         if key in found and not _same(found[key], value):
             raise UserError(
-                f"{origin} sets {key} to {shown(value)}, and another key sets it to {shown(found[key])}; make "
-                "them agree"
+                f"{origin} sets {key} to {shown(value)}, and another key to {shown(found[key])}; make them "
+                "agree"
             )
         found[key] = value
 
@@ -113,6 +111,7 @@ def _batch(
     config: RunConfig, document: Document, world_size: int, put: Callable[[str, Any, str], None]
 ) -> None:
     """Check that batch size = micro-batch x accumulation x ranks; compute the one that is missing."""
+
     def at(path: str) -> str:
         return f"{document.name}: {path}"
 

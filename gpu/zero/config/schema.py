@@ -129,7 +129,10 @@ def schema_of(document: Mapping[str, Any]) -> type[BaseModel]:
             section: {"enabled": bool, **{name: _type_of(value) for name, value in vars(made({})).items()}}
             for section, made in private_api.config_classes().items()
         },
-        "optimizer": {**_all(Any, "type legacy_fusion"), "params": _params(document, "optimizer", OPTIMIZERS)},
+        "optimizer": {
+            **_all(Any, "type legacy_fusion"),
+            "params": _params(document, "optimizer", OPTIMIZERS),
+        },
         "scheduler": {"type": Any, "params": _params(document, "scheduler", SCHEDULERS)},
     }
     for path, model in models().items():

@@ -159,20 +159,45 @@ def _min_params(value: Any, file: File) -> Any:
     return _number(value) if policy == "SIZE_BASED_WRAP" else None  # Accelerate writes it for others, too
 
 
-def _wrap(value: Any, file: File) -> dict[str, Any]:
+def _wrap(value: Any, file: File) -> str | None:
     policy = choose(value, {w.upper(): w for w in ("transformer_based_wrap", "size_based_wrap", "no_wrap")})
-    return {"xla.auto_wrap_policy" if _xla(file) else "fsdp.auto_wrap_policy": policy}
+    if _xla(file) and policy != "transformer_based_wrap":
+        raise NoCounterpart(f"{policy}: {_WRAPS_NOTHING}")
+    return None if _xla(file) else str(policy)
 
 
-def _xla_settings(value: Any, file: File) -> dict[str, Any] | None:
-    if value in EMPTY:
-        return None
-    if not isinstance(value, dict):
-        raise NoCounterpart(f"must be a mapping with names of xla_fsdp_settings, not {shown(value)}")
-    return {
-        f"xla.{name}": item.removeprefix("torch.") if isinstance(item, str) else item
-        for name, item in value.items()
-    }
+def _sharding_of(file: File) -> Any:
+    return file.get("fsdp_config.fsdp_sharding_strategy")
+
+
+def _reshard(value: Any, file: File) -> str | None:
+    """A second name of the strategy."""
+    wanted, given = "full_shard" if _flag(value) else "shard_grad_op", _sharding_of(file)
+    if given is None:
+        return wanted
+    if _flag(value) is (choose(given, _SHARDING) in ("shard_grad_op", "hybrid_shard_zero2")):
+        raise NoCounterpart(
+            f"{shown(value)} contradicts fsdp_sharding_strategy {given}; remove one of the two"
+        )
+    return None
+
+
+def _compute(value: Any, file: File) -> str:
+    """A second name of mixed_precision."""
+    kinds = {"FLOAT32": "fp32", "BFLOAT16": "bf16"}
+    precision = str(choose(str(value).removeprefix("torch."), kinds))
+    mixed = file.get("mixed_precision")
+    if mixed is not None and choose(mixed, _PRECISIONS) != precision:
+        raise NoCounterpart(f"{value} contradicts mixed_precision {shown(mixed)}; remove one of the two")
+    return precision
+
+
+def _never_off(why: str) -> Row:
+    def take(value: Any, file: File) -> None:
+        if not _flag(value):
+            raise NoCounterpart(f"false has no counterpart: {why}")
+
+    return Row(how=take, why=why)
 
 
 def _accumulation(value: Any, file: File) -> dict[str, Any] | None:
@@ -199,12 +224,47 @@ def _words(*names: str, **meant: Any) -> dict[Any, Any]:
     return {name.upper(): name for name in names} | {key.upper(): value for key, value in meant.items()}
 
 
+_PRECISIONS = {None: None, "NO": "fp32", False: "fp32", "BF16": "bf16", "FP16": "fp16"}
+_WRAPS_NOTHING = "under SPMD nothing is wrapped, and each transformer layer is recomputed; remove it"
+XLA_FSDP: Rows = {
+    "compute_dtype": Row("precision", _compute, "set precision to bf16 or fp32"),
+    "buffer_dtype": Row("xla.buffer_dtype", lambda value, _: str(value).removeprefix("torch.")),
+    "shard_param_on_dim_0": Row("xla.shard_param_on_dim_0", lambda value, _: _flag(value)),
+    "optimization_barrier_in_backward": Row(
+        "xla.optimization_barrier_in_backward", lambda value, _: _flag(value)
+    ),
+    "reshard_after_forward": Row(
+        "strategy", _reshard, "set strategy to full_shard if it is true, and to shard_grad_op if not"
+    ),
+    "fp32_reduce_scatter": refused(
+        "under SPMD gradients are reduced in the compute type; remove it, or set precision to fp32"
+    ),
+    "disable_reshard_on_root": refused("under SPMD there are no units and no root; remove it"),
+    "flatten_parameters": refused("under SPMD parameters are sharded along a dim; remove it"),
+    "pin_layout_in_collective_ops": refused("under SPMD the compiler places the collectives; remove it"),
+    "optimization_barrier_in_forward": refused("under SPMD the compiler schedules the gathers; remove it"),
+    "execute_sharding_on_init": _never_off("parameters are always sharded on creation; remove it"),
+    "auto_wrap_policy": refused(_WRAPS_NOTHING, "transformer_based_wrap"),
+}
+"""The names of ``xla_fsdp_settings``."""
+_GRAD_CKPT = Row(
+    "memory.activation_checkpointing",
+    {True: "full", False: None, None: None},
+    "set memory.activation_checkpointing to full",
+)
 _PREFETCH = {None: None} | _words("backward_pre", "backward_post", "no_prefetch")
 _XLA: dict[str, Row] = {
     "xla": Row("backend", lambda value, _: "xla" if _flag(value) else None),
-    "xla_fsdp_settings": Row(how=_xla_settings),
-    "xla_fsdp_grad_ckpt": Row("xla.xla_fsdp_grad_ckpt", lambda value, _: _flag(value)),
+    "xla_fsdp_grad_ckpt": _GRAD_CKPT,
+    **{f"xla_fsdp_settings.{name}": row for name, row in XLA_FSDP.items()},
 }
+_XLA_KEYS = {name.partition(".")[0] for name in _XLA}
+WERE_SETTINGS: Rows = {
+    **{f"xla.{name}": row for name, row in XLA_FSDP.items() if not row.to.startswith("xla.")},
+    "xla.xla_fsdp_grad_ckpt": _GRAD_CKPT,
+    "xla.xla_fsdp_v2": free("sharding is always by SPMD; remove it"),
+}
+"""Settings of earlier releases that had one value, or another name besides."""
 ROWS: Rows = {
     "distributed_type": Row(
         how={
@@ -219,9 +279,7 @@ ROWS: Rows = {
         },
         why="strategy, backend",
     ),
-    "mixed_precision": Row(
-        "precision", {None: None, "NO": "fp32", False: "fp32", "BF16": "bf16", "FP16": "fp16"}
-    ),
+    "mixed_precision": Row("precision", _PRECISIONS),
     "use_cpu": Row("backend", _use_cpu),
     "fp16": Row("precision", _old_fp16),
     "downcast_bf16": Row(how=_downcast, why="it is for TPUs, where mixed_precision sets the compute dtype"),
@@ -238,7 +296,7 @@ ROWS: Rows = {
     ),
     "fsdp_config.fsdp_sharding_strategy": _sharding("1"),
     "fsdp_config.fsdp_reshard_after_forward": _sharding("2"),
-    "fsdp_config.fsdp_auto_wrap_policy": Row(how=_wrap, why="fsdp.auto_wrap_policy"),
+    "fsdp_config.fsdp_auto_wrap_policy": Row("fsdp.auto_wrap_policy", _wrap),
     "fsdp_config.fsdp_transformer_layer_cls_to_wrap": _off_xla(
         "fsdp.transformer_layer_cls_to_wrap", _classes
     ),
@@ -345,7 +403,7 @@ def prepare(file: File) -> None:
     for section, prefix in (("fsdp_config", "fsdp_"), ("dynamo_config", "dynamo_")):
         if isinstance(inside := found.get(section), dict):
             found[section] = {
-                k if k in _XLA or str(k).startswith(prefix[:-1]) else f"{prefix}{k}": v
+                k if k in _XLA_KEYS or str(k).startswith(prefix[:-1]) else f"{prefix}{k}": v
                 for k, v in inside.items()
             }
     wanted = {
@@ -372,7 +430,7 @@ def finish(file: File, devices: int) -> None:
         file.put(path, "strategy", "full_shard")
     if kind == "DEEPSPEED" and "strategy" not in result.values and not _json(file):
         file.put(path, "strategy", "zero2")
-    if _xla(file) and not (file.get("fsdp_config") or any(key in file.values for key in _XLA)):
+    if _xla(file) and not (file.get("fsdp_config") or any(key in file.values for key in _XLA_KEYS)):
         file.note(path, "without fsdp_config Accelerate replicates the model; here it is sharded")
     if _xla(file) or "RANK" in os.environ:  # one process drives all devices, or a launcher sets the number
         return

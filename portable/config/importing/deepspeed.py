@@ -211,7 +211,9 @@ def offload(part: str, stage: Callable[[File], Any], *, switch: bool = False) ->
         if device != "none" and stage(file) in ((0,) if part == "optimizer" else (0, 1, 2)):
             raise NoEffect(f"{device} has no effect at ZeRO stage {stage(file)}, as in DeepSpeed")
         if device == "nvme" and stage(file) in (1, 2):
-            file.note(file.path, f"nvme is read as cpu at ZeRO stage {stage(file)}: only stage 3 offloads to disk")
+            file.note(
+                file.path, f"nvme is read as cpu at ZeRO stage {stage(file)}: only stage 3 offloads to disk"
+            )
             return "cpu"
         return device
 

@@ -36,7 +36,7 @@ class Program:
     sure: str
     some: str
     finish: Callable[[File, int], None] = trainers.finish
-    prepare: Callable[[File], None] = lambda file: None  # noqa: E731
+    prepare: Callable[[File], None] = lambda file: None
 
     def reads(self, values: Mapping[str, object], *, likely: bool) -> bool:
         """Whether a file with the top-level keys ``values`` is its; if ``likely``, one sure key is enough."""
