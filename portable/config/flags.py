@@ -14,7 +14,7 @@ from portable.config.yaml_text import parse_value
 from portable.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from pydantic import BaseModel
 
@@ -90,27 +90,28 @@ class _Parser:
                 raise UserError(self._stray(token))
             flag, equals, inline = token.partition("=")
             name = flag[2:].replace("-", "_")
-            value = inline if equals else None
+            given = [inline] if equals else None
             if name == "help":
-                self._parsed.help = self._topic() if value is None else value
+                self._parsed.help = inline if equals else self._topic()
             elif name in self._options:
-                self._option(self._options[name], flag, value)
+                self._option(self._options[name], flag, given)
             else:
-                self._setting(name, flag, value)
+                self._setting(name, flag, given)
         return self._parsed
 
-    def _option(self, option: Option, flag: str, inline: str | None) -> None:
-        value: Any
-        if option.kind == "switch":
-            value = self._truth(flag, inline)
-        else:
-            value = self._one(flag, inline, option.metavar)
-            if option.kind == "count":
-                if not (value.isascii() and value.isdecimal() and 1 <= int(value[:9]) <= 10**8):
-                    raise UserError(f"{flag} must be integer >= 1, got {value!r}")
-                value = int(value)
-            elif option.kind in ("path", "paths"):
-                value = path_given(flag, value)
+    def _option(self, option: Option, flag: str, given: list[str] | None) -> None:
+        words = self._words(1) if given is None else given
+        value: Any = True
+        if option.kind != "switch":
+            value = self._needed(words, flag, option.metavar)[0]
+        elif words and not isinstance(value := truth(words[0]), bool):
+            raise UserError(f"{flag} must be true | false, got {words[0]!r}")
+        if option.kind == "count":
+            if not (value.isascii() and value.isdecimal() and 1 <= int(value[:9]) <= 10**8):
+                raise UserError(f"{flag} must be integer >= 1, got {value!r}")
+            value = int(value)
+        elif option.kind in ("path", "paths"):
+            value = path_given(flag, value)
         if option.kind == "paths":
             value = [*self._parsed.options.get(option.attribute, ()), value]
         elif option.kind == "path" and self._parsed.options.get(option.attribute, value) != value:
@@ -118,62 +119,33 @@ class _Parser:
             raise UserError(f"{flag} is given twice, as {first} and as {value}; remove one of the two")
         self._parsed.options[option.attribute] = value
 
-    def _setting(self, name: str, flag: str, inline: str | None) -> None:
-        value: Any
-        if name in self._table:
-            value = self._value(self._table[name], flag, inline)
-        elif name.startswith("no_") and name[3:] in self._table and self._table[name[3:]].takes(bool):
-            if inline is not None:
-                raise UserError(f"{flag} takes no value; use --{name[3:]} {inline}")
-            name, value = name[3:], False
+    def _setting(self, name: str, flag: str, given: list[str] | None) -> None:
+        value: Any = True
+        if (setting := self._table.get(name)) is not None:
+            words = self._words(None if setting.takes(tuple) else 1) if given is None else given
+            if words or not setting.takes(bool):
+                value = read(setting, self._needed(words, flag, setting.allowed))
+        elif (setting := self._table.get(name.removeprefix("no_"))) is not None and setting.takes(bool):
+            if given is not None:
+                raise UserError(f"{flag} takes no value; use --{setting.key} {given[0]}")
+            name, value = setting.key, False
         elif open_mapping(self._model, name):
-            value = parse_value(self._one(flag, inline, "anything that the mapping may hold"))
+            words = self._words(1) if given is None else given
+            value = parse_value(self._needed(words, flag, "anything that the mapping may hold")[0])
         else:
             raise UserError(self._unknown(name, flag))
         self._parsed.overrides.append(Override(tuple(name.split(".")), value, flag))
 
-    def _value(self, setting: keys.Setting, flag: str, inline: str | None) -> Any:
-        if setting.takes(bool):
-            more: dict[str, Any] = {word: word for word in setting.choices}
-            more |= dict.fromkeys(_NULL) if setting.takes(type(None)) else {}
-            return self._truth(flag, inline, more, setting.allowed)
-        if not setting.takes(tuple):
-            return read(setting, self._one(flag, inline, setting.allowed))
-        words = [inline] if inline is not None else self._words()
+    def _needed(self, words: list[str], flag: str, what: str) -> list[str]:
         if not words:
-            raise UserError(f"{flag} needs a value: {setting.allowed}")
-        return read(setting, words[0]) if len(words) == 1 else [read_item(setting, word) for word in words]
-
-    def _truth(
-        self,
-        flag: str,
-        inline: str | None,
-        words: Mapping[str, Any] | None = None,
-        allowed: str = "true | false",
-    ) -> Any:
-        """A boolean, or what one of ``words`` stands for. A flag without a value is true."""
-        if inline is None:
-            if not self._rest or _is_flag(self._rest[0]):
-                return True
-            inline = self._rest.pop(0)
-        if (words or {}).keys() & {inline.lower()}:
-            return (words or {})[inline.lower()]
-        if not isinstance(value := truth(inline), bool):
-            raise UserError(f"{flag} must be {allowed}, got {inline!r}")
-        return value
-
-    def _one(self, flag: str, inline: str | None, what: str) -> str:
-        if inline is not None:
-            return inline
-        if not self._rest or _is_flag(self._rest[0]):
             raise UserError(f"{flag} needs a value: {what}")
-        return self._rest.pop(0)
+        return words
 
-    def _words(self) -> list[str]:
-        """The words up to the next flag."""
-        words: list[str] = []
-        while self._rest and not _is_flag(self._rest[0]):
-            words.append(self._rest.pop(0))
+    def _words(self, most: int | None) -> list[str]:
+        """At most ``most`` words up to the next flag; None: all."""
+        ends = (number for number, word in enumerate(self._rest) if _is_flag(word))
+        words = self._rest[: next(ends, len(self._rest))][:most]
+        del self._rest[: len(words)]
         return words
 
     def _topic(self) -> str:
@@ -213,29 +185,20 @@ def path_given(flag: str, text: str) -> str:
         raise UserError(f"{flag} {error}") from error
 
 
-def read(setting: keys.Setting, text: str) -> Any:
-    """Parse a flag's ``text`` for ``setting``. The schema validates the result."""
-    if text.lower() in _NULL and setting.takes(type(None)):
-        return None
-    if text.startswith("{") and setting.takes(dict):
-        return parse_value(text)
-    if setting.takes(tuple):
-        if text.startswith("["):
-            return parse_value(text)
+def read(setting: keys.Setting, words: Sequence[str]) -> Any:
+    """The value that ``words`` are for ``setting``: YAML, but text stays text. The schema validates it."""
+    first = words[0]
+    if len(words) == 1:
+        if first.lower() in _NULL and setting.takes(type(None)):
+            return None
+        opened = {"{": dict, "[": tuple}.get(first[:1])
+        if opened is not None and setting.takes(opened):
+            return parse_value(first)
+        if not setting.takes(tuple):
+            return first if setting.is_text else parse_value(first)
         # If plain text is allowed, too, as for data.source, a comma may be part of a name.
-        words = [text] if setting.takes(str) else text.split(",")
-        return [read_item(setting, word) for word in words]
-    return text if _is_textual(setting) else parse_value(text)
-
-
-def read_item(setting: keys.Setting, text: str) -> Any:
-    """Parse ``text`` as an item of a list."""
-    return parse_value(text.strip()) if "number" in setting.allowed else text.strip()
-
-
-def _is_textual(setting: keys.Setting) -> bool:
-    """Whether the setting is text or a choice of words, so that 123 or null is text."""
-    return not any(setting.takes(kind) for kind in (int, float, bool)) and "true" not in setting.allowed
+        words = words if setting.takes(str) else first.split(",")
+    return [word.strip() if setting.is_text else parse_value(word.strip()) for word in words]
 
 
 def _is_flag(token: str) -> bool:

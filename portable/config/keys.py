@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cache
 from types import UnionType
@@ -59,6 +60,11 @@ class Setting:
     def allowed(self) -> str:
         """Description of the allowed values: ``integer >= 1 or null``."""
         return _words(self.field.annotation, tuple(self.field.metadata))
+
+    @property
+    def is_text(self) -> bool:
+        """Whether its value, or each item of it, is text or a choice of words, so that 123 is text."""
+        return re.search(r"\b(number|integer|true)\b", self.allowed) is None
 
     @property
     def choices(self) -> tuple[str, ...]:

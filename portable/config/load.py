@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Union
 
@@ -31,27 +31,15 @@ class _Draft:
 
     values: dict[str, Any]
     origins: dict[Keys, Origin]
-    covered: dict[Keys, list[Origin]] = field(default_factory=dict)
-    """The origins of overridden values."""
 
-    def cover(self, path: Keys) -> None:
-        """Mark the values at and inside ``path`` as overridden."""
+    def cover(self, path: Keys, origin: Origin | None) -> None:
+        """Mark the values at and inside ``path`` as overridden by one from ``origin``."""
+        before = self.origins.get(path)
         for inner in [inner for inner in self.origins if inner[: len(path)] == path]:
-            origin = self.origins.pop(inner)
-            if inner == path:
-                self.covered.setdefault(path, []).append(origin)
-
-    def sources(self) -> dict[str, str]:
-        """The origin of every setting, as text."""
-        lines = {}
-        for path, origin in self.origins.items():
-            value: Any = self.values
-            for part in path:
-                value = value.get(part) if isinstance(value, dict) else {}
-            if not isinstance(value, dict) or (not value and len(path) > 1):
-                over = [earlier.text for earlier in reversed(self.covered.get(path, ()))]
-                lines[".".join(path)] = origin.text + (f" (over {', '.join(over)})" if over else "")
-        return lines
+            del self.origins[inner]
+        if origin is not None:
+            over = () if before is None else (before.text, *before.over)
+            self.origins[path] = replace(origin, over=over)
 
 
 def load_config(
@@ -106,7 +94,6 @@ def assemble(
         origin = override.flag and Origin(override.flag, _AFTER_THE_FILES + index, flag=True)
         _apply(draft, override, origin or None, named=named)
     config = build(RunConfig, draft.values, draft.origins)
-    config.came_from.update(draft.sources())
     config.origins.update(draft.origins)
     return config
 
@@ -125,10 +112,10 @@ def _merge(draft: _Draft, later: _Draft, path: Keys = ()) -> None:
             if isinstance(value, dict) and isinstance(there[name], dict) and not _another(there[name], value):
                 _merge(draft, later, inner)
                 continue
-            draft.cover(inner)
+            draft.cover(inner, later.origins.get(inner))
         there[name] = value
         found = {key: origin for key, origin in later.origins.items() if key[: len(inner)] == inner}
-        draft.origins.update(found)
+        draft.origins = found | draft.origins
 
 
 def _another(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
@@ -220,6 +207,4 @@ def _apply(draft: _Draft, override: flags.Override, origin: Origin | None, *, na
                 raise UserError(one_line(where + unknown_key(RunConfig, name)))
             raise UserError(f"{where}{name} cannot be set: {around} is not a mapping; set {around} itself")
     target[path[-1]] = value
-    draft.cover(path)
-    if origin:
-        draft.origins[path] = origin
+    draft.cover(path, origin)

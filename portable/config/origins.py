@@ -22,6 +22,8 @@ class Origin:
     order: int
     """Position among all origins; flags come after files."""
     flag: bool = False
+    over: tuple[str, ...] = ()
+    """Origins of earlier values, which this one overrides; the last first."""
 
     def before(self, message: str) -> str:
         """``message`` with the origin. A flag replaces the key that it sets."""

@@ -124,7 +124,6 @@ class RunConfig(Section):
     hub: HubConfig = Field(default_factory=HubConfig, description=str(HubConfig.__doc__))
 
     _put: dict[str, Any] = PrivateAttr(default_factory=dict)
-    _came_from: dict[str, str] = PrivateAttr(default_factory=dict)
     _origins: dict[tuple[str, ...], Origin] = PrivateAttr(default_factory=dict)
     _documents: dict[str, Any] = PrivateAttr(default_factory=dict)
 
@@ -144,7 +143,12 @@ class RunConfig(Section):
     @property
     def came_from(self) -> dict[str, str]:
         """The origins of settings from files and flags, by dotted key, as text for the user."""
-        return self._came_from
+        around = {path[:length] for path in self._origins for length in range(1, len(path))}
+        return {
+            ".".join(path): origin.text + (f" (over {', '.join(origin.over)})" if origin.over else "")
+            for path, origin in self._origins.items()
+            if path not in around and ".".join(path) not in keys.sections(type(self))
+        }
 
     @property
     def origins(self) -> dict[tuple[str, ...], Origin]:
@@ -183,7 +187,6 @@ class RunConfig(Section):
         put = {**self._put, **values}
         copy = build(type(self), keys.nested({**keys.given(self), **put}))
         copy._put = put
-        copy._came_from = self._came_from
         copy._origins = self._origins
         copy._documents = self._documents
         for key in put:

@@ -470,7 +470,7 @@ class DataConfig(SourceConfig):
         description="Length of a target text in tokens (seq2seq-lm). Null: data.seq_len.",
         json_schema_extra=IDENTITY,
     )
-    packing: Flag | Literal["documents"] = Field(
+    packing: Flag | Annotated[Literal["documents"], AnyCase] = Field(
         default=True,
         description="True: concatenate texts into full sequences without padding (language models only). "
         "documents: pack whole texts into sequences in which they do not see each other: attention stays "
@@ -589,7 +589,7 @@ class TrainConfig(Section):
         "each document; 5 is common for fine-tuning on conversations.",
         json_schema_extra=IDENTITY,
     )
-    dropout: bool | None = Field(
+    dropout: Flag | None = Field(
         default=None,
         description="Whether dropout, a LoRA's too, is on in training. Null: off with the losses of pairs, "
         "as in TRL, and on otherwise.",
