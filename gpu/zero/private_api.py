@@ -15,7 +15,6 @@ from portable.private import Package
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from pydantic import BaseModel
     from torch import Tensor, nn
 
 PACKAGE = Package("deepspeed", "0.19.8")
@@ -250,10 +249,11 @@ def replay_cpu_adam(optimizer: Any, steps: int, nothing: Sequence[Tensor]) -> No
 # -- the configuration -----------------------------------------------------------------------------------
 
 
-def config_models() -> dict[tuple[str, ...], type[BaseModel]]:
-    """The pydantic models that DeepSpeed reads sections of its configuration with, by section."""
+def config_models() -> dict[str, Any]:
+    """The pydantic models that DeepSpeed reads sections of its configuration with, nested as these are."""
     from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.compile.config import CompileConfig
+    from deepspeed.monitor.config import DeepSpeedMonitorConfig
     from deepspeed.runtime.config import HybridEngineConfig
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
@@ -261,23 +261,16 @@ def config_models() -> dict[tuple[str, ...], type[BaseModel]]:
     from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
 
     return {
-        ("bf16",): DeepSpeedBF16Config,
-        ("fp16",): DeepSpeedFP16Config,
-        ("zero_optimization",): DeepSpeedZeroConfig,
-        ("comms_logger",): CommsLoggerConfig,
-        ("compile",): CompileConfig,
-        ("hybrid_engine",): HybridEngineConfig,
-        ("tensor_parallel",): TPTrainingConfig,
-        ("timers", "throughput"): DeepSpeedThroughputTimerConfig,
+        **{name: field.annotation for name, field in DeepSpeedMonitorConfig.model_fields.items()},
+        "bf16": DeepSpeedBF16Config,
+        "fp16": DeepSpeedFP16Config,
+        "zero_optimization": DeepSpeedZeroConfig,
+        "comms_logger": CommsLoggerConfig,
+        "compile": CompileConfig,
+        "hybrid_engine": HybridEngineConfig,
+        "tensor_parallel": TPTrainingConfig,
+        "timers": {"throughput": DeepSpeedThroughputTimerConfig},
     }
-
-
-def monitor_model() -> type[BaseModel]:
-    """The pydantic model whose fields are the monitors' sections."""
-    from deepspeed.monitor.config import DeepSpeedMonitorConfig
-
-    found: type[BaseModel] = DeepSpeedMonitorConfig
-    return found
 
 
 def config_classes() -> dict[str, Any]:

@@ -103,31 +103,27 @@ def read_accelerate_config(path: Path) -> Imported:
     return read_accelerate(parse_file(path), str(path))
 
 
-def _merge(draft: _Draft, later: _Draft, path: Keys = ()) -> None:
-    """Merge ``later`` into ``draft`` at ``path``: mappings key by key, other values as a whole."""
-    there, given = _inside(draft.values, path), _inside(later.values, path)
-    for name, value in given.items():
-        inner = (*path, name)
-        if name in there:
-            if isinstance(value, dict) and isinstance(there[name], dict) and not _another(there[name], value):
-                _merge(draft, later, inner)
+def _merge(draft: _Draft, later: _Draft) -> None:
+    """Merge ``later`` into ``draft``: mappings key by key, other values as a whole."""
+
+    def merge(there: dict[str, Any], given: dict[str, Any], path: Keys) -> None:
+        for name, value in given.items():
+            inner, before = (*path, name), there.get(name)
+            if isinstance(value, dict) and isinstance(before, dict) and not _another(before, value):
+                merge(before, value, inner)
                 continue
-            draft.cover(inner, later.origins.get(inner))
-        there[name] = value
-        found = {key: origin for key, origin in later.origins.items() if key[: len(inner)] == inner}
-        draft.origins = found | draft.origins
+            if name in there:
+                draft.cover(inner, later.origins.get(inner))
+            there[name] = value
+
+    merge(draft.values, later.values, ())
+    draft.origins = later.origins | draft.origins
 
 
 def _another(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether these are configs of different model types, which must not be merged."""
     kinds = {config["model_type"] for config in (one, other) if isinstance(config.get("model_type"), str)}
     return len(kinds) > 1
-
-
-def _inside(values: dict[str, Any], path: Keys) -> dict[str, Any]:
-    for name in path:
-        values = values[name]
-    return values
 
 
 def _add(draft: _Draft, path: Keys, value: Any, origin: Origin) -> None:

@@ -319,7 +319,7 @@ CONFLICTS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
     ({"torch_autocast": {"enabled": True}}, {}, ["torch_autocast.enabled"]),
     ({"train_micro_batch_size_per_gpu": 2}, {}, ["is not divisible", "2 x 2 ranks"]),
     ({"gradient_accumulation_steps": 4}, {}, ["gradient_accumulation_steps 4", "auto"]),
-    ({"gradient_accumulation_steps": "3"}, {}, ["accumulation_steps must be a positive integer", "not '3'"]),
+    ({"gradient_accumulation_steps": "3"}, {}, ["gradient_accumulation_steps: ", "integer", "not '3'"]),
     ({"fp_16": 3, "a": 1, "fp16": {"b": 1}}, {}, ["keys fp16.b, fp_16 (did you mean fp16?), a"]),
     ({"data_types": {"grad_accum_dtype": {}}}, {}, ["data_types.grad_accum_dtype", "no dtype"]),
     ({"wandb": {"enabled": True}}, {}, ["wandb is not installed", "log.trackers"]),

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpu.zero.buckets import automatic
 from gpu.zero.config.document import KEY
+from gpu.zero.config.schema import without_auto
 from portable.config.importing.deepspeed import AUTO
 from portable.config.origins import shown
 
@@ -25,21 +26,9 @@ def merged(base: Mapping[str, Any], document: Document, hidden_size: int) -> dic
         hidden_size: of the model, for bucket sizes that are ``auto``.
     """
     passed = document.imported.values.get(KEY, {})
-    return _over(base, _filled(passed, {"zero_optimization": automatic(hidden_size)}, ()))
-
-
-def _filled(values: Mapping[str, Any], sizes: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
-    """Replace each ``auto`` that has a value in ``sizes``; drop other ``auto``s for the run's values."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            inside = sizes.get(key, {})
-            found[key] = _filled(value, inside if isinstance(inside, dict) else {}, (*path, key))
-        elif value != AUTO or (*path, key) == ("data_types", "keep_in_fp32_modules"):
-            found[key] = value
-        elif key in sizes:
-            found[key] = sizes[key]
-    return found
+    asked = passed.get("zero_optimization", {})
+    sizes = {key: size for key, size in automatic(hidden_size).items() if asked.get(key) == AUTO}
+    return _over(_over(base, without_auto(passed)), {"zero_optimization": sizes})
 
 
 def _over(base: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -118,16 +118,6 @@ def _batch(
     total = document.get("train_batch_size")
     micro = document.get("train_micro_batch_size_per_gpu")
     steps = document.get("gradient_accumulation_steps")
-    for key, number in (
-        ("train_batch_size", total),
-        ("train_micro_batch_size_per_gpu", micro),
-        ("gradient_accumulation_steps", steps),
-    ):
-        whole = isinstance(number, int) and not isinstance(number, bool) and number > 0
-        require(
-            number is None or whole,
-            f"{document.name}: {key} must be a positive integer or auto, not {shown(number)}",
-        )
     if micro is None:
         micro = config.train.micro_batch_size
     if total is None and config.is_set("train.global_batch_size"):

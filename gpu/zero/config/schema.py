@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeGuard, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -45,6 +45,7 @@ def _number(least: float) -> Any:
 
 
 _Number = _number(0)
+_Whole = Annotated[int, Field(gt=0)]
 _Lower = BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value)
 _Sent = Annotated[Literal["fp16", "bf16", "fp32"], _Lower]
 _Known = dict[str, Any]
@@ -77,9 +78,9 @@ def _model(name: str, known: _Known) -> type[BaseModel]:
 
 
 _PLAIN: _Known = {
-    # Checked beside each other, with a remedy (reconcile.py), or refused by DeepSpeed in its own words.
-    **_all(Any, "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps elasticity"),
-    **_all(Any, "steps_per_print log_level weight_quantization expert_parallel datastates_ckpt"),
+    # Compared in reconcile.py; DeepSpeed refuses some of the others in its own words.
+    **_all(_Whole, "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps"),
+    **_all(Any, "elasticity steps_per_print log_level weight_quantization expert_parallel datastates_ckpt"),
     **_all(bool, "managed_gradient_accumulation prescale_gradients wall_clock_breakdown memory_breakdown"),
     **_all(bool, "dump_state disable_allgather disable_python_gc dataloader_drop_last"),
     **_all(
@@ -135,12 +136,7 @@ def schema_of(document: Mapping[str, Any]) -> type[BaseModel]:
         },
         "scheduler": {"type": Any, "params": _params(document, "scheduler", SCHEDULERS)},
     }
-    for path, model in models().items():
-        inside = known
-        for part in path[:-1]:
-            inside = inside.setdefault(part, {})
-        inside[path[-1]] = model
-    return _model("DeepSpeed", known)
+    return _model("DeepSpeed", {**known, **private_api.config_models()})
 
 
 def check(document: dict[str, Any], where: str) -> None:
@@ -211,30 +207,11 @@ def _unknown(schema: type[BaseModel], paths: list[tuple[str, ...]]) -> str:
 def names_at(schema: type[BaseModel], path: tuple[str, ...]) -> list[str]:
     """The keys of the section at ``path``."""
     for part in path:
-        fields = {field.alias or name: field for name, field in schema.model_fields.items()}
-        field = fields.get(part) or schema.model_fields.get(part)
-        groups = (
-            []
-            if field is None
-            else [kind for kind in _types(field.annotation) if issubclass(kind, BaseModel)]
-        )
-        schema = groups[0] if groups else schema  # the names of a mapping of groups are the user's
+        fields = {key: field for name, field in schema.model_fields.items() for key in (name, field.alias)}
+        inside = _types(fields[part].annotation) if part in fields else ()
+        groups = (kind for kind in inside if issubclass(kind, BaseModel))
+        schema = next(groups, schema)  # the names of a mapping of groups are the user's
     return [key for name, field in schema.model_fields.items() for key in {name, field.alias or name}]
-
-
-def models() -> dict[tuple[str, ...], type[BaseModel]]:
-    """The pydantic models of the installed DeepSpeed, by section."""
-    monitors: dict[tuple[str, ...], type[BaseModel]] = {
-        (name,): kind
-        for name, field in private_api.monitor_model().model_fields.items()
-        for kind in _types(field.annotation)
-        if _is_group(kind)
-    }
-    return {**monitors, **private_api.config_models()}
-
-
-def _is_group(kind: type) -> TypeGuard[type[BaseModel]]:
-    return issubclass(kind, BaseModel)
 
 
 def _types(annotation: Any) -> Iterator[type]:
