@@ -120,43 +120,6 @@ def _is_section(field: FieldInfo) -> bool:
     return isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
 
 
-def is_set(config: BaseModel, key: str) -> bool:
-    """Whether ``key``, or any key of a section, was set when ``config`` was built."""
-    if key in sections(type(config)):
-        return bool(getattr(config, key).model_fields_set)
-    owner, setting = _locate(config, key)
-    return setting.attribute in owner.model_fields_set
-
-
-def forget(config: BaseModel, key: str) -> None:
-    """Mark ``key`` as not set by the user."""
-    owner, setting = _locate(config, key)
-    owner.model_fields_set.discard(setting.attribute)
-
-
-def put_default(config: BaseModel, key: str, value: Any) -> None:
-    """Set ``key`` while ``config`` is being built. It does not count as set by the user."""
-    owner, setting = _locate(config, key)
-    changed = owner.model_copy(update={setting.attribute: value}) if setting.section else None
-    # Sections may be shared defaults, so copy them. Frozen models do not allow plain assignment.
-    if changed is None:
-        object.__setattr__(config, setting.attribute, value)
-    else:
-        changed.model_fields_set.discard(setting.attribute)
-        object.__setattr__(config, setting.section, changed)
-
-
-def get(config: BaseModel, key: str) -> Any:
-    """Return the value of the dotted ``key``. Raises ``KeyError`` for an unknown key."""
-    owner, setting = _locate(config, key)
-    return getattr(owner, setting.attribute)
-
-
-def _locate(config: BaseModel, key: str) -> tuple[BaseModel, Setting]:
-    setting = settings(type(config))[key]
-    return (getattr(config, setting.section) if setting.section else config), setting
-
-
 def plain(value: Any) -> Any:
     """Convert tuples in ``value`` to lists, and groups of settings to what was set, as in YAML and JSON."""
     if isinstance(value, BaseModel):
@@ -164,11 +127,6 @@ def plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     return [plain(item) for item in value] if isinstance(value, list | tuple) else value
-
-
-def given(config: BaseModel) -> dict[str, Any]:
-    """The settings that the user has set, by dotted key."""
-    return {key: get(config, key) for key in settings(type(config)) if is_set(config, key)}
 
 
 def nested(values: dict[str, Any]) -> dict[str, Any]:

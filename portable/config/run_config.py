@@ -130,15 +130,34 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _with_derived_defaults(self) -> RunConfig:
         for key, value in derived(self).items():
-            keys.put_default(self, key, value)
+            setting = keys.settings(type(self))[key]
+            if not setting.section:  # frozen models do not allow plain assignment
+                object.__setattr__(self, setting.attribute, value)
+                continue
+            # A section may be a default that others share.
+            section = getattr(self, setting.section).model_copy(update={setting.attribute: value})
+            section.model_fields_set.discard(setting.attribute)  # it does not count as set by the user
+            object.__setattr__(self, setting.section, section)
         return self
+
+    def _located(self, key: str) -> tuple[Section, str]:
+        """The section that has ``key``, and the attribute there."""
+        setting = keys.settings(type(self))[key]
+        return (getattr(self, setting.section) if setting.section else self), setting.attribute
 
     def is_set(self, key: str) -> bool:
         """Whether the user set ``key`` (dotted, such as ``train.steps``) in a file or by a flag.
 
         For a section: whether any of its keys is set. Raises ``KeyError`` for an unknown key.
         """
-        return keys.is_set(self, key)
+        if key in keys.sections(type(self)):
+            return bool(getattr(self, key).model_fields_set)
+        section, attribute = self._located(key)
+        return attribute in section.model_fields_set
+
+    def given(self) -> dict[str, Any]:
+        """The settings that the user has set, by dotted key."""
+        return {key: self.get(key) for key in keys.settings(type(self)) if self.is_set(key)}
 
     @property
     def came_from(self) -> dict[str, str]:
@@ -168,7 +187,7 @@ class RunConfig(Section):
 
     def get(self, key: str) -> Any:
         """Return the value of the dotted ``key``. Raises ``KeyError`` for an unknown key."""
-        return keys.get(self, key)
+        return getattr(*self._located(key))
 
     def fingerprint(self) -> dict[str, Any]:
         """The settings that define the run, by dotted key, as plain JSON values."""
@@ -185,13 +204,13 @@ class RunConfig(Section):
         They do not count as set by the user. Judges nothing: :func:`portable.checks.check` does.
         """
         put = {**self._put, **values}
-        copy = build(type(self), keys.nested({**keys.given(self), **put}))
+        copy = build(type(self), keys.nested({**self.given(), **put}))
         copy._put = put
         copy._origins = self._origins
         copy._documents = self._documents
-        for key in put:
-            if not self.is_set(key):
-                keys.forget(copy, key)
+        for key in put.keys() - self.given().keys():
+            section, attribute = copy._located(key)
+            section.model_fields_set.discard(attribute)
         return copy
 
     def __eq__(self, other: object) -> bool:

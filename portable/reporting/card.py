@@ -190,7 +190,7 @@ def _given(config: RunConfig) -> str:
     """The settings that the user gave, as YAML, without what only the user's machine has."""
     given = {
         key: _without_folders(value)
-        for key, value in keys.given(config).items()
+        for key, value in config.given().items()
         if not key.startswith(_OF_THE_MACHINE)
     }
     return redact(as_yaml(keys.plain(keys.nested(given))))

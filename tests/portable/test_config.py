@@ -204,6 +204,10 @@ def test_nothing_is_the_quickstart() -> None:
         ),
         ("--backend cpu", "backend", "cpu"),
         ("--seed 1 --seed 2", "seed", 2),
+        ("--adapter.layers 0 1", "adapter.layers", (0, 1)),
+        ("--adapter.layers 0,1", "adapter.layers", (0, 1)),
+        ("--data.columns 1 2", "data.columns", ("1", "2")),
+        ("--train.dropout no", "train.dropout", False),
     ],
 )
 def test_flags(argv: str, key: str, value: Any) -> None:

@@ -255,6 +255,77 @@ def test_what_is_missing_is_named(
     assert line in capsys.readouterr().err
 
 
+DECAY = {"total_num_steps": 50, "warmup_type": "linear"}
+ADAMW = {"type": "AdamW", "params": {"lr": 1e-4}}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"gradient_clipping": 0}, {"train.max_grad_norm": None}),
+        ({"fp16": {"enabled": False}}, {"precision": "fp32"}),
+        ({"optimizer": ADAMW}, {"train.weight_decay": 0.0, "train.betas": [0.9, 0.999]}),
+        ({"optimizer": {"type": "SGD", "params": {"momentum": 0.8}}}, {"train.betas": [0.8, 0.95]}),
+        (
+            {
+                "scheduler": {
+                    "type": "WarmupDecayLR",
+                    "params": {"total_num_steps": 50, "warmup_type": "linear"},
+                }
+            },
+            {
+                "train.steps": 50,
+                "train.warmup_steps": 1000,
+                "train.learning_rate": 0.001,
+                "train.schedule_params": {"warmup_type": "linear"},
+            },
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}, "cpu_offload": True}},
+            {"memory.offload_optimizer": "cpu", "memory.offload_params": None},
+        ),
+    ],
+    ids=lambda one: next(iter(one)),
+)
+def test_a_json_means_what_it_means_to_deepspeed(given: dict[str, Any], expected: dict[str, Any]) -> None:
+    """What a launch takes from it is compared with DeepSpeed's parser, by the same table."""
+    found = read(Document({"zero_optimization": {"stage": 3}, "train_batch_size": 8, **given}, {}), "ds.json")
+    assert not found.refused
+    assert {key: found.values.get(key) for key in expected} == expected
+
+
+def test_what_a_json_must_not_say() -> None:
+    given = {
+        "zero_optimization": {"stage": 2},
+        "bf16": {"enabled": True, "check_grad_overflow": False},
+        "prescale_gradients": True,
+        "optimizer": {"type": "AdamW", "params": {"bias_correction": False, "amsgrad": True}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": [1.0, 2.0], "last_batch_iteration": 3}},
+    }
+    refused = "\n".join(read(Document({"train_batch_size": 8, **given}, {}), "ds.json").refused)
+    for name in (
+        "check_grad_overflow",
+        "prescale",
+        "bias_correction",
+        "amsgrad",
+        "warmup_max_lr",
+        "last_batch",
+    ):
+        assert name in refused
+
+
+def test_a_default_of_a_program_yields_to_what_another_file_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps({**DEEPSPEED, "optimizer": ADAMW}))
+    (tmp_path / "trl.yaml").write_text("model_name_or_path: org/model\ndataset_name: a\nweight_decay: 0.2\n")
+    files = [str(tmp_path / name) for name in ("ds.json", "trl.yaml")]
+    for names in (files, files[::-1]):
+        found, _ = imported(*names, capsys=capsys)
+        assert found["train.learning_rate"] == 1e-4  # and not TRL's default
+        assert found["train.weight_decay"] == 0.2  # and not DeepSpeed's
+
+
 @pytest.mark.parametrize("value", [True, 1, -1, 0, 0.5, "x", "", None, [], ["x"], {}, {"x": 1}], ids=repr)
 def test_no_value_of_any_key_is_a_traceback(value: Any) -> None:
     for program in PROGRAMS:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpu.zero.config.document import KEY, Document
 from portable.checks import check
+from portable.config import keys
 from portable.config.importing.deepspeed import AUTO
 from portable.config.origins import shown
 from portable.config.problems import mistake_in
@@ -39,12 +40,12 @@ def adopt(config: RunConfig, document: Document, world_size: int) -> RunConfig:
 
     def put(key: str, value: Any, origin: str) -> None:
         ours = config.get(key)
-        if config.is_set(key) and ours != AUTO and not _same(ours, value):
+        if config.is_set(key) and ours != AUTO and keys.plain(ours) != keys.plain(value):
             raise UserError(
                 f"{origin} is {shown(value)} and {key} is {shown(ours)}; set one of the two, or leave the "
                 "JSON's at auto"
             )
-        if key in found and not _same(found[key], value):
+        if key in found and keys.plain(found[key]) != keys.plain(value):
             raise UserError(
                 f"{origin} sets {key} to {shown(value)}, and another key to {shown(found[key])}; make them "
                 "agree"
@@ -162,9 +163,3 @@ def _only_batch_size(config: RunConfig, document: Document) -> bool:
         and not any(key in document.values for key in others)
         and not config.is_set("train.micro_batch_size")
     )
-
-
-def _same(ours: Any, theirs: Any) -> bool:
-    if isinstance(ours, tuple) and isinstance(theirs, list | tuple):
-        return list(ours) == list(theirs)
-    return bool(ours == theirs)
