@@ -169,6 +169,12 @@ def nvidia_only() -> list[Check]:
             lambda c: c.model.attention == "flash_attention_2",
             " flash_attention_2 needs backend cuda, not {backend}; use sdpa",
         ),
+        Check(
+            "log.memory_snapshot",
+            lambda c: c.log.memory_snapshot,
+            ": torch records the allocations of GPUs only; set it to false",
+            late=True,
+        ),
     ]
 
 

@@ -54,9 +54,8 @@ CHECKS = (
     Check(
         "train.optimizer strategy",
         lambda c: _own(c) and not own.elementwise(c.train),
-        ": {train.optimizer}: updates a part of a parameter otherwise than the whole, and ZeRO has "
-        "parts; use "
-        "strategy full_shard",
+        ": {train.optimizer}: is not elementwise, so it cannot run on ZeRO's flat partitions; use strategy "
+        "full_shard",
         late=True,
     ),
     Check(

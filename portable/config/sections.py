@@ -42,7 +42,7 @@ Tracker = Literal["tensorboard", "wandb", "trackio", "swanlab"]
 Format = Literal[
     "auto", "text", "messages", "sharegpt", "prompt_completion", "alpaca", "preference", "samples"
 ]
-XlaDtype = Literal["float32", "bfloat16", "float16"]
+XlaDtype = Literal["float32", "bfloat16"]
 Role = Literal["system", "developer", "user", "assistant", "tool", "ipython", "function", "observation"]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 SOURCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")

@@ -34,10 +34,4 @@ CHECKS: tuple[Check | Several, ...] = (
 NOT_CUDA: tuple[Check | Several, ...] = (
     *engine_part(ZERO[0], "checks").OF_CPU,
     *nvidia_only(),
-    Check(
-        "log.memory_snapshot",
-        lambda c: c.log.memory_snapshot,
-        ": torch records the allocations of GPUs only; set it to false",
-        late=True,
-    ),
 )

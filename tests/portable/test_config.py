@@ -368,6 +368,7 @@ def test_a_default_strategy_yields_to_the_deepspeed_file() -> None:
         ("log", "trackers", ["tensorbord"]),
         ("checkpoint", "keep", 0),
         ("xla", "attention_rows", 0),
+        ("xla", "buffer_dtype", "float16"),
     ],
 )
 def test_wrong_values_are_refused_by_name(section: str, name: str, value: Any, file: Path) -> None:

@@ -314,7 +314,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         r"train\.betas: has no effect .* NAdam\(betas=\.\.\.\)",
     ),
     "torch.optim:LBFGS": ({}, r"LBFGS: fails \(TypeError: .*closure"),
-    "torch.optim:Adafactor": ({"strategy": "zero2"}, r"ZeRO has parts; use strategy full_shard"),
+    "torch.optim:Adafactor": ({"strategy": "zero2"}, r"ZeRO's flat partitions; use strategy full_shard"),
     "torch.optim:Adagrad": ({"strategy": "zero2"}, r"its constructor makes state"),
     f"{HERE}:Odd": ({"train__weight_decay": 0.1}, r"takes no weight_decay; set it to 0"),
     f"{HERE}:KeepsList": ({}, r"the state 'history' of 0 is a list, which no checkpoint holds"),

@@ -497,7 +497,6 @@ REFUSED = [
         {"strategy": "hybrid_shard", "fsdp__shard_group_size": 3},
         "4 devices are not divisible into groups of 3",
     ),
-    ({"xla__buffer_dtype": "float16"}, "xla.buffer_dtype: TPUs do not compute in float16"),
     ({"xla__compilation_cache": "kept"}, "xla.compilation_cache: graphs for virtual devices"),
     ({"xla__sharding": {"(": 0}}, "xla.sharding: '(' is not a regular expression"),
 ]

@@ -66,9 +66,8 @@ CHECKS: tuple[Check | Several, ...] = (
     _late(
         "train.optimizer xla.scan_layers",
         lambda c: _own(c) and c.xla.scan_layers and not own.elementwise(c.train),
-        ": {train.optimizer}: updates a part of a parameter otherwise than the whole, and "
-        "xla.scan_layers puts "
-        "parameters of layers together; set it to false",
+        ": {train.optimizer}: is not elementwise, and xla.scan_layers stacks the parameters of layers; set "
+        "it to false",
     ),
     _late(
         "precision",
@@ -91,11 +90,6 @@ CHECKS: tuple[Check | Several, ...] = (
         ": auto would compile a graph per size it tries on xla; set a number",
     ),
     _late(
-        "log.memory_snapshot",
-        lambda c: c.log.memory_snapshot,
-        ": torch records the allocations of GPUs only; set it to false",
-    ),
-    _late(
         "memory.activation_checkpointing",
         lambda c: c.memory.activation_checkpointing == "selective",
         ": selective works on operations of eager torch, and xla compiles whole layers; use full, or "
@@ -107,10 +101,5 @@ CHECKS: tuple[Check | Several, ...] = (
         "xla.sharding xla.shard_param_on_dim_0 strategy",
         lambda c: c.strategy == "no_shard" and (c.xla.sharding, c.xla.shard_param_on_dim_0) != (None, None),
         ", xla.shard_param_on_dim_0: strategy no_shard does not shard parameters; remove them",
-    ),
-    _late(
-        "xla.buffer_dtype",
-        lambda c: c.xla.buffer_dtype == "float16",
-        ": TPUs do not compute in float16; use bfloat16",
     ),
 )

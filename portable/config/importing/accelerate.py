@@ -11,7 +11,16 @@ import pathlib
 from typing import TYPE_CHECKING, Any
 
 from portable.config.importing.deepspeed import clipping, nvme_path, offload
-from portable.config.importing.rows import EMPTY, NoCounterpart, NoEffect, Row, choose, free, refused
+from portable.config.importing.rows import (
+    EMPTY,
+    NoCounterpart,
+    NoEffect,
+    Row,
+    choose,
+    free,
+    never_off,
+    refused,
+)
 from portable.config.origins import shown
 from portable.config.types import truth
 
@@ -128,14 +137,6 @@ def _dynamo(value: Any, file: File) -> dict[str, Any] | None:
     return {"compile": True, "compile_backend": str(value).lower()}
 
 
-def _downcast(value: Any, file: File) -> None:
-    if truth(value) in (False, *EMPTY):
-        return
-    if _xla(file):
-        raise NoCounterpart("mixed_precision sets the compute dtype; set it to no")
-    raise NoEffect(f"{shown(value)} has no effect: it is for TPUs")
-
-
 def _gpus(value: Any, file: File) -> None:
     if value in (*EMPTY, "all"):
         return
@@ -192,14 +193,6 @@ def _compute(value: Any, file: File) -> str:
     return precision
 
 
-def _never_off(why: str) -> Row:
-    def take(value: Any, file: File) -> None:
-        if not _flag(value):
-            raise NoCounterpart(f"false has no counterpart: {why}")
-
-    return Row(how=take, why=why)
-
-
 def _accumulation(value: Any, file: File) -> dict[str, Any] | None:
     """Used as if it were in a DeepSpeed JSON, for which this section is a shorthand."""
     steps = int(value) if isinstance(value, str) and value.isdigit() else value
@@ -243,7 +236,7 @@ XLA_FSDP: Rows = {
     "flatten_parameters": refused("under SPMD parameters are sharded along a dim; remove it"),
     "pin_layout_in_collective_ops": refused("under SPMD the compiler places the collectives; remove it"),
     "optimization_barrier_in_forward": refused("under SPMD the compiler schedules the gathers; remove it"),
-    "execute_sharding_on_init": _never_off("parameters are always sharded on creation; remove it"),
+    "execute_sharding_on_init": never_off("parameters are always sharded on creation; remove it"),
     "auto_wrap_policy": refused(_WRAPS_NOTHING, "transformer_based_wrap"),
 }
 """The names of ``xla_fsdp_settings``."""
@@ -282,7 +275,7 @@ ROWS: Rows = {
     "mixed_precision": Row("precision", _PRECISIONS),
     "use_cpu": Row("backend", _use_cpu),
     "fp16": Row("precision", _old_fp16),
-    "downcast_bf16": Row(how=_downcast, why="it is for TPUs, where mixed_precision sets the compute dtype"),
+    "downcast_bf16": _for_tpus("mixed_precision sets the compute dtype; set it to no"),
     "gpu_ids": Row(how=_gpus, why="CUDA_VISIBLE_DEVICES"),
     "dynamo_backend": Row(how=_dynamo, why="compile, compile_backend"),
     "dynamo_config.dynamo_backend": Row(how=_dynamo, why="compile, compile_backend"),

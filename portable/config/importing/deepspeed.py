@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from portable.config.importing.rows import NoCounterpart, NoEffect, Row, choose, free, refused
+from portable.config.importing.rows import NoCounterpart, NoEffect, Row, choose, free, never_off, refused
 from portable.config.origins import shown
 from portable.config.types import truth
 
@@ -324,14 +324,6 @@ def _accumulated(value: Any, file: File) -> None:
     passed_on(file, value)
 
 
-def _needed(why: str) -> Row:
-    def take(value: Any, file: File) -> None:
-        if value is False:
-            raise NoCounterpart(f"false: {why}; remove it")
-
-    return Row(how=take, why=f"{why}; remove it")
-
-
 ROWS: Rows = {
     **{name: Row(key, _given) for name, key in SHARED.items()},
     **{f"fp16.{name}": Row(f"fp16.{name}", _scale) for name in FP16},
@@ -384,7 +376,7 @@ ROWS: Rows = {
         f"activation_checkpointing.{name}": Row("memory.activation_checkpointing", _recompute)
         for name in RECOMPUTE
     },
-    **{path: _needed(why) for path, why in NEEDED.items()},
+    **{path: never_off(f"{why}; remove it") for path, why in NEEDED.items()},
     **{path: refused("leave it out", value, AUTO) for path, value in UNSUPPORTED.items()},
     **{
         name: Row(how=_scaled, why="passed on, with reduce_scatter false")

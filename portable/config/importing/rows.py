@@ -70,6 +70,16 @@ def refused(why: str, *silent: Any) -> Row:
     return Row(why=why, silent=(*silent, *EMPTY, False))
 
 
+def never_off(why: str) -> Row:
+    """A switch that must not be off."""
+
+    def take(value: Any, file: File) -> None:
+        if truth(value) is False:
+            raise NoCounterpart(f"false has no counterpart: {why}")
+
+    return Row(how=take, why=why)
+
+
 @dataclass
 class Imported:
     """What files of other programs come to.
