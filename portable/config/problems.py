@@ -71,12 +71,10 @@ def build(
 
 def mistake_in(model: type[BaseModel], key: str, value: Any) -> str | None:
     """What the schema says of one setting; None if it takes it."""
-    section, _, name = key.rpartition(".")
-    inside: Any = model.model_fields[section].annotation if section else model
     try:
-        build(inside, {name: value})
+        build(model, keys.nested({key: value}))
     except UserError as error:
-        return f"{section}.{error}" if section else str(error)
+        return str(error)
     return None
 
 

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
 
 
+# The run's optimizer decides; gpu/zero/optimizer.py has checked what these would refuse.
+_OURS = ("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer")
+
+
 def merged(base: Mapping[str, Any], document: Document, hidden_size: int) -> dict[str, Any]:
     """The configuration for DeepSpeed: what the JSON passes on, over the run's.
 
@@ -25,7 +29,7 @@ def merged(base: Mapping[str, Any], document: Document, hidden_size: int) -> dic
         document: the JSON, already reconciled with them.
         hidden_size: of the model, for bucket sizes that are ``auto``.
     """
-    passed = document.imported.values.get(KEY, {})
+    passed = {k: v for k, v in document.imported.values.get(KEY, {}).items() if k not in _OURS}
     asked = passed.get("zero_optimization", {})
     sizes = {key: size for key, size in automatic(hidden_size).items() if asked.get(key) == AUTO}
     return _over(_over(base, without_auto(passed)), {"zero_optimization": sizes})

@@ -356,6 +356,7 @@ ROWS: Rows = {
         Row(how=_gathered, why="no effect at stage 3: final/ always has the full weights"),
     ),
     "optimizer.type": Row("train.optimizer", _optimizer),
+    "optimizer.legacy_fusion": free(),
     "optimizer.params.lr": Row("train.learning_rate", _optimizers_rate),
     "optimizer.params.momentum": Row(
         "train.betas", lambda value, _: None if value == AUTO else [value, 0.95], "the first of train.betas"
