@@ -13,7 +13,8 @@ from portable.checks import check
 from portable.config import keys, load_config
 from portable.config.dump import as_yaml
 from portable.config.importing import PROGRAMS, Imported, command_line, read
-from portable.config.load import parse_file
+from portable.config.importing.deepspeed import parse_json
+from portable.config.load import parse_file, read_text
 from portable.config.problems import mistake_in
 from portable.config.run_config import RunConfig
 from portable.config.yaml_text import Document, parse
@@ -87,17 +88,11 @@ def _document(path: Path) -> Document:
     except UserError:
         if path.suffix != ".json" or not path.is_file():
             raise
-    try:  # with tabs, which YAML does not allow
-        return Document(json.loads(path.read_text("utf-8")), {})
-    except ValueError as error:
-        raise UserError(
-            one_line(f"{path}: invalid JSON: {error}; remove comments and trailing commas")
-        ) from error
+    return Document(parse_json(read_text(path), str(path)), {})  # with tabs or comments
 
 
 def config_text(found: Imported) -> tuple[str, list[str]]:
-    """The file of settings with its comments, and what must be changed before it can be used, one line "
-    "each."""
+    """The file of settings with its comments, and what must be changed before use, one line each."""
     for key in list(found.values):
         if (mistake := mistake_in(RunConfig, key, found.values[key])) is not None:
             found.refused.append(f"{found.origins[key].text}: {mistake}")

@@ -161,6 +161,12 @@ def _read(path: Place, first_line: int) -> _Draft:
 
 
 def parse_file(path: Place) -> yaml_text.Document:
+    """Parse a YAML file. Raises ``UserError``."""
+    return yaml_text.parse(read_text(path), str(path))
+
+
+def read_text(path: Place) -> str:
+    """The text of a config file, of at most a megabyte. Raises ``UserError``."""
     try:
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
@@ -171,10 +177,9 @@ def parse_file(path: Place) -> yaml_text.Document:
     if len(content) > MAX_BYTES:
         raise UserError(f"{path}: not a config file: larger than a megabyte")
     try:
-        text = content.decode("utf-8-sig")
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not a config file: not UTF-8 text") from error
-    return yaml_text.parse(text, str(path))
 
 
 def _copied(source: Mapping[str, Any]) -> dict[str, Any]:

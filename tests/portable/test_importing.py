@@ -1,5 +1,4 @@
-"""``portable-train import``: another program's file becomes a config that loads, or what is missing is "
-"named."""
+"""``portable-train import``: another program's file becomes a config that loads, or a line says what is missing."""
 
 from __future__ import annotations
 
@@ -292,6 +291,16 @@ def test_a_json_means_what_it_means_to_deepspeed(given: dict[str, Any], expected
     found = read(Document({"zero_optimization": {"stage": 3}, "train_batch_size": 8, **given}, {}), "ds.json")
     assert not found.refused
     assert {key: found.values.get(key) for key in expected} == expected
+
+
+def test_a_json_with_comments_and_tabs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("hjson")
+    path = tmp_path / "ds.json"
+    path.write_text(
+        '{\n\t// why\n\t"_why": 1, "zero_optimization": {"stage": 2,},\n\t"train_batch_size": 8,\n}'
+    )
+    found, _ = imported(str(path), capsys=capsys)
+    assert (found["strategy"], found["train.global_batch_size"]) == ("zero2", 8)
 
 
 def test_what_a_json_must_not_say() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,14 +10,13 @@ from gpu.zero import private_api
 from gpu.zero.config.document import KEY, Document
 from gpu.zero.config.schema import check
 from portable.config.importing import read_deepspeed
-from portable.config.importing.deepspeed import AUTO, is_comment, modernise
+from portable.config.importing.deepspeed import AUTO, modernise, parse_json, without_comments
+from portable.config.load import read_text
 from portable.config.origins import shown
 from portable.errors import UserError, one_line, require
 
 if TYPE_CHECKING:
     from portable.config import RunConfig
-
-_MOST_BYTES = 1 << 20
 
 
 def read(config: RunConfig) -> Document | None:
@@ -34,8 +32,9 @@ def read(config: RunConfig) -> Document | None:
         return None
     if (known := config.documents.get(KEY)) is not None:
         return known  # type: ignore[no-any-return]
-    values, name = (deepcopy(given), KEY) if isinstance(given, dict) else (_load(Path(given)), str(given))
-    values = _without_comments(values)
+    name = KEY if isinstance(given, dict) else str(given)
+    values = deepcopy(given) if isinstance(given, dict) else parse_json(read_text(Path(given)), name)
+    values = without_comments(values)
     notes: list[str] = []
 
     def note(path: tuple[str, ...], text: str) -> None:
@@ -70,48 +69,3 @@ def _stage(config: RunConfig, values: dict[str, Any], name: str) -> int:
             "zero1, zero2 or zero3"
         )
     return int(stage)
-
-
-def _load(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_bytes()
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(one_line(f"{KEY}: {path} cannot be read: {reason}")) from error
-    require(len(text) <= _MOST_BYTES, f"{KEY}: {path} is larger than 1 MiB; name a DeepSpeed JSON")
-    try:
-        values = json.loads(text, object_pairs_hook=lambda pairs: _without_repeats(pairs, path))
-    except (ValueError, RecursionError) as error:
-        values = _load_relaxed(text, path)
-        if values is None:
-            raise UserError(one_line(f"{path}: invalid JSON: {error}")) from error
-    require(isinstance(values, dict), f"{path}: a DeepSpeed JSON must be a mapping")
-    found: dict[str, Any] = values
-    return found
-
-
-def _load_relaxed(text: bytes, path: Path) -> Any:
-    """Parse ``text`` as Hjson, as DeepSpeed does: comments, trailing commas. None if it is invalid."""
-    import hjson
-
-    try:
-        found = hjson.loads(text.decode(), object_pairs_hook=lambda pairs: _without_repeats(pairs, path))
-    except (ValueError, RecursionError):
-        return None
-    return found if isinstance(found, dict) else None  # a single word is valid Hjson, too
-
-
-def _without_repeats(pairs: list[tuple[str, Any]], path: Path) -> dict[str, Any]:
-    keys = [key for key, _ in pairs if not is_comment(key)]
-    twice = next((key for key in keys if keys.count(key) > 1), None)
-    require(twice is None, f"{path}: duplicate key {twice}; remove one")
-    return dict(pairs)
-
-
-def _without_comments(values: dict[str, Any]) -> dict[str, Any]:
-    """``values`` without the keys that serve as comments."""
-    return {
-        key: _without_comments(value) if isinstance(value, dict) else value
-        for key, value in values.items()
-        if not is_comment(key)
-    }

@@ -5,11 +5,14 @@ All other keys that DeepSpeed knows are passed on to it, in ``deepspeed.config``
 
 from __future__ import annotations
 
+from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from portable.config.importing.rows import NoCounterpart, NoEffect, Row, choose, free, never_off, refused
 from portable.config.origins import shown
 from portable.config.types import truth
+from portable.errors import UserError, one_line, require
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -112,8 +115,49 @@ UNSUPPORTED: dict[str, Any] = {
 """Switches to another engine, layout or computation, with the value that changes nothing."""
 
 
-def is_comment(key: object) -> bool:
-    """Whether a key of a JSON is a remark."""
+def parse_json(text: str, name: str) -> dict[str, Any]:
+    """Parse a JSON, or Hjson, as DeepSpeed does: with comments and trailing commas.
+
+    Args:
+        text: of the file.
+        name: of the file, for messages.
+
+    Raises:
+        UserError: if it is neither, is no mapping, or has a key twice.
+    """
+    problem = ""
+    found: Any = None
+    for package in ("json", "hjson"):  # the second comes with DeepSpeed
+        if found is None and find_spec(package) is not None:
+            try:
+                read = import_module(package).loads
+                found = read(text, object_pairs_hook=lambda pairs: _without_repeats(pairs, name))
+            except (ValueError, RecursionError) as error:
+                problem = problem or str(error)
+    if problem and not isinstance(found, dict):  # a single word is valid Hjson, too
+        raise UserError(one_line(f"{name}: invalid JSON: {problem}"))
+    require(isinstance(found, dict), f"{name}: a DeepSpeed JSON must be a mapping")
+    values: dict[str, Any] = found
+    return values
+
+
+def _without_repeats(pairs: list[tuple[str, Any]], name: str) -> dict[str, Any]:
+    keys = [key for key, _ in pairs if not _is_comment(key)]
+    twice = next((key for key in keys if keys.count(key) > 1), None)
+    require(twice is None, f"{name}: duplicate key {twice}; remove one")
+    return dict(pairs)
+
+
+def without_comments(values: dict[str, Any]) -> dict[str, Any]:
+    """``values`` without the keys that serve as comments."""
+    return {
+        key: without_comments(value) if isinstance(value, dict) else value
+        for key, value in values.items()
+        if not _is_comment(key)
+    }
+
+
+def _is_comment(key: object) -> bool:
     return str(key).startswith(("_", "//"))
 
 
@@ -148,6 +192,7 @@ def modernise(values: dict[str, Any], note: Callable[[Path, str], None]) -> None
 
 def prepare(file: File) -> None:
     """Bring the file into its present form."""
+    file.values = without_comments(file.values)
     modernise(file.values, file.note)
 
 
@@ -432,8 +477,6 @@ def _asks(value: Any) -> bool:
 
 def passed_on(file: File, value: Any) -> None:
     """Put a key that only DeepSpeed knows into ``deepspeed.config``."""
-    if any(map(is_comment, file.path)):
-        return
     if file.path[0] in ("optimizer", "scheduler"):
         raise NoCounterpart(f"{shown(value)} is not supported; remove it")
     first = "deepspeed.config" not in file.result.values
