@@ -23,7 +23,7 @@ def largest_divisor(number: int, most: int) -> int:
 
 
 def warms_up(schedule: str) -> bool:
-    """Whether ``train.schedule`` uses the steps of the warm-up. User code, whose name has a colon, does not."""
+    """Whether ``train.schedule`` uses the steps of the warm-up; user code, with a colon, does not."""
     return schedule not in WITHOUT_WARMUP and ":" not in schedule
 
 

@@ -1,4 +1,4 @@
-"""``portable-train import``: another program's file becomes a config that loads, or a line says what is missing."""
+"""``portable-train import``: another program's file becomes a config, or a line says what is missing."""
 
 from __future__ import annotations
 

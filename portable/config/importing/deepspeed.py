@@ -406,7 +406,7 @@ ROWS: Rows = {
     "optimizer.params.momentum": Row(
         "train.betas", lambda value, _: None if value == AUTO else [value, 0.95], "the first of train.betas"
     ),
-    "optimizer.params.adam_w_mode": Row(how=_adam_w_mode, why=_UPDATE),
+    "optimizer.params.adam_w_mode": Row(how=_adam_w_mode, why=f"never false for Adam: {_UPDATE}"),
     **{f"optimizer.params.{name}": free() for name in EQUIVALENT.split()},
     "scheduler.type": Row("train.schedule", _scheduler),
     **{

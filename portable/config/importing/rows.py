@@ -77,7 +77,7 @@ def never_off(why: str) -> Row:
         if truth(value) is False:
             raise NoCounterpart(f"false has no counterpart: {why}")
 
-    return Row(how=take, why=why)
+    return Row(how=take, why=f"never false: {why}")
 
 
 @dataclass
