@@ -1,4 +1,4 @@
-"""``portable-train init``: write a short commented config to begin with, or what starts a run on rented machines."""
+"""``portable-train init``: write a short commented config to begin with, or what starts it elsewhere."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def init(argv: Sequence[str]) -> int:
     templates = targets(machines := configs().joinpath("machines"))
     parser = Parser(
         prog="portable-train init",
-        description="Write a short commented config to begin with. With --for: write the file that starts the "
-        "run of a config on rented machines, beside it.",
+        description="Write a short commented config to begin with. With --for: write the file that starts "
+        "the run of a config on rented machines, beside it.",
     )
     parser.add_argument("file", nargs="?", default="run.yaml", type=Path, help="default: run.yaml")
     parser.add_argument("--for", dest="target", choices=templates, help="for which program")
@@ -72,7 +72,7 @@ def init(argv: Sequence[str]) -> int:
     folder = yaml.safe_dump(f"runs/{file.stem}", allow_unicode=True, width=math.inf).splitlines()[0]
     if given.target is not None:
         require(bool(given.device), "--device: missing; name the machine, such as --device h100:8")
-        out = launch_file(
+        wrote = launch_file(
             machines,
             given.target,
             file,
@@ -81,7 +81,7 @@ def init(argv: Sequence[str]) -> int:
             install=given.install,
             spot=not given.on_demand,
         )
-        say(f"wrote {out}; its first lines say how to start it, from its folder")
+        say(f"wrote {wrote}; its first lines say how to start it, from its folder")
         return 0
     name = shlex.quote(str(file))
     # Comments stand in one column.

@@ -1,7 +1,7 @@
 """``portable-train init --for``: the file with which a program that rents machines starts a run.
 
-The files are templates in ``configs/machines``. ``@name@`` stands for a value, and a line that begins with one
-of :data:`_CONDITIONS` is left out where that does not hold.
+The files are templates in ``configs/machines``. ``@name@`` stands for a value, and a line that begins with
+one of :data:`_CONDITIONS` is left out where that does not hold.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 _CONDITIONS = ("several", "mixed", "alike", "selected")
 """Several nodes with GPUs; GPUs or TPUs; only one of the two; nodes are selected by a label."""
 _PLACEHOLDER = re.compile(r"@(\w+)@")
-_TORCHRUN = "env TORCH_ELASTIC_SHUTDOWN_TIMEOUT=240 torchrun -m portable.cli"
-"""After SIGTERM, ranks have four minutes to save; torchrun alone gives them 30 seconds."""
 _UNQUOTED = re.compile(r"[^\w .,@:/+=\[\]~<>!-]|: |^-| #")
 """What would end a word in the shell or in YAML."""
 _ANY_OF = ("sky", "dstack")
 """The programs that take any of several kinds of device."""
 _ON_GPUS = ("dstack", "hf-jobs", "slurm")
+_INDENTS = {"jobset": (24, 16), "trainjob": (10, 26)}
+"""Of the config's text and of the labels of nodes, in templates that have them."""
 _SECRETS = {
     "s3": ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"),
     "az": ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_KEY"),
@@ -131,6 +131,8 @@ def launch_file(
         require(odd is None, f"{key}: {text}: {odd and odd[0]!r} would need quotes; give it another name")
     for key in _local_files(config):
         tell(f"note: {key}: {config.get(key)} is on this machine; put it into a bucket, or on the hub")
+    if not config.checkpoint.saves_on_the_way:
+        tell("note: checkpoint.every_steps: nothing is saved on the way, and not every machine gives notice")
     values = _values(target, config, config_file, machines, install, spot=spot)
     out = config_file.with_suffix(f".{template.name}")
     holds = {
@@ -222,7 +224,7 @@ def _package(config: RunConfig, *, tpu: bool) -> str:
         extras.append("torchtpu" if config.backend == "tpu" else "tpu")
     elif config.strategy.startswith("zero"):
         extras.append("deepspeed")
-    if config.adapter.base is not None and not tpu:
+    if config.adapter.base in ("nf4", "int8") and not tpu:
         extras.append("qlora")
     return f"portable-trainer[{','.join(extras)}]=={metadata.version('portable-trainer')}"
 
@@ -252,7 +254,7 @@ def _values(
     selector = first.names.get("labels") or (
         {"cloud.google.com/gke-accelerator": first.names["gke"]} if "gke" in first.names else {}
     )
-    indent = {"jobset": 24, "trainjob": 10}.get(target, 0)
+    of_text, of_labels = _INDENTS.get(target, (0, 0))
     text = config_file.read_text("utf-8").splitlines()
     cloud = Path(portable.__file__).resolve().parents[1] / "tpu" / "scripts" / "cloud.sh"
     return {
@@ -261,7 +263,7 @@ def _values(
         "output": shlex.quote(place),
         "nodes": str(first.nodes),
         "each": str(first.count // first.nodes),
-        "command": "portable-train" if first.tpu or first.nodes == 1 else _TORCHRUN,
+        "command": "portable-train" if first.tpu or first.nodes == 1 else "torchrun -m portable.cli",
         "package": packages[first.tpu],
         "gpu_package": packages[False],
         "tpu_package": packages[True],
@@ -279,12 +281,12 @@ def _values(
             for name in secrets
         ),
         "environment": "\n".join(f"  - {name}" for name in secrets),
-        "selector": "" if not selector else "{" + ", ".join(f"{k}: {v}" for k, v in selector.items()) + "}",
+        "selector": "\n".join(" " * of_labels + f"{key}: {value}" for key, value in selector.items()),
         "resource": "google.com/tpu" if first.tpu else "nvidia.com/gpu",
         "tpu_type": first.type if first.tpu else "",
         "backend": "tpu" if config.backend == "tpu" else "xla",
         "cloud": shlex.quote(str(cloud)),
-        "text": "\n".join(" " * indent + line for line in text),
+        "text": "\n".join(" " * of_text + line for line in text),
     }
 
 
