@@ -38,7 +38,10 @@ ScheduleKind = Literal[
     "OneCycle",
     "LRRangeTest",
 ]
-Tracker = Literal["tensorboard", "wandb", "trackio", "swanlab"]
+Tracker = Annotated[
+    Literal["tensorboard", "wandb", "mlflow", "trackio", "swanlab", "comet_ml", "aim", "clearml", "dvclive"],
+    OrPlugIn,
+]
 Format = Literal[
     "auto", "text", "messages", "sharegpt", "prompt_completion", "alpaca", "preference", "samples"
 ]
@@ -1076,12 +1079,13 @@ class LogConfig(Section):
     trackers: Annotated[tuple[Tracker, ...], OneOrMany, Field(strict=False)] = Field(
         default=("tensorboard",),
         description="Trackers for the metrics, besides metrics.jsonl; [] for none. All except tensorboard "
-        "need their own package.",
+        "need their own package. Or package.module:name, a class of your own with the methods of "
+        "accelerate.tracking.GeneralTracker.",
     )
     project: str | None = Field(
         default=None,
         min_length=1,
-        description="Project of the run at wandb, trackio or swanlab. Null: WANDB_PROJECT (or the other's "
+        description="Project of the run at the trackers. Null: WANDB_PROJECT (or the other's "
         "variable), else the name of the folder that output_dir lies in.",
     )
     name: str | None = Field(
