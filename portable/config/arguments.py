@@ -74,6 +74,7 @@ TRAIN_OPTIONS = (
         "Evaluate the newest checkpoint. Without one, the untrained model. Prints the values, writes "
         "output_dir/evaluation.json, and stops.",
     ),
+    Option("json", "path", "With --eval-only: write the values into this file, too.", "FILE"),
     Option(
         "replay",
         "count",
@@ -103,6 +104,8 @@ class Invocation:
     show_data: int | None = None
     """Samples to print."""
     eval_only: bool = False
+    json: str | None = None
+    """A file for the values of an evaluation."""
     resume_info: str | None = None
     """Path of a checkpoint to describe."""
     replay: int | None = None
