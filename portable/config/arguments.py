@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 USAGE = """\
 usage: portable-train [--config FILE.yaml] [--KEY VALUE ...]
-       portable-train init [FILE.yaml] [--task TASK], or import FILE ...
-       portable-train schema, or completion bash|zsh|fish
+       portable-train init [FILE.yaml] [--for PROGRAM], import, schema, completion
 
 Train a Hugging Face model on a CPU, GPUs or TPUs from one YAML file.
 
@@ -74,7 +73,7 @@ TRAIN_OPTIONS = (
         "Evaluate the newest checkpoint. Without one, the untrained model. Prints the values, writes "
         "output_dir/evaluation.json, and stops.",
     ),
-    Option("json", "path", "With --eval-only: write the values into this file, too.", "FILE"),
+    Option("json", "path", "With --eval-only: also write the values to FILE.", "FILE"),
     Option(
         "replay",
         "count",

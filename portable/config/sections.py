@@ -19,6 +19,7 @@ from portable.config.types import (
     NamesOrPattern,
     OneOrMany,
     OpenMapping,
+    OrHubKernel,
     OrPlugIn,
     PathText,
     PlugIn,
@@ -37,6 +38,9 @@ ScheduleKind = Literal[
     "WarmupCosineLR",
     "OneCycle",
     "LRRangeTest",
+]
+Attention = Literal[
+    "sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4"
 ]
 Tracker = Annotated[
     Literal["tensorboard", "wandb", "mlflow", "trackio", "swanlab", "comet_ml", "aim", "clearml", "dvclive"],
@@ -104,10 +108,11 @@ class ModelConfig(Section):
         "changes it or returns another. Importing its module may register model types.",
         json_schema_extra=IDENTITY,
     )
-    attention: Literal["sdpa", "eager", "flash_attention_2"] = Field(
+    attention: Annotated[Attention, OrHubKernel] = Field(
         default="sdpa",
         description="Attention kernel: PyTorch's fused one (sdpa), the plain formula (eager; slow, for "
-        "comparison), or the flash-attn package (flash_attention_2; CUDA, bf16 or fp16).",
+        "comparison), or for CUDA: flex_attention, flash_attention_2 to 4 (their packages, or the package "
+        "kernels; bf16 or fp16), or a kernel of the hub, kernels-community/flash-attn3.",
     )
     experts: Literal["eager", "batched_mm", "grouped_mm"] | None = Field(
         default=None,
