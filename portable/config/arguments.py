@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 USAGE = """\
 usage: portable-train [--config FILE.yaml] [--KEY VALUE ...]
-       portable-train init [FILE.yaml] [--for PROGRAM], import, schema, completion
+       portable-train init [FILE] [--for PROGRAM], import, schema, completion
 
 Train a Hugging Face model on a CPU, GPUs or TPUs from one YAML file.
 
