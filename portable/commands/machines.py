@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from importlib.resources.abc import Traversable
 
 _CONDITIONS = ("several", "mixed", "alike", "selected")
-"""Several nodes with GPUs; GPUs or TPUs; only one of the two; nodes are selected by a label."""
+"""Several nodes with GPUs; GPUs or TPUs; only one of the two; a TPU slice, which labels select."""
 _PLACEHOLDER = re.compile(r"@(\w+)@")
 _UNQUOTED = re.compile(r"[^\w .,@:/+=\[\]~<>!-]|: |^-| #")
 """What would end a word in the shell or in YAML."""
@@ -129,7 +129,7 @@ def launch_file(
     for key, text in (("init", config_file.name), ("output_dir", place), ("--install", install or "")):
         odd = _UNQUOTED.search(text)
         require(odd is None, f"{key}: {text}: {odd and odd[0]!r} would need quotes; give it another name")
-    for key in _local_files(config):
+    for key in () if target == "slurm" else _local_files(config):
         tell(f"note: {key}: {config.get(key)} is on this machine; put it into a bucket, or on the hub")
     if not config.checkpoint.saves_on_the_way:
         tell("note: checkpoint.every_steps: nothing is saved on the way, and not every machine gives notice")
@@ -211,7 +211,9 @@ def _local_files(config: RunConfig) -> list[str]:
     found = []
     for setting in keys.settings(RunConfig).values():
         value = config.get(setting.key)
-        if setting.may_be_path and isinstance(value, str) and not is_url(value) and Path(value).exists():
+        names = value if isinstance(value, list | tuple) else (value,)
+        texts = (name for name in names if isinstance(name, str) and not is_url(name))
+        if setting.may_be_path and any(Path(text).exists() for text in texts):
             found.append(setting.key)
     return found
 
@@ -251,9 +253,6 @@ def _values(
     place = str(config.output_dir)
     secrets = ("HF_TOKEN", *_SECRETS.get(place.partition("://")[0], ()))
     packages = {tpu: install or _package(config, tpu=tpu) for tpu in (False, True)}
-    selector = first.names.get("labels") or (
-        {"cloud.google.com/gke-accelerator": first.names["gke"]} if "gke" in first.names else {}
-    )
     of_text, of_labels = _INDENTS.get(target, (0, 0))
     text = config_file.read_text("utf-8").splitlines()
     cloud = Path(portable.__file__).resolve().parents[1] / "tpu" / "scripts" / "cloud.sh"
@@ -281,7 +280,9 @@ def _values(
             for name in secrets
         ),
         "environment": "\n".join(f"  - {name}" for name in secrets),
-        "selector": "\n".join(" " * of_labels + f"{key}: {value}" for key, value in selector.items()),
+        "selector": "\n".join(
+            " " * of_labels + f"{key}: {value}" for key, value in first.names.get("labels", {}).items()
+        ),
         "resource": "google.com/tpu" if first.tpu else "nvidia.com/gpu",
         "tpu_type": first.type if first.tpu else "",
         "backend": "tpu" if config.backend == "tpu" else "xla",

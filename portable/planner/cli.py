@@ -153,59 +153,40 @@ def _by_cost(config: RunConfig, given: dict[str, Any], prices: dict[str, float])
         bool(prices), "--budget: no prices; give --price-per-hour h100=2.50,l4=0.70, or pip install skypilot"
     )
     models: dict[str, tuple[MetaModel, Work | None]] = {}
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name, price in prices.items():
         for count in _COUNTS:
             try:
                 here, target = _target(config, {"device": name, "devices": count}, notes=False)
-                if target.backend not in models:
-                    models[target.backend] = _meta_model(here)
-                model, work = models[target.backend]
-                planner = Planner(here, model, target)
-                best = planner.best(planner.options())
-            except UserError:  # the batch cannot be divided so, or the backend refuses the config
+            except UserError:  # the batch cannot be divided so, or the config names another backend
                 continue
-            require(
-                work is not None,
-                "--budget: the tokens are not known; set train.steps, or have the data here and tokenized",
-            )
-            assert work is not None
-            hours = hours_of(planner, best, work) if best is not None else None
-            if best is not None and hours is not None:
-                rows.append((hours.cost(price * count), hours, count, name, best))
+            if target.backend not in models:
+                models[target.backend] = _meta_model(here)
+            model, work = models[target.backend]
+            if work is None:
+                raise UserError(
+                    "--budget: the tokens are not known; set train.steps, or have the data here and tokenized"
+                )
+            planner = Planner(here, model, target)
+            best = planner.best(planner.options())
+            if best is not None and (hours := hours_of(planner, best, work)) is not None:
+                cost = hours.cost(price * count)
+                row = {"device": name, "devices": count, "strategy": best.setting.strategy}
+                rows.append({**row, "hours": hours, "cost": cost, "within_budget": cost.most <= budget})
                 break
     require(bool(rows), f"--budget: none of {', '.join(prices)} holds the run on up to {_COUNTS[-1]} devices")
-    rows.sort(key=lambda row: row[0].likely)
+    rows.sort(key=lambda row: float(row["cost"].likely))
     if given.get("json"):
-        say(
-            json.dumps(
-                [
-                    {
-                        "device": name,
-                        "devices": count,
-                        "strategy": best.setting.strategy,
-                        "hours": [hours.least, hours.most],
-                        "cost": [cost.least, cost.most],
-                        "within_budget": cost.most <= budget,
-                    }
-                    for cost, hours, count, name, best in rows
-                ],
-                indent=1,
-            )
-        )
+        say(json.dumps(rows, indent=1, default=lambda found: [found.least, found.most]))
         return 0
-    say(
-        table(
-            [
-                (
-                    f"{count} x {name}",
-                    f"{rounded(cost.least)} to {rounded(cost.most)} for {hours}, {best.setting.strategy}"
-                    + ("" if cost.most <= budget else f"; more than {budget:g}"),
-                )
-                for cost, hours, count, name, best in rows
-            ]
+    shown = []
+    for row in rows:
+        costs = f"{rounded(row['cost'].least)} to {rounded(row['cost'].most)}"
+        beyond = "" if row["within_budget"] else f"; more than {budget:g}"
+        shown.append(
+            (f"{row['devices']} x {row['device']}", f"{costs} for {row['hours']}, {row['strategy']}{beyond}")
         )
-    )
+    say(table(shown))
     return 0
 
 

@@ -202,6 +202,10 @@ def test_a_budget_sorts_machines_by_cost(
     ("words", "expected"),
     [
         (["--budget", "many"], "--budget: 'many' is no sum"),
+        (
+            ["--budget", "50", "--price-per-hour", "h100=2", "--model.config.hidden_size", "0"],
+            "hidden_size is 0",
+        ),
         (["--budget", "50"], "--budget: no prices; give --price-per-hour"),
         (["--budget", "50", "--price-per-hour", "2.50"], "write 2.50 beside --device"),
         (["--budget", "50", "--price-per-hour", "h101=2"], "unknown device 'h101'"),
