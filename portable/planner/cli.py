@@ -171,8 +171,8 @@ def _by_cost(config: RunConfig, given: dict[str, Any], prices: dict[str, float])
             best = planner.best(planner.options())
             if best is not None and (hours := hours_of(planner, best, work)) is not None:
                 cost = hours.cost(price * count)
-                row = {"device": name, "devices": count, "strategy": best.setting.strategy}
-                rows.append({**row, "hours": hours, "cost": cost, "within_budget": cost.most <= budget})
+                kind = {"device": name, "devices": count, "strategy": best.setting.strategy}
+                rows.append({**kind, "hours": hours, "cost": cost, "within_budget": cost.most <= budget})
                 break
     require(bool(rows), f"--budget: none of {', '.join(prices)} holds the run on up to {_COUNTS[-1]} devices")
     rows.sort(key=lambda row: float(row["cost"].likely))
