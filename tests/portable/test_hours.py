@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from portable.backend import Diagnostics
+from portable.cli import main as train
 from portable.config import load_config
+from portable.engines.backend import TorchBackend
 from portable.model.build import build_model, model_config
 from portable.model.flops import flops_per_token
 from portable.planner.cli import main
 from portable.planner.device_lookup import named
 from portable.planner.hours import hours_at
-from tests.runs import SENTENCE
+from tests.runs import SENTENCE, flags, tiny
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -164,6 +167,19 @@ def test_epochs_count_the_data_that_is_there(
     assert f"for at most {steps * 8 * 64:,} tokens" in told and "no run on this device" in told
     assert main([*words, "--data.source", "not/here.txt", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["hours"] is None
+
+
+def test_a_dry_run_ends_with_the_hours(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device whose memory and peak are known."""
+    monkeypatch.setattr(Diagnostics, "driver_memory", lambda _: (0, 1 << 34))
+    monkeypatch.setattr(TorchBackend, "peak_flops", lambda *_: 1e9)
+    assert (
+        train([*flags(tiny(tmp_path / "run", corpus, train__steps=1000, precision="bf16")), "--dry-run"]) == 0
+    )
+    last = capsys.readouterr().out.splitlines()[-1].split(None, 1)
+    assert last[0] == "time" and "192,000 tokens: 30% to 50% of the peak" in last[1]
 
 
 def test_a_budget_sorts_machines_by_cost(
