@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import replace
+from typing import TypeVar
 
 from portable.errors import UserError
-from portable.planner.device_lookup import KEPT_FOR_COLLECTIVES, Device
+from portable.planner.device_lookup import KEPT_FOR_COLLECTIVES, NOT_MEASURED, Device, Reached
+
+Value = TypeVar("Value")
 
 # Dense tensor-core peaks in TFLOP/s (bf16 or fp16 with sums in fp32, tf32) from the makers' data sheets and
 # white papers; half of a peak given with 2:4 sparsity. Matched as words of the device name, in this order.
@@ -71,6 +74,17 @@ _MACHINES: tuple[tuple[str, int, int], ...] = (
     ("v100-16", 16_384, 8),
     ("t4", 15_360, 4),
 )
+# MFU: whole runs at the low end, tables of short ones at the high end. tests/portable/test_hours.py has them.
+_A100 = Reached((0.42, 0.58), "A100: Llama 2, TinyLlama, torchtitan")
+_H100 = Reached((0.31, 0.39), "H100: Llama 3, SmolLM3, torchtitan")
+_REACHED = {"a100": _A100, "a800": _A100, "h100": _H100, "h800": _H100, "h200": _H100, "gh200": _H100}
+# Bytes a second in one direction, from the data sheets: NVLink, else PCIe.
+_LINKS = {
+    "gb200": 9e11, "b200": 9e11, "gh200": 4.5e11, "h200": 4.5e11, "h100-pcie": 6.4e10, "h100-nvl": 3e11,
+    "h100": 4.5e11, "h800": 2e11, "h20": 4.5e11, "a100": 3e11, "a800": 2e11, "mi300x": 4.48e11,
+    "v100": 1.5e11, "5090": 6.4e10, "a40": 3.2e10, "a10": 3.2e10, "l40": 3.2e10, "l4": 3.2e10,
+    "a6000": 3.2e10, "6000-ada": 3.2e10, "4090": 3.2e10, "3090": 3.2e10, "t4": 1.6e10,
+}  # fmt: skip
 _ALSO = {"a100": "a100-80", "a100-80gb": "a100-80", "a100-40gb": "a100-40", "v100": "v100-16"}
 _FP16_ONLY = ("v100-32", "v100-16", "t4")
 
@@ -105,10 +119,18 @@ def accelerators() -> list[Device]:
             per_node,
             KEPT_FOR_COLLECTIVES,
             _peaks(name),
+            _of(_REACHED, name) or NOT_MEASURED,
+            _of(_LINKS, name),
         )
         for name, mebibytes, per_node in _MACHINES
     }
     return [*found.values(), *(replace(found[real], name=name) for name, real in _ALSO.items())]
+
+
+def _of(table: dict[str, Value], name: str) -> Value | None:
+    """What a table has of ``a100-80``: the longest key with which it begins."""
+    keys = sorted(filter(name.startswith, table), key=len)
+    return table[keys[-1]] if keys else None
 
 
 def _peaks(name: str) -> tuple[tuple[str, float], ...]:

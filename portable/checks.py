@@ -166,8 +166,8 @@ def nvidia_only() -> list[Check]:
         ),
         Check(
             "model.attention backend",
-            lambda c: c.model.attention == "flash_attention_2",
-            " flash_attention_2 needs backend cuda, not {backend}; use sdpa",
+            lambda c: c.model.attention not in ("sdpa", "eager"),
+            " {model.attention} needs backend cuda, not {backend}; use sdpa",
         ),
         Check(
             "log.memory_snapshot",
@@ -554,8 +554,8 @@ CHECKS: tuple[Check | Several, ...] = (
     ),
     Check(
         "model.attention precision",
-        lambda c: c.model.attention == "flash_attention_2" and c.precision in ("fp32", "tf32"),
-        " flash_attention_2 computes in 16 bits, not in precision {precision}; use sdpa, or precision bf16",
+        lambda c: "flash" in c.model.attention and c.precision in ("fp32", "tf32"),
+        " {model.attention} computes in 16 bits, not in precision {precision}; use sdpa, or precision bf16",
     ),
     *each(
         "memory.offload_optimizer memory.offload_params",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from converters.commands import FAILED, REFUSED, command
@@ -88,7 +89,7 @@ def run(invocation: Invocation) -> int:
         return describe_checkpoint(str(invocation.resume_info), config.backend)
     name = resolve_backend(config.backend)
     package = backend_package(name)
-    switches = (invocation.eval_only, invocation.profile, invocation.replay)
+    switches = (invocation.eval_only, invocation.profile, invocation.replay, invocation.json)
     if joined:
         if invocation.nproc is not None:
             raise UserError("--nproc: this process was started by a launcher, which has set the world size")
@@ -123,6 +124,10 @@ def run(invocation: Invocation) -> int:
 
 
 def _check_switches(invocation: Invocation) -> None:
+    if invocation.json is not None and not invocation.eval_only:
+        raise UserError("--json: has the values of an evaluation; add --eval-only")
+    if invocation.json is not None and not Path(invocation.json).absolute().parent.is_dir():
+        raise UserError(f"--json: {invocation.json}: its folder is not there; make it first")
     if invocation.profile and invocation.eval_only:
         raise UserError("--profile: records training steps, and --eval-only takes none; remove one")
     if invocation.show_data is not None and (

@@ -208,9 +208,14 @@ def _found(told: str, named: Name) -> Any:
     return found
 
 
-def _module(told: str, name: str) -> types.ModuleType:
+def check_may_run(told: str, name: str) -> None:
+    """Raise NotRunError if code called ``name`` may not run, since the config is somebody else's."""
     if (why := _refused.get()) is not None and (reason := why(name)) is not None:
         raise NotRunError(f"{told}: {reason}")
+
+
+def _module(told: str, name: str) -> types.ModuleType:
+    check_may_run(told, name)
     if name.startswith(NOTEBOOK) and name not in sys.modules:
         raise UserError(f"{told}: was defined in a notebook or script; start the run from there")
     here = str(Path.cwd())

@@ -31,10 +31,11 @@ ROOMS = {
     "peft": "portable/private/of_peft.py",
     "bitsandbytes": "portable/private/of_bitsandbytes.py",
     "datasets": "portable/private/of_datasets.py",
+    "accelerate": "portable/private/of_accelerate.py",
     "deepspeed": "gpu/zero/private_api.py",
     "torch_xla": "tpu/xla/of_torch_xla.py",
     "torch_tpu": "tpu/torchtpu/of_torch_tpu.py",
-    **dict.fromkeys(("accelerate", "huggingface_hub", "safetensors", "tokenizers")),
+    **dict.fromkeys(("huggingface_hub", "safetensors", "tokenizers")),
 }
 """The one file that may use what a package keeps private. The last need none."""
 ANY_MODULE = ("torch", "torch_xla")

@@ -8,7 +8,7 @@ import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
-from portable.planner.device_lookup import Device
+from portable.planner.device_lookup import NOT_MEASURED, Device, Reached
 
 GIB = 2**30
 
@@ -25,23 +25,29 @@ class Generation:
     """Devices that the runtime makes of a chip: its cores, or one of both where they work as a megacore."""
     chips_per_slice: int
     """Chips of the largest slice."""
+    reached: Reached = NOT_MEASURED
+    """By a chip."""
+    links: float | None = None
+    """Bytes a second that a chip sends in one direction on all its links."""
 
 
 # Devices of a chip: two where it has two TensorCores and no megacore (torch_xla._internal.tpu, and
 # https://docs.jax.dev/en/latest/_autosummary/jax.experimental.pallas.tpu.ChipVersion.html).
+# MFU: src/maxtext/configs/tpu/*/README.md and docs/reference/models/tiering.md of AI-Hypercomputer/maxtext.
+# Links: half of the bidirectional bandwidth of the same pages as the peaks.
 GENERATIONS: dict[str, Generation] = {
     # https://github.com/jax-ml/jax/blob/main/jax/_src/pallas/mosaic/tpu_info.py (Google gives no numbers)
     "v2": Generation(46.0, 16 * 10**9, 2, 512),
     # https://docs.cloud.google.com/tpu/docs/v3
     "v3": Generation(123.0, 32 * GIB, 2, 1024),
     # https://docs.cloud.google.com/tpu/docs/v4
-    "v4": Generation(275.0, 32 * GIB, 1, 4096),
+    "v4": Generation(275.0, 32 * GIB, 1, 4096, Reached((0.53, 0.59), "v4: MaxText"), 1.5e11),
     # https://docs.cloud.google.com/tpu/docs/v5e
-    "v5e": Generation(197.0, 16 * GIB, 1, 256),
+    "v5e": Generation(197.0, 16 * GIB, 1, 256, Reached((0.53, 0.67), "v5e: MaxText"), 2e11),
     # https://docs.cloud.google.com/tpu/docs/v5p
-    "v5p": Generation(459.0, 95 * GIB, 1, 6144),
+    "v5p": Generation(459.0, 95 * GIB, 1, 6144, Reached((0.56, 0.70), "v5p: MaxText"), 6e11),
     # https://docs.cloud.google.com/tpu/docs/v6e
-    "v6e": Generation(918.0, 32 * GIB, 1, 256),
+    "v6e": Generation(918.0, 32 * GIB, 1, 256, Reached((0.38, 0.50), "v6e: MaxText"), 4e11),
     # https://docs.cloud.google.com/tpu/docs/tpu7x
     "tpu7x": Generation(2307.0, 192 * GIB, 2, 9216),
 }
@@ -73,6 +79,8 @@ def accelerators() -> list[Device]:
                 bf16=True,
                 per_node=kind.chips_per_slice * cores,
                 peaks=tuple((precision, peak) for precision, peak in peaks.items() if peak is not None),
+                reached=kind.reached,
+                links=None if kind.links is None else kind.links / cores,
             )
         )
     return found

@@ -22,6 +22,9 @@ from portable.model.freezing import tie_notes
 from portable.model.pretrained import pretrained_weights
 from portable.model.shape_hints import shape_hints
 from portable.optim.schedule import build_schedule, too_long_a_warmup
+from portable.planner.hours import work_of
+from portable.planner.memory_model import Setting as Strategy
+from portable.planner.tables import hours_rows
 from portable.planner.this_machine import memory_rows, planner_here
 from portable.registry import create_backend
 from portable.run.callbacks import order
@@ -62,6 +65,7 @@ def dry_run(settled: Resolved) -> int:
     rows = _plan_rows(settled, model, assembled.adapter, data, plan)
     rows.append(("a checkpoint", human_bytes(planner.model.checkpoint_bytes(config.train))))
     rows += memory_rows(planner)
+    rows += hours_rows(planner, planner.option(Strategy.of(planner.config)), work_of(config, data))
     for line in _notes(settled, backend, assembled, data, plan):
         tell(line)
     say("# The config with every setting")

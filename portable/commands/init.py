@@ -1,4 +1,4 @@
-"""``portable-train init``: write a short commented config to begin with."""
+"""``portable-train init``: write a short commented config to begin with, or what starts it elsewhere."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import yaml
 
 from converters.commands import Parser
 from converters.console import say
-from portable.errors import UserError
+from portable.commands.machines import launch_file, targets
+from portable.errors import UserError, require
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -43,8 +44,25 @@ def init(argv: Sequence[str]) -> int:
         UserError: if the file is there already, or cannot be written.
     """
     starters = tasks()
-    parser = Parser(prog="portable-train init", description="Write a short commented config to begin with.")
+    templates = targets(machines := configs().joinpath("machines"))
+    parser = Parser(
+        prog="portable-train init",
+        description="Write a short commented config to begin with. With --for: write the file that starts "
+        "the run of a config on rented machines, beside it.",
+    )
     parser.add_argument("file", nargs="?", default="run.yaml", type=Path, help="default: run.yaml")
+    parser.add_argument("--for", dest="target", choices=templates, help="for which program")
+    parser.add_argument(
+        "--device",
+        action="append",
+        default=[],
+        metavar="NAME:COUNT",
+        help="devices by portable-plan's names, h100:8 or v5e:16; sky and dstack take the one that is there "
+        "if given again",
+    )
+    parser.add_argument("--output_dir", metavar="URL", help="of the run, in place of the config's")
+    parser.add_argument("--install", metavar="WHAT", help="what pip installs there; default: this version")
+    parser.add_argument("--on-demand", action="store_true", help="no machines that may be preempted")
     names = {"classify": "classification"} | {name: name for name in starters}
     parser.add_argument("--task", choices=names, default="pretrain", help="default: pretrain")
     given = parser.parse_args(argv)
@@ -52,6 +70,19 @@ def init(argv: Sequence[str]) -> int:
     if file.suffix not in (".yaml", ".yml"):
         raise UserError(f"init: {file}: not the name of a YAML file; end it in .yaml")
     folder = yaml.safe_dump(f"runs/{file.stem}", allow_unicode=True, width=math.inf).splitlines()[0]
+    if given.target is not None:
+        require(bool(given.device), "--device: missing; name the machine, such as --device h100:8")
+        wrote = launch_file(
+            machines,
+            given.target,
+            file,
+            devices=given.device,
+            output_dir=given.output_dir,
+            install=given.install,
+            spot=not given.on_demand,
+        )
+        say(f"wrote {wrote}; its first lines say how to start it, from its folder")
+        return 0
     name = shlex.quote(str(file))
     # Comments stand in one column.
     text = starters[names[given.task]].replace("{name}#", f"{folder:<25} #", 1)

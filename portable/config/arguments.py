@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 USAGE = """\
 usage: portable-train [--config FILE.yaml] [--KEY VALUE ...]
-       portable-train init [FILE.yaml] [--task TASK], or import FILE ...
-       portable-train schema, or completion bash|zsh|fish
+       portable-train init [FILE] [--for PROGRAM], import, schema, completion
 
 Train a Hugging Face model on a CPU, GPUs or TPUs from one YAML file.
 
@@ -74,6 +73,7 @@ TRAIN_OPTIONS = (
         "Evaluate the newest checkpoint. Without one, the untrained model. Prints the values, writes "
         "output_dir/evaluation.json, and stops.",
     ),
+    Option("json", "path", "With --eval-only: also write the values to FILE.", "FILE"),
     Option(
         "replay",
         "count",
@@ -103,6 +103,8 @@ class Invocation:
     show_data: int | None = None
     """Samples to print."""
     eval_only: bool = False
+    json: str | None = None
+    """A file for the values of an evaluation."""
     resume_info: str | None = None
     """Path of a checkpoint to describe."""
     replay: int | None = None

@@ -19,6 +19,7 @@ from portable.config.types import (
     NamesOrPattern,
     OneOrMany,
     OpenMapping,
+    OrHubKernel,
     OrPlugIn,
     PathText,
     PlugIn,
@@ -38,7 +39,13 @@ ScheduleKind = Literal[
     "OneCycle",
     "LRRangeTest",
 ]
-Tracker = Literal["tensorboard", "wandb", "trackio", "swanlab"]
+Attention = Literal[
+    "sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4"
+]
+Tracker = Annotated[
+    Literal["tensorboard", "wandb", "mlflow", "trackio", "swanlab", "comet_ml", "aim", "clearml", "dvclive"],
+    OrPlugIn,
+]
 Format = Literal[
     "auto", "text", "messages", "sharegpt", "prompt_completion", "alpaca", "preference", "samples"
 ]
@@ -101,10 +108,11 @@ class ModelConfig(Section):
         "changes it or returns another. Importing its module may register model types.",
         json_schema_extra=IDENTITY,
     )
-    attention: Literal["sdpa", "eager", "flash_attention_2"] = Field(
+    attention: Annotated[Attention, OrHubKernel] = Field(
         default="sdpa",
         description="Attention kernel: PyTorch's fused one (sdpa), the plain formula (eager; slow, for "
-        "comparison), or the flash-attn package (flash_attention_2; CUDA, bf16 or fp16).",
+        "comparison), or for CUDA: flex_attention, flash_attention_2 to 4 (their packages, or the package "
+        "kernels; bf16 or fp16), or a kernel of the hub, kernels-community/flash-attn3.",
     )
     experts: Literal["eager", "batched_mm", "grouped_mm"] | None = Field(
         default=None,
@@ -1037,12 +1045,13 @@ class LogConfig(Section):
     trackers: Annotated[tuple[Tracker, ...], OneOrMany, Field(strict=False)] = Field(
         default=("tensorboard",),
         description="Trackers for the metrics, besides metrics.jsonl; [] for none. All except tensorboard "
-        "need their own package.",
+        "need their own package. Or package.module:name, a class of your own with the methods of "
+        "accelerate.tracking.GeneralTracker.",
     )
     project: str | None = Field(
         default=None,
         min_length=1,
-        description="Project of the run at wandb, trackio or swanlab. Null: WANDB_PROJECT (or the other's "
+        description="Project of the run at the trackers. Null: WANDB_PROJECT (or the other's "
         "variable), else the name of the folder that output_dir lies in.",
     )
     name: str | None = Field(

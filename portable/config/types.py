@@ -109,6 +109,16 @@ def _code_or_name(value: object, name: Callable[[object], object]) -> object:
 OrPlugIn = WrapValidator(_code_or_name, json_schema_input_type=str)
 """Makes a type of names also take that of code of the user's."""
 
+_HUB_KERNEL = re.compile(r"[^/:@]+/[^/:@]+(@[^/:]+)?(:[^/:]+)?")
+
+
+def _kernel_or_name(value: object, name: Callable[[object], object]) -> object:
+    return value if isinstance(value, str) and _HUB_KERNEL.fullmatch(value) else name(value)
+
+
+OrHubKernel = WrapValidator(_kernel_or_name, json_schema_input_type=str)
+"""Makes a type of names also take that of a kernel on the hub, ``kernels-community/flash-attn3``."""
+
 OneOrMany = BeforeValidator(_one_or_many)
 NamesOrPattern = BeforeValidator(_pattern_alone)
 AnyCase = BeforeValidator(_lower)

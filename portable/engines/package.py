@@ -70,12 +70,14 @@ class TorchPackage:
         from portable.engines import compiling
         from portable.engines.fsdp.sharding import shard_group_size
 
-        require(
-            config.model.attention != "flash_attention_2" or _installed("flash_attn"),
-            "model.attention: flash_attention_2 needs the package flash-attn, which is not installed "
-            "(pip install "
-            "flash-attn --no-build-isolation); use sdpa",
-        )
+        attention = config.model.attention
+        if attention not in ("sdpa", "eager", "flex_attention"):
+            own = _FLASH.get(attention)
+            require(
+                _installed("kernels") or (own is not None and _installed(own.replace("-", "_"))),
+                f"model.attention: {attention} needs the package {f'{own} or ' if own else ''}kernels, which "
+                "is not installed (pip install kernels); use sdpa",
+            )
         compiling.check(config, world.ranks, self.compiler)
         if config.strategy in ZERO:
             engine_part(config.strategy, "engine").check(config, self.name)
@@ -161,6 +163,14 @@ class TorchPackage:
     def peak_flops(self, device: torch.device, precision: str) -> float | None:
         """See :meth:`portable.backend.Backend.peak_flops`."""
         return None
+
+
+_FLASH = {
+    "flash_attention_2": "flash-attn",
+    "flash_attention_3": "flash-attn-interface",
+    "flash_attention_4": "flash-attn",
+}
+"""The packages of kernels; transformers takes the hub's kernel without them."""
 
 
 class CpuPackage(TorchPackage):

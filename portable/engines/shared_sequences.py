@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
     from portable.engines.machine import Machine
 
-_KERNELS = ("sdpa", "flash_attention_2")
 KEY = "context_parallel_size"
 
 
@@ -96,8 +95,8 @@ def check(model: Any, size: int) -> None:
         f"{KEY}: {name} has attention that ranks cannot share; set it to 1",
     )
     require(
-        kernel in _KERNELS,
-        f"{KEY}: works with {' and '.join(_KERNELS)}, and {name} runs with {kernel}; set it to 1",
+        kernel == "sdpa" or "flash" in kernel,
+        f"{KEY}: works with sdpa and flash attention, and {name} runs with {kernel}; set it to 1",
     )
     require(
         not getattr(text, "output_router_logits", False),

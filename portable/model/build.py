@@ -197,6 +197,9 @@ def without_quantization(config: PretrainedConfig) -> dict[str, Any] | None:
     return given
 
 
+_PLAIN = ("sdpa", "eager")
+
+
 def build_model(config: PretrainedConfig, settings: ModelConfig) -> PreTrainedModel:
     """Build the model with fp32 parameters on the meta device and real buffers. Weights are tied.
 
@@ -206,6 +209,8 @@ def build_model(config: PretrainedConfig, settings: ModelConfig) -> PreTrainedMo
         UserError: if the config does not describe a model that can run.
     """
     key, text = settings.key, config.get_text_config()
+    if "/" in settings.attention:  # code of the hub
+        plugins.check_may_run(f"model.attention: {settings.attention}", settings.attention)
     for name in ("hidden_size", "num_hidden_layers", "vocab_size"):
         size = getattr(text, name, None)
         if isinstance(size, int) and size < 1:
@@ -213,6 +218,8 @@ def build_model(config: PretrainedConfig, settings: ModelConfig) -> PreTrainedMo
     try:
         model = _from_config(config, settings, settings.attention)
     except Exception as error:  # invalid sizes and names raise exceptions of any class
+        if settings.attention not in _PLAIN and re.search("attention|kernel|attn", str(error), re.IGNORECASE):
+            raise UserError(f"model.attention: {settings.attention}: {one_line(error)}; use sdpa") from error
         lacks_sdpa = settings.attention == "sdpa" and "scaled_dot_product_attention" in str(error)
         if not lacks_sdpa:
             raise UserError(_unbuildable(config, key, error)) from error
@@ -229,7 +236,7 @@ def build_model(config: PretrainedConfig, settings: ModelConfig) -> PreTrainedMo
         require(stacked, f"model.experts: {type(model).__name__} has no experts in one tensor; leave it out")
         model.set_experts_implementation(settings.experts)
     _prepare_for_training(model)
-    if settings.attention != "flash_attention_2":  # not implemented on the meta device
+    if settings.attention in _PLAIN:  # others are not implemented on the meta device
         _check_forward(model, key)
     return model
 

@@ -9,7 +9,7 @@ sequence of its own:
   value of a tensor is read. This works on every device, compiled or not.
 * On a CPU, the fused kernel computes all of a masked product. There, sdpa runs once per document instead,
   which costs less than causal attention over the sample.
-* flash_attention_2 gets the lengths themselves.
+* Flash attention, of a package or the hub, gets the lengths themselves.
 
 Models that mix tokens in another way, such as a state space model, or that count positions themselves cannot
 keep documents apart. :func:`check_documents` refuses them.
@@ -28,7 +28,12 @@ from portable.data.samples.shared import PART_POSITIONS
 from portable.errors import UserError
 from portable.model.layers import trial_forward
 from portable.private import of_torch
-from portable.private.of_transformers import attention_kernel, masks_made_by, no_packed_sequences
+from portable.private.of_transformers import (
+    attention_kernel,
+    mask_functions,
+    masks_made_by,
+    no_packed_sequences,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -60,6 +65,8 @@ KEEP_DOCUMENTS_APART = frozenset(_COMPARED.split())
 READ_THEIR_MASK = ("axk2", "deepseek_v32", "doge", "dots3_note_text", "falcon", "glm_moe_dsa")
 """Of these, the types whose layers compute with the mask themselves, so that it must be a tensor."""
 
+_MASKED = ("sdpa", "eager", "flex_attention")
+"""The kernels that take the masks made here. Others must take lengths, as flash attention does."""
 _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 
 
@@ -70,6 +77,11 @@ def check_documents(model: PreTrainedModel, key: str = "data.packing") -> None:
         key: the setting that needs this.
     """
     config = model.config
+    kernel = attention_kernel(config)
+    if kernel not in _MASKED and (
+        _masks_of(kernel) is not _masks_of("flash_attention_2") or "flash" not in kernel
+    ):
+        raise UserError(f"{key}: attention {kernel} keeps no texts apart; set model.attention to sdpa")
     kinds = getattr(config.get_text_config(), "layer_types", None) or ()
     others = [kind for kind in kinds if kind not in _LAYER_TYPES]
     if others:
@@ -82,6 +94,10 @@ def check_documents(model: PreTrainedModel, key: str = "data.packing") -> None:
         return
     remedy = "set data.packing to true or false" if key == "data.packing" else "set it to 1"
     raise UserError(f"{key}: {type(model).__name__} {why}; {remedy}")
+
+
+def _masks_of(kernel: str) -> Any:
+    return mask_functions().get(kernel, None)
 
 
 def _is_causal(model: PreTrainedModel) -> bool:
@@ -127,7 +143,7 @@ class DocumentAttention:
             return
         # The positions are known: transformers would read them to find out.
         with no_packed_sequences():
-            if self._kernel == "flash_attention_2" and lengths is not None:
+            if "flash" in self._kernel and lengths is not None:
                 yield arguments | _flash_arguments(lengths, positions.shape[1])
                 return
             rows = None

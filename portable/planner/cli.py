@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import shutil
 import sys
 from typing import TYPE_CHECKING, Any
@@ -15,8 +16,10 @@ from portable.checks import check
 from portable.config.arguments import CONFIG_OPTIONS, read_command
 from portable.config.flags import Option
 from portable.errors import MissingDataError, UserError, report, require
+from portable.formatting import table
 from portable.planner import compiled as compiled_report
 from portable.planner import device_lookup as devices
+from portable.planner.hours import hours_of, prices_of, prices_of_sky, rounded, work_of
 from portable.planner.memory_model import Cluster, Setting
 from portable.planner.plan import Planner, Target
 from portable.planner.tables import as_json, as_text, next_reductions
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from portable.config import RunConfig
+    from portable.planner.hours import Work
     from portable.planner.meta_model import MetaModel
     from portable.planner.plan import Option as Planned
 
@@ -35,14 +39,15 @@ usage: portable-plan [--config FILE.yaml] [--device NAME] [--devices N]
                      [--compile] [--json] [--KEY VALUE ...]
 
 Show what a config needs before a machine is rented: memory of devices and hosts
-under each strategy, the size of a checkpoint, bytes sent in a step, and the
-recommended setting. Loads no weights.
+under each strategy, the size of a checkpoint, bytes sent in a step, the
+recommended setting, the hours and their price. Loads no weights.
 
 examples:
   portable-plan --config run.yaml --device h100 --devices 8
   portable-plan --model.name_or_path org/model --device v5e --devices 16
   portable-plan --config run.yaml --device-memory 24GB --json
   portable-plan --config run.yaml --device v5e --devices 16 --compile
+  portable-plan --config run.yaml --budget 50 --price-per-hour h100=2.50,l4=0.70
 
 {exit_codes(DONE, REFUSED)}
 """
@@ -71,6 +76,14 @@ PLAN_OPTIONS = (
         "makes code: seconds in place of minutes.",
     ),
     Option("topology", "text", "With --compile: the chips along each axis of the slice, 4x4.", "AxB"),
+    Option(
+        "price-per-hour",
+        "text",
+        "What an hour of one device costs: 2.50, or by names: h100=2.50,a100-80=1.30. With --budget, else "
+        "SkyPilot's catalogue, where it is installed.",
+        "PRICE",
+    ),
+    Option("budget", "text", "Sort machines by what the run costs on them, up to this sum.", "SUM"),
     Option("wide", "switch", "Show what the device memory of each option consists of."),
     Option("json", "switch", "Print the plan as JSON."),
     CONFIG_OPTIONS[1],
@@ -97,23 +110,83 @@ def run(argv: Sequence[str]) -> int:
     config, given = read_command(argv, PLAN_OPTIONS, USAGE)
     check(config)
     _check_compile_options(given)
+    prices = prices_of(given.get("price_per_hour"), given.get("device"))
+    if "budget" in given:
+        return _by_cost(config, given, prices)
     config, target = _target(config, given)
-    planner = Planner(config, _meta_model(config), target)
+    model, work = _meta_model(config)
+    planner = Planner(config, model, target)
+    price = None if target.device is None else prices.get(target.device.name)
     found = planner.options()
     best = planner.best(found)
     adapter = _with_adapter(planner) if target.device is not None and not _fits_as_it_is(best) else None
     compiled = _compiled(planner, given)
     if given.get("json"):
-        answer = as_json(planner, found, best, adapter)
+        answer = as_json(planner, found, best, adapter, work, price)
         if compiled is not None:
             answer["compiled"] = compiled_report.as_json(*compiled)
         say(json.dumps(answer, indent=1))
     else:
         width = shutil.get_terminal_size((100, 24)).columns
         wide = bool(given.get("wide"))
-        say(as_text(planner, found, best, adapter, wide=wide, width=min(max(60, width), 110)))
+        width = min(max(60, width), 110)
+        say(as_text(planner, found, best, adapter, work=work, price=price, wide=wide, width=width))
         if compiled is not None:
             say("\n" + compiled_report.as_text(*compiled))
+    return 0
+
+
+_COUNTS = (1, 2, 4, 8)
+
+
+def _by_cost(config: RunConfig, given: dict[str, Any], prices: dict[str, float]) -> int:
+    """Print the machines that hold the run, by what it costs on them.
+
+    Of each kind as few devices are taken as hold it without offloading: more finish sooner at the same cost.
+    """
+    found = re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,6})?)\s*", given["budget"])
+    require(found is not None, f"--budget: {given['budget']!r} is no sum; write 50")
+    assert found is not None
+    budget = float(found[1])
+    prices = prices or prices_of_sky()
+    require(
+        bool(prices), "--budget: no prices; give --price-per-hour h100=2.50,l4=0.70, or pip install skypilot"
+    )
+    models: dict[str, tuple[MetaModel, Work | None]] = {}
+    rows: list[dict[str, Any]] = []
+    for name, price in prices.items():
+        for count in _COUNTS:
+            try:
+                here, target = _target(config, {"device": name, "devices": count}, notes=False)
+            except UserError:  # the batch cannot be divided so, or the config names another backend
+                continue
+            if target.backend not in models:
+                models[target.backend] = _meta_model(here)
+            model, work = models[target.backend]
+            if work is None:
+                raise UserError(
+                    "--budget: the tokens are not known; set train.steps, or have the data here and tokenized"
+                )
+            planner = Planner(here, model, target)
+            best = planner.best(planner.options())
+            if best is not None and (hours := hours_of(planner, best, work)) is not None:
+                cost = hours.cost(price * count)
+                kind = {"device": name, "devices": count, "strategy": best.setting.strategy}
+                rows.append({**kind, "hours": hours, "cost": cost, "within_budget": cost.most <= budget})
+                break
+    require(bool(rows), f"--budget: none of {', '.join(prices)} holds the run on up to {_COUNTS[-1]} devices")
+    rows.sort(key=lambda row: float(row["cost"].likely))
+    if given.get("json"):
+        say(json.dumps(rows, indent=1, default=lambda found: [found.least, found.most]))
+        return 0
+    shown = []
+    for row in rows:
+        costs = f"{rounded(row['cost'].least)} to {rounded(row['cost'].most)}"
+        beyond = "" if row["within_budget"] else f"; more than {budget:g}"
+        shown.append(
+            (f"{row['devices']} x {row['device']}", f"{costs} for {row['hours']}, {row['strategy']}{beyond}")
+        )
+    say(table(shown))
     return 0
 
 
@@ -128,7 +201,7 @@ def _with_adapter(planner: Planner) -> Planned | None:
     try:
         config = planner.config.replaced({"adapter.type": "lora"})
         check(config)
-        instead = Planner(config, _meta_model(config), planner.target)
+        instead = Planner(config, _meta_model(config)[0], planner.target)
         best = instead.best(instead.options())
     except UserError:  # of a model that cannot have one, or beside another setting
         return None
@@ -167,7 +240,7 @@ def _compiled(
     return compiled, compiled_report.compare(compiled, own, planner.share // planner.micro_batch)
 
 
-def _target(config: RunConfig, given: dict[str, Any]) -> tuple[RunConfig, Target]:
+def _target(config: RunConfig, given: dict[str, Any], *, notes: bool = True) -> tuple[RunConfig, Target]:
     """The config as the target would run it, and the target."""
     memory = given.get("device_memory")
     memory = None if memory is None else devices.parse_bytes(memory, "--device-memory")
@@ -207,14 +280,15 @@ def _target(config: RunConfig, given: dict[str, Any]) -> tuple[RunConfig, Target
             f"set it to {-(-config.train.global_batch_size // groups) * groups}"
         )
     config = backend_package(backend).footprint().adopt(config.replaced({"backend": backend}), target.cluster)
-    for note in backend_package(backend).notes(config):
+    for note in backend_package(backend).notes(config) if notes else ():
         tell(f"note: {note}")
     if config.precision == "auto":
         config = config.replaced({"precision": "fp32" if device and not device.bf16 else "bf16"})
     return config, target
 
 
-def _meta_model(config: RunConfig) -> MetaModel:
+def _meta_model(config: RunConfig) -> tuple[MetaModel, Work | None]:
+    """The model on the meta device, and what the run trains it on."""
     with loading():
         from portable.adapters.adapter import training_model
         from portable.adapters.assemble import looked_at
@@ -225,13 +299,15 @@ def _meta_model(config: RunConfig) -> MetaModel:
         from portable.planner.meta_model import MetaModel
     config = settled(config)
     training_loss(config)  # refuses one that is not there
+    sizes = None
     try:
         kind = recognise_format(config.data, config.model.task, downloads=False)
         config = config.replaced({"data.format": kind})
-        model = looked_at(config)[0].model
+        assembled, sizes = looked_at(config)
+        model = assembled.model
     except MissingDataError:  # a machine without the data plans as well
         model = training_model(model_config(config.model), config)
-    return MetaModel(model, config)
+    return MetaModel(model, config), work_of(config, sizes)
 
 
 if __name__ == "__main__":

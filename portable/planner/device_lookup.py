@@ -18,6 +18,19 @@ KEPT_FOR_COLLECTIVES = 1 << 30
 
 
 @dataclass(frozen=True)
+class Reached:
+    """The share of a device's peak that runs have reached."""
+
+    share: tuple[float, float]
+    """The lowest and the highest of the usual, as MFU."""
+    source: str
+    """Which runs, for the user."""
+
+
+NOT_MEASURED = Reached((0.30, 0.50), "a guess: no run on this device is published")
+
+
+@dataclass(frozen=True)
 class Device:
     """One kind of accelerator."""
 
@@ -34,6 +47,9 @@ class Device:
     """Bytes to leave to the collectives' buffers where there are several devices."""
     peaks: tuple[tuple[str, float], ...] = ()
     """Dense peak FLOP/s by precision, of the data sheet."""
+    reached: Reached = NOT_MEASURED
+    links: float | None = None
+    """Bytes a second that it sends to others in its machine or slice, of the data sheet; None if unknown."""
 
     def usable(self, devices: int) -> int:
         """Bytes on each device that a run on ``devices`` devices can fill."""
@@ -48,7 +64,7 @@ class Device:
 def unnamed(backend: str) -> Device:
     """A device of which only the memory is known. Everything else is that of a common one."""
     package = backend_package(PLANNED_FOR_AUTO if backend == "auto" else backend)
-    return replace(named(package.typical_device), name="device")
+    return replace(named(package.typical_device), name="device", reached=NOT_MEASURED, links=None)
 
 
 def known_devices() -> dict[str, Device]:

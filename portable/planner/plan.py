@@ -145,6 +145,7 @@ class Planner:
         self._footprints: dict[tuple[Setting, int, str], Footprint] = {}
         self.failure: str | None = None
         """Why activations are estimated by formula; None if they were run."""
+        self.flops_per_token = model.flops_per_token
         self._checkpoint = self.model.checkpoint_bytes(config.train)
 
     def peak_flops(self) -> float | None:
@@ -155,7 +156,7 @@ class Planner:
     def most_tokens_per_second(self) -> float | None:
         """What all devices would train at their peak FLOP/s; no run is faster. None if that is unknown."""
         peak = self.peak_flops()
-        return None if peak is None else peak * self.target.cluster.devices / self._meta_model.flops_per_token
+        return None if peak is None else peak * self.target.cluster.devices / self.flops_per_token
 
     # -- one option ----------------------------------------------------------------------------------------
 

@@ -7,11 +7,13 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from portable.formatting import human_bytes, human_count, table
+from portable.planner.hours import hours_of, rounded
 from portable.registry import backend_package
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from portable.planner.hours import Work
     from portable.planner.plan import Option, Planner
 
 _TEXT = ("strategy", "offload", "recompute")
@@ -21,11 +23,18 @@ _BYTES = ("device", "host", "disk", "sends")
 
 
 def as_json(
-    planner: Planner, options: Sequence[Option], best: Option | None, adapter: Option | None = None
+    planner: Planner,
+    options: Sequence[Option],
+    best: Option | None,
+    adapter: Option | None = None,
+    work: Work | None = None,
+    price: float | None = None,
 ) -> dict[str, Any]:
-    """The plan for programs; sizes in bytes. ``adapter``: what fits with one, where nothing does without."""
+    """The plan for programs; sizes in bytes. The arguments are those of :func:`as_text`."""
     target = planner.target
     device = target.device
+    hours = None if best is None or work is None else hours_of(planner, best, work)
+    cost = None if hours is None or price is None else hours.cost(price * target.cluster.devices)
     return {
         "model": planner.model.architecture,
         "parameters": planner.model.parameters,
@@ -38,6 +47,11 @@ def as_json(
         "host_memory": target.host_memory,
         "activations_estimated": planner.failure,
         "most_tokens_per_second": planner.most_tokens_per_second(),
+        "tokens": None if work is None else work.tokens,
+        "hours": None if hours is None else [hours.least, hours.most],
+        "share_of_peak": None if device is None or hours is None else list(device.reached.share),
+        "share_of_peak_source": None if device is None or hours is None else device.reached.source,
+        "cost": None if cost is None else [cost.least, cost.most],
         "best": None if best is None else _option(best) | {"reason": reason(planner, options, best, adapter)},
         "with_adapter": None if adapter is None else _option(adapter),
         "options": [_option(option) for option in options],
@@ -66,6 +80,8 @@ def as_text(
     best: Option | None,
     adapter: Option | None = None,
     *,
+    work: Work | None = None,
+    price: float | None = None,
     wide: bool = False,
     width: int = 100,
 ) -> str:
@@ -76,6 +92,8 @@ def as_text(
         options: all of them.
         best: the recommended one.
         adapter: what fits with an adapter, where without one nothing does, or only with offloading.
+        work: the tokens, if they are known.
+        price: of a device for an hour.
         wide: show what device memory consists of.
         width: of a line of prose.
     """
@@ -102,6 +120,7 @@ def as_text(
         rows.append(
             ("tokens/s", f"at most {rounded:,.0f}, at the data sheet's {each}; MFU is a run's share of it")
         )
+    rows += hours_rows(planner, best, work, price)
     parts = [table(rows, width)]
     if planner.failure is not None:
         parts.append(f"note: activations are estimated by formula: {planner.failure}")
@@ -116,6 +135,24 @@ def as_text(
         advice = "name a device to see what fits: --device h100, --device v5e, or --device-memory 80GB"
         parts.append(folded(advice, width))
     return "\n\n".join(parts)
+
+
+def hours_rows(
+    planner: Planner, best: Option | None, work: Work | None, price: float | None = None
+) -> list[tuple[str, str]]:
+    """How long the run takes under ``best`` and what that costs, as far as that is known."""
+    device = planner.target.device
+    if device is None or best is None or work is None or (hours := hours_of(planner, best, work)) is None:
+        return []
+    low, high = device.reached.share
+    bound = "at most " if work.at_most else ""
+    share = f"{low:.0%} to {high:.0%} of the peak ({device.reached.source})"
+    rows = [("time", f"{bound}{hours} for {bound}{work.tokens:,} tokens: {share}")]
+    if price is not None:
+        cost = hours.cost(price * planner.target.cluster.devices)
+        at = f"{price:g} an hour for each device"
+        rows.append(("cost", f"{bound}{rounded(cost.least)} to {rounded(cost.most)}, at {at}"))
+    return rows
 
 
 def folded(text: str, width: int) -> str:

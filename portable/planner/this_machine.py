@@ -34,7 +34,10 @@ def planner_here(config: RunConfig, model: PreTrainedModel, backend: Backend, ra
     memory = backend.diagnostics.driver_memory()
     device = None
     if memory is not None:
-        device = replace(devices.unnamed(backend.name), memory=memory[1], per_node=per_node)
+        peak = backend.peak_flops(config.precision)
+        peaks = () if peak is None else ((config.precision, peak),)
+        known = devices.unnamed(backend.name)
+        device = replace(known, memory=memory[1], per_node=per_node, peaks=peaks)
     target = Target(backend.name, Cluster(count, per_node), device, None)
     return Planner(config, MetaModel(model, config), target)
 

@@ -13,6 +13,7 @@ from portable.config import keys
 from portable.config.dump import as_yaml
 from portable.config.sources import training_sources
 from portable.reporting.metrics import is_evaluation
+from portable.reporting.usage import is_adapter, usage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -42,6 +43,7 @@ _AUTO = {
     "sequence-classification": ("AutoModelForSequenceClassification", "text-classification"),
     "masked-lm": ("AutoModelForMaskedLM", "fill-mask"),
 }
+_HERE = "path/of/this/folder"
 _OF_THE_MACHINE = ("output_dir", "log.", "hub.", "checkpoint.", "data.cache_dir", "memory.nvme_path")
 _FOLDER = re.compile(r"(?<![\w.:/~])/(?:[^\s/;,:]+/)+")
 
@@ -51,6 +53,7 @@ def model_card(
     *,
     adapter: Adapter | None,
     architecture: str,
+    model_type: str,
     data: str,
     metrics: Sequence[Mapping[str, Any]],
 ) -> str:
@@ -62,6 +65,7 @@ def model_card(
         config: of the run.
         adapter: of the run, if there is one.
         architecture: the model's class.
+        model_type: transformers' name of its kind.
         data: the data in words.
         metrics: the rows of ``metrics.jsonl`` up to the exported checkpoint.
     """
@@ -70,7 +74,7 @@ def model_card(
     name = config.model.name_or_path
     loader, pipeline = _AUTO[config.model.task]
     kind = None if adapter is None else str(config.adapter.type)
-    alone = kind is not None and config.checkpoint.export not in ("merged", "like_base")
+    alone, rows = is_adapter(config), None if adapter is None else adapter.rows
     on_hub = name if name is not None and not Path(name).exists() and not config.model.from_scratch else None
     head = ModelCardData(
         base_model=on_hub,
@@ -84,6 +88,7 @@ def model_card(
         [] if kind is None else [(f"adapter.{key}", getattr(config.adapter, key)) for key in KINDS[kind]]
     )
     settings += [(key, config.get(key)) for key in _SETTINGS]
+    commands = usage(config, config.hub.repo or _HERE, model_type, grown=rows is not None)
     shown = [
         f"| `{key}` | {_shown(value)} |"
         for key, value in settings
@@ -101,7 +106,11 @@ def model_card(
             "",
             f"Trained on: {_FOLDER.sub('', data)}.",
             "",
-            *_usage(loader, name, None if adapter is None else adapter.rows, alone=alone),
+            *_usage(loader, name, rows, alone=alone),
+            "```sh",
+            *(f"{_FOLDER.sub('', use)}    # {what}" for what, use in commands),
+            "```",
+            "",
             "## Settings",
             "",
             "| setting | value |",
@@ -145,7 +154,7 @@ def _usage(loader: str, name: str | None, rows: int | None, *, alone: bool) -> l
         "",
         f'base = {loader}.from_pretrained("{name}")',
         *grown,
-        'model = PeftModel.from_pretrained(base, "path/of/this/folder")',
+        f'model = PeftModel.from_pretrained(base, "{_HERE}")',
         "```",
         "",
     ]

@@ -185,8 +185,6 @@ class Reporter(Callback):
         LOG.log(logging.INFO if self._bar.disable else logging.DEBUG, "%s", line)
 
     def on_save(self, run: Run) -> None:
-        for tracker in self._trackers:
-            tracker.flush()
         self.record("save", run.progress, checkpoint=f"step-{run.step:06d}")
 
     def skipped(self, run: Run, count: int, message: str) -> None:
@@ -268,7 +266,7 @@ class Reporter(Callback):
         if self._history is not None:
             self._history.close()
         for tracker in self._trackers:
-            tracker.close()
+            tracker.finish()
         self._trackers = []
 
     def _write(self, progress: Progress, values: Mapping[str, Any]) -> None:

@@ -1,15 +1,16 @@
-"""Trackers: where metrics go besides ``metrics.jsonl``."""
+"""Trackers: where metrics go besides ``metrics.jsonl``. They are Accelerate's, or have the methods of one."""
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import os
 import re
 from typing import TYPE_CHECKING, Any, Protocol
 
+from portable import plugins
 from portable.durable import own_path
 from portable.errors import UserError
+from portable.private.of_accelerate import tracker_classes
 from portable.reporting.events import read_events
 
 if TYPE_CHECKING:
@@ -18,58 +19,25 @@ if TYPE_CHECKING:
 
     from portable.config.sections import LogConfig
 
+KEY = "log.trackers"
+_TAKES: dict[str, tuple[str, ...]] = {
+    "tensorboard": ("purge_step",),
+    "wandb": ("name", "id", "resume"),
+    "swanlab": ("name", "id", "resume"),
+    "trackio": ("name", "resume"),
+    "mlflow": ("run_name",),
+    "comet_ml": ("experiment_key",),
+    "clearml": ("task_name",),
+}
+"""What each takes of the run, so that all launches are one run there where its library can do that."""
+
 
 class Tracker(Protocol):
-    """A destination of metrics besides ``metrics.jsonl``."""
+    """The part of ``accelerate.tracking.GeneralTracker`` that is used."""
 
-    def log(self, values: Mapping[str, float], step: int) -> None: ...
+    def log(self, values: dict[str, float], step: int) -> None: ...
 
-    def flush(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class _TensorBoard:
-    def __init__(self, folder: Path, *, from_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        inside = own_path(folder, "tensorboard", "events").parent
-        self._writer = SummaryWriter(str(inside), purge_step=from_step + 1)
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
-
-    def flush(self) -> None:
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class _WandbLike:
-    """wandb, and libraries with the same functions (trackio, swanlab): one run for all launches."""
-
-    def __init__(self, library: str, folder: Path, log: LogConfig, config: dict[str, Any]) -> None:
-        self._module: Any = importlib.import_module(library)
-        project = log.project or os.environ.get(f"{library.upper()}_PROJECT") or folder.parent.name
-        known = {} if library == "trackio" else {"id": _lasting_id(folder)}  # trackio knows runs by name
-        self._module.init(
-            project=project or "portable",
-            name=log.name or folder.name,
-            config=config,
-            resume="allow",
-            **known,
-        )
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        self._module.log(dict(values), step=step)
-
-    def flush(self) -> None:
-        """A no-op: they send in the background."""
-
-    def close(self) -> None:
-        self._module.finish()
+    def finish(self) -> None: ...
 
 
 def open_trackers(log: LogConfig, folder: Path, config: dict[str, Any], *, from_step: int) -> list[Tracker]:
@@ -81,12 +49,39 @@ def open_trackers(log: LogConfig, folder: Path, config: dict[str, Any], *, from_
         config: what the trackers show as the run's settings.
         from_step: the step that the launch goes on from.
     """
-    return [
-        _TensorBoard(folder, from_step=from_step)
-        if tracker == "tensorboard"
-        else _WandbLike(tracker, folder, log, config)
-        for tracker in log.trackers
-    ]
+    lasting, name = _lasting_id(folder), log.name or folder.name
+    facts = {
+        "name": name,
+        "run_name": name,
+        "task_name": name,
+        "id": lasting,
+        "experiment_key": re.sub("[^A-Za-z0-9]", "", lasting).ljust(32, "0")[-50:],
+        "resume": "allow",
+        "purge_step": from_step + 1,
+    }
+    return [_opened(tracker, log, folder, config, facts) for tracker in log.trackers]
+
+
+def _opened(
+    tracker: str, log: LogConfig, folder: Path, config: Mapping[str, Any], facts: Mapping[str, Any]
+) -> Tracker:
+    known = tracker_classes()
+    kind: Any = known[tracker] if tracker in known else plugins.maker(KEY, tracker)
+    keywords = {name: facts[name] for name in _TAKES.get(tracker, ())}
+    writes_files = getattr(getattr(kind, "func", kind), "requires_logging_directory", False)
+    if writes_files:  # beside config.yaml, which has the settings
+        keywords["logging_dir"] = str(own_path(folder, tracker, "events").parent.parent)
+    project = log.project or os.environ.get(f"{tracker.upper()}_PROJECT") or folder.parent.name or "portable"
+    with plugins.told_as(f"{KEY}: {tracker}"):
+        opened = kind(tracker if writes_files else project, **keywords)
+        opened.main_process_only = False  # this is the one rank that opens any
+        opened.start()
+        if not writes_files:
+            plain = (bool, int, float, str)
+            values = {key: one if isinstance(one, plain) else str(one) for key, one in config.items()}
+            opened.store_init_configuration(values)
+    made: Tracker = opened
+    return made
 
 
 def _lasting_id(folder: Path) -> str:
@@ -96,7 +91,9 @@ def _lasting_id(folder: Path) -> str:
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raise UserError if the package of a tracker is not installed."""
+    """Raise UserError if the package of a tracker, or the user's class, is not there."""
     for name in names:
-        if importlib.util.find_spec(name) is None:
-            raise UserError(f"log.trackers: {name} is not installed; run: pip install {name}")
+        if plugins.names_code(name):
+            plugins.maker(KEY, name)
+        elif importlib.util.find_spec(name) is None:
+            raise UserError(f"{KEY}: {name} is not installed; run: pip install {name.replace('_', '-')}")

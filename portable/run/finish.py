@@ -24,6 +24,7 @@ from portable.reporting.card import CARD, model_card
 from portable.reporting.html_report import write_report
 from portable.reporting.metrics import METRICS_FILE, read_metrics
 from portable.reporting.run_log import LOG_FILE
+from portable.reporting.usage import usage
 from portable.temporary_folder import scratch_folder
 
 if TYPE_CHECKING:
@@ -193,6 +194,10 @@ def finish(
     aside = f", with {human_count(warnings, 'warning')} of libraries" if warnings else ""
     places.append(("log", f"{place / LOG_FILE}{aside}"))
     reporter.say(reporter.summary(places))
+    if final is not None:
+        grown = prepared.adapter is not None and prepared.adapter.rows is not None
+        uses = usage(prepared.config, str(final), prepared.model_config.model_type, grown=grown)
+        reporter.say("\n" + table(uses))
     for line in missing:
         reporter.say(f"warning: {line}")
     if not run.complete:
@@ -217,6 +222,7 @@ def export_with_card(prepared: Prepared, folder: Path, checkpoint: Place, out: P
         config,
         adapter=adapter,
         architecture=prepared.architecture,
+        model_type=prepared.model_config.model_type,
         data=prepared.data.description,
         metrics=rows,
     )

@@ -7,6 +7,7 @@ import gc
 import json
 import os
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from converters.console import say
@@ -47,6 +48,7 @@ def run_rank(
     eval_only: bool = False,
     profile: bool = False,
     replay: int | None = None,
+    json_file: str | None = None,
 ) -> int:
     """Train, or resume, as one rank of this launch.
 
@@ -56,6 +58,7 @@ def run_rank(
         eval_only: only evaluate.
         profile: write a trace of a few steps into ``profile`` in the run's folder.
         replay: only take this step again, with :mod:`portable.run.replay`.
+        json_file: where the values of ``eval_only`` are written, too.
 
     Returns:
         the exit code: 0 when the schedule or ``train.stop_after`` is reached, 75 when stopped by a signal.
@@ -63,7 +66,7 @@ def run_rank(
     backend = create_backend(backend_name)
     be_quiet((settled.config if isinstance(settled, Resolved) else settled).log.quiet)
     with RunLog(backend.rank) as log:
-        return _run(backend, settled, log, eval_only, profile, replay)
+        return _run(backend, settled, log, eval_only, profile, replay, json_file)
 
 
 def _run(
@@ -73,6 +76,7 @@ def _run(
     eval_only: bool,
     profile: bool,
     replay: int | None,
+    json_file: str | None,
 ) -> int:
     config = settled.config if isinstance(settled, Resolved) else settled
     if isinstance(settled, Resolved):  # otherwise settling does
@@ -100,7 +104,7 @@ def _run(
             backend.diagnostics.record_memory()
         prepared = with_agreed_micro_batch(prepared)
         if eval_only:
-            return _evaluate_only(prepared)
+            return _evaluate_only(prepared, json_file)
         if replay is not None:
             return replay_step(prepared, replay)
         return train_run(prepared, output, log, profile=profile)
@@ -145,7 +149,7 @@ def _agree(prepared: Prepared, output: Output) -> None:
     agree(prepared.backend, settings_and_versions(prepared.resolved.config) | facts)
 
 
-def _evaluate_only(prepared: Prepared) -> int:
+def _evaluate_only(prepared: Prepared, json_file: str | None) -> int:
     needs_evaluation_data(prepared.data)
     place = prepared.resolved.place
     source = resume_source(prepared.config, checkpoints_of(place))
@@ -155,10 +159,10 @@ def _evaluate_only(prepared: Prepared) -> int:
     restored = restore(prepared, source)
     values = evaluate_all(prepared, restored.engine)
     if prepared.backend.rank == 0:
-        if place.exists():
-            text = json.dumps({"step": restored.progress.step, **values}) + "\n"
-            file = place / "evaluation.json"
-            write_durably(file, text)
+        text = json.dumps({"step": restored.progress.step, **values}) + "\n"
+        for file in (place / "evaluation.json" if place.exists() else None, json_file and Path(json_file)):
+            if file:
+                write_durably(file, text)
         rows = [("step", str(restored.progress.step))]
         for name, value in values.items():
             shown = f"{value:.6f}" if isinstance(value, float) else json.dumps(value)

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import yaml
 
+from portable.cli import main
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
 from tests import slurm
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
     from tests.zygote import Zygote
 
 BIN = Path(sys.executable).parent
-TEMPLATE = Path(__file__).parents[2] / "gpu" / "scripts" / "slurm.sbatch"
 HYBRID: dict[str, Any] = {
     "strategy": "hybrid_shard",
     "train__global_batch_size": 8,
@@ -100,12 +101,15 @@ def test_srun(tmp_path: Path, corpus: Path, truth: list[float], cluster: Slurm) 
 def test_the_template_stops_with_a_checkpoint_and_is_queued_again(
     tmp_path: Path, corpus: Path, cluster: Slurm
 ) -> None:
-    settings = tiny(tmp_path / "run", corpus, **{**HYBRID, "train__steps": 4000})
+    settings = tiny(tmp_path / "run", corpus, **{**HYBRID, "backend": "auto", "train__steps": 4000})
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
+    assert main(["init", str(tmp_path / "run.yaml"), "--for", "slurm", "--device", "h100:16"]) == 0
     output = tmp_path / "job.out"
+    template = tmp_path / "run.slurm.sbatch"
     # Two tasks a node, on nodes without GPUs.
     sizes = ("--ntasks-per-node", "2", "--gpus-per-node", "0", "--cpus-per-task", "1")
     submitted = cluster.command(
-        "sbatch", "--parsable", *sizes, "--output", str(output), str(TEMPLATE), *flags(settings)
+        "sbatch", "--parsable", *sizes, "--output", str(output), "--chdir", str(tmp_path), str(template)
     )
     assert submitted.returncode == 0, submitted.stderr
     job = submitted.stdout.strip()

@@ -120,8 +120,11 @@ def test_flash_attention_that_is_not_installed(
     tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn", None)
+    monkeypatch.setitem(sys.modules, "kernels", None)
     config = configured(
         tmp_path, corpus, backend="auto", precision="bf16", model__attention="flash_attention_2"
     )
-    with pytest.raises(UserError, match=r"model\.attention: .*flash-attn, which is not installed.*use sdpa"):
+    with pytest.raises(
+        UserError, match=r"model\.attention: .*flash-attn or kernels, which is not installed.*use sdpa"
+    ):
         backend_package("cuda").check(config, World(1))

@@ -185,6 +185,8 @@ REFUSED: list[tuple[dict[str, Any] | str, str]] = [
     ("--nproc 0", "--nproc"),
     ("--backend xla --nproc 2", "--nproc|XLA"),
     ("--profile --eval-only", "--profile|--eval-only"),
+    ("--json values.json", "--json|add --eval-only"),
+    ("--eval-only --json no/such/values.json", "--json|make it first"),
     ("--accelerate-config no-such.yaml", "no-such.yaml"),
     ("--deepspeed.config ds.json", "deepspeed.config"),
     ("--memory.offload_params cpu --strategy no_shard", "memory.offload_params"),
@@ -348,11 +350,13 @@ def test_questions_about_a_run(tmp_path: Path, corpus: Path, capsys: pytest.Capt
     recorded = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     capsys.readouterr()
     before = snapshot(tmp_path)
-    assert main([*settings, "--eval-only"]) == 0
+    values = tmp_path.parent / "values.json"
+    assert main([*settings, "--eval-only", "--json", str(values)]) == 0
     assert f"{recorded[-1]['eval_loss']:.6f}" in capsys.readouterr().out
     written = json.loads((tmp_path / "evaluation.json").read_text())
     assert written == {"step": 2, **{name: recorded[-1][name] for name in written if name != "step"}}
     assert written["eval_loss"] == recorded[-1]["eval_loss"]
+    assert values.read_text() == (tmp_path / "evaluation.json").read_text()
     (tmp_path / "evaluation.json").unlink()
     assert main(["--resume-info", str(tmp_path)]) == 0
     assert "2 of 2" in capsys.readouterr().out

@@ -118,6 +118,14 @@ def gap(model: PreTrainedModel, batch: Batch, documents: list[torch.Tensor]) -> 
     return float(torch.tensor(gaps).max())  # NaN if any is
 
 
+KERNELS = [
+    ("kernels-community/flash-attn3", "flash_attention_2", True),
+    ("flash_attention_4", "flash_attention_2", True),
+    ("kernels-community/metal-flash-sdpa", "sdpa", False),
+    ("org/other", "flash_attention_2", False),
+]
+
+
 def worst(model_type: str) -> float:
     """The gap of a type, with a call per document and with masks."""
     documents, batch = packed()
@@ -239,6 +247,35 @@ def test_the_arguments_of_flash_attention(monkeypatch: pytest.MonkeyPatch) -> No
     assert gap(model, batch, documents) < 1e-5
     assert len(seen) == 2 and len(seen[0]) == 1 + batch["document_lengths"].numel()
     assert seen[0][-1] == len(ROWS) * LENGTH
+
+
+def test_flex_attention_keeps_documents_apart() -> None:
+    """Its forward pass, which CPUs have; they lack the backward."""
+    documents, batch = packed()
+    model = tiny("gemma2", "flex_attention")
+    assert model.config._attn_implementation == "flex_attention"
+    alone = [{"input_ids": tokens[None, :-1], "labels": tokens[None, 1:]} for tokens in documents]
+    with torch.no_grad(), no_value_checks(), torch.compiler.set_stance("force_eager"):
+        expected = sum(float(token_loss(model, one)) for one in alone)
+        assert float(token_loss(model, batch)) == pytest.approx(expected, rel=1e-5)
+        mixed = {name: values for name, values in batch.items() if name in ("input_ids", "labels")}
+        assert float(token_loss(model, mixed)) != pytest.approx(expected, rel=1e-3)
+    check_documents(model)
+
+
+@pytest.mark.parametrize(("kernel", "masks", "works"), KERNELS)
+def test_kernels_of_the_hub(kernel: str, masks: str, works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers registers them: flash attention takes lengths, and what else there is, is refused."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as MASKS
+
+    model = tiny("llama")
+    monkeypatch.setitem(MASKS._global_mapping, kernel, MASKS[masks])
+    model.config._attn_implementation = kernel
+    if works:
+        check_documents(model)
+        return
+    with pytest.raises(UserError, match=f"data.packing: attention {kernel} keeps no texts apart; .*sdpa"):
+        check_documents(model)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""wandb and its like get one run for all launches. They are stand-ins here: the real ones need accounts."""
+"""Trackers get one run for all launches. Libraries are stand-ins here: the real ones need accounts."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 
 from portable import train
+from portable.config import RunConfig, keys
+from portable.errors import UserError
 from tests.runs import configured
 
 if TYPE_CHECKING:
@@ -17,49 +20,125 @@ if TYPE_CHECKING:
 
 
 class Library(ModuleType):
-    """Records the calls."""
+    """Records the calls; it is its own run and its own config."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.__spec__ = ModuleSpec(name, None)
+        self.__version__ = "4.0"
+        self.config = self
         self.begun: list[dict[str, Any]] = []
+        self.settings: dict[str, Any] = {}
         self.logged: list[tuple[int, dict[str, float]]] = []
         self.ended = 0
 
-    def init(self, **given: Any) -> None:
+    def init(self, **given: Any) -> Library:
         self.begun.append(given)
+        return self
+
+    start = init  # comet_ml's
+
+    def __setitem__(self, name: str, value: str) -> None: ...
+
+    def update(self, values: dict[str, Any], **_: Any) -> None:
+        self.settings = values
+
+    log_parameters = update
 
     def log(self, values: dict[str, float], step: int) -> None:
         self.logged.append((step, values))
 
+    def set_step(self, step: int) -> None:
+        self.logged.append((step, {}))
+
+    def log_metric(self, name: str, value: float, step: int) -> None:
+        assert self.logged[-1][0] == step
+        self.logged[-1][1][name] = value
+
     def finish(self) -> None:
         self.ended += 1
+
+    end = finish
+
+
+def test_the_names_are_accelerates() -> None:
+    choices = keys.settings(RunConfig)["log.trackers"].choices
+    assert {str(getattr(name, "value", name)) for name in LOGGER_TYPE_TO_CLASS} == set(choices or ())
 
 
 @pytest.mark.usefixtures("brief_runs")
 def test_all_launches_are_one_run(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = ["wandb", "trackio", "swanlab"]
+    names = ["wandb", "trackio", "swanlab", "comet_ml"]
     libraries = [Library(name) for name in names]
     for library in libraries:
         monkeypatch.setitem(sys.modules, library.__name__, library)
 
     def launch(folder: Path, **settings: Any) -> list[dict[str, Any]]:
         train(configured(folder, corpus, train__steps=4, log__every_steps=1, log__trackers=names, **settings))
-        return [library.begun[-1] for library in libraries]
+        return [
+            {key.removesuffix("_name"): value for key, value in library.begun[-1].items()}
+            for library in libraries
+        ]
 
     launched = launch(tmp_path / "group" / "one", train__stop_after=2)
     again = launch(tmp_path / "group" / "one", train__stop_after=None)
     for library, first, second in zip(libraries, launched, again, strict=True):
-        assert first["project"] == "group" and first["name"] == "one" and first["resume"] == "allow"
-        assert first["config"]["train.steps"] == 4
-        del first["config"], second["config"]
-        assert first == second and ("id" in first) == (library.__name__ != "trackio")
+        assert first == second and first["project"] == "group"
+        if library.__name__ == "comet_ml":
+            assert first["experiment_key"].isalnum() and 32 <= len(first["experiment_key"]) <= 50
+        else:
+            assert first["name"] == "one" and first["resume"] == "allow"
+            assert ("id" in first) == (library.__name__ != "trackio")
+        assert library.settings["train.steps"] == 4
         assert [step for step, values in library.logged if "loss" in values] == [1, 2, 3, 4]
         assert library.ended == 2
         monkeypatch.setenv(f"{library.__name__.upper()}_PROJECT", "of the environment")
     others = launch(tmp_path / "group" / "two", log__name="mine", train__stop_after=1)
     for first, other in zip(launched, others, strict=True):
-        assert (other["project"], other["name"]) == ("of the environment", "mine")
-        assert other.get("id", "none") != first.get("id")
+        assert other["project"] == "of the environment" and other.get("name", "mine") == "mine"
+        if lasting := {"id", "experiment_key"} & first.keys():
+            assert other[lasting.pop()] not in first.values()
     given = launch(tmp_path / "group" / "two", log__project="set", train__stop_after=2)
     assert {one["project"] for one in given} == {"set"}
+
+
+class Own(GeneralTracker):  # type: ignore[misc]
+    """A tracker of the user's."""
+
+    name = "own"
+    requires_logging_directory = False
+    seen: list[tuple[Any, ...]] = []  # noqa: RUF012
+
+    def __init__(self, project: str, color: str = "red") -> None:
+        super().__init__()
+        self.seen.append((project, color))
+
+    @property
+    def tracker(self) -> Own:
+        return self
+
+    def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+        self.seen.append(("log", step, values.get("loss")))
+
+    def finish(self) -> None:
+        self.seen.append(("finish",))
+
+
+@pytest.mark.usefixtures("brief_runs")
+def test_a_tracker_of_ones_own(tmp_path: Path, corpus: Path) -> None:
+    name = f"{__name__}:Own(color='blue')"
+    settings = {"train__steps": 2, "log__every_steps": 1, "data__eval_fraction": 0.0}
+    Own.seen.clear()
+    train(configured(tmp_path / "group" / "run", corpus, log__trackers=name, **settings))
+    begun, *logged, ended = Own.seen
+    assert begun == ("group", "blue") and ended == ("finish",)
+    assert [(kind, step) for kind, step, loss in logged if loss is not None] == [("log", 1), ("log", 2)]
+    with pytest.raises(UserError, match=r"^log\.trackers: .*has no Owns; did you mean Own\?"):
+        train(configured(tmp_path / "other", corpus, log__trackers=f"{__name__}:Owns", **settings))
+
+
+def test_a_missing_package_is_named(tmp_path: Path, corpus: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"^log\.trackers: comet_ml is not installed; run: pip install comet-ml"
+    ):
+        train(configured(tmp_path, corpus, log__trackers="comet_ml"))

@@ -33,9 +33,7 @@ _LIGER = "Liger kernels are not used; leave it out (memory.loss_chunk_tokens sav
 WORDS: dict[str, dict[str, str]] = {
     "log.trackers": {"none": "[], which is none", "all": "a list of those to use"},
     "memory.activation_checkpointing": {"true": "full", "block": "full", "offload": "full"},
-    "model.attention": dict.fromkeys(
-        ("fa2", "flash_attn", "flash_attention", "kernels-community/flash-attn2"), "flash_attention_2"
-    ),
+    "model.attention": dict.fromkeys(("fa2", "flash_attn", "flash_attention"), "flash_attention_2"),
     "backend": {"gpu": "cuda", "rocm": "cuda", "nvidia": "cuda"},
     "precision": {
         "bfloat16": "bf16",

@@ -1,0 +1,311 @@
+"""``portable-train init --for``: the file with which a program that rents machines starts a run.
+
+The files are templates in ``configs/machines``. ``@name@`` stands for a value, and a line that begins with
+one of :data:`_CONDITIONS` is left out where that does not hold.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+import portable
+from converters.storage.object_store import is_url
+from portable.config import keys, load_config
+from portable.config.run_config import RunConfig
+from portable.errors import UserError, require
+from portable.planner.device_lookup import Device, named
+from portable.terminal import tell
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from importlib.resources.abc import Traversable
+
+_CONDITIONS = ("several", "mixed", "alike", "selected")
+"""Several nodes with GPUs; GPUs or TPUs; only one of the two; a TPU slice, which labels select."""
+_PLACEHOLDER = re.compile(r"@(\w+)@")
+_UNQUOTED = re.compile(r"[^\w .,@:/+=\[\]~<>!-]|: |^-| #")
+"""What would end a word in the shell or in YAML."""
+_ANY_OF = ("sky", "dstack")
+"""The programs that take any of several kinds of device."""
+_ON_GPUS = ("dstack", "hf-jobs", "slurm")
+_INDENTS = {"jobset": (24, 16), "trainjob": (10, 26)}
+"""Of the config's text and of the labels of nodes, in templates that have them."""
+_SECRETS = {
+    "s3": ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"),
+    "az": ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_KEY"),
+    "abfss": ("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_KEY"),
+}
+"""What opens a bucket, by the scheme of its URL; Google's machines have service accounts."""
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Devices of one kind.
+
+    Attributes:
+        device: the planner's.
+        count: of all of them.
+        names: what programs call the device, of ``configs/machines/names.yaml``.
+    """
+
+    device: Device
+    count: int
+    names: Mapping[str, Any]
+
+    @property
+    def tpu(self) -> bool:
+        return "cuda" not in self.device.backends
+
+    @property
+    def nodes(self) -> int:
+        """Machines with a share of the devices each."""
+        if not self.tpu:
+            return max(1, self.count // self.device.per_node)
+        alone = self.count <= self.names.get("alone", self.names["host"])
+        return 1 if alone else self.count // self.names["host"]
+
+    @property
+    def type(self) -> str:
+        """A TPU's accelerator type, such as ``v5litepod-8``."""
+        return f"{self.names['type']}-{self.count * self.names.get('cores', 1)}"
+
+    def called(self, program: str) -> str:
+        """What ``program`` calls the device."""
+        return str(self.names.get(program, self.device.name.upper()))
+
+
+def targets(folder: Traversable) -> dict[str, Traversable]:
+    """The templates in the folder ``machines``, by what ``--for`` calls them."""
+    found = sorted(folder.iterdir(), key=lambda file: file.name)
+    return {file.name.partition(".")[0]: file for file in found if file.name != "names.yaml"}
+
+
+def launch_file(
+    folder: Traversable,
+    target: str,
+    config_file: Path,
+    *,
+    devices: Sequence[str],
+    output_dir: str | None,
+    install: str | None,
+    spot: bool,
+) -> Path:
+    """Write the file of a config for one program, beside the config.
+
+    Args:
+        folder: ``configs/machines``.
+        target: one of :func:`targets`.
+        config_file: the run's YAML.
+        devices: ``NAME:COUNT`` of each kind that will do, by the planner's names.
+        output_dir: of the run; None for the config's.
+        install: what pip is to install; None for this version.
+        spot: take machines at the price of those that may be preempted.
+
+    Returns:
+        its path.
+
+    Raises:
+        UserError: if the program has no such machines, or the run would lose what it writes there.
+    """
+    template = targets(folder)[target]
+    require(config_file.is_file(), f"init: {config_file}: there is none; portable-train init writes one")
+    overrides = {} if output_dir is None else {"output_dir": output_dir}
+    config = load_config(config_file, overrides)
+    known: dict[object, Any] = yaml.safe_load(folder.joinpath("names.yaml").read_text("utf-8"))
+    table = {str(name): value for name, value in known.items()}
+    machines = [_machines(text, table, config, target) for text in devices]
+    place = str(config.output_dir)
+    require(
+        is_url(place) or target == "slurm",
+        f"output_dir: {place} would be lost with the machine; set a URL, such as s3://bucket/{Path(place).name}",
+    )
+    for key, text in (("init", config_file.name), ("output_dir", place), ("--install", install or "")):
+        odd = _UNQUOTED.search(text)
+        require(odd is None, f"{key}: {text}: {odd and odd[0]!r} would need quotes; give it another name")
+    for key in () if target == "slurm" else _local_files(config):
+        tell(f"note: {key}: {config.get(key)} is on this machine; put it into a bucket, or on the hub")
+    if not config.checkpoint.saves_on_the_way:
+        tell("note: checkpoint.every_steps: nothing is saved on the way, and not every machine gives notice")
+    values = _values(target, config, config_file, machines, install, spot=spot)
+    out = config_file.with_suffix(f".{template.name}")
+    holds = {
+        "several": machines[0].nodes > 1 and not machines[0].tpu,
+        "mixed": len({one.tpu for one in machines}) > 1,
+        "alike": len({one.tpu for one in machines}) == 1,
+        "selected": bool(values["selector"]),
+    }
+    text = filled(template.read_text("utf-8"), values | {"file": out.name}, holds)
+    try:
+        with out.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError as error:
+        raise UserError(f"init: {out} is there already; delete it first") from error
+    except OSError as error:
+        raise UserError(f"init: {out}: cannot write it: {error.strerror or error}") from error
+    return out
+
+
+def filled(text: str, values: Mapping[str, str], holds: Mapping[str, bool]) -> str:
+    """A template with its values, without the lines whose condition does not hold."""
+    lines = []
+    for line in text.splitlines():
+        condition = re.match(f"@({'|'.join(_CONDITIONS)})@", line)
+        if condition is None:
+            lines.append(line)
+        elif holds[condition[1]]:
+            lines.append(line[condition.end() :])
+    return _PLACEHOLDER.sub(lambda found: values[found[1]], "\n".join(lines) + "\n")
+
+
+def _machines(text: str, table: Mapping[str, Any], config: RunConfig, target: str) -> Machines:
+    """The machines of one ``--device``, which must be such that ``target`` has them."""
+    name, _, count = text.partition(":")
+    require(
+        count == "" or (count.isdecimal() and int(count) > 0), f"--device: {text}: write NAME:COUNT, h100:8"
+    )
+    device = named(name)
+    key = {"a100": "a100-80", "v100": "v100-16"}.get(device.name, device.name)
+    found = Machines(device, int(count or 1), table.get(key, {}))
+    require(
+        config.backend == "auto" or config.backend in device.backends,
+        f"--device: {text}: backend {config.backend} does not drive it; set backend: auto",
+    )
+    if not found.tpu:
+        require(target != "cloud-tpu", f"--device: {text} is no TPU; write v5e:8")
+        many = found.count > device.per_node
+        require(
+            not (many and found.count % device.per_node),
+            f"--device: {text}: a machine has {device.per_node}; take a multiple of it",
+        )
+        require(
+            target != "hf-jobs" or found.count in found.names.get("hf", {}),
+            f"--device: {text}: Hugging Face Jobs has no such machine; take h200:8, a100-80:8 or l4:4",
+        )
+        return found
+    topologies = table["topologies"][3 if "cores" in found.names else 2]
+    require("type" in found.names and target not in _ON_GPUS, f"--device: {text}: --for {target} has none")
+    require(
+        found.count in topologies,
+        f"--device: {text}: no slice has so many chips; take one of {', '.join(map(str, topologies))}",
+    )
+    require(
+        found.nodes == 1 or target == "cloud-tpu" or (target == "jobset" and config.backend != "tpu"),
+        f"--device: {text}: a slice of several hosts needs --for cloud-tpu, or --for jobset and backend xla",
+    )
+    labels = {
+        "cloud.google.com/gke-tpu-accelerator": found.names["gke"],
+        "cloud.google.com/gke-tpu-topology": topologies[found.count],
+    }
+    return Machines(device, found.count, {**found.names, "labels": labels})
+
+
+def _local_files(config: RunConfig) -> list[str]:
+    """The keys of settings that name what lies on this machine."""
+    found = []
+    for setting in keys.settings(RunConfig).values():
+        value = config.get(setting.key)
+        names = value if isinstance(value, list | tuple) else (value,)
+        texts = (name for name in names if isinstance(name, str) and not is_url(name))
+        if setting.may_be_path and any(Path(text).exists() for text in texts):
+            found.append(setting.key)
+    return found
+
+
+def _package(config: RunConfig, *, tpu: bool) -> str:
+    """What pip is to install for ``config``: this version, with the extras that it needs."""
+    scheme = str(config.output_dir).partition("://")[0]
+    extras = [{"s3": "s3", "gs": "gcs"}.get(scheme, "azure")] if is_url(str(config.output_dir)) else []
+    if tpu:
+        extras.append("torchtpu" if config.backend == "tpu" else "tpu")
+    elif config.strategy.startswith("zero"):
+        extras.append("deepspeed")
+    if config.adapter.base in ("nf4", "int8") and not tpu:
+        extras.append("qlora")
+    return f"portable-trainer[{','.join(extras)}]=={metadata.version('portable-trainer')}"
+
+
+def _values(
+    target: str,
+    config: RunConfig,
+    config_file: Path,
+    machines: Sequence[Machines],
+    install: str | None,
+    *,
+    spot: bool,
+) -> dict[str, str]:
+    """What stands in the placeholders of a template."""
+    first = machines[0]
+    require(
+        len(machines) == 1 or target in _ANY_OF,
+        f"--device: --for {target} takes one kind of machine; give one",
+    )
+    require(
+        len({one.nodes for one in machines}) == 1,
+        "--device: all kinds need the same number of machines; change the counts",
+    )
+    place = str(config.output_dir)
+    secrets = ("HF_TOKEN", *_SECRETS.get(place.partition("://")[0], ()))
+    packages = {tpu: install or _package(config, tpu=tpu) for tpu in (False, True)}
+    of_text, of_labels = _INDENTS.get(target, (0, 0))
+    text = config_file.read_text("utf-8").splitlines()
+    cloud = Path(portable.__file__).resolve().parents[1] / "tpu" / "scripts" / "cloud.sh"
+    return {
+        "name": re.sub("[^a-z0-9]+", "-", config_file.stem.lower()).strip("-")[:40] or "run",
+        "config": shlex.quote(config_file.name),
+        "output": shlex.quote(place),
+        "nodes": str(first.nodes),
+        "each": str(first.count // first.nodes),
+        "command": "portable-train" if first.tpu or first.nodes == 1 else "torchrun -m portable.cli",
+        "package": packages[first.tpu],
+        "gpu_package": packages[False],
+        "tpu_package": packages[True],
+        "spot": str(spot).lower(),
+        "spot_flag": " --spot" if spot else "",
+        "policy": "spot" if spot else "on-demand",
+        "accelerators": "\n".join(_of_sky(machines)) if target == "sky" else "",
+        "names": ", ".join(dict.fromkeys(one.called("dstack") for one in machines)),
+        "memory": str(min(one.device.memory for one in machines) >> 30),
+        "flavor": str(first.names.get("hf", {}).get(first.count)),
+        "secrets": _secrets(target, secrets),
+        "secret_env": "\n".join(
+            f"      - name: {name}\n        valueFrom: "
+            f"{{secretKeyRef: {{name: portable-trainer, key: {name}, optional: true}}}}"
+            for name in secrets
+        ),
+        "environment": "\n".join(f"  - {name}" for name in secrets),
+        "selector": "\n".join(
+            " " * of_labels + f"{key}: {value}" for key, value in first.names.get("labels", {}).items()
+        ),
+        "resource": "google.com/tpu" if first.tpu else "nvidia.com/gpu",
+        "tpu_type": first.type if first.tpu else "",
+        "backend": "tpu" if config.backend == "tpu" else "xla",
+        "cloud": shlex.quote(str(cloud)),
+        "text": "\n".join(" " * of_text + line for line in text),
+    }
+
+
+def _secrets(target: str, names: Sequence[str]) -> str:
+    """The flags that hand the keys of a bucket over."""
+    if target == "sky":
+        return "".join(f" --secret {name}" for name in names)
+    return "\n".join(f"  --secrets {name} \\" for name in names)[:-2] + " \\"
+
+
+def _of_sky(machines: Iterable[Machines]) -> list[str]:
+    """The machines as SkyPilot's resources."""
+    lines = []
+    for one in machines:
+        if one.tpu:
+            lines.append(f"    - accelerators: tpu-{one.type}")
+            version = one.names.get("runtime", "tpu-ubuntu2204-base")
+            lines.append(f"      accelerator_args: {{runtime_version: {version}}}")
+        else:
+            lines.append(f"    - accelerators: {one.called('sky')}:{one.count // one.nodes}")
+    return lines

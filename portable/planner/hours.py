@@ -1,0 +1,165 @@
+"""How long a run takes and what that costs, as a range.
+
+The FLOPs of all tokens, over a device's peak and the share of it that published runs reached; or, if that
+takes longer, the bytes that a device sends in its machine, over the speed of its links.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.resources import files
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from portable.batch_plan import total_steps
+from portable.errors import UserError, one_line, require
+from portable.planner.device_lookup import named
+
+if TYPE_CHECKING:
+    from portable.config import RunConfig
+    from portable.data.sizes import DataSizes
+    from portable.planner.device_lookup import Device
+    from portable.planner.plan import Option, Planner
+
+
+@dataclass(frozen=True)
+class Work:
+    """What there is to train on."""
+
+    steps: int
+    tokens: int
+    """Positions of all sequences, padding included."""
+    at_most: bool = False
+    """Whether it is a bound: a token for each byte of a text that is not tokenized yet."""
+
+
+@dataclass(frozen=True)
+class Hours:
+    """The hours of a run, from the fastest to the slowest."""
+
+    least: float
+    most: float
+
+    @property
+    def likely(self) -> float:
+        """The middle."""
+        return (self.least + self.most) / 2
+
+    def cost(self, price: float) -> Hours:
+        """What they cost, at ``price`` for an hour of all devices."""
+        return Hours(self.least * price, self.most * price)
+
+    def __str__(self) -> str:
+        size, unit = (60, "minutes") if self.most < 2 else (1, "hours")
+        least, most = rounded(self.least * size), rounded(self.most * size)
+        return f"{most} {unit}" if least == most else f"{least} to {most} {unit}"
+
+
+def rounded(value: float) -> str:
+    """Two digits, or whole numbers: what an estimate is worth."""
+    return f"{value:.2g}" if value < 10 else f"{float(f'{value:.2g}'):,.0f}"
+
+
+def work_of(config: RunConfig, sizes: DataSizes | None) -> Work | None:
+    """What a run trains on; None if the data is not here, and its steps follow from it.
+
+    Args:
+        config: of the run.
+        sizes: of its data.
+    """
+    at_most, samples = False, None if sizes is None else sizes.train_samples
+    if samples is None and config.train.epochs is not None:
+        if sizes is None or sizes.size_bytes is None or not sizes.packing:
+            return None
+        at_most, samples = True, max(1, sizes.size_bytes // config.data.seq_len)
+    steps = total_steps(config, samples or 0)
+    return Work(steps, steps * config.train.global_batch_size * config.data.seq_len, at_most)
+
+
+def hours_at(
+    device: Device, devices: int, precision: str, flops: float, sending: float = 0.0
+) -> Hours | None:
+    """The hours for ``flops``; None if the device's peak in this precision is unknown.
+
+    Args:
+        device: of each.
+        devices: how many.
+        precision: of the products.
+        flops: of all tokens, forward and backward, without recomputation.
+        sending: hours in which a device sends, which go on beside the computation.
+    """
+    peak = dict(device.peaks).get(precision)
+    if peak is None:
+        return None
+    least, most = (flops / (peak * devices * share) / 3600 for share in reversed(device.reached.share))
+    return Hours(max(least, sending), max(most, sending))
+
+
+def hours_of(planner: Planner, option: Option, work: Work) -> Hours | None:
+    """The hours of a run under ``option``; None where nothing tells, as with offloading."""
+    device, devices = planner.target.device, planner.target.cluster.devices
+    if device is None or option.setting.offloaded:
+        return None
+    inside = device.links is not None and 1 < devices <= device.per_node
+    sending = (
+        work.steps * option.communication_bytes / device.links / 3600 if inside and device.links else 0.0
+    )
+    flops = planner.flops_per_token * work.tokens
+    return hours_at(device, devices, planner.config.precision, flops, sending)
+
+
+# -- prices ------------------------------------------------------------------------------------------------
+
+
+def prices_of(text: str | None, device: str | None) -> dict[str, float]:
+    """What an hour of one device costs, by the planner's names.
+
+    Args:
+        text: of ``--price-per-hour``: ``2.50`` for the device at hand, or ``h100=2.50,a100-80=1.30``.
+        device: at hand, if one is named.
+
+    Raises:
+        UserError: if it is neither.
+    """
+    found = {}
+    for part in (text or "").split(",") if text else ():
+        name, _, price = part.rpartition("=")
+        ok = re.fullmatch(r"\s*\d{1,6}(\.\d{1,6})?\s*", price) is not None and bool(name or device)
+        require(
+            ok, f"--price-per-hour: {part!r}: write 2.50 beside --device, or NAME=PRICE: h100=2.50,l4=0.70"
+        )
+        found[named(name or str(device)).name] = float(price)
+    return found
+
+
+def prices_of_sky() -> dict[str, float]:
+    """The lowest prices of one device in SkyPilot's catalogue, by the planner's names; none without SkyPilot.
+
+    Raises:
+        UserError: if its catalogue cannot be read.
+    """
+    if find_spec("sky") is None:
+        return {}
+    table: dict[object, Any] = yaml.safe_load(
+        files("portable").joinpath("configs", "machines", "names.yaml").read_text("utf-8")
+    )
+    try:
+        offers: dict[str, list[Any]] = import_module("sky.catalog").list_accelerators(gpus_only=True)
+    except Exception as error:  # whatever fetching a catalogue raises
+        raise UserError(
+            f"--price-per-hour: missing, and SkyPilot's catalogue cannot be read ({one_line(error)}); "
+            "give NAME=PRICE: h100=2.50,l4=0.70"
+        ) from error
+    found = {}
+    for key, names in table.items():
+        if key == "topologies" or "type" in names:
+            continue
+        of_device = offers.get(str(names.get("sky", str(key).upper())), [])
+        each = [one.price / one.accelerator_count for one in of_device if one.price and one.accelerator_count]
+        if each:
+            found[str(key)] = min(each)
+    return found

@@ -1,0 +1,75 @@
+"""How the model of a run is used afterwards: commands for the terminal and the model card."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from converters.storage.object_store import is_url
+from converters.writers.gguf_models import MODELS
+
+if TYPE_CHECKING:
+    from portable.config import RunConfig
+
+PIPELINES = {
+    "causal-lm": ("text-generation", "'Once upon a time'"),
+    "sequence-classification": ("text-classification", "'Once upon a time'"),
+    "masked-lm": ("fill-mask", "'Once upon a ' + p.tokenizer.mask_token"),
+}
+"""The pipeline of transformers for a task, and what to ask it."""
+_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""What ``vllm serve --max-lora-rank`` takes."""
+
+
+def is_adapter(config: RunConfig) -> bool:
+    """Whether the run's export is an adapter alone."""
+    return config.adapter.type is not None and config.checkpoint.export not in ("merged", "like_base")
+
+
+def usage(config: RunConfig, where: str, model_type: str, *, grown: bool = False) -> list[tuple[str, str]]:
+    """What can be done with an export, and the command for each.
+
+    Args:
+        config: of the run.
+        where: the export, as a path, a URL or a name on the hub.
+        model_type: transformers' name of its kind.
+        grown: whether the embeddings have more rows than the base's.
+    """
+    task, base = config.model.task, str(config.model.name_or_path)
+    folder = base if Path(base).is_dir() else f"$(hf download {base})"
+    merge = f' --merge-into "{folder}"' if is_adapter(config) else ""
+    run = re.sub("[^A-Za-z0-9_.-]", "-", Path(config.output_dir).name) or "run"
+    local = f"{run}-{'merged' if merge else 'model'}"
+    gguf = f"portable-convert {shlex.quote(where)} {local}.gguf --to gguf{merge} && llama-cli -m {local}.gguf"
+    peft = merge and config.adapter.type == "lora" and not (grown or is_url(where))
+    peft = peft and not (config.adapter.use_dora or config.adapter.modules_to_save)
+    found = []
+    model = shlex.quote(where)
+    if (merge and not peft) or is_url(where):
+        found.append(("merge" if merge else "fetch", f"portable-convert {model} {local}{merge}"))
+        model = local
+    if task in PIPELINES:
+        kind, asked = PIPELINES[task]
+        code = f"from transformers import pipeline; p = pipeline('{kind}', {model!r}); print(p({asked}))"
+    else:
+        code = f"from transformers import AutoModelForSeq2SeqLM as M; print(M.from_pretrained({model!r}))"
+    found.append(("transformers", f"python -c {_double_quoted(code)}"))
+    if task != "causal-lm":
+        return found
+    serve, scored = f"vllm serve {model}", f"pretrained={model}"
+    if peft:
+        rank = next((rank for rank in _RANKS if rank >= config.adapter.r), _RANKS[-1])
+        named = shlex.quote(f"{run}={where}")
+        serve = f"vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules {named}"
+        scored = f"pretrained={base},peft={model}"
+    found.append(("vLLM", serve))
+    if model_type in MODELS:
+        found.append(("llama.cpp", gguf))
+    found.append(("lm_eval", f"lm_eval run --model hf --model_args {scored} --tasks hellaswag"))
+    return found
+
+
+def _double_quoted(code: str) -> str:
+    return '"' + code.replace("\\", "\\\\").replace('"', '\\"').replace("$", "\\$").replace("`", "\\`") + '"'

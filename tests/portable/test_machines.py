@@ -1,0 +1,252 @@
+"""`portable-train init --for`: its files pass their programs' own checks, and the commands in them run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jsonschema  # type: ignore[import-untyped]
+import pytest
+import yaml
+
+from portable.cli import main
+from portable.config import dump_yaml, parse_args
+from tests.runs import configured
+from tests.zygote import stands_for
+
+if TYPE_CHECKING:
+    from tests.object_store import ObjectStore
+    from tests.zygote import Zygote
+
+SCHEMAS = Path(__file__).with_name("schemas")
+SUFFIX = {"slurm": "sbatch", "hf-jobs": "sh", "cloud-tpu": "sh"}
+FILES: list[tuple[str, list[str]]] = [
+    ("sky", ["h100:8"]),
+    ("sky", ["h100:16", "a100-80:16"]),
+    ("sky", ["4090:4", "v5e:8", "h200:1", "v4:4"]),
+    ("dstack", ["a100-40:8", "h100:8"]),
+    ("dstack", ["h100:16"]),
+    ("jobset", ["h100:16"]),
+    ("jobset", ["4090:1"]),
+    ("jobset", ["v5e:16"]),
+    ("trainjob", ["h100:16"]),
+    ("trainjob", ["v6e:8"]),
+    ("hf-jobs", ["h200:8"]),
+    ("slurm", ["h100:16"]),
+    ("cloud-tpu", ["v5p:16"]),
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with a config."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text("output_dir: s3://bucket/run\ndata: {source: org/data}\n")
+    return tmp_path
+
+
+def written(target: str, *words: str) -> Path:
+    """The file that the command writes in the current folder."""
+    assert main(["init", "--for", target, *words]) == 0
+    return Path(f"run.{target}.{SUFFIX.get(target, 'yaml')}")
+
+
+def scripts(target: str, file: Path) -> list[str]:
+    """What the program has bash do, on the machine or here."""
+    if file.suffix != ".yaml":
+        return [file.read_text()]
+    made: Any = yaml.safe_load(file.read_text())
+    if target == "sky":
+        return [made["setup"], made["run"]]
+    if target == "dstack":
+        return list(made["commands"])
+    if target == "trainjob":
+        return list(made["spec"]["trainer"]["args"])
+    (jobs,) = made["spec"]["replicatedJobs"]
+    (container,) = jobs["template"]["spec"]["template"]["spec"]["containers"]
+    return list(container["args"])
+
+
+@pytest.mark.parametrize(("target", "devices"), FILES)
+def test_a_file_passes_its_programs_schema(target: str, devices: list[str], folder: Path) -> None:
+    file = written(target, *(word for device in devices for word in ("--device", device)))
+    text = file.read_text()
+    assert max(map(len, text.splitlines())) < 125
+    for script in scripts(target, file):
+        assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
+        for line in script.splitlines():
+            if " --config " in line and "run.yaml" in line and "cloud.sh" not in line and "init" not in line:
+                words = shlex.split(line.replace("~/", "").replace("'", ""))
+                parse_args([w for w in words[words.index("--config") :] if w != "$@"])
+    if file.suffix == ".yaml":
+        schema = json.loads((SCHEMAS / f"{target}.json").read_text())
+        jsonschema.validate(yaml.safe_load(text), schema)
+        broken = yaml.safe_load(text) | {"replicas": 2}
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(broken, schema)
+    if target in ("jobset", "trainjob"):
+        assert (folder / "run.yaml").read_text() in _values_of(yaml.safe_load(text))
+
+
+def _values_of(made: Any) -> list[Any]:
+    inside = made.values() if isinstance(made, dict) else made if isinstance(made, list) else ()
+    return [made, *(value for part in inside for value in _values_of(part))]
+
+
+def test_hugging_face_jobs_take_the_job(folder: Path) -> None:
+    file = written("hf-jobs", "--device", "h200:8")
+    keys = {"HF_TOKEN": "x", "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x"}
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    told = subprocess.run(
+        ["bash", str(file), "--dry-run"],
+        env={**os.environ, **keys, "PATH": path, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert told.returncode == 0, told.stderr
+    assert "h200x8" in told.stdout and "not submitted" in told.stdout + told.stderr
+
+
+def test_cloud_tpu_prints_its_commands(folder: Path) -> None:
+    file = written("cloud-tpu", "--device", "v5p:16")
+    command = ["bash", str(file), "us-east5-a", "--print"]
+    told = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert told.returncode == 0, told.stderr
+    assert "--accelerator-type=v5p-32" in told.stdout and "s3://bucket/run" in told.stdout
+
+
+@pytest.mark.parametrize("program", ["sky", "dstack"])
+def test_the_program_itself_reads_the_file(program: str, folder: Path) -> None:
+    installed = pytest.importorskip(program, reason=f"{program} is large; its schema is checked above")
+    for target, devices in FILES:
+        if target == program:
+            file = written(target, *(word for device in devices for word in ("--device", device)))
+            if program == "sky":
+                assert len(installed.Task.from_yaml(str(file)).resources) == len(devices)
+            else:
+                models: Any = import_module("dstack._internal.core.models.configurations")
+                models.parse_run_configuration(yaml.safe_load(file.read_text()))
+            file.unlink()
+
+
+REFUSED = [
+    ("sky", [], "name the machine, such as --device h100:8"),
+    ("sky", ["--device", "h101:8"], "unknown device 'h101'"),
+    ("sky", ["--device", "h100:x"], "write NAME:COUNT"),
+    ("sky", ["--device", "h100:12"], "a machine has 8"),
+    ("sky", ["--device", "h100:16", "--device", "h100:8"], "the same number of machines"),
+    ("sky", ["--device", "v5e:16"], "needs --for cloud-tpu"),
+    ("sky", ["--device", "v5e:5"], "no slice has so many chips"),
+    ("jobset", ["--device", "h100:8", "--device", "h200:8"], "takes one kind of machine"),
+    ("dstack", ["--device", "v5e:8"], "--for dstack has none"),
+    ("hf-jobs", ["--device", "h100:8"], "has no such machine"),
+    ("cloud-tpu", ["--device", "h100:8"], "is no TPU"),
+    ("sky", ["--device", "h100:8", "--output_dir", "runs/mine"], "output_dir: runs/mine would be lost"),
+    ("sky", ["--device", "h100:8", "--output_dir", "s3://it's"], "would need quotes"),
+    ("sky", ["other.yaml", "--device", "h100:8"], "other.yaml: there is none"),
+]
+
+
+@pytest.mark.parametrize(("target", "words", "expected"), REFUSED)
+def test_mistakes_are_one_line(
+    target: str, words: list[str], expected: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["init", "--for", target, *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and expected in line
+    assert [path.name for path in folder.iterdir()] == ["run.yaml"]
+
+
+def test_what_a_machine_would_miss_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "texts.jsonl").write_text("{}\n")
+    (folder / "run.yaml").write_text(
+        "output_dir: gs://bucket/run\ndata: {source: texts.jsonl}\nstrategy: zero2\n"
+        "checkpoint: {every_steps: null}\n"
+    )
+    file = written("dstack", "--device", "h100:8", "--on-demand")
+    told = capsys.readouterr().err
+    assert "note: data.source: texts.jsonl is on this machine" in told
+    assert "note: checkpoint.every_steps" in told
+    text = file.read_text()
+    assert "portable-trainer[gcs,deepspeed]==" in text and "spot_policy: on-demand" in text
+    assert main(["init", "--for", "dstack", "--device", "h100:8"]) == 2
+    assert "is there already" in capsys.readouterr().err
+
+
+def test_a_preempted_run_goes_on_under_another_program(
+    s3: ObjectStore, corpus: Path, folder: Path, zygote: Zygote
+) -> None:
+    """Killed under SkyPilot's commands, asked to stop under JobSet's, done under dstack's, in one bucket."""
+    settings: dict[str, Any] = {
+        "backend": "auto",
+        "train__steps": 400,
+        "checkpoint__every_steps": 3,
+        "log__sample_tokens": 0,
+        "data__cache_dir": str(folder / "cache"),
+    }
+    config = configured(s3.url("run"), corpus, **settings)
+    (folder / "run.yaml").write_text(dump_yaml(config))
+    (folder / "trainer").mkdir()
+    (folder / "trainer" / "bin").symlink_to(zygote.folder)  # where setup installs
+    pip = folder / "bin" / "pip"
+    pip.parent.mkdir()
+    pip.write_text("#!/bin/sh\n")
+    pip.chmod(0o755)
+    environment = {**zygote.environment, **s3.environment, "HOME": str(folder)}
+    environment["PATH"] = f"{pip.parent}:{environment['PATH']}"
+
+    def started(target: str) -> subprocess.Popen[bytes]:
+        script = scripts(target, written(target, "--device", "h100:1"))[-1]
+        machine = folder / target
+        machine.mkdir()
+        text = (folder / "run.yaml").read_text()
+        if target == "dstack":  # "files"
+            (machine / "run.yaml").write_text(text)
+        with (machine / "log").open("wb") as log:
+            return subprocess.Popen(
+                ["bash", "-ec", script],
+                cwd=machine,
+                env=environment | {"RUN_YAML": text},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    def saved() -> int:
+        names = s3.names("run/checkpoints/")
+        return max((int(n[5:11]) for n in names if n.endswith("_COMPLETE")), default=0)
+
+    def wait(process: subprocess.Popen[bytes], beyond: int) -> None:
+        end = time.monotonic() + 120
+        while saved() <= beyond:
+            assert process.poll() is None and time.monotonic() < end, process.returncode
+            time.sleep(0.05)
+
+    first = started("sky")
+    wait(first, 0)
+    rank = stands_for(first.pid)
+    os.kill(rank, signal.SIGKILL)  # no notice
+    first.wait()
+    while Path(f"/proc/{rank}").exists():  # the next one would wait a minute for its lease
+        time.sleep(0.05)
+    after_kill = saved()
+    second = started("jobset")
+    wait(second, after_kill)
+    second.send_signal(signal.SIGTERM)
+    assert second.wait(120) == 75, (folder / "jobset" / "log").read_text()
+    after_term = saved()
+    assert after_term > after_kill
+    text = dump_yaml(configured(s3.url("run"), corpus, **settings, train__stop_after=after_term + 2))
+    (folder / "run.yaml").write_text(text)
+    assert started("dstack").wait(120) == 0, (folder / "dstack" / "log").read_text()
+    rows = [json.loads(line) for line in s3.get("run/metrics.jsonl").splitlines()]
+    steps = [row["step"] for row in rows if "loss" in row]
+    assert steps == list(range(1, after_term + 3))
