@@ -314,7 +314,6 @@ def _context_parallel(c: RunConfig) -> Iterator[tuple[str, str]]:
         yield f"data.seq_len {key}", f"data.seq_len {{data.seq_len}} {reason}"
     own = [name for name in c.train.metrics or () if ":" in name]
     for name, whole in (
-        ("backend", c.backend == "xla"),
         ("model.task", c.model.task != "causal-lm"),
         ("data.format", c.data.format == "samples"),
         ("train.loss", c.train.loss is not None),

@@ -105,6 +105,12 @@ def check(model: Any, size: int) -> None:
         "model.config.output_router_logits to false",
     )
     check_documents(model, KEY)
+    check_heads(model, size)
+
+
+def check_heads(model: Any, size: int) -> None:
+    """Raise UserError if the heads of ``model`` cannot be divided among ``size`` ranks or devices."""
+    text = model.config.get_text_config()
     heads = text.num_attention_heads
     keys = getattr(text, "num_key_value_heads", None) or heads
     require(

@@ -1,9 +1,12 @@
-"""Attention as a TPU's compiler takes little memory for it.
+"""Attention as a TPU's compiler takes little memory for it, and over sequences that devices share.
 
 torch_xla computes ``scaled_dot_product_attention`` by its formula: scores and probabilities of a layer take
 ``[batch, heads, tokens, tokens]``. With ``xla.attention_rows``, a loop goes over the queries, and its
 backward pass computes their scores again. A row of the softmax is whole, so the results are those of the
 formula.
+
+Where devices share sequences, annotations before and after have the compiler exchange tokens for heads, so
+that a device attends over whole sequences with its share of the heads.
 """
 
 from __future__ import annotations
@@ -14,9 +17,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
+from portable.engines.shared_sequences import check_heads
 from portable.errors import require
 from portable.private import of_torch
 from portable.private.of_transformers import attention_kernel
+from tpu.xla.layout import constrain
 from tpu.xla.of_torch_xla import xla
 from tpu.xla.scan import Scan
 
@@ -41,20 +46,45 @@ def attend_by_rows(model: Any, rows: int | None, layout: Layout) -> None:
     """Compute the attention of ``model`` ``rows`` queries at a time; None for all at once.
 
     Raises:
-        UserError: if it does not go through ``scaled_dot_product_attention``.
+        UserError: if it does not go through ``scaled_dot_product_attention``, or its heads cannot be divided
+            among the devices that share a sequence.
     """
     used = attention_kernel(model.config)
     require(
         rows is None or used == "sdpa",
         f"xla.attention_rows: {model.config.model_type} computes its attention itself ({used}); remove it",
     )
+    if layout.sequence > 1 and used == "sdpa":
+        check_heads(model, layout.sequence)
     _Setting.rows, _Setting.layout, _Setting.loops = rows, layout, {}
     _replace()
 
 
 @cache  # once per process
 def _replace() -> None:
-    of_torch.replace_attention(_attention)
+    of_torch.replace_attention(lambda whole: _over_heads(_attention(whole)))
+
+
+def _over_heads(inner: Any) -> Any:
+    """Attention with tokens exchanged for heads before it, and back after it, where devices share them."""
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any) -> Tensor:
+        layout = _Setting.layout
+        parts = 1 if layout is None else layout.sequence
+        if layout is None or parts == 1 or query.device.type != "xla" or query.dim() != 4:
+            result: Tensor = inner(query, key, value, *rest, **options)
+            return result
+        if key.shape[1] % parts:  # each device needs a head of keys
+            times = parts // key.shape[1]
+            key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+        apart, whole = (layout.sharding(layout.of_heads(whole=one)) for one in (False, True))
+        query, key, value = (
+            constrain(constrain(tensor, apart, apart), whole, whole) for tensor in (query, key, value)
+        )
+        found = inner(query, key, value, *rest, **options)
+        return constrain(constrain(found, whole, whole), apart, apart)
+
+    return attention
 
 
 def _attention(whole: Any) -> Any:
@@ -79,7 +109,7 @@ def _attention(whole: Any) -> Any:
         if is_causal:
             tokens = torch.arange(query.shape[2], device=query.device)
             attn_mask = (tokens[:, None] >= tokens[: key.shape[2]])[None, None]
-        batch = layout.sharding(layout.batch(4))
+        batch = layout.sharding(layout.of_heads(whole=True))
         stacked, shared = [_chunks(query, rows)], [key, value]
         shardings: list[Shardings] = [(batch, batch)]
         if attn_mask is not None and attn_mask.shape[2] > 1:
