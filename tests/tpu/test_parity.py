@@ -254,8 +254,8 @@ def test_each_host_places_its_part_of_a_batch_that_devices_share(xla: XlaPool) -
     here, there, said = xla.run(4, placed)
     assert here == there == [list(range(at, at + 6)) for at in range(0, 24, 6)]
     assert said == (
-        "context_parallel_size: a copy of the state is sharded over 1, which cannot be divided into groups of "
-        "2; use a divisor of 1"
+        "context_parallel_size: a copy of the state is sharded over 1, which cannot be divided into "
+        "groups of 2; use a divisor of 1"
     )
 
 

@@ -67,7 +67,9 @@ class XlaEngine:
         self._buffer_dtype = None if buffers is None else DTYPES[buffers]
         self._gather_once = config.strategy in GATHERED_ONCE
         self._recomputed = recomputed(config)
-        attend_by_rows(model, config.xla.attention_rows, layout)
+        # Of classifiers, some have it on the left.
+        pads_last = config.model.task == "causal-lm"
+        attend_by_rows(model, config.xla.attention_rows, layout, pads_last=pads_last)
         segments = find_segments(model) if config.xla.scan_layers else []
         stacks = [names for segment in segments for names in segment.parameters(model)]
         self.held = Parameters(model, layout, {names[0]: names for names in stacks})

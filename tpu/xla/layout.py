@@ -69,8 +69,8 @@ class Layout:
         self.sequence = config.context_parallel_size
         require(
             self.group % self.sequence == 0,
-            f"context_parallel_size: a copy of the state is sharded over {self.group}, which cannot be divided "
-            f"into groups of {self.sequence}; use a divisor of {self.group}",
+            f"context_parallel_size: a copy of the state is sharded over {self.group}, which cannot be "
+            f"divided into groups of {self.sequence}; use a divisor of {self.group}",
         )
         self.rows = devices // self.sequence
         axes = {REPLICA: devices // self.group, FSDP: self.group // self.sequence, SEQUENCE: self.sequence}
