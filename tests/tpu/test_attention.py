@@ -125,7 +125,7 @@ def steps_and_graph(config: Any) -> tuple[Steps, str]:
         return take_steps(config, 4), texts[0]
 
 
-@pytest.mark.parametrize(("name", "shared"), zip(BY_ROWS, (1, 2, 2, 1), strict=True))
+@pytest.mark.parametrize(("name", "shared"), [*zip(BY_ROWS, (1, 2, 2, 1), strict=True)])
 def test_no_mask_exists_as_a_whole(
     name: str, shared: int, tmp_path: Path, corpus: Path, xla: XlaPool
 ) -> None:

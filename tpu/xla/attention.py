@@ -27,7 +27,7 @@ from portable.model.document_attention import (
     WithinDocuments,
 )
 from portable.private import of_torch
-from portable.private.of_transformers import attention_kernel, mask_functions
+from portable.private.of_transformers import attention_kernel, mask_functions, share_heads_of_keys
 from tpu.xla.layout import constrain
 from tpu.xla.of_torch_xla import xla
 from tpu.xla.scan import Scan
@@ -78,6 +78,7 @@ def attend_by_rows(model: Any, rows: int | None, layout: Layout, *, pads_last: b
 @cache  # once per process
 def _replace() -> None:
     of_torch.replace_attention(lambda whole: _over_heads(_attention(whole)))
+    share_heads_of_keys()
     functions = mask_functions()
     functions["sdpa"] = _as_spans(functions["sdpa"])
 
@@ -90,8 +91,12 @@ def _as_spans(make_mask: Callable[..., Any]) -> Callable[..., Any]:
         at_start = q_length == kv_length and isinstance(given.get("q_offset", 0), int)
         padded = given.get("attention_mask") is not None and not _Setting.pads_last
         own = BOTH_DIRECTIONS in given or given.get("use_vmap", False)
+        lengths = {"q_length": q_length, "kv_length": kv_length}
         if not _Setting.spans or device.type != "xla" or not at_start or padded or own:
-            return make_mask(q_length=q_length, kv_length=kv_length, mask_function=mask_function, **given)
+            return make_mask(**lengths, mask_function=mask_function, **given)
+        given["attention_mask"] = None
+        if make_mask(**lengths, mask_function=mask_function, **given) is None:  # plainly causal
+            return None
         last = torch.arange(q_length, device=device, dtype=torch.int32)[None]
         if isinstance(mask_function, WithinDocuments):
             places = mask_function.positions.int()
@@ -184,7 +189,7 @@ def _attention(whole: Any) -> Any:
 
         def body(_: Any, slices: Sequence[Tensor], shared: Sequence[Tensor]) -> Any:
             mask = [*slices[1:], *shared[2:], None][0]
-            if spanned:
+            if spanned and mask is not None:
                 mask = _within(mask, shared[0].shape[2])
             return (), (whole(slices[0], *shared[:2], mask, dropout_p, False, **options),)
 
