@@ -316,7 +316,7 @@ def _measured(logits: Tensor, labels: Tensor, *, in_parts: bool) -> dict[str, Te
         if in_parts:
             hits = logits[..., -1]
         elif labels.device.type == "xla":
-            # With argmax, the logits would exist three times as often, and twice with gather along cut tokens.
+            # With argmax, the logits would exist three times as often; with gather, twice, if tokens are cut.
             classes = torch.arange(logits.shape[-1], device=labels.device)
             own = torch.where(classes == labels.flatten(0, -2).unsqueeze(-1), logits, -torch.inf)
             hits = (own.amax(dim=-1) >= logits.amax(dim=-1)) & valid.flatten(0, -2)
