@@ -151,7 +151,9 @@ class Case:
                 "adapter.type": self.adapter,
                 "train.optimizer": self.optimizer,
                 "train.micro_batch_size": self.micro_batch,
-                "train.global_batch_size": self.micro_batch * self.devices * self.micro_batches
+                "train.global_batch_size": self.micro_batch
+                * self.devices
+                * self.micro_batches
                 // self.context_parallel,
                 "memory.activation_checkpointing": self.recompute,
                 "xla.scan_layers": self.scan_layers,

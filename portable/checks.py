@@ -319,7 +319,6 @@ def _context_parallel(c: RunConfig) -> Iterator[tuple[str, str]]:
         ("train.loss", c.train.loss is not None),
         ("train.metrics", own),
         ("train.neftune_noise_alpha", c.train.neftune_noise_alpha > 0),
-        ("train.micro_batch_size", c.train.micro_batch_size == "auto"),
         ("deepspeed.config", c.deepspeed.config is not None),
     ):
         if size > 1 and whole:

@@ -113,7 +113,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "length": ({"data__seq_len": 63}, "data.seq_len 63 cannot be divided"),
     "task": ({"model__task": "masked-lm"}, "model.task masked-lm needs whole sequences"),
     "noise": ({"train__neftune_noise_alpha": 5.0}, "train.neftune_noise_alpha 5 needs whole sequences"),
-    "search": ({"train__micro_batch_size": "auto"}, "train.micro_batch_size auto needs whole sequences"),
 }
 
 

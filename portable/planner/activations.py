@@ -239,15 +239,15 @@ def _by_rows(rows: int, whole: Any) -> Any:
     """Attention whose scores exist for ``rows`` tokens at a time, and again in the backward pass."""
 
     def attention(query: Any, key: Any, value: Any, attn_mask: Any = None, *rest: Any, **options: Any) -> Any:
-        parts: list[torch.Tensor] = []
-        for chunk in query.split(rows, dim=2):
-            if len(parts) == 2:  # a loop adds up the gradients that further rows give
-                key, value = key.detach(), value.detach()
+        parts: list[Any] = []
+        for chunk in query[:, :, : 2 * rows].split(rows, dim=2):
             mask = attn_mask
             if mask is not None and mask.shape[2] > 1:
                 mask = mask[:, :, : chunk.shape[2]]
             attend = functools.partial(whole, **options)
             parts.append(checkpoint(attend, chunk, key, value, mask, *rest, use_reentrant=False))
+        # Of further rows there are the results alone: a loop has the scores in the same place.
+        parts.append(query[:, :, 2 * rows :] @ query.new_zeros(query.shape[-1], value.shape[-1]))
         return torch.cat(parts, dim=2)
 
     return attention

@@ -132,12 +132,26 @@ def _within(spans: Tensor, tokens: int) -> Tensor:
 def _over_heads(inner: Any) -> Any:
     """Attention with tokens exchanged for heads before it, and back after it, where devices share them."""
 
-    def attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any) -> Tensor:
+    def attention(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *rest: Any, **options: Any
+    ) -> Tensor:
         layout = _Setting.layout
         parts = 1 if layout is None else layout.sequence
         if layout is None or parts == 1 or query.device.type != "xla" or query.dim() != 4:
-            result: Tensor = inner(query, key, value, *rest, **options)
+            result: Tensor = inner(query, key, value, attn_mask, *rest, **options)
             return result
+        if len(query) > layout.rows and len(query) % layout.rows == 0:
+            # One sequence of each group at a time: products flatten batch and heads, and of both, each cut,
+            # the compiler would gather the heads.
+            given = [query, key, value, attn_mask]
+            each = [
+                [one] * (len(query) // layout.rows)
+                if one is None or len(one) == 1
+                else one.unflatten(0, (layout.rows, -1)).unbind(1)
+                for one in given
+            ]
+            found = [attention(*one, *rest, **options) for one in zip(*each, strict=True)]
+            return torch.stack(found, 1).flatten(0, 1)
         if key.shape[1] % parts:  # each device needs a head of keys
             times = parts // key.shape[1]
             key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
@@ -145,8 +159,8 @@ def _over_heads(inner: Any) -> Any:
         query, key, value = (
             constrain(constrain(tensor, apart, apart), whole, whole) for tensor in (query, key, value)
         )
-        found = inner(query, key, value, *rest, **options)
-        return constrain(constrain(found, whole, whole), apart, apart)
+        found_whole = inner(query, key, value, attn_mask, *rest, **options)
+        return constrain(constrain(found_whole, whole, whole), apart, apart)
 
     return attention
 
