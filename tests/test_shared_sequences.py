@@ -13,10 +13,11 @@ from portable.config import RunConfig
 from portable.data.samples.base import Samples
 from portable.data.samples.shared import SharedSamples
 from portable.engines.machine import Machine
-from portable.engines.shared_sequences import check, share_sequences
+from portable.engines.shared_sequences import share_sequences
 from portable.errors import UserError
 from portable.model.document_attention import KEEP_DOCUMENTS_APART
 from portable.model.loss import token_loss
+from portable.model.shareable import check
 from portable.private.of_transformers import no_value_checks
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank

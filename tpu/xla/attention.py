@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
-from portable.engines.shared_sequences import check_heads
 from portable.errors import require
 from portable.model.document_attention import (
     BOTH_DIRECTIONS,
@@ -26,6 +25,7 @@ from portable.model.document_attention import (
     READ_THEIR_MASK,
     WithinDocuments,
 )
+from portable.model.shareable import check_heads
 from portable.private import of_torch
 from portable.private.of_transformers import attention_kernel, mask_functions, share_heads_of_keys
 from tpu.xla.layout import constrain
