@@ -135,6 +135,7 @@ class Case:
 
     def config(self, folder: str) -> RunConfig:
         architecture = {**SMALL, **MODELS}[self.model]
+        sequences = self.micro_batch * self.devices // self.context_parallel
         hybrid = {"fsdp.shard_group_size": self.devices // 2} if self.strategy.startswith("hybrid") else {}
         return load_config(
             None,
@@ -151,10 +152,7 @@ class Case:
                 "adapter.type": self.adapter,
                 "train.optimizer": self.optimizer,
                 "train.micro_batch_size": self.micro_batch,
-                "train.global_batch_size": self.micro_batch
-                * self.devices
-                * self.micro_batches
-                // self.context_parallel,
+                "train.global_batch_size": self.micro_batches * sequences,
                 "memory.activation_checkpointing": self.recompute,
                 "xla.scan_layers": self.scan_layers,
                 "xla.attention_rows": self.attention_rows,
@@ -264,17 +262,12 @@ def table(found: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _taken(row: dict[str, Any]) -> int:
-    """Bytes of a chip without code."""
-    taken: int = row["peak_bytes"] if row["problems"] else row["state_bytes"] + row["working_bytes"]
-    return taken
-
-
 def _planned(row: dict[str, Any]) -> tuple[DeviceBytes, float]:
     """What the planner says, and by how many percent the compiler says more."""
     with tempfile.TemporaryDirectory() as folder:
         planned = plan(case_of(row), folder).device_bytes
-    return planned, (_taken(row) / planned.total - 1) * 100
+    taken = row["peak_bytes"] if row["problems"] else row["state_bytes"] + row["working_bytes"]  # no code
+    return planned, (taken / planned.total - 1) * 100
 
 
 def case_of(row: dict[str, Any]) -> Case:
