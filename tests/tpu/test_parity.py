@@ -241,7 +241,7 @@ def placed() -> tuple[list[list[int]], list[list[int]], str]:
     batch = torch.arange(24).reshape(4, 6)
     with pytest.MonkeyPatch.context() as patch:
         here = laid.place_batch(batch)
-        patch.setattr(layout.xr, "process_count", lambda: 2)
+        patch.setattr(runtime.xr, "process_count", lambda: 2)
         there = laid.place_batch(batch)
     try:
         layout.Layout(load_config(None, {**given, "strategy": "hybrid_shard", "fsdp.shard_group_size": 1}), 4)
