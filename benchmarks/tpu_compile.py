@@ -52,7 +52,7 @@ def _llama(
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
-        "max_position_embeddings": 8192 if vocabulary > 32000 else 4096,
+        "max_position_embeddings": 131072 if vocabulary > 32000 else 4096,
         "tie_word_embeddings": False,
     }
 
@@ -116,6 +116,7 @@ class Case:
     scan_layers: bool = False
     attention_rows: int | None = None
     adapter: str | None = None
+    context_parallel: int = 1
     others: bool = False
     """Evaluation and generation as well."""
 
@@ -128,11 +129,13 @@ class Case:
         parts += [f"{self.micro_batches}-micro-batches"] * (self.micro_batches > 1)
         parts += ["scan"] * self.scan_layers
         parts += [f"rows-{self.attention_rows}"] * (self.attention_rows is not None)
+        parts += [f"{self.context_parallel}-a-sequence"] * (self.context_parallel > 1)
         parts += [str(self.adapter)] * (self.adapter is not None) + ["all-graphs"] * self.others
         return "/".join([*parts, f"{self.micro_batch}x{self.seq_len}"])
 
     def config(self, folder: str) -> RunConfig:
         architecture = {**SMALL, **MODELS}[self.model]
+        sequences = self.micro_batch * self.devices // self.context_parallel
         hybrid = {"fsdp.shard_group_size": self.devices // 2} if self.strategy.startswith("hybrid") else {}
         return load_config(
             None,
@@ -141,6 +144,7 @@ class Case:
                 "output_dir": folder,
                 "model.config": architecture,
                 "strategy": self.strategy,
+                "context_parallel_size": self.context_parallel,
                 "precision": self.precision,
                 "data.seq_len": self.seq_len,
                 "data.eval_fraction": 0.01 if self.others else 0,
@@ -148,7 +152,7 @@ class Case:
                 "adapter.type": self.adapter,
                 "train.optimizer": self.optimizer,
                 "train.micro_batch_size": self.micro_batch,
-                "train.global_batch_size": self.micro_batch * self.devices * self.micro_batches,
+                "train.global_batch_size": self.micro_batches * sequences,
                 "memory.activation_checkpointing": self.recompute,
                 "xla.scan_layers": self.scan_layers,
                 "xla.attention_rows": self.attention_rows,
@@ -258,22 +262,17 @@ def table(found: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _taken(row: dict[str, Any]) -> int:
-    """Bytes of a chip without code."""
-    taken: int = row["peak_bytes"] if row["problems"] else row["state_bytes"] + row["working_bytes"]
-    return taken
-
-
 def _planned(row: dict[str, Any]) -> tuple[DeviceBytes, float]:
     """What the planner says, and by how many percent the compiler says more."""
     with tempfile.TemporaryDirectory() as folder:
         planned = plan(case_of(row), folder).device_bytes
-    return planned, (_taken(row) / planned.total - 1) * 100
+    taken = row["peak_bytes"] if row["problems"] else row["state_bytes"] + row["working_bytes"]  # no code
+    return planned, (taken / planned.total - 1) * 100
 
 
 def case_of(row: dict[str, Any]) -> Case:
     """The case that ``row`` is of."""
-    return Case(**{field.name: row[field.name] for field in fields(Case)})
+    return Case(**{field.name: row.get(field.name, field.default) for field in fields(Case)})
 
 
 def _unusual(case: Case) -> list[str]:
@@ -281,6 +280,7 @@ def _unusual(case: Case) -> list[str]:
     found = [str(getattr(case, key)) for key, value in usual.items() if getattr(case, key) != value]
     found += [f"{case.micro_batches} micro-batches"] * (case.micro_batches > 1) + ["loop"] * case.scan_layers
     found += [f"{case.attention_rows} rows"] * (case.attention_rows is not None)
+    found += [f"{case.context_parallel} a sequence"] * (case.context_parallel > 1)
     return found + [str(case.adapter)] * (case.adapter is not None) + ["all graphs"] * case.others
 
 

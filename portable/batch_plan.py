@@ -22,12 +22,13 @@ class BatchPlan:
 
     Rank ``r`` takes the ``r``-th of ``world_size`` equal, contiguous parts of each global batch, in
     ``accumulation_steps`` micro-batches. The devices of a rank share a micro-batch. Where several ranks share
-    each sequence, ``world_size`` and ``rank`` count their groups.
+    each sequence, ``world_size`` and ``rank`` count their groups. Under ``one_program``, devices share
+    sequences, and the compiler cuts these.
     """
 
     global_batch_size: int
     micro_batch_size: int
-    """Sequences per rank and forward pass: ``train.micro_batch_size`` times the rank's devices."""
+    """Sequences per rank and forward pass: ``train.micro_batch_size`` times ``groups``."""
     world_size: int
     rank: int
     seed: int
@@ -37,6 +38,8 @@ class BatchPlan:
     """Ranks that share each sequence."""
     part: int = 0
     """Which of its parts this rank takes."""
+    groups: int = 1
+    """Devices of a rank, or groups of them that share sequences."""
 
     @property
     def sequences_per_rank(self) -> int:
@@ -69,14 +72,24 @@ def plan_batches(
         UserError: if the global batch or the micro-batch size does not divide.
     """
     total, parts = config.train.global_batch_size, config.context_parallel_size
-    if world_size % parts:
-        raise UserError(
-            f"context_parallel_size: {world_size} ranks cannot be divided into groups of {parts}; "
-            f"use a divisor of {world_size}, or another number of ranks"
-        )
-    world_size, (rank, part) = world_size // parts, divmod(rank, parts)
+    together = one_program or devices_per_rank > 1
+    unit = "device" if devices_per_rank > 1 else "rank"
     devices = world_size * devices_per_rank
-    unit = "device" if devices_per_rank > 1 else "rank" if parts == 1 else f"group of {parts} rank"
+    uneven = devices_per_rank % parts and parts % devices_per_rank
+    if devices % parts or uneven:
+        of = f"{devices} {unit}s" if devices % parts else f"the {devices_per_rank} devices of a host"
+        raise UserError(
+            f"context_parallel_size: {of} cannot be divided into groups of {parts}; "
+            f"use a divisor of {devices_per_rank if uneven else devices}, or another number of {unit}s"
+        )
+    devices //= parts
+    hosts = max(1, parts // devices_per_rank)  # that share a sequence, or ranks
+    world_size, (rank, part) = world_size // hosts, divmod(rank, hosts)
+    groups = max(1, devices_per_rank // parts)
+    if parts > 1:
+        unit = f"group of {parts} {unit}"
+    if together:
+        part, parts = 0, 1
     if total % devices:
         lower, upper = total - total % devices, total + -total % devices
         choices = " or ".join(str(n) for n in (lower, upper) if n)
@@ -93,8 +106,8 @@ def plan_batches(
             f"train.micro_batch_size: {micro} does not divide the {share} sequences of the global batch that "
             f"each {unit} takes; use {fitting} or another divisor of {share}"
         )
-    micro_batch = fitting * devices_per_rank
-    return BatchPlan(total, micro_batch, world_size, rank, config.seed, one_program, parts, part)
+    micro_batch = fitting * groups
+    return BatchPlan(total, micro_batch, world_size, rank, config.seed, one_program, parts, part, groups)
 
 
 def total_steps(config: RunConfig, samples: int) -> int:

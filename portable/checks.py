@@ -320,13 +320,11 @@ def _context_parallel(c: RunConfig) -> Iterator[tuple[str, str]]:
         yield f"data.seq_len {key}", f"data.seq_len {{data.seq_len}} {reason}"
     own = [name for name in c.train.metrics or () if ":" in name]
     for name, whole in (
-        ("backend", c.backend == "xla"),
         ("model.task", c.model.task != "causal-lm"),
         ("data.format", c.data.format == "samples"),
         ("train.loss", c.train.loss is not None),
         ("train.metrics", own),
         ("train.neftune_noise_alpha", c.train.neftune_noise_alpha > 0),
-        ("train.micro_batch_size", c.train.micro_batch_size == "auto"),
         ("deepspeed.config", c.deepspeed.config is not None),
     ):
         if size > 1 and whole:

@@ -46,7 +46,9 @@ def needs_xla(item: pytest.Item) -> bool:
 
 
 def _names_xla(value: object) -> bool:
-    return value == "xla" or (isinstance(value, (list, tuple)) and any(map(_names_xla, value)))
+    if isinstance(value, str):
+        return value.partition(",")[0] == "xla"
+    return isinstance(value, (list, tuple)) and any(map(_names_xla, value))
 
 
 class XlaPool:

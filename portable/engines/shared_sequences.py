@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from portable.errors import require
-from portable.model.document_attention import READ_THEIR_MASK, check_documents, let_sdpa_take_documents
+from portable.model.document_attention import let_sdpa_take_documents
+from portable.model.shareable import check
 from portable.private.of_transformers import attention_functions, attention_kernel, mask_functions
 
 if TYPE_CHECKING:
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from portable.config import RunConfig
     from portable.engines.machine import Machine
-
-KEY = "context_parallel_size"
 
 
 class SharedSequences:
@@ -83,33 +81,6 @@ def share_sequences(model: Any, config: RunConfig, machine: Machine, at_stop: Ex
         functions[kernel] = wrapped(before, sequences)
         at_stop.callback(functions.__setitem__, kernel, before)
     return sequences
-
-
-def check(model: Any, size: int) -> None:
-    """Raise UserError if ``size`` ranks cannot share the attention of ``model``."""
-    config = model.config
-    text = config.get_text_config()
-    name, kernel = type(model).__name__, attention_kernel(text)
-    require(
-        text is config and config.model_type not in READ_THEIR_MASK,
-        f"{KEY}: {name} has attention that ranks cannot share; set it to 1",
-    )
-    require(
-        kernel == "sdpa" or "flash" in kernel,
-        f"{KEY}: works with sdpa and flash attention, and {name} runs with {kernel}; set it to 1",
-    )
-    require(
-        not getattr(text, "output_router_logits", False),
-        f"{KEY}: the router loss of {name} needs whole sequences; set "
-        "model.config.output_router_logits to false",
-    )
-    check_documents(model, KEY)
-    heads = text.num_attention_heads
-    keys = getattr(text, "num_key_value_heads", None) or heads
-    require(
-        heads % size == 0 and (keys % size == 0 or size % keys == 0),
-        f"{KEY}: {heads} heads ({keys} of keys) cannot be divided among {size} ranks; use a divisor",
-    )
 
 
 class _Exchange(torch.autograd.Function):

@@ -18,6 +18,7 @@ keep documents apart. :func:`check_documents` refuses them.
 from __future__ import annotations
 
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -106,7 +107,7 @@ def _is_causal(model: PreTrainedModel) -> bool:
 
     def watched(make_mask: Callable[..., Tensor]) -> Callable[..., Any]:
         def mask(**given: Any) -> Tensor:
-            causal.append(_BOTH_DIRECTIONS not in given)
+            causal.append(BOTH_DIRECTIONS not in given)
             return make_mask(**given)
 
         return mask
@@ -159,8 +160,27 @@ class DocumentAttention:
         return all(of_torch.compiled_call(module) is None for module in self._model.modules())
 
 
-_BOTH_DIRECTIONS = "allow_is_bidirectional_skip"
+BOTH_DIRECTIONS = "allow_is_bidirectional_skip"
 """An argument of masks that are not causal."""
+
+
+@dataclass(frozen=True)
+class WithinDocuments:
+    """The mask function of samples whose documents do not see each other.
+
+    Attributes:
+        alone: that of a document by itself, of two positions in it.
+        positions: of the tokens in their documents, int64 ``[batch, tokens]``.
+        documents: the number of each token's, int64 ``[batch, tokens]``.
+    """
+
+    alone: Callable[..., Tensor]
+    positions: Tensor
+    documents: Tensor
+
+    def __call__(self, batch: Any, head: Any, query: Any, key: Any) -> Any:
+        within = self.alone(batch, head, self.positions[batch, query], self.positions[batch, key])
+        return within & (self.documents[batch, query] == self.documents[batch, key])
 
 
 def _within_documents(
@@ -176,15 +196,11 @@ def _within_documents(
 
     def wrap(make_mask: Callable[..., Tensor]) -> Callable[..., Any]:
         def mask(*, mask_function: Callable[..., Tensor], **given: Any) -> Any:
-            if _BOTH_DIRECTIONS in given:  # of another sequence, such as an image
+            if BOTH_DIRECTIONS in given:  # of another sequence, such as an image
                 return make_mask(mask_function=mask_function, **given)
             if rows is not None and not given["use_vmap"]:  # which is for functions of the model's own
                 return _Documents(rows, mask_function, given.get("local_size"), make_mask)
-
-            def apart(batch: Any, head: Any, query: Any, key: Any) -> Any:
-                within = mask_function(batch, head, positions[batch, query], positions[batch, key])
-                return within & (documents[batch, query] == documents[batch, key])
-
+            apart = WithinDocuments(mask_function, positions, documents)
             return make_mask(**{**given, "mask_function": apart, "allow_is_causal_skip": False})
 
         return mask

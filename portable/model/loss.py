@@ -315,9 +315,11 @@ def _measured(logits: Tensor, labels: Tensor, *, in_parts: bool) -> dict[str, Te
     with torch.no_grad():
         if in_parts:
             hits = logits[..., -1]
-        elif labels.device.type == "xla":  # with argmax, the logits would exist three times as often
-            own = logits.gather(-1, labels.flatten(0, -2).clamp(min=0).unsqueeze(-1)).squeeze(-1)
-            hits = (own >= logits.amax(dim=-1)) & valid.flatten(0, -2)
+        elif labels.device.type == "xla":
+            # With argmax, the logits would exist three times as often; with gather, twice, if tokens are cut.
+            classes = torch.arange(logits.shape[-1], device=labels.device)
+            own = torch.where(classes == labels.flatten(0, -2).unsqueeze(-1), logits, -torch.inf)
+            hits = (own.amax(dim=-1) >= logits.amax(dim=-1)) & valid.flatten(0, -2)
         else:
             hits = logits.argmax(dim=-1) == labels.flatten(0, -2)
         first = slice(None, None, labels.shape[1] if labels.dim() == 3 else 1)

@@ -97,6 +97,8 @@ def _passes(
             stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             if (rows := request.compiler.attention_rows) is not None:
                 stack.callback(of_torch.replace_attention(functools.partial(_by_rows, rows)))
+            if (parts := request.compiler.parts) > 1:
+                stack.callback(of_torch.replace_attention(functools.partial(_of_whole, parts)))
         with no_value_checks():
             if request.compute == "autocast":
                 if request.on_gpu:
@@ -237,14 +239,34 @@ def _by_rows(rows: int, whole: Any) -> Any:
     """Attention whose scores exist for ``rows`` tokens at a time, and again in the backward pass."""
 
     def attention(query: Any, key: Any, value: Any, attn_mask: Any = None, *rest: Any, **options: Any) -> Any:
-        parts = []
-        for chunk in query.split(rows, dim=2):
+        parts: list[Any] = []
+        for chunk in query[:, :, : 2 * rows].split(rows, dim=2):
             mask = attn_mask
             if mask is not None and mask.shape[2] > 1:
                 mask = mask[:, :, : chunk.shape[2]]
             attend = functools.partial(whole, **options)
             parts.append(checkpoint(attend, chunk, key, value, mask, *rest, use_reentrant=False))
+        # Of further rows there are the results alone: a loop has the scores in the same place.
+        parts.append(query[:, :, 2 * rows :] @ query.new_zeros(query.shape[-1], value.shape[-1]))
         return torch.cat(parts, dim=2)
+
+    return attention
+
+
+def _of_whole(parts: int, inner: Any) -> Any:
+    """Attention over whole sequences with a share of the heads, in place of a part with all heads."""
+
+    def attention(query: Any, key: Any, value: Any, attn_mask: Any = None, *rest: Any, **options: Any) -> Any:
+        if key.shape[1] % parts:  # each device needs a head of keys
+            times = parts // key.shape[1]
+            key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+        batch, heads, tokens, _ = query.shape
+        tokens *= parts
+        given = [t.reshape(batch, -1, tokens, t.shape[-1]) for t in (query, key, value)]
+        if attn_mask is not None:
+            attn_mask = attn_mask[:, :, :1, :1].expand(-1, -1, tokens, tokens)
+        found = inner(*given, attn_mask, *rest, **options)
+        return found.reshape(batch, heads, -1, found.shape[-1])
 
     return attention
 

@@ -22,7 +22,7 @@ from portable.planner import device_lookup as devices
 from portable.planner.hours import hours_of, prices_of, prices_of_sky, rounded, work_of
 from portable.planner.memory_model import Cluster, Setting
 from portable.planner.plan import Planner, Target
-from portable.planner.tables import as_json, as_text, next_reductions
+from portable.planner.tables import Shared, as_json, as_text, next_reductions
 from portable.registry import PLANNED_FOR_AUTO, CompileTarget, backend_package
 from portable.terminal import loading, tell
 
@@ -119,10 +119,12 @@ def run(argv: Sequence[str]) -> int:
     price = None if target.device is None else prices.get(target.device.name)
     found = planner.options()
     best = planner.best(found)
-    adapter = _with_adapter(planner) if target.device is not None and not _fits_as_it_is(best) else None
+    searching = target.device is not None and not _fits_as_it_is(best)
+    adapter = _with_adapter(planner) if searching else None
+    shared = _with_shared_sequences(planner) if searching else None
     compiled = _compiled(planner, given)
     if given.get("json"):
-        answer = as_json(planner, found, best, adapter, work, price)
+        answer = as_json(planner, found, best, adapter, shared, work, price)
         if compiled is not None:
             answer["compiled"] = compiled_report.as_json(*compiled)
         say(json.dumps(answer, indent=1))
@@ -130,7 +132,7 @@ def run(argv: Sequence[str]) -> int:
         width = shutil.get_terminal_size((100, 24)).columns
         wide = bool(given.get("wide"))
         width = min(max(60, width), 110)
-        say(as_text(planner, found, best, adapter, work=work, price=price, wide=wide, width=width))
+        say(as_text(planner, found, best, adapter, shared, work=work, price=price, wide=wide, width=width))
         if compiled is not None:
             say("\n" + compiled_report.as_text(*compiled))
     return 0
@@ -206,6 +208,25 @@ def _with_adapter(planner: Planner) -> Planned | None:
     except UserError:  # of a model that cannot have one, or beside another setting
         return None
     return best if _fits_as_it_is(best) else None
+
+
+def _with_shared_sequences(planner: Planner) -> Shared | None:
+    """The smallest ``context_parallel_size`` with which a sequence fits; None if there is none."""
+    devices, own = planner.target.cluster.devices, planner.config.context_parallel_size
+    for size in range(own + 1, devices + 1):
+        if devices % size or planner.config.data.longest % size:
+            continue
+        try:
+            planner.meta_model.check_shared(size)
+            config = planner.config.replaced({"context_parallel_size": size})
+            check(config)
+            instead = Planner(config, planner.meta_model, planner.target)
+            best = instead.best(instead.options())
+        except UserError:  # of heads that it does not divide, or beside another setting
+            continue
+        if best is not None and _fits_as_it_is(best):
+            return Shared(size, best)
+    return None
 
 
 def _check_compile_options(given: dict[str, Any]) -> None:

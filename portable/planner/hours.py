@@ -108,7 +108,7 @@ def hours_of(planner: Planner, option: Option, work: Work) -> Hours | None:
     sending = (
         work.steps * option.communication_bytes / device.links / 3600 if inside and device.links else 0.0
     )
-    flops = planner.flops_per_token * work.tokens
+    flops = planner.meta_model.flops_per_token * work.tokens
     return hours_at(device, devices, planner.config.precision, flops, sending)
 
 

@@ -10,6 +10,7 @@ from portable.model.flops import flops_per_token, parameter_count
 from portable.model.groups import groups_of
 from portable.model.layers import transformer_layers
 from portable.model.parameters import embeddings, stored_tensors
+from portable.model.shareable import check
 from portable.planner.activations import activations
 from portable.planner.inventory import Inventory, Weight
 from portable.planner.passes import Activations, Peak
@@ -44,6 +45,10 @@ class MetaModel:
         """Forward and backward, without recomputation."""
         self._model = model
         self._found: dict[Request, Activations] = {}
+
+    def check_shared(self, size: int) -> None:
+        """Raise UserError if ``size`` devices cannot share the sequences of the model."""
+        check(self._model, size)
 
     def activations(self, request: Request) -> Activations:
         """Peaks of a pass; an estimate if control flow depends on values, which the meta device lacks."""

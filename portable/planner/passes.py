@@ -70,6 +70,8 @@ class Compiler:
     """Whether layers run in a loop: what autograd saves of them is then written."""
     attention_rows: int | None = None
     """Rows of attention scores that exist at once, computed again in the backward pass; None for all."""
+    parts: int = 1
+    """Devices that share a sequence, each of which attends over all of it with its share of the heads."""
     prepare: Callable[[Any], None] | None = None
     """Changes a model's modules as the engine does before it runs them."""
 

@@ -133,7 +133,7 @@ class Planner:
     def __init__(self, config: RunConfig, model: MetaModel, target: Target) -> None:
         self.target = target
         self.model: Inventory = model.inventory
-        self._meta_model = model
+        self.meta_model = model
         self._footprint_module = backend_package(target.backend).footprint()
         groups = target.cluster.devices // config.context_parallel_size
         share = max(1, config.train.global_batch_size // max(1, groups))
@@ -145,7 +145,6 @@ class Planner:
         self._footprints: dict[tuple[Setting, int, str], Footprint] = {}
         self.failure: str | None = None
         """Why activations are estimated by formula; None if they were run."""
-        self.flops_per_token = model.flops_per_token
         self._checkpoint = self.model.checkpoint_bytes(config.train)
 
     def peak_flops(self) -> float | None:
@@ -156,7 +155,7 @@ class Planner:
     def most_tokens_per_second(self) -> float | None:
         """What all devices would train at their peak FLOP/s; no run is faster. None if that is unknown."""
         peak = self.peak_flops()
-        return None if peak is None else peak * self.target.cluster.devices / self.flops_per_token
+        return None if peak is None else peak * self.target.cluster.devices / self.meta_model.flops_per_token
 
     # -- one option ----------------------------------------------------------------------------------------
 
@@ -203,7 +202,7 @@ class Planner:
             on_gpu=backend_package(self.target.backend).runs_cuda,
             compiler=footprint.compiler,
         )
-        found = self._meta_model.activations(request)
+        found = self.meta_model.activations(request)
         self.failure = found.failure or self.failure
         return found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.formatting import human_bytes, human_count, table
 from portable.planner.hours import hours_of, rounded
@@ -22,15 +22,24 @@ _PARTS = ("parameters", "gathered", "gradients", "optimizer", "activations")
 _BYTES = ("device", "host", "disk", "sends")
 
 
+class Shared(NamedTuple):
+    """What fits where ``size`` devices share each sequence, and nothing does where fewer do."""
+
+    size: int
+    option: Option
+
+
 def as_json(
     planner: Planner,
     options: Sequence[Option],
     best: Option | None,
     adapter: Option | None = None,
+    shared: Shared | None = None,
     work: Work | None = None,
     price: float | None = None,
 ) -> dict[str, Any]:
     """The plan for programs; sizes in bytes. The arguments are those of :func:`as_text`."""
+    why = reason(planner, options, best, adapter, shared) if best is not None else None
     target = planner.target
     device = target.device
     hours = None if best is None or work is None else hours_of(planner, best, work)
@@ -52,8 +61,11 @@ def as_json(
         "share_of_peak": None if device is None or hours is None else list(device.reached.share),
         "share_of_peak_source": None if device is None or hours is None else device.reached.source,
         "cost": None if cost is None else [cost.least, cost.most],
-        "best": None if best is None else _option(best) | {"reason": reason(planner, options, best, adapter)},
+        "best": None if best is None else _option(best) | {"reason": why},
         "with_adapter": None if adapter is None else _option(adapter),
+        "with_shared_sequences": None
+        if shared is None
+        else {"context_parallel_size": shared.size, **_option(shared.option)},
         "options": [_option(option) for option in options],
     }
 
@@ -79,6 +91,7 @@ def as_text(
     options: Sequence[Option],
     best: Option | None,
     adapter: Option | None = None,
+    shared: Shared | None = None,
     *,
     work: Work | None = None,
     price: float | None = None,
@@ -94,6 +107,7 @@ def as_text(
         adapter: what fits with an adapter, where without one nothing does, or only with offloading.
         work: the tokens, if they are known.
         price: of a device for an hour.
+        shared: the same of devices that share sequences.
         wide: show what device memory consists of.
         width: of a line of prose.
     """
@@ -125,7 +139,7 @@ def as_text(
     if planner.failure is not None:
         parts.append(f"note: activations are estimated by formula: {planner.failure}")
     if device is not None:
-        parts.append(folded(reason(planner, options, best, adapter), width))
+        parts.append(folded(reason(planner, options, best, adapter, shared), width))
     if best is not None:
         parts.append(best.yaml(planner.config))
     parts.append(columns(options, planner, best, wide=wide))
@@ -231,19 +245,25 @@ def in_words(option: Option) -> str:
 
 
 def reason(
-    planner: Planner, options: Sequence[Option], best: Option | None, adapter: Option | None = None
+    planner: Planner,
+    options: Sequence[Option],
+    best: Option | None,
+    adapter: Option | None = None,
+    shared: Shared | None = None,
 ) -> str:
-    """Why ``best`` is recommended, what to reduce next, and what fits with an adapter."""
+    """Why ``best`` is recommended, what to reduce next, and what fits with an adapter or shared sequences."""
     device = planner.target.device
     assert device is not None
     usable = device.usable(planner.target.cluster.devices)
     instead = ""
-    if adapter is not None:
-        instead = (
-            f".\nWith an adapter (adapter.type lora), {in_words(adapter)} takes "
-            f"{human_bytes(adapter.device_bytes.total)}"
-        )
-        if changes := changed(planner, adapter):
+    others = [("an adapter (adapter.type lora)", adapter)]
+    if shared is not None:
+        others.insert(0, (f"context_parallel_size {shared.size}, the smallest that fits", shared.option))
+    for name, other in others:
+        if other is None:
+            continue
+        instead += f".\nWith {name}, {in_words(other)} takes {human_bytes(other.device_bytes.total)}"
+        if changes := changed(planner, other):
             instead += " with " + " and ".join(changes)
     if best is None:
         least = min(options, key=lambda option: option.device_bytes.total)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -93,6 +94,11 @@ def mask_functions() -> Any:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     return ALL_MASK_ATTENTION_FUNCTIONS
+
+
+def share_heads_of_keys() -> None:
+    """Have sdpa attend with few heads of keys also under a mask, in place of repeating them before."""
+    os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
 
 
 # -- models ------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from portable.adapters.adapter import training_model
 from portable.batch_plan import plan_batches
 from portable.checkpoint.resume_source import checkpoints_of
 from portable.checkpoint.trainer_state import TrainerState
+from portable.data.samples.shared import shared
 from portable.errors import UserError
 from portable.loop import train_step
 from portable.planner.this_machine import planner_here, what_fits
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 _DECIDE_ON_MEMORY = (
     "backend",
     "strategy",
+    "context_parallel_size",
     "precision",
     "compile",
     "model",
@@ -110,7 +112,7 @@ def search_of(prepared: Prepared) -> Search:
 
 def sizes(config: RunConfig, world: World) -> list[int]:
     """The micro-batch sizes that the global batch allows, ascending."""
-    return divisors(config.train.global_batch_size // world.devices)
+    return divisors(config.train.global_batch_size * config.context_parallel_size // world.devices)
 
 
 def with_micro_batch(config: RunConfig, size: int) -> RunConfig:
@@ -175,7 +177,7 @@ def batch_plan(config: RunConfig, backend: Backend) -> BatchPlan:
 
 def _two_steps(engine: Engine, search: Search, plan: BatchPlan, size: int) -> None:
     """One step that makes the optimizer's state, and one beside that state, with gradients kept."""
-    samples = search.samples
+    samples = shared(search.samples, plan.part, plan.parts)
     for sequences, accumulated in ((1, 1), (size, 2 if size < plan.sequences_per_rank else 1)):
         batch = samples.batch([(0, i % len(samples)) for i in range(sequences)])
         train_step(

@@ -127,7 +127,7 @@ def _run(
             raise
         step = error.step if isinstance(error, DeviceMemoryError) else None
         search = micro_batch.search_of(prepared)
-        sequences = prepared.plan.micro_batch_size // backend.devices_per_rank
+        sequences = prepared.plan.micro_batch_size // prepared.plan.groups
         snapshot = _memory_snapshot(backend, output) if prepared.config.log.memory_snapshot else None
         del prepared  # free the model, which holds what filled the memory
         backend.leave()

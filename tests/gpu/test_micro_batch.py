@@ -116,6 +116,7 @@ def micro_batch(folder: Path) -> int:
         (1, {}),
         pytest.param(2, {"strategy": "no_shard"}, marks=pytest.mark.exhaustive),
         (2, {"strategy": "full_shard"}),
+        (2, {"strategy": "full_shard", "context_parallel_size": 2}),
         pytest.param(
             4, {"strategy": "hybrid_shard", "fsdp__shard_group_size": 2}, marks=pytest.mark.exhaustive
         ),
@@ -134,7 +135,8 @@ def test_auto_is_the_run_with_the_number_that_it_finds(
     wanted = settings | {"train__micro_batch_size": "auto"}
     assert ranks.run(world_size, limited_leg, auto, corpus, wanted, room) == 0
     found = micro_batch(auto)
-    assert 1 < found <= 32 // world_size // (2 if room[-1] < 500 else 1)
+    share = 32 * settings.get("context_parallel_size", 1) // world_size
+    assert 1 < found <= share // (2 if room[-1] < 500 else 1)
     assert ranks.run(world_size, free_leg, named, corpus, settings | {"train__micro_batch_size": found}) == 0
     assert losses(auto) == losses(named)
     assert weights(auto) == weights(named)

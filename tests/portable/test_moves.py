@@ -127,7 +127,10 @@ def packed(tmp_path_factory: pytest.TempPathFactory, packing: Runner) -> tuple[P
     return back_to_the_move(folder), losses
 
 
-@pytest.mark.parametrize(("name", "size"), [("full_shard", 3), ("zero2", 2), ("zero3", 3), ("xla", 2)])
+PACKED = [("full_shard", 3), ("zero2", 2), ("zero3", 3), ("xla", 2), ("xla, shared", 4)]
+
+
+@pytest.mark.parametrize(("name", "size"), PACKED)
 def test_goes_on_with_packed_conversations(
     name: str, size: int, packed: tuple[Path, list[float]], tmp_path: Path, packing: Runner
 ) -> None:

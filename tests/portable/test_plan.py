@@ -41,6 +41,34 @@ def test_what_cannot_be_divided_is_refused_with_what_can() -> None:
         plan_batches(batches(micro_batch_size=4), world_size=4, rank=0)
 
 
+@pytest.mark.parametrize(
+    ("hosts", "devices", "parts", "expected"),
+    [(2, 4, 2, (2, 1, 8, 2)), (4, 4, 4, (4, 3, 4, 1)), (4, 4, 8, (2, 1, 8, 1)), (4, 4, 16, (1, 0, 16, 1))],
+)
+def test_devices_that_share_sequences_may_be_those_of_several_hosts(
+    hosts: int, devices: int, parts: int, expected: tuple[int, ...]
+) -> None:
+    """The last host's share: of how many, which one, sequences, and those of a micro-batch."""
+    config = batches(global_batch_size=16, micro_batch_size=1).replaced({"context_parallel_size": parts})
+    plan = plan_batches(config, world_size=hosts, rank=hosts - 1, devices_per_rank=devices, one_program=True)
+    assert (plan.world_size, plan.rank, plan.sequences_per_rank, plan.micro_batch_size) == expected
+    assert plan.parts == 1  # the compiler cuts sequences
+
+
+@pytest.mark.parametrize(
+    ("hosts", "devices", "parts", "told"),
+    [
+        (1, 4, 3, "4 devices cannot be divided into groups of 3; use a divisor of 4"),
+        (3, 4, 6, "the 4 devices of a host cannot be divided into groups of 6; use a divisor of 4"),
+        (2, 1, 4, "2 ranks cannot be divided into groups of 4; use a divisor of 2"),
+    ],
+)
+def test_devices_that_cannot_share_sequences(hosts: int, devices: int, parts: int, told: str) -> None:
+    config = batches(global_batch_size=24).replaced({"context_parallel_size": parts})
+    with pytest.raises(UserError, match=f"^context_parallel_size: {told}"):
+        plan_batches(config, world_size=hosts, rank=0, devices_per_rank=devices)
+
+
 def test_dropout_is_keyed_by_the_samples_and_not_by_who_computes_them() -> None:
     config = batches(micro_batch_size=1)
     alone = plan_batches(config, world_size=1, rank=0)

@@ -223,6 +223,32 @@ def test_ranks_that_share_sequences_hold_a_part_of_the_activations(
     assert shared["optimizer"] == whole["optimizer"]
 
 
+@pytest.mark.parametrize(("heads", "expected"), [(8, 4), (3, None)])
+def test_the_smallest_number_that_shares_a_sequence_is_named_where_nothing_else_fits(
+    heads: int, expected: int | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": heads, "max_position_embeddings": 1 << 18}
+    model = json.dumps({**LARGE, **sizes, "hidden_size": heads * 128})
+    argv = ["--model.config", model, "--data.seq_len", "131072", "--precision", "bf16", "--devices", "8"]
+    argv += ["--train.global_batch_size", "8", "--device-memory"]
+
+    def found(memory: str, *more: str) -> dict[str, Any]:
+        assert main([*argv, memory, *more, "--json"]) == 0
+        answer: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return answer
+
+    memory = "30GB" if expected else "4GB"
+    answer = found(memory)
+    shared = answer["with_shared_sequences"]
+    assert (None if shared is None else shared["context_parallel_size"]) == expected
+    if expected:
+        alone = found(memory, "--context_parallel_size", str(expected))["best"]
+        assert {**shared, "reason": None} == {**alone, "reason": None, "context_parallel_size": expected}
+        assert main([*argv, memory]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert f"With context_parallel_size {expected}, the smallest that fits, {shared['strategy']}" in said
+
+
 def test_an_adapter_is_named_where_training_all_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     model = ["--model.config", json.dumps(LARGE), "--data.seq_len", "1024", "--precision", "bf16"]
     argv = [*model, "--train.global_batch_size", "16", "--device", "a100-80"]

@@ -161,6 +161,20 @@ BF16: dict[str, Any] = {"precision": "bf16", **RECOMPUTED}
 SGD: dict[str, Any] = {**ONE_LAYER, "train__optimizer": "sgd", "train__learning_rate": 0.1}
 MUON: dict[str, Any] = {**ONE_LAYER, "train__optimizer": "muon", "train__learning_rate": 0.03}
 RULES: dict[str, Any] = {"xla__sharding": {"mlp": 1, "k_proj|v_proj": None}}
+WINDOWS: dict[str, Any] = {
+    "data__packing": "documents",
+    "data__seq_len": 64,
+    "model__config": {
+        **TINY_MODEL,
+        "model_type": "mistral",
+        "sliding_window": 12,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 1,
+    },
+}
+TWO_A_SEQUENCE: dict[str, Any] = {"context_parallel_size": 2}
+FOUR_A_SEQUENCE: dict[str, Any] = {"context_parallel_size": 4}
 UNTIED: dict[str, Any] = {"model__config": {**TINY_MODEL, "tie_word_embeddings": False}}
 CASES: dict[str, Case] = {
     **{name: Case(settings) for name, settings in MODELS.items()},
@@ -184,6 +198,13 @@ CASES: dict[str, Case] = {
     "muon, hybrid_shard": Case(MUON, HYBRID, 1e-5),
     # Of so little that it changes nothing, by the lengths of documents, which are not read.
     "noise": Case({**ONE_LAYER, "data__packing": False}, {"train__neftune_noise_alpha": 1e-7}),
+    "two devices a sequence": Case(WINDOWS, TWO_A_SEQUENCE, devices=2, graphs=TWO),
+    "two devices a sequence, twice": Case(WINDOWS, TWO_A_SEQUENCE, graphs=TWO),
+    "four devices a sequence, recomputed": Case(WINDOWS, {**FOUR_A_SEQUENCE, **RECOMPUTED}, graphs=TWO),
+    "two devices a sequence, experts": Case(MODELS["mixtral"], TWO_A_SEQUENCE, graphs=TWO),
+    "two devices a sequence, learned positions": Case(MODELS["gpt2"], TWO_A_SEQUENCE, graphs=TWO),
+    "two devices a sequence, hybrid_shard": Case(WINDOWS, {**TWO_A_SEQUENCE, **HYBRID}, graphs=TWO),
+    "two devices a sequence, muon": Case(MUON, TWO_A_SEQUENCE, 1e-5, graphs=TWO),
     "noise, packed": Case({**ONE_LAYER, "data__packing": "documents"}, {"train__neftune_noise_alpha": 1e-7}),
 }
 ROUNDED: dict[str, dict[str, Any]] = {
@@ -203,6 +224,38 @@ def test_equals_the_cpu_backend(
     assert_close(steps, truth, case.tolerance)
     assert steps.norms == pytest.approx(truth.norms, rel=1e-4 if case.tolerance < 1e-5 else 1e-3)
     assert_frugal(steps, case.graphs)
+
+
+def placed() -> tuple[list[list[int]], list[list[int]], str]:
+    """A batch as one host places it and as one of several does, and what a group that is too small says."""
+    import torch
+
+    from portable.config import load_config
+    from portable.errors import UserError
+    from tpu.xla import layout, runtime
+
+    runtime.start()
+    given: dict[str, Any] = {"backend": "xla", **TWO_A_SEQUENCE}
+    laid = layout.Layout(load_config(None, given), 4)
+    batch = torch.arange(24).reshape(4, 6)
+    with pytest.MonkeyPatch.context() as patch:
+        here = laid.place_batch(batch)
+        patch.setattr(runtime.xr, "process_count", lambda: 2)
+        there = laid.place_batch(batch)
+    try:
+        layout.Layout(load_config(None, {**given, "strategy": "hybrid_shard", "fsdp.shard_group_size": 1}), 4)
+    except UserError as error:
+        return here.tolist(), there.tolist(), str(error)
+    return here.tolist(), there.tolist(), ""
+
+
+def test_each_host_places_its_part_of_a_batch_that_devices_share(xla: XlaPool) -> None:
+    here, there, said = xla.run(4, placed)
+    assert here == there == [list(range(at, at + 6)) for at in range(0, 24, 6)]
+    assert said == (
+        "context_parallel_size: a copy of the state is sharded over 1, which cannot be divided into "
+        "groups of 2; use a divisor of 1"
+    )
 
 
 @pytest.mark.parametrize("settings", ROUNDED.values(), ids=list(ROUNDED))

@@ -1,9 +1,13 @@
-"""Attention as a TPU's compiler takes little memory for it.
+"""Attention as a TPU's compiler takes little memory for it, and over sequences that devices share.
 
 torch_xla computes ``scaled_dot_product_attention`` by its formula: scores and probabilities of a layer take
 ``[batch, heads, tokens, tokens]``. With ``xla.attention_rows``, a loop goes over the queries, and its
 backward pass computes their scores again. A row of the softmax is whole, so the results are those of the
-formula.
+formula. Nor does a mask exist as a whole: of causal attention, be it within a window, a chunk or a document,
+the first and the last key that each query sees say it all.
+
+Where devices share sequences, annotations before and after have the compiler exchange tokens for heads, so
+that a device attends over whole sequences with its share of the heads.
 """
 
 from __future__ import annotations
@@ -15,13 +19,21 @@ import torch
 from torch.nn import functional
 
 from portable.errors import require
+from portable.model.document_attention import (
+    BOTH_DIRECTIONS,
+    KEEP_DOCUMENTS_APART,
+    READ_THEIR_MASK,
+    WithinDocuments,
+)
+from portable.model.shareable import check_heads
 from portable.private import of_torch
-from portable.private.of_transformers import attention_kernel
+from portable.private.of_transformers import attention_kernel, mask_functions, share_heads_of_keys
+from tpu.xla.layout import constrain
 from tpu.xla.of_torch_xla import xla
 from tpu.xla.scan import Scan
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Callable, Hashable, Sequence
 
     from torch import Tensor
 
@@ -33,28 +45,124 @@ class _Setting:
     """How models of this process attend, as the last engine wants it."""
 
     rows: int | None = None
+    spans = False
+    pads_last = False
     layout: Layout | None = None
     loops: dict[Hashable, Scan] = {}  # noqa: RUF012 (replaced with the layout, whose shardings they have)
 
 
-def attend_by_rows(model: Any, rows: int | None, layout: Layout) -> None:
+def attend_by_rows(model: Any, rows: int | None, layout: Layout, *, pads_last: bool = False) -> None:
     """Compute the attention of ``model`` ``rows`` queries at a time; None for all at once.
 
+    Args:
+        pads_last: whether padding follows a sequence, where causal attention does not see it.
+
     Raises:
-        UserError: if it does not go through ``scaled_dot_product_attention``.
+        UserError: if it does not go through ``scaled_dot_product_attention``, or its heads cannot be divided
+            among the devices that share a sequence.
     """
     used = attention_kernel(model.config)
     require(
         rows is None or used == "sdpa",
         f"xla.attention_rows: {model.config.model_type} computes its attention itself ({used}); remove it",
     )
+    if layout.sequence > 1 and used == "sdpa":
+        check_heads(model, layout.sequence)
     _Setting.rows, _Setting.layout, _Setting.loops = rows, layout, {}
+    # These hand the mask on as it is; others compute with it.
+    _Setting.spans = rows is not None and model.config.model_type in KEEP_DOCUMENTS_APART - {*READ_THEIR_MASK}
+    _Setting.pads_last = pads_last
     _replace()
 
 
 @cache  # once per process
 def _replace() -> None:
-    of_torch.replace_attention(_attention)
+    of_torch.replace_attention(lambda whole: _over_heads(_attention(whole)))
+    share_heads_of_keys()
+    functions = mask_functions()
+    functions["sdpa"] = _as_spans(functions["sdpa"])
+
+
+def _as_spans(make_mask: Callable[..., Any]) -> Callable[..., Any]:
+    """Causal masks as spans, int32 ``[batch or 1, 1, tokens, 2]``: the first and last key of each query."""
+
+    def mask(*, q_length: int, kv_length: int, mask_function: Callable[..., Any], **given: Any) -> Any:
+        device = torch.device(given.get("device", "cpu"))
+        at_start = q_length == kv_length and isinstance(given.get("q_offset", 0), int)
+        padded = given.get("attention_mask") is not None and not _Setting.pads_last
+        own = BOTH_DIRECTIONS in given or given.get("use_vmap", False)
+        lengths = {"q_length": q_length, "kv_length": kv_length}
+        if not _Setting.spans or device.type != "xla" or not at_start or padded or own:
+            return make_mask(**lengths, mask_function=mask_function, **given)
+        given["attention_mask"] = None
+        if make_mask(**lengths, mask_function=mask_function, **given) is None:  # plainly causal
+            return None
+        last = torch.arange(q_length, device=device, dtype=torch.int32)[None]
+        if isinstance(mask_function, WithinDocuments):
+            places = mask_function.positions.int()
+            first = last - places + _first_seen(mask_function.alone, places)
+        else:
+            first = _first_seen(mask_function, last)
+        return torch.stack([first, last.expand_as(first)], -1)[:, None]
+
+    return mask
+
+
+def _first_seen(mask_function: Callable[..., Any], places: Tensor) -> Tensor:
+    """The first key that the query of each place sees, which sees all from there to its own.
+
+    Args:
+        places: int32 ``[batch or 1, tokens]``.
+    """
+    low, high = torch.zeros_like(places), places
+    batch = torch.arange(len(places), device=places.device)[:, None]
+    for _ in range(places.shape[1].bit_length()):  # by halves: functions of transformers tell of pairs alone
+        middle = (low + high) >> 1
+        seen = mask_function(batch, torch.zeros_like(batch), places, middle)
+        low, high = torch.where(seen, low, middle + 1), torch.where(seen, middle, high)
+    return high
+
+
+def _within(spans: Tensor, tokens: int) -> Tensor:
+    """The bools that ``spans`` stand for, ``[batch or 1, 1, rows, tokens]``."""
+    keys = torch.arange(tokens, device=spans.device, dtype=torch.int32)
+    return (spans[..., :1] <= keys) & (keys <= spans[..., 1:])
+
+
+def _over_heads(inner: Any) -> Any:
+    """Attention with tokens exchanged for heads before it, and back after it, where devices share them."""
+
+    def attention(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *rest: Any, **options: Any
+    ) -> Tensor:
+        layout = _Setting.layout
+        parts = 1 if layout is None else layout.sequence
+        if layout is None or parts == 1 or query.device.type != "xla" or query.dim() != 4:
+            result: Tensor = inner(query, key, value, attn_mask, *rest, **options)
+            return result
+        if len(query) > layout.rows and len(query) % layout.rows == 0:
+            # One sequence of each group at a time: products flatten batch and heads, and of both, each cut,
+            # the compiler would gather the heads.
+            given = [query, key, value, attn_mask]
+            each = [
+                [one] * (len(query) // layout.rows)
+                if one is None or len(one) == 1
+                else one.unflatten(0, (layout.rows, -1)).unbind(1)
+                for one in given
+            ]
+            found = [attention(*one, *rest, **options) for one in zip(*each, strict=True)]
+            return torch.stack(found, 1).flatten(0, 1)
+        if key.shape[1] % parts:  # each device needs a head of keys
+            times = parts // key.shape[1]
+            key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+        apart, whole = (layout.sharding(layout.of_heads(whole=one)) for one in (False, True))
+        query, key, value = (
+            constrain(constrain(tensor, apart, apart), whole, whole) for tensor in (query, key, value)
+        )
+        found_whole = inner(query, key, value, attn_mask, *rest, **options)
+        return constrain(constrain(found_whole, whole, whole), apart, apart)
+
+    return attention
 
 
 def _attention(whole: Any) -> Any:
@@ -73,26 +181,34 @@ def _attention(whole: Any) -> Any:
         short = known and query.dtype != torch.float32 and options.keys() <= {"scale"}
         if short and rows is None and attn_mask is not None and attn_mask.requires_grad:
             return _biased(query, key, value, attn_mask, dropout_p, **options)
+        spans = attn_mask if attn_mask is not None and attn_mask.dtype == torch.int32 else None
         if rows is None or layout is None or not known or query.shape[2] <= rows:
+            attn_mask = attn_mask if spans is None else _within(spans, key.shape[2])
             result: Tensor = whole(query, key, value, attn_mask, dropout_p, is_causal, **options)
             return result
         if is_causal:
-            tokens = torch.arange(query.shape[2], device=query.device)
-            attn_mask = (tokens[:, None] >= tokens[: key.shape[2]])[None, None]
-        batch = layout.sharding(layout.batch(4))
+            last = torch.arange(query.shape[2], device=query.device, dtype=torch.int32)
+            attn_mask = spans = torch.stack([torch.zeros_like(last), last], -1)[None, None]
+        batch = layout.sharding(layout.of_heads(whole=True))
         stacked, shared = [_chunks(query, rows)], [key, value]
         shardings: list[Shardings] = [(batch, batch)]
         if attn_mask is not None and attn_mask.shape[2] > 1:
             stacked.append(_chunks(attn_mask, rows))
-            shardings.append(None)
+            along = layout.sharding(layout.batch(4))
+            shardings.append((along, along) if len(attn_mask) > 1 else None)
         elif attn_mask is not None:
             shared.append(attn_mask)
 
+        spanned = spans is not None  # not the tensor itself, which changes
+
         def body(_: Any, slices: Sequence[Tensor], shared: Sequence[Tensor]) -> Any:
             mask = [*slices[1:], *shared[2:], None][0]
+            if spanned and mask is not None:
+                mask = _within(mask, shared[0].shape[2])
             return (), (whole(slices[0], *shared[:2], mask, dropout_p, False, **options),)
 
-        loop = _Setting.loops.setdefault((dropout_p, *options.items()), Scan(body, recompute=True))
+        kind = (dropout_p, spanned, *options.items())
+        loop = _Setting.loops.setdefault(kind, Scan(body, recompute=True))
         _, (chunks,) = loop((), stacked, shared, shardings=shardings)
         # [chunks, batch, heads, rows, width] to [batch, heads, tokens, width]
         return chunks.movedim(0, 2).flatten(2, 3)[:, :, : query.shape[2]]

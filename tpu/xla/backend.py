@@ -118,7 +118,8 @@ class XlaBackend:
         if self.world_size > 1:
             summed = torch.tensor(count)
             dist.all_reduce(summed)
-            count = summed.item()
+            # Hosts that share sequences have counted the same ones.
+            count = summed.item() / max(1, self._layout.sequence // self.devices_per_rank)
         return self._layout.whole(torch.tensor(count))
 
     def sum(self, value: Tensor) -> Tensor:

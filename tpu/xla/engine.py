@@ -67,7 +67,9 @@ class XlaEngine:
         self._buffer_dtype = None if buffers is None else DTYPES[buffers]
         self._gather_once = config.strategy in GATHERED_ONCE
         self._recomputed = config.memory.activation_checkpointing == "full"
-        attend_by_rows(model, config.xla.attention_rows, layout)
+        # Of classifiers, some have it on the left.
+        pads_last = config.model.task == "causal-lm"
+        attend_by_rows(model, config.xla.attention_rows, layout, pads_last=pads_last)
         segments = find_segments(model) if config.xla.scan_layers else []
         stacks = [names for segment in segments for names in segment.parameters(model)]
         self.held = Parameters(model, layout, {names[0]: names for names in stacks})
@@ -146,8 +148,8 @@ class XlaEngine:
             gathered(layer, places, alone=layout.sums_whole)
 
     def _constrain_activations(self, model: nn.Module, segments: Iterable[Segment]) -> None:
-        """Keep activations and logits sharded along the batch. Propagation from the parameters would choose
-        otherwise: with a tied table, each device would hold the logits of all tokens."""
+        """Keep activations and logits sharded along batch and tokens. Propagation from the parameters would
+        choose otherwise: with a tied table, each device would hold the logits of all tokens."""
         whole: Any = model
         in_loops = {name for segment in segments for name in segment.names}
         layers = [layer for name, layer in transformer_layers(model) if name not in in_loops]
@@ -175,7 +177,7 @@ class XlaEngine:
     def _along_batch(self, tensor: Any) -> Any:
         if not isinstance(tensor, torch.Tensor) or tensor.dim() < 2:
             return tensor
-        sharding = self.layout.sharding(self.layout.batch(tensor.dim()))
+        sharding = self.layout.sharding(self.layout.activation(tensor.dim()))
         return constrain(tensor, sharding, sharding)
 
     # -- the step ----------------------------------------------------------------------------------------
@@ -326,8 +328,8 @@ class XlaEngine:
         self.model.eval()
         start = prompt.shape[1]
         padded = torch.nn.functional.pad(prompt, (0, max_new_tokens))
-        # One identical row per device: activations are sharded along the batch.
-        tokens = self.layout.whole(padded.repeat(self.layout.devices, 1))
+        # One identical row for each part of a batch: activations are sharded along it.
+        tokens = self.layout.whole(padded.repeat(self.layout.rows, 1))
         draws = torch.Generator().manual_seed(seed)
         for position in range(start, start + max_new_tokens):
             noise = -torch.log(-torch.log(torch.rand(1, 50, generator=draws).clamp(1e-9, 1 - 1e-7)))

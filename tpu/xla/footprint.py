@@ -141,8 +141,8 @@ def footprint(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprin
             copied += compute * size
         if weight.trained:
             gradients += MASTER * size
-            rows = shape[0] if shape else 1
-            own = moment_bytes(config.train, shape, rows, exact=True, matrices=weight.matrices)
+            first = shape[0] if shape else 1
+            own = moment_bytes(config.train, shape, first, exact=True, matrices=weight.matrices)
             moments += own
             tied = weight.table and weight.head and dim == 1
             if tied and shape[1] % LANES and not turned(shape[1], group):
@@ -163,7 +163,8 @@ def footprint(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprin
     gathered -= compute * head * (group - pieces) // group
     in_layers = compute * (sum(layers) if kept else largest)
     # In the graph of a whole step, gradients are kept as they are reduced: in the compute type.
-    whole_step = config.train.global_batch_size == config.train.micro_batch_size * cluster.devices
+    rows = cluster.devices // config.context_parallel_size
+    whole_step = config.train.global_batch_size == config.train.micro_batch_size * rows
     if whole_step:
         in_layers += gradients * compute // MASTER
     share, copies = (group - 1) / group, cluster.devices // group
@@ -181,7 +182,13 @@ def footprint(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprin
         gradients=0 if whole_step else gradients,
         optimizer=moments,
         compute="cast",
-        compiler=Compiler(result, bool(config.xla.scan_layers), config.xla.attention_rows, every_expert),
+        compiler=Compiler(
+            result,
+            bool(config.xla.scan_layers),
+            config.xla.attention_rows,
+            config.context_parallel_size,
+            every_expert,
+        ),
         gathered=gathered + copied,
         in_layers=in_layers + copied,
         # The state is updated in place.

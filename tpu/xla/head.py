@@ -39,7 +39,7 @@ def shard_gradient(head: nn.Module | None, layout: Layout, spec: Spec) -> bool:
 
     def forward(hidden: Tensor) -> Tensor:
         weight, bias = head.weight, head.bias
-        if hidden.dim() != 3 or hidden.shape[0] % layout.devices:
+        if hidden.dim() != 3 or hidden.shape[0] % layout.rows:
             return nn.functional.linear(hidden, marked(weight, whole), bias)
         function: Any = _Head
         logits: Tensor = function.apply(hidden, weight, whole, cut, turn)

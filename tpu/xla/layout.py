@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from portable.errors import UserError
+from portable.errors import UserError, require
 from portable.model.tensors import to_torch
 from tpu.xla.of_torch_xla import xla
 from tpu.xla.runtime import torch_xla, xr, xs
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
     from portable.model.tensors import ReadableTensor
 
-REPLICA, FSDP = "replica", "fsdp"
+REPLICA, FSDP, SEQUENCE = "replica", "fsdp", "sequence"
 
 Spec = tuple[str | tuple[str, ...] | None, ...]
 """For each dim of a tensor, the mesh axes that it is sharded over, or None."""
@@ -46,12 +46,18 @@ class Layout:
     """The mesh, and the placement of tensors on it.
 
     Args:
-        config: strategy, ``fsdp.shard_group_size``, ``xla.sharding`` and ``xla.shard_param_on_dim_0``.
+        config: strategy, ``fsdp.shard_group_size``, ``context_parallel_size``, ``xla.sharding`` and
+            ``xla.shard_param_on_dim_0``.
         devices: of the whole run.
 
+    Attributes:
+        sequence: devices in a row that share each sequence.
+        rows: groups of them, over which batches are cut.
+        shard: the axes over which a dim of a parameter is sharded.
+
     Raises:
-        UserError: if the number of devices is not a multiple of the group size, or a pattern of
-            ``xla.sharding`` is not a regular expression.
+        UserError: if the number of devices is not a multiple of the group size, or that of those that share
+            a sequence, or a pattern of ``xla.sharding`` is not a regular expression.
     """
 
     def __init__(self, config: RunConfig, devices: int) -> None:
@@ -60,23 +66,32 @@ class Layout:
         self.devices = devices
         self.group = _group_size(config, devices)
         self._rules = ShardingRules(config, self.group)
+        self.sequence = config.context_parallel_size
+        require(
+            self.group % self.sequence == 0,
+            f"context_parallel_size: a copy of the state is sharded over {self.group}, which cannot be "
+            f"divided into groups of {self.sequence}; use a divisor of {self.group}",
+        )
+        self.rows = devices // self.sequence
+        axes = {REPLICA: devices // self.group, FSDP: self.group // self.sequence, SEQUENCE: self.sequence}
         if self.group == devices:
-            self.mesh = xs.Mesh(order, (devices,), (FSDP,))
-            self._batch_axes: tuple[str, ...] = (FSDP,)
-        else:
-            self.mesh = xs.Mesh(order, (devices // self.group, self.group), (REPLICA, FSDP))
-            self._batch_axes = (REPLICA, FSDP)
+            del axes[REPLICA]
+        if self.sequence == 1:
+            del axes[SEQUENCE]
+        self.mesh = xs.Mesh(order, tuple(axes.values()), tuple(axes))
+        self._batch_axes = tuple(axis for axis in axes if axis != SEQUENCE)
+        self.shard: str | tuple[str, ...] = (FSDP, SEQUENCE) if SEQUENCE in axes else FSDP
 
     # -- specs -------------------------------------------------------------------------------------------
 
     def parameter(self, name: str, shape: Sequence[int]) -> Spec:
-        """The spec of a parameter: sharded along one dim over the fsdp axis, or replicated.
+        """The spec of a parameter: sharded along one dim over the axes :attr:`shard`, or replicated.
 
         Raises:
             UserError: if ``xla.sharding`` names a dim that is missing or not divisible by the group size.
         """
         dim = self._rules.dim(name, shape)
-        return tuple(FSDP if d == dim else None for d in range(len(shape)))
+        return tuple(self.shard if d == dim else None for d in range(len(shape)))
 
     def check_rules(self) -> None:
         """Raise UserError for a pattern of ``xla.sharding`` that has matched no parameter so far."""
@@ -93,8 +108,23 @@ class Layout:
         return self.group > 32
 
     def batch(self, dims: int) -> Spec:
-        """The spec of batches and activations: sharded along dim 0 over all devices."""
+        """The spec of batches: sharded along dim 0 over the groups that share sequences, or all devices."""
         return (self._batch_axes, *(None,) * (dims - 1))
+
+    def activation(self, dims: int) -> Spec:
+        """The spec of ``[batch, tokens, ...]``, or of ``[tokens of all sequences, ...]`` with two dims."""
+        if self.sequence == 1:
+            return self.batch(dims)
+        if dims == 2:
+            return ((*self._batch_axes, SEQUENCE), None)
+        return (self._batch_axes, SEQUENCE, *(None,) * (dims - 2))
+
+    def of_heads(self, *, whole: bool) -> Spec:
+        """The spec of ``[batch, heads, tokens, width]``: of whole sequences with a share of the heads, or of
+        parts of them with all heads."""
+        if self.sequence == 1:
+            return self.batch(4)
+        return (self._batch_axes, *((SEQUENCE, None) if whole else (None, SEQUENCE)), None)
 
     def replicated(self, dims: int) -> Spec:
         """The spec of a replicated tensor."""
@@ -108,20 +138,30 @@ class Layout:
         """``tensor``, ``[experts, tokens, ...]``, and its gradient sharded along the tokens."""
         if tensor.is_meta:  # a trial pass
             return tensor
-        sharding = self.sharding((None, *self.batch(tensor.dim() - 1)))
+        sharding = self.sharding((None, *self.activation(tensor.dim() - 1)))
         return constrain(tensor, sharding, sharding)
 
     # -- tensors -----------------------------------------------------------------------------------------
 
     def place_batch(self, tensor: Tensor) -> Tensor:
-        """Send this host's part of a batch to its devices; the result is the global batch."""
+        """Send this host's part of a batch to its devices; the result is the global batch.
+
+        Hosts that share sequences all have them.
+        """
+        if self.sequence > 1 and xr.process_count() > 1:
+            parts = tensor.chunk(max(1, self._local_devices // self.sequence))
+            shards = [parts[at * len(parts) // self._local_devices] for at in range(self._local_devices)]
+            shape = (self.rows * len(parts[0]), *tensor.shape[1:])
+            return self._assembled(shards, self.batch(tensor.dim()), shape)
         spec = xs.ShardingSpec(self.mesh, self.batch(tensor.dim()), minibatch=xr.process_count() > 1)
         placed: Tensor = xla.from_host([tensor], [str(self.device)], [spec.xla_spec(tensor)])[0]
         return placed
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype, spec: Spec) -> Tensor:
         """A tensor of zeros. The host allocates one shard, each device its own."""
-        cut = [size // self.group if axis == FSDP else size for size, axis in zip(shape, spec, strict=True)]
+        cut = [
+            size // self.group if axis == self.shard else size for size, axis in zip(shape, spec, strict=True)
+        ]
         return self._assembled([torch.zeros(cut, dtype=dtype)] * self._local_devices, spec, shape)
 
     def whole(self, tensor: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from portable.optim import adafactor
 from portable.optim.average import AVERAGE
 from portable.optim.muon import orthogonalized, rate_factor
 from portable.optim.optimizers import muon, parameter_groups, rate_of
-from tpu.xla.layout import FSDP, Spec, marked
+from tpu.xla.layout import Spec, marked
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -211,7 +211,7 @@ class Muon:
             alike.setdefault((shape, cut), {})[name] = update.reshape(-1, *shape)
             made[name] = {"momentum_buffer": buffer}
         updates: dict[str, Tensor] = {}
-        spread = self._layout.sharding((FSDP, None, None))
+        spread = self._layout.sharding((self._layout.shard, None, None))
         for (_, cut), matrices in alike.items():
             counts = [len(update) for update in matrices.values()]
             padding = -sum(counts) % self._layout.group

@@ -1,0 +1,44 @@
+"""Whether ranks or devices can share the sequences of a model: ``context_parallel_size``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from portable.errors import require
+from portable.model.document_attention import READ_THEIR_MASK, check_documents
+from portable.private.of_transformers import attention_kernel
+
+KEY = "context_parallel_size"
+
+
+def check(model: Any, size: int) -> None:
+    """Raise UserError if ``size`` ranks cannot share the attention of ``model``."""
+    config = model.config
+    text = config.get_text_config()
+    name, kernel = type(model).__name__, attention_kernel(text)
+    require(
+        text is config and config.model_type not in READ_THEIR_MASK,
+        f"{KEY}: {name} has attention that ranks cannot share; set it to 1",
+    )
+    require(
+        kernel == "sdpa" or "flash" in kernel,
+        f"{KEY}: works with sdpa and flash attention, and {name} runs with {kernel}; set it to 1",
+    )
+    require(
+        not getattr(text, "output_router_logits", False),
+        f"{KEY}: the router loss of {name} needs whole sequences; set "
+        "model.config.output_router_logits to false",
+    )
+    check_documents(model, KEY)
+    check_heads(model, size)
+
+
+def check_heads(model: Any, size: int) -> None:
+    """Raise UserError if the heads of ``model`` cannot be divided among ``size`` ranks or devices."""
+    text = model.config.get_text_config()
+    heads = text.num_attention_heads
+    keys = getattr(text, "num_key_value_heads", None) or heads
+    require(
+        heads % size == 0 and (keys % size == 0 or size % keys == 0),
+        f"{KEY}: {heads} heads ({keys} of keys) cannot be divided among {size} ranks; use a divisor",
+    )
