@@ -22,7 +22,7 @@ class BatchPlan:
 
     Rank ``r`` takes the ``r``-th of ``world_size`` equal, contiguous parts of each global batch, in
     ``accumulation_steps`` micro-batches. The devices of a rank share a micro-batch. Where several ranks share
-    each sequence, ``world_size`` and ``rank`` count their groups.
+    each sequence or layer, ``world_size`` and ``rank`` count their groups.
     """
 
     global_batch_size: int
@@ -69,14 +69,16 @@ def plan_batches(
         UserError: if the global batch or the micro-batch size does not divide.
     """
     total, parts = config.train.global_batch_size, config.context_parallel_size
-    if world_size % parts:
+    together = parts * config.tensor_parallel_size
+    if world_size % together:
+        key = "context_parallel_size" if parts > 1 else "tensor_parallel_size"
         raise UserError(
-            f"context_parallel_size: {world_size} ranks cannot be divided into groups of {parts}; "
+            f"{key}: {world_size} ranks cannot be divided into groups of {together}; "
             f"use a divisor of {world_size}, or another number of ranks"
         )
-    world_size, (rank, part) = world_size // parts, divmod(rank, parts)
+    world_size, rank, part = world_size // together, rank // together, rank % parts
     devices = world_size * devices_per_rank
-    unit = "device" if devices_per_rank > 1 else "rank" if parts == 1 else f"group of {parts} rank"
+    unit = "device" if devices_per_rank > 1 else "rank" if together == 1 else f"group of {together} rank"
     if total % devices:
         lower, upper = total - total % devices, total + -total % devices
         choices = " or ".join(str(n) for n in (lower, upper) if n)
