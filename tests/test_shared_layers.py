@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
+from portable.config import RunConfig
+from portable.engines.fsdp.optimizer_state import fill_shard
+from portable.engines.fsdp.sharding import shard
+from portable.engines.fsdp.tensor_parallel import COMPARED
+from portable.engines.machine import Machine
+from portable.errors import one_line
+from portable.model.loss import token_loss
+from portable.model.parameters import replace_tensors, state_tensors
+from portable.model.tensors import InMemoryTensor
+from portable.private.of_transformers import no_value_checks
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
 from tests.runs import TINY_MODEL, configured
+from tests.tiny_models import VOCABULARY, tiny_config
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from tests.engines import Engines
+    from tests.ranks import RankPool
 
 MODELS: dict[str, dict[str, Any]] = {
     "windows": {**TINY_MODEL, "model_type": "mistral", "sliding_window": 12},
@@ -90,3 +106,76 @@ def test_equals_one_rank(
     settings = {"strategy": "full_shard", "tensor_parallel_size": 2, **given, **settings}
     found = losses(engines, size, tmp_path, conversations, settings)
     assert found == pytest.approx(alone(given), rel=2e-5, abs=2e-6)
+
+
+def beside_one_rank(types: list[str]) -> dict[str, str]:
+    """On a rank of two: what differs from one rank, or the error, by type."""
+    dist.init_process_group("gloo")
+    try:
+        return {model_type: _beside_one(model_type) for model_type in types}
+    finally:
+        dist.destroy_process_group()
+
+
+def _beside_one(model_type: str) -> str:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    try:
+        config = AutoConfig.for_model(**tiny_config(model_type, "causal-lm"))
+        plain = AutoModelForCausalLM.from_config(config).float().eval()
+        with torch.no_grad():
+            for parameter in plain.parameters():  # none at a symmetric point, such as a norm's ones
+                parameter.add_(torch.randn_like(parameter) * 0.03)
+        batch = {name: torch.randint(5, VOCABULARY, (2, 32)) for name in ("input_ids", "labels")}
+        model = copy.deepcopy(plain)
+        replace_tensors(model, lambda _, p: torch.nn.Parameter(p.to("meta")), lambda _, buffer: buffer)
+        settings = RunConfig(strategy="full_shard", tensor_parallel_size=2, precision="fp32")
+        shard(model, settings, Machine(torch.device("cpu"), dist.get_rank(), 2, 2))
+        values = state_tensors(plain)
+        for name, tensor in state_tensors(model).items():
+            fill_shard(tensor, InMemoryTensor(values[name].detach()))
+        expected, found = gradients(plain, batch), gradients(model, batch)
+    except Exception as error:
+        return one_line(error)
+    largest = max(float(value.abs().max()) for value in expected[1:])
+    apart = [float((one - other).abs().max()) for one, other in zip(found, expected, strict=True)]
+    if apart[0] > 1e-6 * float(expected[0]) or max(apart[1:]) > 2e-6 * largest:
+        return f"the loss is {apart[0]:.1e} off, gradients {max(apart[1:]) / largest:.1e}"
+    return ""
+
+
+def gradients(model: Any, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """The loss, and the whole gradients."""
+    model.zero_grad()
+    with no_value_checks():
+        loss = token_loss(model, batch)
+    loss.backward()
+    found = [loss.detach()]
+    for parameter in model.parameters():
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+        found.append(gradient.full_tensor() if isinstance(gradient, DTensor) else gradient)
+    return found
+
+
+def types_with_a_plan() -> list[str]:
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    known = (name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name in CONFIG_MAPPING)
+    return sorted(name for name in known if getattr(CONFIG_MAPPING[name], "base_model_tp_plan", None))
+
+
+# A plain one, norms of heads, experts, compressed keys, a packed product; and two whose plans are wrong.
+SOME = ["apertus", "deepseek_v3", "gpt_oss", "llama", "phi3", "qwen3_moe", "sarvam_moe"]
+
+
+@pytest.mark.parametrize(
+    "types",
+    [SOME, pytest.param(types_with_a_plan(), marks=pytest.mark.exhaustive)],
+    ids=["some", "all"],
+)
+def test_types_that_equal_one_rank(types: list[str], ranks: RankPool) -> None:
+    found = ranks.run(2, beside_one_rank, types, timeout=900)
+    differ = {name: why for name, why in found.items() if why}
+    assert set(types) - set(differ) == COMPARED & set(types), differ

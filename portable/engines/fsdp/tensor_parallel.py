@@ -27,6 +27,20 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 KEY = "tensor_parallel_size"
+_COMPARED = """
+afmoe arcee aria_text axk1 axk2 beam codegen cohere cohere2 cohere2_moe cohere_compass_text cwm
+deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 diffllama dory dots1 ernie4_5 ernie4_5_moe exaone exaone4
+exaone_moe flex_olmo flint gemma gemma2 gemma3_text gemma3n_text glm glm4 glm4_moe glm4_moe_lite
+glm_moe_dsa gpt_neox gpt_oss gptj granite granite_swa granitemoe granitemoe_swa granitemoeshared helium
+hrm_text hunyuan_v1_dense hy_v3 hy_v4 hyperclovax internlm3 iquestcoder jais2 kolibri1 laguna lfm2 llama
+mellum mimo_v2_flash minicpm3 minimax minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral
+nanochat nemotron olmo olmo2 olmo3 olmoe phi phi3 phi4_multimodal phimoe qwen2 qwen2_moe qwen3 qwen3_moe
+seed_oss smollm3 solar_open starcoder2 vaultgemma youtu
+"""
+
+COMPARED = frozenset(_COMPARED.split())
+"""Model types whose layers, shared by ranks, have the loss and gradients of one rank, as a test compares."""
+
 _USED_IN_PART = "replicated_with_grad_allreduce"
 """The plan's word for a whole parameter of which each rank uses a part, such as the norms of its heads."""
 
