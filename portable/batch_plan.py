@@ -69,7 +69,7 @@ def plan_batches(
         UserError: if the global batch or the micro-batch size does not divide.
     """
     total, parts = config.train.global_batch_size, config.context_parallel_size
-    together = parts * config.tensor_parallel_size
+    together = config.ranks_together
     if world_size % together:
         key = "context_parallel_size" if parts > 1 else "tensor_parallel_size"
         raise UserError(

@@ -149,6 +149,11 @@ class RunConfig(Section):
         return keys.is_set(self, key)
 
     @property
+    def ranks_together(self) -> int:
+        """Ranks that work on the same sequences."""
+        return self.context_parallel_size * self.tensor_parallel_size
+
+    @property
     def came_from(self) -> dict[str, str]:
         """The origins of settings from files and flags, by dotted key, as text for the user."""
         return self._came_from

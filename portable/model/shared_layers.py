@@ -94,6 +94,26 @@ def cut_dims(model: Any, size: int) -> dict[str, int]:
     return found
 
 
+def keep_part(model: Any, size: int) -> None:
+    """Leave in ``model``, on the meta device, what one of ``size`` ranks has, to measure a pass without others.
+
+    Where ranks gather what they compute, it is computed whole.
+    """
+    if size == 1:
+        return
+    layers, experts = plans(model, size)
+    for name, dim in cut_dims(model, size).items():
+        path, _, own = name.rpartition(".")
+        module = model.get_submodule(path)
+        if layers.get(name) in ("colwise", "rowwise") or name in experts:
+            whole = model.get_parameter(name)
+            part = whole.detach().narrow(dim, 0, whole.shape[dim] // size)
+            setattr(module, own, nn.Parameter(part, whole.requires_grad))
+    for name, style in experts.items():
+        if style == "ep_dispatch_experts":
+            model.get_submodule(name).num_experts //= size
+
+
 def plans(model: Any, size: int) -> tuple[Plan, Plan]:
     """How transformers divides the layers, and the experts, of ``model`` among ``size`` ranks.
 

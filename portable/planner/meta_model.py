@@ -10,6 +10,7 @@ from portable.model.flops import flops_per_token, parameter_count
 from portable.model.groups import groups_of
 from portable.model.layers import transformer_layers
 from portable.model.parameters import embeddings, stored_tensors
+from portable.model.shared_layers import check_layers, cut_dims
 from portable.planner.activations import activations
 from portable.planner.inventory import Inventory, Weight
 from portable.planner.passes import Activations, Peak
@@ -40,6 +41,11 @@ class MetaModel:
             )
         except UserError as error:  # it matters only to strategies that gather units
             self.inventory = replace(inspect(model, config.train), no_units=str(error))
+        if config.tensor_parallel_size > 1:
+            check_layers(model, config.tensor_parallel_size)
+            cut = cut_dims(model, config.tensor_parallel_size)
+            weights = tuple(replace(one, cut=cut.get(one.name)) for one in self.inventory.weights)
+            self.inventory = replace(self.inventory, weights=weights)
         self.flops_per_token = flops_per_token(model, model.config, config.data.seq_len)
         """Forward and backward, without recomputation."""
         self._model = model

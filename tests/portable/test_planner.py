@@ -223,6 +223,27 @@ def test_ranks_that_share_sequences_hold_a_part_of_the_activations(
     assert shared["optimizer"] == whole["optimizer"]
 
 
+def test_ranks_that_share_layers_hold_a_part_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    of_layers = ("--model.config", json.dumps({**LARGE, "vocab_size": 256}), "--precision", "bf16")
+    run = (*of_layers, "--device", "h100", "--devices", "8", "--train.global_batch_size", "8")
+    found = {size: plan(capsys, *run, "--tensor_parallel_size", size) for size in ("1", "4")}
+    one, shared = (
+        next(option for option in plan["options"] if option["strategy"] == "full_shard")
+        for plan in found.values()
+    )
+    assert {option["strategy"] for option in found["4"]["options"]} <= {
+        "full_shard",
+        "shard_grad_op",
+        "hybrid_shard",
+        "hybrid_shard_zero2",
+    }
+    whole, part = (option["device_bytes"] for option in (one, shared))
+    assert part["optimizer"] == pytest.approx(whole["optimizer"], rel=0.02)
+    assert part["gathered"] == pytest.approx(whole["gathered"] / 4, rel=0.1)
+    assert part["activations"] < whole["activations"] * 0.6
+    assert shared["communication_bytes"] != one["communication_bytes"]
+
+
 def test_an_adapter_is_named_where_training_all_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     model = ["--model.config", json.dumps(LARGE), "--data.seq_len", "1024", "--precision", "bf16"]
     argv = [*model, "--train.global_batch_size", "16", "--device", "a100-80"]
