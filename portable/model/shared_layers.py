@@ -23,13 +23,13 @@ Plan = dict[str, str]
 
 _COMPARED = """
 afmoe arcee aria_text axk1 axk2 beam codegen cohere cohere2 cohere2_moe cohere_compass_text cwm
-deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 diffllama dory dots1 ernie4_5 ernie4_5_moe exaone exaone4
-exaone_moe flex_olmo flint gemma gemma2 gemma3_text gemma3n_text gemma4_text gemma4_unified_text glm glm4
-glm4_moe glm4_moe_lite glm_moe_dsa gpt_neox gpt_oss gptj granite granite_swa granitemoe granitemoe_swa
-granitemoeshared helium hrm_text hunyuan_v1_dense hy_v3 hy_v4 hyperclovax internlm3 iquestcoder jais2
-kolibri1 laguna lfm2 llama mellum mimo_v2_flash minicpm3 minimax minimax_m2 minimax_m3_vl_text ministral
-ministral3 mistral mixtral nanochat nemotron olmo olmo2 olmo3 olmoe phi phi3 phi4_multimodal phimoe qwen2
-qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open starcoder2 vaultgemma youtu
+deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 dots1 ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe
+flex_olmo flint gemma gemma2 gemma3_text gemma3n_text gemma4_text gemma4_unified_text glm glm4 glm4_moe
+glm4_moe_lite glm_moe_dsa gpt_neox gpt_oss gptj granite granite_swa granitemoe granitemoe_swa
+granitemoeshared helium hrm_text hy_v3 hy_v4 hyperclovax internlm3 iquestcoder jais2 kolibri1 laguna llama
+mellum mimo_v2_flash minicpm3 minimax minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral
+nanochat nemotron olmo olmo2 olmo3 olmoe phi phi3 phi4_multimodal phimoe qwen2 qwen2_moe qwen3 qwen3_moe
+seed_oss smollm3 solar_open starcoder2 vaultgemma youtu
 """
 
 COMPARED = frozenset(_COMPARED.split())
@@ -58,10 +58,8 @@ def check_layers(model: Any, size: int) -> None:
             not value.requires_grad or ".lora_A." in parameter or ".lora_B." in parameter,
             f"{KEY}: of adapters works with LoRA's matrices only, and {parameter} is trained; set it to 1",
         )
-    # A convolution takes its parameters past the module that has them.
-    mixed = any(isinstance(module, nn.Conv1d) for module in model.modules())
     cut = cut_dims(model, size)
-    require(cut and not mixed, f"{KEY}: {name} has layers that ranks cannot share; set it to 1")
+    require(cut, f"{KEY}: {name} has no layers that ranks can share; set it to 1")
     heads = {"heads": text.num_attention_heads}
     if any(part in _KEYS for parameter in cut for part in parameter.split(".")):
         for kind in ("num_key_value_heads", "num_global_key_value_heads"):

@@ -224,9 +224,9 @@ def test_ranks_that_share_sequences_hold_a_part_of_the_activations(
 
 
 def test_ranks_that_share_layers_hold_a_part_of_them(capsys: pytest.CaptureFixture[str]) -> None:
-    of_layers = ("--model.config", json.dumps({**LARGE, "vocab_size": 256}), "--precision", "bf16")
-    run = (*of_layers, "--device", "h100", "--devices", "8", "--train.global_batch_size", "8")
-    found = {size: plan(capsys, *run, "--tensor_parallel_size", size) for size in ("1", "4")}
+    model = {**LARGE, "vocab_size": 258, "num_hidden_layers": 4}
+    run = ("--precision", "bf16", "--device", "h100", "--devices", "8")
+    found = {size: plan(capsys, *run, "--tensor_parallel_size", size, model=model) for size in ("1", "4")}
     one, shared = (
         next(option for option in plan["options"] if option["strategy"] == "full_shard")
         for plan in found.values()
@@ -239,7 +239,7 @@ def test_ranks_that_share_layers_hold_a_part_of_them(capsys: pytest.CaptureFixtu
     }
     whole, part = (option["device_bytes"] for option in (one, shared))
     assert part["optimizer"] == pytest.approx(whole["optimizer"], rel=0.02)
-    assert part["gathered"] == pytest.approx(whole["gathered"] / 4, rel=0.1)
+    assert part["gathered"] == pytest.approx(whole["gathered"] / 4, rel=0.2)
     assert part["activations"] < whole["activations"] * 0.6
     assert shared["communication_bytes"] != one["communication_bytes"]
 
