@@ -178,7 +178,9 @@ def _beside_one(model_type: str) -> str:
     try:
         config = AutoConfig.for_model(**tiny_config(model_type, "causal-lm"))
         plain = AutoModelForCausalLM.from_config(config).float().eval()
-        if not any(parameter.dim() == 3 for parameter in plain.parameters()):  # experts compute in fp32 at most
+        if not any(
+            parameter.dim() == 3 for parameter in plain.parameters()
+        ):  # experts compute in fp32 at most
             plain.double()
         with torch.no_grad():
             for parameter in plain.parameters():  # none at a symmetric point, such as a norm's ones

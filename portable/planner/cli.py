@@ -197,8 +197,7 @@ def _target(config: RunConfig, given: dict[str, Any]) -> tuple[RunConfig, Target
     key = "context_parallel_size" if config.context_parallel_size > 1 else "tensor_parallel_size"
     require(
         count % parts == 0,
-        f"--devices: {count} cannot be divided into groups of {key} {parts}; "
-        f"use a multiple of {parts}",
+        f"--devices: {count} cannot be divided into groups of {key} {parts}; use a multiple of {parts}",
     )
     groups = count // parts
     if config.train.global_batch_size % groups:
