@@ -349,10 +349,8 @@ def _tensor_parallel(c: RunConfig) -> Iterator[tuple[str, str]]:
         ("train.neftune_noise_alpha", c.train.neftune_noise_alpha > 0),
     ):
         if size > 1 and untried:
-            yield (
-                f"{name} {key}",
-                f"{name} {{{name}}} does not work with ranks that share layers; set {key} to 1",
-            )
+            reason = f"does not work with ranks that share layers; set {key} to 1"
+            yield f"{name} {key}", f"{name} {{{name}}} {reason}"
 
 
 CHECKS: tuple[Check | Several, ...] = (

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from portable.adapters.assemble import looked_at
+from portable.commands.convert import main as convert
 from portable.config import RunConfig
 from portable.engines.fsdp.optimizer_state import fill_shard
 from portable.engines.fsdp.sharding import shard
@@ -26,6 +27,7 @@ from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
 from tests.runs import TINY_MODEL, configured
 from tests.tiny_models import VOCABULARY, tiny_config
+from tests.views import assert_same_view, view
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -114,6 +116,31 @@ def test_equals_one_rank(
     assert found == pytest.approx(alone(given), rel=2e-5, abs=2e-6)
 
 
+def test_follows_one_rank_in_bf16(alone: Any, engines: Engines, conversations: Path, tmp_path: Path) -> None:
+    given = {"model__config": {**MODELS["norms of heads"], "num_key_value_heads": 4}, "precision": "bf16"}
+    settings = {"strategy": "full_shard", "tensor_parallel_size": 2, **given}
+    found = losses(engines, 4, tmp_path, conversations, settings)
+    assert found == pytest.approx(alone(given), rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"intermediate_size": 82}, {"model_type": "mixtral", "num_local_experts": 2}],
+    ids=["uneven rows", "an expert for two ranks"],
+)
+def test_a_checkpoint_has_what_one_rank_has(
+    changed: dict[str, Any], engines: Engines, corpus: Path, tmp_path: Path
+) -> None:
+    """And the converter opens it, moments too."""
+    settings = {"model__config": {**TINY_MODEL, **changed}, "train__steps": 2}
+    losses(engines, 1, tmp_path / "one", corpus, {"strategy": "no_shard", **settings})
+    shared = {"strategy": "full_shard", "tensor_parallel_size": 2, **settings}
+    losses(engines, 4, tmp_path / "shared", corpus, shared)
+    one, found = (tmp_path / run / "checkpoints" / "step-000002" for run in ("one", "shared"))
+    assert_same_view(view(found), view(one), 1e-3)
+    assert convert([str(found), str(tmp_path / "out"), "--optimizer", "--verify"]) == 0
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "DDP": ({"strategy": "no_shard"}, "strategy no_shard"),
     "ZeRO": ({"strategy": "zero3"}, "strategy zero3"),
@@ -158,7 +185,7 @@ def test_models_whose_layers_cannot_be_shared(changed: dict[str, Any], told: str
 @pytest.mark.parametrize("given", [{"adapter__type": "ia3"}, {"adapter__use_dora": True}])
 def test_adapters_that_ranks_cannot_share(given: dict[str, Any], corpus: Path, tmp_path: Path) -> None:
     given = {"tensor_parallel_size": 2, "strategy": "full_shard", "adapter__type": "lora", **given}
-    with pytest.raises(UserError, match="^tensor_parallel_size: of adapters works with LoRA"):
+    with pytest.raises(UserError, match=r"^tensor_parallel_size: of adapters works with LoRA"):
         looked_at(configured(tmp_path, corpus, **given))
 
 

@@ -73,8 +73,8 @@ class RunConfig(Section):
     tensor_parallel_size: int = Field(
         default=1,
         ge=1,
-        description="Ranks in a row that compute each layer together, under FSDP2's strategies. Each has a part "
-        "of a layer's matrices, by the plan that transformers has for the model. A run may resume with "
+        description="Ranks in a row that compute each layer together, under FSDP2's strategies. Each has a "
+        "part of a layer's matrices, by the plan that transformers has for the model. A run may resume with "
         "another size.",
     )
     output_dir: PathText = Field(

@@ -1,7 +1,8 @@
-"""How ranks share the layers of a model (``tensor_parallel_size``), by the plan that transformers has for it.
+"""How ranks share the layers of a model (``tensor_parallel_size``), by the plan of transformers for it.
 
-A plan names a style for modules and parameters. ``colwise`` cuts a matrix along its outputs, ``rowwise`` along
-its inputs, after which the ranks sum; experts go whole to ranks. The token embedding and the head stay whole.
+A plan names a style for modules and parameters. ``colwise`` cuts a matrix along its outputs, ``rowwise``
+along its inputs, after which the ranks sum; experts go whole to ranks. The token embedding and the head stay
+whole.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def check_layers(model: Any, size: int) -> None:
             f"{KEY}: of adapters works with LoRA's matrices only, and {parameter} is trained; set it to 1",
         )
     cut = cut_dims(model, size)
-    require(cut, f"{KEY}: {name} has no layers that ranks can share; set it to 1")
+    require(bool(cut), f"{KEY}: {name} has no layers that ranks can share; set it to 1")
     heads = {"heads": text.num_attention_heads}
     if any(part in _KEYS for parameter in cut for part in parameter.split(".")):
         for kind in ("num_key_value_heads", "num_global_key_value_heads"):
@@ -93,7 +94,7 @@ def cut_dims(model: Any, size: int) -> dict[str, int]:
 
 
 def keep_part(model: Any, size: int) -> None:
-    """Leave in ``model``, on the meta device, what one of ``size`` ranks has, to measure a pass without others.
+    """Leave in ``model``, on the meta device, what one of ``size`` ranks has, to measure a pass of it alone.
 
     Where ranks gather what they compute, it is computed whole.
     """
@@ -139,7 +140,7 @@ def plans(model: Any, size: int) -> tuple[Plan, Plan]:
 
 
 def _with_adapter(name: str, style: str, module: Any) -> Iterator[tuple[str, str]]:
-    """The styles of the parts of a module with LoRA, so that their results are as that of the module alone."""
+    """The styles of the parts of a module with LoRA, so that results are cut as those of the module alone."""
     parts = {"base_layer": style}
     if style == "colwise":
         parts |= {f"lora_B.{adapter}": style for adapter in module.lora_B}

@@ -107,7 +107,8 @@ def fully_sharded(model: Inventory, config: RunConfig, cluster: Cluster) -> Foot
 def _between_layers(model: Inventory, config: RunConfig) -> tuple[float, float]:
     """Bytes that a rank of those that share layers sends in a pass, and in an update for what is whole.
 
-    They sum what a matrix cut along its inputs gives, and the gradient of what one cut along its outputs gets.
+    They sum what a matrix that is cut along its inputs gives, and the gradient of what one that is cut along
+    its outputs gets.
     """
     ranks, data = config.tensor_parallel_size, config.data
     assert config.train.micro_batch_size != "auto"

@@ -1,7 +1,7 @@
 """Layers that several ranks compute together: ``tensor_parallel_size``.
 
-The matrices of a layer are cut over a group of ranks by the plan that transformers has for the architecture.
-Every parameter is a DTensor on the group's mesh axis afterwards, cut or whole on each rank, so that optimizers,
+The matrices of a layer are cut over a group of ranks by the plan that transformers has for the model. Every
+parameter is a DTensor on the group's mesh axis afterwards, cut or whole on each rank, so that optimizers,
 norms and checkpoints take all of them alike. The table and the head stay whole.
 
 Source: Shoeybi et al., "Megatron-LM", arXiv:1909.08053.
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from portable.model.shared_layers import USED_IN_PART, plans
 from portable.private import of_torch
@@ -65,7 +65,7 @@ def _compute_with_local(module: nn.Module, names: Sequence[str], gradient: Any) 
         finally:
             held.update(before)
 
-    module.forward = with_local  # type: ignore[method-assign]
+    module.forward = with_local
 
 
 def averaged(gradients: Sequence[Tensor]) -> Tensor:
