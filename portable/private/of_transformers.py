@@ -103,11 +103,17 @@ def parallel_plans(model: Any, size: int) -> tuple[dict[str, str], dict[str, str
         ValueError: if transformers has none for ``model``.
     """
     from transformers.distributed import DistributedConfig
+    from transformers.utils import logging
 
     # Whole experts go to ranks: parts of gates and products in one matrix have no place in a checkpoint.
     experts = size if model.ep_plan else 1
     config = DistributedConfig(tp_size=size, ep_size=experts)
-    plan, of_experts, _ = model._resolve_parallel_plans(config)
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()  # it warns of rules for layers that a model may have, and this one has not
+    try:
+        plan, of_experts, _ = model._resolve_parallel_plans(config)
+    finally:
+        logging.set_verbosity(level)
     return plan, of_experts
 
 
