@@ -9,13 +9,15 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from portable.adapters.assemble import looked_at
 from portable.commands.convert import main as convert
 from portable.config import RunConfig
 from portable.engines.fsdp.optimizer_state import fill_shard
 from portable.engines.fsdp.sharding import shard
+from portable.engines.fsdp.tensor_parallel import averaged
 from portable.engines.machine import COMPUTE_DTYPES, Machine
 from portable.errors import UserError, one_line
 from portable.model.loss import token_loss
@@ -139,6 +141,29 @@ def test_a_checkpoint_has_what_one_rank_has(
     one, found = (tmp_path / run / "checkpoints" / "step-000002" for run in ("one", "shared"))
     assert_same_view(view(found), view(one), 1e-3)
     assert convert([str(found), str(tmp_path / "out"), "--optimizer", "--verify"]) == 0
+
+
+def gradients_apart() -> list[float]:
+    """On a rank of four: the norm, and a whole gradient of which two ranks have 1 and 3."""
+    dist.init_process_group("gloo")
+    try:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+        mine = 1.0 + 2 * (dist.get_rank() % 2)
+        parts = (
+            (torch.full((2,), mine), [Shard(0), Replicate()]),
+            (torch.full((2, 1), 3.0), [Shard(0), Shard(1)]),
+            (torch.full((1, 3), 2.0), [Replicate(), Shard(0)]),
+        )
+        given = [DTensor.from_local(part, mesh, places, run_check=False) for part, places in parts]
+        return [float(averaged(given)), *given[0].full_tensor().tolist()]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_what_ranks_have_whole_is_averaged_and_counts_once(ranks: RankPool) -> None:
+    norm, *whole = ranks.run(4, gradients_apart)
+    assert whole == [2.0] * 4
+    assert norm == pytest.approx((4 * 2**2 + 8 * 3**2 + 6 * 2**2) ** 0.5)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
