@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -32,8 +33,6 @@ from tests.tiny_models import VOCABULARY, tiny_config
 from tests.views import assert_same_view, view
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from tests.engines import Engines
     from tests.ranks import RankPool
 
@@ -290,3 +289,8 @@ def test_types_that_equal_one_rank(types: list[str], ranks: RankPool) -> None:
     found = ranks.run(2, beside_one_rank, types, timeout=900)
     differ = {name: why for name, why in found.items() if why}
     assert set(types) - set(differ) == COMPARED & set(types), differ
+
+
+def test_the_page_counts_the_types() -> None:
+    page = Path(__file__).parents[1] / "docs" / "strategies.md"
+    assert f"- {len(COMPARED)} model types, " in page.read_text("utf-8")
