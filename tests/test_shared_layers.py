@@ -21,7 +21,7 @@ from portable.engines.fsdp.sharding import shard
 from portable.engines.fsdp.tensor_parallel import averaged
 from portable.engines.machine import COMPUTE_DTYPES, Machine
 from portable.errors import UserError, one_line
-from portable.model.loss import token_loss
+from portable.model.loss import token_loss, without_dropout
 from portable.model.parameters import replace_tensors, state_tensors
 from portable.model.shared_layers import COMPARED, check_layers, cut_dims
 from portable.model.tensors import InMemoryTensor
@@ -228,7 +228,8 @@ def _beside_one(model_type: str) -> str:
     torch.manual_seed(0)
     try:
         config = AutoConfig.for_model(**tiny_config(model_type, "causal-lm"))
-        plain = AutoModelForCausalLM.from_config(config).float().eval()
+        plain = AutoModelForCausalLM.from_config(config).float().train()  # some compute otherwise then
+        without_dropout(plain)
         if not any(
             parameter.dim() == 3 for parameter in plain.parameters()
         ):  # experts compute in fp32 at most
