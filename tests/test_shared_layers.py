@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from portable.config import RunConfig
 from portable.engines.fsdp.optimizer_state import fill_shard
 from portable.engines.fsdp.sharding import shard
 from portable.engines.fsdp.tensor_parallel import averaged
-from portable.engines.machine import COMPUTE_DTYPES, Machine
+from portable.engines.machine import Machine
 from portable.errors import UserError, one_line
 from portable.model.loss import token_loss, without_dropout
 from portable.model.parameters import replace_tensors, state_tensors
@@ -230,10 +229,6 @@ def _beside_one(model_type: str) -> str:
         config = AutoConfig.for_model(**tiny_config(model_type, "causal-lm"))
         plain = AutoModelForCausalLM.from_config(config).float().train()  # some compute otherwise then
         without_dropout(plain)
-        if not any(
-            parameter.dim() == 3 for parameter in plain.parameters()
-        ):  # experts compute in fp32 at most
-            plain.double()
         with torch.no_grad():
             for parameter in plain.parameters():  # none at a symmetric point, such as a norm's ones
                 parameter.add_(torch.randn_like(parameter) * 0.03)
@@ -241,8 +236,7 @@ def _beside_one(model_type: str) -> str:
         model = copy.deepcopy(plain)
         replace_tensors(model, lambda _, p: torch.nn.Parameter(p.to("meta")), lambda _, buffer: buffer)
         settings = RunConfig(strategy="full_shard", tensor_parallel_size=2, precision="fp32")
-        with patch.dict(COMPUTE_DTYPES, fp32=plain.dtype):
-            shard(model, settings, Machine(torch.device("cpu"), dist.get_rank(), 2, 2))
+        shard(model, settings, Machine(torch.device("cpu"), dist.get_rank(), 2, 2))
         values = state_tensors(plain)
         for name, tensor in state_tensors(model).items():
             fill_shard(tensor, InMemoryTensor(values[name].detach()))

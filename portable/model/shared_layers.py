@@ -25,12 +25,12 @@ Plan = dict[str, str]
 _COMPARED = """
 afmoe arcee aria_text axk1 axk2 beam codegen cohere cohere2 cohere2_moe cohere_compass_text cwm
 deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 dots1 ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe
-flex_olmo flint gemma gemma2 gemma3_text gemma3n_text gemma4_text gemma4_unified_text glm glm4 glm4_moe
-glm4_moe_lite glm_moe_dsa gpt_neox gpt_oss gptj granite granite_swa granitemoe granitemoe_swa
-granitemoeshared helium hrm_text hy_v3 hy_v4 hyperclovax internlm3 iquestcoder jais2 kolibri1 laguna llama
-mellum mimo_v2_flash minicpm3 minimax minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral
-nanochat nemotron olmo olmo2 olmo3 olmoe phi phi3 phi4_multimodal phimoe qwen2 qwen2_moe qwen3 qwen3_moe
-seed_oss smollm3 solar_open starcoder2 vaultgemma youtu
+flex_olmo flint gemma gemma2 gemma3_text glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa gpt_neox gpt_oss gptj
+granite granite_swa granitemoe granitemoe_swa granitemoeshared helium hrm_text hy_v3 hy_v4 hyperclovax
+internlm3 iquestcoder jais2 kolibri1 laguna llama mellum mimo_v2_flash minicpm3 minimax minimax_m2
+minimax_m3_vl_text ministral ministral3 mistral mixtral nanochat nemotron olmo olmo2 olmo3 olmoe phi phi3
+phi4_multimodal phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open starcoder2 vaultgemma
+youtu
 """
 
 COMPARED = frozenset(_COMPARED.split())
