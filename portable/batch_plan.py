@@ -22,8 +22,8 @@ class BatchPlan:
 
     Rank ``r`` takes the ``r``-th of ``world_size`` equal, contiguous parts of each global batch, in
     ``accumulation_steps`` micro-batches. The devices of a rank share a micro-batch. Where several ranks share
-    each sequence, ``world_size`` and ``rank`` count their groups. Under ``one_program``, devices share
-    sequences, and the compiler cuts these.
+    each sequence or layer, ``world_size`` and ``rank`` count their groups. Under ``one_program``, devices
+    share sequences, and the compiler cuts these.
     """
 
     global_batch_size: int
@@ -71,15 +71,15 @@ def plan_batches(
     Raises:
         UserError: if the global batch or the micro-batch size does not divide.
     """
-    total, parts = config.train.global_batch_size, config.context_parallel_size
-    together = one_program or devices_per_rank > 1
+    total, parts = config.train.global_batch_size, config.ranks_together
+    key = "tensor_parallel_size" if config.tensor_parallel_size > 1 else "context_parallel_size"
     unit = "device" if devices_per_rank > 1 else "rank"
     devices = world_size * devices_per_rank
     uneven = devices_per_rank % parts and parts % devices_per_rank
     if devices % parts or uneven:
         of = f"{devices} {unit}s" if devices % parts else f"the {devices_per_rank} devices of a host"
         raise UserError(
-            f"context_parallel_size: {of} cannot be divided into groups of {parts}; "
+            f"{key}: {of} cannot be divided into groups of {parts}; "
             f"use a divisor of {devices_per_rank if uneven else devices}, or another number of {unit}s"
         )
     devices //= parts
@@ -88,7 +88,7 @@ def plan_batches(
     groups = max(1, devices_per_rank // parts)
     if parts > 1:
         unit = f"group of {parts} {unit}"
-    if together:
+    if one_program or devices_per_rank > 1 or config.context_parallel_size == 1:
         part, parts = 0, 1
     if total % devices:
         lower, upper = total - total % devices, total + -total % devices

@@ -331,6 +331,32 @@ def _context_parallel(c: RunConfig) -> Iterator[tuple[str, str]]:
             yield f"{name} {key}", f"{name} {{{name}}} needs whole sequences; set {key} to 1"
 
 
+def _tensor_parallel(c: RunConfig) -> Iterator[tuple[str, str]]:
+    size, key = c.tensor_parallel_size, "tensor_parallel_size"
+    own = [name for name in c.train.metrics or () if ":" in name]
+    for name, untried in (
+        ("backend", c.backend in ("xla", "tpu")),
+        ("strategy", c.strategy == "no_shard" or c.strategy in ZERO),
+        ("context_parallel_size", c.context_parallel_size > 1),
+        ("precision", c.precision == "fp16"),
+        ("compile", c.compile),
+        ("model.task", c.model.task != "causal-lm"),
+        ("model.function", c.model.function is not None),
+        ("adapter.base", c.adapter.base in ("nf4", "int8")),
+        ("adapter.target_parameters", c.adapter.target_parameters),
+        ("data.format", c.data.format in ("samples", "preference")),
+        ("train.optimizer", c.train.optimizer not in ("adamw", "sgd")),
+        ("train.loss", c.train.loss is not None),
+        ("train.metrics", own),
+        ("train.callbacks", c.train.callbacks),
+        ("train.micro_batch_size", c.train.micro_batch_size == "auto"),
+        ("train.neftune_noise_alpha", c.train.neftune_noise_alpha > 0),
+    ):
+        if size > 1 and untried:
+            reason = f"does not work with ranks that share layers; set {key} to 1"
+            yield f"{name} {key}", f"{name} {{{name}}} {reason}"
+
+
 CHECKS: tuple[Check | Several, ...] = (
     *each(
         "model.name_or_path data.tokenizer",
@@ -598,6 +624,7 @@ CHECKS: tuple[Check | Several, ...] = (
     ),
     Several(_fsdp),
     Several(_context_parallel),
+    Several(_tensor_parallel),
     needs(
         "fsdp.shard_group_size",
         "strategy",

@@ -37,6 +37,7 @@ ENGINES: dict[str, Kind] = {
     "xla": Kind({"backend": "xla"}, (2, 4)),
     "xla, shared": Kind({"backend": "xla", "context_parallel_size": 2}, (4, 2)),
     "full_shard, shared": Kind({"strategy": "full_shard", "context_parallel_size": 2}, (4, 2)),
+    "full_shard, layers shared": Kind({"strategy": "full_shard", "tensor_parallel_size": 2}, (4, 2)),
     "zero3, shared": Kind({"strategy": "zero3", "context_parallel_size": 2}, (2, 4)),
     "tpu": Kind({"backend": "tpu", "model__attention": "eager"}, (2, 4)),
     "tpu, no_shard": Kind({"backend": "tpu", "strategy": "no_shard", "model__attention": "eager"}, (2,)),

@@ -10,6 +10,7 @@ from portable.model import build as models
 from portable.model.document_attention import check_documents
 from portable.model.groups import groups_of
 from portable.model.labels import classifies_end_token, problem_of
+from portable.model.shared_layers import check_layers
 from portable.model.special_tokens import SpecialTokens
 from portable.model.training_loss import training_loss
 
@@ -69,6 +70,8 @@ def assemble(
     groups_of(model, config.train)  # refuses patterns that do not fit
     if config.data.packing == "documents":
         check_documents(model)
+    if config.tensor_parallel_size > 1:
+        check_layers(model, config.tensor_parallel_size)
     # A new model has no special tokens to lose.
     return Assembled(model, adapter, grown_from, [] if config.model.name_or_path is None else aligned)
 

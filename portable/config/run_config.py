@@ -70,6 +70,13 @@ class RunConfig(Section):
         description="Ranks in a row that share each sequence, for long ones. Each takes a part of the "
         "tokens, and around attention they exchange tokens for heads. A run may resume with another size.",
     )
+    tensor_parallel_size: int = Field(
+        default=1,
+        ge=1,
+        description="Ranks in a row that compute each layer together, under FSDP2's strategies. Each has a "
+        "part of a layer's matrices, by the plan that transformers has for the model. A run may resume with "
+        "another size.",
+    )
     output_dir: PathText = Field(
         default="runs/quickstart",
         description="Folder for the resolved config, metrics, checkpoints and the final model, or a URL in "
@@ -158,6 +165,11 @@ class RunConfig(Section):
     def given(self) -> dict[str, Any]:
         """The settings that the user has set, by dotted key."""
         return {key: self.get(key) for key in keys.settings(type(self)) if self.is_set(key)}
+
+    @property
+    def ranks_together(self) -> int:
+        """Ranks that work on the same sequences."""
+        return self.context_parallel_size * self.tensor_parallel_size
 
     @property
     def came_from(self) -> dict[str, str]:

@@ -42,6 +42,7 @@ class TorchBackend:
         self._at_stop = ExitStack()
         self._left_groups: list[Any] = []
         self._products_before: tuple[str, bool] | None = None
+        self._counts = True
         self.rank = int(os.environ.get("RANK", "0"))
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -70,6 +71,8 @@ class TorchBackend:
     def prepare(self, model: nn.Module, config: RunConfig) -> Engine:
         if self._products_before is None:
             self._products_before = (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32)
+        # Ranks that share layers have the same numbers: those of one of them count.
+        self._counts = self.rank % config.tensor_parallel_size == 0
         tf32 = config.precision == "tf32"
         _set_fp32_products("high" if tf32 else "highest", tf32)
         self._engine = engine_part(config.strategy, "engine").prepare(
@@ -112,14 +115,14 @@ class TorchBackend:
     def total(self, count: float) -> Tensor:
         # Filled on the device: a copy from the host would sync.
         kind = torch.int64 if isinstance(count, int) else torch.float64
-        value = torch.full((), count, dtype=kind, device=self.device)
+        value = torch.full((), count if self._counts else 0, dtype=kind, device=self.device)
         if self.world_size > 1:
             dist.all_reduce(value)
         return value
 
     def sum(self, value: Tensor) -> Tensor:
         if self.world_size > 1:
-            value = value.clone()
+            value = value.clone() if self._counts else torch.zeros_like(value)
             dist.all_reduce(value)
         return value
 

@@ -25,6 +25,7 @@ from portable.model.chunked_loss import chunked_head
 from portable.model.layers import LayerKinds, layer_kinds, shortened, transformer_layers
 from portable.model.loss import token_loss
 from portable.model.parameters import replace_tensors
+from portable.model.shared_layers import keep_part
 from portable.planner.fused import Tape
 from portable.planner.passes import Activations, Peak
 from portable.private import of_torch
@@ -80,6 +81,7 @@ def _passes(
     dtype = DTYPES[request.precision]
     # Before the fake tensors: it tests the model on the meta device.
     chunked = chunked_head(small, request.loss_chunk_tokens)
+    keep_part(small, request.sharing)
     if chunked is not None:
         chunked.most_parts = 2  # further parts have the same peak, and a large vocabulary has hundreds
     with of_torch.fake_tensors(allow_non_fake_inputs=True), ExitStack() as stack:

@@ -287,11 +287,11 @@ def _target(config: RunConfig, given: dict[str, Any], *, notes: bool = True) -> 
         )
     backend = PLANNED_FOR_AUTO if backend == "auto" else backend
     target = Target(backend, Cluster(count, device.per_node if device is not None else 8), device, host)
-    parts = config.context_parallel_size
+    parts = config.ranks_together
+    key = "context_parallel_size" if config.context_parallel_size > 1 else "tensor_parallel_size"
     require(
         count % parts == 0,
-        f"--devices: {count} cannot be divided into groups of context_parallel_size {parts}; "
-        f"use a multiple of {parts}",
+        f"--devices: {count} cannot be divided into groups of {key} {parts}; use a multiple of {parts}",
     )
     groups = count // parts
     if config.train.global_batch_size % groups:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
@@ -38,6 +38,8 @@ class Weight:
     """Index of its innermost FSDP unit; None outside the units."""
     itemsize: int = 4
     """Bytes of an element as FSDP2, DDP and XLA keep it: 4 if it is trained."""
+    cut: int | None = None
+    """The dim along which ranks that share layers have a part of it; None: each has all of it."""
 
     @cached_property
     def elements(self) -> int:
@@ -79,6 +81,15 @@ class Inventory:
     def trained(self) -> tuple[Weight, ...]:
         """The parameters that are not frozen."""
         return tuple(w for w in self.weights if w.trained)
+
+    def of_one_in(self, ranks: int) -> Inventory:
+        """What a rank has of the model where so many share its layers."""
+
+        def part(weight: Weight) -> Weight:
+            shape = [size // ranks if dim == weight.cut else size for dim, size in enumerate(weight.shape)]
+            return replace(weight, shape=tuple(shape))
+
+        return self if ranks == 1 else replace(self, weights=tuple(map(part, self.weights)))
 
     def sizes(self, part: Literal["layer", "unit"], *, trained: bool = False) -> list[int]:
         """Elements, or ``trained`` elements, of each transformer layer, or of each FSDP unit."""

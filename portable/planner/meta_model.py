@@ -11,6 +11,7 @@ from portable.model.groups import groups_of
 from portable.model.layers import transformer_layers
 from portable.model.parameters import embeddings, stored_tensors
 from portable.model.shareable import check
+from portable.model.shared_layers import check_layers, cut_dims
 from portable.planner.activations import activations
 from portable.planner.inventory import Inventory, Weight
 from portable.planner.passes import Activations, Peak
@@ -35,12 +36,18 @@ class MetaModel:
     """
 
     def __init__(self, model: PreTrainedModel, config: RunConfig) -> None:
+        sharing = config.tensor_parallel_size
+        if sharing > 1:
+            check_layers(model, sharing)
         try:
             self.inventory = inspect(
-                model, config.train, backend_package(config.backend).footprint().units(model, config)
+                model,
+                config.train,
+                backend_package(config.backend).footprint().units(model, config),
+                sharing=sharing,
             )
         except UserError as error:  # it matters only to strategies that gather units
-            self.inventory = replace(inspect(model, config.train), no_units=str(error))
+            self.inventory = replace(inspect(model, config.train, sharing=sharing), no_units=str(error))
         self.flops_per_token = flops_per_token(model, model.config, config.data.seq_len)
         """Forward and backward, without recomputation."""
         self._model = model
@@ -61,13 +68,16 @@ class MetaModel:
         return self._found[request]
 
 
-def inspect(module: nn.Module, train: TrainConfig, units: Sequence[nn.Module] = ()) -> Inventory:
+def inspect(
+    module: nn.Module, train: TrainConfig, units: Sequence[nn.Module] = (), *, sharing: int = 1
+) -> Inventory:
     """Return the inventory of a transformers model.
 
     Args:
         module: the model, on any device.
         train: what is trained, and in which groups.
         units: its modules that FSDP gathers as one, outer before inner.
+        sharing: ranks that share each layer.
     """
     model = cast("PreTrainedModel", module)
     layers = [layer for _, layer in transformer_layers(model)]
@@ -75,6 +85,7 @@ def inspect(module: nn.Module, train: TrainConfig, units: Sequence[nn.Module] = 
     layer_of = {id(p): i for i, layer in reversed(list(enumerate(layers))) for p in layer.parameters()}
     unit_of = {id(p): i for i, unit in enumerate(units) for p in unit.parameters()}
     groups = groups_of(model, train)
+    cut = cut_dims(model, sharing) if sharing > 1 else {}
     tables = {id(parameter) for parameter in embeddings(model)}
     head: Any = model.get_output_embeddings()
     weights = tuple(
@@ -87,6 +98,7 @@ def inspect(module: nn.Module, train: TrainConfig, units: Sequence[nn.Module] = 
             layer=layer_of.get(id(parameter)),
             unit=unit_of.get(id(parameter)),
             itemsize=parameter.itemsize,
+            cut=cut.get(name),
         )
         for name, parameter in model.named_parameters()
     )

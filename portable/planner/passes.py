@@ -92,6 +92,8 @@ class Request:
     """Whether autocast follows CUDA's rules, which keep more operations in fp32 than the CPU's."""
     loss_chunk_tokens: int | Literal["auto"]
     """Tokens whose loss is computed at a time; 0 for all. See ``memory.loss_chunk_tokens``."""
+    sharing: int = 1
+    """Ranks that share each layer."""
     compiler: Compiler | None = None
     """What compiles it. There is no fused attention kernel then."""
 
@@ -123,5 +125,6 @@ class Request:
             config.memory.activation_checkpointing,
             on_gpu,
             config.memory.loss_chunk_tokens if in_parts else 0,
+            config.tensor_parallel_size,
             compiler,
         )

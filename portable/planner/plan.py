@@ -135,7 +135,7 @@ class Planner:
         self.model: Inventory = model.inventory
         self.meta_model = model
         self._footprint_module = backend_package(target.backend).footprint()
-        groups = target.cluster.devices // config.context_parallel_size
+        groups = target.cluster.devices // config.ranks_together
         share = max(1, config.train.global_batch_size // max(1, groups))
         wanted = config.train.micro_batch_size
         self.searching = wanted == "auto"

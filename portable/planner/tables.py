@@ -116,7 +116,7 @@ def as_text(
     where = (
         f"{cluster.devices} x {device.name}" if device is not None else human_count(cluster.devices, "device")
     )
-    size = planner.config.context_parallel_size
+    size = planner.config.ranks_together
     on = "a device" if size == 1 else f"{size} devices"
     rows = [
         ("model", f"{planner.model.architecture}, {planner.model.parameters:,} parameters"),

@@ -101,6 +101,39 @@ def share_heads_of_keys() -> None:
     os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
 
 
+@_transformers.needed_for("tensor_parallel_size")
+def parallel_plans(model: Any, size: int) -> tuple[dict[str, str], dict[str, str]]:
+    """The styles by which ``size`` ranks share layers and experts, by the names of modules and parameters.
+
+    Raises:
+        ValueError: if transformers has none for ``model``.
+    """
+    from transformers.distributed import DistributedConfig
+    from transformers.utils import logging
+
+    # Whole experts go to ranks: parts of gates and products in one matrix have no place in a checkpoint.
+    experts = size if model.ep_plan else 1
+    config = DistributedConfig(tp_size=size, ep_size=experts)
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()  # it warns of rules for layers that a model may have, and this one has not
+    try:
+        plan, of_experts, _ = model._resolve_parallel_plans(config)
+    finally:
+        logging.set_verbosity(level)
+    return plan, of_experts
+
+
+@_transformers.needed_for("tensor_parallel_size")
+def split_by_plans(model: Any, mesh: Any, plan: Mapping[str, str], of_experts: Mapping[str, str]) -> None:
+    """Apply the styles of :func:`parallel_plans` on the ranks of ``mesh``."""
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    apply_tensor_parallelism(model, mesh, plan)
+    if of_experts:
+        apply_expert_parallelism(model, mesh, mesh, of_experts, ep_implementation="all_reduce")
+
+
 # -- models ------------------------------------------------------------------------------------------------
 
 from_config = _transformers.attribute("_from_config", "model.init: scratch")

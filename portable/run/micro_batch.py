@@ -112,7 +112,7 @@ def search_of(prepared: Prepared) -> Search:
 
 def sizes(config: RunConfig, world: World) -> list[int]:
     """The micro-batch sizes that the global batch allows, ascending."""
-    return divisors(config.train.global_batch_size * config.context_parallel_size // world.devices)
+    return divisors(config.train.global_batch_size * config.ranks_together // world.devices)
 
 
 def with_micro_batch(config: RunConfig, size: int) -> RunConfig:

@@ -157,7 +157,9 @@ def stepped(config: RunConfig, look: Callable[[Any], Result]) -> Result:
 
 def planned(config: RunConfig, ranks: int) -> Any:
     model = training_model(models.model_config(config.model), settled(config))
-    return footprint(inspect(model, config.train, units(model, config)), config, Cluster(ranks, ranks))
+    sharing = config.tensor_parallel_size
+    inventory = inspect(model, config.train, units(model, config), sharing=sharing)
+    return footprint(inventory, config, Cluster(ranks, ranks))
 
 
 def config_for(
@@ -182,6 +184,7 @@ LORA: dict[str, Any] = {
     "adapter__r": 4,
     "train__parameter_groups": [{"pattern": "lora_B", "learning_rate": 1e-2}],
 }
+SHARED_LAYERS = {"tensor_parallel_size": 2, "model__config": {**MODEL, "intermediate_size": 82}}
 CASES = [
     (1, "full_shard", {}),
     (2, "no_shard", {}),
@@ -208,6 +211,9 @@ CASES = [
     (2, "no_shard", {"precision": "bf16", **LORA, "adapter__base": "nf4"}),
     (3, "full_shard", {"precision": "bf16", **LORA, "adapter__base": "nf4"}),
     (2, "full_shard", {**LORA, "adapter__base": "int8"}),
+    (2, "full_shard", SHARED_LAYERS),
+    (4, "full_shard", {"precision": "bf16", **SHARED_LAYERS}),
+    (4, "hybrid_shard", {"fsdp__shard_group_size": 1, **SHARED_LAYERS, **LORA}),
 ]
 
 

@@ -213,13 +213,15 @@ def test_a_file_of_each_program(program: str, tmp_path: Path, capsys: pytest.Cap
             assert re.search(told, line), line
 
 
-def test_devices_that_share_a_sequence_take_one_batch(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("key", ["context_parallel_size", "tensor_parallel_size"])
+def test_devices_that_share_a_sequence_or_a_layer_take_one_batch(
+    key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "axolotl.yaml"
-    file.write_text(f"{AXOLOTL}\ncontext_parallel_size: 2\n")
+    theirs = AXOLOTL.replace("qlora", "lora").replace("paged_adamw_8bit", "adamw_torch")
+    file.write_text(f"{theirs}\n{key}: 2\n")
     counts = []
-    for given in (AXOLOTL, file.read_text()):
+    for given in (theirs, file.read_text()):
         file.write_text(given)
         assert main(["import", str(file), "--devices", "4"]) == 0
         counts.append(yaml.safe_load(capsys.readouterr().out)["train"]["global_batch_size"])

@@ -249,6 +249,27 @@ def test_the_smallest_number_that_shares_a_sequence_is_named_where_nothing_else_
         assert f"With context_parallel_size {expected}, the smallest that fits, {shared['strategy']}" in said
 
 
+def test_ranks_that_share_layers_hold_a_part_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    model = {**LARGE, "vocab_size": 258, "num_hidden_layers": 4}
+    run = ("--precision", "bf16", "--device", "h100", "--devices", "8")
+    found = {size: plan(capsys, *run, "--tensor_parallel_size", size, model=model) for size in ("1", "4")}
+    one, shared = (
+        next(option for option in plan["options"] if option["strategy"] == "full_shard")
+        for plan in found.values()
+    )
+    assert {option["strategy"] for option in found["4"]["options"]} <= {
+        "full_shard",
+        "shard_grad_op",
+        "hybrid_shard",
+        "hybrid_shard_zero2",
+    }
+    whole, part = (option["device_bytes"] for option in (one, shared))
+    assert part["optimizer"] == pytest.approx(whole["optimizer"], rel=0.02)
+    assert part["gathered"] == pytest.approx(whole["gathered"] / 4, rel=0.2)
+    assert part["activations"] < whole["activations"] * 0.6
+    assert shared["communication_bytes"] != one["communication_bytes"]
+
+
 def test_an_adapter_is_named_where_training_all_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     model = ["--model.config", json.dumps(LARGE), "--data.seq_len", "1024", "--precision", "bf16"]
     argv = [*model, "--train.global_batch_size", "16", "--device", "a100-80"]

@@ -65,6 +65,8 @@ def pairs(
     """Each setting, the run's value and Accelerate's."""
     sizes = (environment.get(f"PARALLELISM_CONFIG_{kind}_SIZE", "1") for kind in ("CP", "SP"))
     yield "context parallel", config.context_parallel_size, max(map(int, sizes))
+    layers = int(environment.get("PARALLELISM_CONFIG_TP_SIZE", "1"))
+    yield "tensor parallel", config.tensor_parallel_size, layers
     if config.precision != "auto":  # a file that is silent leaves it to the run, or there to the script
         yield "precision", config.precision, PRECISIONS[environment["ACCELERATE_MIXED_PRECISION"]]
     dynamo = environment.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()  # which it tells no DeepSpeed run

@@ -332,9 +332,7 @@ ROWS: Rows = {
         ("parallelism_config.parallelism_config_cp_size", "parallelism_config.parallelism_config_sp_size"),
         Row("context_parallel_size", _more_than_one),
     ),
-    "parallelism_config.parallelism_config_tp_size": refused(
-        "tensor parallelism is not part of this version; set it to 1", 1, "1"
-    ),
+    "parallelism_config.parallelism_config_tp_size": Row("tensor_parallel_size", _more_than_one),
     **dict.fromkeys(
         (
             "parallelism_config.parallelism_config_dp_shard_size",

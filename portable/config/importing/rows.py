@@ -160,10 +160,11 @@ class File:
         )
         if devices and isinstance(micro, int) and isinstance(steps, int):
             why = f"micro-batch {micro} x accumulation {steps} x devices {devices}"
-            parts = self.result.values.get("context_parallel_size", 1)
-            if isinstance(parts, int) and parts > 1:
-                why += f" / {parts} that share each sequence"
-                devices = max(1, devices // parts)
+            for key, what in (("context_parallel_size", "sequence"), ("tensor_parallel_size", "layer")):
+                parts = self.result.values.get(key, 1)
+                if isinstance(parts, int) and parts > 1:
+                    why += f" / {parts} that share each {what}"
+                    devices = max(1, devices // parts)
             self.default("train.global_batch_size", micro * steps * devices, why)
 
     def note(self, path: Path, message: str) -> None:

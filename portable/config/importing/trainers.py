@@ -75,6 +75,7 @@ TAKEN = {
     "seed": "seed data_seed",
     "strategy": "sharding_strategy",
     "context_parallel_size": "context_parallel_size sequence_parallel_degree",
+    "tensor_parallel_size": "tensor_parallel_size",
     "compile": "torch_compile",
     "compile_backend": "torch_compile_backend",
     "compile_mode": "torch_compile_mode",
@@ -214,8 +215,8 @@ REFUSED = {
     "set train.parameter_groups to [{pattern: lora_B, learning_rate: 1.6e-3}]": "loraplus_lr_ratio",
     "put a system message into each record": "default_system",
     "set adapter.config to a file, or the section adapter": "peft_config",
-    "ranks shard by FSDP and ZeRO, and share sequences; leave it out": "tensor_parallel_size "
-    "expert_parallel_size tensor_model_parallel_size pipeline_model_parallel_size",
+    "ranks shard by FSDP and ZeRO, and share sequences or layers; leave it out": "expert_parallel_size "
+    "tensor_model_parallel_size pipeline_model_parallel_size",
     "weights are trained in 16 or 32 bits only; leave it out": "qat fp8 fp8_backend quantize_moe_experts",
     "train.optimizer takes any by its import path, package.module:name; leave it out": "use_galore "
     "use_apollo use_badam use_adam_mini",
@@ -233,7 +234,6 @@ SILENT: dict[str, tuple[Any, ...]] = {
     "assistant_only_loss": (True,),
     "completion_only_loss": (True,),
     "model_revision": ("main",),
-    "tensor_parallel_size": (1,),
     "expert_parallel_size": (1,),
     "tensor_model_parallel_size": (1,),
     "pipeline_model_parallel_size": (1,),
@@ -654,6 +654,7 @@ TORCHTUNE: Rows = {
             "adapter.use_dora": "model.use_dora",
             "data.seq_len": "tokenizer.max_seq_len",
             "context_parallel_size": "context_parallel_dim",
+            "tensor_parallel_size": "tensor_parallel_dim",
             "train.micro_batch_size": "batch_size",
             "train.epochs": "epochs",
             "train.learning_rate": "optimizer.lr",
@@ -673,8 +674,7 @@ TORCHTUNE: Rows = {
             _VALIDATION: "dataset_val",
             "set train.steps, or train.stop_after": "max_steps_per_epoch",
             "stored activations stay on the device; leave it out": "enable_activation_offloading",
-            "ranks shard by FSDP and ZeRO, and share sequences; leave it out": "tensor_parallel_dim "
-            "tensor_parallel_plan",
+            "the plan of transformers for the model is taken; leave it out": "tensor_parallel_plan",
             "weights are trained in 16 or 32 bits only": "quantizer fp8_recipe_name enable_fp8_training",
             "distillation needs a train.loss of your own": "teacher_model teacher_checkpointer kd_loss "
             "kd_ratio",

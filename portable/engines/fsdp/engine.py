@@ -16,6 +16,7 @@ from portable.engines.fsdp.device_loss_scale import DeviceScaler
 from portable.engines.fsdp.offload import HostCopies
 from portable.engines.fsdp.saving import Saver
 from portable.engines.fsdp.sharding import shard
+from portable.engines.fsdp.tensor_parallel import averaged
 from portable.engines.generation import continue_text
 from portable.engines.loss_scale import LossScale
 from portable.engines.machine import COMPUTE_DTYPES
@@ -76,6 +77,7 @@ class TorchEngine:
         self.objective = Objective.of(self.model, config, head)
         self._sharded = sharded
         self._sequences = sequences
+        self._layers_shared = config.tensor_parallel_size > 1
         self._device = device
         parameters = dict(self.model.named_parameters())
         memory = config.memory
@@ -122,7 +124,7 @@ class TorchEngine:
         if self._scaler is not None and gradients:
             parts = [local(gradient) for gradient in gradients]
             of_torch.scale_(parts, self._scaler.scale.reciprocal().to(parts[0].device))
-        norm = torch.nn.utils.get_total_norm(gradients)
+        norm = averaged(gradients) if self._layers_shared else torch.nn.utils.get_total_norm(gradients)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
         norm = norm.to(self._device)  # gradients of offloaded parameters are in host memory

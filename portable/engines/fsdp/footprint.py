@@ -56,9 +56,12 @@ def replicated(model: Inventory, config: RunConfig, cluster: Cluster) -> Footpri
 
 def fully_sharded(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprint:
     """Memory and traffic under FSDP2."""
-    group = cluster.devices
+    together = config.tensor_parallel_size
+    in_layers, averaged = _between_layers(model, config)
+    model = model.of_one_in(together)
+    group = cluster.devices // together
     if config.strategy in HYBRID:
-        group = config.fsdp.shard_group_size or min(cluster.per_node, cluster.devices)
+        group = config.fsdp.shard_group_size or min(cluster.per_node, cluster.devices) // together
     compute = COMPUTE_BYTES[config.precision]
     parameters = gradients = moments = 0
     for weight in model.weights:
@@ -80,7 +83,7 @@ def fully_sharded(model: Inventory, config: RunConfig, cluster: Cluster) -> Foot
         host = 2 * gradients + moments
     gathers = 1 if config.strategy in KEPT_AFTER_FORWARD else 2
     share = (group - 1) / group
-    copies = cluster.devices // group
+    copies = cluster.devices // together // group
     per_pass = (gathers * compute * model.elements + MASTER * elements(model.trained)) * share
     reduced = 2 * gradients * (copies - 1) / copies  # of a shard, across the replicas
     network = reduced if config.strategy in HYBRID else across_nodes(per_pass, cluster)
@@ -96,9 +99,32 @@ def fully_sharded(model: Inventory, config: RunConfig, cluster: Cluster) -> Foot
         at_end=end,
         in_update=in_update,
         host=host,
-        links=Traffic(per_pass=per_pass, per_step=sent),
+        links=Traffic(per_pass=per_pass + in_layers, per_step=sent + averaged / group),
         network=Traffic(per_pass=network, per_step=between),
     )
+
+
+def _between_layers(model: Inventory, config: RunConfig) -> tuple[float, float]:
+    """Bytes that a rank of those that share layers sends in a pass, and in an update for what is whole.
+
+    They sum what a matrix that is cut along its inputs gives, and the gradient of what one that is cut along
+    its outputs gets.
+    """
+    ranks, data = config.tensor_parallel_size, config.data
+    assert config.train.micro_batch_size != "auto"
+    tokens = config.train.micro_batch_size * data.sequences * data.longest
+    again = 2 if config.memory.activation_checkpointing == "full" else 1
+    width = 0
+    for weight in model.weights:
+        if weight.cut is None or len(weight.shape) < 2:
+            continue
+        if len(weight.shape) == 3:  # experts: a pair of stacks
+            width += model.hidden_size * (1 + again) // 2
+        else:
+            width += weight.shape[1] if weight.cut == 0 else again * weight.shape[0]
+    share = 2 * (ranks - 1) / ranks
+    whole = elements(weight for weight in model.trained if weight.cut is None)
+    return share * tokens * width * COMPUTE_BYTES[config.precision], share * MASTER * whole
 
 
 def _gathered(model: Inventory, config: RunConfig, group: int, compute: int) -> tuple[int, int, int]:

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from portable.engines.compiling import compile_layers
 from portable.engines.experts import zero_missing_gradients
 from portable.engines.fsdp.footprint import HYBRID, KEPT_AFTER_FORWARD
+from portable.engines.fsdp.tensor_parallel import split_layers
 from portable.engines.fsdp.units import order_prefetches, units
 from portable.engines.machine import COMPUTE_DTYPES, transport
 from portable.errors import UserError
@@ -30,7 +31,7 @@ from portable.model.layers import every_parameter_gets_gradient
 from portable.model.parameters import materialize, replace_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
@@ -86,9 +87,13 @@ class ShardedModel:
 def shard_group_size(config: RunConfig, world_size: int, local_world_size: int) -> int:
     """The number of ranks that one copy of the state is sharded over; under hybrid strategies, of a group.
 
+    Ranks that share layers count as one.
+
     Raises:
         UserError: if the world size is not a multiple of the group size.
     """
+    world_size //= config.tensor_parallel_size
+    local_world_size //= config.tensor_parallel_size
     if config.strategy not in HYBRID:
         return world_size
     size = config.fsdp.shard_group_size or local_world_size
@@ -118,6 +123,7 @@ def shard(model: nn.Module, config: RunConfig, machine: Machine) -> ShardedModel
     compile_layers(model, config)
     compute = COMPUTE_DTYPES[config.precision]
     autocast_dtype = None if compute == torch.float32 else compute
+    size = config.tensor_parallel_size
     group = shard_group_size(config, machine.world_size, machine.local_world_size)
     if alone:
         materialize(model, device)
@@ -132,7 +138,13 @@ def shard(model: nn.Module, config: RunConfig, machine: Machine) -> ShardedModel
         dist.init_process_group(transport(device), store=store, rank=0, world_size=1)
     # FSDP would assign their data, which no tensor takes from one of another kind of device.
     replace_tensors(model, lambda _, parameter: parameter, lambda _, buffer: buffer.to(device))
-    _fully_shard(model, config, _mesh(config, machine, group), compute, _offload_policy(offload, device))
+    ordered = units(model, config)  # of the plain model: it is tried
+    mesh = _mesh(config, machine, group)
+    if size > 1:
+        *others, tensor = mesh.mesh_dim_names or ()
+        split_layers(model, mesh[tensor])
+        mesh = mesh[tuple(others)]
+    _fully_shard(model, config, ordered, mesh, compute, _offload_policy(offload, device))
     materialize(model, device, parameters=torch.device("cpu") if offload else device)
     return ShardedModel(model, model, device, autocast_dtype=None)
 
@@ -143,11 +155,17 @@ def stands_alone(machine: Machine, *, offload: bool) -> bool:
 
 
 def _mesh(config: RunConfig, machine: Machine, group: int) -> DeviceMesh:
-    """A mesh with a shard axis and, under hybrid strategies, a replicate axis before it."""
+    """A mesh with a shard axis and, under hybrid strategies, a replicate axis before it.
+
+    Where ranks share layers, they are the last axis, so neighbours.
+    """
+    size = config.tensor_parallel_size
     shape: tuple[int, ...] = (group,)
     names: tuple[str, ...] = ("shard",)
     if config.strategy in HYBRID:
-        shape, names = (machine.world_size // group, group), ("replicate", "shard")
+        shape, names = (machine.world_size // size // group, group), ("replicate", "shard")
+    if size > 1:
+        shape, names = (*shape, size), (*names, "tensor")
     # DTensor caches by mesh for the life of the process, and meshes of one shape and name are equal. A new
     # name keeps it from finding the mesh of an earlier engine, whose process group is destroyed.
     number = next(_meshes)
@@ -159,9 +177,13 @@ _meshes = itertools.count()
 
 
 def _fully_shard(
-    model: nn.Module, config: RunConfig, mesh: DeviceMesh, compute: torch.dtype, offload: OffloadPolicy
+    model: nn.Module,
+    config: RunConfig,
+    ordered: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    compute: torch.dtype,
+    offload: OffloadPolicy,
 ) -> None:
-    ordered = units(model, config)
     model.register_forward_hook(_show_values)  # FSDP's own hook comes between the two
     for module in [*reversed(ordered), model]:  # inner units first
         wrapped = fully_shard(

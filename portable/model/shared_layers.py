@@ -1,0 +1,156 @@
+"""How ranks share the layers of a model (``tensor_parallel_size``), by the plan of transformers for it.
+
+A plan names a style for modules and parameters. ``colwise`` cuts a matrix along its outputs, ``rowwise``
+along its inputs, after which the ranks sum; experts go whole to ranks. The token embedding and the head stay
+whole.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from portable.errors import UserError, one_line, require
+from portable.model.parameters import adapted
+from portable.private.of_transformers import parallel_plans
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+KEY = "tensor_parallel_size"
+Plan = dict[str, str]
+"""A style by the name of a module or parameter."""
+
+_COMPARED = """
+afmoe arcee aria_text axk1 axk2 beam codegen cohere cohere2 cohere2_moe cohere_compass_text cwm
+deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 dots1 ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe
+flex_olmo flint gemma gemma2 gemma3_text glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa gpt_neox gpt_oss gptj
+granite granite_swa granitemoe granitemoe_swa granitemoeshared helium hrm_text hy_v3 hy_v4 hyperclovax
+internlm3 iquestcoder jais2 kolibri1 laguna llama mellum mimo_v2_flash minicpm3 minimax minimax_m2
+minimax_m3_vl_text ministral ministral3 mistral mixtral nanochat nemotron olmo olmo2 olmo3 olmoe phi phi3
+phi4_multimodal phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open starcoder2 vaultgemma
+youtu
+"""
+
+COMPARED = frozenset(_COMPARED.split())
+"""Model types whose layers, shared by ranks, have the loss and gradients of one rank, as a test compares."""
+
+USED_IN_PART = "replicated_with_grad_allreduce"
+"""The style of a whole parameter of which each rank uses a part, such as the norms of its heads."""
+_COLUMNS = ("colwise", "colwise_gather_output")
+_ROWS = ("rowwise", "rowwise_split_input")
+_EXPERTS = "grouped_gemm"
+_OF_A_MODULE = (USED_IN_PART, "local_params", "mla_kv_a_proj", "ep_dispatch_experts")
+"""Styles that cut no parameter."""
+_KEYS = ("k_proj", "qkv_proj", "query_key_value")
+
+
+def check_layers(model: Any, size: int) -> None:
+    """Raise UserError if ``size`` ranks cannot share the layers of ``model``, on the meta device."""
+    config, name = model.config, type(model).__name__
+    text = config.get_text_config()
+    require(
+        text is config and config.model_type in COMPARED,
+        f"{KEY}: {name} was not found to compute on shared layers what it does on one rank; set it to 1",
+    )
+    for parameter, value in model.named_parameters() if adapted(model) else ():
+        require(
+            not value.requires_grad or ".lora_A." in parameter or ".lora_B." in parameter,
+            f"{KEY}: of adapters works with LoRA's matrices only, and {parameter} is trained; set it to 1",
+        )
+    cut = cut_dims(model, size)
+    require(bool(cut), f"{KEY}: {name} has no layers that ranks can share; set it to 1")
+    heads = {"heads": text.num_attention_heads}
+    if any(part in _KEYS for parameter in cut for part in parameter.split(".")):
+        for kind in ("num_key_value_heads", "num_global_key_value_heads"):
+            heads[f"heads of keys ({kind})"] = getattr(text, kind, None) or size
+    shapes = {parameter: tuple(model.get_parameter(parameter).shape) for parameter in cut}
+    sizes = heads | {f"rows or columns of {one}": shapes[one][dim] for one, dim in cut.items()}
+    for what, number in sizes.items():
+        require(
+            number % size == 0,
+            f"{KEY}: the {number} {what} of {name} cannot be divided among {size} ranks; use a divisor",
+        )
+
+
+def cut_dims(model: Any, size: int) -> dict[str, int]:
+    """The dim along which each parameter is cut that is cut, by its name.
+
+    Raises:
+        UserError: if ``model`` has no plan for it.
+    """
+    layers, experts = plans(model, size)
+    found = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        style = layers.get(name) or experts.get(name)
+        if style in _COLUMNS:
+            found[name] = max(0, parameter.dim() - 2)
+        elif style in _ROWS and not name.endswith(".bias"):
+            found[name] = parameter.dim() - 1
+        elif style == _EXPERTS:
+            found[name] = 0
+    return found
+
+
+def keep_part(model: Any, size: int) -> None:
+    """Leave in ``model``, on the meta device, what one of ``size`` ranks has, to measure a pass of it alone.
+
+    Where ranks gather what they compute, it is computed whole.
+    """
+    if size == 1:
+        return
+    layers, experts = plans(model, size)
+    for name, dim in cut_dims(model, size).items():
+        path, _, own = name.rpartition(".")
+        module = model.get_submodule(path)
+        if layers.get(name) in ("colwise", "rowwise") or name in experts:
+            whole = model.get_parameter(name)
+            part = whole.detach().narrow(dim, 0, whole.shape[dim] // size)
+            setattr(module, own, nn.Parameter(part, whole.requires_grad))
+    for name, style in experts.items():
+        if style == "ep_dispatch_experts":
+            model.get_submodule(name).num_experts //= size
+
+
+def plans(model: Any, size: int) -> tuple[Plan, Plan]:
+    """How transformers divides the layers, and the experts, of ``model`` among ``size`` ranks.
+
+    Raises:
+        UserError: if it has no plan, or one that cannot be carried out here.
+    """
+    try:
+        layers, experts = parallel_plans(model, size)
+    except ValueError as error:
+        raise UserError(f"{KEY}: {type(model).__name__}: {one_line(error)}; set it to 1") from error
+    modules = dict(model.named_modules())
+    ends = [one for one in (model.get_input_embeddings(), model.get_output_embeddings()) if one is not None]
+    whole = {name for name, module in modules.items() if any(module is end for end in ends)}
+    layers = {name: style for name, style in layers.items() if not {name, name.rpartition(".")[0]} & whole}
+    for name, style in (layers | experts).items():
+        require(
+            style in (*_COLUMNS, *_ROWS, _EXPERTS, *_OF_A_MODULE),
+            f"{KEY}: {type(model).__name__} has a plan with {style} for {name}, which cannot be carried out; "
+            "set it to 1",
+        )
+    adapted = {name: module for name, module in modules.items() if hasattr(module, "base_layer")}
+    for name in adapted.keys() & layers.keys():
+        layers |= dict(_with_adapter(name, layers.pop(name), adapted[name]))
+    return layers, experts
+
+
+def _with_adapter(name: str, style: str, module: Any) -> Iterator[tuple[str, str]]:
+    """The styles of the parts of a module with LoRA, so that results are cut as those of the module alone."""
+    parts = {"base_layer": style}
+    if style == "colwise":
+        parts |= {f"lora_B.{adapter}": style for adapter in module.lora_B}
+    elif style == "rowwise":
+        parts |= {f"lora_A.{adapter}": style for adapter in module.lora_A}
+    elif style not in (*_COLUMNS, *_ROWS):
+        parts = {"": style}
+    for part, own in parts.items():
+        at = f"{name}.{part}".rstrip(".")
+        if part:
+            for parameter, _ in module.get_submodule(part).named_parameters(recurse=False):
+                yield f"{at}.{parameter}", own
+        yield at, own

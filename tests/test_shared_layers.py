@@ -1,0 +1,291 @@
+"""tensor_parallel_size: what ranks that share layers compute equals what one rank does."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from portable.adapters.assemble import looked_at
+from portable.commands.convert import main as convert
+from portable.config import RunConfig
+from portable.engines.fsdp.optimizer_state import fill_shard
+from portable.engines.fsdp.sharding import shard
+from portable.engines.fsdp.tensor_parallel import averaged
+from portable.engines.machine import Machine
+from portable.errors import UserError, one_line
+from portable.model.loss import token_loss, without_dropout
+from portable.model.parameters import replace_tensors, state_tensors
+from portable.model.shared_layers import COMPARED, check_layers, cut_dims
+from portable.model.tensors import InMemoryTensor
+from portable.private.of_transformers import no_value_checks
+from portable.reporting.metrics import read_metrics
+from portable.run.rank import run_rank
+from tests.runs import TINY_MODEL, configured
+from tests.tiny_models import VOCABULARY, tiny_config
+from tests.views import assert_same_view, view
+
+if TYPE_CHECKING:
+    from tests.engines import Engines
+    from tests.ranks import RankPool
+
+MODELS: dict[str, dict[str, Any]] = {
+    # 82: of two ranks, each has 41 rows, of which two others cannot have the same number.
+    "windows": {**TINY_MODEL, "model_type": "mistral", "sliding_window": 12, "intermediate_size": 82},
+    "norms of heads": {**TINY_MODEL, "model_type": "qwen3", "head_dim": 8},
+    "experts": {**TINY_MODEL, "model_type": "mixtral", "num_local_experts": 4},
+}
+STEPS: dict[str, Any] = {
+    "data__seq_len": 64,
+    "train__steps": 12,
+    "train__global_batch_size": 4,
+    "train__dropout": False,
+    "precision": "fp32",
+}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "FSDP2, a group": (2, {}),
+    "FSDP2, four ranks a layer": (4, {"tensor_parallel_size": 4}),
+    "FSDP2, two groups": (4, {}),
+    "gathered once": (4, {"strategy": "shard_grad_op"}),
+    "HSDP": (4, {"strategy": "hybrid_shard", "fsdp__shard_group_size": 1}),
+    "recomputed": (2, {"memory__activation_checkpointing": "full"}),
+    "parameters on the host": (4, {"memory__offload_params": "cpu"}),
+    "update on the host": (4, {"memory__offload_optimizer": "cpu"}),
+}
+
+
+def launched(config: Any) -> int:
+    return run_rank("cpu", config)
+
+
+def losses(engines: Engines, size: int, folder: Path, corpus: Path, settings: dict[str, Any]) -> list[float]:
+    micro = 4 // (size // settings.get("tensor_parallel_size", 1)) // 2 or 1
+    config = configured(folder, corpus, **{**STEPS, "train__micro_batch_size": micro, **settings})
+    assert engines.run(config.strategy, size, launched, config) == 0
+    rows = read_metrics(folder)
+    return [row[name] for row in rows for name in ("loss", "eval_loss", "grad_norm") if name in row]
+
+
+@pytest.fixture(scope="module")
+def alone(engines: Engines, conversations: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The numbers of one rank, by its settings, computed once."""
+    known: dict[str, list[float]] = {}
+
+    def of(settings: dict[str, Any]) -> list[float]:
+        if str(settings) not in known:
+            folder = tmp_path_factory.mktemp("alone")
+            given = {"strategy": "no_shard", **settings}
+            known[str(settings)] = losses(engines, 1, folder, conversations, given)
+        return known[str(settings)]
+
+    return of
+
+
+CASES: list[tuple[str, str, dict[str, Any]]] = [
+    *((layout, "windows", {"data__packing": "documents"}) for layout in LAYOUTS if "four" not in layout),
+    ("FSDP2, four ranks a layer", "norms of heads", {"data__packing": "documents"}),
+    *(("FSDP2, two groups", model, {"data__packing": "documents"}) for model in MODELS if model != "windows"),
+    ("FSDP2, two groups", "windows", {"data__packing": False}),
+    ("FSDP2, two groups", "experts", {"train__optimizer": "sgd", "train__learning_rate": 0.1}),
+    ("FSDP2, two groups", "norms of heads", {"train__ema": 0.9, "train__eval_ema": True}),
+    ("FSDP2, two groups", "windows", {"adapter__type": "lora", "adapter__init": False}),
+    ("recomputed", "norms of heads", {"adapter__type": "lora", "adapter__use_rslora": True}),
+]
+
+
+@pytest.mark.parametrize(("layout", "model", "given"), CASES)
+def test_equals_one_rank(
+    layout: str,
+    model: str,
+    given: dict[str, Any],
+    alone: Any,
+    engines: Engines,
+    conversations: Path,
+    tmp_path: Path,
+) -> None:
+    size, settings = LAYOUTS[layout]
+    given = {"model__config": {**MODELS[model], "num_key_value_heads": 4}, **given}
+    settings = {"strategy": "full_shard", "tensor_parallel_size": 2, **given, **settings}
+    found = losses(engines, size, tmp_path, conversations, settings)
+    assert found == pytest.approx(alone(given), rel=2e-5, abs=2e-6)
+
+
+def test_follows_one_rank_in_bf16(alone: Any, engines: Engines, conversations: Path, tmp_path: Path) -> None:
+    given = {"model__config": {**MODELS["norms of heads"], "num_key_value_heads": 4}, "precision": "bf16"}
+    settings = {"strategy": "full_shard", "tensor_parallel_size": 2, **given}
+    found = losses(engines, 4, tmp_path, conversations, settings)
+    assert found == pytest.approx(alone(given), rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"intermediate_size": 82}, {"model_type": "mixtral", "num_local_experts": 2}],
+    ids=["uneven rows", "an expert for two ranks"],
+)
+def test_a_checkpoint_has_what_one_rank_has(
+    changed: dict[str, Any], engines: Engines, corpus: Path, tmp_path: Path
+) -> None:
+    """And the converter opens it, moments too."""
+    settings = {"model__config": {**TINY_MODEL, **changed}, "train__steps": 2}
+    losses(engines, 1, tmp_path / "one", corpus, {"strategy": "no_shard", **settings})
+    shared = {"strategy": "full_shard", "tensor_parallel_size": 2, **settings}
+    losses(engines, 4, tmp_path / "shared", corpus, shared)
+    one, found = (tmp_path / run / "checkpoints" / "step-000002" for run in ("one", "shared"))
+    assert_same_view(view(found), view(one), 1e-3)
+    assert convert([str(found), str(tmp_path / "out"), "--optimizer", "--verify"]) == 0
+
+
+def gradients_apart() -> list[float]:
+    """On a rank of four: the norm, and a whole gradient of which two ranks have 1 and 3."""
+    dist.init_process_group("gloo")
+    try:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+        mine = 1.0 + 2 * (dist.get_rank() % 2)
+        parts = (
+            (torch.full((2,), mine), [Shard(0), Replicate()]),
+            (torch.full((2, 1), 3.0), [Shard(0), Shard(1)]),
+            (torch.full((1, 3), 2.0), [Replicate(), Shard(0)]),
+        )
+        given = [DTensor.from_local(part, mesh, places, run_check=False) for part, places in parts]
+        return [float(averaged(given)), *given[0].full_tensor().tolist()]
+    finally:
+        dist.destroy_process_group()
+
+
+def test_what_ranks_have_whole_is_averaged_and_counts_once(ranks: RankPool) -> None:
+    norm, *whole = ranks.run(4, gradients_apart)
+    assert whole == [2.0] * 4
+    assert norm == pytest.approx((4 * 2**2 + 8 * 3**2 + 6 * 2**2) ** 0.5)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "DDP": ({"strategy": "no_shard"}, "strategy no_shard"),
+    "ZeRO": ({"strategy": "zero3"}, "strategy zero3"),
+    "backend": ({"backend": "xla"}, "backend xla"),
+    "sequences": ({"context_parallel_size": 2}, "context_parallel_size 2"),
+    "precision": ({"precision": "fp16"}, "precision fp16"),
+    "optimizer": ({"train__optimizer": "muon"}, "train.optimizer muon"),
+    "task": ({"model__task": "masked-lm"}, "model.task masked-lm"),
+    "search": ({"train__micro_batch_size": "auto"}, "train.micro_batch_size auto"),
+    "compiled": ({"compile": True}, "compile true"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_settings_that_were_not_tried(case: str, corpus: Path, tmp_path: Path) -> None:
+    settings, told = REFUSED[case]
+    with pytest.raises(UserError, match=f"{told} does not work with ranks that share layers"):
+        configured(tmp_path, corpus, **{"tensor_parallel_size": 2, **settings})
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"num_attention_heads": 3, "num_key_value_heads": 3}, "the 3 heads"),
+        ({"num_key_value_heads": 1}, "the 1 heads of keys"),
+        ({"intermediate_size": 81}, "the 81 rows or columns of model.layers.0.mlp.gate_proj.weight"),
+        ({"model_type": "mixtral", "num_local_experts": 3}, "the 3 rows or columns of .*experts"),
+        ({"model_type": "apertus"}, "was not found to compute"),
+        ({"model_type": "gpt2"}, "was not found to compute"),
+    ],
+)
+def test_models_whose_layers_cannot_be_shared(changed: dict[str, Any], told: str) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(**{**TINY_MODEL, **changed})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(UserError, match=f"^tensor_parallel_size: .*{told}"):
+        check_layers(model, 2)
+
+
+@pytest.mark.parametrize("given", [{"adapter__type": "ia3"}, {"adapter__use_dora": True}])
+def test_adapters_that_ranks_cannot_share(given: dict[str, Any], corpus: Path, tmp_path: Path) -> None:
+    given = {"tensor_parallel_size": 2, "strategy": "full_shard", "adapter__type": "lora", **given}
+    with pytest.raises(UserError, match=r"^tensor_parallel_size: of adapters works with LoRA"):
+        looked_at(configured(tmp_path, corpus, **given))
+
+
+def beside_one_rank(types: list[str]) -> dict[str, str]:
+    """On a rank of two: what differs from one rank, or the error, by type."""
+    dist.init_process_group("gloo")
+    try:
+        return {model_type: _beside_one(model_type) for model_type in types}
+    finally:
+        dist.destroy_process_group()
+
+
+def _beside_one(model_type: str) -> str:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    try:
+        config = AutoConfig.for_model(**tiny_config(model_type, "causal-lm"))
+        plain = AutoModelForCausalLM.from_config(config).float().train()  # some compute otherwise then
+        without_dropout(plain)
+        with torch.no_grad():
+            for parameter in plain.parameters():  # none at a symmetric point, such as a norm's ones
+                parameter.add_(torch.randn_like(parameter) * 0.03)
+        batch = {name: torch.randint(5, VOCABULARY, (2, 32)) for name in ("input_ids", "labels")}
+        model = copy.deepcopy(plain)
+        replace_tensors(model, lambda _, p: torch.nn.Parameter(p.to("meta")), lambda _, buffer: buffer)
+        settings = RunConfig(strategy="full_shard", tensor_parallel_size=2, precision="fp32")
+        shard(model, settings, Machine(torch.device("cpu"), dist.get_rank(), 2, 2))
+        values = state_tensors(plain)
+        for name, tensor in state_tensors(model).items():
+            fill_shard(tensor, InMemoryTensor(values[name].detach()))
+        expected, found = gradients(plain, batch), gradients(model, batch)
+    except Exception as error:
+        return one_line(error)
+    largest = max(float(value.abs().max()) for value in expected[1:])
+    apart = [float((one - other).abs().max()) for one, other in zip(found, expected, strict=True)]
+    if apart[0] > 1e-6 * float(expected[0]) or max(apart[1:]) > 2e-6 * largest:
+        return f"the loss is {apart[0]:.1e} off, gradients {max(apart[1:]) / largest:.1e}"
+    return "" if cut_dims(plain, 2) else "nothing is cut"
+
+
+def gradients(model: Any, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """The loss, and the whole gradients."""
+    model.zero_grad()
+    with no_value_checks():
+        loss = token_loss(model, batch)
+    loss.backward()
+    found = [loss.detach()]
+    for parameter in model.parameters():
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+        found.append(gradient.full_tensor() if isinstance(gradient, DTensor) else gradient)
+    return found
+
+
+def types_with_a_plan() -> list[str]:
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    known = (name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name in CONFIG_MAPPING)
+    return sorted(name for name in known if getattr(CONFIG_MAPPING[name], "base_model_tp_plan", None))
+
+
+# A plain one, norms of heads, experts, compressed keys, a packed product; and two whose plans are wrong.
+SOME = ["apertus", "deepseek_v3", "gpt_oss", "llama", "phi3", "qwen3_moe", "sarvam_moe"]
+
+
+@pytest.mark.parametrize(
+    "types",
+    [SOME, pytest.param(types_with_a_plan(), marks=pytest.mark.exhaustive)],
+    ids=["some", "all"],
+)
+def test_types_that_equal_one_rank(types: list[str], ranks: RankPool) -> None:
+    found = ranks.run(2, beside_one_rank, types, timeout=900)
+    differ = {name: why for name, why in found.items() if why}
+    assert set(types) - set(differ) == COMPARED & set(types), differ
+
+
+def test_the_page_counts_the_types() -> None:
+    page = Path(__file__).parents[1] / "docs" / "strategies.md"
+    assert f"- {len(COMPARED)} model types, " in page.read_text("utf-8")
