@@ -6,8 +6,14 @@ import os
 import warnings
 from contextlib import redirect_stderr
 from io import StringIO
+from typing import TYPE_CHECKING, Any
 
 from portable.private import Package
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from tpu.compile.libtpu import Topology
 
 PACKAGE = Package("torch-tpu", "0.2.0")
 _FEATURE = "backend: tpu"
@@ -33,3 +39,74 @@ def launch_environment(ranks: int) -> dict[str, str]:
 
     torch.tpu.distributed.set_tpu_launch_env(nproc_per_node=ranks)  # type: ignore[attr-defined, unused-ignore]
     return {name: value for name, value in os.environ.items() if name.startswith("TORCH_TPU_")}
+
+
+@PACKAGE.needed_for("--compile on backend tpu")
+def wait_without_the_lock() -> None:
+    """Let programs end before streams change and events are recorded: these wait, with Python's lock.
+
+    What compiles a program in Python would wait for that lock, for ever.
+    """
+    import torch
+    from torch_tpu._internal.device import _device_module
+    from torch_tpu._internal.stream import streams
+
+    def after_all_programs(function: Any) -> Any:
+        def called(*arguments: Any) -> Any:
+            torch.zeros((), device="tpu").cpu()  # waits in its place in the queue, without the lock
+            return function(*arguments)
+
+        return called
+
+    operations: Any = _device_module._device_ops_backend
+    operations._set_current_stream_id = after_all_programs(operations._set_current_stream_id)
+    streams.TpuEvent.record = after_all_programs(streams.TpuEvent.record)
+
+
+@PACKAGE.needed_for("--compile on backend tpu")
+def other_ranks(topology: Topology) -> dist.Store:
+    """A store in which the other ranks of a slice have said who they are, for a process that is alone.
+
+    Args:
+        topology: the slice; rank r has its r-th device.
+    """
+    import torch.distributed as dist
+
+    class OtherRanks(dist.Store):
+        """Each rank adds one entry, its chip and its place, to a list that all read."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self._values: dict[str, bytes] = {}
+
+        def set(self, key: str, value: Any) -> None:
+            self._values[key] = value
+
+        def add(self, key: str, amount: int) -> int:
+            return amount or len(topology.devices)  # the first entry is ours; asked for, they are complete
+
+        def get(self, key: str) -> bytes:
+            rank = int(key.rpartition(":node:")[2])
+            place = topology.attributes_of(rank)
+            x, y, z = place["coords"]
+            name = f"world_topo:{rank}"
+            text = f"{rank},{rank},{x},{y},{z},{place['core_on_chip']},-1,{topology.kind}"
+            entry = f"{len(name)}:{name}{text}"
+            return f"{len(entry)}:{entry}".encode()
+
+        def multi_get(self, keys: list[str]) -> list[bytes]:
+            return [self.get(key) for key in keys]
+
+        def wait(self, keys: list[str], timeout: Any = None) -> None:
+            pass
+
+        def check(self, keys: list[str]) -> bool:
+            return True
+
+        def has_extended_api(self) -> bool:
+            return True
+
+        def set_timeout(self, timeout: Any) -> None:
+            pass
+
+    return OtherRanks()

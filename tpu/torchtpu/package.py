@@ -82,10 +82,9 @@ class TorchTpuPackage(TorchPackage):
         return footprint
 
     def compile(self, config: RunConfig, target: CompileTarget) -> Compiled:
-        raise UserError(
-            "--compile: an eager step on backend tpu is many programs, of which none tells its memory; plan "
-            "--backend xla, whose step is one"
-        )
+        from tpu.torchtpu.dry_run import compile_run
+
+        return compile_run(config, target)
 
     def launch_environment(self, ranks: int) -> dict[str, str]:
         if ranks == 1 or _ADDRESSES in os.environ:
