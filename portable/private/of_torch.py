@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
     from torch import Tensor, nn
+    from torch.distributed.distributed_c10d import Store
     from torch.distributed.tensor import DTensor
 
 _torch = Package("torch", "2.15.0")
@@ -230,9 +231,7 @@ def detach_process_groups() -> list[Any]:
 
 
 @_torch.needed_for("train.micro_batch_size: auto")
-def start_fake_group(
-    rank: int, world_size: int, transport: str = "fake", store: dist.Store | None = None
-) -> None:
+def start_fake_group(rank: int, world_size: int, transport: str = "fake", store: Store | None = None) -> None:
     """Start a process group whose collectives move nothing and never wait.
 
     Args:

@@ -228,7 +228,7 @@ class Topology:
 
     @cached_property
     def devices(self) -> dict[int, int]:
-        """The handle of each device's description by its id, ascending: torch_xla numbers them in this order."""
+        """The handle of each device's description by its id, ascending, as torch_xla numbers them."""
         found = {
             self.library.call("PJRT_DeviceDescription_Id", device)[1] & 0xFFFFFFFF: device
             for device in self._devices
@@ -308,10 +308,11 @@ class Executable:
         _, _, sizes, ranks = self._library.call("PJRT_Executable_OutputDimensions", self.handle)[:4]
         if not count:
             return []
-        left = iter((ctypes.c_int64 * sum(ranks_of := (ctypes.c_size_t * count).from_address(ranks))).from_address(sizes))
+        of_each = (ctypes.c_size_t * count).from_address(ranks)
+        left = iter((ctypes.c_int64 * sum(of_each)).from_address(sizes))
         return [
             (kind, [next(left) for _ in range(rank)])
-            for kind, rank in zip((ctypes.c_int * count).from_address(kinds), ranks_of, strict=True)
+            for kind, rank in zip((ctypes.c_int * count).from_address(kinds), of_each, strict=True)
         ]
 
     def program(self) -> bytes:

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 _FUNCTION = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
 _WHEN_READY = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)
 _FREES_NOTHING = _FUNCTION(lambda address: None)
-# Bits of an element, by PJRT_Buffer_Type: xla/pjrt/c/pjrt_c_api.h.
-_BITS = (0, 8, 8, 16, 32, 64, 8, 16, 32, 64, 16, 32, 64, 16, 64, 128, 8, 8, 8, 8, 8, 4, 4, 0, 2, 2, 8, 8, 8, 4)
+# Bits of an element, by PJRT_Buffer_Type from PRED, its first: xla/pjrt/c/pjrt_c_api.h.
+_BITS = (8, 8, 16, 32, 64, 8, 16, 32, 64, 16, 32, 64, 16, 64, 128, 8, 8, 8, 8, 8, 4, 4, 0, 2, 2, 8, 8, 8, 4)
 _HANDLE = 64  # bytes behind a handle, all zero
 BUILD, REPLICAS, PARTITIONS, ASSIGNMENT = 3, 4, 5, 9  # CompileOptionsProto, ExecutableBuildOptionsProto
 
@@ -48,7 +48,7 @@ class Buffer:
 
     @property
     def bytes(self) -> int:
-        return -(-math.prod(self.shape[: self.rank]) * _BITS[self.kind] // 8)
+        return -(-math.prod(list[int](self.shape[: self.rank])) * _BITS[self.kind - 1] // 8)
 
 
 @dataclass
@@ -100,7 +100,10 @@ class DryChip:
         def called(address: int) -> int | None:
             size = ctypes.c_size_t.from_address(address).value
             try:
-                return function((ctypes.c_uint64 * (-(-size // 8) - 2)).from_address(address + 16))
+                error: int | None = function(
+                    (ctypes.c_uint64 * (-(-size // 8) - 2)).from_address(address + 16)
+                )
+                return error
             except BaseException:  # nothing may be raised into C code
                 traceback.print_exc()
                 os._exit(70)

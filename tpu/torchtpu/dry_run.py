@@ -26,7 +26,7 @@ from portable.checks import check
 from portable.errors import UserError, one_line, require
 from portable.planner.compiled import Collective, Compiled, CompiledGraph, LargeValue
 from portable.temporary_folder import scratch_folder
-from tpu.compile.compiler import does_not_fit, exhausted, find_library
+from tpu.compile.compiler import does_not_fit, exhausted, find_library, named
 from tpu.compile.libtpu import CompileError, Libtpu
 from tpu.compile.report import analyse
 from tpu.compile.slices import Slice, find_slice
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
 _NO_VALUES = 1 << 62
 _NOTE = (
-    "one graph stands for the {programs} programs of a step, which libtpu compiled one by one; peak is the most "
-    "memory that their buffers took, counted as they came and went"
+    "one graph stands for the {programs} programs of a step, which libtpu compiled one by one; its memory is "
+    "the most that their buffers took"
 )
 
 
@@ -52,6 +52,11 @@ def compile_run(config: RunConfig, target: CompileTarget) -> Compiled:
     require(
         config.memory.offload_params == "none" and config.memory.offload_optimizer == "none",
         "--compile: on backend tpu it does not see host memory, which memory.offload_* fills; leave it out",
+    )
+    require(
+        config.strategy in ("full_shard", "shard_grad_op"),
+        f"--compile: strategy {config.strategy} has groups or threads of torch's that need all ranks; plan "
+        "full_shard or shard_grad_op, or leave it out",
     )
     require(not target.only_memory, "--only-memory: backend tpu compiles many small programs; leave it out")
     check(config, late=True)
@@ -72,14 +77,16 @@ def compile_run(config: RunConfig, target: CompileTarget) -> Compiled:
             why = one_line(lines[-1]) if lines else f"its process ended with {done.returncode}"
             raise UserError(f"--compile: a step of {config.model.key} cannot be traced ({why})")
         found = json.loads(answer.read_text("utf-8"))
+    if "refused" in found:
+        raise UserError(found["refused"])
     if "error" in found:
         if not does_not_fit(found["error"], found["code"]):
             raise UserError(f"--compile: libtpu refuses a program: {one_line(found['error'])}")
         problem = f"a program does not fit: {exhausted(found['error'])}"
-        return Compiled(wanted.name, found["compiler"], found["hbm_bytes"], (), (problem,))
+        return Compiled(wanted.name, named(library, found["compiler"]), found["hbm_bytes"], (), (problem,))
     return Compiled(
         wanted.name,
-        found["compiler"],
+        named(library, found["compiler"]),
         found["hbm_bytes"],
         (CompiledGraph.from_json(found["graph"]),),
         notes=(_NOTE.format(programs=found["programs"]),),
@@ -107,7 +114,6 @@ def _launch_environment(wanted: Slice) -> dict[str, str]:
 
 
 def main() -> None:
-    import faulthandler; faulthandler.dump_traceback_later(40, file=open("/tmp/w/co/tb.txt","w"))
     answer = Path(sys.argv[1])
     config, wanted, library, large = pickle.load(sys.stdin.buffer)  # noqa: S301  (from the parent)
     os.environ["TPU_LIBRARY_PATH"] = str(library)
@@ -123,7 +129,13 @@ def main() -> None:
     def refuse(error: CompileError) -> None:
         end({"error": str(error), "code": error.code})
 
-    end(dry_run(config, topology, DryChip(topology, refuse), large))
+    try:
+        end(dry_run(config, topology, DryChip(topology, refuse), large))
+    except UserError as error:
+        end({"refused": one_line(error)})
+    except Exception as error:  # not past here: Python would end beneath threads that call it
+        text = one_line(str(error).strip().splitlines()[0])
+        end({"refused": f"--compile: a step of {config.model.key} cannot be traced ({text})"})
 
 
 def dry_run(config: RunConfig, topology: Topology, chip: DryChip, large: int) -> dict[str, Any]:
@@ -143,9 +155,9 @@ def dry_run(config: RunConfig, topology: Topology, chip: DryChip, large: int) ->
     from portable.loop import train_step
     from portable.model import build as models
     from portable.model.parameters import state_tensors
+    from portable.optim.sharded import local
     from portable.planner.activations import fake_batch
     from portable.planner.passes import Request
-    from portable.optim.sharded import local
     from portable.private import of_torch
     from portable.run.micro_batch import batch_plan
     from tpu.torchtpu import of_torch_tpu
@@ -160,9 +172,7 @@ def dry_run(config: RunConfig, topology: Topology, chip: DryChip, large: int) ->
     start = time.monotonic()
     backend = TorchBackend(DryPackage("tpu", compiler="tpu"))
     if backend.world_size > 1:
-        of_torch.start_fake_group(
-            0, backend.world_size, "cpu:fake,tpu:tpu_dist", of_torch_tpu.other_ranks(topology)
-        )
+        of_torch.start_fake_group(0, backend.world_size, "tpu:tpu_dist", of_torch_tpu.other_ranks(topology))
     model_config = models.model_config(config.model)
     models.check_length(model_config, config)
     config = settled(config)
@@ -190,7 +200,8 @@ def dry_run(config: RunConfig, topology: Topology, chip: DryChip, large: int) ->
         local(last).flatten()[:1].cpu()
         counts.append(chip.runs() - runs)
     once, twice = counts[1], counts[-1]
-    runs = Counter({key: once[key] + (plan.accumulation_steps - 1) * (twice[key] - once[key]) for key in twice | once})
+    repeated = plan.accumulation_steps - 1
+    runs = Counter({key: once[key] + repeated * (twice[key] - once[key]) for key in twice | once})
     return {
         "graph": asdict(_graph(chip, runs, large or _NO_VALUES, round(time.monotonic() - start, 2))),
         "programs": len(chip.programs),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from portable.private import Package
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
+    from torch.distributed import HashStore
 
     from tpu.compile.libtpu import Topology
 
@@ -64,49 +64,22 @@ def wait_without_the_lock() -> None:
 
 
 @PACKAGE.needed_for("--compile on backend tpu")
-def other_ranks(topology: Topology) -> dist.Store:
-    """A store in which the other ranks of a slice have said who they are, for a process that is alone.
+def other_ranks(topology: Topology) -> HashStore:
+    """A store in which the other ranks of a slice have said who they are, for rank 0 that is alone.
+
+    Each rank adds an entry, its chip and its place, to a list that all of them read.
 
     Args:
         topology: the slice; rank r has its r-th device.
     """
-    import torch.distributed as dist
+    from torch.distributed import HashStore
 
-    class OtherRanks(dist.Store):
-        """Each rank adds one entry, its chip and its place, to a list that all read."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self._values: dict[str, bytes] = {}
-
-        def set(self, key: str, value: Any) -> None:
-            self._values[key] = value
-
-        def add(self, key: str, amount: int) -> int:
-            return amount or len(topology.devices)  # the first entry is ours; asked for, they are complete
-
-        def get(self, key: str) -> bytes:
-            rank = int(key.rpartition(":node:")[2])
-            place = topology.attributes_of(rank)
-            x, y, z = place["coords"]
-            name = f"world_topo:{rank}"
-            text = f"{rank},{rank},{x},{y},{z},{place['core_on_chip']},-1,{topology.kind}"
-            entry = f"{len(name)}:{name}{text}"
-            return f"{len(entry)}:{entry}".encode()
-
-        def multi_get(self, keys: list[str]) -> list[bytes]:
-            return [self.get(key) for key in keys]
-
-        def wait(self, keys: list[str], timeout: Any = None) -> None:
-            pass
-
-        def check(self, keys: list[str]) -> bool:
-            return True
-
-        def has_extended_api(self) -> bool:
-            return True
-
-        def set_timeout(self, timeout: Any) -> None:
-            pass
-
-    return OtherRanks()
+    store, ranks = HashStore(), len(topology.devices)
+    listed = f"0//tpu//nlag:world_topo:0:{ranks}"
+    for rank in range(1, ranks):
+        place: Any = topology.attributes_of(rank)
+        name, where = f"world_topo:{rank}", (*place["coords"], place["core_on_chip"], -1)
+        entry = f"{len(name)}:{name}" + ",".join(map(str, (rank, rank, *where, topology.kind)))
+        store.set(f"{listed}:node:{rank - 1}", f"{len(entry)}:{entry}")
+        store.add(f"{listed}:count", 1)
+    return store
