@@ -24,7 +24,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpu.compile.protobuf import Message, field, fields
+from tpu.compile.protobuf import Message, fields
+from tpu.torchtpu.dry_chip import ASSIGNMENT, BUILD, placed_on
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -137,8 +138,7 @@ HOST_ALLOCATOR = 23  # PJRT_Extension_Type_HostMemoryAllocator
 # -- CompileOptionsProto ---------------------------------------------------------------------------------
 
 
-BUILD, OVERRIDES = 3, 7  # executable_build_options, env_option_overrides
-REPLICAS, PARTITIONS, ASSIGNMENT = 4, 5, 9  # of executable_build_options
+OVERRIDES = 7  # env_option_overrides
 DEVICES_OF_A_COMPUTATION, IDS = 3, 1  # of DeviceAssignmentProto
 
 
@@ -149,23 +149,6 @@ def for_cpu(options: bytes) -> bytes:
         for number, _, start, end in fields(memoryview(options))
         if not (number == OVERRIDES and b"xla_tpu" in options[start:end])
     )
-
-
-def placed_on(options: bytes, chips: Sequence[int]) -> bytes:
-    """For one program on each of ``chips``."""
-    devices = b"".join(field(DEVICES_OF_A_COMPUTATION, field(IDS, chip)) for chip in chips)
-    assignment = field(1, 1) + field(2, len(chips)) + devices
-    placed = field(REPLICAS, 1) + field(PARTITIONS, len(chips)) + field(ASSIGNMENT, assignment)
-    made = b""
-    for number, value, start, end in fields(memoryview(options)):
-        if number == BUILD and not isinstance(value, int):
-            build = bytes(value)
-            parts = fields(value)
-            kept = b"".join(build[a:b] for n, _, a, b in parts if n not in (REPLICAS, PARTITIONS, ASSIGNMENT))
-            made += field(BUILD, kept + placed)
-        else:
-            made += options[start:end]
-    return made
 
 
 def chips_of(options: bytes) -> list[int]:

@@ -7,6 +7,7 @@ a chip, its speed and its memory are not shown by any of them.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -29,7 +30,8 @@ from portable.reporting.metrics import read_metrics
 from tests.parity import take_steps
 from tests.runs import TINY_MODEL, configured, write_pretrained
 from tests.torchtpu.pool import NEEDS_TORCH_TPU, is_here
-from tests.torchtpu.stand_in import BUILD, PARTITIONS, environment, placed_on
+from tests.torchtpu.stand_in import environment
+from tpu.torchtpu.dry_chip import BUILD, PARTITIONS, placed_on
 
 if TYPE_CHECKING:
     from tests.ranks import RankPool
@@ -149,8 +151,8 @@ def test_a_plan_for_its_devices(corpus: Path, tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "run.yaml").write_text(re.sub(r"(?m)^strategy:.*$", "", run))
     assert plan([*asked, "--deepspeed.config", str(tmp_path / "ds.json")]) == 0
     assert "deepspeed.config has no effect" in capsys.readouterr().err
-    assert plan([*asked, "--compile"]) == 2
-    assert "error: --compile: an eager step on backend tpu" in capsys.readouterr().err
+    assert plan([*asked, "--compile", "--memory.offload_params", "cpu"]) == 2
+    assert "does not see host memory" in capsys.readouterr().err
 
 
 # -- as a user starts it ----------------------------------------------------------------------------------
@@ -196,6 +198,27 @@ def test_a_rank_that_is_killed_and_the_next_run(corpus: Path, tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
     rows = {row["step"]: row["loss"] for row in read_metrics(folder) if "loss" in row}
     assert sorted(rows) == list(range(1, 13)) and (folder / "final" / "model.safetensors").exists()
+
+
+@needs_torch_tpu
+def test_a_step_on_chips_that_compute_nothing(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each program goes to libtpu; what the buffers take is what the formulas of the plan say."""
+    wide = {**TINY_MODEL, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3}
+    settings = {**COMMON, "model__config": wide, "precision": "bf16", "train__micro_batch_size": 1}
+    config = configured(tmp_path / "run", corpus, backend="tpu", strategy="full_shard", **settings)
+    (tmp_path / "run.yaml").write_text(dump_yaml(config))
+    asked = ["--config", str(tmp_path / "run.yaml"), "--device", "v5e", "--devices", "4", "--compile"]
+    assert plan([*asked, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["compiled"]
+    (step,) = found["graphs"]
+    assert found["fits"] and step["flops"] > 0
+    assert step["collectives"]["all-gather"]["count"] >= 4  # each layer, and the root, twice but for the last
+    state, working, _, _ = found["compared"]
+    assert abs(state["percent"]) < 0.1, found["compared"]
+    # Where a scattered sum needs its whole input again, units as large as the model's show it.
+    assert -10 < working["percent"] < 50, found["compared"]
 
 
 # -- libtpu ------------------------------------------------------------------------------------------------

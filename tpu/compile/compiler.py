@@ -136,7 +136,7 @@ def compile_graphs(
             )
     return Compiled(
         wanted.name,
-        _named(library, answer["compiler"]),
+        named(library, answer["compiler"]),
         answer["hbm_bytes"],
         tuple(compiled),
         tuple(problems),
@@ -287,7 +287,8 @@ def _size(text: str) -> int:
 # ----------------------------------------------------------------------------------------------------------
 
 
-def _named(library: Library, compiler: str) -> str:
+def named(library: Library, compiler: str) -> str:
+    """The compiler's name, its version and the day that it was built on."""
     built = re.search(r"Built on (\w+ +\d+ \d+)", compiler)
     day = f", built on {' '.join(built[1].split())}" if built else ""
     return f"libtpu {library.version or library.path}{day}"

@@ -39,6 +39,8 @@ _FUNCTIONS = {
     "PJRT_TopologyDescription_PlatformVersion": 85,
     "PJRT_TopologyDescription_GetDeviceDescriptions": 86,
     "PJRT_Compile": 89,
+    "PJRT_Executable_OutputElementTypes": 90,
+    "PJRT_Executable_OutputDimensions": 91,
     "PJRT_Executable_GetCompiledMemoryStats": 96,
 }
 _STRING, _INT64, _INT64_LIST, _FLOAT, _BOOL = range(5)
@@ -128,7 +130,8 @@ class Libtpu:
         except (OSError, AttributeError) as error:
             raise InterfaceError(f"{path} is no libtpu: {error}") from None
         get.restype = ctypes.c_void_p
-        address = get()
+        self._table: int = get()
+        address = self._table
         api = _Api.from_address(address)
         version = (api.major, api.minor)
         needed = ctypes.sizeof(_Api) + ctypes.sizeof(ctypes.c_void_p) * (max(_FUNCTIONS.values()) + 1)
@@ -136,6 +139,7 @@ class Libtpu:
             raise InterfaceError(
                 f"{path} speaks PJRT {version[0]}.{version[1]}; from {OLDEST[0]}.{OLDEST[1]} up to 1 is known"
             )
+        self._count = (api.struct_size - ctypes.sizeof(_Api)) // ctypes.sizeof(ctypes.c_void_p)
         self.interface = f"{version[0]}.{version[1]}"
         kind = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
         self._functions = {
@@ -176,6 +180,16 @@ class Libtpu:
         error = self._functions[function](ctypes.addressof(slots))
         return list(slots[2:]), error or 0
 
+    def replace(self, position: int, function: Any) -> None:
+        """Put ``function`` into the table, for another user of the library in this process."""
+        address = self._table + ctypes.sizeof(_Api) + position * ctypes.sizeof(ctypes.c_void_p)
+        if position < self._count:
+            ctypes.c_void_p.from_address(address).value = ctypes.cast(function, ctypes.c_void_p).value
+
+    def without_extensions(self) -> None:
+        """Take the extensions from the table: their functions cannot be replaced."""
+        _Api.from_address(self._table).extensions = None
+
     def topology(self, name: str, **options: Value) -> Topology:
         """A slice by libtpu's name for it, such as ``v5e:4x4``.
 
@@ -206,34 +220,42 @@ class Topology:
     """The chips of a slice. It lives as long as the process."""
 
     def __init__(self, library: Libtpu, name: str, handle: int) -> None:
-        self._library = library
+        self.library = library
         self.name = name
-        self._handle = handle
+        self.handle = handle
         _, array, count = library.call("PJRT_TopologyDescription_GetDeviceDescriptions", handle)[:3]
         self._devices = list((ctypes.c_uint64 * count).from_address(array))
 
     @cached_property
+    def devices(self) -> dict[int, int]:
+        """The handle of each device's description by its id, ascending, as torch_xla numbers them."""
+        found = {
+            self.library.call("PJRT_DeviceDescription_Id", device)[1] & 0xFFFFFFFF: device
+            for device in self._devices
+        }
+        return dict(sorted(found.items()))
+
+    @property
     def device_ids(self) -> list[int]:
-        """The id of each device, ascending: the order in which torch_xla numbers them."""
-        found = (self._library.call("PJRT_DeviceDescription_Id", device)[1] for device in self._devices)
-        return sorted(identity & 0xFFFFFFFF for identity in found)
+        """The id of each device, ascending."""
+        return list(self.devices)
 
     @cached_property
     def kind(self) -> str:
         """What libtpu calls the device: ``TPU v5 lite``."""
-        _, text, size = self._library.call("PJRT_DeviceDescription_Kind", self._devices[0])[:3]
+        _, text, size = self.library.call("PJRT_DeviceDescription_Kind", self._devices[0])[:3]
         return _text(text, size)
 
-    @cached_property
-    def attributes(self) -> dict[str, Value]:
-        """What libtpu says of the first device: ``coords``, ``num_cores``, since 2026 also its memory."""
-        _, count, array = self._library.call("PJRT_DeviceDescription_Attributes", self._devices[0])[:3]
+    def attributes_of(self, device_id: int) -> dict[str, Value]:
+        """What libtpu says of a device: ``coords``, ``num_cores``, since 2026 also its memory."""
+        device = self.devices[device_id]
+        _, count, array = self.library.call("PJRT_DeviceDescription_Attributes", device)[:3]
         return _named(array, count)
 
     @cached_property
     def compiler(self) -> str:
         """The version of the compiler, with the day that it was built on."""
-        _, text, size = self._library.call("PJRT_TopologyDescription_PlatformVersion", self._handle)[:3]
+        _, text, size = self.library.call("PJRT_TopologyDescription_PlatformVersion", self.handle)[:3]
         return _text(text, size)
 
     def compile(self, module: bytes, *, form: str = "hlo", options: bytes | None = None) -> Executable:
@@ -253,15 +275,15 @@ class Topology:
         buffers = [ctypes.create_string_buffer(data, len(data)) for data in (module, form.encode(), options)]
         program.code, program.code_size = ctypes.addressof(buffers[0]), len(module)
         program.format, program.format_size = ctypes.addressof(buffers[1]), len(form)
-        filled = self._library.call(
+        filled = self.library.call(
             "PJRT_Compile",
-            self._handle,
+            self.handle,
             ctypes.addressof(program),
             ctypes.addressof(buffers[2]),
             len(options),
             0,  # no client
         )
-        return Executable(self._library, filled[5])
+        return Executable(self.library, filled[5])
 
 
 class Executable:
@@ -269,24 +291,37 @@ class Executable:
 
     def __init__(self, library: Libtpu, handle: int) -> None:
         self._library = library
-        self._handle = handle
+        self.handle = handle
 
     def memory(self) -> Memory:
         """The device memory that it takes, by the compiler."""
-        return Memory(*self._library.call("PJRT_Executable_GetCompiledMemoryStats", self._handle)[1:6])
+        return Memory(*self._library.call("PJRT_Executable_GetCompiledMemoryStats", self.handle)[1:6])
 
     def cost(self) -> dict[str, Value]:
         """The compiler's cost analysis: ``flops`` and ``bytes accessed`` of one device, and more."""
-        _, count, array = self._library.call("PJRT_Executable_GetCostAnalysis", self._handle)[:3]
+        _, count, array = self._library.call("PJRT_Executable_GetCostAnalysis", self.handle)[:3]
         return _named(array, count)
+
+    def results(self) -> list[tuple[int, list[int]]]:
+        """The type, a ``PJRT_Buffer_Type``, and the shape of each result."""
+        _, kinds, count = self._library.call("PJRT_Executable_OutputElementTypes", self.handle)[:3]
+        _, _, sizes, ranks = self._library.call("PJRT_Executable_OutputDimensions", self.handle)[:4]
+        if not count:
+            return []
+        of_each = (ctypes.c_size_t * count).from_address(ranks)
+        left = iter((ctypes.c_int64 * sum(of_each)).from_address(sizes))
+        return [
+            (kind, [next(left) for _ in range(rank)])
+            for kind, rank in zip((ctypes.c_int * count).from_address(kinds), of_each, strict=True)
+        ]
 
     def program(self) -> bytes:
         """The scheduled module: a serialized ``HloModuleProto``."""
         program = _Program(ctypes.sizeof(_Program))
-        self._library.call("PJRT_Executable_OptimizedProgram", self._handle, ctypes.addressof(program))
+        self._library.call("PJRT_Executable_OptimizedProgram", self.handle, ctypes.addressof(program))
         buffer = ctypes.create_string_buffer(program.code_size)
         program.code = ctypes.addressof(buffer)
-        self._library.call("PJRT_Executable_OptimizedProgram", self._handle, ctypes.addressof(program))
+        self._library.call("PJRT_Executable_OptimizedProgram", self.handle, ctypes.addressof(program))
         kind = _text(program.format, program.format_size)
         if kind == "hlo_with_config":
             return bytes(Message(buffer.raw).bytes(1))
@@ -296,7 +331,7 @@ class Executable:
 
     def close(self) -> None:
         """Free it."""
-        self._library.call("PJRT_Executable_Destroy", self._handle)
+        self._library.call("PJRT_Executable_Destroy", self.handle)
 
 
 def compile_options(device_ids: Sequence[int], *, tupled: bool) -> bytes:

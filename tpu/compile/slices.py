@@ -80,7 +80,7 @@ class Slice:
 
     def hbm(self, topology: Topology) -> int:
         """Bytes of a device's memory that a program may fill."""
-        told = topology.attributes.get("device_memory_bytes_limit")
+        told = topology.attributes_of(topology.device_ids[0]).get("device_memory_bytes_limit")
         return told if isinstance(told, int) else GENERATIONS[self.generation].hbm
 
     def environment(self, given: dict[str, str]) -> dict[str, str]:

@@ -12,6 +12,7 @@ from portable import interpreter
 from portable.config.derived import ZERO
 from portable.engines.package import TorchPackage
 from portable.errors import UserError, one_line, require
+from portable.registry import World
 from tpu import device_specs
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from portable.planner.compiled import Compiled
     from portable.planner.device_lookup import Device
     from portable.planner.memory_model import FootprintModule
-    from portable.registry import CompileTarget, World
+    from portable.registry import CompileTarget
 
 _ADDRESSES = "TORCH_TPU_SLICEBUILDER_ADDRESSES"
 _NO_TPU = "backend: tpu needs a TPU, and this machine has none; use --backend cpu"
@@ -82,10 +83,9 @@ class TorchTpuPackage(TorchPackage):
         return footprint
 
     def compile(self, config: RunConfig, target: CompileTarget) -> Compiled:
-        raise UserError(
-            "--compile: an eager step on backend tpu is many programs, of which none tells its memory; plan "
-            "--backend xla, whose step is one"
-        )
+        from tpu.torchtpu.dry_run import compile_run
+
+        return compile_run(self.adopt(config, World(target.devices)), target)
 
     def launch_environment(self, ranks: int) -> dict[str, str]:
         if ranks == 1 or _ADDRESSES in os.environ:
