@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from portable.private import Package
 
 if TYPE_CHECKING:
-    from torch.distributed import HashStore
+    from torch.distributed import HashStore  # type: ignore[attr-defined, unused-ignore]
 
     from tpu.compile.libtpu import Topology
 
@@ -72,7 +72,7 @@ def other_ranks(topology: Topology) -> HashStore:
     Args:
         topology: the slice; rank r has its r-th device.
     """
-    from torch.distributed import HashStore
+    from torch.distributed import HashStore  # type: ignore[attr-defined, unused-ignore]
 
     store, ranks = HashStore(), len(topology.devices)
     listed = f"0//tpu//nlag:world_topo:0:{ranks}"
