@@ -165,17 +165,18 @@ def parse_file(path: Place) -> yaml_text.Document:
     return yaml_text.parse(read_text(path), str(path))
 
 
-def read_text(path: Place) -> str:
-    """The text of a config file, of at most a megabyte. Raises ``UserError``."""
+def read_text(path: Place, key: str | None = None) -> str:
+    """The text of a config file, of at most a megabyte. Raises ``UserError``, which begins with ``key``."""
+    start = "" if key is None else f"{key}: "
     try:
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
     except OSError as error:
-        raise UserError(one_line(f"{path}: cannot read the config: {error.strerror or error}")) from error
+        raise UserError(one_line(f"{start}{path}: cannot read the config: {error.strerror or error}")) from error
     except ValueError as error:
-        raise UserError(one_line(f"{str(path)!r}: cannot read the config: {error}")) from error
+        raise UserError(one_line(f"{start}{str(path)!r}: cannot read the config: {error}")) from error
     if len(content) > MAX_BYTES:
-        raise UserError(f"{path}: not a config file: larger than a megabyte")
+        raise UserError(f"{start}{path}: not a config file: larger than a megabyte")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

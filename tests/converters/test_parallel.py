@@ -58,7 +58,7 @@ def test_the_first_error_ends_all(where: str) -> None:
     before = threading.active_count()
     with pytest.raises(CheckpointError, match="damaged"):
         in_parallel(jobs(), lambda _: None)
-    assert threading.active_count() == before
+    assert threading.active_count() <= before  # threads of earlier tests may end meanwhile
 
 
 def test_ctrl_c_ends_all() -> None:
@@ -68,7 +68,7 @@ def test_ctrl_c_ends_all() -> None:
         timer.start()
         in_parallel(iter([forever] * 5), lambda _: None)
     timer.join()
-    assert threading.active_count() == before
+    assert threading.active_count() <= before  # threads of earlier tests may end meanwhile
 
 
 def test_threads_do_not_wait_for_one_file() -> None:

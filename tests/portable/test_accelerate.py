@@ -323,9 +323,6 @@ def test_each_setting_of_the_launcher(
     assert config_of(monkeypatch, environment).get(key) == value
 
 
-TENSORS = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "2"}
-
-
 @pytest.mark.parametrize(
     ("given", "more", "message", "refused"),
     [
@@ -342,7 +339,6 @@ TENSORS = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_S
             "ACCELERATE_USE_MEGATRON_LM: 'MEGATRON_LM' has",
             True,
         ),
-        ("", TENSORS, "PARALLELISM_CONFIG_TP_SIZE: 2 has no counterpart: tensor parallelism is not", True),
         ("--debug", {}, "ACCELERATE_DEBUG_MODE: 'true' has no effect: collectives", False),
         ("--enable_cpu_affinity", {}, "ACCELERATE_CPU_AFFINITY: 1 has no effect: ranks are not bound", False),
         ("--dynamo_backend inductor --dynamo_use_dynamic", {}, "ACCELERATE_DYNAMO_USE_DYNAMIC: ", False),

@@ -80,7 +80,7 @@ class DryChip:
         self._refuse = refuse
         self._library = topology.library
         self.programs: dict[int, Program] = {}
-        self._buffers: dict[int, tuple[Buffer, Any]] = {}
+        self._held: dict[int, tuple[Buffer, Any]] = {}
         self.live = 0
         """Bytes of buffers."""
         self.peak = 0
@@ -244,7 +244,7 @@ class DryChip:
     def _made(self, buffer: Buffer) -> int:
         block = ctypes.create_string_buffer(_HANDLE)
         handle = ctypes.addressof(block)
-        self._buffers[handle] = (buffer, block)
+        self._held[handle] = (buffer, block)
         self.live += buffer.bytes
         self.peak = max(self.peak, self.live)
         return handle
@@ -257,30 +257,30 @@ class DryChip:
         given[11], given[12] = self._event_handle, self._made(Buffer(given[2] & 0xFFFFFFFF, shape, rank))
 
     def _destroy(self, given: Any) -> None:
-        self.live -= self._buffers.pop(given[0])[0].bytes
+        self.live -= self._held.pop(given[0])[0].bytes
 
     def _kind(self, given: Any) -> None:
-        given[1] = self._buffers[given[0]][0].kind
+        given[1] = self._held[given[0]][0].kind
 
     def _shape(self, given: Any) -> None:
-        buffer, _ = self._buffers[given[0]]
+        buffer, _ = self._held[given[0]]
         given[1], given[2] = ctypes.addressof(buffer.shape), buffer.rank
 
     def _no_dynamic_sizes(self, given: Any) -> None:
         given[1], given[2] = 0, 0
 
     def _size(self, given: Any) -> None:
-        given[1] = self._buffers[given[0]][0].bytes
+        given[1] = self._held[given[0]][0].bytes
 
     def _to_host(self, given: Any) -> None:
         if given[2]:
             ctypes.memset(given[2], 0, given[3])
             given[4] = self._event_handle
         else:
-            given[3] = self._buffers[given[0]][0].bytes
+            given[3] = self._held[given[0]][0].bytes
 
     def _copied(self, given: Any) -> None:
-        given[2] = self._made(self._buffers[given[0]][0])
+        given[2] = self._made(self._held[given[0]][0])
 
 
 def _number(value: object) -> float:

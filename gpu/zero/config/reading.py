@@ -33,7 +33,7 @@ def read(config: RunConfig) -> Document | None:
     if (known := config.documents.get(KEY)) is not None:
         return known  # type: ignore[no-any-return]
     name = KEY if isinstance(given, dict) else str(given)
-    values = deepcopy(given) if isinstance(given, dict) else parse_json(read_text(Path(given)), name)
+    values = deepcopy(given) if isinstance(given, dict) else parse_json(read_text(Path(given), KEY), name)
     values = without_comments(values)
     notes: list[str] = []
 
