@@ -191,6 +191,7 @@ def test_settings_that_were_not_tried(case: str, corpus: Path, tmp_path: Path) -
         ({"num_key_value_heads": 1}, "the 1 heads of keys"),
         ({"intermediate_size": 81}, "the 81 rows or columns of model.layers.0.mlp.gate_proj.weight"),
         ({"model_type": "mixtral", "num_local_experts": 3}, "the 3 rows or columns of .*experts"),
+        ({"model_type": "cohere", "use_qk_norm": True}, "a norm for each head"),
         ({"model_type": "apertus"}, "was not found to compute"),
         ({"model_type": "gpt2"}, "was not found to compute"),
     ],
@@ -212,6 +213,10 @@ def test_adapters_that_ranks_cannot_share(given: dict[str, Any], corpus: Path, t
         looked_at(configured(tmp_path, corpus, **given))
 
 
+SWITCHED = {"glm4_moe": {"use_qk_norm": True}, "phi": {"qk_layernorm": True}}
+"""Settings that add norms of heads, which the plans of these types do not name."""
+
+
 def beside_one_rank(types: list[str]) -> dict[str, str]:
     """On a rank of two: what differs from one rank, or the error, by type."""
     dist.init_process_group("gloo")
@@ -226,7 +231,7 @@ def _beside_one(model_type: str) -> str:
 
     torch.manual_seed(0)
     try:
-        config = AutoConfig.for_model(**tiny_config(model_type, "causal-lm"))
+        config = AutoConfig.for_model(**tiny_config(model_type, "causal-lm"), **SWITCHED.get(model_type, {}))
         plain = AutoModelForCausalLM.from_config(config).float().train()  # some compute otherwise then
         without_dropout(plain)
         with torch.no_grad():
@@ -271,8 +276,8 @@ def types_with_a_plan() -> list[str]:
     return sorted(name for name in known if getattr(CONFIG_MAPPING[name], "base_model_tp_plan", None))
 
 
-# A plain one, norms of heads, experts, compressed keys, a packed product; and two whose plans are wrong.
-SOME = ["apertus", "deepseek_v3", "gpt_oss", "llama", "phi3", "qwen3_moe", "sarvam_moe"]
+# A plain one, norms of heads, experts, compressed keys, a packed product; and one whose plan is wrong.
+SOME = ["apertus", "deepseek_v3", "gpt_oss", "llama", "phi3", "qwen3_moe", "sarvam_moe", *SWITCHED]
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,8 @@ flex_olmo flint gemma gemma2 gemma3_text glm glm4 glm4_moe glm4_moe_lite glm_moe
 granite granite_swa granitemoe granitemoe_swa granitemoeshared helium hrm_text hy_v3 hy_v4 hyperclovax
 internlm3 iquestcoder jais2 kolibri1 laguna llama mellum mimo_v2_flash minicpm3 minimax minimax_m2
 minimax_m3_vl_text ministral ministral3 mistral mixtral nanochat nemotron olmo olmo2 olmo3 olmoe phi phi3
-phi4_multimodal phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open starcoder2 vaultgemma
-youtu
+phi4_multimodal phimoe qwen2 qwen2_moe qwen3 qwen3_moe sarvam_moe seed_oss smollm3 solar_open starcoder2
+vaultgemma youtu
 """
 
 COMPARED = frozenset(_COMPARED.split())
@@ -44,6 +44,8 @@ _EXPERTS = "grouped_gemm"
 _OF_A_MODULE = (USED_IN_PART, "local_params", "mla_kv_a_proj", "ep_dispatch_experts")
 """Styles that cut no parameter."""
 _KEYS = ("k_proj", "qkv_proj", "query_key_value")
+_NORMS_OF_HEADS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm")
+"""Beside a matrix that is cut into heads. Some plans leave them out, since a setting of the model adds them."""
 
 
 def check_layers(model: Any, size: int) -> None:
@@ -133,6 +135,15 @@ def plans(model: Any, size: int) -> tuple[Plan, Plan]:
             f"{KEY}: {type(model).__name__} has a plan with {style} for {name}, which cannot be carried out; "
             "set it to 1",
         )
+    for name, module in modules.items():
+        layer, _, own = name.rpartition(".")
+        if own in _NORMS_OF_HEADS and layers.get(f"{layer}.q_proj") == "colwise":
+            require(
+                all(parameter.dim() == 1 for parameter in module.parameters()),
+                f"{KEY}: {type(model).__name__} has a norm for each head ({name}), which is not cut; "
+                "set it to 1",
+            )
+            layers.setdefault(name, USED_IN_PART)
     adapted = {name: module for name, module in modules.items() if hasattr(module, "base_layer")}
     for name in adapted.keys() & layers.keys():
         layers |= dict(_with_adapter(name, layers.pop(name), adapted[name]))

@@ -61,7 +61,7 @@ def fully_sharded(model: Inventory, config: RunConfig, cluster: Cluster) -> Foot
     model = model.of_one_in(together)
     group = cluster.devices // together
     if config.strategy in HYBRID:
-        group = config.fsdp.shard_group_size or min(cluster.per_node, cluster.devices) // together
+        group = config.fsdp.shard_group_size or max(1, min(cluster.per_node, cluster.devices) // together)
     compute = COMPUTE_BYTES[config.precision]
     parameters = gradients = moments = 0
     for weight in model.weights:

@@ -96,7 +96,7 @@ def shard_group_size(config: RunConfig, world_size: int, local_world_size: int) 
     local_world_size //= config.tensor_parallel_size
     if config.strategy not in HYBRID:
         return world_size
-    size = config.fsdp.shard_group_size or local_world_size
+    size = config.fsdp.shard_group_size or max(1, local_world_size)
     if world_size % size:
         fitting = [str(n) for n in range(1, world_size + 1) if world_size % n == 0]
         raise UserError(
