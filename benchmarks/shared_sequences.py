@@ -6,6 +6,8 @@ change of the weights is the gradient, and is compared with plain transformers o
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import tempfile
 import time
@@ -17,9 +19,10 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from benchmarks import harness
-from benchmarks.loops import PortableLoop, Setting, cross_entropy, tell_of_cpu_ranks
+from benchmarks.loops import PortableLoop, Setting, cross_entropy, forget_accelerators, tell_of_cpu_ranks
+from gpu.zero import private_api
 from portable.data.samples.loader import TrainLoader
-from portable.errors import RunError
+from portable.errors import RunError, one_line
 from benchmarks.zero import _whole_weights as whole_weights
 from portable.ranks.launch import launch
 from portable.registry import create_backend
@@ -46,11 +49,13 @@ RANKS = 2
 
 def ulysses(model: nn.Module, batch: Batch) -> float:
     """DeepSpeed's Ulysses as Accelerate sets it up, with the Trainer's loss. Returns the loss."""
+    import deepspeed
     from accelerate import Accelerator, DeepSpeedPlugin, ParallelismConfig
     from transformers.integrations.deepspeed import deepspeed_sp_compute_loss
 
     document = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}}
     document["zero_allow_untested_optimizer"] = True
+    private_api.disable_shared_memory_collectives(deepspeed)
     tell_of_cpu_ranks()
     parallel = ParallelismConfig(sp_size=RANKS)
     accelerator: Any = Accelerator(
@@ -60,27 +65,31 @@ def ulysses(model: nn.Module, batch: Batch) -> float:
     own = {name: column.chunk(RANKS, 1)[dist.get_rank()] for name, column in batch.items()}
     loss = deepspeed_sp_compute_loss(accelerator, engine, own, False, parallel)
     accelerator.backward(loss)  # and steps
-    return float(loss)
+    return loss.item()
 
 
 def context_parallel(model: nn.Module, batch: Batch) -> float:
-    """torch's ``context_parallel`` as Accelerate sets it up, with FSDP2. Returns the loss."""
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+    """torch's ``context_parallel``, which Accelerate refuses on CPUs. Returns the loss."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel as shared
 
-    accelerator: Any = Accelerator(
-        cpu=True,
-        parallelism_config=ParallelismConfig(cp_size=RANKS),
-        fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2),
-    )
-    sharded, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
     columns = list(batch.values())
-    with accelerator.maybe_context_parallel(
-        buffers=columns, buffer_seq_dims=[1] * len(columns), no_restore_buffers=set(columns)
-    ):
-        loss = sharded(**batch).loss
-        accelerator.backward(loss)
-    optimizer.step()
-    return float(loss)
+    inside = shared(
+        init_device_mesh("cpu", (RANKS,)),
+        buffers=columns,
+        buffer_seq_dims=[1] * len(columns),
+        no_restore_buffers=set(columns),
+    )
+    with inside:
+        logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
+        loss = cross_entropy(logits, batch["shift_labels"]) / RANKS
+        loss.backward()
+    dist.all_reduce(loss.detach_())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter -= parameter.grad
+    return loss.item()
 
 
 PEERS: dict[str, Callable[[nn.Module, Batch], float]] = {
@@ -141,9 +150,10 @@ def differences(name: str, case: str) -> dict[str, float]:
                 assert found is not None
                 loss = found
                 loop.close()
-            return {"loss": abs(loss / float(expected) - 1), "gradient": _off(alone, model)}
+            return {"loss": abs(loss / expected.item() - 1), "gradient": _off(alone, model)}
         finally:
             backend.stop()
+            forget_accelerators()
 
 
 def _off(alone: nn.Module, stepped: nn.Module) -> float:
@@ -158,10 +168,26 @@ def _off(alone: nn.Module, stepped: nn.Module) -> float:
     return off / largest
 
 
-def main():
-    import sys
-    torch.set_num_threads(1)
-    print(sys.argv, differences(sys.argv[1], sys.argv[2]), flush=True)
+def _rank(name: str, case: str, path: str) -> int:
+    try:
+        found: dict[str, Any] = differences(name, case)
+    except Exception as error:  # the table has it
+        Path(path).write_text(json.dumps({"error": f"{type(error).__name__}: {one_line(error)}"}), "utf-8")
+        raise
+    if dist.get_rank() == 0:
+        Path(path).write_text(json.dumps(found), "utf-8")
+    return 0
 
-if __name__ == "__main__":
-    main()
+
+def compare() -> list[dict[str, Any]]:
+    """Run everyone in every case, and print a line of each."""
+    rows = []
+    for name, case in itertools.product(NAMES, CASES):
+        with tempfile.NamedTemporaryFile(suffix=".json") as file:
+            with contextlib.suppress(RunError):  # which is of a rank that has written its error
+                launch(_rank, (name, case, file.name), ranks=RANKS)
+            found = json.loads(Path(file.name).read_text("utf-8"))
+        rows.append({"name": name, "case": case, **found})
+        told = found.get("error") or ", ".join(f"{key} {value:.1e}" for key, value in found.items())
+        print(f"{name:<28}{case:<20}{told}", flush=True)
+    return rows
