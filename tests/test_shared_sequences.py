@@ -17,7 +17,8 @@ from portable.engines.shared_sequences import share_sequences
 from portable.errors import UserError
 from portable.model.document_attention import KEEP_DOCUMENTS_APART
 from portable.model.loss import token_loss
-from portable.model.shareable import check
+from portable.model.shareable import check, exchanged_width
+from portable.planner.memory_model import Cluster, exchanging
 from portable.private.of_transformers import no_value_checks
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
@@ -210,6 +211,40 @@ def _gradients(model: Any, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]
     loss.backward()
     gradients = (torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters())
     return [loss.detach().clone(), *gradients]
+
+
+def sent_and_planned(model_type: str, parts: int) -> tuple[int, float]:
+    """Bytes that this rank sends to others in a pass forward and backward, and those of the plan."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    dist.init_process_group("gloo")
+    sent = []
+    exchange = dist.all_to_all_single
+
+    def counted(received: torch.Tensor, given: torch.Tensor, **more: Any) -> Any:
+        sent.append(given.nbytes // parts * (parts - 1))
+        return exchange(received, given, **more)
+
+    config = AutoConfig.for_model(**tiny_config(model_type, "causal-lm"))
+    model: Any = AutoModelForCausalLM.from_config(config).float()
+    settings = {"context_parallel_size": parts, "data": {"seq_len": 32}, "precision": "fp32"}
+    run = RunConfig(**settings, train={"micro_batch_size": 2})
+    batch = {name: torch.randint(5, VOCABULARY, (2, 32)) for name in ("input_ids", "labels")}
+    try:
+        dist.all_to_all_single = counted
+        with ExitStack() as at_stop:
+            share_sequences(model, run, Machine(torch.device("cpu"), dist.get_rank(), parts, parts), at_stop)
+            _gradients(model, SharedSamples(_Given(batch), dist.get_rank(), parts).batch([]))
+    finally:
+        dist.all_to_all_single = exchange
+        dist.destroy_process_group()
+    return sum(sent), exchanging(exchanged_width(model, parts), run, Cluster(parts, parts))[0]
+
+
+@pytest.mark.parametrize(("model_type", "parts"), [("llama", 2), ("mistral", 4), ("deepseek_v3", 2)])
+def test_the_plan_has_the_bytes_that_are_exchanged(model_type: str, parts: int, ranks: RankPool) -> None:
+    sent, planned = ranks.run(parts, sent_and_planned, model_type, parts)
+    assert sent == planned > 0
 
 
 # Models that make masks of ones, call attention by keyword, or have sizes by layer, and a plain one.

@@ -33,6 +33,17 @@ def check(model: Any, size: int) -> None:
     check_heads(model, size)
 
 
+def exchanged_width(model: Any, size: int) -> int:
+    """Elements of a token that ``size`` ranks exchange in a pass forward through all layers of ``model``:
+    of its queries, keys, values and results."""
+    text = model.config.get_text_config()
+    heads = text.num_attention_heads
+    keys = max(getattr(text, "num_key_value_heads", None) or heads, size)  # repeated, so that each has one
+    head = getattr(text, "head_dim", None) or text.hidden_size // heads
+    query, value = getattr(text, "qk_head_dim", head), getattr(text, "v_head_dim", head)
+    return int(text.num_hidden_layers * (heads + keys) * (query + value))
+
+
 def check_heads(model: Any, size: int) -> None:
     """Raise UserError if the heads of ``model`` cannot be divided among ``size`` ranks or devices."""
     text = model.config.get_text_config()

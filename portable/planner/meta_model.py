@@ -10,7 +10,7 @@ from portable.model.flops import flops_per_token, parameter_count
 from portable.model.groups import groups_of
 from portable.model.layers import transformer_layers
 from portable.model.parameters import embeddings, stored_tensors
-from portable.model.shareable import check
+from portable.model.shareable import check, exchanged_width
 from portable.model.shared_layers import check_layers, cut_dims
 from portable.planner.activations import activations
 from portable.planner.inventory import Inventory, Weight
@@ -56,6 +56,10 @@ class MetaModel:
     def check_shared(self, size: int) -> None:
         """Raise UserError if ``size`` devices cannot share the sequences of the model."""
         check(self._model, size)
+
+    def exchanged_width(self, size: int) -> int:
+        """Elements of a token that ``size`` devices exchange in a pass forward if they share sequences."""
+        return exchanged_width(self._model, size) if size > 1 else 0
 
     def activations(self, request: Request) -> Activations:
         """Peaks of a pass; an estimate if control flow depends on values, which the meta device lacks."""

@@ -13,7 +13,7 @@ import yaml
 from portable.checks import check
 from portable.config.derived import largest_divisor
 from portable.errors import UserError
-from portable.planner.memory_model import SOME_DISK, Cluster, Footprint, Setting
+from portable.planner.memory_model import SOME_DISK, Cluster, Footprint, Setting, exchanging
 from portable.planner.passes import Activations, Request
 from portable.registry import backend_package
 
@@ -189,10 +189,15 @@ class Planner:
             fits = found.total <= device.usable(cluster.devices)
             if self.target.host_memory is not None:
                 fits = fits and host <= self.target.host_memory
-        sent = max(footprint.links.of(micro_batches), footprint.network.of(micro_batches))
+        width = self.meta_model.exchanged_width(config.context_parallel_size)
+        exchanged = exchanging(width, config, cluster)
+        links, network = (
+            traffic.of(micro_batches) + more * micro_batches
+            for traffic, more in zip((footprint.links, footprint.network), exchanged, strict=True)
+        )
         saved = self._checkpoint + footprint.also_saved
         disk = footprint.disk * ranks
-        return Option(setting, micro_batch, recompute, found, host, disk, saved, int(sent), fits)
+        return Option(setting, micro_batch, recompute, found, host, disk, saved, int(max(links, network)), fits)
 
     def _activations(self, config: RunConfig, footprint: Footprint, micro_batch: int) -> Activations:
         request = Request.of(

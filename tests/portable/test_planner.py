@@ -223,6 +223,27 @@ def test_ranks_that_share_sequences_hold_a_part_of_the_activations(
     assert shared["optimizer"] == whole["optimizer"]
 
 
+@pytest.mark.parametrize(
+    ("parts", "recompute", "keys"),
+    [(2, "none", 2), (4, "none", 4), (4, "full", 4)],  # 2 heads of keys are repeated for 4 ranks
+)
+def test_what_ranks_exchange_that_share_sequences_is_sent(
+    parts: int, recompute: str, keys: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = ("--device", "h100", "--devices", "8", "--precision", "bf16", "--train.micro_batch_size", "2")
+    run += ("--memory.activation_checkpointing", recompute)
+    whole, shared = (
+        {option["strategy"]: option["communication_bytes"] for option in found["options"]}
+        for found in (plan(capsys, *run, "--context_parallel_size", size) for size in ("1", str(parts)))
+    )
+    tokens = 64 * 64 // 8  # that a rank has in a step
+    width = 3 * (4 + keys + keys + 4) * 16  # of queries, keys, values and results in three layers
+    passes = 3 if recompute == "full" else 2
+    exchanged = 2 * passes * width * tokens * (parts - 1) // parts
+    assert shared["no_shard"] - whole["no_shard"] == pytest.approx(exchanged, abs=1)
+
+
+
 @pytest.mark.parametrize(("heads", "expected"), [(8, 4), (3, None)])
 def test_the_smallest_number_that_shares_a_sequence_is_named_where_nothing_else_fits(
     heads: int, expected: int | None, capsys: pytest.CaptureFixture[str]
