@@ -97,7 +97,9 @@ def test_a_run_moves_through_every_engine(
     assert losses(moving) == pytest.approx(losses(tmp_path / "stays"), rel=1e-5)
     assert kind == "lora" or losses(moving)[-1] < losses(moving)[0] - 0.2
     # XLA and TorchTPU need different versions of torch; DoRA is refused where ranks share layers.
-    assert {name for name, _ in ROUTE} == {name for name in ENGINES if not name.startswith("tpu") and "layers" not in name}
+    assert {name for name, _ in ROUTE} == {
+        name for name in ENGINES if not name.startswith("tpu") and "layers" not in name
+    }
     names = stored(moving)
     assert names and all(".lora_" in name or ".modules_to_save." in name for name in names)
 

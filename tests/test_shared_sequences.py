@@ -227,11 +227,11 @@ def sent_and_planned(model_type: str, parts: int) -> tuple[int, float]:
 
     config = AutoConfig.for_model(**tiny_config(model_type, "causal-lm"))
     model: Any = AutoModelForCausalLM.from_config(config).float()
-    settings = {"context_parallel_size": parts, "data": {"seq_len": 32}, "precision": "fp32"}
-    run = RunConfig(**settings, train={"micro_batch_size": 2})
+    settings: Any = {"context_parallel_size": parts, "data": {"seq_len": 32}, "precision": "fp32"}
+    run = RunConfig(**settings | {"train": {"micro_batch_size": 2}})
     batch = {name: torch.randint(5, VOCABULARY, (2, 32)) for name in ("input_ids", "labels")}
     try:
-        dist.all_to_all_single = counted
+        dist.all_to_all_single = counted  # type: ignore[assignment]
         with ExitStack() as at_stop:
             share_sequences(model, run, Machine(torch.device("cpu"), dist.get_rank(), parts, parts), at_stop)
             _gradients(model, SharedSamples(_Given(batch), dist.get_rank(), parts).batch([]))

@@ -172,7 +172,9 @@ def read_text(path: Place, key: str | None = None) -> str:
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
     except OSError as error:
-        raise UserError(one_line(f"{start}{path}: cannot read the config: {error.strerror or error}")) from error
+        raise UserError(
+            one_line(f"{start}{path}: cannot read the config: {error.strerror or error}")
+        ) from error
     except ValueError as error:
         raise UserError(one_line(f"{start}{str(path)!r}: cannot read the config: {error}")) from error
     if len(content) > MAX_BYTES:

@@ -45,7 +45,7 @@ _OF_A_MODULE = (USED_IN_PART, "local_params", "mla_kv_a_proj", "ep_dispatch_expe
 """Styles that cut no parameter."""
 _KEYS = ("k_proj", "qkv_proj", "query_key_value")
 _NORMS_OF_HEADS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm")
-"""Beside a matrix that is cut into heads. Some plans leave them out, since a setting of the model adds them."""
+"""Beside a matrix that is cut into heads. Some plans leave out those that a setting of the model adds."""
 
 
 def check_layers(model: Any, size: int) -> None:

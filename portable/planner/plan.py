@@ -197,7 +197,9 @@ class Planner:
         )
         saved = self._checkpoint + footprint.also_saved
         disk = footprint.disk * ranks
-        return Option(setting, micro_batch, recompute, found, host, disk, saved, int(max(links, network)), fits)
+        return Option(
+            setting, micro_batch, recompute, found, host, disk, saved, int(max(links, network)), fits
+        )
 
     def _activations(self, config: RunConfig, footprint: Footprint, micro_batch: int) -> Activations:
         request = Request.of(

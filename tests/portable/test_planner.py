@@ -230,8 +230,8 @@ def test_ranks_that_share_sequences_hold_a_part_of_the_activations(
 def test_what_ranks_exchange_that_share_sequences_is_sent(
     parts: int, recompute: str, keys: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = ("--device", "h100", "--devices", "8", "--precision", "bf16", "--train.micro_batch_size", "2")
-    run += ("--memory.activation_checkpointing", recompute)
+    run = ["--device", "h100", "--devices", "8", "--precision", "bf16", "--train.micro_batch_size", "2"]
+    run += ["--memory.activation_checkpointing", recompute]
     whole, shared = (
         {option["strategy"]: option["communication_bytes"] for option in found["options"]}
         for found in (plan(capsys, *run, "--context_parallel_size", size) for size in ("1", str(parts)))
@@ -241,7 +241,6 @@ def test_what_ranks_exchange_that_share_sequences_is_sent(
     passes = 3 if recompute == "full" else 2
     exchanged = 2 * passes * width * tokens * (parts - 1) // parts
     assert shared["no_shard"] - whole["no_shard"] == pytest.approx(exchanged, abs=1)
-
 
 
 @pytest.mark.parametrize(("heads", "expected"), [(8, 4), (3, None)])
