@@ -16,7 +16,7 @@ from portable.adapters.assemble import looked_at
 from portable.commands.convert import main as convert
 from portable.config import RunConfig
 from portable.engines.fsdp.optimizer_state import fill_shard
-from portable.engines.fsdp.sharding import shard
+from portable.engines.fsdp.sharding import shard, shard_group_size
 from portable.engines.fsdp.tensor_parallel import averaged
 from portable.engines.machine import Machine
 from portable.errors import UserError, one_line
@@ -162,6 +162,10 @@ def test_what_ranks_have_whole_is_averaged_and_counts_once(ranks: RankPool) -> N
     norm, *whole = ranks.run(4, gradients_apart)
     assert whole == [2.0] * 4
     assert norm == pytest.approx((4 * 2**2 + 8 * 3**2 + 6 * 2**2) ** 0.5)
+
+
+def test_nodes_smaller_than_the_ranks_that_share_a_layer_hold_one_copy_each() -> None:
+    assert shard_group_size(RunConfig(strategy="hybrid_shard", tensor_parallel_size=4), 8, 2) == 1
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -288,6 +288,8 @@ def test_ranks_that_share_layers_hold_a_part_of_them(capsys: pytest.CaptureFixtu
     assert part["gathered"] == pytest.approx(whole["gathered"] / 4, rel=0.2)
     assert part["activations"] < whole["activations"] * 0.6
     assert shared["communication_bytes"] != one["communication_bytes"]
+    two_nodes = ("--devices", "16", "--strategy", "hybrid_shard", "--tensor_parallel_size", "16")
+    assert plan(capsys, *run, *two_nodes, model={**model, "num_key_value_heads": 16})["best"]["fits"]
 
 
 def test_an_adapter_is_named_where_training_all_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
