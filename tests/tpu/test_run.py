@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -383,6 +384,22 @@ def test_hosts_save_each_their_own_shards(tmp_path: Path, xla: XlaPool) -> None:
     tensors = open_checkpoint(tmp_path / "saved").tensors
     np.testing.assert_array_equal(tensors["half"].read(), [[0, 0], [0, 0], [1, 1], [1, 1]])
     assert int(tensors["count"].read()) == 5
+
+
+def counted_by_hosts() -> list[torch.Tensor]:
+    """What two hosts that share sequences count, of which each has the same numbers."""
+    import torch.distributed as dist
+
+    backend: Any = create_backend("xla")
+    backend.world_size, backend._layout = 2, SimpleNamespace(sequence=2, whole=torch.clone)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", lambda count: count.mul_(2))
+        return [backend.total(number) for number in ((1 << 24) + 1, 0.5)]
+
+
+def test_hosts_that_share_sequences_count_them_once(xla: XlaPool) -> None:
+    tokens, weight = xla.run(1, counted_by_hosts)
+    assert (tokens.dtype, tokens.item(), weight.item()) == (torch.int64, (1 << 24) + 1, 0.5)
 
 
 def graph_of_a_step(config: RunConfig) -> str:

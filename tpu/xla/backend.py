@@ -119,7 +119,7 @@ class XlaBackend:
             summed = torch.tensor(count)
             dist.all_reduce(summed)
             # Hosts that share sequences have counted the same ones.
-            count = summed.item() / max(1, self._layout.sequence // self.devices_per_rank)
+            count = type(count)(summed.item() / max(1, self._layout.sequence // self.devices_per_rank))
         return self._layout.whole(torch.tensor(count))
 
     def sum(self, value: Tensor) -> Tensor:
