@@ -165,7 +165,10 @@ def test_what_ranks_have_whole_is_averaged_and_counts_once(ranks: RankPool) -> N
 
 
 def test_nodes_smaller_than_the_ranks_that_share_a_layer_hold_one_copy_each() -> None:
-    assert shard_group_size(RunConfig(strategy="hybrid_shard", tensor_parallel_size=4), 8, 2) == 1
+    config = RunConfig(strategy="hybrid_shard", tensor_parallel_size=4)
+    assert shard_group_size(config, 8, 2) == 1
+    with pytest.raises(UserError, match="2 groups of 4 ranks that share layers are not divisible"):
+        shard_group_size(config.replaced({"fsdp.shard_group_size": 8}), 8, 2)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -387,6 +387,7 @@ def test_peak_and_comparison() -> None:
 # -- the command -------------------------------------------------------------------------------------------
 
 RUN = ["--train.global_batch_size", "4", "--train.micro_batch_size", "1", "--data.seq_len", "16"]
+ON_TORCHTPU = ["--backend", "tpu", "--compile", "--device", "v5e", "--devices", "4"]
 
 
 @pytest.mark.parametrize(
@@ -398,6 +399,11 @@ RUN = ["--train.global_batch_size", "4", "--train.micro_batch_size", "1", "--dat
             ["--compile", "--device", "h100"],
             "--compile: backend cuda has no compiler that works without its device",
         ),
+        (
+            [*ON_TORCHTPU, "--context_parallel_size", "2"],
+            "--compile: context_parallel_size 2 waits for other",
+        ),
+        ([*ON_TORCHTPU, "--train.optimizer", "muon"], "--compile: train.optimizer muon waits for other"),
         (["--compile", "--device", "v5e", "--devices", "2"], "--devices: no slice of v5e has 2 chips"),
         (
             ["--compile", "--device", "v5e"],

@@ -58,6 +58,14 @@ def compile_run(config: RunConfig, target: CompileTarget) -> Compiled:
         f"--compile: strategy {config.strategy} has groups or threads of torch's that need all ranks; plan "
         "full_shard or shard_grad_op, or leave it out",
     )
+    for key, alone in (
+        ("context_parallel_size", config.context_parallel_size == 1),
+        ("train.optimizer", config.train.optimizer in ("adamw", "adafactor", "sgd")),
+    ):
+        require(
+            alone or target.devices == 1,
+            f"--compile: {key} {config.get(key)} waits for other ranks, which do not run; leave it out",
+        )
     require(not target.only_memory, "--only-memory: backend tpu compiles many small programs; leave it out")
     check(config, late=True)
     wanted = find_slice(target.device, target.devices, target.topology)

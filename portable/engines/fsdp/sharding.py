@@ -99,9 +99,11 @@ def shard_group_size(config: RunConfig, world_size: int, local_world_size: int) 
     size = config.fsdp.shard_group_size or max(1, local_world_size)
     if world_size % size:
         fitting = [str(n) for n in range(1, world_size + 1) if world_size % n == 0]
+        together = config.tensor_parallel_size
+        ranks = "ranks" if together == 1 else f"groups of {together} ranks that share layers"
         raise UserError(
-            f"fsdp.shard_group_size: {world_size} ranks are not divisible into groups of {size}; use one of "
-            f"{', '.join(fitting)}"
+            f"fsdp.shard_group_size: {world_size} {ranks} are not divisible into groups of {size}; "
+            f"use one of {', '.join(fitting)}"
         )
     return size
 
