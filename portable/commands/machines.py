@@ -6,9 +6,11 @@ one of :data:`_CONDITIONS` is left out where that does not hold.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from dataclasses import dataclass
+from glob import iglob
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +21,7 @@ import portable
 from converters.storage.object_store import is_url
 from portable.config import keys, load_config
 from portable.config.run_config import RunConfig
+from portable.config.sources import eval_key, evaluation_sources, training_key, training_sources
 from portable.errors import UserError, require
 from portable.planner.device_lookup import Device, named
 from portable.terminal import tell
@@ -30,8 +33,10 @@ if TYPE_CHECKING:
 _CONDITIONS = ("several", "mixed", "alike", "selected")
 """Several nodes with GPUs; GPUs or TPUs; only one of the two; a TPU slice, which labels select."""
 _PLACEHOLDER = re.compile(r"@(\w+)@")
-_UNQUOTED = re.compile(r"[^\w .,@:/+=\[\]~<>!-]|: |^-| #")
-"""What would end a word in the shell or in YAML."""
+_PACKAGE = re.compile(r"[^\w .,@:/+=\[\]~<>!-]|: |^-| #")
+"""What would end a word in quotes, in the shell or in YAML."""
+_NAME = re.compile(r"[^\w./:@+=,-]|^[^\w./]|:$", re.ASCII)
+"""The same of a word that stands without quotes, also within others'."""
 _ANY_OF = ("sky", "dstack")
 """The programs that take any of several kinds of device."""
 _ON_GPUS = ("dstack", "hf-jobs", "slurm")
@@ -126,11 +131,15 @@ def launch_file(
         is_url(place) or target == "slurm",
         f"output_dir: {place} would be lost with the machine; set a URL, such as s3://bucket/{Path(place).name}",
     )
-    for key, text in (("init", config_file.name), ("output_dir", place), ("--install", install or "")):
-        odd = _UNQUOTED.search(text)
+    for key, text, unquoted in (
+        ("init", config_file.name, _NAME),
+        ("output_dir", place, _NAME),
+        ("--install", install or "", _PACKAGE),
+    ):
+        odd = unquoted.search(text)
         require(odd is None, f"{key}: {text}: {odd and odd[0]!r} would need quotes; give it another name")
-    for key in () if target == "slurm" else _local_files(config):
-        tell(f"note: {key}: {config.get(key)} is on this machine; put it into a bucket, or on the hub")
+    for key, there in () if target == "slurm" else _local_files(config):
+        tell(f"note: {key}: {there} is on this machine; put it into a bucket, or on the hub")
     if not config.checkpoint.saves_on_the_way:
         tell("note: checkpoint.every_steps: nothing is saved on the way, and not every machine gives notice")
     values = _values(target, config, config_file, machines, install, spot=spot)
@@ -170,7 +179,7 @@ def _machines(text: str, table: Mapping[str, Any], config: RunConfig, target: st
     require(
         count == "" or (count.isdecimal() and int(count) > 0), f"--device: {text}: write NAME:COUNT, h100:8"
     )
-    device = named(name)
+    device = named(name, f"--device: {text}")
     key = {"a100": "a100-80", "v100": "v100-16"}.get(device.name, device.name)
     found = Machines(device, int(count or 1), table.get(key, {}))
     require(
@@ -206,15 +215,20 @@ def _machines(text: str, table: Mapping[str, Any], config: RunConfig, target: st
     return Machines(device, found.count, {**found.names, "labels": labels})
 
 
-def _local_files(config: RunConfig) -> list[str]:
-    """The keys of settings that name what lies on this machine."""
-    found = []
-    for setting in keys.settings(RunConfig).values():
-        value = config.get(setting.key)
+def _local_files(config: RunConfig) -> list[tuple[str, Any]]:
+    """The settings that name what lies on this machine, with their values."""
+    given = {one.key: config.get(one.key) for one in keys.settings(RunConfig).values() if one.may_be_path}
+    given |= {
+        f"{training_key(name)}.source": one.source for name, one in training_sources(config.data).items()
+    }
+    given |= {f"{eval_key(name)}.source": one.source for name, one in evaluation_sources(config.data).items()}
+    found: list[tuple[str, Any]] = []
+    for key, value in given.items():
         names = value if isinstance(value, list | tuple) else (value,)
         texts = (name for name in names if isinstance(name, str) and not is_url(name))
-        if setting.may_be_path and any(Path(text).exists() for text in texts):
-            found.append(setting.key)
+        # Those of pathlib raise OSError for a name that is too long.
+        if any(os.path.exists(text) or any(iglob(text)) for text in texts):  # noqa: PTH110, PTH207
+            found.append((key, value))
     return found
 
 
@@ -254,12 +268,13 @@ def _values(
     secrets = ("HF_TOKEN", *_SECRETS.get(place.partition("://")[0], ()))
     packages = {tpu: install or _package(config, tpu=tpu) for tpu in (False, True)}
     of_text, of_labels = _INDENTS.get(target, (0, 0))
-    text = config_file.read_text("utf-8").splitlines()
+    # Kubernetes fills in $(NAME), and reads $$ as $.
+    text = config_file.read_text("utf-8").replace("$", "$$").removesuffix("\n").split("\n")
     cloud = Path(portable.__file__).resolve().parents[1] / "tpu" / "scripts" / "cloud.sh"
     return {
         "name": re.sub("[^a-z0-9]+", "-", config_file.stem.lower()).strip("-")[:40] or "run",
-        "config": shlex.quote(config_file.name),
-        "output": shlex.quote(place),
+        "config": config_file.name,
+        "output": place,
         "nodes": str(first.nodes),
         "each": str(first.count // first.nodes),
         "command": "portable-train" if first.tpu or first.nodes == 1 else "torchrun -m portable.cli",

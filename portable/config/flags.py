@@ -124,20 +124,23 @@ class _Parser:
         if (setting := self._table.get(name)) is not None:
             words = self._words(None if setting.takes(tuple) else 1) if given is None else given
             if words or not setting.takes(bool):
-                value = read(setting, self._needed(words, flag, setting.allowed))
+                value = read(setting, self._needed(words, flag, setting.allowed, text=setting.is_text))
         elif (setting := self._table.get(name.removeprefix("no_"))) is not None and setting.takes(bool):
             if given is not None:
                 raise UserError(f"{flag} takes no value; use --{setting.key} {given[0]}")
             name, value = setting.key, False
         elif open_mapping(self._model, name):
             words = self._words(1) if given is None else given
-            value = parse_value(self._needed(words, flag, "anything that the mapping may hold")[0])
+            value = parse_value(
+                self._needed(words, flag, "anything that the mapping may hold", text=False)[0]
+            )
         else:
             raise UserError(self._unknown(name, flag))
         self._parsed.overrides.append(Override(tuple(name.split(".")), value, flag))
 
-    def _needed(self, words: list[str], flag: str, what: str) -> list[str]:
-        if not words:
+    def _needed(self, words: list[str], flag: str, what: str, *, text: bool = True) -> list[str]:
+        """``words``, which must be some; an empty variable of the shell is none, except for ``text``."""
+        if not words or not (text or any(map(str.strip, words))):
             raise UserError(f"{flag} needs a value: {what}")
         return words
 

@@ -117,6 +117,11 @@ def run(argv: Sequence[str]) -> int:
     model, work = _meta_model(config)
     planner = Planner(config, model, target)
     price = None if target.device is None else prices.get(target.device.name)
+    require(
+        price is not None or not prices,
+        "--price-per-hour: has no price of the device that is planned for; name both: --device h100 "
+        "--price-per-hour h100=2.50",
+    )
     found = planner.options()
     best = planner.best(found)
     searching = target.device is not None and not _fits_as_it_is(best)
@@ -150,7 +155,14 @@ def _by_cost(config: RunConfig, given: dict[str, Any], prices: dict[str, float])
     require(found is not None, f"--budget: {given['budget']!r} is no sum; write 50")
     assert found is not None
     budget = float(found[1])
+    require(budget > 0, f"--budget: {given['budget']!r} buys nothing; write 50")
+    for name in ("devices", "device_memory", "host_memory", "compile"):
+        flag = f"--{name.replace('_', '-')}"
+        require(not given.get(name), f"{flag}: has no effect with --budget; remove one of the two")
     prices = prices or prices_of_sky()
+    if "device" in given:
+        only = devices.named(given["device"]).name
+        prices = {name: price for name, price in prices.items() if name == only}
     require(
         bool(prices), "--budget: no prices; give --price-per-hour h100=2.50,l4=0.70, or pip install skypilot"
     )

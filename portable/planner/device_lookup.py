@@ -75,8 +75,8 @@ def known_devices() -> dict[str, Device]:
 _MAKERS = re.compile("^(nvidia-|amd-)?(geforce-|instinct-)?(rtx-?)?")
 
 
-def named(name: str) -> Device:
-    """The device called ``name``.
+def named(name: str, flag: str = "--device") -> Device:
+    """The device called ``name``. ``flag`` says in messages where it was given.
 
     Raises:
         UserError: no device has that name. The message suggests one or lists all.
@@ -87,7 +87,8 @@ def named(name: str) -> Device:
         if candidate in known:
             return known[candidate]
     hint = did_you_mean(key, known) or f"; known are {', '.join(known)}"
-    raise UserError(f"--device: unknown device {name!r} (--device-memory 80GB is for any other){hint}")
+    other = " (--device-memory 80GB is for any other)" if flag == "--device" else ""
+    raise UserError(f"{flag}: unknown device {name!r}{other}{hint}")
 
 
 _UNITS = {"": 1, "B": 1} | {

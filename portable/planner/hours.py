@@ -123,16 +123,19 @@ def prices_of(text: str | None, device: str | None) -> dict[str, float]:
         device: at hand, if one is named.
 
     Raises:
-        UserError: if it is neither.
+        UserError: if it is neither, or gives a device two prices.
     """
-    found = {}
-    for part in (text or "").split(",") if text else ():
+    found: dict[str, float] = {}
+    for part in () if text is None else text.split(","):
         name, _, price = part.rpartition("=")
         ok = re.fullmatch(r"\s*\d{1,6}(\.\d{1,6})?\s*", price) is not None and bool(name or device)
         require(
-            ok, f"--price-per-hour: {part!r}: write 2.50 beside --device, or NAME=PRICE: h100=2.50,l4=0.70"
+            ok and float(price) > 0,
+            f"--price-per-hour: {part!r}: write 2.50 beside --device, or NAME=PRICE: h100=2.50,l4=0.70",
         )
-        found[named(name or str(device)).name] = float(price)
+        key = named(name or str(device), "--price-per-hour").name
+        require(key not in found, f"--price-per-hour: {text!r}: {key} has two prices; give one, such as 2.50")
+        found[key] = float(price)
     return found
 
 

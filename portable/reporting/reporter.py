@@ -13,6 +13,7 @@ from converters.console import columns
 from portable.errors import UserError
 from portable.formatting import human_bytes, human_time, table
 from portable.loop import Callback
+from portable.plugins import told_as
 from portable.reporting.events import History
 from portable.reporting.metrics import (
     MetricsFile,
@@ -21,11 +22,11 @@ from portable.reporting.metrics import (
     is_evaluation,
     read_metrics,
 )
-from portable.reporting.trackers import Tracker, open_trackers
+from portable.reporting.trackers import KEY, Tracker, open_trackers
 from portable.terminal import LOG, at_a_terminal, tell
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from portable.backend import Batch
     from portable.loop import Progress
@@ -265,8 +266,7 @@ class Reporter(Callback):
             self._metrics.close()
         if self._history is not None:
             self._history.close()
-        for tracker in self._trackers:
-            tracker.finish()
+        self._with_trackers(lambda tracker: tracker.finish())
         self._trackers = []
 
     def _write(self, progress: Progress, values: Mapping[str, Any]) -> None:
@@ -275,6 +275,15 @@ class Reporter(Callback):
         row = {"step": progress.step, **values, "samples": progress.samples, "time": round(time.time(), 3)}
         self._metrics.write(row)
         numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
-        for tracker in self._trackers:
-            tracker.log(numbers, progress.step)
+        self._with_trackers(lambda tracker: tracker.log(numbers, progress.step))
         self._output.publish_soon()
+
+    def _with_trackers(self, call: Callable[[Tracker], None]) -> None:
+        """Call something of each. One that fails gets nothing more: ``metrics.jsonl`` has the numbers."""
+        for tracker in tuple(self._trackers):
+            try:
+                with told_as(f"{KEY}: {tracker.name}"):
+                    call(tracker)
+            except UserError as error:
+                self._trackers.remove(tracker)
+                self.say(f"warning: {error}; the run goes on without it")

@@ -35,6 +35,8 @@ _TAKES: dict[str, tuple[str, ...]] = {
 class Tracker(Protocol):
     """The part of ``accelerate.tracking.GeneralTracker`` that is used."""
 
+    name: str
+
     def log(self, values: dict[str, float], step: int) -> None: ...
 
     def finish(self) -> None: ...

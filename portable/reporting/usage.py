@@ -38,23 +38,24 @@ def usage(config: RunConfig, where: str, model_type: str, *, grown: bool = False
         grown: whether the embeddings have more rows than the base's.
     """
     task, base = config.model.task, str(config.model.name_or_path)
-    folder = base if Path(base).is_dir() else f"$(hf download {base})"
-    merge = f' --merge-into "{folder}"' if is_adapter(config) else ""
-    run = re.sub("[^A-Za-z0-9_.-]", "-", Path(config.output_dir).name) or "run"
+    of_base = shlex.quote(base)
+    folder = of_base if Path(base).is_dir() else f'"$(hf download {of_base})"'
+    merge = f" --merge-into {folder}" if is_adapter(config) else ""
+    run = re.sub("[^A-Za-z0-9_.-]", "-", Path(config.output_dir).name).lstrip("-") or "run"
     local = f"{run}-{'merged' if merge else 'model'}"
     gguf = f"portable-convert {shlex.quote(where)} {local}.gguf --to gguf{merge} && llama-cli -m {local}.gguf"
     peft = merge and config.adapter.type == "lora" and not (grown or is_url(where))
     peft = peft and not (config.adapter.use_dora or config.adapter.modules_to_save)
     found = []
-    model = shlex.quote(where)
+    model, loaded = shlex.quote(where), where  # as a word of the shell, and as it is
     if (merge and not peft) or is_url(where):
         found.append(("merge" if merge else "fetch", f"portable-convert {model} {local}{merge}"))
-        model = local
+        model = loaded = local
     if task in PIPELINES:
         kind, asked = PIPELINES[task]
-        code = f"from transformers import pipeline; p = pipeline('{kind}', {model!r}); print(p({asked}))"
+        code = f"from transformers import pipeline; p = pipeline('{kind}', {loaded!r}); print(p({asked}))"
     else:
-        code = f"from transformers import AutoModelForSeq2SeqLM as M; print(M.from_pretrained({model!r}))"
+        code = f"from transformers import AutoModelForSeq2SeqLM as M; print(M.from_pretrained({loaded!r}))"
     found.append(("transformers", f"python -c {_double_quoted(code)}"))
     if task != "causal-lm":
         return found
@@ -62,8 +63,8 @@ def usage(config: RunConfig, where: str, model_type: str, *, grown: bool = False
     if peft:
         rank = next((rank for rank in _RANKS if rank >= config.adapter.r), _RANKS[-1])
         named = shlex.quote(f"{run}={where}")
-        serve = f"vllm serve {base} --enable-lora --max-lora-rank {rank} --lora-modules {named}"
-        scored = f"pretrained={base},peft={model}"
+        serve = f"vllm serve {of_base} --enable-lora --max-lora-rank {rank} --lora-modules {named}"
+        scored = f"pretrained={of_base},peft={model}"
     found.append(("vLLM", serve))
     if model_type in MODELS:
         found.append(("llama.cpp", gguf))

@@ -269,6 +269,9 @@ CONFLICTS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
     ({"bf16": {"enabled": True}}, {}, ["bf16.enabled", "precision is", "fp32"]),
     ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, {}, ["bfloat16 and fp16", "simultaneously"]),
     ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}, {}, ["optimizer.params.lr", "0.003"]),
+    ({"bf16": {"enabled": 1}}, {}, ["bf16.enabled", "precision is", "fp32"]),
+    ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": 0}}}, {}, ["adam_w_mode", "remove it"]),
+    ({"optimizer": {"type": "Adam", "params": {"bias_correction": 0}}}, {}, ["bias_correction", "remove it"]),
     ({"optimizer": {"type": "Lamb"}}, {}, ["optimizer.type: 'Lamb'", "flat partitions", "AdamW"]),
     (
         {"activation_checkpointing": {"cpu_checkpointing": True}},
@@ -353,6 +356,7 @@ def test_contradictions_name_both_sides(
     [
         ("{", ["invalid JSON"]),
         ("[]", ["must be a mapping"]),
+        (" \n", ["is empty; write {}"]),
         ('{"fp16": {}, "fp16": {}}', ["duplicate key fp16"]),
         ("\x00", ["invalid JSON"]),
         ('{"zero_optimization": null}', ["zero_optimization must be a mapping, not null"]),

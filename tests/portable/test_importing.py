@@ -285,6 +285,11 @@ ADAMW = {"type": "AdamW", "params": {"lr": 1e-4}}
             {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}, "cpu_offload": True}},
             {"memory.offload_optimizer": "cpu", "memory.offload_params": None},
         ),
+        ({"bf16": {"enabled": 1}}, {"precision": "bf16"}),
+        ({"bf16": {"enabled": 0}}, {"precision": "fp32"}),
+        ({"fp16": {"enabled": "t", "hysteresis": 3}}, {"precision": "fp16", "fp16.hysteresis": 3}),
+        ({"zero_optimization": {"stage": 2, "cpu_offload": 1}}, {"memory.offload_optimizer": "cpu"}),
+        ({"optimizer": {"type": "AdamW", "params": {"torch_adam": 1}}}, {"train.weight_decay": 0.01}),
     ],
     ids=lambda one: next(iter(one)),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -96,6 +97,15 @@ def test_a_file_passes_its_programs_schema(target: str, devices: list[str], fold
         assert (folder / "run.yaml").read_text() in _values_of(yaml.safe_load(text))
 
 
+@pytest.mark.parametrize("target", ["jobset", "trainjob"])
+def test_kubernetes_gets_the_config_as_it_is(target: str, folder: Path) -> None:
+    text = "  # of mine\noutput_dir: s3://bucket/run\nlog: {name: a$$b $(HF_TOKEN)}\n"
+    (folder / "run.yaml").write_text(text)
+    values = _values_of(yaml.safe_load(written(target, "--device", "h100:8").read_text()))
+    filled_in = [re.sub(r"\$\$|\$\(\w+\)", lambda at: "$" * (at[0] == "$$"), str(value)) for value in values]
+    assert text in filled_in
+
+
 def _values_of(made: Any) -> list[Any]:
     inside = made.values() if isinstance(made, dict) else made if isinstance(made, list) else ()
     return [made, *(value for part in inside for value in _values_of(part))]
@@ -140,7 +150,7 @@ def test_the_program_itself_reads_the_file(program: str, folder: Path) -> None:
 
 REFUSED = [
     ("sky", [], "name the machine, such as --device h100:8"),
-    ("sky", ["--device", "h101:8"], "unknown device 'h101'"),
+    ("sky", ["--device", "h101:8"], "--device: h101:8: unknown device 'h101'; did you mean h100?"),
     ("sky", ["--device", "h100:x"], "write NAME:COUNT"),
     ("sky", ["--device", "h100:12"], "a machine has 8"),
     ("sky", ["--device", "h100:16", "--device", "h100:8"], "the same number of machines"),
@@ -152,6 +162,9 @@ REFUSED = [
     ("cloud-tpu", ["--device", "h100:8"], "is no TPU"),
     ("sky", ["--device", "h100:8", "--output_dir", "runs/mine"], "output_dir: runs/mine would be lost"),
     ("sky", ["--device", "h100:8", "--output_dir", "s3://it's"], "would need quotes"),
+    ("hf-jobs", ["--device", "h200:8", "--output_dir", "s3://a>b"], "'>' would need quotes"),
+    ("hf-jobs", ["--device", "h200:8", "--output_dir", "s3://a b"], "' ' would need quotes"),
+    ("dstack", ["--device", "h100:8", "--output_dir", "s3://a:"], "':' would need quotes"),
     ("sky", ["other.yaml", "--device", "h100:8"], "other.yaml: there is none"),
 ]
 
@@ -169,12 +182,15 @@ def test_mistakes_are_one_line(
 def test_what_a_machine_would_miss_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "texts.jsonl").write_text("{}\n")
     (folder / "run.yaml").write_text(
-        "output_dir: gs://bucket/run\ndata: {source: texts.jsonl}\nstrategy: zero2\n"
+        "output_dir: gs://bucket/run\n"
+        "data: {sources: [{name: a, source: texts.jsonl}, {name: b, source: '*.jsonl'},"
+        f" {{name: c, source: {'far' * 99}}}]}}\nstrategy: zero2\n"
         "checkpoint: {every_steps: null}\n"
     )
     file = written("dstack", "--device", "h100:8", "--on-demand")
     told = capsys.readouterr().err
-    assert "note: data.source: texts.jsonl is on this machine" in told
+    assert "note: data.sources.a.source: texts.jsonl is on this machine" in told
+    assert "note: data.sources.b.source: *.jsonl is on this machine" in told and "farfar" not in told
     assert "note: checkpoint.every_steps" in told
     text = file.read_text()
     assert "portable-trainer[gcs,deepspeed]==" in text and "spot_policy: on-demand" in text

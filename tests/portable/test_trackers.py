@@ -137,6 +137,33 @@ def test_a_tracker_of_ones_own(tmp_path: Path, corpus: Path) -> None:
         train(configured(tmp_path / "other", corpus, log__trackers=f"{__name__}:Owns", **settings))
 
 
+class Broken(Own):
+    """Its server goes away."""
+
+    def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+        self.seen.append(("log", step))
+        raise ConnectionError("gone\naway")
+
+    def finish(self) -> None:
+        raise SystemExit(3)
+
+
+class Unfinished(Own):
+    finish = Broken.finish
+
+
+@pytest.mark.usefixtures("brief_runs")
+def test_a_run_outlives_its_trackers(tmp_path: Path, corpus: Path, caplog: pytest.LogCaptureFixture) -> None:
+    Own.seen.clear()
+    names = [f"{__name__}:Broken", f"{__name__}:Unfinished"]
+    settings = {"train__steps": 2, "log__every_steps": 1, "data__eval_fraction": 0.0}
+    train(configured(tmp_path / "run", corpus, log__trackers=names, **settings))
+    assert (tmp_path / "run" / "final").is_dir()
+    assert [step for kind, step, *_ in Own.seen if kind == "log"] == [1, 1, 2]
+    warnings = [line for line in caplog.messages if line.startswith("warning: log.trackers")]
+    assert len(warnings) == 2 and "ConnectionError: gone away" in warnings[0] and "SystemExit" in warnings[1]
+
+
 def test_a_missing_package_is_named(tmp_path: Path, corpus: Path) -> None:
     with pytest.raises(
         UserError, match=r"^log\.trackers: comet_ml is not installed; run: pip install comet-ml"

@@ -101,6 +101,26 @@ PLACES: list[tuple[Mapping[str, Any], str, dict[str, str]]] = [
             "'it-s=it'\"'\"'s/final'",
         },
     ),
+    (
+        {"model.name_or_path": "a $(b)", "adapter.type": "lora", "output_dir": "-it"},
+        "-it/final",
+        {
+            "vLLM": "vllm serve 'a $(b)' --enable-lora --max-lora-rank 16 --lora-modules it=-it/final",
+            "llama.cpp": "portable-convert -it/final it-merged.gguf --to gguf --merge-into "
+            "\"$(hf download 'a $(b)')\" && llama-cli -m it-merged.gguf",
+            "lm_eval": "lm_eval run --model hf --model_args pretrained='a $(b)',peft=-it/final "
+            "--tasks hellaswag",
+        },
+    ),
+    (
+        {"output_dir": "my run"},
+        "my run/final",
+        {
+            "vLLM": "vllm serve 'my run/final'",
+            "transformers": "python -c \"from transformers import pipeline; p = pipeline('text-generation', "
+            "'my run/final'); print(p('Once upon a time'))\"",
+        },
+    ),
 ]
 
 

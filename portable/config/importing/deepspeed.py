@@ -38,6 +38,8 @@ SCHEDULED = {
     "lr_range_test_min_lr": "train.learning_rate",
 }
 """Params of schedulers that are settings; the others are ``train.schedule_params``."""
+_WORDS = {"1": True, "t": True, "y": True, "0": False, "f": False, "n": False}
+"""What pydantic takes for a boolean besides the words of YAML."""
 _RATES = ("warmup_max_lr", "cycle_max_lr", "lr_range_test_min_lr")
 _ADAM = {"lr": 0.001, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -123,8 +125,9 @@ def parse_json(text: str, name: str) -> dict[str, Any]:
         name: of the file, for messages.
 
     Raises:
-        UserError: if it is neither, is no mapping, or has a key twice.
+        UserError: if it is neither, is empty or no mapping, or has a key twice.
     """
+    require(bool(text.strip()), f"{name}: is empty; write {{}} for a DeepSpeed JSON that changes nothing")
     problem = ""
     found: Any = None
     for package in ("json", "hjson"):  # the second comes with DeepSpeed
@@ -196,6 +199,13 @@ def prepare(file: File) -> None:
     modernise(file.values, file.note)
 
 
+def switched(value: Any) -> Any:
+    """The boolean that DeepSpeed's models read ``value`` as; other values as they are."""
+    if isinstance(value, str):
+        return truth(_WORDS.get(value.lower(), value))
+    return bool(value) if isinstance(value, int | float) and value in (0, 1) else value
+
+
 def _stage_of(file: File) -> Any:
     return file.get("zero_optimization.stage")
 
@@ -213,22 +223,22 @@ def _stage(value: Any, _: File) -> str | None:
 
 def _precision(value: Any, file: File) -> str | None:
     """The type that is on; fp32 where one is off, and the other is neither on nor left to the run."""
-    kinds = [truth(file.get(f"{k}.enabled")) for k in ("bf16", "fp16") if isinstance(file.get(k), dict)]
+    kinds = [switched(file.get(f"{k}.enabled")) for k in ("bf16", "fp16") if isinstance(file.get(k), dict)]
     if kinds == [True, True]:
         raise NoCounterpart("bf16 and fp16 are both enabled; choose one")
-    off = truth(value) is False and True not in kinds and AUTO not in kinds
-    return file.path[0] if truth(value) is True else "fp32" if off else None
+    off = switched(value) is False and True not in kinds and AUTO not in kinds
+    return file.path[0] if switched(value) is True else "fp32" if off else None
 
 
 def _scale(value: Any, file: File) -> Any:
-    on = truth(file.get("fp16.enabled", False))
+    on = switched(file.get("fp16.enabled", False))
     if on is not True:
         passed_on(file, value)
     return None if on is False else _given(value, file)
 
 
 def _loss_scale(value: Any, file: File) -> None:
-    if value and truth(file.get("fp16.enabled")) is True and _stage_of(file) == 0:
+    if value and switched(file.get("fp16.enabled")) is True and _stage_of(file) == 0:
         raise NoEffect("has no effect without ZeRO: the loss scale is dynamic")
     passed_on(file, value)
 
@@ -249,7 +259,7 @@ def offload(part: str, stage: Callable[[File], Any], *, switch: bool = False) ->
 
     def take(value: Any, file: File) -> str | None:
         if switch:
-            value = "cpu" if truth(value) is True else AUTO
+            value = "cpu" if switched(value) is True else AUTO
         if value == AUTO:
             return None
         device = str(choose(value, {None: "none", "NONE": "none", "CPU": "cpu", "NVME": "nvme"}))
@@ -309,8 +319,10 @@ def _params(file: File, block: str) -> dict[str, Any]:
 
 
 def _adam_w_mode(value: Any, file: File) -> None:
-    if value is False and str(file.get("optimizer.type")).lower() != "adamw":  # which it does not change
-        raise NoCounterpart(f"false: {_UPDATE}; remove it")
+    if (
+        switched(value) is False and str(file.get("optimizer.type")).lower() != "adamw"
+    ):  # which it does not change
+        raise NoCounterpart(f"{shown(value)}: {_UPDATE}; remove it")
 
 
 def _scheduler(value: Any, _: File) -> str | None:
@@ -362,7 +374,7 @@ def _scaled(value: Any, file: File) -> None:
 
 
 def _accumulated(value: Any, file: File) -> None:
-    if value == "fp32" and _stage_of(file) == 1 and truth(file.get("bf16.enabled")) is True:
+    if value == "fp32" and _stage_of(file) == 1 and switched(file.get("bf16.enabled")) is True:
         raise NoCounterpart(
             "fp32 is supported at stages 2 and 3, where gradients are sharded; use zero_optimization.stage 2"
         )
@@ -443,7 +455,7 @@ def finish(file: File, devices: int) -> None:
     kind, scheduler = str(file.get("optimizer.type", "")).lower(), str(file.get("scheduler.type"))
     params, given = _params(file, "optimizer"), _params(file, "scheduler")
     defaults = OPTIMIZERS.get(kind, {})
-    if params.get("torch_adam") is True:
+    if switched(params.get("torch_adam")) is True:
         defaults = {**defaults, "weight_decay": TORCHS_WEIGHT_DECAY}
     for name in defaults.keys() - params.keys():
         if name == "momentum":

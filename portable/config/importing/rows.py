@@ -74,7 +74,7 @@ def never_off(why: str) -> Row:
     """A switch that must not be off."""
 
     def take(value: Any, file: File) -> None:
-        if truth(value) is False:
+        if value == 0 or truth(value) is False:
             raise NoCounterpart(f"false has no counterpart: {why}")
 
     return Row(how=take, why=f"never false: {why}")
