@@ -212,7 +212,6 @@ REFUSED = [
         f"{ZERO}{{deepspeed_config_file: {__file__},\n  gradient_accumulation_steps: 4}}",
         ":3: gradient_accumulation_steps deepspeed_config_file",
     ),
-    (f"{ZERO}\n  zero_stage: 4", ":3: zero_stage 4 one|of|0,|1,|2,|3"),
     ("distributed_type: NO\nmixed_precision: fp8", ":2: mixed_precision fp8 one|of|NO,|False,|BF16,|FP16"),
     (f"{FSDP}\n  fsdp_version: 3", ":3: fsdp_version one|of|1,|2"),
     (f"{FSDP}\n  fsdp_version: 2.0", ":3: fsdp_version one|of|1,|2"),
