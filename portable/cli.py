@@ -128,6 +128,10 @@ def _check_switches(invocation: Invocation) -> None:
         raise UserError("--json: has the values of an evaluation; add --eval-only")
     if invocation.json is not None and not Path(invocation.json).absolute().parent.is_dir():
         raise UserError(f"--json: {invocation.json}: its folder is not there; make it first")
+    if invocation.json is not None and Path(invocation.json).is_dir():
+        raise UserError(f"--json: {invocation.json}: is a folder; name a file, such as values.json")
+    if invocation.json is not None and invocation.dry_run:
+        raise UserError("--json: --dry-run evaluates nothing; remove one of the two")
     if invocation.profile and invocation.eval_only:
         raise UserError("--profile: records training steps, and --eval-only takes none; remove one")
     if invocation.show_data is not None and (

@@ -64,13 +64,19 @@ def init(argv: Sequence[str]) -> int:
     parser.add_argument("--install", metavar="WHAT", help="what pip installs there; default: this version")
     parser.add_argument("--on-demand", action="store_true", help="no machines that may be preempted")
     names = {"classify": "classification"} | {name: name for name in starters}
-    parser.add_argument("--task", choices=names, default="pretrain", help="default: pretrain")
+    parser.add_argument("--task", choices=names, help="default: pretrain")
     given = parser.parse_args(argv)
     file: Path = given.file
     if file.suffix not in (".yaml", ".yml"):
         raise UserError(f"init: {file}: not the name of a YAML file; end it in .yaml")
     folder = yaml.safe_dump(f"runs/{file.stem}", allow_unicode=True, width=math.inf).splitlines()[0]
+    for flag in ("--device", "--output_dir", "--install", "--on-demand") if given.target is None else ():
+        asked = getattr(given, flag[2:].replace("-", "_"))
+        require(not asked, f"{flag}: has an effect only with --for; name the program, --for sky")
     if given.target is not None:
+        require(
+            given.task is None, "--task: has no effect with --for, which takes the config as it is; remove it"
+        )
         require(bool(given.device), "--device: missing; name the machine, such as --device h100:8")
         wrote = launch_file(
             machines,
@@ -85,7 +91,7 @@ def init(argv: Sequence[str]) -> int:
         return 0
     name = shlex.quote(str(file))
     # Comments stand in one column.
-    text = starters[names[given.task]].replace("{name}#", f"{folder:<25} #", 1)
+    text = starters[names[given.task or "pretrain"]].replace("{name}#", f"{folder:<25} #", 1)
     text = text.replace("{file}", name).replace("{name}", folder)
     text = f"# yaml-language-server: $schema={configs().joinpath('schema.json')}\n{text}"
     try:

@@ -103,7 +103,7 @@ class _Parser:
         words = self._words(1) if given is None else given
         value: Any = True
         if option.kind != "switch":
-            value = self._needed(words, flag, option.metavar)[0]
+            value = self._needed(words, flag, option.metavar, text=False)[0]
         elif words and not isinstance(value := truth(words[0]), bool):
             raise UserError(f"{flag} must be true | false, got {words[0]!r}")
         if option.kind == "count":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,10 +73,12 @@ def model_card(
     from huggingface_hub import ModelCardData
 
     name = config.model.name_or_path
+    local = name is not None and (Path(name).exists() or Path(name).is_absolute())
+    base = Path(name).name if name is not None and local else name
     loader, pipeline = _AUTO[config.model.task]
     kind = None if adapter is None else str(config.adapter.type)
     alone, rows = is_adapter(config), None if adapter is None else adapter.rows
-    on_hub = name if name is not None and not Path(name).exists() and not config.model.from_scratch else None
+    on_hub = None if local or config.model.from_scratch else name
     head = ModelCardData(
         base_model=on_hub,
         base_model_relation=None if on_hub is None else ("adapter" if alone else "finetune"),
@@ -88,7 +91,7 @@ def model_card(
         [] if kind is None else [(f"adapter.{key}", getattr(config.adapter, key)) for key in KINDS[kind]]
     )
     settings += [(key, config.get(key)) for key in _SETTINGS]
-    commands = usage(config, config.hub.repo or _HERE, model_type, grown=rows is not None)
+    commands = usage(config, config.hub.repo or _HERE, model_type, base=base, grown=rows is not None)
     shown = [
         f"| `{key}` | {_shown(value)} |"
         for key, value in settings
@@ -108,7 +111,7 @@ def model_card(
             "",
             *_usage(loader, name, rows, alone=alone),
             "```sh",
-            *(f"{_FOLDER.sub('', use)}    # {what}" for what, use in commands),
+            *(f"{use}    # {what}" for what, use in commands),
             "```",
             "",
             "## Settings",
@@ -152,7 +155,7 @@ def _usage(loader: str, name: str | None, rows: int | None, *, alone: bool) -> l
         "from peft import PeftModel",
         f"from transformers import {loader}",
         "",
-        f'base = {loader}.from_pretrained("{name}")',
+        f"base = {loader}.from_pretrained({json.dumps(name)})",
         *grown,
         f'model = PeftModel.from_pretrained(base, "{_HERE}")',
         "```",

@@ -28,18 +28,21 @@ def is_adapter(config: RunConfig) -> bool:
     return config.adapter.type is not None and config.checkpoint.export not in ("merged", "like_base")
 
 
-def usage(config: RunConfig, where: str, model_type: str, *, grown: bool = False) -> list[tuple[str, str]]:
+def usage(
+    config: RunConfig, where: str, model_type: str, *, base: str | None = None, grown: bool = False
+) -> list[tuple[str, str]]:
     """What can be done with an export, and the command for each.
 
     Args:
         config: of the run.
         where: the export, as a path, a URL or a name on the hub.
         model_type: transformers' name of its kind.
+        base: what stands for the base model; None for its path or name.
         grown: whether the embeddings have more rows than the base's.
     """
-    task, base = config.model.task, str(config.model.name_or_path)
-    of_base = shlex.quote(base)
-    folder = of_base if Path(base).is_dir() else f'"$(hf download {of_base})"'
+    task, name = config.model.task, str(config.model.name_or_path)
+    of_base = shlex.quote(base or name)
+    folder = of_base if Path(name).is_dir() else f'"$(hf download {of_base})"'
     merge = f" --merge-into {folder}" if is_adapter(config) else ""
     run = re.sub("[^A-Za-z0-9_.-]", "-", Path(config.output_dir).name).lstrip("-") or "run"
     local = f"{run}-{'merged' if merge else 'model'}"

@@ -160,9 +160,14 @@ def _evaluate_only(prepared: Prepared, json_file: str | None) -> int:
     values = evaluate_all(prepared, restored.engine)
     if prepared.backend.rank == 0:
         text = json.dumps({"step": restored.progress.step, **values}) + "\n"
-        for file in (place / "evaluation.json" if place.exists() else None, json_file and Path(json_file)):
-            if file:
-                write_durably(file, text)
+        if place.exists():
+            write_durably(place / "evaluation.json", text)
+        if json_file is not None:
+            try:
+                write_durably(Path(json_file), text)
+            except OSError as error:
+                told = f"--json: {json_file}: cannot be written: {error.strerror or error}; name another file"
+                raise UserError(told) from error
         rows = [("step", str(restored.progress.step))]
         for name, value in values.items():
             shown = f"{value:.6f}" if isinstance(value, float) else json.dumps(value)

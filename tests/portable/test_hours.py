@@ -225,7 +225,7 @@ def test_a_budget_sorts_machines_by_cost(
         (["--budget", "50"], "--budget: no prices; give --price-per-hour"),
         (["--budget", "50", "--price-per-hour", "2.50"], "write 2.50 beside --device"),
         (["--price-per-hour", "h101=2"], "--price-per-hour: unknown device 'h101'; did you mean h100?"),
-        (["--device", "h100", "--price-per-hour", ""], "write 2.50 beside --device"),
+        (["--device", "h100", "--price-per-hour", ""], "--price-per-hour needs a value: PRICE"),
         (["--device", "h100", "--price-per-hour", "0"], "write 2.50 beside --device"),
         (["--device", "h100", "--price-per-hour", "2,50"], "h100 has two prices"),
         (["--device", "h100", "--price-per-hour", "l4=2"], "no price of the device that is planned for"),

@@ -179,6 +179,23 @@ def test_mistakes_are_one_line(
     assert [path.name for path in folder.iterdir()] == ["run.yaml"]
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--device", "h100:8"], "--device: has an effect only with --for"),
+        (["--on-demand"], "--on-demand: has an effect only with --for"),
+        (["--for", "sky", "--device", "h100:8", "--task", "lora"], "--task: has no effect with --for"),
+    ],
+)
+def test_no_flag_is_ignored(
+    words: list[str], expected: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["init", "other.yaml", *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {expected}")
+    assert [path.name for path in folder.iterdir()] == ["run.yaml"]
+
+
 def test_what_a_machine_would_miss_is_said(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "texts.jsonl").write_text("{}\n")
     (folder / "run.yaml").write_text(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 import converters.cli
 from portable.cli import main
 from portable.config import load_config
-from portable.reporting.card import CARD
+from portable.reporting.card import CARD, model_card
 from portable.reporting.usage import PIPELINES, usage
 from tests.runs import flags, tiny, write_labelled, write_pretrained
 
@@ -130,6 +131,18 @@ def test_commands_for_other_places(settings: Mapping[str, Any], where: str, expe
     assert {what: found[what] for what in expected} == expected
     for command in found.values():
         shlex.split(command)
+
+
+def test_commands_of_a_card_have_of_local_folders_the_names_alone(tmp_path: Path) -> None:
+    base = tmp_path / "my secret" / "base"
+    base.mkdir(parents=True)
+    settings = {"model.config": None, "model.name_or_path": str(base), "adapter.type": "lora"}
+    adapter: Any = SimpleNamespace(rows=None, identity={"base": "digest"})
+    facts: dict[str, Any] = {"architecture": "Some", "model_type": "llama", "data": "texts", "metrics": []}
+    card = model_card(load_config(None, settings), adapter=adapter, **facts)
+    commands = card.partition("```sh\n")[2].partition("```")[0]
+    assert "--merge-into base " in commands and "vllm serve base --enable-lora" in commands
+    assert "secret" not in commands and f'from_pretrained("{base}")' in card
 
 
 def test_pipelines_are_those_of_transformers() -> None:

@@ -363,6 +363,10 @@ ROWS: Rows = {
     "debug": free("collectives are not checked one by one"),
     "enable_cpu_affinity": free("ranks are not bound to cores"),
     "fp8_config": free("fp8 is not part of this version"),
+    "fsdp_config.fsdp_version": Row(
+        how={version: {} for version in (1, 2, "1", "2", None)},
+        why="1 or 2, which says what keys Accelerate reads",
+    ),
     "fsdp_config.fsdp_use_orig_params": Row(
         why="FSDP2 always keeps the original parameters", free=True, silent=(True, *EMPTY)
     ),
@@ -377,7 +381,6 @@ ROWS: Rows = {
             "same_network",
             "num_processes",
             "num_machines",
-            "fsdp_config.fsdp_version",
             "fsdp_config.fsdp_cpu_ram_efficient_loading",
             "fsdp_config.fsdp_sync_module_states",
             "deepspeed_config.zero3_init_flag",

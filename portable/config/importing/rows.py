@@ -232,4 +232,5 @@ def choose(value: Any, words: Mapping[Any, Any]) -> Any:
             same = word.upper() if isinstance(word, str) else word
             if type(same) is type(wanted) and same == wanted:
                 return meant
-    raise NoCounterpart(f"{shown(value)} has no counterpart; use one of {', '.join(map(str, words))}")
+    known = dict.fromkeys(str(word) for word in words if word is not None)
+    raise NoCounterpart(f"{shown(value)} has no counterpart; use one of {', '.join(known)}")
