@@ -154,7 +154,7 @@ def traces_in_forks(zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process that traces the graphs of a run is a fork, without its seconds of imports."""
     python = str(zygote.folder / "python")
     fork = SimpleNamespace(command=lambda code, *arguments: [python, "-c", code, *arguments])
-    monkeypatch.setattr("tpu.compile.trace.interpreter", fork)
+    monkeypatch.setattr("tpu.compile.child.interpreter", fork)
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
 
     from torch import Tensor, nn
-    from torch.distributed.distributed_c10d import Store
     from torch.distributed.tensor import DTensor
 
 _torch = Package("torch", "2.15.0")
@@ -233,18 +232,12 @@ def detach_process_groups() -> list[Any]:
 
 
 @_torch.needed_for("train.micro_batch_size: auto")
-def start_fake_group(rank: int, world_size: int, transport: str = "fake", store: Store | None = None) -> None:
-    """Start a process group whose collectives move nothing and never wait.
-
-    Args:
-        rank, world_size: of this process and of the group.
-        transport: as torch names it, with ``fake`` for at least one kind of device.
-        store: what the others would have told.
-    """
+def start_fake_group(rank: int, world_size: int) -> None:
+    """Start a process group whose collectives move nothing and never wait."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group(transport, store=store or FakeStore(), rank=rank, world_size=world_size)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
 
 
 default_store = _torch.function(

@@ -297,10 +297,13 @@ class Executable:
         """The device memory that it takes, by the compiler."""
         return Memory(*self._library.call("PJRT_Executable_GetCompiledMemoryStats", self.handle)[1:6])
 
-    def cost(self) -> dict[str, Value]:
-        """The compiler's cost analysis: ``flops`` and ``bytes accessed`` of one device, and more."""
+    def cost(self) -> tuple[float, float]:
+        """FLOPs and bytes accessed of one device, by the compiler's cost analysis; 0 where it has none."""
         _, count, array = self._library.call("PJRT_Executable_GetCostAnalysis", self.handle)[:3]
-        return _named(array, count)
+        found = _named(array, count)
+        numbers = (found.get("flops"), found.get("bytes accessed"))
+        flops, accessed = (float(one) if isinstance(one, int | float) else 0.0 for one in numbers)
+        return flops, accessed
 
     def results(self) -> list[tuple[int, list[int]]]:
         """The type, a ``PJRT_Buffer_Type``, and the shape of each result."""

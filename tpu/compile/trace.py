@@ -7,16 +7,12 @@ One difference is left: torch_xla passes 3200 or more arguments as one tuple, an
 
 from __future__ import annotations
 
-import json
 import os
-import pickle
-import subprocess
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from portable import interpreter
 from portable.checks import check
-from portable.errors import UserError
+from tpu.compile.child import ask
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -70,21 +66,14 @@ def trace_graphs(config: RunConfig, devices: int, folder: Path, *, hardware: str
         "CPU_NUM_DEVICES": str(devices),
         "XLA_HLO_DEBUG": "1",  # the line of code of each operation
     }
-    done = subprocess.run(
-        interpreter.command("from tpu.xla.tracing import main; main()", str(answer), hardware),
-        input=pickle.dumps(config),
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        check=False,
+    found = ask(
+        "from tpu.xla.tracing import main; main()",
+        answer,
+        hardware,
+        given=config,
+        environment=environment,
+        failure=f"{config.model.key}: the graphs of a step cannot be traced",
     )
-    if not answer.exists():
-        lines = done.stderr.decode("utf-8", "replace").strip().splitlines()
-        why = lines[-1] if lines else f"its process ended with {done.returncode}"
-        raise UserError(f"{config.model.key}: the graphs of a step cannot be traced ({why})")
-    found = json.loads(answer.read_text("utf-8"))
-    if "error" in found:
-        raise UserError(found["error"])
     return [
         Traced(graph["name"], folder / graph["file"], devices, graph["donated"], graph["seconds"])
         for graph in found["graphs"]

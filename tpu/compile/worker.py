@@ -21,6 +21,7 @@ from typing import Any
 
 from portable.planner.compiled import CompiledGraph
 from portable.ranks.parent_death import die_with_parent
+from tpu.compile.child import answers
 from tpu.compile.hlo import Module
 from tpu.compile.libtpu import CompileError, InterfaceError, Libtpu, Topology
 from tpu.compile.protobuf import Message
@@ -59,9 +60,7 @@ def main() -> int:
         answer = run(job, folder / DUMP if job.only_memory else None)
     except (CompileError, InterfaceError) as error:
         answer = {"error": str(error)}
-    partial = folder / f"{ANSWER}.partial"
-    partial.write_text(json.dumps(answer), "utf-8")
-    partial.rename(folder / ANSWER)
+    answers(folder / ANSWER, answer)
     if job.only_memory:
         os._exit(0)  # the compiler goes on
     return 0
@@ -117,7 +116,7 @@ def compile_graph(topology: Topology, name: str, module: bytes, large: int) -> C
     start = time.monotonic()
     executable = topology.compile(module)
     seconds = time.monotonic() - start
-    memory, cost = executable.memory(), executable.cost()
+    memory, (flops, accessed) = executable.memory(), executable.cost()
     report = analyse(executable.program(), len(topology.device_ids), large)
     executable.close()
     notes = []
@@ -130,8 +129,8 @@ def compile_graph(topology: Topology, name: str, module: bytes, large: int) -> C
         alias_bytes=memory.aliased,
         temporary_bytes=memory.temporary,
         code_bytes=memory.code,
-        flops=_number(cost.get("flops")) + report.looped_flops,
-        bytes_accessed=_number(cost.get("bytes accessed")) + report.looped_bytes,
+        flops=flops + report.looped_flops,
+        bytes_accessed=accessed + report.looped_bytes,
         compile_seconds=round(seconds, 2),
         collectives=report.collectives,
         large_values=report.large_values,
@@ -211,10 +210,6 @@ def named_in(message: str, module: bytes) -> str:
                 found = filter(None, (instruction.operation(), instruction.source()))
                 return " at ".join(found) or instruction.name
     return ""
-
-
-def _number(value: object) -> float:
-    return float(value) if isinstance(value, (int, float)) else 0.0
 
 
 if __name__ == "__main__":

@@ -204,14 +204,14 @@ class DryChip:
         except CompileError as error:
             self._refuse(error)
             raise
-        memory, cost = executable.memory(), executable.cost()
+        memory, (flops, accessed) = executable.memory(), executable.cost()
         self.programs[executable.handle] = Program(
             executable,
             [Buffer.of(*result) for result in executable.results()],
             memory.results - memory.aliased + memory.temporary,
             memory.code,
-            _number(cost.get("flops")),
-            _number(cost.get("bytes accessed")),
+            flops,
+            accessed,
             partitions,
             bytes(Message(options).message(BUILD).bytes(ASSIGNMENT)),
         )
@@ -281,10 +281,6 @@ class DryChip:
 
     def _copied(self, given: Any) -> None:
         given[2] = self._made(self._held[given[0]][0])
-
-
-def _number(value: object) -> float:
-    return float(value) if isinstance(value, int | float) else 0.0
 
 
 def placed_on(options: bytes, chips: Sequence[int]) -> bytes:

@@ -7,11 +7,9 @@ included, goes to libtpu's compiler; :mod:`tpu.torchtpu.dry_chip` counts what th
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import resource
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -21,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portable import interpreter
 from portable.checks import check
 from portable.errors import UserError, one_line, require
 from portable.planner.compiled import Collective, Compiled, CompiledGraph, LargeValue
 from portable.temporary_folder import scratch_folder
+from tpu.compile.child import answers, ask
 from tpu.compile.compiler import does_not_fit, exhausted, find_library, named
 from tpu.compile.libtpu import CompileError, Libtpu
 from tpu.compile.report import analyse
@@ -71,22 +69,13 @@ def compile_run(config: RunConfig, target: CompileTarget) -> Compiled:
     wanted = find_slice(target.device, target.devices, target.topology)
     library = find_library()
     with scratch_folder("portable-compile") as folder:
-        answer = folder / "answer.json"
-        done = subprocess.run(
-            interpreter.command("from tpu.torchtpu.dry_run import main; main()", str(answer)),
-            input=pickle.dumps((config, wanted, library.path, target.large)),
-            env=wanted.environment(dict(os.environ)) | _launch_environment(wanted),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            check=False,
+        found = ask(
+            "from tpu.torchtpu.dry_run import main; main()",
+            folder / "answer.json",
+            given=(config, wanted, library.path, target.large),
+            environment=wanted.environment(dict(os.environ)) | _launch_environment(wanted),
+            failure=f"--compile: a step of {config.model.key} cannot be traced",
         )
-        if not answer.exists():
-            lines = done.stderr.decode("utf-8", "replace").strip().splitlines()
-            why = one_line(lines[-1]) if lines else f"its process ended with {done.returncode}"
-            raise UserError(f"--compile: a step of {config.model.key} cannot be traced ({why})")
-        found = json.loads(answer.read_text("utf-8"))
-    if "refused" in found:
-        raise UserError(found["refused"])
     if "error" in found:
         if not does_not_fit(found["error"], found["code"]):
             raise UserError(f"--compile: libtpu refuses a program: {one_line(found['error'])}")
@@ -129,9 +118,7 @@ def main() -> None:
 
     def end(found: dict[str, Any]) -> None:
         found |= {"compiler": topology.compiler, "hbm_bytes": wanted.hbm(topology)}
-        partial = answer.with_suffix(".partial")
-        partial.write_text(json.dumps(found), "utf-8")
-        partial.rename(answer)
+        answers(answer, found)
         os._exit(0)  # the runtime's threads would wait for the other ranks
 
     def refuse(error: CompileError) -> None:
@@ -156,6 +143,7 @@ def dry_run(config: RunConfig, topology: Topology, chip: DryChip, large: int) ->
         large: elements from which a value is listed; 0 for none.
     """
     import torch
+    import torch.distributed as dist
 
     from portable.adapters.adapter import training_model
     from portable.adapters.settings import settled
@@ -166,7 +154,6 @@ def dry_run(config: RunConfig, topology: Topology, chip: DryChip, large: int) ->
     from portable.optim.sharded import local
     from portable.planner.activations import fake_batch
     from portable.planner.passes import Request
-    from portable.private import of_torch
     from portable.run.micro_batch import batch_plan
     from tpu.torchtpu import of_torch_tpu
     from tpu.torchtpu.package import TorchTpuPackage
@@ -180,7 +167,8 @@ def dry_run(config: RunConfig, topology: Topology, chip: DryChip, large: int) ->
     start = time.monotonic()
     backend = TorchBackend(DryPackage("tpu", compiler="tpu"))
     if backend.world_size > 1:
-        of_torch.start_fake_group(0, backend.world_size, "tpu:tpu_dist", of_torch_tpu.other_ranks(topology))
+        others = of_torch_tpu.other_ranks(topology)
+        dist.init_process_group("tpu:tpu_dist", store=others, rank=0, world_size=backend.world_size)
     model_config = models.model_config(config.model)
     models.check_length(model_config, config)
     config = settled(config)

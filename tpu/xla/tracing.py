@@ -8,7 +8,6 @@ this process writes it to a file.
 from __future__ import annotations
 
 import gc
-import json
 import os
 import pickle
 import re
@@ -34,6 +33,7 @@ from portable.planner.activations import fake_batch
 from portable.planner.passes import Request
 from portable.run.micro_batch import batch_plan
 from portable.terminal import tell
+from tpu.compile.child import answers
 from tpu.compile.protobuf import field
 from tpu.xla.backend import XlaBackend
 from tpu.xla.graphs import Graphs
@@ -282,19 +282,16 @@ class _OneMicroBatch:
 
 
 def main() -> int:
-    answers, hardware = Path(sys.argv[1]), sys.argv[2]
-    folder = answers.parent
+    path, hardware = Path(sys.argv[1]), sys.argv[2]
     config: RunConfig = pickle.load(sys.stdin.buffer)  # noqa: S301  (from the parent)
     gc.freeze()  # what was imported holds no tensor of a device: no search need visit it
     answer: dict[str, Any]
     try:
-        answer = {"graphs": trace(config, folder, hardware)}
+        answer = {"graphs": trace(config, path.parent, hardware)}
         answer["host_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     except UserError as error:
-        answer = {"error": one_line(error)}
-    partial = answers.with_suffix(".partial")
-    partial.write_text(json.dumps(answer), "utf-8")
-    partial.rename(answers)
+        answer = {"refused": one_line(error)}
+    answers(path, answer)
     sys.stderr.flush()
     os._exit(0)  # the runtime's threads take seconds to end
 
