@@ -12,7 +12,7 @@ import yaml
 
 from converters.commands import Parser
 from converters.console import say
-from portable.commands.machines import launch_file, targets
+from portable.commands.machines import launch_file, targets, write_new
 from portable.errors import UserError, require
 
 if TYPE_CHECKING:
@@ -94,13 +94,7 @@ def init(argv: Sequence[str]) -> int:
     text = starters[names[given.task or "pretrain"]].replace("{name}#", f"{folder:<25} #", 1)
     text = text.replace("{file}", name).replace("{name}", folder)
     text = f"# yaml-language-server: $schema={configs().joinpath('schema.json')}\n{text}"
-    try:
-        with file.open("x", encoding="utf-8") as out:
-            out.write(text)
-    except FileExistsError as error:
-        raise UserError(f"init: {file} is there already; give another name") from error
-    except OSError as error:
-        raise UserError(f"init: {file}: cannot write it: {error.strerror or error}") from error
+    write_new(file, text, "give another name")
     command = f"  portable-train --config {name}"
     say(f"wrote {file}; edit it, then\n{command} --dry-run\n{command}")
     return 0

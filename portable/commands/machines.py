@@ -15,15 +15,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 import portable
 from converters.storage.object_store import is_url
 from portable.config import keys, load_config
 from portable.config.run_config import RunConfig
 from portable.config.sources import eval_key, evaluation_sources, training_key, training_sources
 from portable.errors import UserError, require
-from portable.planner.device_lookup import Device, named
+from portable.planner.device_lookup import Device, named, rented
 from portable.terminal import tell
 
 if TYPE_CHECKING:
@@ -123,9 +121,7 @@ def launch_file(
     require(config_file.is_file(), f"init: {config_file}: there is none; portable-train init writes one")
     overrides = {} if output_dir is None else {"output_dir": output_dir}
     config = load_config(config_file, overrides)
-    known: dict[object, Any] = yaml.safe_load(folder.joinpath("names.yaml").read_text("utf-8"))
-    table = {str(name): value for name, value in known.items()}
-    machines = [_machines(text, table, config, target) for text in devices]
+    machines = [_machines(text, rented(), config, target) for text in devices]
     place = str(config.output_dir)
     require(
         is_url(place) or target == "slurm",
@@ -151,14 +147,23 @@ def launch_file(
         "selected": bool(values["selector"]),
     }
     text = filled(template.read_text("utf-8"), values | {"file": out.name}, holds)
+    write_new(out, text, "delete it first")
+    return out
+
+
+def write_new(path: Path, text: str, remedy: str) -> None:
+    """Write a file that must not exist.
+
+    Raises:
+        UserError: if it does, with ``remedy``, or cannot be written.
+    """
     try:
-        with out.open("x", encoding="utf-8") as file:
+        with path.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError as error:
-        raise UserError(f"init: {out} is there already; delete it first") from error
+        raise UserError(f"init: {path} is there already; {remedy}") from error
     except OSError as error:
-        raise UserError(f"init: {out}: cannot write it: {error.strerror or error}") from error
-    return out
+        raise UserError(f"init: {path}: cannot write it: {error.strerror or error}") from error
 
 
 def filled(text: str, values: Mapping[str, str], holds: Mapping[str, bool]) -> str:

@@ -37,8 +37,8 @@ def exchanged_width(model: Any, size: int) -> int:
     """Elements of a token that ``size`` ranks exchange in a pass forward through all layers of ``model``:
     of its queries, keys, values and results."""
     text = model.config.get_text_config()
-    heads = text.num_attention_heads
-    keys = max(getattr(text, "num_key_value_heads", None) or heads, size)  # repeated, so that each has one
+    heads, keys = _heads(model)
+    keys = max(keys, size)  # repeated, so that each has one
     head = getattr(text, "head_dim", None) or text.hidden_size // heads
     query, value = getattr(text, "qk_head_dim", head), getattr(text, "v_head_dim", head)
     return int(text.num_hidden_layers * (heads + keys) * (query + value))
@@ -46,10 +46,15 @@ def exchanged_width(model: Any, size: int) -> int:
 
 def check_heads(model: Any, size: int) -> None:
     """Raise UserError if the heads of ``model`` cannot be divided among ``size`` ranks or devices."""
-    text = model.config.get_text_config()
-    heads = text.num_attention_heads
-    keys = getattr(text, "num_key_value_heads", None) or heads
+    heads, keys = _heads(model)
     require(
         heads % size == 0 and (keys % size == 0 or size % keys == 0),
         f"{KEY}: {heads} heads ({keys} of keys) cannot be divided among {size} ranks; use a divisor",
     )
+
+
+def _heads(model: Any) -> tuple[int, int]:
+    """The heads of queries, and of keys."""
+    text = model.config.get_text_config()
+    heads: int = text.num_attention_heads
+    return heads, getattr(text, "num_key_value_heads", None) or heads

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from importlib.resources import files
+from typing import Any
+
+import yaml
 
 from portable.config.suggest import did_you_mean
 from portable.errors import UserError
@@ -96,6 +100,13 @@ _UNITS = {"": 1, "B": 1} | {
     for power, letter in enumerate("KMGT", start=1)
     for suffix, base in (("", 1000), ("B", 1000), ("IB", 1024))
 }
+
+
+def rented() -> dict[str, Any]:
+    """What programs that rent machines call devices, by our names, and the topologies of slices."""
+    text = files("portable").joinpath("configs", "machines", "names.yaml").read_text("utf-8")
+    known: dict[object, Any] = yaml.safe_load(text)
+    return {str(name): value for name, value in known.items()}
 
 
 def parse_bytes(text: str, flag: str) -> int:

@@ -9,15 +9,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.resources import files
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from portable.batch_plan import total_steps
 from portable.errors import UserError, one_line, require
-from portable.planner.device_lookup import named
+from portable.planner.device_lookup import named, rented
 
 if TYPE_CHECKING:
     from portable.config import RunConfig
@@ -147,9 +144,6 @@ def prices_of_sky() -> dict[str, float]:
     """
     if find_spec("sky") is None:
         return {}
-    table: dict[object, Any] = yaml.safe_load(
-        files("portable").joinpath("configs", "machines", "names.yaml").read_text("utf-8")
-    )
     try:
         offers: dict[str, list[Any]] = import_module("sky.catalog").list_accelerators(gpus_only=True)
     except Exception as error:  # whatever fetching a catalogue raises
@@ -158,11 +152,11 @@ def prices_of_sky() -> dict[str, float]:
             "give NAME=PRICE: h100=2.50,l4=0.70"
         ) from error
     found = {}
-    for key, names in table.items():
+    for key, names in rented().items():
         if key == "topologies" or "type" in names:
             continue
-        of_device = offers.get(str(names.get("sky", str(key).upper())), [])
+        of_device = offers.get(str(names.get("sky", key.upper())), [])
         each = [one.price / one.accelerator_count for one in of_device if one.price and one.accelerator_count]
         if each:
-            found[str(key)] = min(each)
+            found[key] = min(each)
     return found

@@ -14,7 +14,7 @@ from portable.config import keys
 from portable.config.dump import as_yaml
 from portable.config.sources import training_sources
 from portable.reporting.metrics import is_evaluation
-from portable.reporting.usage import is_adapter, usage
+from portable.reporting.usage import AUTO, is_adapter, usage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -38,12 +38,6 @@ _SETTINGS = (
     "train.epochs",
     "train.weight_decay",
 )
-_AUTO = {
-    "causal-lm": ("AutoModelForCausalLM", "text-generation"),
-    "seq2seq-lm": ("AutoModelForSeq2SeqLM", "text2text-generation"),
-    "sequence-classification": ("AutoModelForSequenceClassification", "text-classification"),
-    "masked-lm": ("AutoModelForMaskedLM", "fill-mask"),
-}
 _HERE = "path/of/this/folder"
 _OF_THE_MACHINE = ("output_dir", "log.", "hub.", "checkpoint.", "data.cache_dir", "memory.nvme_path")
 _FOLDER = re.compile(r"(?<![\w.:/~])/(?:[^\s/;,:]+/)+")
@@ -75,7 +69,7 @@ def model_card(
     name = config.model.name_or_path
     local = name is not None and (Path(name).exists() or Path(name).is_absolute())
     base = Path(name).name if name is not None and local else name
-    loader, pipeline = _AUTO[config.model.task]
+    loader, pipeline = AUTO[config.model.task]
     kind = None if adapter is None else str(config.adapter.type)
     alone, rows = is_adapter(config), None if adapter is None else adapter.rows
     on_hub = None if local or config.model.from_scratch else name

@@ -13,12 +13,19 @@ from converters.writers.gguf_models import MODELS
 if TYPE_CHECKING:
     from portable.config import RunConfig
 
-PIPELINES = {
-    "causal-lm": ("text-generation", "'Once upon a time'"),
-    "sequence-classification": ("text-classification", "'Once upon a time'"),
-    "masked-lm": ("fill-mask", "'Once upon a ' + p.tokenizer.mask_token"),
+AUTO = {
+    "causal-lm": ("AutoModelForCausalLM", "text-generation"),
+    "seq2seq-lm": ("AutoModelForSeq2SeqLM", "text2text-generation"),
+    "sequence-classification": ("AutoModelForSequenceClassification", "text-classification"),
+    "masked-lm": ("AutoModelForMaskedLM", "fill-mask"),
 }
-"""The pipeline of transformers for a task, and what to ask it."""
+"""The class of transformers that opens the model of a task, and the hub's name of its pipeline."""
+ASKED = {
+    "causal-lm": "'Once upon a time'",
+    "sequence-classification": "'Once upon a time'",
+    "masked-lm": "'Once upon a ' + p.tokenizer.mask_token",
+}
+"""What to ask the pipelines that transformers has."""
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """What ``vllm serve --max-lora-rank`` takes."""
 
@@ -54,11 +61,13 @@ def usage(
     if (merge and not peft) or is_url(where):
         found.append(("merge" if merge else "fetch", f"portable-convert {model} {local}{merge}"))
         model = loaded = local
-    if task in PIPELINES:
-        kind, asked = PIPELINES[task]
-        code = f"from transformers import pipeline; p = pipeline('{kind}', {loaded!r}); print(p({asked}))"
+    loader, kind = AUTO[task]
+    if task in ASKED:
+        code = (
+            f"from transformers import pipeline; p = pipeline('{kind}', {loaded!r}); print(p({ASKED[task]}))"
+        )
     else:
-        code = f"from transformers import AutoModelForSeq2SeqLM as M; print(M.from_pretrained({loaded!r}))"
+        code = f"from transformers import {loader} as M; print(M.from_pretrained({loaded!r}))"
     found.append(("transformers", f"python -c {_double_quoted(code)}"))
     if task != "causal-lm":
         return found

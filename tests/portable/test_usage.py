@@ -13,7 +13,7 @@ import converters.cli
 from portable.cli import main
 from portable.config import load_config
 from portable.reporting.card import CARD, model_card
-from portable.reporting.usage import PIPELINES, usage
+from portable.reporting.usage import ASKED, AUTO, usage
 from tests.runs import flags, tiny, write_labelled, write_pretrained
 
 if TYPE_CHECKING:
@@ -148,4 +148,4 @@ def test_commands_of_a_card_have_of_local_folders_the_names_alone(tmp_path: Path
 def test_pipelines_are_those_of_transformers() -> None:
     from transformers import pipelines
 
-    assert {kind for kind, _ in PIPELINES.values()} <= set(pipelines.PIPELINE_REGISTRY.supported_tasks)
+    assert {AUTO[task][1] for task in ASKED} <= set(pipelines.PIPELINE_REGISTRY.supported_tasks)
