@@ -6,6 +6,9 @@ import ast
 import itertools
 import json
 import re
+import subprocess
+import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -514,6 +517,30 @@ def test_a_compiler_that_dies(
     assert "\n" not in str(died.value)
     assert str(died.value).startswith("--compile: libtpu ended with exit code 1 as it started: ")
     assert str(died.value).endswith("'xla_no_such_flag'; remove it from LIBTPU_INIT_ARGS")
+
+
+ASKS = """
+import os
+from pathlib import Path
+from tpu.compile.child import ask
+code = "import os, sys, time; open(sys.argv[1] + '.pid', 'w').write(str(os.getpid())); time.sleep(60)"
+ask(code, Path({answer!r}), given=None, environment=os.environ, failure="")
+"""
+
+
+def test_who_is_asked_dies_with_who_asks(tmp_path: Path) -> None:
+    """A plan that is killed leaves nothing that traces or compiles for minutes."""
+    answer, said = tmp_path / "answer", tmp_path / "answer.pid"
+    process = subprocess.Popen([sys.executable, "-c", ASKS.format(answer=str(answer))])
+    end = time.monotonic() + 60
+    while not (said.exists() and said.read_text()) and time.monotonic() < end:
+        time.sleep(0.02)
+    asked = Path("/proc", said.read_text().strip())
+    process.kill()
+    process.wait()
+    while asked.exists() and (asked / "stat").read_text().split()[2] != "Z" and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not asked.exists() or (asked / "stat").read_text().split()[2] == "Z"
 
 
 TINY = {

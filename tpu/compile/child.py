@@ -14,11 +14,13 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+_DIES_WITH_US = "from portable.ranks.parent_death import die_with_parent; die_with_parent(); "
+
 
 def ask(
     code: str, answer: Path, *arguments: str, given: Any, environment: Mapping[str, str], failure: str
 ) -> dict[str, Any]:
-    """Run ``code`` in another process, and read what it :func:`answers`.
+    """Run ``code`` in another process, which dies with this one, and read what it :func:`answers`.
 
     Args:
         code: finds the path of its answer and ``arguments`` in ``sys.argv``.
@@ -31,7 +33,7 @@ def ask(
         UserError: it left none, or ``refused``.
     """
     done = subprocess.run(
-        interpreter.command(code, str(answer), *arguments),
+        interpreter.command(_DIES_WITH_US + code, str(answer), *arguments),
         input=pickle.dumps(given),
         env=dict(environment),
         stdout=subprocess.DEVNULL,
