@@ -64,7 +64,9 @@ MOST = {
     "hybrid": {"strategy": "hybrid_shard", "fsdp__shard_group_size": 1},
     "shared sequences": SHARED,
 }
+FOUR = "hybrid of four"
 EACH: dict[str, dict[str, Any]] = {
+    FOUR: {"strategy": "hybrid_shard", "fsdp__shard_group_size": 2},
     "full_shard": {},
     "shard_grad_op": {"strategy": "shard_grad_op"},
     "no_shard": {"strategy": "no_shard"},
@@ -98,9 +100,10 @@ def test_losses_are_those_of_the_cpu(
     settings = {**COMMON, **({**MOST, **EACH}[case])}
     on_tpu = configured(tmp_path / "tpu", corpus, backend="tpu", **settings)
     plain = {key: value for key, value in settings.items() if key != "compile"}
-    expected = ranks.run(2, losses, configured(tmp_path / "cpu", corpus, **plain))
+    size = 4 if case == FOUR else 2
+    expected = ranks.run(size, losses, configured(tmp_path / "cpu", corpus, **plain))
     exact = settings["precision"] == "fp32"
-    assert tpus.run(2, losses, on_tpu) == pytest.approx(expected, rel=1e-5 if exact else 2e-3)
+    assert tpus.run(size, losses, on_tpu) == pytest.approx(expected, rel=1e-5 if exact else 2e-3)
     assert expected[-1] < expected[0]
 
 
