@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from converters.checkpoint import Aliases
-    from converters.storage.bytes import Touched
     from converters.storage.path_or_url import Place
     from converters.tensors.tensor import Tensor
 
@@ -174,13 +173,10 @@ class Adapter:
         for name in sorted(self.checkpoint.tensors):
             tensor = self.checkpoint.tensors[name]
             digest.update(f"{name} {tensor.dtype} {tensor.shape}\n".encode())
-            touched: Touched = set()
-            for block in tensor.blocks(_BLOCK, touched):
+            for block in tensor.verified_blocks(_BLOCK):
                 if tensor.dtype in CASTABLE and not np.isfinite(block.astype(np.float32)).all():
                     raise CheckpointError(f"{self.root}: {name!r} holds NaN or infinity")
                 digest.update(block.view(np.uint8).data)
-            for span in touched:
-                span.verify()
         return digest.hexdigest()
 
     def _check(self) -> None:

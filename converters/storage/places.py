@@ -15,12 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from converters.storage.completion_markers import INCOMPLETE, begin, is_unfinished, remove_tree
-from converters.storage.object_store import PART_BYTES, Object, RemotePath, connections
+from converters.storage.object_store import Object, RemotePath, connections
 from converters.storage.safe_open import open_new, open_regular, real_path
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from typing_extensions import TypeIs
 
     from converters.storage.path_or_url import Place
@@ -82,18 +80,6 @@ def inside(path: Place, within: Place) -> Place:
         return path
     real = real_path(path, within)
     return Path(real) if path.is_symlink() else path
-
-
-def chunks(path: Place) -> Iterator[bytes]:
-    """The content of a file; OSError where it is no regular file."""
-    if isinstance(path, RemotePath):
-        size = path.stat().st_size
-        for start in range(0, size, PART_BYTES):
-            yield path.read_range(start, min(size, start + PART_BYTES))
-        return
-    with os.fdopen(open_regular(path), "rb") as file:
-        while chunk := file.read(PART_BYTES):
-            yield chunk
 
 
 def copy_file(source: Place, target: Place) -> None:

@@ -52,19 +52,8 @@ def stays_inside(name: str) -> bool:
     return bool(name) and not ("\0" in name or "\\" in name or path.is_absolute() or ".." in path.parts)
 
 
-def leads_out(path: Place, within: Place) -> bool:
-    """Whether `path` resolves to a file outside `within`; False in an object store."""
-    if isinstance(path, RemotePath) or isinstance(within, RemotePath):
-        return False
-    try:
-        real_path(path, within)
-    except LinkError:
-        return True
-    return False
-
-
 def child(folder: Place, name: str) -> Place:
-    """The folder `name` in `folder`; LinkError where it is a link that leaves `folder`."""
+    """What is called `name` in `folder`; LinkError where it is a link that leaves `folder`."""
     path = folder / name
     if not isinstance(path, RemotePath) and not isinstance(folder, RemotePath):
         real_path(path, folder)

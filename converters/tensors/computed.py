@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from converters.storage.bytes import Memory
 from converters.tensors.by_rows import ComputedRows
 from converters.tensors.dtypes import itemsize, numpy_dtype
 from converters.tensors.tensor import Box, Tensor, View, row_major
@@ -116,21 +117,11 @@ class _EditedRows:
         return found
 
 
-class _Zeros:
-    """A byte source of zeros, for rows that an edit fills."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-
-    def read_into(self, buffer: memoryview, at: int, touched: Touched) -> None:
-        buffer[:] = bytes(len(buffer))
-
-
 def grown(tensor: Tensor, rows: int) -> Tensor:
     """`tensor` with rows of zeros after its own, `rows` in all, for edits to fill."""
     old, *inner = tensor.shape
-    added, width = (rows - old, *inner), itemsize(tensor.dtype)
-    view = View(_Zeros(prod(added) * width), 0, row_major(added, width))
+    added = (rows - old, *inner)
+    view = View(Memory(bytes(itemsize(tensor.dtype))), 0, (0,) * len(added))  # one element, repeated
     box = Box((old, *(0 for _ in inner)), added, view)
     return Tensor(tensor.name, tensor.dtype, (rows, *inner), [*tensor.boxes, box])
 
