@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from converters.storage.places import in_store
+from converters.storage.places import in_store, sync
 from converters.storage.safe_open import LinkError, open_new, real_path
 from portable.errors import UserError
 
@@ -44,15 +44,6 @@ def sync_folder(path: Path) -> None:
     """Flush the names in a folder. A no-op on Windows."""
     if os.name != "nt":
         sync(path)
-
-
-def sync(path: Path) -> None:
-    """Flush one file or folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def own_path(root: Path, *names: str) -> Path:

@@ -100,6 +100,15 @@ def copy_file(source: Place, target: Place) -> None:
         os.fsync(written.fileno())
 
 
+def sync(path: Path) -> None:
+    """Fsync a file, or a folder, which makes its entries durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def copy_folder(folder: Place, target: Path) -> None:
     """Copy every file below a folder into a new folder of a disk."""
     for name in files_below(folder):
@@ -175,9 +184,7 @@ def move_folder(folder: P, target: P) -> P:
             (folder / name).move_to(target / name)
         return target
     folder.rename(target)
-    fd = os.open(folder.parent, os.O_RDONLY)
-    os.fsync(fd)
-    os.close(fd)
+    sync(folder.parent)
     return target
 
 

@@ -294,7 +294,7 @@ def carry_out(
         overwrite=overwrite,
         names=plan.names,
         single=single,
-        facts=facts or {},
+        facts=facts,
         copied=lambda: _copied(plan),
     )
     with bar, output as draft:

@@ -6,7 +6,7 @@ Source: deepspeed/runtime/engine.py (`_save_checkpoint`, `_save_zero_checkpoint`
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +20,11 @@ from converters.formats.torch_save.optimizer import as_tensor
 from converters.limits import MAX_COUNT
 from converters.names.canonical import plain_names
 from converters.storage.places import names_in
+from converters.storage.safe_open import child, read_small
 from converters.tensors.tensor import is_shape
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from converters.checkpoint import Aliases, OptimizerState
     from converters.containers.pickle_reader import Standin
@@ -116,6 +117,21 @@ def find_names(path: Place) -> Names | None:
     return Names(_by_rank(path, optim), _by_rank(path, model), per_rank, tuple(experts), tuple(layers))
 
 
+def read_tag(path: Place) -> str | None:
+    """The content of a file that names a folder, such as `latest`; None where there is no such file."""
+    try:
+        return read_small(path, limit=1024, head=True).decode("utf-8", "replace").strip()
+    except OSError:
+        return None
+
+
+def tag_folder(path: Place, tag: str | None, holds: Callable[[Place], bool]) -> Place | None:
+    """The folder of a tag in `path`, if the tag is a plain name and the folder holds such a checkpoint."""
+    if tag in (None, "", ".", "..") or any(mark in tag for mark in "/\\\0"):
+        return None
+    return child(path, tag) if holds(path / tag) else None
+
+
 def _by_rank(path: Place, files: list[tuple[re.Match[str], str]]) -> dict[int, dict[int, str]]:
     found: dict[int, dict[int, str]] = {}
     for match, name in files:
@@ -192,6 +208,18 @@ class ModelFile:
             )
         return found
 
+    def records(self) -> dict[str, Any]:
+        """What the model states of all ranks of a run have alike, in comparable form."""
+        counted = ("ds_version", "global_steps", "skipped_steps", "global_samples", "dp_world_size")
+        return {
+            **{record: self.content.get(record) for record in counted},
+            "ds_config": config_of(self.content),
+            "param_shapes": ordered(self.groups),
+            "frozen_param_shapes": self.frozen,
+            "frozen parameters": set(self.fragments),
+            "buffer_names": self.buffers,
+        }
+
     def count(self, key: str) -> int | None:
         """A counter such as `global_steps`."""
         value = self.content.get(key)
@@ -235,6 +263,21 @@ def read_model(folder: Folder, name: str) -> ModelFile:
     )
 
 
+def read_models(folder: Folder, model: ModelFile, names: Iterable[str]) -> list[ModelFile]:
+    """The model states of all ranks, `model` first; of the others, only the fragments are kept.
+
+    Raises:
+        CheckpointError: they are not of one run and step.
+    """
+    models, first = [model], model.records()
+    for name in names:
+        other = read_model(folder, name)
+        for what, value in other.records().items():
+            check_same(other.where, what, value, first[what])
+        models.append(replace(other, module={}, content={}, groups=None))
+    return models
+
+
 @dataclass(frozen=True)
 class OptimFile:
     """One `*_optim_states.pt`: `state` is the ZeRO optimizer's own dict."""
@@ -243,6 +286,21 @@ class OptimFile:
     state: dict[str, Any]
     version: Any
     config: dict[str, Any]
+
+    def records(self) -> dict[str, Any]:
+        """What the optimizer states of all ranks of a run have alike."""
+        named = ("zero_stage", "partition_count", "param_alignment_paddings", "ds_version", "clip_grad")
+        about = {record: self.state.get(record) for record in named}
+        return {**about, "ds_version": self.version, "ds_config": plain(self.config)}
+
+
+def partition_counts(state: Mapping[str, Any], where: str) -> list[int]:
+    """`partition_count` of ZeRO's optimizer: a number for each group, or one for all."""
+    counts = state.get("partition_count")
+    counts = counts if isinstance(counts, list) else [counts]
+    if not counts or any(type(count) is not int or not 0 < count < MAX_COUNT for count in counts):
+        raise CheckpointError(f"{where}: damaged, no partition_count")
+    return counts
 
 
 def read_optim(folder: Folder, name: str) -> OptimFile:
