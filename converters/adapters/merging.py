@@ -328,10 +328,17 @@ class _Merge:
                 LowRank(factors, region.row, region.start, count, None if transposed else lengths)
             )
             if lengths is not None and transposed:
-                change.edits.append(ColumnMagnitude(lengths))
+                before = partial(self._edited, region.name, len(change.edits))
+                change.edits.append(ColumnMagnitude(lengths, before))
         bias = module.tensors.get(("lora_B", "bias"))
         if bias is not None:
             self._on_bias(module.path, Add(partial(self._vector, bias, scaling)), bias)
+
+    def _edited(self, name: str, count: int) -> Tensor:
+        """A tensor after the first edits of its change."""
+        change = self.changes[name]
+        tensor = self.base.tensors[self.ties.get(name, name)] if change.source is None else change.source
+        return computed(tensor, "F64" if tensor.dtype == "F64" else "F32", change.lead, change.edits[:count])
 
     def _on_bias(self, module: str, edit: Edit, vector: Tensor) -> None:
         live = f"{module}.bias"

@@ -57,11 +57,9 @@ class Folder:
 
     def _open(self, name: str) -> SourceFile:
         if not stays_inside(name):
-            raise CheckpointError(f"{self.path}: the file name {name!r} leaves the checkpoint folder")
-        try:
-            name.encode("utf-8")
-        except UnicodeEncodeError:  # a lone surrogate
-            raise CheckpointError(f"{self.path}: the file name {name!r} is not valid Unicode") from None
+            raise CheckpointError(
+                f"{self.path}: the file name {name!r} leaves the checkpoint folder or is not valid Unicode"
+            )
         if isinstance(self.path, RemotePath):
             remote = self.path / name
             return RemoteFile(name, remote, _size(remote), verify=self._verify)

@@ -49,7 +49,8 @@ def real_path(path: Path, within: Path) -> str:
 def stays_inside(name: str) -> bool:
     """Whether the name of a file, as another file gives it, is a relative path that stays in its folder."""
     path = PurePosixPath(name)
-    return bool(name) and not ("\0" in name or "\\" in name or path.is_absolute() or ".." in path.parts)
+    odd = any(c in "\0\\" or "\ud800" <= c <= "\udfff" for c in name)  # the last are halves of characters
+    return bool(name) and not (odd or path.is_absolute() or ".." in path.parts)
 
 
 def child(folder: Place, name: str) -> Place:
