@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from converters.commands import BY_SIGNAL, DONE, REFUSED, ShowVersion, command, exit_codes
 from converters.console import complain, fitted, say
-from converters.errors import CheckpointError, printable
+from converters.errors import CheckpointError, blame, printable
 from converters.options import ADAPTER_CONFIG, DTYPES, EXPANSION, FORMS, WRITERS
 
 if TYPE_CHECKING:
@@ -372,10 +372,8 @@ def _base_config(adapter: Adapter, given: Mapping[str, Place] | None) -> Mapping
 def _floats(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
     from converters.quantization.dequantize import dequantized
 
-    try:
+    with blame("--dequantize"):
         return dequantized(checkpoint, dtype)
-    except CheckpointError as error:
-        raise CheckpointError(f"--dequantize: {error}") from error
 
 
 def _codes(checkpoint: Checkpoint, adapter: Adapter | None, options: argparse.Namespace) -> Checkpoint:
@@ -393,14 +391,11 @@ def _codes(checkpoint: Checkpoint, adapter: Adapter | None, options: argparse.Na
         raise CheckpointError(f"{option}: cannot be combined with {excluded}; leave out one of them")
     if adapter is not None:
         raise CheckpointError(f"{option}: {checkpoint.root} holds an adapter; add --merge-into BASE")
-    try:
+    with blame(option):
         if options.quantize is not None:
             return quantized(checkpoint, options.quantize, dtype=options.dtype)
-        return quantized_like(
-            checkpoint, open_checkpoint(model_from(options.quantize_like)), dtype=options.dtype
-        )
-    except CheckpointError as error:
-        raise CheckpointError(f"{option}: {error}") from error
+        base = open_checkpoint(model_from(options.quantize_like))
+        return quantized_like(checkpoint, base, dtype=options.dtype)
 
 
 def _lost(losses: Losses) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 from converters.adapters.config import AdapterConfig, find_config, read_config
 from converters.adapters.names import MAGNITUDE, PREFIX, TOKENS, Part, assign, base_name, part_of
 from converters.checkpoint import Checkpoint, OptimizerState
-from converters.errors import CheckpointError
+from converters.errors import CheckpointError, blame
 from converters.options import ADAPTER_CONFIG
 from converters.tensors.dtypes import CASTABLE
 
@@ -185,10 +185,8 @@ class Adapter:
         if config.type != "LORA" or config.unsupported is not None:
             return  # its tensors may have any shapes; it is not merged
         for module in self.modules:
-            try:
+            with blame(self.root):
                 pair = module.pair()
-            except CheckpointError as error:
-                raise CheckpointError(f"{self.root}: {error}") from None
             if pair is None:
                 if module.find(TOKENS) is None:
                     kind = next(iter(module.tensors))[0]

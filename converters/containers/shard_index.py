@@ -27,8 +27,7 @@ def read_index(folder: Folder, name: str, read: Callable[[SourceFile], dict[str,
         CheckpointError: not an index, a shard is missing, or its content differs from the index.
     """
     file = folder.file(name)
-    index = read_json(file.path, file.read(0, file.nbytes))
-    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    weight_map = read_table(file).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
         raise CheckpointError(f"{file.path}: not a shard index (no weight_map)")
     files = {shard: folder.file(shard) for shard in sorted(set(weight_map.values()))}
@@ -55,6 +54,14 @@ def _check_distinct(folder: Folder, name: str, files: Mapping[str, SourceFile]) 
         other = known.setdefault(file.identity(), shard)
         if other != shard:
             raise CheckpointError(f"{folder.path / name}: lists one file twice, as {other!r} and {shard!r}")
+
+
+def read_table(file: SourceFile) -> dict[str, Any]:
+    """The table in a JSON file; CheckpointError where it is none, is damaged or repeats a key."""
+    found = read_json(file.path, file.read(0, file.nbytes))
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{file.path}: damaged, its JSON is no table")
+    return found
 
 
 def read_json(where: object, data: bytes) -> Any:
