@@ -119,7 +119,9 @@ def check_mergeable(adapter: Adapter) -> None:
         )
 
 
-class _Merge:
+class _Base:
+    """The base model, and what happens to each of its tensors."""
+
     def __init__(self, adapter: Adapter, base: Checkpoint, dtype: str) -> None:
         self.adapter = adapter
         self.config = adapter.config
@@ -129,8 +131,131 @@ class _Merge:
         self.ties = {**base.aliases, **self._implied_ties()}
         self.names = BaseNames(base.tensors, self.ties)
         self.changes: dict[str, _Change] = {}
-        self.added: dict[str, Tensor] = {}
         self.config_changes: dict[str, Any] = {}
+
+    def _implied_ties(self) -> dict[str, str]:
+        """Names that the files lack, of modules that share the only embedding's weights: alias -> owner."""
+        architectures = self.base_config.get("architectures")
+        named = architectures[0] if isinstance(architectures, list) and architectures else None
+        names = list(self.base.tensors)
+        embeddings = [name for name in names if ends_with(name, EMBEDDINGS)]
+        if not isinstance(named, str) or len(embeddings) != 1:
+            return {}
+        owner = embeddings[0]
+        ties = dict.fromkeys(_OF_BOTH if ends_with(owner, ("shared.weight",)) else (), owner)
+        headed = any(ends_with(name, HEADS) for name in [*names, *self.base.aliases])
+        if (
+            not headed
+            and _WITH_HEAD.fullmatch(named)
+            and self.base_config.get("tie_word_embeddings") is not False
+        ):
+            # BERT's kind calls its head by other names.
+            ties[_OTHER_HEAD if ends_with(owner, _OF_ENCODERS) else "lm_head.weight"] = owner
+        return ties
+
+    def _find(self, live: str) -> Found:
+        with blame(self.base.root):
+            found = self.names.find(live)
+        if found is None:
+            near = self.names.nearest(live)
+            hint = f"; the nearest is {near!r}" if near else ""
+            raise CheckpointError(
+                f"{self.base.root}: holds no {live!r}, which {self.adapter.root} changes{hint}; give the "
+                "base that the adapter was trained on"
+            )
+        return found
+
+    def _misfit(self, live: str, shape: Sequence[int], *theirs: Tensor) -> CheckpointError:
+        shapes = " and ".join(str(list(tensor.shape)) for tensor in theirs)
+        return CheckpointError(
+            f"{self.base.root}: {live!r} has shape {list(shape)}, which {shapes} in {self.adapter.root} do "
+            "not fit; give the base that the adapter was trained on"
+        )
+
+    def _change(self, name: str, lead: int) -> _Change:
+        change = self.changes.setdefault(name, _Change(lead))
+        if change.lead != lead:
+            raise CheckpointError(f"{self.adapter.root}: changes {name!r} in two ways; this cannot be merged")
+        return change
+
+    def _inputs_first(self, live: str) -> bool:
+        """Whether a square weight has its inputs as rows."""
+        kind = self.base_config.get("model_type")
+        leaf = live.removesuffix(".weight").rpartition(".")[2]
+        if isinstance(kind, str):
+            return leaf in INPUTS_FIRST.get(kind, ())
+        return self.config.fan_in_fan_out
+
+    def _edited(self, name: str, count: int) -> Tensor:
+        """A tensor after the first edits of its change."""
+        change = self.changes[name]
+        tensor = self.base.tensors[self.ties.get(name, name)] if change.source is None else change.source
+        return computed(tensor, "F64" if tensor.dtype == "F64" else "F32", change.lead, change.edits[:count])
+
+    def _regions(self, found: Found, lead: int = 0) -> Iterator[tuple[_Change, Region, int]]:
+        """The change of each tensor that holds rows of a parameter, the region, and its number of rows."""
+        for region in found.regions:
+            stack = len(self.base.tensors[self.ties.get(region.name, region.name)].shape) == 3
+            change = self._change(region.name, lead or (2 if stack else 1))
+            yield change, region, region.stop - region.start
+
+    def _without_bias(self, module: str) -> None:
+        """With trained tokens, or tied to a saved embedding, peft's head leaves out the base's bias."""
+        found = self.names.find(f"{module}.bias")
+        if found is not None and found.whole is not None:
+            zeros = partial(np.zeros, found.shape, np.float32)
+            self._change(found.whole, 0).edits.append(Scale(zeros, 0, 0, 1, columns=True))
+
+    def _untied(self) -> list[str]:
+        """The tied names that need tensors of their own; all, or none.
+
+        An adapter on an embedding does not change the head that shares its weights, nor the other way round,
+        unless the files hold the same change of both.
+        """
+        apart = next((alias for alias, owner in self.ties.items() if not self._stay_tied(alias, owner)), "")
+        if not apart:
+            return []
+        if self.base_config.get("is_encoder_decoder") or _OTHER_HEAD in self.ties:
+            raise CheckpointError(
+                f"{self.base.root}: {self.ties[apart]!r} and {apart!r} are one parameter, of which "
+                f"{self.adapter.root} changes one use only; in this architecture they cannot be untied"
+            )
+        self.config_changes["tie_word_embeddings"] = False
+        return list(self.ties)
+
+    def _stay_tied(self, alias: str, owner: str) -> bool:
+        theirs = self.changes.get(owner, _Change())
+        resized = theirs.source is not None and theirs.source.shape[0] != self.base.tensors[owner].shape[0]
+        if resized and self.changes.setdefault(alias, _Change(theirs.lead)).source is None:
+            self.changes[alias].source = theirs.source  # both have a row for each token
+        return self.changes.get(alias, _Change()).same(theirs)
+
+    def _merged(self, name: str, tensor: Tensor) -> Tensor:
+        change = self.changes.get(name)
+        if change is None:
+            return tensor
+        if tensor.dtype not in CASTABLE:
+            raise CheckpointError(
+                f"{self.base.root}: {name!r} is {tensor.dtype}, quantized; give the model that it was made "
+                "from"
+            )
+        source = change.source if change.source is not None else tensor
+        if change.edits and source.shape != tensor.shape and len(source.shape) != len(tensor.shape):
+            raise self._misfit(name, tensor.shape, source)
+        return self._as(source, cast_dtype(tensor, self.target), change.lead, change.edits)
+
+    def _as(self, tensor: Tensor, dtype: str, lead: int = 1, edits: Sequence[Edit] = ()) -> Tensor:
+        if not edits and (tensor.dtype == dtype or tensor.dtype not in CASTABLE):
+            return tensor
+        return computed(tensor, dtype, min(lead, len(tensor.shape)), edits)
+
+
+class _Merge(_Base):
+    """An adapter, and the base that it is merged into."""
+
+    def __init__(self, adapter: Adapter, base: Checkpoint, dtype: str) -> None:
+        super().__init__(adapter, base, dtype)
+        self.added: dict[str, Tensor] = {}
         # A stack of experts has one pair of factors for all of them, from which each takes its own.
         self._whole = lru_cache(_STACKS_KEPT)(_whole)
         self._factors = lru_cache(_KEPT)(self._load_factors)
@@ -207,59 +332,6 @@ class _Merge:
         document = {"version": 1, "merged": [*self._merged_before(), about]}
         return (json.dumps(document, indent=2) + "\n").encode()
 
-    def _implied_ties(self) -> dict[str, str]:
-        """Names that the files lack, of modules that share the only embedding's weights: alias -> owner."""
-        architectures = self.base_config.get("architectures")
-        named = architectures[0] if isinstance(architectures, list) and architectures else None
-        names = list(self.base.tensors)
-        embeddings = [name for name in names if ends_with(name, EMBEDDINGS)]
-        if not isinstance(named, str) or len(embeddings) != 1:
-            return {}
-        owner = embeddings[0]
-        ties = dict.fromkeys(_OF_BOTH if ends_with(owner, ("shared.weight",)) else (), owner)
-        headed = any(ends_with(name, HEADS) for name in [*names, *self.base.aliases])
-        if (
-            not headed
-            and _WITH_HEAD.fullmatch(named)
-            and self.base_config.get("tie_word_embeddings") is not False
-        ):
-            # BERT's kind calls its head by other names.
-            ties[_OTHER_HEAD if ends_with(owner, _OF_ENCODERS) else "lm_head.weight"] = owner
-        return ties
-
-    def _find(self, live: str) -> Found:
-        with blame(self.base.root):
-            found = self.names.find(live)
-        if found is None:
-            near = self.names.nearest(live)
-            hint = f"; the nearest is {near!r}" if near else ""
-            raise CheckpointError(
-                f"{self.base.root}: holds no {live!r}, which {self.adapter.root} changes{hint}; give the "
-                "base that the adapter was trained on"
-            )
-        return found
-
-    def _misfit(self, live: str, shape: Sequence[int], *theirs: Tensor) -> CheckpointError:
-        shapes = " and ".join(str(list(tensor.shape)) for tensor in theirs)
-        return CheckpointError(
-            f"{self.base.root}: {live!r} has shape {list(shape)}, which {shapes} in {self.adapter.root} do "
-            "not fit; give the base that the adapter was trained on"
-        )
-
-    def _change(self, name: str, lead: int) -> _Change:
-        change = self.changes.setdefault(name, _Change(lead))
-        if change.lead != lead:
-            raise CheckpointError(f"{self.adapter.root}: changes {name!r} in two ways; this cannot be merged")
-        return change
-
-    def _inputs_first(self, live: str) -> bool:
-        """Whether a square weight has its inputs as rows."""
-        kind = self.base_config.get("model_type")
-        leaf = live.removesuffix(".weight").rpartition(".")[2]
-        if isinstance(kind, str):
-            return leaf in INPUTS_FIRST.get(kind, ())
-        return self.config.fan_in_fan_out
-
     # -- LoRA ------------------------------------------------------------------------------------------------
 
     def _lora_and_tokens(self) -> None:
@@ -285,20 +357,6 @@ class _Merge:
                 self._lora(module, pair)
         for path, modules in nested.items():
             self._parameters(path, modules)
-
-    def _without_bias(self, module: str) -> None:
-        """With trained tokens, or tied to a saved embedding, peft's head leaves out the base's bias."""
-        found = self.names.find(f"{module}.bias")
-        if found is not None and found.whole is not None:
-            zeros = partial(np.zeros, found.shape, np.float32)
-            self._change(found.whole, 0).edits.append(Scale(zeros, 0, 0, 1, columns=True))
-
-    def _regions(self, found: Found, lead: int = 0) -> Iterator[tuple[_Change, Region, int]]:
-        """The change of each tensor that holds rows of a parameter, the region, and its number of rows."""
-        for region in found.regions:
-            stack = len(self.base.tensors[self.ties.get(region.name, region.name)].shape) == 3
-            change = self._change(region.name, lead or (2 if stack else 1))
-            yield change, region, region.stop - region.start
 
     def _lora(self, module: Module, pair: Pair) -> None:
         left, right, embedding = pair
@@ -333,12 +391,6 @@ class _Merge:
         bias = module.tensors.get(("lora_B", "bias"))
         if bias is not None:
             self._on_bias(module.path, Add(partial(self._vector, bias, scaling)), bias)
-
-    def _edited(self, name: str, count: int) -> Tensor:
-        """A tensor after the first edits of its change."""
-        change = self.changes[name]
-        tensor = self.base.tensors[self.ties.get(name, name)] if change.source is None else change.source
-        return computed(tensor, "F64" if tensor.dtype == "F64" else "F32", change.lead, change.edits[:count])
 
     def _on_bias(self, module: str, edit: Edit, vector: Tensor) -> None:
         live = f"{module}.bias"
@@ -526,53 +578,6 @@ class _Merge:
         ):
             self.config_changes["id2label"] = {str(i): f"LABEL_{i}" for i in range(tensor.shape[0])}
             self.config_changes["label2id"] = {f"LABEL_{i}": i for i in range(tensor.shape[0])}
-
-    # -- tied weights ----------------------------------------------------------------------------------------
-
-    def _untied(self) -> list[str]:
-        """The tied names that need tensors of their own; all, or none.
-
-        An adapter on an embedding does not change the head that shares its weights, nor the other way round,
-        unless the files hold the same change of both.
-        """
-        apart = next((alias for alias, owner in self.ties.items() if not self._stay_tied(alias, owner)), "")
-        if not apart:
-            return []
-        if self.base_config.get("is_encoder_decoder") or _OTHER_HEAD in self.ties:
-            raise CheckpointError(
-                f"{self.base.root}: {self.ties[apart]!r} and {apart!r} are one parameter, of which "
-                f"{self.adapter.root} changes one use only; in this architecture they cannot be untied"
-            )
-        self.config_changes["tie_word_embeddings"] = False
-        return list(self.ties)
-
-    def _stay_tied(self, alias: str, owner: str) -> bool:
-        theirs = self.changes.get(owner, _Change())
-        resized = theirs.source is not None and theirs.source.shape[0] != self.base.tensors[owner].shape[0]
-        if resized and self.changes.setdefault(alias, _Change(theirs.lead)).source is None:
-            self.changes[alias].source = theirs.source  # both have a row for each token
-        return self.changes.get(alias, _Change()).same(theirs)
-
-    # -- the result ------------------------------------------------------------------------------------------
-
-    def _merged(self, name: str, tensor: Tensor) -> Tensor:
-        change = self.changes.get(name)
-        if change is None:
-            return tensor
-        if tensor.dtype not in CASTABLE:
-            raise CheckpointError(
-                f"{self.base.root}: {name!r} is {tensor.dtype}, quantized; give the model that it was made "
-                "from"
-            )
-        source = change.source if change.source is not None else tensor
-        if change.edits and source.shape != tensor.shape and len(source.shape) != len(tensor.shape):
-            raise self._misfit(name, tensor.shape, source)
-        return self._as(source, cast_dtype(tensor, self.target), change.lead, change.edits)
-
-    def _as(self, tensor: Tensor, dtype: str, lead: int = 1, edits: Sequence[Edit] = ()) -> Tensor:
-        if not edits and (tensor.dtype == dtype or tensor.dtype not in CASTABLE):
-            return tensor
-        return computed(tensor, dtype, min(lead, len(tensor.shape)), edits)
 
 
 def _load_vector(tensor: Tensor, scaling: float) -> Array:

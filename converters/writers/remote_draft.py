@@ -26,7 +26,7 @@ from converters.storage.completion_markers import (
     facts_of,
     is_unfinished,
 )
-from converters.storage.object_store import connections
+from converters.storage.object_store import abort_uploads, connections
 from converters.storage.places import copy_file
 from converters.writers.replace_folder import check_replaceable
 
@@ -131,7 +131,7 @@ class StoreOutput:
         self._token = ""
 
     def __enter__(self) -> StoreOutput:
-        self.folder.abort_uploads(deep=False)
+        abort_uploads(self.folder, deep=False)
         return self
 
     def __exit__(
@@ -193,7 +193,7 @@ class StoreOutput:
     def publish(self) -> None:
         if not self._single:
             # A repeated start of an upload, whose first response was lost, leaves an unknown upload.
-            self.folder.abort_uploads(deep=False)
+            abort_uploads(self.folder, deep=False)
             there = versions(self.folder)
             objects = {name: there[name] for name in sorted(self._names) if name in there}
             complete(self.folder, self._token, facts=self._facts, objects=objects)

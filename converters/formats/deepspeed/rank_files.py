@@ -287,6 +287,29 @@ class OptimFile:
     version: Any
     config: dict[str, Any]
 
+    def gaps(self, group: int, count: int) -> list[int]:
+        """The elements after each of the `count` parameters of a group, for alignment."""
+        gaps = self.state.get("param_alignment_paddings")
+        if gaps is None:
+            return [0] * count
+        found = gaps[group] if isinstance(gaps, list) and group < len(gaps) else None
+        if (
+            not isinstance(found, list)
+            or len(found) != count
+            or any(type(n) is not int or n < 0 for n in found)
+        ):
+            raise CheckpointError(
+                f"{self.where}: damaged, its param_alignment_paddings do not match the groups"
+            )
+        return found
+
+    def padding(self, group: int) -> int:
+        """The elements at the end of this rank's slice of a group that belong to no parameter."""
+        paddings = self.state.get("group_paddings")
+        if not isinstance(paddings, list) or group >= len(paddings) or type(paddings[group]) is not int:
+            raise CheckpointError(f"{self.where}: damaged, no group_paddings")
+        return int(paddings[group])
+
     def records(self) -> dict[str, Any]:
         """What the optimizer states of all ranks of a run have alike."""
         named = ("zero_stage", "partition_count", "param_alignment_paddings", "ds_version", "clip_grad")

@@ -209,14 +209,15 @@ class Run:
         """The layout of one group of stages 1 and 2, checked against every record of it."""
         group, ranks = share.group, [self.optim[rank] for rank in share.ranks]
         held = [piece.numel for piece in masters.pieces]
-        paddings = [self._padding(rank, group) for rank in ranks]
+        paddings = [rank.padding(group) for rank in ranks]
         whole = [
             count if self.bf16_optimizer else count + padding
             for count, padding in zip(held, paddings, strict=True)
         ]
         if len(set(whole)) != 1:
             raise CheckpointError(f"{self.where}: damaged, the ranks' slices of group {group} differ in size")
-        layout = EqualSlices(self.shapes[group], self._gaps(group), len(ranks), whole[0], self.where)
+        gaps = self.optim[0].gaps(group, len(self.shapes[group]))
+        layout = EqualSlices(self.shapes[group], gaps, len(ranks), whole[0], self.where)
         total = layout.slice * len(ranks) - layout.used
         for at, (rank, padding) in enumerate(zip(ranks, paddings, strict=True)):
             expected = layout.padding(at)
@@ -229,33 +230,10 @@ class Run:
         self._check_mappings(share, layout)
         return layout
 
-    def _gaps(self, group: int) -> list[int]:
-        count = len(self.shapes[group])
-        gaps = self.optim[0].state.get("param_alignment_paddings")
-        if gaps is None:
-            return [0] * count
-        found = gaps[group] if isinstance(gaps, list) and group < len(gaps) else None
-        if (
-            not isinstance(found, list)
-            or len(found) != count
-            or any(type(n) is not int or n < 0 for n in found)
-        ):
-            raise CheckpointError(
-                f"{self.optim[0].where}: damaged, its param_alignment_paddings do not match the groups"
-            )
-        return found
-
-    @staticmethod
-    def _padding(rank: OptimFile, group: int) -> int:
-        paddings = rank.state.get("group_paddings")
-        if not isinstance(paddings, list) or group >= len(paddings) or type(paddings[group]) is not int:
-            raise CheckpointError(f"{rank.where}: damaged, no group_paddings")
-        return int(paddings[group])
-
     def _check_mappings(self, share: Share, layout: EqualSlices) -> None:
         """`param_slice_mappings` of each rank must match the layout."""
         group = share.group
-        shuffled = self.options.get("round_robin_gradients") is True and not any(self._gaps(group))
+        shuffled = self.options.get("round_robin_gradients") is True and not any(layout.gaps)
         starts = layout.starts_before_round_robin() if shuffled else None
         for number, rank in enumerate(self.optim[rank] for rank in share.ranks):
             mappings = rank.state.get("param_slice_mappings")
