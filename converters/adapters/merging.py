@@ -132,6 +132,10 @@ class _Base:
         self.names = BaseNames(base.tensors, self.ties)
         self.changes: dict[str, _Change] = {}
         self.config_changes: dict[str, Any] = {}
+        # A stack of experts has one pair of factors for all of them, from which each takes its own.
+        self._whole = lru_cache(_STACKS_KEPT)(_whole)
+        self._factors = lru_cache(_KEPT)(self._load_factors)
+        self._vector = lru_cache(_KEPT)(_load_vector)
 
     def _implied_ties(self) -> dict[str, str]:
         """Names that the files lack, of modules that share the only embedding's weights: alias -> owner."""
@@ -249,6 +253,69 @@ class _Base:
             return tensor
         return computed(tensor, dtype, min(lead, len(tensor.shape)), edits)
 
+    def _check_base(self, digest: str) -> None:
+        base, adapter = self.base, self.adapter
+        if any(name.startswith(PREFIX) or part_of(name) is not None for name in base.tensors):
+            raise CheckpointError(f"{base.root}: holds an adapter; give the base model alone")
+        quantized = quantization_of(base)
+        if quantized is not None:
+            method = printable(quantized.get("quant_method"))[:40]
+            raise CheckpointError(
+                f"{base.root}: is quantized ({method}); give the model that it was made from, or --dequantize"
+            )
+        if digest in {known.get("adapter") for known in self._merged_before()}:
+            raise CheckpointError(f"{base.root}: {adapter.root} is merged into it already ({MERGED})")
+        recorded = adapter.base_fingerprint
+        if recorded is not None and recorded != fingerprint(base):
+            raise CheckpointError(
+                f"{base.root}: is not the base of {adapter.root}, which was trained on other weights"
+            )
+
+    def _merged_before(self) -> list[dict[str, Any]]:
+        record = read_small_table(self.base.companions.get(MERGED)).get("merged")
+        return [known for known in record if isinstance(known, dict)] if isinstance(record, list) else []
+
+    def _record(self, digest: str) -> bytes:
+        about = {
+            "adapter": digest,
+            "name": self.adapter.root.name,
+            "type": self.config.type,
+            "base": self.config.base,
+        }
+        document = {"version": 1, "merged": [*self._merged_before(), about]}
+        return (json.dumps(document, indent=2) + "\n").encode()
+
+    def _on_bias(self, module: str, edit: Edit, vector: Tensor) -> None:
+        live = f"{module}.bias"
+        weight = self.names.find(f"{module}.weight")
+        if weight is not None and self.names.find(live) is None:
+            raise CheckpointError(
+                f"{self.base.root}: {module} has no bias, and {self.adapter.root} adds one (lora_bias); no "
+                "model of this architecture holds it"
+            )
+        found = self._find(live)
+        if found.whole is None or found.shape != (vector.numel,):
+            raise self._misfit(live, found.shape, vector)
+        self._change(found.whole, 0).edits.append(edit)
+
+    def _load_factors(
+        self, left: Tensor, right: Tensor, scaling: float, count: int, expert: int, transposed: bool
+    ) -> tuple[Array, Array]:
+        """The factors of one expert's product, whose rows are the weight's: scaled left, and right."""
+        read = self._whole if count > 1 else _whole
+        first = read(left).reshape(count, -1, prod(left.shape[1:]))[expert]
+        # The ranks of all experts take turns along the columns.
+        second = read(right).reshape(right.shape[0], -1, count)[:, :, expert]
+        if transposed:
+            first, second = second.T, first.T
+        return np.ascontiguousarray(second) * np.float32(scaling), np.ascontiguousarray(first)
+
+    def _is_saved(self, module: str) -> bool:
+        """Whether `modules_to_save` names this module, or one that it is in."""
+        saved = self.config.values.get("modules_to_save")
+        names = [name for name in saved if isinstance(name, str)] if isinstance(saved, list) else []
+        return any(f".{name}." in f".{module}." for name in names)
+
 
 class _Merge(_Base):
     """An adapter, and the base that it is merged into."""
@@ -256,10 +323,6 @@ class _Merge(_Base):
     def __init__(self, adapter: Adapter, base: Checkpoint, dtype: str) -> None:
         super().__init__(adapter, base, dtype)
         self.added: dict[str, Tensor] = {}
-        # A stack of experts has one pair of factors for all of them, from which each takes its own.
-        self._whole = lru_cache(_STACKS_KEPT)(_whole)
-        self._factors = lru_cache(_KEPT)(self._load_factors)
-        self._vector = lru_cache(_KEPT)(_load_vector)
 
     def result(self) -> Checkpoint:
         check_mergeable(self.adapter)
@@ -297,40 +360,6 @@ class _Merge(_Base):
             documents={MERGED: self._record(digest)},
             ties=False,
         )
-
-    # -- the base --------------------------------------------------------------------------------------------
-
-    def _check_base(self, digest: str) -> None:
-        base, adapter = self.base, self.adapter
-        if any(name.startswith(PREFIX) or part_of(name) is not None for name in base.tensors):
-            raise CheckpointError(f"{base.root}: holds an adapter; give the base model alone")
-        quantized = quantization_of(base)
-        if quantized is not None:
-            method = printable(quantized.get("quant_method"))[:40]
-            raise CheckpointError(
-                f"{base.root}: is quantized ({method}); give the model that it was made from, or --dequantize"
-            )
-        if digest in {known.get("adapter") for known in self._merged_before()}:
-            raise CheckpointError(f"{base.root}: {adapter.root} is merged into it already ({MERGED})")
-        recorded = adapter.base_fingerprint
-        if recorded is not None and recorded != fingerprint(base):
-            raise CheckpointError(
-                f"{base.root}: is not the base of {adapter.root}, which was trained on other weights"
-            )
-
-    def _merged_before(self) -> list[dict[str, Any]]:
-        record = read_small_table(self.base.companions.get(MERGED)).get("merged")
-        return [known for known in record if isinstance(known, dict)] if isinstance(record, list) else []
-
-    def _record(self, digest: str) -> bytes:
-        about = {
-            "adapter": digest,
-            "name": self.adapter.root.name,
-            "type": self.config.type,
-            "base": self.config.base,
-        }
-        document = {"version": 1, "merged": [*self._merged_before(), about]}
-        return (json.dumps(document, indent=2) + "\n").encode()
 
     # -- LoRA ------------------------------------------------------------------------------------------------
 
@@ -392,19 +421,6 @@ class _Merge(_Base):
         if bias is not None:
             self._on_bias(module.path, Add(partial(self._vector, bias, scaling)), bias)
 
-    def _on_bias(self, module: str, edit: Edit, vector: Tensor) -> None:
-        live = f"{module}.bias"
-        weight = self.names.find(f"{module}.weight")
-        if weight is not None and self.names.find(live) is None:
-            raise CheckpointError(
-                f"{self.base.root}: {module} has no bias, and {self.adapter.root} adds one (lora_bias); no "
-                "model of this architecture holds it"
-            )
-        found = self._find(live)
-        if found.whole is None or found.shape != (vector.numel,):
-            raise self._misfit(live, found.shape, vector)
-        self._change(found.whole, 0).edits.append(edit)
-
     def _target_parameters(self, path: str) -> list[str]:
         """The parameters of a module that `target_parameters` names, in the order that peft wraps them."""
         found = []
@@ -459,18 +475,6 @@ class _Merge(_Base):
                 factors = partial(self._factors, left, right, scaling, count, expert, transposed)
                 row = region.row + low - region.start
                 change.edits.append(LowRank(factors, row, low - expert * height, high - low))
-
-    def _load_factors(
-        self, left: Tensor, right: Tensor, scaling: float, count: int, expert: int, transposed: bool
-    ) -> tuple[Array, Array]:
-        """The factors of one expert's product, whose rows are the weight's: scaled left, and right."""
-        read = self._whole if count > 1 else _whole
-        first = read(left).reshape(count, -1, prod(left.shape[1:]))[expert]
-        # The ranks of all experts take turns along the columns.
-        second = read(right).reshape(right.shape[0], -1, count)[:, :, expert]
-        if transposed:
-            first, second = second.T, first.T
-        return np.ascontiguousarray(second) * np.float32(scaling), np.ascontiguousarray(first)
 
     # -- the others ------------------------------------------------------------------------------------------
 
@@ -553,12 +557,6 @@ class _Merge(_Base):
             owner = self.ties[name].removesuffix(".weight")
             if self._is_saved(module) or self._is_saved(owner):
                 self._without_bias(module)
-
-    def _is_saved(self, module: str) -> bool:
-        """Whether `modules_to_save` names this module, or one that it is in."""
-        saved = self.config.values.get("modules_to_save")
-        names = [name for name in saved if isinstance(name, str)] if isinstance(saved, list) else []
-        return any(f".{name}." in f".{module}." for name in names)
 
     def _add(self, live: str, tensor: Tensor) -> None:
         """A tensor that the base lacks: a head for another task."""
