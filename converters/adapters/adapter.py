@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from converters.adapters.config import AdapterConfig, find_config, read_config
+from converters.adapters.config import AdapterConfig, read_config
 from converters.adapters.names import MAGNITUDE, PREFIX, TOKENS, Part, assign, base_name, part_of
 from converters.checkpoint import Checkpoint, OptimizerState
+from converters.config_and_tokenizer_files import find_beside
 from converters.errors import CheckpointError, blame
 from converters.options import ADAPTER_CONFIG
 from converters.tensors.dtypes import CASTABLE
@@ -240,7 +241,7 @@ def find_adapter(
     known = wrapped or names == [_PROMPT] or all(key.startswith(_WRAPPED) for key in names)
     if not known and all(part_of(key) is None for key in names):
         return None
-    config = config if config is not None else find_config(checkpoint.root)
+    config = config if config is not None else find_beside(checkpoint.root, ADAPTER_CONFIG)
     if config is None:
         if not wrapped:
             return None
@@ -257,7 +258,7 @@ def find_adapter(
     saved = {key: part.saved for key, part in parts.items()}
 
     def optimizer(_: Aliases) -> OptimizerState | None:
-        return None if checkpoint.optimizer is None else checkpoint.optimizer.renamed(saved)
+        return None if checkpoint.optimizer is None else checkpoint.optimizer.renamed(saved.get)
 
     return Adapter(
         Checkpoint(

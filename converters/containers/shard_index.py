@@ -1,4 +1,4 @@
-"""The JSON index beside numbered shards: which tensor is in which file, checked against the files."""
+"""Which files belong together: numbered shards and the JSON index beside them, the files of all ranks."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from converters.storage.bytes import SourceFile
     from converters.storage.folder import Folder
+    from converters.storage.path_or_url import Place
 
 V = TypeVar("V")
 
@@ -45,6 +46,21 @@ def read_index(folder: Folder, name: str, read: Callable[[SourceFile], dict[str,
                 )
             found[key] = value
     return found
+
+
+def check_ranks(path: Place, ranks: Mapping[int, str], world: int, what: str) -> None:
+    """CheckpointError unless there is exactly one file for every rank of `world`.
+
+    Args:
+        what: the files are of, for messages ("optimizer").
+    """
+    missing = world - sum(rank < world for rank in ranks)
+    if missing:
+        first = next(rank for rank in range(len(ranks) + 1) if rank not in ranks)  # `world` is untrusted
+        raise CheckpointError(f"{path}: the {what} file of rank {first} is missing ({missing} of {world})")
+    extra = [name for rank, name in ranks.items() if rank >= world]
+    if extra:
+        raise CheckpointError(f"{path / extra[0]}: a file of another run; this one had {world} ranks")
 
 
 def _check_distinct(folder: Folder, name: str, files: Mapping[str, SourceFile]) -> None:

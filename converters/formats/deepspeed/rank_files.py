@@ -142,17 +142,6 @@ def _by_rank(path: Place, files: list[tuple[re.Match[str], str]]) -> dict[int, d
     return {mp: dict(sorted(ranks.items())) for mp, ranks in sorted(found.items())}
 
 
-def check_ranks(path: Place, ranks: Mapping[int, str], world: int, what: str) -> None:
-    """CheckpointError unless there is exactly one file for every rank of `world`."""
-    missing = world - sum(rank < world for rank in ranks)
-    if missing:
-        first = next(rank for rank in range(len(ranks) + 1) if rank not in ranks)  # `world` is untrusted
-        raise CheckpointError(f"{path}: the {what} states of rank {first} are missing ({missing} of {world})")
-    extra = [name for rank, name in ranks.items() if rank >= world]
-    if extra:
-        raise CheckpointError(f"{path / extra[0]}: a file of another run; this one had {world} ranks")
-
-
 def load(folder: Folder, name: str) -> dict[str, Any]:
     """The content of one rank file.
 
@@ -419,7 +408,7 @@ def checkpoint_of(
 
     def renamed(_: Aliases) -> OptimizerState | None:
         found = optimizer()
-        return None if found is None else found.renamed(short)
+        return None if found is None else found.renamed(short.get)
 
     known = {"step": model.count("global_steps"), "tag": folder.name, **metadata}
     return Checkpoint(

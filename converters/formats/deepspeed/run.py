@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from converters.containers.pickle_reader import shown
+from converters.containers.shard_index import check_ranks
 from converters.errors import CheckpointError
 from converters.formats.deepspeed.checks import check_against_module
 from converters.formats.deepspeed.flat_layout import (
@@ -30,7 +31,6 @@ from converters.formats.deepspeed.rank_files import (
     ModelFile,
     OptimFile,
     Weights,
-    check_ranks,
     check_same,
     config_of,
     flat,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import OptimizerState, Scalar
 from converters.containers.pickle_reader import shown
+from converters.containers.shard_index import check_ranks
 from converters.containers.torchzip import StoredTensor, TorchZip
 from converters.errors import CheckpointError
 from converters.formats import Format, Source
@@ -24,7 +25,6 @@ from converters.formats.deepspeed.optimizer import named_group
 from converters.formats.deepspeed.rank_files import (
     PREFIXES,
     STANDINS,
-    check_ranks,
     checkpoint_of,
     find_names,
     flat,
