@@ -57,7 +57,7 @@ def check_ranks(path: Place, ranks: Mapping[int, str], world: int, what: str) ->
     missing = world - sum(rank < world for rank in ranks)
     if missing:
         first = next(rank for rank in range(len(ranks) + 1) if rank not in ranks)  # `world` is untrusted
-        raise CheckpointError(f"{path}: the {what} file of rank {first} is missing ({missing} of {world})")
+        raise CheckpointError(f"{path}: the {what} states of rank {first} are missing ({missing} of {world})")
     extra = [name for rank, name in ranks.items() if rank >= world]
     if extra:
         raise CheckpointError(f"{path / extra[0]}: a file of another run; this one had {world} ranks")
