@@ -48,16 +48,23 @@ class OptimizerState:
             self._param_groups = self._param_groups()
         return self._param_groups
 
-    def renamed(self, names: Mapping[str, str]) -> OptimizerState:
-        """The same state under other names; that of parameters which are not in `names` is left out."""
+    def renamed(self, new: Callable[[str], str | None]) -> OptimizerState:
+        """The same state under other names; that of a parameter without a new one is left out.
+
+        Of two parameters that become one, the state of the one that had the name already stays.
+        """
 
         def groups() -> ParamGroups:
             return [
-                {**group, "params": [names[name] for name in group.get("params", ()) if name in names]}
+                {**group, "params": [*dict.fromkeys(filter(None, map(new, group.get("params", ()))))]}
                 for group in self.param_groups
             ]
 
-        state = {names[name]: values for name, values in self.state.items() if name in names}
+        state: dict[str, Mapping[str, Tensor | Scalar]] = {}
+        for name, values in self.state.items():
+            made = new(name)
+            if made is not None and (made == name or made not in state):
+                state[made] = values
         return OptimizerState(state, groups)
 
 
@@ -123,7 +130,10 @@ class Checkpoint:
             CheckpointError: there is one, but its state cannot be matched to parameters.
         """
         found = self._optimizer(self.aliases) if callable(self._optimizer) else self._optimizer
-        return _by_owner(found, self.aliases)
+        aliases = self.aliases
+        if found is None or aliases.keys().isdisjoint(found.state):
+            return found
+        return found.renamed(lambda name: aliases.get(name, name))
 
     @cached_property
     def counters(self) -> Mapping[str, Scalar]:
@@ -193,22 +203,3 @@ class Checkpoint:
         config = self.companions.get("config.json")
         with blame(self.root):
             return resolve_ties(self._stored, self._known_aliases, config)
-
-
-def _by_owner(optimizer: OptimizerState | None, aliases: Mapping[str, str]) -> OptimizerState | None:
-    """The same state, with tied parameters under their owner's name."""
-    if optimizer is None or not any(alias in optimizer.state for alias in aliases):
-        return optimizer
-    state = {name: value for name, value in optimizer.state.items() if name not in aliases}
-    for alias, owner in aliases.items():
-        if alias in optimizer.state:
-            state.setdefault(owner, optimizer.state[alias])
-
-    def groups() -> ParamGroups:
-        renamed = []
-        for group in optimizer.param_groups:
-            params = dict.fromkeys(aliases.get(name, name) for name in group.get("params", []))
-            renamed.append({**group, "params": list(params)})
-        return renamed
-
-    return OptimizerState(state, groups)

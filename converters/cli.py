@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from converters.commands import BY_SIGNAL, DONE, REFUSED, ShowVersion, command, exit_codes
 from converters.console import complain, fitted, say
-from converters.errors import CheckpointError, printable
+from converters.errors import CheckpointError, blame, printable
 from converters.options import ADAPTER_CONFIG, DTYPES, EXPANSION, FORMS, WRITERS
 
 if TYPE_CHECKING:
@@ -231,20 +231,14 @@ def _terminated(signum: int, frame: object) -> NoReturn:
 def _convert(options: argparse.Namespace) -> int:
     # Imported here, so that --help and a mistyped option answer at once.
     from converters.config_and_tokenizer_files import companions_from, model_from
-    from converters.names.model_config import check_fits
     from converters.opening import open_checkpoint
     from converters.storage.path_or_url import place
-    from converters.storage.safe_open import read_small_table
-    from converters.writers.conversion import Choices, carry_out, check_expansion
+    from converters.writers.conversion import carry_out, check_expansion
     from converters.writers.draft import check_output
-    from converters.writers.gguf_writer import plan_gguf_adapter
-    from converters.writers.safetensors_writer import plan_adapter
     from converters.writers.targets import target
 
     source, out = model_from(options.src), place(options.out)
     single = target(options.to).single(out)
-
-    quantizes = options.quantize is not None or options.quantize_like is not None
     if not source.exists():
         raise CheckpointError(f"{source}: no such file or folder")
     sources = [source] if options.merge_into is None else [source, place(options.merge_into)]
@@ -253,25 +247,7 @@ def _convert(options: argparse.Namespace) -> int:
     given = None if options.config_from is None else companions_from(options.config_from)
     checkpoint = open_checkpoint(source, options.tag, companions=given)
     taken = _taken(checkpoint, source)
-    if options.dequantize is not None and options.merge_into is None:
-        checkpoint = _floats(checkpoint, options.dequantize)
-    checkpoint, adapter = _adapter(checkpoint, given, options)
-    if given is not None and adapter is None:
-        config = {**read_small_table(checkpoint.companions.get("config.json")), **checkpoint.config}
-        check_fits(checkpoint.tensors, config, f"--config-from {options.config_from}")
-    if quantizes:
-        checkpoint = _codes(checkpoint, adapter, options)
-    # What is quantized is cast before that.
-    dtype = "keep" if quantizes else options.dtype
-    choices = Choices(dtype, options.max_shard_size, options.optimizer)
-
-    def make_plan() -> Plan:
-        if adapter is not None and options.to == "gguf":
-            return plan_gguf_adapter(adapter, _base_config(adapter, given), choices)
-        if adapter is not None:
-            return plan_adapter(adapter, choices)
-        return target(options.to).plan(checkpoint, choices)
-
+    checkpoint, make_plan = _asked(checkpoint, given, options)
     if options.dry_run:
         plan = make_plan()
         check_expansion(checkpoint, plan, allowed=options.expand)
@@ -303,6 +279,36 @@ def _convert(options: argparse.Namespace) -> int:
         _note(f"{_lost(plan.losses)} in --dtype {options.dtype}, some of them in {plan.losses.first!r}")
     _note_config(plan, source, options)
     return 0
+
+
+def _asked(
+    checkpoint: Checkpoint, given: Mapping[str, Place] | None, options: argparse.Namespace
+) -> tuple[Checkpoint, Callable[[], Plan]]:
+    """The checkpoint as the options have it (merged, as floats, as codes), and what plans its files."""
+    from converters.names.model_config import check_fits
+    from converters.storage.safe_open import read_small_table
+    from converters.writers.conversion import Choices
+    from converters.writers.gguf_writer import plan_gguf_adapter
+    from converters.writers.safetensors_writer import plan_adapter
+    from converters.writers.targets import target
+
+    if options.dequantize is not None and options.merge_into is None:
+        checkpoint = _floats(checkpoint, options.dequantize)
+    checkpoint, adapter = _adapter(checkpoint, given, options)
+    if given is not None and adapter is None:
+        config = {**read_small_table(checkpoint.companions.get("config.json")), **checkpoint.config}
+        check_fits(checkpoint.tensors, config, f"--config-from {options.config_from}")
+    quantizes = options.quantize is not None or options.quantize_like is not None
+    if quantizes:
+        checkpoint = _codes(checkpoint, adapter, options)
+    # What is quantized is cast before that.
+    dtype = "keep" if quantizes else options.dtype
+    choices = Choices(dtype, options.max_shard_size, options.optimizer)
+    if adapter is None:
+        return checkpoint, partial(target(options.to).plan, checkpoint, choices)
+    if options.to == "gguf":
+        return checkpoint, lambda: plan_gguf_adapter(adapter, _base_config(adapter, given), choices)
+    return checkpoint, partial(plan_adapter, adapter, choices)
 
 
 def _adapter(
@@ -372,10 +378,8 @@ def _base_config(adapter: Adapter, given: Mapping[str, Place] | None) -> Mapping
 def _floats(checkpoint: Checkpoint, dtype: str) -> Checkpoint:
     from converters.quantization.dequantize import dequantized
 
-    try:
+    with blame("--dequantize"):
         return dequantized(checkpoint, dtype)
-    except CheckpointError as error:
-        raise CheckpointError(f"--dequantize: {error}") from error
 
 
 def _codes(checkpoint: Checkpoint, adapter: Adapter | None, options: argparse.Namespace) -> Checkpoint:
@@ -393,14 +397,11 @@ def _codes(checkpoint: Checkpoint, adapter: Adapter | None, options: argparse.Na
         raise CheckpointError(f"{option}: cannot be combined with {excluded}; leave out one of them")
     if adapter is not None:
         raise CheckpointError(f"{option}: {checkpoint.root} holds an adapter; add --merge-into BASE")
-    try:
+    with blame(option):
         if options.quantize is not None:
             return quantized(checkpoint, options.quantize, dtype=options.dtype)
-        return quantized_like(
-            checkpoint, open_checkpoint(model_from(options.quantize_like)), dtype=options.dtype
-        )
-    except CheckpointError as error:
-        raise CheckpointError(f"{option}: {error}") from error
+        base = open_checkpoint(model_from(options.quantize_like))
+        return quantized_like(checkpoint, base, dtype=options.dtype)
 
 
 def _lost(losses: Losses) -> str:

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from converters.checkpoint import Checkpoint
-    from converters.storage.bytes import Touched
     from converters.tensors.tensor import Array
     from converters.writers.parallel import Progress
 
@@ -232,12 +231,9 @@ def statistics(tensors: Mapping[str, Tensor]) -> dict[str, Statistics]:
     found = {name: Statistics() for name in tensors}
 
     def one(name: str, progress: Progress) -> None:
-        touched: Touched = set()
-        for block in tensors[name].blocks(BLOCK_BYTES, touched):
+        for block in tensors[name].verified_blocks(BLOCK_BYTES):
             found[name].add(block)
             progress(block.nbytes)
-        for span in touched:
-            span.verify()
         tensors[name].release()
 
     in_parallel((partial(one, name) for name in tensors), lambda _: None)
@@ -275,20 +271,13 @@ def compare(
     found = {name: Difference() for name in fit}
 
     def one(name: str, progress: Progress) -> None:
-        touched: Touched = set()
-        a, b = left[name], right[name]
-        blocks = zip(
-            a.blocks(_BLOCK * itemsize(a.dtype), touched),
-            b.blocks(_BLOCK * itemsize(b.dtype), touched),
-            strict=True,
-        )
-        for ours, theirs in blocks:
+        both = left[name], right[name]
+        blocks = (side.verified_blocks(_BLOCK * itemsize(side.dtype)) for side in both)
+        for ours, theirs in zip(*blocks, strict=True):
             found[name].add(ours, theirs)
             progress(ours.nbytes)
-        for span in touched:
-            span.verify()
-        a.release()
-        b.release()
+        for side in both:
+            side.release()
 
     in_parallel((partial(one, name) for name in fit), lambda _: None)
     apart = {

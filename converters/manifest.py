@@ -12,21 +12,22 @@ file holds the CRC32s that torch computed while writing. Reading a tensor checks
 from __future__ import annotations
 
 import json
-import os
 import re
-from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from isal import isal_zlib
 
 from converters.errors import CheckpointError, printable
-from converters.storage.places import chunks, files_below, inside
-from converters.storage.safe_open import read_small_text
+from converters.storage.bytes import CHUNK
+from converters.storage.folder import Folder
+from converters.storage.places import files_below
+from converters.storage.safe_open import read_small_text, stays_inside
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
+    from converters.storage.bytes import SourceFile
     from converters.storage.path_or_url import Place
 
 MANIFEST = "checkpoint_manifest.json"
@@ -44,14 +45,15 @@ def manifest_entries(folder: Path) -> Entries:
     """The manifest entries of the files below a local ``folder``."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
     entries: Entries = {}
+    opened = Folder(folder)
     for path in paths:
         name = path.relative_to(folder).as_posix()
-        entry = {"bytes": path.stat().st_size}
+        file = opened.file(name)
+        entries[name] = {"bytes": file.nbytes}
         if path.suffix != _DISTCP:
-            with path.open("rb") as file:
-                zipped = file.read(len(_ZIP)) == _ZIP
-            entry |= {"directory": _directory(folder, name)} if zipped else {"crc32": _crc32(path)}
-        entries[name] = entry
+            zipped = file.read(0, min(len(_ZIP), file.nbytes)) == _ZIP
+            kind = "directory" if zipped else "crc32"
+            entries[name][kind] = _CHECKSUMS[kind](file)
     return entries
 
 
@@ -103,25 +105,18 @@ def check_manifest(folder: Place, only: Callable[[str], object] | None = None) -
             raise CheckpointError(
                 f"{printable(folder / name)}: not written by this save; move it out of the checkpoint"
             )
+    opened = Folder(folder)
     for name, entry in found["files"].items():
         if only is not None and not only(name):
             continue
-        path = folder / name
-        try:
-            inside(path, folder)
-            size = listed[name].size
-            if size != entry["bytes"]:
-                raise CheckpointError(
-                    f"{printable(path)}: has {size:,} bytes, {entry['bytes']:,} were written"
-                )
-            if "crc32" in entry and _crc32(path) != entry["crc32"]:
-                raise CheckpointError(f"{printable(path)}: damaged, or from another save")
-            if "directory" in entry and _directory(folder, name) != entry["directory"]:
-                raise CheckpointError(f"{printable(path)}: damaged, or from another save")
-        except (KeyError, FileNotFoundError):
-            raise CheckpointError(f"{printable(path)}: missing, although {MANIFEST} names it") from None
-        except OSError as error:
-            raise CheckpointError(f"{path}: {error.strerror or error}") from None
+        path = printable(folder / name)
+        if name not in listed:
+            raise CheckpointError(f"{path}: missing, although {MANIFEST} names it")
+        file = opened.file(name)
+        if (size := listed[name].size) != entry["bytes"]:
+            raise CheckpointError(f"{path}: has {size:,} bytes, {entry['bytes']:,} were written")
+        if any(kind in entry and made(file) != entry[kind] for kind, made in _CHECKSUMS.items()):
+            raise CheckpointError(f"{path}: damaged, or from another save")
     return found
 
 
@@ -146,38 +141,30 @@ def _whole(found: dict[str, Any]) -> bool:
 def _well_formed(item: tuple[str, Any]) -> bool:
     """Whether an entry names a file below the folder and holds only integers."""
     name, entry = item
-    path = PurePosixPath(name)
     return (
-        _is_file_name(name)
-        and not path.is_absolute()
-        and ".." not in path.parts
+        stays_inside(name)
         and isinstance(entry, dict)
         and isinstance(entry.get("bytes"), int)
         and all(isinstance(value, int) for value in entry.values())
     )
 
 
-def _is_file_name(name: str) -> bool:
-    """Whether a file can have this name: no NUL, no lone surrogate."""
-    try:
-        return bool(name) and b"\0" not in os.fsencode(name)
-    except UnicodeEncodeError:
-        return False
-
-
 def _own_crc32(document: Mapping[str, Any]) -> int:
     return isal_zlib.crc32(json.dumps(document, sort_keys=True).encode())
 
 
-def _crc32(path: Place) -> int:
+def _crc32(file: SourceFile) -> int:
     crc = 0
-    for chunk in chunks(path):
-        crc = isal_zlib.crc32(chunk, crc)
+    for at in range(0, file.nbytes, CHUNK):
+        crc = isal_zlib.crc32(file.read(at, min(CHUNK, file.nbytes - at)), crc)
     return crc
 
 
-def _directory(folder: Place, name: str) -> int:
-    from converters.containers.torchzip import TorchZip
-    from converters.storage.folder import Folder
+def _directory(file: SourceFile) -> int:
+    from converters.containers.torchzip import TorchZip  # not at the top: slow to import
 
-    return TorchZip(Folder(folder).file(name)).checksum
+    return TorchZip(file).checksum
+
+
+_CHECKSUMS = {"crc32": _crc32, "directory": _directory}
+"""Of a file, by their keys in an entry."""

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from converters.storage.places import in_store
-from converters.storage.safe_open import leads_out, open_new
+from converters.storage.places import in_store, sync
+from converters.storage.safe_open import LinkError, open_new, real_path
 from portable.errors import UserError
 
 if TYPE_CHECKING:
@@ -46,15 +46,6 @@ def sync_folder(path: Path) -> None:
         sync(path)
 
 
-def sync(path: Path) -> None:
-    """Flush one file or folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def own_path(root: Path, *names: str) -> Path:
     """The path ``names`` below ``root``, for a library that opens it by itself and follows links.
 
@@ -65,8 +56,10 @@ def own_path(root: Path, *names: str) -> Path:
     """
     path = root.joinpath(*names)
     path.parent.mkdir(parents=True, exist_ok=True)
-    if leads_out(path.parent, root):
-        raise UserError(f"output_dir: {path.parent} is a link that leads out of {root}; remove it")
+    try:
+        real_path(path.parent, root)
+    except LinkError:
+        raise UserError(f"output_dir: {path.parent} is a link that leads out of {root}; remove it") from None
     if path.is_symlink():
         path.unlink()
     return path

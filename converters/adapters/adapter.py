@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from converters.adapters.config import AdapterConfig, find_config, read_config
+from converters.adapters.config import AdapterConfig, read_config
 from converters.adapters.names import MAGNITUDE, PREFIX, TOKENS, Part, assign, base_name, part_of
 from converters.checkpoint import Checkpoint, OptimizerState
-from converters.errors import CheckpointError
+from converters.config_and_tokenizer_files import find_beside
+from converters.errors import CheckpointError, blame
 from converters.options import ADAPTER_CONFIG
 from converters.tensors.dtypes import CASTABLE
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from converters.checkpoint import Aliases
-    from converters.storage.bytes import Touched
     from converters.storage.path_or_url import Place
     from converters.tensors.tensor import Tensor
 
@@ -174,13 +174,10 @@ class Adapter:
         for name in sorted(self.checkpoint.tensors):
             tensor = self.checkpoint.tensors[name]
             digest.update(f"{name} {tensor.dtype} {tensor.shape}\n".encode())
-            touched: Touched = set()
-            for block in tensor.blocks(_BLOCK, touched):
+            for block in tensor.verified_blocks(_BLOCK):
                 if tensor.dtype in CASTABLE and not np.isfinite(block.astype(np.float32)).all():
                     raise CheckpointError(f"{self.root}: {name!r} holds NaN or infinity")
                 digest.update(block.view(np.uint8).data)
-            for span in touched:
-                span.verify()
         return digest.hexdigest()
 
     def _check(self) -> None:
@@ -189,10 +186,8 @@ class Adapter:
         if config.type != "LORA" or config.unsupported is not None:
             return  # its tensors may have any shapes; it is not merged
         for module in self.modules:
-            try:
+            with blame(self.root):
                 pair = module.pair()
-            except CheckpointError as error:
-                raise CheckpointError(f"{self.root}: {error}") from None
             if pair is None:
                 if module.find(TOKENS) is None:
                     kind = next(iter(module.tensors))[0]
@@ -246,7 +241,7 @@ def find_adapter(
     known = wrapped or names == [_PROMPT] or all(key.startswith(_WRAPPED) for key in names)
     if not known and all(part_of(key) is None for key in names):
         return None
-    config = config if config is not None else find_config(checkpoint.root)
+    config = config if config is not None else find_beside(checkpoint.root, ADAPTER_CONFIG)
     if config is None:
         if not wrapped:
             return None
@@ -263,7 +258,7 @@ def find_adapter(
     saved = {key: part.saved for key, part in parts.items()}
 
     def optimizer(_: Aliases) -> OptimizerState | None:
-        return None if checkpoint.optimizer is None else checkpoint.optimizer.renamed(saved)
+        return None if checkpoint.optimizer is None else checkpoint.optimizer.renamed(saved.get)
 
     return Adapter(
         Checkpoint(

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from converters.adapters.patterns import Matcher, PatternError
-from converters.config_and_tokenizer_files import find_beside
 from converters.errors import CheckpointError, printable
 from converters.limits import MAX_COUNT, MAX_PATTERNS
 from converters.options import ADAPTER_CONFIG
@@ -142,11 +141,6 @@ class AdapterConfig:
 def _pattern_at_end(pattern: str) -> str:
     """The pattern with which peft's `get_pattern_key` looks for a name that ends in one."""
     return rf"(.*\.)?({pattern})$"
-
-
-def find_config(root: Place) -> Place | None:
-    """The `adapter_config.json` of a checkpoint: in its folder, or above it as its tokenizer would be."""
-    return find_beside(root, ADAPTER_CONFIG)
 
 
 def given_config(named: str) -> Place:

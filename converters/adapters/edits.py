@@ -10,6 +10,8 @@ peft/tuners/ia3/layer.py, peft/tuners/trainable_tokens/layer.py.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from functools import cached_property
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,18 +20,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from converters.tensors.computed import Edit
-    from converters.tensors.tensor import Array
+    from converters.tensors.tensor import Array, Tensor
 
     Factors = Callable[[], tuple[Array, Array]]
-
-
-def _none(before: object) -> None:
-    """Most changes need to see nothing first."""
 
 
 # Multiplications below which OpenBLAS stays on one thread. Its threads would wait for each other, since every
 # thread of a conversion multiplies: forty times slower, as measured on two busy cores.
 _SMALL = 1 << 18
+_BLOCK = 1 << 20  # bytes that are read at once
 
 
 def _add_product(rows: Array, left: Array, right: Array) -> None:
@@ -67,8 +66,6 @@ class LowRank:
     count: int
     magnitude: Callable[[], Array] | None = None
 
-    prepare = staticmethod(_none)
-
     def apply(self, block: Array, first: int) -> None:
         found = _overlap(block, first, self.row, self.count)
         if found is None:
@@ -84,24 +81,30 @@ class LowRank:
 
 @dataclass
 class ColumnMagnitude:
-    """DoRA where a weight's outputs are its columns: gives each column its norm."""
+    """DoRA where a weight's outputs are its columns: gives each column its norm.
+
+    Attributes:
+        before: gives the weight before this change, a matrix that is read once.
+    """
 
     magnitude: Callable[[], Array]
-    _factor: Array = field(default_factory=lambda: np.empty(0), compare=False)
+    before: Callable[[], Tensor] = field(compare=False)
+    _lock: Lock = field(default_factory=Lock, compare=False)
 
-    def prepare(self, before: Callable[[Callable[[Array, int], None]], None]) -> None:
+    @cached_property
+    def _factor(self) -> Array:
+        before = self.before()
+        rows, columns = before.shape
         # float64: the sum runs over all rows, one block after the other.
-        total = np.zeros(1)
-
-        def see(block: Array, first: int) -> None:
-            nonlocal total
-            total = total + np.square(block).sum(axis=0, dtype=np.float64)
-
-        before(see)
-        self._factor = (self.magnitude() / np.sqrt(total)).astype(np.float32)
+        total = np.zeros(columns)
+        for block in before.verified_blocks(max(_BLOCK, before.nbytes // rows)):
+            total += np.square(block.reshape(-1, columns)).sum(axis=0, dtype=np.float64)
+        return (self.magnitude() / np.sqrt(total)).astype(np.float32)
 
     def apply(self, block: Array, first: int) -> None:
-        block *= self._factor
+        with self._lock:
+            factor = self._factor
+        block *= factor
 
 
 @dataclass
@@ -113,8 +116,6 @@ class Scale:
     start: int
     count: int
     columns: bool
-
-    prepare = staticmethod(_none)
 
     def apply(self, block: Array, first: int) -> None:
         found = _overlap(block, first, self.row, self.count)
@@ -133,8 +134,6 @@ class Add:
 
     vector: Callable[[], Array]
 
-    prepare = staticmethod(_none)
-
     def apply(self, block: Array, first: int) -> None:
         block += self.vector()
 
@@ -145,8 +144,6 @@ class ReplaceRows:
 
     rows: tuple[int, ...]
     values: Callable[[], Array]
-
-    prepare = staticmethod(_none)
 
     def apply(self, block: Array, first: int) -> None:
         inside = [at for at, row in enumerate(self.rows) if first <= row < first + len(block)]

@@ -119,7 +119,9 @@ def check_mergeable(adapter: Adapter) -> None:
         )
 
 
-class _Merge:
+class _Base:
+    """The base model, and what happens to each of its tensors."""
+
     def __init__(self, adapter: Adapter, base: Checkpoint, dtype: str) -> None:
         self.adapter = adapter
         self.config = adapter.config
@@ -129,83 +131,11 @@ class _Merge:
         self.ties = {**base.aliases, **self._implied_ties()}
         self.names = BaseNames(base.tensors, self.ties)
         self.changes: dict[str, _Change] = {}
-        self.added: dict[str, Tensor] = {}
         self.config_changes: dict[str, Any] = {}
         # A stack of experts has one pair of factors for all of them, from which each takes its own.
         self._whole = lru_cache(_STACKS_KEPT)(_whole)
         self._factors = lru_cache(_KEPT)(self._load_factors)
         self._vector = lru_cache(_KEPT)(_load_vector)
-
-    def result(self) -> Checkpoint:
-        check_mergeable(self.adapter)
-        digest = self.adapter.digest
-        self._check_base(digest)
-        if self.config.type == "IA3":
-            for module in self.adapter.modules:
-                self._ia3(module)
-        else:
-            self._lora_and_tokens()
-        for (module_name, leaf), tensor in self.adapter.replaced.items():
-            self._replace(module_name, leaf, tensor)
-        untied = self._untied()
-        tensors: dict[str, Tensor] = {}
-        for name, tensor in self.base.tensors.items():
-            tensors[name] = self._merged(name, tensor)
-            for alias in untied if self.ties and name in self.ties.values() else ():
-                if self.ties[alias] == name:
-                    tensors[alias] = self._merged(alias, tensor)
-        tensors.update(self.added)
-        companions = {name: path for name, path in self.base.companions.items() if name != MERGED}
-        theirs = {n: p for n, p in self.adapter.checkpoint.companions.items() if _TOKENIZER.fullmatch(n)}
-        if theirs:
-            companions = {n: p for n, p in companions.items() if not _TOKENIZER.fullmatch(n)} | theirs
-        if (generation := self.adapter.checkpoint.companions.get(GENERATION)) is not None:
-            companions[GENERATION] = generation  # which token ends an answer
-        return Checkpoint(
-            format=self.base.format,
-            root=self.base.root,
-            tensors=tensors,
-            aliases={} if untied else {a: owner for a, owner in self.ties.items() if a != _OTHER_HEAD},
-            metadata=self.base.metadata,
-            companions=companions,
-            config=self.config_changes,
-            documents={MERGED: self._record(digest)},
-            ties=False,
-        )
-
-    # -- the base --------------------------------------------------------------------------------------------
-
-    def _check_base(self, digest: str) -> None:
-        base, adapter = self.base, self.adapter
-        if any(name.startswith(PREFIX) or part_of(name) is not None for name in base.tensors):
-            raise CheckpointError(f"{base.root}: holds an adapter; give the base model alone")
-        quantized = quantization_of(base)
-        if quantized is not None:
-            method = printable(quantized.get("quant_method"))[:40]
-            raise CheckpointError(
-                f"{base.root}: is quantized ({method}); give the model that it was made from, or --dequantize"
-            )
-        if digest in {known.get("adapter") for known in self._merged_before()}:
-            raise CheckpointError(f"{base.root}: {adapter.root} is merged into it already ({MERGED})")
-        recorded = adapter.base_fingerprint
-        if recorded is not None and recorded != fingerprint(base):
-            raise CheckpointError(
-                f"{base.root}: is not the base of {adapter.root}, which was trained on other weights"
-            )
-
-    def _merged_before(self) -> list[dict[str, Any]]:
-        record = read_small_table(self.base.companions.get(MERGED)).get("merged")
-        return [known for known in record if isinstance(known, dict)] if isinstance(record, list) else []
-
-    def _record(self, digest: str) -> bytes:
-        about = {
-            "adapter": digest,
-            "name": self.adapter.root.name,
-            "type": self.config.type,
-            "base": self.config.base,
-        }
-        document = {"version": 1, "merged": [*self._merged_before(), about]}
-        return (json.dumps(document, indent=2) + "\n").encode()
 
     def _implied_ties(self) -> dict[str, str]:
         """Names that the files lack, of modules that share the only embedding's weights: alias -> owner."""
@@ -260,6 +190,177 @@ class _Merge:
             return leaf in INPUTS_FIRST.get(kind, ())
         return self.config.fan_in_fan_out
 
+    def _edited(self, name: str, count: int) -> Tensor:
+        """A tensor after the first edits of its change."""
+        change = self.changes[name]
+        tensor = self.base.tensors[self.ties.get(name, name)] if change.source is None else change.source
+        return computed(tensor, "F64" if tensor.dtype == "F64" else "F32", change.lead, change.edits[:count])
+
+    def _regions(self, found: Found, lead: int = 0) -> Iterator[tuple[_Change, Region, int]]:
+        """The change of each tensor that holds rows of a parameter, the region, and its number of rows."""
+        for region in found.regions:
+            stack = len(self.base.tensors[self.ties.get(region.name, region.name)].shape) == 3
+            change = self._change(region.name, lead or (2 if stack else 1))
+            yield change, region, region.stop - region.start
+
+    def _without_bias(self, module: str) -> None:
+        """With trained tokens, or tied to a saved embedding, peft's head leaves out the base's bias."""
+        found = self.names.find(f"{module}.bias")
+        if found is not None and found.whole is not None:
+            zeros = partial(np.zeros, found.shape, np.float32)
+            self._change(found.whole, 0).edits.append(Scale(zeros, 0, 0, 1, columns=True))
+
+    def _untied(self) -> list[str]:
+        """The tied names that need tensors of their own; all, or none.
+
+        An adapter on an embedding does not change the head that shares its weights, nor the other way round,
+        unless the files hold the same change of both.
+        """
+        apart = next((alias for alias, owner in self.ties.items() if not self._stay_tied(alias, owner)), "")
+        if not apart:
+            return []
+        if self.base_config.get("is_encoder_decoder") or _OTHER_HEAD in self.ties:
+            raise CheckpointError(
+                f"{self.base.root}: {self.ties[apart]!r} and {apart!r} are one parameter, of which "
+                f"{self.adapter.root} changes one use only; in this architecture they cannot be untied"
+            )
+        self.config_changes["tie_word_embeddings"] = False
+        return list(self.ties)
+
+    def _stay_tied(self, alias: str, owner: str) -> bool:
+        theirs = self.changes.get(owner, _Change())
+        resized = theirs.source is not None and theirs.source.shape[0] != self.base.tensors[owner].shape[0]
+        if resized and self.changes.setdefault(alias, _Change(theirs.lead)).source is None:
+            self.changes[alias].source = theirs.source  # both have a row for each token
+        return self.changes.get(alias, _Change()).same(theirs)
+
+    def _merged(self, name: str, tensor: Tensor) -> Tensor:
+        change = self.changes.get(name)
+        if change is None:
+            return tensor
+        if tensor.dtype not in CASTABLE:
+            raise CheckpointError(
+                f"{self.base.root}: {name!r} is {tensor.dtype}, quantized; give the model that it was made "
+                "from"
+            )
+        source = change.source if change.source is not None else tensor
+        if change.edits and source.shape != tensor.shape and len(source.shape) != len(tensor.shape):
+            raise self._misfit(name, tensor.shape, source)
+        return self._as(source, cast_dtype(tensor, self.target), change.lead, change.edits)
+
+    def _as(self, tensor: Tensor, dtype: str, lead: int = 1, edits: Sequence[Edit] = ()) -> Tensor:
+        if not edits and (tensor.dtype == dtype or tensor.dtype not in CASTABLE):
+            return tensor
+        return computed(tensor, dtype, min(lead, len(tensor.shape)), edits)
+
+    def _check_base(self, digest: str) -> None:
+        base, adapter = self.base, self.adapter
+        if any(name.startswith(PREFIX) or part_of(name) is not None for name in base.tensors):
+            raise CheckpointError(f"{base.root}: holds an adapter; give the base model alone")
+        quantized = quantization_of(base)
+        if quantized is not None:
+            method = printable(quantized.get("quant_method"))[:40]
+            raise CheckpointError(
+                f"{base.root}: is quantized ({method}); give the model that it was made from, or --dequantize"
+            )
+        if digest in {known.get("adapter") for known in self._merged_before()}:
+            raise CheckpointError(f"{base.root}: {adapter.root} is merged into it already ({MERGED})")
+        recorded = adapter.base_fingerprint
+        if recorded is not None and recorded != fingerprint(base):
+            raise CheckpointError(
+                f"{base.root}: is not the base of {adapter.root}, which was trained on other weights"
+            )
+
+    def _merged_before(self) -> list[dict[str, Any]]:
+        record = read_small_table(self.base.companions.get(MERGED)).get("merged")
+        return [known for known in record if isinstance(known, dict)] if isinstance(record, list) else []
+
+    def _record(self, digest: str) -> bytes:
+        about = {
+            "adapter": digest,
+            "name": self.adapter.root.name,
+            "type": self.config.type,
+            "base": self.config.base,
+        }
+        document = {"version": 1, "merged": [*self._merged_before(), about]}
+        return (json.dumps(document, indent=2) + "\n").encode()
+
+    def _on_bias(self, module: str, edit: Edit, vector: Tensor) -> None:
+        live = f"{module}.bias"
+        weight = self.names.find(f"{module}.weight")
+        if weight is not None and self.names.find(live) is None:
+            raise CheckpointError(
+                f"{self.base.root}: {module} has no bias, and {self.adapter.root} adds one (lora_bias); no "
+                "model of this architecture holds it"
+            )
+        found = self._find(live)
+        if found.whole is None or found.shape != (vector.numel,):
+            raise self._misfit(live, found.shape, vector)
+        self._change(found.whole, 0).edits.append(edit)
+
+    def _load_factors(
+        self, left: Tensor, right: Tensor, scaling: float, count: int, expert: int, transposed: bool
+    ) -> tuple[Array, Array]:
+        """The factors of one expert's product, whose rows are the weight's: scaled left, and right."""
+        read = self._whole if count > 1 else _whole
+        first = read(left).reshape(count, -1, prod(left.shape[1:]))[expert]
+        # The ranks of all experts take turns along the columns.
+        second = read(right).reshape(right.shape[0], -1, count)[:, :, expert]
+        if transposed:
+            first, second = second.T, first.T
+        return np.ascontiguousarray(second) * np.float32(scaling), np.ascontiguousarray(first)
+
+    def _is_saved(self, module: str) -> bool:
+        """Whether `modules_to_save` names this module, or one that it is in."""
+        saved = self.config.values.get("modules_to_save")
+        names = [name for name in saved if isinstance(name, str)] if isinstance(saved, list) else []
+        return any(f".{name}." in f".{module}." for name in names)
+
+
+class _Merge(_Base):
+    """An adapter, and the base that it is merged into."""
+
+    def __init__(self, adapter: Adapter, base: Checkpoint, dtype: str) -> None:
+        super().__init__(adapter, base, dtype)
+        self.added: dict[str, Tensor] = {}
+
+    def result(self) -> Checkpoint:
+        check_mergeable(self.adapter)
+        digest = self.adapter.digest
+        self._check_base(digest)
+        if self.config.type == "IA3":
+            for module in self.adapter.modules:
+                self._ia3(module)
+        else:
+            self._lora_and_tokens()
+        for (module_name, leaf), tensor in self.adapter.replaced.items():
+            self._replace(module_name, leaf, tensor)
+        untied = self._untied()
+        tensors: dict[str, Tensor] = {}
+        for name, tensor in self.base.tensors.items():
+            tensors[name] = self._merged(name, tensor)
+            for alias in untied if self.ties and name in self.ties.values() else ():
+                if self.ties[alias] == name:
+                    tensors[alias] = self._merged(alias, tensor)
+        tensors.update(self.added)
+        companions = {name: path for name, path in self.base.companions.items() if name != MERGED}
+        theirs = {n: p for n, p in self.adapter.checkpoint.companions.items() if _TOKENIZER.fullmatch(n)}
+        if theirs:
+            companions = {n: p for n, p in companions.items() if not _TOKENIZER.fullmatch(n)} | theirs
+        if (generation := self.adapter.checkpoint.companions.get(GENERATION)) is not None:
+            companions[GENERATION] = generation  # which token ends an answer
+        return Checkpoint(
+            format=self.base.format,
+            root=self.base.root,
+            tensors=tensors,
+            aliases={} if untied else {a: owner for a, owner in self.ties.items() if a != _OTHER_HEAD},
+            metadata=self.base.metadata,
+            companions=companions,
+            config=self.config_changes,
+            documents={MERGED: self._record(digest)},
+            ties=False,
+        )
+
     # -- LoRA ------------------------------------------------------------------------------------------------
 
     def _lora_and_tokens(self) -> None:
@@ -285,20 +386,6 @@ class _Merge:
                 self._lora(module, pair)
         for path, modules in nested.items():
             self._parameters(path, modules)
-
-    def _without_bias(self, module: str) -> None:
-        """With trained tokens, or tied to a saved embedding, peft's head leaves out the base's bias."""
-        found = self.names.find(f"{module}.bias")
-        if found is not None and found.whole is not None:
-            zeros = partial(np.zeros, found.shape, np.float32)
-            self._change(found.whole, 0).edits.append(Scale(zeros, 0, 0, 1, columns=True))
-
-    def _regions(self, found: Found, lead: int = 0) -> Iterator[tuple[_Change, Region, int]]:
-        """The change of each tensor that holds rows of a parameter, the region, and its number of rows."""
-        for region in found.regions:
-            stack = len(self.base.tensors[self.ties.get(region.name, region.name)].shape) == 3
-            change = self._change(region.name, lead or (2 if stack else 1))
-            yield change, region, region.stop - region.start
 
     def _lora(self, module: Module, pair: Pair) -> None:
         left, right, embedding = pair
@@ -328,23 +415,11 @@ class _Merge:
                 LowRank(factors, region.row, region.start, count, None if transposed else lengths)
             )
             if lengths is not None and transposed:
-                change.edits.append(ColumnMagnitude(lengths))
+                before = partial(self._edited, region.name, len(change.edits))
+                change.edits.append(ColumnMagnitude(lengths, before))
         bias = module.tensors.get(("lora_B", "bias"))
         if bias is not None:
             self._on_bias(module.path, Add(partial(self._vector, bias, scaling)), bias)
-
-    def _on_bias(self, module: str, edit: Edit, vector: Tensor) -> None:
-        live = f"{module}.bias"
-        weight = self.names.find(f"{module}.weight")
-        if weight is not None and self.names.find(live) is None:
-            raise CheckpointError(
-                f"{self.base.root}: {module} has no bias, and {self.adapter.root} adds one (lora_bias); no "
-                "model of this architecture holds it"
-            )
-        found = self._find(live)
-        if found.whole is None or found.shape != (vector.numel,):
-            raise self._misfit(live, found.shape, vector)
-        self._change(found.whole, 0).edits.append(edit)
 
     def _target_parameters(self, path: str) -> list[str]:
         """The parameters of a module that `target_parameters` names, in the order that peft wraps them."""
@@ -400,18 +475,6 @@ class _Merge:
                 factors = partial(self._factors, left, right, scaling, count, expert, transposed)
                 row = region.row + low - region.start
                 change.edits.append(LowRank(factors, row, low - expert * height, high - low))
-
-    def _load_factors(
-        self, left: Tensor, right: Tensor, scaling: float, count: int, expert: int, transposed: bool
-    ) -> tuple[Array, Array]:
-        """The factors of one expert's product, whose rows are the weight's: scaled left, and right."""
-        read = self._whole if count > 1 else _whole
-        first = read(left).reshape(count, -1, prod(left.shape[1:]))[expert]
-        # The ranks of all experts take turns along the columns.
-        second = read(right).reshape(right.shape[0], -1, count)[:, :, expert]
-        if transposed:
-            first, second = second.T, first.T
-        return np.ascontiguousarray(second) * np.float32(scaling), np.ascontiguousarray(first)
 
     # -- the others ------------------------------------------------------------------------------------------
 
@@ -495,12 +558,6 @@ class _Merge:
             if self._is_saved(module) or self._is_saved(owner):
                 self._without_bias(module)
 
-    def _is_saved(self, module: str) -> bool:
-        """Whether `modules_to_save` names this module, or one that it is in."""
-        saved = self.config.values.get("modules_to_save")
-        names = [name for name in saved if isinstance(name, str)] if isinstance(saved, list) else []
-        return any(f".{name}." in f".{module}." for name in names)
-
     def _add(self, live: str, tensor: Tensor) -> None:
         """A tensor that the base lacks: a head for another task."""
         sizes: dict[str, int] = {}
@@ -519,53 +576,6 @@ class _Merge:
         ):
             self.config_changes["id2label"] = {str(i): f"LABEL_{i}" for i in range(tensor.shape[0])}
             self.config_changes["label2id"] = {f"LABEL_{i}": i for i in range(tensor.shape[0])}
-
-    # -- tied weights ----------------------------------------------------------------------------------------
-
-    def _untied(self) -> list[str]:
-        """The tied names that need tensors of their own; all, or none.
-
-        An adapter on an embedding does not change the head that shares its weights, nor the other way round,
-        unless the files hold the same change of both.
-        """
-        apart = next((alias for alias, owner in self.ties.items() if not self._stay_tied(alias, owner)), "")
-        if not apart:
-            return []
-        if self.base_config.get("is_encoder_decoder") or _OTHER_HEAD in self.ties:
-            raise CheckpointError(
-                f"{self.base.root}: {self.ties[apart]!r} and {apart!r} are one parameter, of which "
-                f"{self.adapter.root} changes one use only; in this architecture they cannot be untied"
-            )
-        self.config_changes["tie_word_embeddings"] = False
-        return list(self.ties)
-
-    def _stay_tied(self, alias: str, owner: str) -> bool:
-        theirs = self.changes.get(owner, _Change())
-        resized = theirs.source is not None and theirs.source.shape[0] != self.base.tensors[owner].shape[0]
-        if resized and self.changes.setdefault(alias, _Change(theirs.lead)).source is None:
-            self.changes[alias].source = theirs.source  # both have a row for each token
-        return self.changes.get(alias, _Change()).same(theirs)
-
-    # -- the result ------------------------------------------------------------------------------------------
-
-    def _merged(self, name: str, tensor: Tensor) -> Tensor:
-        change = self.changes.get(name)
-        if change is None:
-            return tensor
-        if tensor.dtype not in CASTABLE:
-            raise CheckpointError(
-                f"{self.base.root}: {name!r} is {tensor.dtype}, quantized; give the model that it was made "
-                "from"
-            )
-        source = change.source if change.source is not None else tensor
-        if change.edits and source.shape != tensor.shape and len(source.shape) != len(tensor.shape):
-            raise self._misfit(name, tensor.shape, source)
-        return self._as(source, cast_dtype(tensor, self.target), change.lead, change.edits)
-
-    def _as(self, tensor: Tensor, dtype: str, lead: int = 1, edits: Sequence[Edit] = ()) -> Tensor:
-        if not edits and (tensor.dtype == dtype or tensor.dtype not in CASTABLE):
-            return tensor
-        return computed(tensor, dtype, min(lead, len(tensor.shape)), edits)
 
 
 def _load_vector(tensor: Tensor, scaling: float) -> Array:

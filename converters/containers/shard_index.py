@@ -1,4 +1,4 @@
-"""The JSON index beside numbered shards: which tensor is in which file, checked against the files."""
+"""Which files belong together: numbered shards and the JSON index beside them, the files of all ranks."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from converters.storage.bytes import SourceFile
     from converters.storage.folder import Folder
+    from converters.storage.path_or_url import Place
 
 V = TypeVar("V")
 
@@ -27,8 +28,7 @@ def read_index(folder: Folder, name: str, read: Callable[[SourceFile], dict[str,
         CheckpointError: not an index, a shard is missing, or its content differs from the index.
     """
     file = folder.file(name)
-    index = read_json(file.path, file.read(0, file.nbytes))
-    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    weight_map = read_table(file).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
         raise CheckpointError(f"{file.path}: not a shard index (no weight_map)")
     files = {shard: folder.file(shard) for shard in sorted(set(weight_map.values()))}
@@ -48,6 +48,21 @@ def read_index(folder: Folder, name: str, read: Callable[[SourceFile], dict[str,
     return found
 
 
+def check_ranks(path: Place, ranks: Mapping[int, str], world: int, what: str) -> None:
+    """CheckpointError unless there is exactly one file for every rank of `world`.
+
+    Args:
+        what: the files are of, for messages ("optimizer").
+    """
+    missing = world - sum(rank < world for rank in ranks)
+    if missing:
+        first = next(rank for rank in range(len(ranks) + 1) if rank not in ranks)  # `world` is untrusted
+        raise CheckpointError(f"{path}: the {what} states of rank {first} are missing ({missing} of {world})")
+    extra = [name for rank, name in ranks.items() if rank >= world]
+    if extra:
+        raise CheckpointError(f"{path / extra[0]}: a file of another run; this one had {world} ranks")
+
+
 def _check_distinct(folder: Folder, name: str, files: Mapping[str, SourceFile]) -> None:
     """Refuse one file under two names (a link, `a//b`), which would be read several times."""
     known: dict[object, str] = {}
@@ -55,6 +70,14 @@ def _check_distinct(folder: Folder, name: str, files: Mapping[str, SourceFile]) 
         other = known.setdefault(file.identity(), shard)
         if other != shard:
             raise CheckpointError(f"{folder.path / name}: lists one file twice, as {other!r} and {shard!r}")
+
+
+def read_table(file: SourceFile) -> dict[str, Any]:
+    """The table in a JSON file; CheckpointError where it is none, is damaged or repeats a key."""
+    found = read_json(file.path, file.read(0, file.nbytes))
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{file.path}: damaged, its JSON is no table")
+    return found
 
 
 def read_json(where: object, data: bytes) -> Any:

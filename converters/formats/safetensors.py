@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import Aliases, Checkpoint, OptimizerState, Scalar
 from converters.config_and_tokenizer_files import check_one_model, find_companions, trainer_metadata
-from converters.containers.shard_index import read_index, read_json
+from converters.containers.shard_index import read_index, read_json, read_table
 from converters.errors import CheckpointError, blame
 from converters.formats import Format, Source
 from converters.formats.torch_save.reader import in_order, optimizer_beside
@@ -109,8 +109,7 @@ def _optimizer(folder: Folder, tensors: dict[str, Tensor]) -> OptimizerState:
             )
         state.setdefault(parameter, {})[what] = tensor
     file = folder.file(GROUPS)
-    document = read_json(file.path, file.read(0, file.nbytes))
-    groups = document.get("param_groups") if isinstance(document, dict) else None
+    groups = read_table(file).get("param_groups")
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         raise CheckpointError(f"{file.path}: holds no param_groups")
     named = [group.get("params", []) for group in groups]

@@ -20,7 +20,7 @@ from converters.tensors.tensor import Tensor
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from converters.checkpoint import ParamGroups, Scalar
+    from converters.checkpoint import Scalar
 
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 _IN_LAYER = {
@@ -67,21 +67,15 @@ def as_transformers_llama(checkpoint: Checkpoint, *, heads: int, key_value_heads
         found = checkpoint.optimizer
         if found is None:
             return None
-
-        def groups() -> ParamGroups:
-            return [
-                {**group, "params": [names.get(name, name) for name in group.get("params", ())]}
-                for group in found.param_groups
-            ]
-
         state: Mapping[str, Mapping[str, Tensor | Scalar]] = {
-            names.get(name, name): {
+            name: {
                 what: convert(name, value) if isinstance(value, Tensor) else value
                 for what, value in values.items()
             }
             for name, values in found.state.items()
         }
-        return OptimizerState(state, groups)
+        turned = OptimizerState(state, lambda: found.param_groups)
+        return turned.renamed(lambda name: names.get(name, name))
 
     return Checkpoint(
         format=checkpoint.format,

@@ -26,7 +26,6 @@ _MOMENTS = frozenset({"step", "exp_avg", "exp_avg_sq", "momentum_buffer", "max_e
 _PARALLEL = "module."
 _FLAT = "_flat_param"
 _HOLDER, _HELD = "model.", ("model.model.", "model.lm_head.", "model.transformer.")
-_KEYED = re.compile(r"(?:(?P<container>.+?)\.)?(?P<table>state|param_groups)\.(?P<rest>.+)")
 
 
 def is_number(text: str) -> bool:

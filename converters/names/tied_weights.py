@@ -15,7 +15,6 @@ from converters.storage.safe_open import read_small_table
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from converters.storage.bytes import Touched
     from converters.storage.path_or_url import Place
     from converters.tensors.tensor import Tensor
 
@@ -84,13 +83,8 @@ def same_values(left: Tensor, right: Tensor) -> bool:
     """Whether two tensors are equal bit for bit; reads both in step and stops at the first difference."""
     if left.dtype != right.dtype or left.shape != right.shape:
         return False
-    touched: Touched = set()
-    blocks = zip(left.blocks(_BLOCK, touched), right.blocks(_BLOCK, touched), strict=True)
-    equal = all(a.tobytes() == b.tobytes() for a, b in blocks)
-    if equal:
-        for span in touched:
-            span.verify()
-    return equal
+    blocks = zip(left.verified_blocks(_BLOCK), right.verified_blocks(_BLOCK), strict=True)
+    return all(a.tobytes() == b.tobytes() for a, b in blocks)
 
 
 def ends_with(name: str, endings: Sequence[str]) -> bool:

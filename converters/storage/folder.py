@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-import threading
-from collections import OrderedDict
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from converters.errors import CheckpointError
@@ -15,6 +14,7 @@ from converters.storage.range_reader import RemoteFile
 from converters.storage.safe_open import real_path, stays_inside
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from converters.storage.path_or_url import Place
@@ -43,7 +43,9 @@ class Folder:
     def __init__(self, path: Place, *, verify: bool = True) -> None:
         self.path = path
         self._verify = verify
-        self._descriptors = _Descriptors()
+        # Files hold this and not their `Folder`, which would be a reference cycle: dropping a checkpoint
+        # closes its files at once.
+        self._opened = lru_cache(_MAX_OPEN_FILES)(Descriptor)
         self._files: dict[str, SourceFile] = {}
 
     def file(self, name: str) -> SourceFile:
@@ -55,17 +57,15 @@ class Folder:
 
     def _open(self, name: str) -> SourceFile:
         if not stays_inside(name):
-            raise CheckpointError(f"{self.path}: the file name {name!r} leaves the checkpoint folder")
-        try:
-            name.encode("utf-8")
-        except UnicodeEncodeError:  # a lone surrogate
-            raise CheckpointError(f"{self.path}: the file name {name!r} is not valid Unicode") from None
+            raise CheckpointError(
+                f"{self.path}: the file name {name!r} leaves the checkpoint folder or is not valid Unicode"
+            )
         if isinstance(self.path, RemotePath):
             remote = self.path / name
             return RemoteFile(name, remote, _size(remote), verify=self._verify)
         path = self.path / name
         real = real_path(path, self.path)
-        return _LocalFile(name, path, real, _size(path), self._descriptors, verify=self._verify)
+        return _LocalFile(name, path, real, _size(path), self._opened, verify=self._verify)
 
 
 def _size(path: Place) -> int:
@@ -78,52 +78,34 @@ def _size(path: Place) -> int:
     return status.st_size
 
 
-class _Descriptors:
-    """A bounded set of open files, the least recently used evicted first.
-
-    Files hold this and not their `Folder`, which would be a reference cycle: dropping a checkpoint closes
-    its files at once.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._open: OrderedDict[str, Descriptor] = OrderedDict()
-
-    def get(self, real: str, path: Path) -> Descriptor:
-        """The open file `real`; errors name `path`."""
-        with self._lock:
-            descriptor = self._open.get(real)
-            if descriptor is None:
-                try:
-                    descriptor = Descriptor(real)
-                except OSError as error:
-                    raise CheckpointError(f"{path}: {error.strerror or error}") from None
-                self._open[real] = descriptor
-                if len(self._open) > _MAX_OPEN_FILES:
-                    self._open.popitem(last=False)
-            else:
-                self._open.move_to_end(real)
-            return descriptor
-
-
 class _LocalFile(SourceFile):
     """A file on a disk, where the kernel reads ahead."""
 
     path: Path
 
     def __init__(
-        self, name: str, path: Path, real: str, nbytes: int, descriptors: _Descriptors, *, verify: bool
+        self,
+        name: str,
+        path: Path,
+        real: str,
+        nbytes: int,
+        opened: Callable[[str], Descriptor],
+        *,
+        verify: bool,
     ) -> None:
         super().__init__(name, path, nbytes, verify=verify)
         self._real = real
-        self._descriptors = descriptors
+        self._opened = opened
 
     def identity(self) -> object:
         status = os.stat(self._real)  # noqa: PTH116
         return status.st_dev, status.st_ino
 
     def descriptor(self) -> Descriptor:
-        return self._descriptors.get(self._real, self.path)
+        try:
+            return self._opened(self._real)
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: {error.strerror or error}") from None
 
     def read_into(self, buffer: memoryview, at: int, wanted: int = 0, end: int = 0) -> None:
         descriptor = self.descriptor()

@@ -324,35 +324,8 @@ class RemotePath:
             RemoteError: the URL is malformed, or holds credentials or a query; its protocol is unknown or not
                 supported.
         """
-        protocol, found, rest = url.partition("://")
-        protocol = protocol.lower()
-        if not found or not _URL.match(url):
-            raise RemoteError(f"{redact(url)}: not a URL")
-        bucket, _, key = rest.partition("/")
-        if "@" in bucket and not (protocol in ("abfs", "abfss") and _AZURE_HOST.fullmatch(bucket)):
-            raise RemoteError(
-                f"{redact(url)}: credentials do not belong in a URL; set them up as for the store's own tools"
-            )
-        if "?" in rest and not _MAGIC.search(key.partition("?")[0]) and "=" in rest:
-            raise RemoteError(f"{redact(url)}: a signed URL cannot name a folder; leave out the query")
-        if "::" in protocol:
-            raise RemoteError(f"{redact(url)}: chained protocols are not supported")
-        if protocol in _REFUSED:
-            raise RemoteError(
-                f"{redact(url)}: {protocol}:// {_REFUSED[protocol]}; use s3://, gs://, az:// or a folder"
-            )
-        if protocol not in BUCKETS:
-            raise RemoteError(
-                f"{redact(url)}: no protocol {protocol}:// is known; use s3://, gs://, az:// or a folder"
-            )
-        if {".", ".."} & set(rest.split("/")):
-            raise RemoteError(f"{redact(url)}: . and .. are not supported in a URL; write the full path")
-        if not bucket:
-            raise RemoteError(f"{redact(url)}: names no bucket; write s3://bucket/path")
-        key = "/".join(part for part in key.split("/") if part)
-        if key:
-            checked(key, url)
-        return cls(BUCKETS[protocol](protocol, bucket, url), key, key)
+        bucket, key = _parsed(url)
+        return cls(bucket, key, key)
 
     @classmethod
     def of_hub(cls, repository: str) -> RemotePath:
@@ -471,27 +444,6 @@ class RemotePath:
         """The object as it is now, never cached; FileNotFoundError where there is none."""
         return self._bucket.head(self._key, self)
 
-    def glob(self) -> dict[RemotePath, Object]:
-        """The objects that match this path as a pattern: `*` and `[...]` within a name, `**` for any folders.
-
-        Without these, the object itself, if it exists.
-        """
-        parts = self._key.split("/")
-        fixed = next((number for number, part in enumerate(parts) if _MAGIC.search(part)), len(parts))
-        if fixed == len(parts):
-            with suppress(FileNotFoundError):
-                return {self: self.look_up()}
-            return {}
-        folder = self._at("/".join(parts[:fixed]))
-        if fixed == len(parts) - 1 and parts[-1] != "**":
-            listed = self._bucket.entries(folder._key, folder)
-            found = {name: entry for name, (is_dir, entry) in listed.items() if not is_dir}
-        else:
-            found = self._bucket.below(folder._key, folder)
-        pattern = re.compile("/".join(map(_expression, parts)).replace(f"{_ANY_FOLDERS}/", _ANY_FOLDERS))
-        matching = {name: entry for name, entry in found.items() if pattern.fullmatch(name)}
-        return {self._at(checked(name, self)): entry for name, entry in matching.items()}
-
     def refresh(self) -> None:
         """Drop the cached listings of all paths that come from the same `RemotePath.of`."""
         self._bucket.folders.clear()
@@ -607,31 +559,6 @@ class RemotePath:
         for key in keys:
             self._bucket.forget(key)
 
-    def abort_uploads(self, *, deep: bool = True) -> None:
-        """Abort the open uploads below, which a killed process leaves behind.
-
-        Only on S3, and where boto3 is installed, for obstore cannot list them. Else, and on any failure, they
-        are left to the bucket's lifecycle rules.
-
-        Args:
-            deep: also those in folders below; else only those directly in this folder.
-        """
-        if self._bucket.kind != "s3":
-            return
-        prefix = f"{self._key}/" if self._key else ""
-        try:
-            import boto3
-
-            client = boto3.client("s3")
-            pages = client.get_paginator("list_multipart_uploads")
-            for page in pages.paginate(Bucket=self._bucket.name, Prefix=prefix):
-                for upload in page.get("Uploads", []):
-                    if deep or "/" not in upload["Key"][len(prefix) :]:
-                        known = {"Key": upload["Key"], "UploadId": upload["UploadId"]}
-                        client.abort_multipart_upload(Bucket=self._bucket.name, **known)
-        except Exception as error:  # the package is missing, or any of its own
-            _log.debug("%s: open uploads were not aborted: %s", self, redact(str(error)))
-
 
 class Upload:
     """A stream uploaded in parts; `close` makes the object, an exception within `with` discards it.
@@ -720,7 +647,62 @@ def _folders(key: str) -> Iterator[str]:
         yield key
 
 
+def _parsed(url: str) -> tuple[Bucket, str]:
+    """The bucket and the key of a URL."""
+    protocol, found, rest = url.partition("://")
+    protocol = protocol.lower()
+    if not found or not _URL.match(url):
+        raise RemoteError(f"{redact(url)}: not a URL")
+    bucket, _, key = rest.partition("/")
+    if "@" in bucket and not (protocol in ("abfs", "abfss") and _AZURE_HOST.fullmatch(bucket)):
+        raise RemoteError(
+            f"{redact(url)}: credentials do not belong in a URL; set them up as for the store's own tools"
+        )
+    if "?" in rest and not _MAGIC.search(key.partition("?")[0]) and "=" in rest:
+        raise RemoteError(f"{redact(url)}: a signed URL cannot name a folder; leave out the query")
+    if "::" in protocol:
+        raise RemoteError(f"{redact(url)}: chained protocols are not supported")
+    if protocol in _REFUSED:
+        raise RemoteError(
+            f"{redact(url)}: {protocol}:// {_REFUSED[protocol]}; use s3://, gs://, az:// or a folder"
+        )
+    if protocol not in BUCKETS:
+        raise RemoteError(
+            f"{redact(url)}: no protocol {protocol}:// is known; use s3://, gs://, az:// or a folder"
+        )
+    if {".", ".."} & set(rest.split("/")):
+        raise RemoteError(f"{redact(url)}: . and .. are not supported in a URL; write the full path")
+    if not bucket:
+        raise RemoteError(f"{redact(url)}: names no bucket; write s3://bucket/path")
+    key = "/".join(part for part in key.split("/") if part)
+    if key:
+        checked(key, url)
+    return BUCKETS[protocol](protocol, bucket, url), key
+
+
 _ANY_FOLDERS = "(?:[^/]+/)*"
+
+
+def matching(path: RemotePath) -> dict[RemotePath, Object]:
+    """The objects that match this path as a pattern: `*` and `[...]` within a name, `**` for any folders.
+
+    Without these, the object itself, if it exists.
+    """
+    parts = path._key.split("/")
+    fixed = next((number for number, part in enumerate(parts) if _MAGIC.search(part)), len(parts))
+    if fixed == len(parts):
+        with suppress(FileNotFoundError):
+            return {path: path.look_up()}
+        return {}
+    folder = path._at("/".join(parts[:fixed]))
+    if fixed == len(parts) - 1 and parts[-1] != "**":
+        listed = path._bucket.entries(folder._key, folder)
+        found = {name: entry for name, (is_dir, entry) in listed.items() if not is_dir}
+    else:
+        found = path._bucket.below(folder._key, folder)
+    pattern = re.compile("/".join(map(_expression, parts)).replace(f"{_ANY_FOLDERS}/", _ANY_FOLDERS))
+    found = {name: entry for name, entry in found.items() if pattern.fullmatch(name)}
+    return {path._at(checked(name, path)): entry for name, entry in found.items()}
 
 
 def _expression(part: str) -> str:
@@ -730,6 +712,32 @@ def _expression(part: str) -> str:
     inner = re.fullmatch(r"\(\?s:(.*)\)\\[zZ]", fnmatch.translate(part), re.DOTALL)
     assert inner is not None
     return inner[1].replace(".*", "[^/]*")
+
+
+def abort_uploads(folder: RemotePath, *, deep: bool = True) -> None:
+    """Abort the open uploads below, which a killed process leaves behind.
+
+    Only on S3, and where boto3 is installed, for obstore cannot list them. Else, and on any failure, they
+    are left to the bucket's lifecycle rules.
+
+    Args:
+        deep: also those in folders below; else only those directly in this folder.
+    """
+    if folder._bucket.kind != "s3":
+        return
+    prefix = f"{folder._key}/" if folder._key else ""
+    try:
+        import boto3
+
+        client = boto3.client("s3")
+        pages = client.get_paginator("list_multipart_uploads")
+        for page in pages.paginate(Bucket=folder._bucket.name, Prefix=prefix):
+            for upload in page.get("Uploads", []):
+                if deep or "/" not in upload["Key"][len(prefix) :]:
+                    known = {"Key": upload["Key"], "UploadId": upload["UploadId"]}
+                    client.abort_multipart_upload(Bucket=folder._bucket.name, **known)
+    except Exception as error:  # the package is missing, or any of its own
+        _log.debug("%s: open uploads were not aborted: %s", folder, redact(str(error)))
 
 
 def _hub(repository: str, client: dict[str, Any], retries: Any) -> Any:

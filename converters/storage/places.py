@@ -15,12 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from converters.storage.completion_markers import INCOMPLETE, begin, is_unfinished, remove_tree
-from converters.storage.object_store import PART_BYTES, Object, RemotePath, connections
+from converters.storage.object_store import Object, RemotePath, connections
 from converters.storage.safe_open import open_new, open_regular, real_path
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from typing_extensions import TypeIs
 
     from converters.storage.path_or_url import Place
@@ -84,18 +82,6 @@ def inside(path: Place, within: Place) -> Place:
     return Path(real) if path.is_symlink() else path
 
 
-def chunks(path: Place) -> Iterator[bytes]:
-    """The content of a file; OSError where it is no regular file."""
-    if isinstance(path, RemotePath):
-        size = path.stat().st_size
-        for start in range(0, size, PART_BYTES):
-            yield path.read_range(start, min(size, start + PART_BYTES))
-        return
-    with os.fdopen(open_regular(path), "rb") as file:
-        while chunk := file.read(PART_BYTES):
-            yield chunk
-
-
 def copy_file(source: Place, target: Place) -> None:
     """Copy a file into a new one in chunks, on a disk fsynced; OSError if that fails."""
     if isinstance(target, RemotePath):
@@ -112,6 +98,15 @@ def copy_file(source: Place, target: Place) -> None:
                 shutil.copyfileobj(read, written, 1 << 20)
         written.flush()
         os.fsync(written.fileno())
+
+
+def sync(path: Path) -> None:
+    """Fsync a file, or a folder, which makes its entries durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def copy_folder(folder: Place, target: Path) -> None:
@@ -189,9 +184,7 @@ def move_folder(folder: P, target: P) -> P:
             (folder / name).move_to(target / name)
         return target
     folder.rename(target)
-    fd = os.open(folder.parent, os.O_RDONLY)
-    os.fsync(fd)
-    os.close(fd)
+    sync(folder.parent)
     return target
 
 

@@ -12,6 +12,7 @@ import os
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from converters.errors import CheckpointError
@@ -35,12 +36,16 @@ _MAX_ENDS = 64
 class _Run:
     """Bytes [start, stop) of an object, fetched or being fetched."""
 
-    __slots__ = ("data", "start", "stop")
+    __slots__ = ("data", "file", "start", "stop")
 
-    def __init__(self, start: int, stop: int, data: Future[bytes]) -> None:
+    def __init__(self, file: RemoteFile, start: int, stop: int, data: Future[bytes]) -> None:
+        self.file = file
         self.start = start
         self.stop = stop
         self.data = data
+
+
+_start = attrgetter("start")
 
 
 class _Cache:
@@ -48,7 +53,7 @@ class _Cache:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self._runs: OrderedDict[tuple[RemoteFile, int], _Run] = OrderedDict()
+        self._runs: OrderedDict[_Run, None] = OrderedDict()
         self._nbytes = 0
         self._pool: ThreadPoolExecutor | None = None
 
@@ -59,32 +64,31 @@ class _Cache:
             self._pool = ThreadPoolExecutor(max(_THREADS, 2 * connections()), "fetch")
         return self._pool.submit(path.read_range, start, stop)
 
-    def add(self, file: RemoteFile, run: _Run) -> None:
-        self._runs[file, run.start] = run
+    def add(self, run: _Run) -> None:
+        self._runs[run] = None
         self._nbytes += run.stop - run.start
-        for (other, start), cached in list(self._runs.items()):
+        for cached in list(self._runs):
             if self._nbytes <= CACHE_BYTES:
                 break
             if cached is not run and cached.data.done():
-                self.drop(other, start)
+                self.drop(cached)
 
-    def use(self, file: RemoteFile, run: _Run) -> None:
-        if (file, run.start) in self._runs:
-            self._runs.move_to_end((file, run.start))
+    def use(self, run: _Run) -> None:
+        if run in self._runs:
+            self._runs.move_to_end(run)
 
-    def drop(self, file: RemoteFile, start: int) -> None:
-        run = self._runs.pop((file, start), None)
-        if run is not None:
+    def drop(self, run: _Run) -> None:
+        if run in self._runs:
+            del self._runs[run]
             self._nbytes -= run.stop - run.start
-            file.starts.remove(start)
-            del file.runs[start]
+            run.file.runs.remove(run)
 
     def reset_after_fork(self) -> None:
         """A child has none of the threads, so runs that were being fetched would never arrive in it."""
         self.lock = threading.RLock()
         self._pool = None
-        for file, start in list(self._runs):
-            self.drop(file, start)
+        for run in list(self._runs):
+            self.drop(run)
 
 
 _cache = _Cache()
@@ -99,8 +103,7 @@ class RemoteFile(SourceFile):
 
     def __init__(self, name: str, path: RemotePath, nbytes: int, *, verify: bool) -> None:
         super().__init__(name, path, nbytes, verify=verify)
-        self.runs: dict[int, _Run] = {}
-        self.starts: list[int] = []  # of `runs`, sorted
+        self.runs: list[_Run] = []  # by their starts
         self._ends: OrderedDict[int, int] = OrderedDict()  # end of a run -> its length
 
     def read_into(self, buffer: memoryview, at: int, wanted: int = 0, end: int = 0) -> None:
@@ -114,7 +117,7 @@ class RemoteFile(SourceFile):
             position = at + done
             with _cache.lock:
                 run = self._at(position) or self._request(position, wanted, end, least)
-                _cache.use(self, run)
+                _cache.use(run)
                 goes_on = position > run.start or wanted > run.stop
                 if goes_on and run.stop < end and self._at(run.stop) is None:
                     self._request(run.stop, wanted, end, least)
@@ -125,12 +128,12 @@ class RemoteFile(SourceFile):
             done += count
             if offset + count == run.stop - run.start > least:
                 with _cache.lock:
-                    _cache.drop(self, run.start)
+                    _cache.drop(run)
 
     def _at(self, position: int) -> _Run | None:
         """The run that covers the byte `position`."""
-        index = bisect_right(self.starts, position) - 1
-        run = self.runs[self.starts[index]] if index >= 0 else None
+        index = bisect_right(self.runs, position, key=_start) - 1
+        run = self.runs[index] if index >= 0 else None
         return run if run is not None and position < run.stop else None
 
     def _request(self, start: int, wanted: int, end: int, least: int) -> _Run:
@@ -139,16 +142,15 @@ class RemoteFile(SourceFile):
         length = 2 * self._ends.get(start, 0)
         length = min(RUN_BYTES, max(length, wanted - start, least))
         stop = min(start + length, max(end, start + least), self.nbytes)
-        index = bisect_right(self.starts, start)
-        if index < len(self.starts):
-            stop = min(stop, self.starts[index])
-        run = _Run(start, stop, _cache.fetch(self.path, start, stop))
-        self.starts.insert(index, start)
-        self.runs[start] = run
+        index = bisect_right(self.runs, start, key=_start)
+        if index < len(self.runs):
+            stop = min(stop, self.runs[index].start)
+        run = _Run(self, start, stop, _cache.fetch(self.path, start, stop))
+        self.runs.insert(index, run)
         self._ends[stop] = stop - start
         if len(self._ends) > _MAX_ENDS:
             self._ends.popitem(last=False)
-        _cache.add(self, run)
+        _cache.add(run)
         return run
 
     def _data(self, run: _Run) -> bytes:
@@ -156,7 +158,7 @@ class RemoteFile(SourceFile):
             data = run.data.result()
         except BaseException as error:
             with _cache.lock:
-                _cache.drop(self, run.start)
+                _cache.drop(run)
             if isinstance(error, FileNotFoundError):
                 raise CheckpointError(f"{self.path}: was deleted while it was read") from None
             raise

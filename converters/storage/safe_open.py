@@ -49,22 +49,12 @@ def real_path(path: Path, within: Path) -> str:
 def stays_inside(name: str) -> bool:
     """Whether the name of a file, as another file gives it, is a relative path that stays in its folder."""
     path = PurePosixPath(name)
-    return bool(name) and not ("\0" in name or "\\" in name or path.is_absolute() or ".." in path.parts)
-
-
-def leads_out(path: Place, within: Place) -> bool:
-    """Whether `path` resolves to a file outside `within`; False in an object store."""
-    if isinstance(path, RemotePath) or isinstance(within, RemotePath):
-        return False
-    try:
-        real_path(path, within)
-    except LinkError:
-        return True
-    return False
+    odd = any(c in "\0\\" or "\ud800" <= c <= "\udfff" for c in name)  # the last are halves of characters
+    return bool(name) and not (odd or path.is_absolute() or ".." in path.parts)
 
 
 def child(folder: Place, name: str) -> Place:
-    """The folder `name` in `folder`; LinkError where it is a link that leaves `folder`."""
+    """What is called `name` in `folder`; LinkError where it is a link that leaves `folder`."""
     path = folder / name
     if not isinstance(path, RemotePath) and not isinstance(folder, RemotePath):
         real_path(path, folder)

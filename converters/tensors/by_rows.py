@@ -88,6 +88,12 @@ def part_of(tensor: Tensor, lows: Shape, sizes: Shape, touched: Touched) -> Arra
     return found
 
 
+def rows_of(tensor: Tensor, matrix: Shape, first: int, count: int, touched: Touched) -> Array:
+    """The rows [first, first + count) of one matrix of a stack."""
+    sizes = (*(1 for _ in matrix), count, tensor.shape[-1])
+    return part_of(tensor, (*matrix, first, 0), sizes, touched).reshape(sizes[-2:])
+
+
 def require(fits: bool, tensor: Tensor, why: str) -> None:
     """Refuse a tensor."""
     if not fits:

@@ -7,18 +7,18 @@ holds a few rows at a time, whatever the size of the tensor.
 from __future__ import annotations
 
 import threading
-from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from converters.storage.bytes import Memory
 from converters.tensors.by_rows import ComputedRows
 from converters.tensors.dtypes import itemsize, numpy_dtype
 from converters.tensors.tensor import Box, Tensor, View, row_major
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from converters.storage.bytes import Touched
     from converters.tensors.tensor import Array, Shape
@@ -30,15 +30,6 @@ _BLOCK = 1 << 18
 class Edit(Protocol):
     """One change of a tensor's rows."""
 
-    def prepare(self, before: Callable[[Callable[[Array, int], None]], None]) -> None:
-        """Called once, before any `apply`.
-
-        Args:
-            before: calls its argument with every block of the tensor as it is before this change, and with
-                the number of the block's first row.
-        """
-        ...
-
     def apply(self, block: Array, first: int) -> None:
         """Change the rows [first, first + len(block)) in place; a 2-D float32 or float64 array."""
         ...
@@ -49,9 +40,6 @@ class Affine:
 
     def __init__(self, factor: float = 1.0, divisor: float = 1.0, term: float = 0.0) -> None:
         self.factor, self.divisor, self.term = np.float32(factor), np.float32(divisor), np.float32(term)
-
-    def prepare(self, before: Callable[[Callable[[Array, int], None]], None]) -> None:
-        """Nothing: each element depends on itself alone."""
 
     def apply(self, block: Array, first: int) -> None:
         if self.factor != 1:
@@ -74,26 +62,8 @@ class _EditedRows:
         self.columns = prod(self.inner)
         self._kind: Any = np.float64 if tensor.dtype == "F64" else np.float32
         self._memory = threading.local()
-        self._prepared = False
-        self._lock = threading.Lock()
 
     def __call__(self, matrix: Shape, first: int, count: int, touched: Touched) -> Array:
-        with self._lock:
-            if not self._prepared:
-                for number, edit in enumerate(self.edits):
-                    edit.prepare(partial(self._see_all, touched, self.edits[:number]))
-                self._prepared = True
-        return self._block(matrix, first, count, touched, self.edits)
-
-    def _see_all(self, touched: Touched, edits: Sequence[Edit], see: Callable[[Array, int], None]) -> None:
-        """Call `see` with every block after `edits`, and with the number of its first row."""
-        rows, step = self.lead[-1], max(1, _BLOCK // self.columns)
-        for above, matrix in enumerate(np.ndindex(*self.lead[:-1])):
-            for first in range(0, rows, step):
-                block = self._block(matrix, first, min(step, rows - first), touched, edits)
-                see(block, above * rows + first)
-
-    def _block(self, matrix: Shape, first: int, count: int, touched: Touched, edits: Sequence[Edit]) -> Array:
         """The rows [first, first + count) of a matrix; valid until this thread makes the next block."""
         shape, lows = (*(1 for _ in matrix), count, *self.inner), (*matrix, first, *(0 for _ in self.inner))
         stored = self._scratch("stored", shape, numpy_dtype(self.tensor.dtype))
@@ -101,7 +71,7 @@ class _EditedRows:
         block = self._scratch("block", (count, self.columns), np.dtype(self._kind))
         block[...] = stored.reshape(count, self.columns)
         above = int(np.ravel_multi_index(matrix, self.lead[:-1])) if matrix else 0
-        for edit in edits:
+        for edit in self.edits:
             edit.apply(block, above * self.lead[-1] + first)
         return block
 
@@ -116,21 +86,11 @@ class _EditedRows:
         return found
 
 
-class _Zeros:
-    """A byte source of zeros, for rows that an edit fills."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-
-    def read_into(self, buffer: memoryview, at: int, touched: Touched) -> None:
-        buffer[:] = bytes(len(buffer))
-
-
 def grown(tensor: Tensor, rows: int) -> Tensor:
     """`tensor` with rows of zeros after its own, `rows` in all, for edits to fill."""
     old, *inner = tensor.shape
-    added, width = (rows - old, *inner), itemsize(tensor.dtype)
-    view = View(_Zeros(prod(added) * width), 0, row_major(added, width))
+    added = (rows - old, *inner)
+    view = View(Memory(bytes(itemsize(tensor.dtype))), 0, (0,) * len(added))  # one element, repeated
     box = Box((old, *(0 for _ in inner)), added, view)
     return Tensor(tensor.name, tensor.dtype, (rows, *inner), [*tensor.boxes, box])
 

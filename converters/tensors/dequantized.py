@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from converters.errors import CheckpointError
-from converters.tensors.by_rows import BLOCK, ComputedRows, part_of, require, tensor_of
+from converters.tensors.by_rows import BLOCK, ComputedRows, part_of, require, rows_of, tensor_of
 from converters.tensors.casting import rounded
 from converters.tensors.dtypes import numpy_dtype
 from converters.tensors.tensor import Tensor
@@ -93,13 +93,11 @@ class _Grid:
     def rows(self, matrix: Shape, first: int, count: int, touched: Touched) -> Array:
         """One row for each of these rows of the weight, as it is stored."""
         low, high = first // self.height, (first + count - 1) // self.height + 1
-        sizes = (*(1 for _ in matrix), high - low, self._shape[-1])
-        flat = len(self.tensor.shape) < len(self._shape)
-        if flat:  # of one element, or of one for each row or matrix
+        if len(self.tensor.shape) < len(self._shape):  # of one element, or of one for each row or matrix
             whole = part_of(self.tensor, (0,) * len(self.tensor.shape), self.tensor.shape, touched)
             found: Array = whole.reshape(self._shape)[matrix][low:high]
         else:
-            found = part_of(self.tensor, (*matrix, low, 0), sizes, touched).reshape(sizes[-2:])
+            found = rows_of(self.tensor, matrix, low, high - low, touched)
         if self.height == 1:
             return found
         picked: Array = found[np.arange(first, first + count) // self.height - low]
@@ -160,8 +158,7 @@ def scaled_bytes(
     zeros = None if zero is None else _Grid(zero, shape, block)
 
     def rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
-        sizes = (*(1 for _ in matrix), count, shape[-1])
-        held = part_of(weight, (*matrix, first, 0), sizes, touched).reshape(sizes[-2:])
+        held = rows_of(weight, matrix, first, count, touched)
         if zeros is None and by_table:
             return grid.looked_up(table, held.view(np.uint8), matrix, first, touched, dtype)
         values = table.take(held.view(np.uint8), mode="wrap")
@@ -198,8 +195,7 @@ def fp4(
     grid = _Grid(scale, shape)
 
     def rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
-        sizes = (*(1 for _ in matrix), count, packed.shape[-1])
-        held = part_of(packed, (*matrix, first, 0), sizes, touched).view(np.uint8)
+        held = rows_of(packed, matrix, first, count, touched).view(np.uint8)
         values = _PAIRS.take(held, axis=0, mode="wrap").reshape(count, shape[-1])
         factor = None
         if multiply is not None:
@@ -306,7 +302,7 @@ def packed_rows(
         require(tuple(groups.shape) == (columns,), groups, f"does not belong to {packed.name}")
 
     def rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
-        words = part_of(packed, (first, 0), (count, packed.shape[1]), touched)
+        words = rows_of(packed, (), first, count, touched)
         codes = unpacked(np.ascontiguousarray(words.T), bits)[:columns].T
         values = codes.astype(np.float32) - offset
         scales = _as_scale(scale, grid.rows((), first, count, touched))
@@ -481,7 +477,7 @@ def eight_bits(name: str, dtype: str, weight: Tensor, maxima: Tensor) -> Tensor:
     grid = _Grid(maxima, weight.shape)
 
     def rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
-        held = part_of(weight, (first, 0), (count, weight.shape[1]), touched)
+        held = rows_of(weight, (), first, count, touched)
         values = grid.apply(held.astype(np.float32), (), first, touched)
         values *= _INT8_FACTOR
         return values

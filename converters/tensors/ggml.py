@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from converters.tensors.by_rows import part_of, tensor_of
+from converters.tensors.by_rows import rows_of, tensor_of
 from converters.tensors.casting import rounded
 
 if TYPE_CHECKING:
@@ -27,9 +27,8 @@ def ggml_blocks(tensor: Tensor, kind: str) -> Tensor:
     size, columns = GGML_QUANT_SIZES[number][1], tensor.shape[-1]
 
     def rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
-        ones = tuple(1 for _ in matrix)
-        stored = part_of(tensor, (*matrix, first, 0), (*ones, count, columns), touched)
-        made: Array = quants.quantize(rounded(stored.reshape(count, columns), "F32"), number)
+        stored = rows_of(tensor, matrix, first, count, touched)
+        made: Array = quants.quantize(rounded(stored, "F32"), number)
         return made
 
     return tensor_of(tensor.name, "U8", (*tensor.shape[:-1], columns // BLOCK * size), rows)

@@ -15,7 +15,7 @@ import numpy as np
 
 from converters.errors import CheckpointError
 from converters.storage.bytes import Memory
-from converters.tensors.by_rows import BLOCK, ComputedRows, part_of, require, tensor_of
+from converters.tensors.by_rows import BLOCK, ComputedRows, part_of, require, rows_of, tensor_of
 from converters.tensors.casting import rounded
 from converters.tensors.dtypes import numpy_dtype
 from converters.tensors.tensor import Tensor
@@ -85,12 +85,11 @@ class _Cut:
 
     def values(self, matrix: Shape, first: int, count: int, touched: Touched) -> Array:
         """Rows [first, first + count), float32."""
-        ones = tuple(1 for _ in matrix)
         if self.turned:
-            held = part_of(self.weight, (*matrix, 0, first), (*ones, self.columns, count), touched)
+            sizes = (*(1 for _ in matrix), self.columns, count)
+            held = part_of(self.weight, (*matrix, 0, first), sizes, touched)
             return np.ascontiguousarray(held.reshape(self.columns, count).T).astype(np.float32)
-        held = part_of(self.weight, (*matrix, first, 0), (*ones, count, self.columns), touched)
-        return held.reshape(count, self.columns).astype(np.float32)
+        return rows_of(self.weight, matrix, first, count, touched).astype(np.float32)
 
     def magnitudes(self, matrix: Shape, low: int, high: int, touched: Touched) -> Array:
         """The largest magnitude in each block of the block rows [low, high)."""

@@ -225,6 +225,13 @@ class Tensor:
                     at += block.nbytes
                 yield block
 
+    def verified_blocks(self, nbytes: int) -> Iterator[Array]:
+        """`blocks`, with all stored CRCs checked after the last."""
+        touched: Touched = set()
+        yield from self.blocks(nbytes, touched)
+        for span in touched:
+            span.verify()
+
     def release(self) -> None:
         """Free what reading has cached, once the tensor has been written."""
         for box in self._boxes or ():

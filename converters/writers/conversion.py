@@ -294,7 +294,7 @@ def carry_out(
         overwrite=overwrite,
         names=plan.names,
         single=single,
-        facts=facts or {},
+        facts=facts,
         copied=lambda: _copied(plan),
     )
     with bar, output as draft:
@@ -481,12 +481,9 @@ def _verify_jobs(folder: Place, plan: Plan) -> Iterator[Job]:
 
 
 def _compare(file: str, entry: Entry, copy: Tensor, progress: Progress) -> None:
-    touched: Touched = set()
     step = BLOCK_BYTES // itemsize(entry.tensor.dtype) * itemsize(entry.dtype)
     ours = cast_blocks(entry.tensor, entry.dtype, set())
-    for left, right in zip(ours, copy.blocks(step, touched), strict=True):
+    for left, right in zip(ours, copy.verified_blocks(step), strict=True):
         if left.tobytes() != right.tobytes():
             raise CheckpointError(f"{file}: {entry.name!r} differs from the source")
         progress(left.nbytes)
-    for span in touched:
-        span.verify()

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from converters.errors import CheckpointError
 from converters.storage.output_file import BLOCK_BYTES, OutputFile, shares_blocks, write_file
-from converters.storage.places import copy_file, in_store
-from converters.writers.remote_draft import check_prefix, new_prefix
+from converters.storage.places import copy_file, in_store, sync
+from converters.writers.remote_draft import StoreOutput, check_prefix
 from converters.writers.replace_folder import (
     check_replaceable,
     let_go,
@@ -22,36 +22,9 @@ from converters.writers.replace_folder import (
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
 
     from converters.storage.bytes import FileSpan
     from converters.storage.path_or_url import Place
-    from converters.writers.remote_draft import StoreOutput
-
-
-def new_output(
-    target: Place,
-    *,
-    needed: int,
-    overwrite: bool,
-    names: Collection[str],
-    facts: Mapping[str, Any],
-    single: bool = False,
-    copied: Callable[[], Iterable[FileSpan]] = tuple,
-) -> AbstractContextManager[FolderOutput | StoreOutput]:
-    """An output that becomes `target` at the end of the block, and is removed after an exception.
-
-    Args:
-        needed: bytes that will be written.
-        names: of all files that will be written.
-        facts: extra fields for the completion marker in an object store.
-        single: `target` is the only one of those files.
-        copied: the spans of files that are copied unchanged, which may take no space.
-    """
-    if in_store(target):
-        return new_prefix(target, overwrite=overwrite, names=names, facts=facts, single=single)
-    only = next(iter(names)) if single else None
-    return new_folder(target, needed=needed, overwrite=overwrite, only=only, copied=copied)
 
 
 def check_output(out: Place, sources: Sequence[Place], *, overwrite: bool, single: bool = False) -> Place:
@@ -136,7 +109,7 @@ class FolderOutput:
     def sync(self) -> None:
         """Make the entries of the folders durable."""
         for folder in self._folders:
-            sync_folder(folder)
+            sync(folder)
 
     def write(self, name: str, data: bytes) -> None:
         """Write a small file."""
@@ -148,26 +121,36 @@ class FolderOutput:
 
 
 @contextmanager
-def new_folder(
-    target: Path,
+def new_output(
+    target: Place,
     *,
     needed: int,
     overwrite: bool,
-    only: str | None = None,
+    names: Collection[str] = (),
+    facts: Mapping[str, Any] | None = None,
+    single: bool = False,
     copied: Callable[[], Iterable[FileSpan]] = tuple,
-) -> Iterator[FolderOutput]:
-    """A temporary folder beside `target` that replaces it at the end of the block.
+) -> Iterator[FolderOutput | StoreOutput]:
+    """An output that becomes `target` at the end of the block, and is removed after an exception.
+
+    On a disk it is a temporary folder beside `target`. A killed process leaves `target` old or new, never
+    partial; `check_output` removes its leftovers.
 
     Args:
-        needed: bytes that will be written, checked against the free disk space first.
-        only: the file in it that replaces `target` instead.
-        copied: spans of files among them; those whose blocks the file system shares need no space.
-
-    A killed process leaves `target` old or new, never partial; `check_output` removes its leftovers.
+        needed: bytes that will be written, on a disk checked against the free space first.
+        names: of all files that will be written.
+        facts: extra fields for the completion marker in an object store.
+        single: `target` is the only one of those files.
+        copied: the spans of files that are copied unchanged; those whose blocks the file system shares need
+            no space.
 
     Raises:
         CheckpointError: no space, no permission, or any other failure to write.
     """
+    if in_store(target):
+        with StoreOutput(target, overwrite=overwrite, names=names, facts=facts or {}, single=single) as made:
+            yield made
+        return
     created = _make_parents(target.parent)
     temporary: Path | None = None
     held: int | None = None
@@ -179,7 +162,7 @@ def new_folder(
         output = FolderOutput(temporary)
         yield output
         output.sync()
-        _swap(temporary if only is None else temporary / only, target, overwrite=overwrite)
+        _swap(temporary / next(iter(names)) if single else temporary, target, overwrite=overwrite)
         created = []
     except OSError as error:
         raise CheckpointError(f"{target}: cannot be written: {error.strerror or error}") from None
@@ -208,15 +191,6 @@ def _shared_bytes(spans: Iterable[FileSpan], folder: Path) -> int:
     return total
 
 
-def sync_folder(folder: Path) -> None:
-    """Fsync a folder, which makes its entries durable."""
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def _make_parents(folder: Path) -> list[Path]:
     """Create `folder`; returns the folders that were missing, innermost first."""
     missing = []
@@ -238,4 +212,4 @@ def _swap(temporary: Path, target: Path, *, overwrite: bool) -> None:
         raise CheckpointError(f"{target}: appeared while it was being written; nothing was replaced")
     else:
         replace_folder(temporary, target)
-    sync_folder(target.parent)
+    sync(target.parent)

@@ -13,7 +13,7 @@ to the same folder again can thus tell its own objects from those of others.
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,12 +26,13 @@ from converters.storage.completion_markers import (
     facts_of,
     is_unfinished,
 )
-from converters.storage.object_store import connections
+from converters.storage.object_store import abort_uploads, connections
 from converters.storage.places import copy_file
 from converters.writers.replace_folder import check_replaceable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from types import TracebackType
 
     from converters.storage.bytes import FileSpan
     from converters.storage.object_store import RemotePath, Upload
@@ -96,50 +97,65 @@ def check_prefix(out: RemotePath, *, overwrite: bool) -> None:
     raise CheckpointError(f"{out}: exists already; give another folder or --overwrite")
 
 
-@contextmanager
-def new_prefix(
-    target: RemotePath,
-    *,
-    overwrite: bool,
-    names: Iterable[str],
-    facts: Mapping[str, Any],
-    single: bool = False,
-) -> Iterator[StoreOutput]:
-    """A draft that becomes the folder `target` at the end of the block.
+class StoreOutput:
+    """Uploads, until `commit` makes objects of them; published at the end of a `with` block.
+
+    The methods are those of `draft.FolderOutput`.
 
     Args:
         names: of all objects that will be written.
         facts: extra fields for the marker: see `Written`.
-        single: `target` is the only object that will be written, and no folder.
+        single: `folder` is the only object that will be written, and no folder. It needs no marker, since it
+            is never seen in part.
     """
-    made = StoreObject if single else StoreOutput
-    draft = made(target, overwrite=overwrite, names=names, facts=facts)
-    target.abort_uploads(deep=False)
-    try:
-        yield draft
-        draft.publish()
-    finally:
-        draft.discard()
-
-
-class StoreOutput:
-    """Uploads, until `commit` makes objects of them. The methods are those of `draft.FolderOutput`."""
 
     def __init__(
-        self, folder: RemotePath, *, overwrite: bool, names: Iterable[str], facts: Mapping[str, Any]
+        self,
+        folder: RemotePath,
+        *,
+        overwrite: bool,
+        names: Iterable[str],
+        facts: Mapping[str, Any],
+        single: bool = False,
     ) -> None:
         self.folder = folder
         self.threads = connections()
         self._overwrite = overwrite
         self._planned = sorted(names)
         self._facts = dict(facts)
-        self._there = versions(folder)
+        self._single = single
+        self._there = self._versions()
         self._uploads: list[Upload] = []
         self._names: list[str] = []
+        self._committed = False
         self._token = ""
 
+    def __enter__(self) -> StoreOutput:
+        abort_uploads(self.folder, deep=False)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self.publish()
+        finally:
+            self.discard()
+
+    def _versions(self) -> dict[str, Version]:
+        if not self._single:
+            return versions(self.folder)
+        with suppress(FileNotFoundError):
+            found = self.folder.look_up()
+            return {"": (found.size, found.version)}
+        return {}
+
+    def _place(self, name: str) -> RemotePath:
+        return self.folder if self._single else self.folder / name
+
     def file(self, name: str, lengths: Sequence[int]) -> UploadedFile:
-        upload = (self.folder / name).create(sum(lengths))
+        upload = self._place(name).create(sum(lengths))
         self._uploads.append(upload)
         self._names.append(name)
         return UploadedFile(upload)
@@ -147,21 +163,24 @@ class StoreOutput:
     def commit(self) -> None:
         """Replace the content of the folder by the uploaded objects, marked as incomplete."""
         self.folder.refresh()
-        if not self._overwrite and self.folder.exists():
+        there = self._versions()
+        if not self._overwrite and (there or self.folder.exists()):
             raise CheckpointError(f"{self.folder}: appeared while it was being written; nothing was replaced")
-        there = versions(self.folder)
         for name, version in there.items():
             if self._there.get(name) != version:  # --overwrite did not cover it
                 raise CheckpointError(
-                    f"{printable(self.folder / name)}: appeared while {self.folder} was being written; "
+                    f"{printable(self._place(name))}: appeared while {self.folder} was being written; "
                     "nothing was replaced"
                 )
-        self._token = begin(self.folder, facts=self._facts, objects=there, names=self._planned)
-        # Keep what is overwritten later: a config.json may be copied from this folder to itself.
-        self.folder.remove([name for name in there if name not in self._planned])
+        if not self._single:
+            self._token = begin(self.folder, facts=self._facts, objects=there, names=self._planned)
+            # Keep what is overwritten later: a config.json may be copied from this folder to itself.
+            self.folder.remove([name for name in there if name not in self._planned])
+        self._committed = not self._single  # of a single object, the old one stays until the new one is there
         while self._uploads:
             self._uploads[0].close()
             self._uploads.pop(0)
+        self._committed = True
 
     def write(self, name: str, data: bytes) -> None:
         (self.folder / name).write_bytes(data)
@@ -172,58 +191,27 @@ class StoreOutput:
         self._names.append(name)
 
     def publish(self) -> None:
-        # A repeated start of an upload, whose first response was lost, leaves an unknown upload.
-        self.folder.abort_uploads(deep=False)
-        there = versions(self.folder)
-        objects = {name: there[name] for name in sorted(self._names) if name in there}
-        complete(self.folder, self._token, facts=self._facts, objects=objects)
-        self._token = ""
+        if not self._single:
+            # A repeated start of an upload, whose first response was lost, leaves an unknown upload.
+            abort_uploads(self.folder, deep=False)
+            there = versions(self.folder)
+            objects = {name: there[name] for name in sorted(self._names) if name in there}
+            complete(self.folder, self._token, facts=self._facts, objects=objects)
+        self._committed = False
 
     def discard(self) -> None:
         """Remove what was not published, if the store is reachable."""
         for upload in self._uploads:
             upload.discard()
         self._uploads.clear()
-        token, self._token = self._token, ""
-        if token:
+        committed, self._committed = self._committed, False
+        if committed:
             with suppress(CheckpointError):  # what stays is marked as incomplete
-                self.folder.remove(self._names)
-                self.folder.remove([COMPLETE, INCOMPLETE])
-
-
-class StoreObject(StoreOutput):
-    """The upload of a single object, which needs no marker: it is never seen in part."""
-
-    def __init__(self, folder: RemotePath, **options: Any) -> None:
-        super().__init__(folder, **options)
-        self._before = self._now()
-
-    def _now(self) -> Any:
-        with suppress(FileNotFoundError):
-            return self.folder.look_up()
-        return None
-
-    def file(self, name: str, lengths: Sequence[int]) -> UploadedFile:
-        self._uploads.append(self.folder.create(sum(lengths)))
-        return UploadedFile(self._uploads[0])
-
-    def commit(self) -> None:
-        self.folder.refresh()
-        now = self._now()
-        if now != self._before or (now is not None and not self._overwrite):
-            raise CheckpointError(f"{self.folder}: appeared while it was being written; nothing was replaced")
-        self._uploads.pop().close()
-        self._token = self.folder.name
-
-    def publish(self) -> None:
-        self._token = ""
-
-    def discard(self) -> None:
-        token, self._token = self._token, ""
-        super().discard()
-        if token:
-            with suppress(CheckpointError):
-                self.folder.unlink(missing_ok=True)
+                if self._single:
+                    self.folder.unlink()
+                else:
+                    self.folder.remove(self._names)
+                    self.folder.remove([COMPLETE, INCOMPLETE])
 
 
 class UploadedFile:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import struct
 import zlib
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from converters.tensors.dtypes import TO_STORAGE, TO_TORCH, itemsize
@@ -161,7 +162,7 @@ def saved(value: Any) -> list[Part]:
         at += len(header) + nbytes + _DESCRIPTOR.size
         parts += [header, entry]
         if many:
-            parts.append(Trailer(_DESCRIPTOR.size, _Remember(crcs, number, nbytes)))
+            parts.append(Trailer(_DESCRIPTOR.size, partial(_remember, crcs, number, nbytes)))
 
     def close() -> bytes:
         every = bytes(directory) + b"".join(
@@ -172,21 +173,14 @@ def saved(value: Any) -> list[Part]:
 
     if many:
         return [*parts, Closing(len(close()), close)]
-    remember = _Remember(crcs, 0, listed[0][1])
+    remember = partial(_remember, crcs, 0, listed[0][1])
     return [*parts, Trailer(_DESCRIPTOR.size + len(close()), lambda crc: remember(crc) + close())]
 
 
-class _Remember:
+def _remember(crcs: list[int], number: int, nbytes: int, crc: int) -> bytes:
     """The descriptor behind a tensor; keeps its CRC32 for the directory."""
-
-    def __init__(self, crcs: list[int], number: int, nbytes: int) -> None:
-        self.crcs = crcs
-        self.number = number
-        self.nbytes = nbytes
-
-    def __call__(self, crc: int) -> bytes:
-        self.crcs[self.number] = crc
-        return _descriptor(crc, self.nbytes)
+    crcs[number] = crc
+    return _descriptor(crc, nbytes)
 
 
 def _with_calls(value: Any, entries: dict[int, tuple[int, Entry]]) -> Any:

@@ -435,7 +435,7 @@ LIES: dict[str, list[tuple[str, str, Change, str]]] = {
         ("flat4", "piece.c.pt", None, "rank 1 of 4 is missing"),
     ],
     "written_ranks": [
-        ("fsdp2-3", "model_world_size_3_rank_1.pt", None, r"the model file of rank 1 is missing \(1 of 3\)"),
+        ("fsdp2-3", "model_world_size_3_rank_1.pt", None, r"rank 1 are missing \(1 of 3\)"),
         (
             "fsdp2-2",
             "model_world_size_2_rank_1.pt",

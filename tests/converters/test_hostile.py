@@ -24,7 +24,7 @@ from converters.storage.bytes import Memory
 from converters.storage.path_or_url import place
 from converters.storage.safe_open import read_small
 from converters.writers import replace_folder as exchange_module
-from converters.writers.draft import check_output, new_folder
+from converters.writers.draft import FolderOutput, check_output, new_output
 from converters.writers.replace_folder import exchange
 
 if TYPE_CHECKING:
@@ -360,7 +360,8 @@ def test_the_source_is_not_replaced_under_another_name(
 
 
 def replace(target: Path, content: str) -> None:
-    with new_folder(target, needed=0, overwrite=True) as output:
+    with new_output(target, needed=0, overwrite=True) as output:
+        assert isinstance(output, FolderOutput)
         (output.folder / "config.json").write_text(content)
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from isal import isal_zlib
 
-from converters.containers.shard_index import read_json
+from converters.containers.shard_index import read_table
 from converters.containers.torchzip import TorchZip
 from converters.errors import CheckpointError
 from converters.formats.dcp.files import metadata_files
@@ -65,8 +65,8 @@ def read_checksums(folder: Folder) -> ShardChecksums | None:
             raise CheckpointError(f"{folder.path / CHECKSUMS}: missing, although {MANIFEST} names it")
         return None
     file = folder.file(CHECKSUMS)
-    found = read_json(file.path, file.read(0, file.nbytes))
-    if not isinstance(found, dict) or found.get("version") != _VERSION:
+    found = read_table(file)
+    if found.get("version") != _VERSION:
         raise CheckpointError(f"{file.path}: damaged, or written by a newer version of this program")
     metadata, items = found.get("metadata"), found.get("items")
     tables = (metadata, items, *(items.values() if isinstance(items, dict) else ()))

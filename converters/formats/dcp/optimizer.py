@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from converters.checkpoint import OptimizerState, ParamGroups, Scalar
 from converters.containers.pickle_reader import plain
 from converters.errors import CheckpointError
+from converters.formats.torch_save.optimizer import moment_shape
 from converters.names.canonical import Path, Roles, is_number, known_name
 from converters.names.index_keys import candidates_of, check_listed, names_of_indices
 from converters.tensors.tensor import Tensor
@@ -54,19 +55,12 @@ def build_optimizer(
     listed = groups()
     keys = [group["params"] for group in listed] if listed else [sorted(state, key=int)]
     check_listed(keys, state, f"{where}: the optimizer")
-    shapes = {key: _moment_shape(values) for key, values in state.items()}
+    shapes = {key: moment_shape(values) for key, values in state.items()}
     candidates = candidates_of(order or list(tensors), tensors)
     names = names_of_indices(keys, shapes, candidates, f"{where}: the optimizer")
     for group in listed:
         group["params"] = [names[key] for key in group["params"]]
     return OptimizerState({names[index]: value for index, value in state.items()}, listed)
-
-
-def _moment_shape(values: Mapping[str, Tensor | Scalar]) -> tuple[int, ...] | None:
-    for what, value in values.items():
-        if what != "step" and isinstance(value, Tensor):
-            return value.shape
-    return None
 
 
 def _groups(values: Mapping[Path, Any], tensors: Mapping[str, Tensor], where: str) -> ParamGroups:

@@ -9,6 +9,7 @@ Source: torch/distributed/checkpoint/filesystem.py (`_write_item`).
 from __future__ import annotations
 
 import re
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -150,7 +151,7 @@ def _tensor(entry: TensorEntry, name: str) -> Tensor:
             if prod(entry.shape):
                 continue  # an empty shard, stored or not
             if item is not None:
-                _Locator(entry, item, sizes)()  # never read later, so check it now
+                _locate(entry, item, sizes)  # never read later, so check it now
             boxes.append(Box(offsets, sizes, View(Memory(b""), 0, (0,) * len(sizes))))
             continue
         if item is None:
@@ -158,32 +159,23 @@ def _tensor(entry: TensorEntry, name: str) -> Tensor:
         if item.length < prod(sizes) * itemsize(entry.dtype):
             open_item(entry, item).load()  # a tensor's subclass (torchao) says so itself
             raise CheckpointError(f"{entry.folder.path / item.file}: the chunk of {entry.key!r} is too short")
-        boxes.append(Box(offsets, sizes, _Locator(entry, item, sizes)))
+        boxes.append(Box(offsets, sizes, partial(_locate, entry, item, sizes)))
     with blame(entry.folder.path):
         return Tensor(name, entry.dtype, entry.shape, boxes)
 
 
-class _Locator:
-    """Finds one chunk in its `.distcp` file and checks it against `.metadata`."""
-
-    __slots__ = ("entry", "item", "sizes")
-
-    def __init__(self, entry: TensorEntry, item: Item, sizes: Dims) -> None:
-        self.entry = entry
-        self.item = item
-        self.sizes = sizes
-
-    def __call__(self) -> View:
-        archive = open_item(self.entry, self.item)
-        stored = archive.load()
-        if not isinstance(stored, StoredTensor):
-            raise CheckpointError(f"{archive.where}: not a plain tensor")
-        if stored.dtype != self.entry.dtype or stored.shape != self.sizes:
-            raise CheckpointError(
-                f"{archive.where}: is {stored.dtype} {list(stored.shape)}, "
-                f".metadata says {self.entry.dtype} {list(self.sizes)}"
-            )
-        return stored.view()
+def _locate(entry: TensorEntry, item: Item, sizes: Dims) -> View:
+    """One chunk in its `.distcp` file, checked against `.metadata`."""
+    archive = open_item(entry, item)
+    stored = archive.load()
+    if not isinstance(stored, StoredTensor):
+        raise CheckpointError(f"{archive.where}: not a plain tensor")
+    if stored.dtype != entry.dtype or stored.shape != sizes:
+        raise CheckpointError(
+            f"{archive.where}: is {stored.dtype} {list(stored.shape)}, "
+            f".metadata says {entry.dtype} {list(sizes)}"
+        )
+    return stored.view()
 
 
 def open_item(entry: Entry, item: Item) -> TorchZip:

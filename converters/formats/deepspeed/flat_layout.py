@@ -153,6 +153,7 @@ class EqualSlices:
         self.shapes = shapes
         self.world = world
         self.slice = slice_
+        self.gaps = gaps
         self.where = where
         self.starts: dict[str, int] = {}
         at = 0

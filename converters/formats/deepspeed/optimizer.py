@@ -22,7 +22,7 @@ from converters.formats.torch_save.optimizer import as_tensor
 from converters.tensors.tensor import Tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from converters.formats.deepspeed.flat_layout import SwapFiles
 
@@ -59,7 +59,7 @@ def build_optimizer(
     groups = _groups(stage, ranks)
     if groups is None:  # elastic checkpoints have no groups
         return OptimizerState(state, [{"params": group} for group in names])
-    return OptimizerState(state, [_named(group, names) for group in groups])
+    return OptimizerState(state, [named_group(group, names, ranks[0].where) for group in groups])
 
 
 def optimizer_steps(stage: int, ranks: Sequence[OptimFile], groups: int) -> int | None:
@@ -161,19 +161,24 @@ def _groups(stage: int, ranks: Sequence[OptimFile]) -> ParamGroups | None:
         groups = base.get("param_groups")
         if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
             raise CheckpointError(f"{rank.where}: damaged, the optimizer has no param_groups")
-        values = [{key: _value(value, rank.where) for key, value in group.items()} for group in groups]
+        values = [_settings(group, rank.where) for group in groups]
         if rank is not ranks[0]:
             check_same(rank.where, "param_groups", values, found)
         found = values
     return found
 
 
-def _value(value: Any, where: str) -> Any:
-    return number(value, where) if isinstance(value, StoredTensor) else plain(value)
+def _settings(group: dict[Any, Any], where: str) -> dict[str, Any]:
+    """A group's settings as plain values."""
+    return {
+        str(key): number(value, where) if isinstance(value, StoredTensor) else plain(value)
+        for key, value in group.items()
+    }
 
 
-def _named(group: dict[str, Any], names: Sequence[Sequence[str]]) -> dict[str, Any]:
+def named_group(group: dict[Any, Any], names: Sequence[Iterable[str]], where: str) -> dict[str, Any]:
+    """A group with the names of its parameters, of which it lists the numbers of the flat groups."""
     indices = group.get("params")
     if not isinstance(indices, list) or any(type(i) is not int or not 0 <= i < len(names) for i in indices):
-        raise CheckpointError("damaged, the parameter groups of the optimizer do not match the flat groups")
-    return {**group, "params": [name for index in indices for name in names[index]]}
+        raise CheckpointError(f"{where}: damaged, its parameter groups do not match the flat groups")
+    return {**_settings(group, where), "params": [name for index in indices for name in names[index]]}

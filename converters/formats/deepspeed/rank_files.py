@@ -6,7 +6,7 @@ Source: deepspeed/runtime/engine.py (`_save_checkpoint`, `_save_zero_checkpoint`
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +20,11 @@ from converters.formats.torch_save.optimizer import as_tensor
 from converters.limits import MAX_COUNT
 from converters.names.canonical import plain_names
 from converters.storage.places import names_in
+from converters.storage.safe_open import child, read_small
 from converters.tensors.tensor import is_shape
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from converters.checkpoint import Aliases, OptimizerState
     from converters.containers.pickle_reader import Standin
@@ -116,6 +117,21 @@ def find_names(path: Place) -> Names | None:
     return Names(_by_rank(path, optim), _by_rank(path, model), per_rank, tuple(experts), tuple(layers))
 
 
+def read_tag(path: Place) -> str | None:
+    """The content of a file that names a folder, such as `latest`; None where there is no such file."""
+    try:
+        return read_small(path, limit=1024, head=True).decode("utf-8", "replace").strip()
+    except OSError:
+        return None
+
+
+def tag_folder(path: Place, tag: str | None, holds: Callable[[Place], bool]) -> Place | None:
+    """The folder of a tag in `path`, if the tag is a plain name and the folder holds such a checkpoint."""
+    if tag in (None, "", ".", "..") or any(mark in tag for mark in "/\\\0"):
+        return None
+    return child(path, tag) if holds(path / tag) else None
+
+
 def _by_rank(path: Place, files: list[tuple[re.Match[str], str]]) -> dict[int, dict[int, str]]:
     found: dict[int, dict[int, str]] = {}
     for match, name in files:
@@ -124,17 +140,6 @@ def _by_rank(path: Place, files: list[tuple[re.Match[str], str]]) -> dict[int, d
             raise CheckpointError(f"{path}: {ranks[rank]} and {name} are both of rank {rank}")
         ranks[rank] = name
     return {mp: dict(sorted(ranks.items())) for mp, ranks in sorted(found.items())}
-
-
-def check_ranks(path: Place, ranks: Mapping[int, str], world: int, what: str) -> None:
-    """CheckpointError unless there is exactly one file for every rank of `world`."""
-    missing = world - sum(rank < world for rank in ranks)
-    if missing:
-        first = next(rank for rank in range(len(ranks) + 1) if rank not in ranks)  # `world` is untrusted
-        raise CheckpointError(f"{path}: the {what} states of rank {first} are missing ({missing} of {world})")
-    extra = [name for rank, name in ranks.items() if rank >= world]
-    if extra:
-        raise CheckpointError(f"{path / extra[0]}: a file of another run; this one had {world} ranks")
 
 
 def load(folder: Folder, name: str) -> dict[str, Any]:
@@ -192,6 +197,18 @@ class ModelFile:
             )
         return found
 
+    def records(self) -> dict[str, Any]:
+        """What the model states of all ranks of a run have alike, in comparable form."""
+        counted = ("ds_version", "global_steps", "skipped_steps", "global_samples", "dp_world_size")
+        return {
+            **{record: self.content.get(record) for record in counted},
+            "ds_config": config_of(self.content),
+            "param_shapes": ordered(self.groups),
+            "frozen_param_shapes": self.frozen,
+            "frozen parameters": set(self.fragments),
+            "buffer_names": self.buffers,
+        }
+
     def count(self, key: str) -> int | None:
         """A counter such as `global_steps`."""
         value = self.content.get(key)
@@ -235,6 +252,21 @@ def read_model(folder: Folder, name: str) -> ModelFile:
     )
 
 
+def read_models(folder: Folder, model: ModelFile, names: Iterable[str]) -> list[ModelFile]:
+    """The model states of all ranks, `model` first; of the others, only the fragments are kept.
+
+    Raises:
+        CheckpointError: they are not of one run and step.
+    """
+    models, first = [model], model.records()
+    for name in names:
+        other = read_model(folder, name)
+        for what, value in other.records().items():
+            check_same(other.where, what, value, first[what])
+        models.append(replace(other, module={}, content={}, groups=None))
+    return models
+
+
 @dataclass(frozen=True)
 class OptimFile:
     """One `*_optim_states.pt`: `state` is the ZeRO optimizer's own dict."""
@@ -243,6 +275,44 @@ class OptimFile:
     state: dict[str, Any]
     version: Any
     config: dict[str, Any]
+
+    def gaps(self, group: int, count: int) -> list[int]:
+        """The elements after each of the `count` parameters of a group, for alignment."""
+        gaps = self.state.get("param_alignment_paddings")
+        if gaps is None:
+            return [0] * count
+        found = gaps[group] if isinstance(gaps, list) and group < len(gaps) else None
+        if (
+            not isinstance(found, list)
+            or len(found) != count
+            or any(type(n) is not int or n < 0 for n in found)
+        ):
+            raise CheckpointError(
+                f"{self.where}: damaged, its param_alignment_paddings do not match the groups"
+            )
+        return found
+
+    def padding(self, group: int) -> int:
+        """The elements at the end of this rank's slice of a group that belong to no parameter."""
+        paddings = self.state.get("group_paddings")
+        if not isinstance(paddings, list) or group >= len(paddings) or type(paddings[group]) is not int:
+            raise CheckpointError(f"{self.where}: damaged, no group_paddings")
+        return int(paddings[group])
+
+    def records(self) -> dict[str, Any]:
+        """What the optimizer states of all ranks of a run have alike."""
+        named = ("zero_stage", "partition_count", "param_alignment_paddings", "ds_version", "clip_grad")
+        about = {record: self.state.get(record) for record in named}
+        return {**about, "ds_version": self.version, "ds_config": plain(self.config)}
+
+
+def partition_counts(state: Mapping[str, Any], where: str) -> list[int]:
+    """`partition_count` of ZeRO's optimizer: a number for each group, or one for all."""
+    counts = state.get("partition_count")
+    counts = counts if isinstance(counts, list) else [counts]
+    if not counts or any(type(count) is not int or not 0 < count < MAX_COUNT for count in counts):
+        raise CheckpointError(f"{where}: damaged, no partition_count")
+    return counts
 
 
 def read_optim(folder: Folder, name: str) -> OptimFile:
@@ -338,7 +408,7 @@ def checkpoint_of(
 
     def renamed(_: Aliases) -> OptimizerState | None:
         found = optimizer()
-        return None if found is None else found.renamed(short)
+        return None if found is None else found.renamed(short.get)
 
     known = {"step": model.count("global_steps"), "tag": folder.name, **metadata}
     return Checkpoint(

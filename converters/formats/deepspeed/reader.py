@@ -15,13 +15,19 @@ from converters.containers.pickle_reader import shown
 from converters.errors import CheckpointError
 from converters.formats import Format, Source
 from converters.formats.deepspeed.layer_files import Experts, Layers, optimizer_of_stages
-from converters.formats.deepspeed.rank_files import checkpoint_of, find_names, read_model
+from converters.formats.deepspeed.rank_files import (
+    checkpoint_of,
+    find_names,
+    read_model,
+    read_tag,
+    tag_folder,
+)
 from converters.formats.deepspeed.run import Run, check_same_run
 from converters.formats.deepspeed.tensor_parallel import INFO, Layout, merged_optimizer, merged_weights
 from converters.formats.deepspeed.unsharded import open_unsharded
 from converters.storage.folder import Folder
 from converters.storage.places import names_in
-from converters.storage.safe_open import child, read_small
+from converters.storage.safe_open import child
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,34 +40,20 @@ LATEST = "latest"
 _ACCELERATE_MODEL = "pytorch_model"
 
 
-def _latest(path: Place) -> str | None:
-    """The content of `latest`; None where there is no such file."""
-    try:
-        return read_small(path / LATEST, limit=1024, head=True).decode("utf-8", "replace").strip()
-    except OSError:
-        return None
-
-
-def _below(path: Place, tag: str) -> Place | None:
-    """The folder of a tag, if the tag is a plain name and the folder has rank files."""
-    if tag in ("", ".", "..") or any(mark in tag for mark in "/\\\0"):
-        return None
-    return child(path, tag) if _holds(path / tag) else None
-
-
 def _shard_folder(source: Source) -> Place | None:
     """The folder of rank files to open for `source`."""
     path = source.path
     if path.is_file():
         return path.parent if path.name.endswith(("_model_states.pt", "_optim_states.pt")) else None
     if source.tag is not None:
-        return _below(path, source.tag) or _below(path, f"global_step{source.tag}")
+        named = tag_folder(path, source.tag, _holds)
+        return named or tag_folder(path, f"global_step{source.tag}", _holds)
     if _holds(path):
         return path
-    tag, tags = _latest(path), _tags(path)
+    tag, tags = read_tag(path / LATEST), _tags(path)
     if tag is None:
         return child(path, tags[0]) if len(tags) == 1 else None
-    found = _below(path, tag)
+    found = tag_folder(path, tag, _holds)
     if found is None and tags:
         # Another tag is another step; do not guess.
         raise CheckpointError(
@@ -83,7 +75,7 @@ def _holds(path: Place) -> bool:
 
 
 def _incomplete(source: Source) -> str | None:
-    tag = _latest(source.path)
+    tag = read_tag(source.path / LATEST)
     if tag is not None:
         return f"{source.path / LATEST}: names {shown(tag)}, which holds no DeepSpeed files"
     return None

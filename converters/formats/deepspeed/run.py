@@ -6,11 +6,11 @@ those of the files.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from converters.containers.pickle_reader import shown
+from converters.containers.shard_index import check_ranks
 from converters.errors import CheckpointError
 from converters.formats.deepspeed.checks import check_against_module
 from converters.formats.deepspeed.flat_layout import (
@@ -31,13 +31,12 @@ from converters.formats.deepspeed.rank_files import (
     ModelFile,
     OptimFile,
     Weights,
-    check_ranks,
     check_same,
     config_of,
     flat,
     fragment,
-    ordered,
-    read_model,
+    partition_counts,
+    read_models,
     read_optim,
     with_model_states,
 )
@@ -88,7 +87,7 @@ class Run:
         self.stage: int = stage
         if experts is not None and stage == 3:
             raise CheckpointError(f"{where}: expert parallel checkpoints of ZeRO-3 are not supported")
-        self.counts = self._counts(first)
+        self.counts = partition_counts(first.state, first.where)
         self.world = max(self.counts)
         check_ranks(folder.path, optim, self.world, "optimizer")
         self._check_options(first)
@@ -97,8 +96,8 @@ class Run:
                 f"{where}: its model states are not of ZeRO stage {self.stage}; the files are from two runs"
             )
         check_ranks(folder.path, names, self.world if self.stage == 3 else 1, "model")
-        self.models = [self.model]
-        self._check_one_run([name for rank, name in names.items() if rank])
+        self._check_one_run()
+        self.models = read_models(folder, model, [name for rank, name in names.items() if rank])
         if self.model.groups is None:
             why = "; pipelines in bf16 without ZeRO are not supported" if self.model.pipeline else ""
             raise CheckpointError(f"{self.model.where}: has no param_shapes{why}")
@@ -110,15 +109,6 @@ class Run:
         self.layouts: Sequence[Layout] = self.slices
         if self.stage == 3:
             self.layouts = [WholeParameters(shapes, self.world, where) for shapes in self.shapes]
-
-    @staticmethod
-    def _counts(first: OptimFile) -> list[int]:
-        """The number of ranks that each group is partitioned over, or one number for all."""
-        counts = first.state.get("partition_count")
-        counts = counts if isinstance(counts, list) else [counts]
-        if not counts or any(type(count) is not int or count < 1 for count in counts):
-            raise CheckpointError(f"{first.where}: damaged, no partition_count")
-        return counts
 
     def _shares(self, group: int) -> list[Share]:
         """The sets of ranks that hold a group: one of all ranks, or one for each set of experts."""
@@ -164,34 +154,20 @@ class Run:
         if self.options.get("zero_quantized_nontrainable_weights") is True:
             raise CheckpointError(f"{first.where}: quantized frozen weights are not supported")
 
-    def _check_one_run(self, other_models: list[str]) -> None:
-        """Compare all files with the first ones; keep only the fragments of the other model files."""
-        first, model = self.optim[0], self.model
-        config = config_of({"ds_config": first.config})
-        records = ("zero_stage", "partition_count", "param_alignment_paddings", "ds_version", "clip_grad")
+    def _check_one_run(self) -> None:
+        """Compare the files of optimizer states with the first one, and with the model states."""
+        model, first = self.model, self.optim[0].records()
         for rank in self.optim:
-            check_same(rank.where, "ds_version", rank.version, first.version)
-            check_same(rank.where, "ds_config", config_of({"ds_config": rank.config}), config)
-            for record in records:
-                check_same(rank.where, record, rank.state.get(record), first.state.get(record))
-        check_same(model.where, "ds_version", model.content.get("ds_version"), first.version)
-        check_same(model.where, "ds_config", config_of(model.content), config)
+            for what, value in rank.records().items():
+                check_same(rank.where, what, value, first[what])
+        for what, value in model.records().items():
+            if what in ("ds_version", "ds_config"):
+                check_same(model.where, what, value, first[what])
         count = model.count("dp_world_size")
         if count is not None and (count % self.world if self.mics else count != self.world):
             raise CheckpointError(
                 f"{model.where}: has a world size of {count}, the optimizer states {self.world}"
             )
-        for name in other_models:
-            other = read_model(self.folder, name)
-            check_same(other.where, "ds_version", other.content.get("ds_version"), first.version)
-            check_same(other.where, "ds_config", config_of(other.content), config)
-            for record in ("global_steps", "skipped_steps", "global_samples", "dp_world_size"):
-                check_same(other.where, record, other.content.get(record), model.content.get(record))
-            check_same(other.where, "param_shapes", ordered(other.groups), ordered(model.groups))
-            check_same(other.where, "frozen_param_shapes", other.frozen, model.frozen)
-            check_same(other.where, "frozen parameters", set(other.fragments), set(model.fragments))
-            check_same(other.where, "buffer_names", other.buffers, model.buffers)
-            self.models.append(replace(other, module={}, content={}, groups=None))
 
     def _flats(self) -> list[Flat]:
         """The fp32 masters, one flat buffer per share."""
@@ -233,14 +209,15 @@ class Run:
         """The layout of one group of stages 1 and 2, checked against every record of it."""
         group, ranks = share.group, [self.optim[rank] for rank in share.ranks]
         held = [piece.numel for piece in masters.pieces]
-        paddings = [self._padding(rank, group) for rank in ranks]
+        paddings = [rank.padding(group) for rank in ranks]
         whole = [
             count if self.bf16_optimizer else count + padding
             for count, padding in zip(held, paddings, strict=True)
         ]
         if len(set(whole)) != 1:
             raise CheckpointError(f"{self.where}: damaged, the ranks' slices of group {group} differ in size")
-        layout = EqualSlices(self.shapes[group], self._gaps(group), len(ranks), whole[0], self.where)
+        gaps = self.optim[0].gaps(group, len(self.shapes[group]))
+        layout = EqualSlices(self.shapes[group], gaps, len(ranks), whole[0], self.where)
         total = layout.slice * len(ranks) - layout.used
         for at, (rank, padding) in enumerate(zip(ranks, paddings, strict=True)):
             expected = layout.padding(at)
@@ -253,33 +230,10 @@ class Run:
         self._check_mappings(share, layout)
         return layout
 
-    def _gaps(self, group: int) -> list[int]:
-        count = len(self.shapes[group])
-        gaps = self.optim[0].state.get("param_alignment_paddings")
-        if gaps is None:
-            return [0] * count
-        found = gaps[group] if isinstance(gaps, list) and group < len(gaps) else None
-        if (
-            not isinstance(found, list)
-            or len(found) != count
-            or any(type(n) is not int or n < 0 for n in found)
-        ):
-            raise CheckpointError(
-                f"{self.optim[0].where}: damaged, its param_alignment_paddings do not match the groups"
-            )
-        return found
-
-    @staticmethod
-    def _padding(rank: OptimFile, group: int) -> int:
-        paddings = rank.state.get("group_paddings")
-        if not isinstance(paddings, list) or group >= len(paddings) or type(paddings[group]) is not int:
-            raise CheckpointError(f"{rank.where}: damaged, no group_paddings")
-        return int(paddings[group])
-
     def _check_mappings(self, share: Share, layout: EqualSlices) -> None:
         """`param_slice_mappings` of each rank must match the layout."""
         group = share.group
-        shuffled = self.options.get("round_robin_gradients") is True and not any(self._gaps(group))
+        shuffled = self.options.get("round_robin_gradients") is True and not any(layout.gaps)
         starts = layout.starts_before_round_robin() if shuffled else None
         for number, rank in enumerate(self.optim[rank] for rank in share.ranks):
             mappings = rank.state.get("param_slice_mappings")

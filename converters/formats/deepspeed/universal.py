@@ -14,29 +14,29 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import OptimizerState, Scalar
-from converters.containers.pickle_reader import plain, shown
+from converters.containers.pickle_reader import shown
+from converters.containers.shard_index import check_ranks
 from converters.containers.torchzip import StoredTensor, TorchZip
 from converters.errors import CheckpointError
 from converters.formats import Format, Source
 from converters.formats.deepspeed.checks import rounds_to
 from converters.formats.deepspeed.flat_layout import WholeParameters, piece_of
-from converters.formats.deepspeed.optimizer import number
+from converters.formats.deepspeed.optimizer import named_group
 from converters.formats.deepspeed.rank_files import (
     PREFIXES,
     STANDINS,
-    check_ranks,
-    check_same,
     checkpoint_of,
     find_names,
     flat,
-    ordered,
+    partition_counts,
     read_model,
+    read_models,
+    read_tag,
+    tag_folder,
     with_model_states,
 )
 from converters.formats.torch_save.optimizer import as_tensor
-from converters.limits import MAX_COUNT
 from converters.storage.folder import Folder
-from converters.storage.safe_open import child, read_small
 from converters.tensors.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -57,37 +57,24 @@ def _is_universal(path: Place) -> bool:
     return (path / COMMON).is_file()
 
 
-def _latest(path: Place) -> str | None:
-    """The folder name in `latest_universal`; None if there is none."""
-    try:
-        tag = read_small(path / LATEST, limit=1024, head=True).decode("utf-8").strip()
-    except (OSError, ValueError):
-        return None
-    return tag if tag not in ("", ".", "..") and not any(mark in tag for mark in "/\\\0") else None
-
-
 def _folder(source: Source) -> Place | None:
     path = source.path
     if path.is_file():
         inside = path.name.endswith("_model_states.pt") and _is_universal(path.parent)
         return path.parent if inside else None
     if source.tag is not None:
-        named = path / source.tag
-        plain_tag = "/" not in source.tag and source.tag not in (".", "..")
-        return child(path, source.tag) if plain_tag and _is_universal(named) else None
+        return tag_folder(path, source.tag, _is_universal)
     if _is_universal(path):
         return path
     if (path / _DEEPSPEED_LATEST).exists():
         return None  # prefer the complete run that it was converted from
-    tag = _latest(path)
-    return child(path, tag) if tag is not None and _is_universal(path / tag) else None
+    return tag_folder(path, read_tag(path / LATEST), _is_universal)
 
 
 def _incomplete(source: Source) -> str | None:
     if (source.path / ZERO).is_dir():
         return f"{source.path / COMMON}: missing: ds_to_universal did not finish; run it again"
-    tag = _latest(source.path)
-    if tag is not None:
+    if tag := read_tag(source.path / LATEST):
         return f"{source.path / LATEST}: names {shown(tag)}, which is not a universal checkpoint"
     return None
 
@@ -122,18 +109,11 @@ class _Universal:
             raise CheckpointError(f"{self.where}: holds files from a run with another ZeRO stage")
         self.world = self._world()
         check_ranks(folder.path, ranks, self.world if self.stage == 3 else 1, "model")
-        self.models = [read_model(folder, name) for name in ranks.values()]
-        self.model = self.models[0]
+        first, *others = ranks.values()
+        self.model = read_model(folder, first)
         if self.model.groups is None:
             raise CheckpointError(f"{self.model.where}: has no param_shapes")
-        for model in self.models[1:]:
-            for what in ("groups", "frozen", "buffers"):
-                check_same(
-                    model.where, what, ordered(getattr(model, what)), ordered(getattr(self.model, what))
-                )
-            check_same(
-                model.where, "global_steps", model.count("global_steps"), self.model.count("global_steps")
-            )
+        self.models = read_models(folder, self.model, others)
         self.groups: list[Shapes] = self.model.groups
         self.shapes: Shapes = {name: shape for group in self.groups for name, shape in group.items()}
         if len(self.shapes) != sum(map(len, self.groups)):
@@ -154,12 +134,10 @@ class _Universal:
         return common
 
     def _world(self) -> int:
-        count = self.common.get("partition_count")
-        counts = count if isinstance(count, list) else [count]
-        world = counts[0] if counts else None
-        if type(world) is not int or not 0 < world < MAX_COUNT or any(n != world for n in counts):
+        counts = partition_counts(self.common, str(self.folder.path / COMMON))
+        if any(count != counts[0] for count in counts):
             raise CheckpointError(f"{self.folder.path / COMMON}: damaged, no partition_count")
-        return world
+        return counts[0]
 
     def _parameter_folders(self) -> dict[str, list[str]]:
         """Parameter -> its files; a folder for a name not in the model states is refused."""
@@ -280,7 +258,7 @@ class _Universal:
         groups = self.common.get("param_groups")
         if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
             raise CheckpointError(f"{where}: damaged, it has no param_groups")
-        return OptimizerState(state, [self._named(group, where) for group in groups])
+        return OptimizerState(state, [named_group(group, self.groups, where) for group in groups])
 
     def _step(self, name: str) -> Tensor | Scalar:
         file = f"{ZERO}/{name}/{_STEP}{_SUFFIX}"
@@ -313,18 +291,6 @@ class _Universal:
                     f"{self.folder.path / ZERO / name}: is at step {count:g}, the first parameter at "
                     f"{first:g}; the engine counted {total}"
                 )
-
-    def _named(self, group: dict[Any, Any], where: str) -> dict[str, Any]:
-        indices = group.get("params")
-        if not isinstance(indices, list) or any(
-            type(index) is not int or not 0 <= index < len(self.groups) for index in indices
-        ):
-            raise CheckpointError(f"{where}: damaged, the parameter groups do not match the model states")
-        values = {
-            str(key): number(value, where) if isinstance(value, StoredTensor) else plain(value)
-            for key, value in group.items()
-        }
-        return {**values, "params": [name for index in indices for name in self.groups[index]]}
 
 
 def _states(common: dict[str, Any], where: str) -> dict[Any, Any]:

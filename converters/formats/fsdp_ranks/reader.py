@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from converters.checkpoint import Checkpoint
 from converters.config_and_tokenizer_files import find_companions
 from converters.containers.pickle_reader import plain, shown
+from converters.containers.shard_index import check_ranks
 from converters.containers.torchzip import StoredTensor
 from converters.errors import CheckpointError, OptimizerStateError, blame
 from converters.formats import Format, Source
@@ -117,15 +118,8 @@ class _Ranks:
             raise CheckpointError(f"{self.where}: holds files of two runs, {one} and {other}")
         (self.world,) = worlds
         for kind, ranks in self.files.items():
-            missing = self.world - sum(rank < self.world for rank in ranks)
-            if missing and kind != "extra_state":
-                first = next(rank for rank in range(len(ranks) + 1) if rank not in ranks)
-                raise CheckpointError(
-                    f"{self.where}: the {kind} file of rank {first} is missing ({missing} of {self.world})"
-                )
-            extra = [name for rank, name in ranks.items() if rank >= self.world]
-            if extra:
-                raise CheckpointError(f"{folder.path / extra[0]}: its rank is beyond its world size")
+            if kind != "extra_state":  # of which any may be missing
+                check_ranks(folder.path, ranks, self.world, kind)
         if "model" not in self.files:
             raise CheckpointError(
                 f"{self.where}: the model files are missing, only optimizer files were found"

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 _RANK = re.compile(r"mp_rank_(?P<tp>\d{2,6})(?:_(?P<pp>\d{3,6}))?(?P<ep>_\d{3,6})?")
 _FILE = "model_optim_rng.pt"
-_LATEST = "latest_checkpointed_iteration.txt"
 STANDINS = {
     "_io.BytesIO": None,
     "signal.Signals": None,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.containers.ocdbt import MANIFEST, read_ocdbt
 from converters.containers.pickle_reader import shown
-from converters.containers.shard_index import read_json
+from converters.containers.shard_index import read_table
 from converters.containers.zarr import V2, V3
 from converters.errors import CheckpointError
 from converters.limits import MAX_TENSOR_NAME, MAX_TREE_LIST
@@ -138,7 +138,4 @@ def _table(folder: Folder, name: str) -> dict[str, Any]:
     file = folder.file(name)
     if file.nbytes > MAX_TREE_LIST:
         raise CheckpointError(f"{file.path}: is too large ({file.nbytes:,} bytes)")
-    content = read_json(file.path, file.read(0, file.nbytes))
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{file.path}: damaged, holds no tree")
-    return content
+    return read_table(file)

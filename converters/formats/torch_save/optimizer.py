@@ -63,19 +63,13 @@ def read_optimizer(
     Raises:
         CheckpointError: damaged, or its state cannot be matched to parameters unambiguously.
     """
-    if not is_optimizer(saved) or not all(isinstance(group, dict) for group in saved["param_groups"]):
-        raise CheckpointError(f"{where}: not an optimizer's state (no state and param_groups)")
-    groups: list[dict[Any, Any]] = saved["param_groups"]
-    keys: list[list[Any]] = [list(_list(group.get("params"), where)) for group in groups]
-    if not all(type(key) is str or is_index(key) for group in keys for key in group):
-        raise CheckpointError(f"{where}: damaged, the params of its groups are not names or numbers")
-    flat = check_listed(keys, saved["state"], where)
+    groups, keys = groups_of(saved, where)
     state = {key: _state(value, str(key), where) for key, value in saved["state"].items()}
     names = _names(groups, keys, state, tensors, order, where)
     if len(set(names.values())) != len(names):
         raise CheckpointError(f"{where}: two optimizer states belong to one parameter")
     named: dict[str, Mapping[str, Tensor | Scalar]] = {}
-    for key in flat:  # in the order of the groups, not of the first steps
+    for key in (key for group in keys for key in group):  # in this order, not that of the first steps
         if key in state:
             name = names[key]
             _check_shapes(name, state[key], tensors, where)
@@ -91,6 +85,25 @@ def read_optimizer(
         ]
 
     return OptimizerState(named, param_groups)
+
+
+def groups_of(saved: Any, where: str) -> tuple[list[dict[Any, Any]], list[list[Any]]]:
+    """The groups of `optimizer.state_dict()`, and the keys of the parameters in each.
+
+    Raises:
+        CheckpointError: it is none, a key is neither name nor number or comes twice, or state has other keys.
+    """
+    if not is_optimizer(saved) or not all(isinstance(group, dict) for group in saved["param_groups"]):
+        raise CheckpointError(f"{where}: not an optimizer's state (no state and param_groups)")
+    groups: list[dict[Any, Any]] = saved["param_groups"]
+    keys = [group.get("params") for group in groups]
+    if not all(isinstance(group, (list, tuple)) for group in keys):
+        raise CheckpointError(f"{where}: damaged, the params of an optimizer group are not a list")
+    listed = [list(group or ()) for group in keys]
+    if not all(type(key) is str or is_index(key) for group in listed for key in group):
+        raise CheckpointError(f"{where}: damaged, the params of its groups are not names or numbers")
+    check_listed(listed, saved["state"], where)
+    return groups, listed
 
 
 def _names(
@@ -152,6 +165,12 @@ def _shape(values: Mapping[str, Leaf | Scalar]) -> Shape | None:
     return shapes[0] if shapes else None
 
 
+def moment_shape(values: Mapping[Any, Any]) -> Shape | None:
+    """The shape of the first state that is no number; of an optimizer whose states all have that shape."""
+    shapes = (value.shape for what, value in values.items() if what != "step" and isinstance(value, Leaf))
+    return next(filter(None, shapes), None)
+
+
 def _check_shapes(
     name: str, values: Mapping[str, Leaf | Scalar], tensors: Mapping[str, Tensor], where: str
 ) -> None:
@@ -162,12 +181,6 @@ def _check_shapes(
                 f"{where}: {what} of {name!r} has the shape {list(value.shape)}, the parameter "
                 f"{list(tensors[name].shape)}"
             )
-
-
-def _list(value: Any, where: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise CheckpointError(f"{where}: damaged, the params of an optimizer group are not a list")
-    return value
 
 
 def group_settings(group: Mapping[Any, Any]) -> dict[str, Any]:

@@ -42,7 +42,6 @@ _INDEX_SUFFIX = ".bin.index.json"
 # preferred to the last two.
 _FSDP = "pytorch_model_fsdp.bin"
 _HF = ("pytorch_model.bin.index.json", "pytorch_model.bin")
-_SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 # Files beside a model that are not the model.
 _OTHER = re.compile(
     r"optimizer.*|optim.*|scheduler.*|scaler.*|rng_state.*|random_states.*|training_args\.bin|sampler.*"

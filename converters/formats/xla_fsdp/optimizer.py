@@ -6,13 +6,13 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import OptimizerState, ParamGroups, Scalar
-from converters.containers.pickle_reader import is_index, plain
+from converters.containers.pickle_reader import plain
 from converters.containers.torchzip import StoredTensor
 from converters.errors import CheckpointError, OptimizerStateError, blame
-from converters.formats.torch_save.optimizer import group_settings
-from converters.formats.xla_fsdp.shards import Layout, join, whole
+from converters.formats.torch_save.optimizer import as_tensor, group_settings, groups_of, moment_shape
+from converters.formats.xla_fsdp.shards import Layout, join
 from converters.limits import MAX_GROUP_TENSOR
-from converters.names.index_keys import check_listed, names_of_indices
+from converters.names.index_keys import names_of_indices
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -51,31 +51,29 @@ def read_optimizer(
         CheckpointError: the ranks disagree, or state cannot be matched to parameters unambiguously.
     """
     where, _ = saved[0]
-    ranks = [(file, *_parts(file, value)) for file, value in saved]
-    _, states, groups = ranks[0]
+    ranks = [(file, _states(value, file)) for file, value in saved]
+    states = ranks[0][1]
+    groups, indices = groups_of(saved[0][1], f"{where}: the optimizer")
     hyper = [group_settings(group) for group in groups]
-    for file, other_states, other_groups in ranks[1:]:
-        if list(other_states) != list(states) or [group_settings(group) for group in other_groups] != hyper:
+    for file, value in saved[1:]:
+        settings = [group_settings(group) for group in groups_of(value, f"{file}: the optimizer")[0]]
+        if list(value["state"]) != list(states) or settings != hyper:
             raise CheckpointError(
                 f"{file}: its optimizer differs from {where}; a file of another run or step"
             )
-    indices = [_indices(group.get("params"), where) for group in groups]
-    flat = check_listed(indices, states, f"{where}: the optimizer")
     keys = _keys(indices, groups, states, shapes, trainer, where)
     state: dict[str, Mapping[str, Tensor | Scalar]] = {}
     one_run = False
-    for index in flat:
-        if index not in states:
-            continue
+    for index in (index for group in indices for index in group if index in states):
         made: dict[str, dict[str, Tensor | Scalar]] = {}
         for what, value in states[index].items():
-            parts = [(file, values[index].get(what)) for file, values, _ in ranks]
+            parts = [(file, values[index].get(what)) for file, values in ranks]
             if not _cut(what, value, shapes[keys[index]], where):
                 if not one_run or not isinstance(value, StoredTensor):
                     _same(parts, f"the optimizer's {what!r}")
                 one_run = one_run or isinstance(value, StoredTensor)
                 if value is not None:
-                    replicated = value if not isinstance(value, StoredTensor) else whole(value, str(what))
+                    replicated = value if not isinstance(value, StoredTensor) else as_tensor(value, str(what))
                     for raw, _, _ in layouts[keys[index]].parts:
                         made.setdefault(raw, {})[str(what)] = replicated
                 continue
@@ -93,22 +91,14 @@ def read_optimizer(
     return OptimizerState(state, param_groups)
 
 
-def _parts(where: str, saved: Any) -> tuple[dict[int, dict[Any, Any]], list[dict[Any, Any]]]:
+def _states(saved: Any, where: str) -> dict[int, dict[Any, Any]]:
+    """The state of one rank by index."""
     state = saved.get("state") if isinstance(saved, dict) else None
-    groups = saved.get("param_groups") if isinstance(saved, dict) else None
-    if not isinstance(state, dict) or not isinstance(groups, list):
-        raise OptimizerStateError(f"{where}: its optimizer has no state and param_groups")
-    if not all(type(key) is int and isinstance(values, dict) for key, values in state.items()) or not all(
-        isinstance(group, dict) for group in groups
+    if not isinstance(state, dict) or not all(
+        type(key) is int and isinstance(values, dict) for key, values in state.items()
     ):
         raise OptimizerStateError(f"{where}: its optimizer is not keyed by index")
-    return state, groups
-
-
-def _indices(value: Any, where: str) -> list[int]:
-    if isinstance(value, (list, tuple)) and all(map(is_index, value)):
-        return list(value)
-    raise CheckpointError(f"{where}: damaged, the params of an optimizer group are not a list of numbers")
+    return state
 
 
 def _keys(
@@ -126,7 +116,7 @@ def _keys(
         flat = [index for group in indices for index in group]
         if len(named) == len(flat) and len(set(named)) == len(named) and set(named) <= set(shapes):
             return dict(zip(flat, named, strict=True))
-    wanted = {index: _moment_shape(values) for index, values in states.items()}
+    wanted = {index: moment_shape(values) for index, values in states.items()}
     candidates = list(shapes.items())
     if sum(map(len, indices)) < len(candidates):
         candidates = [(key, shape) for key, shape in candidates if not key.endswith(_FROZEN)]
@@ -158,13 +148,6 @@ def _decayed(
     return keys
 
 
-def _moment_shape(values: Mapping[Any, Any]) -> Shape | None:
-    for what, value in values.items():
-        if isinstance(value, StoredTensor) and value.shape and what != "step":
-            return value.shape
-    return None
-
-
 def _cut(what: Any, value: Any, shard: Shape, where: str) -> bool:
     """Whether one state is sharded like its parameter; a step count is the same on every rank."""
     if isinstance(value, StoredTensor) and value.shape and what != "step":
@@ -193,7 +176,7 @@ def _value(value: Any, where: str) -> Any:
     if not isinstance(value, StoredTensor):
         return plain(value)
     with blame(where):
-        tensor = whole(value, "a step")
+        tensor = as_tensor(value, "a step")
         if tensor.numel > MAX_GROUP_TENSOR:
             raise CheckpointError("a tensor instead of a number")
         return tensor.read().tolist()

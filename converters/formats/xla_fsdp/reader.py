@@ -19,8 +19,9 @@ from converters.config_and_tokenizer_files import find_companions, trainer_metad
 from converters.containers.torchzip import StoredTensor, TorchZip
 from converters.errors import CheckpointError, blame
 from converters.formats import Format, Source
+from converters.formats.torch_save.optimizer import as_tensor
 from converters.formats.xla_fsdp.optimizer import read_optimizer
-from converters.formats.xla_fsdp.shards import Layout, join, read_layouts, whole
+from converters.formats.xla_fsdp.shards import Layout, join, read_layouts
 from converters.names.canonical import plain_names
 from converters.storage.folder import Folder
 from converters.storage.places import names_in
@@ -221,7 +222,7 @@ def _tensors(key: Any, value: Any, layout: Layout | None, shards: list[tuple[str
         if not isinstance(other, StoredTensor) or (other.dtype, other.shape) != (value.dtype, value.shape):
             raise CheckpointError(f"{where}: {str(key)!r} differs from rank 0")
     with blame(shards[0][0]):
-        return {str(key): whole(value, str(key))}
+        return {str(key): as_tensor(value, str(key))}
 
 
 FORMAT = Format(

@@ -177,12 +177,6 @@ def join(layout: Layout, shards: Sequence[tuple[str, Any]], key: str, suffix: st
         return {layout.parts[0][0]: _join_rows(layout, stored, key, suffix)}
 
 
-def whole(stored: StoredTensor, name: str) -> Tensor:
-    """A pickled tensor, located at its first read."""
-    origin = (0,) * len(stored.shape)
-    return Tensor(plain_name(name), stored.dtype, stored.shape, [Box(origin, stored.shape, stored.view)])
-
-
 def _join_flat(layout: Layout, stored: Sequence[StoredTensor], key: str, suffix: str) -> dict[str, Tensor]:
     length, numel, world = stored[0].shape[0], prod(layout.shape), len(stored)
     if not any(length == -(-numel // (world * multiple)) * multiple for multiple in _MULTIPLES):

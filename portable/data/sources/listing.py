@@ -7,7 +7,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converters.storage.object_store import RemotePath, is_url
+from converters.storage.object_store import RemotePath, is_url, matching
 from portable.data.sources.compression import FORMATS, format_of
 from portable.data.sources.documents import listed
 from portable.errors import MissingDataError, UserError, one_line
@@ -82,7 +82,7 @@ def remote_files(url: str) -> dict[Place, Object]:
     """
     with storage_errors("data.source"):
         path = RemotePath.of(url)
-        found: dict[Any, Object] = dict(path.glob())
+        found: dict[Any, Object] = dict(matching(path))
         if not found:
             found = {
                 path / name: found
