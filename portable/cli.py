@@ -133,6 +133,8 @@ def _check_switches(invocation: Invocation) -> None:
         raise UserError(f"--json: {invocation.json}: its folder is not there; make it first")
     if invocation.json is not None and Path(invocation.json).is_dir():
         raise UserError(f"--json: {invocation.json}: is a folder; name a file, such as values.json")
+    if invocation.json is not None and not _may_replace(Path(invocation.json)):
+        raise UserError(f"--json: {invocation.json}: is there, and has no evaluation; name another file")
     if invocation.json is not None and invocation.dry_run:
         raise UserError("--json: --dry-run evaluates nothing; remove one of the two")
     if invocation.profile and invocation.eval_only:
@@ -145,6 +147,19 @@ def _check_switches(invocation: Invocation) -> None:
         raise UserError(
             "--replay: takes one step once more and trains nothing; remove --profile or --eval-only"
         )
+
+
+def _may_replace(path: Path) -> bool:
+    """Whether there is no file, or one with the values of an evaluation."""
+    from portable.paths import read_json
+
+    try:
+        found = read_json(path)
+    except FileNotFoundError:
+        return True
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and "step" in found
 
 
 if __name__ == "__main__":
