@@ -14,7 +14,7 @@ from importlib.machinery import PathFinder
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from importlib.machinery import ModuleSpec
 
     from portable.api import Result, train
@@ -79,25 +79,37 @@ def _refuse_others() -> None:
 _refuse_others()
 sys.meta_path.insert(0, _Beside)
 
-# Imported at the first use (PEP 562): every module of the package passes here, and few need all of it.
-_HOMES = {
-    "Callback": "portable.loop",
-    "Loss": "portable.model.training_loss",
-    "MakesOptimizer": "portable.optim.own",
-    "Metric": "portable.evaluation.metrics",
-    "Outputs": "portable.model.training_loss",
-    "Run": "portable.run.callbacks",
-    "Result": "portable.api",
-    "RunConfig": "portable.config",
-    "RunError": "portable.errors",
-    "UserError": "portable.errors",
-    "load_config": "portable.config",
-    "train": "portable.api",
-}
+
+def at_first_use(package: str, homes: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
+    """A ``__getattr__`` for ``package`` that imports its names at their first use (PEP 562).
+
+    Every module of a package passes its ``__init__``, and few need all that it offers.
+
+    Args:
+        package: its name.
+        homes: modules, each with the names in it.
+    """
+    modules = {name: module for module, names in homes.items() for name in names}
+
+    def found(name: str) -> Any:
+        if name not in modules:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = vars(sys.modules[package])[name] = getattr(import_module(modules[name]), name)
+        return value
+
+    return found
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
-    return value
+__getattr__ = at_first_use(
+    __name__,
+    {
+        "portable.api": ("Result", "train"),
+        "portable.config": ("RunConfig", "load_config"),
+        "portable.errors": ("RunError", "UserError"),
+        "portable.evaluation.metrics": ("Metric",),
+        "portable.loop": ("Callback",),
+        "portable.model.training_loss": ("Loss", "Outputs"),
+        "portable.optim.own": ("MakesOptimizer",),
+        "portable.run.callbacks": ("Run",),
+    },
+)

@@ -8,6 +8,7 @@ as the short file from which it came: rows read values, and not whether the user
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -652,6 +653,13 @@ CHECKS: tuple[Check | Several, ...] = (
             and c.fsdp.auto_wrap_policy in ("size_based_wrap", "no_wrap")
         ),
         " is for transformer_based_wrap, not for fsdp.auto_wrap_policy {fsdp.auto_wrap_policy}",
+    ),
+    Several(
+        lambda c: [
+            ("log.trackers", f"log.trackers: {name} is named {times} times; name it once")
+            for name, times in Counter(c.log.trackers).items()
+            if times > 1
+        ]
     ),
     *each(
         "checkpoint.resume_step checkpoint.resume_samples",

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from converters.commands import FAILED, REFUSED, command
-from converters.console import say
-from portable.commands.init import INIT, configs, init
 from portable.errors import ReportedElsewhereError, RunError, StoppedError, UserError, report
 from portable.ranks.parent_death import die_with_parent
 from portable.terminal import be_quiet, loading, tell
@@ -20,7 +19,24 @@ if TYPE_CHECKING:
 
     from portable.config import Invocation
 
-COMPLETION = "completion"
+COMMANDS = {
+    "init": "init:init",
+    "completion": "completion:completion",
+    "import": "importing:import_files",
+    "schema": "init:schema",
+    "--dry-run": "dry_run:dry_run",
+    "--show-data": "show_data:show_data",
+    "--resume-info": "resume_info:describe_checkpoint",
+}
+"""What is asked for besides training, and the module in ``portable.commands`` with the function that does it.
+"""
+
+
+def do(name: str, *arguments: Any) -> int:
+    """Do one of :data:`COMMANDS`, whose module is imported for it; return the exit code."""
+    module, _, function = COMMANDS[name].partition(":")
+    code: int = getattr(importlib.import_module(f"portable.commands.{module}"), function)(*arguments)
+    return code
 
 
 @command
@@ -31,19 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from portable.ranks.slurm import rank_variables
 
         words = sys.argv[1:] if argv is None else argv
-        if words[:1] == [INIT]:
-            return init(words[1:])
-        if words[:1] == [COMPLETION]:
-            from portable.commands.completion import completion
-
-            return completion(words[1:])
-        if words[:1] == ["import"]:
-            from portable.commands.importing import import_files
-
-            return import_files(words[1:])
-        if words[:1] == ["schema"]:
-            say(configs().joinpath("schema.json").read_text("utf-8").rstrip())
-            return 0
+        if words and words[0] in COMMANDS and not words[0].startswith("-"):
+            return do(words[0], words[1:])
         os.environ.update(rank_variables(os.environ))
         return run(parse_args(_without_local_rank(words)))
     except UserError as error:
@@ -68,9 +73,6 @@ def run(invocation: Invocation) -> int:
     with loading():
         from portable import plugins
         from portable.checkpoint.resume_source import checkpoints_of
-        from portable.commands.dry_run import dry_run
-        from portable.commands.resume_info import describe_checkpoint
-        from portable.commands.show_data import show_data
         from portable.ranks import launch
         from portable.registry import backend_package, resolve_backend
         from portable.run.rank import run_rank
@@ -86,7 +88,7 @@ def run(invocation: Invocation) -> int:
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", invocation.gpu_ids)
     _check_switches(invocation)
     if invocation.resume_info is not None:
-        return describe_checkpoint(str(invocation.resume_info), config.backend)
+        return do("--resume-info", str(invocation.resume_info), config.backend)
     name = resolve_backend(config.backend)
     package = backend_package(name)
     switches = (invocation.eval_only, invocation.profile, invocation.replay, invocation.json)
@@ -94,7 +96,7 @@ def run(invocation: Invocation) -> int:
         if invocation.nproc is not None:
             raise UserError("--nproc: this process was started by a launcher, which has set the world size")
         if invocation.dry_run:
-            return dry_run(settle(config, name, writes=False)) if os.environ["RANK"] == "0" else 0
+            return do("--dry-run", settle(config, name, writes=False)) if os.environ["RANK"] == "0" else 0
         if invocation.show_data is not None:
             raise UserError("--show-data: start it alone, not by a launcher of ranks")
         launch.check_meeting_place()
@@ -105,9 +107,10 @@ def run(invocation: Invocation) -> int:
     package.check_ranks(ranks)
     if invocation.dry_run:
         with plugins.not_run(plugins.outside if invocation.from_elsewhere else None):
-            return dry_run(settle(config, name, ranks, writes=False))
+            return do("--dry-run", settle(config, name, ranks, writes=False))
     if invocation.show_data is not None:
-        return show_data(settle(config, name, ranks, writes=False, downloads=True), invocation.show_data)
+        settled = settle(config, name, ranks, writes=False, downloads=True)
+        return do("--show-data", settled, invocation.show_data)
     trains = not invocation.eval_only and invocation.replay is None
     settled = settle(config, name, ranks, writes=trains)
     if ranks == 1 and not settled.config.memory.offloads:
@@ -130,6 +133,8 @@ def _check_switches(invocation: Invocation) -> None:
         raise UserError(f"--json: {invocation.json}: its folder is not there; make it first")
     if invocation.json is not None and Path(invocation.json).is_dir():
         raise UserError(f"--json: {invocation.json}: is a folder; name a file, such as values.json")
+    if invocation.json is not None and not _may_replace(Path(invocation.json)):
+        raise UserError(f"--json: {invocation.json}: is there, and has no evaluation; name another file")
     if invocation.json is not None and invocation.dry_run:
         raise UserError("--json: --dry-run evaluates nothing; remove one of the two")
     if invocation.profile and invocation.eval_only:
@@ -142,6 +147,19 @@ def _check_switches(invocation: Invocation) -> None:
         raise UserError(
             "--replay: takes one step once more and trains nothing; remove --profile or --eval-only"
         )
+
+
+def _may_replace(path: Path) -> bool:
+    """Whether there is no file, or one with the values of an evaluation."""
+    from portable.paths import read_json
+
+    try:
+        found = read_json(path)
+    except FileNotFoundError:
+        return True
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and "step" in found
 
 
 if __name__ == "__main__":

@@ -30,6 +30,18 @@ def human_time(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
+def aligned(lines: Sequence[Sequence[str]], left: int = 1) -> str:
+    """Columns. The first ``left`` of them are text, the others numbers."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i < left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
 def table(rows: Sequence[tuple[str, str]], width: int | None = None) -> str:
     """Two aligned columns.
 

@@ -8,12 +8,11 @@ comes before one that may lie beside it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from converters.checkpoint import Checkpoint
     from converters.storage.path_or_url import Place
@@ -78,10 +77,9 @@ class Format:
     optimizer: bool = True
 
 
-@cache
-def formats() -> tuple[Format, ...]:
-    """Every format, in the order they are tried."""
-    return tuple(import_module(name).FORMAT for name in _MODULES)
+def formats() -> Iterator[Format]:
+    """Every format, in the order they are tried. The module of each is imported when it is its turn."""
+    return (import_module(name).FORMAT for name in _MODULES)
 
 
 class Detected(NamedTuple):

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from converters import CheckpointError, open_checkpoint, read_pickled
 from converters import Tensor as StoredTensor
-from converters.formats.torchtitan import as_transformers_llama, is_torchtitan_llama
 from portable.checkpoint.resume_source import checkpoint_of
 from portable.checkpoint.trainer_state import STATE_FILE, TrainerState
 from portable.errors import DamagedError
@@ -142,6 +141,8 @@ class ExternalCheckpoint:
         Raises:
             CheckpointError: if the sizes differ from those of ``model``.
         """
+        from converters.formats.torchtitan import as_transformers_llama, is_torchtitan_llama
+
         config = model.config
         if config.model_type != "llama" or not is_torchtitan_llama(self.checkpoint):
             return self

@@ -24,7 +24,7 @@ from portable.model.shape_hints import shape_hints
 from portable.optim.schedule import build_schedule, too_long_a_warmup
 from portable.planner.hours import work_of
 from portable.planner.memory_model import Setting as Strategy
-from portable.planner.tables import hours_rows
+from portable.planner.tables import Plan, hours_rows
 from portable.planner.this_machine import memory_rows, planner_here
 from portable.registry import create_backend
 from portable.run.callbacks import order
@@ -65,7 +65,8 @@ def dry_run(settled: Resolved) -> int:
     rows = _plan_rows(settled, model, assembled.adapter, data, plan)
     rows.append(("a checkpoint", human_bytes(planner.model.checkpoint_bytes(config.train))))
     rows += memory_rows(planner)
-    rows += hours_rows(planner, planner.option(Strategy.of(planner.config)), work_of(config, data))
+    own = planner.option(Strategy.of(planner.config))
+    rows += hours_rows(Plan(planner, [own], own, work=work_of(config, data)))
     for line in _notes(settled, backend, assembled, data, plan):
         tell(line)
     say("# The config with every setting")

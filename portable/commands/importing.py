@@ -23,8 +23,6 @@ from portable.errors import MistakesError, UserError, one_line
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-IMPORT = "import"
-"""The first word of the command line."""
 _ABOUT = (
     f"Print a config made from files of {', '.join(program.name for program in PROGRAMS)}, and from the "
     "arguments of their scripts, after --. Comments say where each setting is from, what has no effect here, "
@@ -53,12 +51,12 @@ def import_files(argv: Sequence[str]) -> int:
     if "--" in files:
         at = files.index("--")
         files, script = files[:at], files[at + 1 :]
-    parser = Parser(prog=f"portable-train {IMPORT}", description=_ABOUT)
+    parser = Parser(prog="portable-train import", description=_ABOUT)
     parser.add_argument("files", nargs="*", metavar="FILE", type=Path)
     parser.add_argument("--devices", type=int, default=0, help="that the batch was spread over")
     given = parser.parse_args(files)
     if not given.files and not script:
-        raise UserError(f"{IMPORT}: no file; name one, or arguments after --")
+        raise UserError("import: no file; name one, or arguments after --")
     documents = [(str(path), _document(path)) for path in given.files]
     if script:
         documents.append(("command line", Document(command_line(script), {})))

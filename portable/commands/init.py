@@ -19,13 +19,16 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from importlib.resources.abc import Traversable
 
-INIT = "init"
-"""The first word of the command line."""
-
 
 def configs() -> Traversable:
     """The folder ``configs``, which is no package: a module of that name is the user's."""
     return files("portable").joinpath("configs")
+
+
+def schema(argv: Sequence[str]) -> int:
+    """Print the JSON Schema of a config."""
+    say(configs().joinpath("schema.json").read_text("utf-8").rstrip())
+    return 0
 
 
 def tasks() -> dict[str, str]:

@@ -122,6 +122,12 @@ def launch_file(
     overrides = {} if output_dir is None else {"output_dir": output_dir}
     config = load_config(config_file, overrides)
     machines = [_machines(text, rented(), config, target) for text in devices]
+    for one in machines:
+        require(
+            install is not None or not one.device.name.startswith("mi"),
+            f"--device: {one.device.name} is an AMD GPU, and pip's torch is for NVIDIA; give --install, with "
+            "a torch for ROCm",
+        )
     place = str(config.output_dir)
     require(
         is_url(place) or target == "slurm",

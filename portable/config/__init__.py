@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from portable.config.arguments import Invocation, parse_args
-from portable.config.dump import dump_yaml
-from portable.config.load import load_config
-from portable.config.run_config import RunConfig
-from portable.config.same_run import difference
-from portable.config.sections import (
-    AdapterConfig,
-    CheckpointConfig,
-    DataConfig,
-    DeepSpeedConfig,
-    Fp16Config,
-    FsdpConfig,
-    HubConfig,
-    LogConfig,
-    MemoryConfig,
-    ModelConfig,
-    TrainConfig,
-    XlaConfig,
-)
+from typing import TYPE_CHECKING
+
+from portable import at_first_use
+
+if TYPE_CHECKING:
+    from portable.config.arguments import Invocation, parse_args
+    from portable.config.dump import dump_yaml
+    from portable.config.load import load_config
+    from portable.config.run_config import RunConfig
+    from portable.config.same_run import difference
+    from portable.config.sections import (
+        AdapterConfig,
+        CheckpointConfig,
+        DataConfig,
+        DeepSpeedConfig,
+        Fp16Config,
+        FsdpConfig,
+        HubConfig,
+        LogConfig,
+        MemoryConfig,
+        ModelConfig,
+        TrainConfig,
+        XlaConfig,
+    )
 
 __all__ = [
     "AdapterConfig",
@@ -42,3 +47,15 @@ __all__ = [
     "load_config",
     "parse_args",
 ]
+
+__getattr__ = at_first_use(
+    __name__,
+    {
+        "portable.config.arguments": ("Invocation", "parse_args"),
+        "portable.config.dump": ("dump_yaml",),
+        "portable.config.load": ("load_config",),
+        "portable.config.same_run": ("difference",),
+        "portable.config.sections": [name for name in __all__ if name.endswith("Config")],
+        "portable.config.run_config": ("RunConfig",),  # which ends in Config, too
+    },
+)

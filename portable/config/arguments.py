@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from converters.commands import version_line
 from converters.console import say
-from portable.config import flags, help_text
+from portable.config import flags, importing
 from portable.config.flags import Option
-from portable.config.importing import read_environment
 from portable.config.load import assemble, read_accelerate_config
 from portable.config.run_config import RunConfig
 
@@ -142,6 +141,8 @@ def read_command(
     """
     parsed = flags.parse(argv, RunConfig, options)
     if parsed.help is not None:
+        from portable.config import help_text
+
         columns = shutil.get_terminal_size().columns
         say(help_text.render(parsed.help, RunConfig, options, usage, columns))
         raise SystemExit(0)
@@ -150,7 +151,7 @@ def read_command(
         raise SystemExit(0)
     if parsed.options.pop("quiet", False):
         parsed.overrides.append(flags.Override(("log", "quiet"), True, "--quiet"))
-    accelerate = [] if (launched := read_environment(os.environ)) is None else [launched]
+    accelerate = [importing.read_environment(os.environ)] if importing.LAUNCHED in os.environ else []
     if (path := parsed.options.pop("accelerate_config", None)) is not None:
         accelerate.append(file := read_accelerate_config(Path(path)))
         if file.processes is not None:

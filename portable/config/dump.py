@@ -43,7 +43,7 @@ def dump_yaml(config: RunConfig, comments: bool = True) -> str:
     parts = []
     for name, value in tree.items():
         if comments and name in about:
-            comment = textwrap.wrap(about[name].splitlines()[0], _WIDTH - 2, break_on_hyphens=False)
+            comment = textwrap.wrap(about[name], _WIDTH - 2, break_on_hyphens=False)
             parts.append("".join(["\n", *(f"# {line}\n" for line in comment)]))
         parts.append(as_yaml({name: value}))
     return "".join(parts).lstrip("\n")

@@ -10,7 +10,7 @@ from converters.storage.path_or_url import expanded
 from portable.config import keys
 from portable.config.suggest import did_you_mean, what_to_do
 from portable.config.types import truth
-from portable.config.yaml_text import parse_value
+from portable.config.yaml_text import parse_mapping, parse_value
 from portable.errors import UserError
 
 if TYPE_CHECKING:
@@ -124,16 +124,15 @@ class _Parser:
         if (setting := self._table.get(name)) is not None:
             words = self._words(None if setting.takes(tuple) else 1) if given is None else given
             if words or not setting.takes(bool):
-                value = read(setting, self._needed(words, flag, setting.allowed, text=setting.is_text))
+                value = read(setting, self._needed(words, flag, setting.allowed, text=setting.is_text), flag)
         elif (setting := self._table.get(name.removeprefix("no_"))) is not None and setting.takes(bool):
             if given is not None:
                 raise UserError(f"{flag} takes no value; use --{setting.key} {given[0]}")
             name, value = setting.key, False
         elif open_mapping(self._model, name):
             words = self._words(1) if given is None else given
-            value = parse_value(
-                self._needed(words, flag, "anything that the mapping may hold", text=False)[0]
-            )
+            words = self._needed(words, flag, "anything that the mapping may hold", text=False)
+            value = parse_mapping(words[0], flag)
         else:
             raise UserError(self._unknown(name, flag))
         self._parsed.overrides.append(Override(tuple(name.split(".")), value, flag))
@@ -188,14 +187,19 @@ def path_given(flag: str, text: str) -> str:
         raise UserError(f"{flag} {error}") from error
 
 
-def read(setting: keys.Setting, words: Sequence[str]) -> Any:
-    """The value that ``words`` are for ``setting``: YAML, but text stays text. The schema validates it."""
+def read(setting: keys.Setting, words: Sequence[str], flag: str) -> Any:
+    """The value that ``words`` are for ``setting``: YAML, but text stays text. The schema validates it.
+
+    Raises:
+        UserError: for a mapping that is not valid.
+    """
     first = words[0]
     if len(words) == 1:
         if first.lower() in _NULL and setting.takes(type(None)):
             return None
-        opened = {"{": dict, "[": tuple}.get(first[:1])
-        if opened is not None and setting.takes(opened):
+        if first.startswith("{") and setting.takes(dict):
+            return parse_mapping(first, flag)
+        if first.startswith("[") and setting.takes(tuple):
             return parse_value(first)
         if not setting.takes(tuple):
             return first if setting.is_text else parse_value(first)

@@ -101,7 +101,7 @@ def _option_text(left: str, text: str, width: int) -> str:
 
 
 def _section(name: str, about: str, table: dict[str, keys.Setting], width: int) -> str:
-    heading = f"{name}: {' '.join(about.split())}" if name else "top level:"
+    heading = f"{name}: {about}" if name else "top level:"
     settings = [setting for setting in table.values() if setting.section == name]
     return "\n".join([*_wrapped(heading, width), *(_setting(setting, width) for setting in settings), ""])
 

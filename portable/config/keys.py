@@ -12,6 +12,7 @@ import annotated_types
 from pydantic import BaseModel
 
 from portable.config.types import MayBePath
+from portable.errors import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,7 +45,7 @@ class Setting:
 
     @property
     def description(self) -> str:
-        return self.field.description or ""
+        return one_line(self.field.description or "")
 
     @property
     def default(self) -> Any:
@@ -96,7 +97,7 @@ def settings(model: type[BaseModel]) -> dict[str, Setting]:
 def sections(model: type[BaseModel]) -> dict[str, str]:
     """Every section of ``model`` with its description."""
     return {
-        _shown(name, field): (field.description or "").strip()
+        _shown(name, field): one_line(field.annotation.__doc__ or "")
         for name, field in model.model_fields.items()
         if _is_section(field)
     }

@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from portable.config import keys
-from portable.config.importing import program_of
-from portable.config.importing.trainers import IN_PLACE_OF_A_SECTION
+from portable.config import importing, keys
 from portable.config.origins import MOST, Origin, shown
 from portable.config.sections import ONE, SEVERAL
 from portable.config.suggest import did_you_mean, did_you_mean_word, what_to_do
@@ -60,7 +58,7 @@ def build(
     for setting, problem in problems:
         by_setting.setdefault(setting, one_line(problem.line))
     lines = list(dict.fromkeys(by_setting.values()))
-    if (program := program_of(values)) is not None:
+    if (program := importing.program_of(values)) is not None:
         written = problems[0][1].origin
         file = "" if written is None else written.text.rpartition(":")[0] + ": "
         lines.insert(0, f"{file}this is a file of {program.name}; portable-train import makes a config of it")
@@ -107,7 +105,9 @@ def _problem(
             message = f"{key} must be a mapping of {inside}, got {shown(given)}"
             if isinstance(given, str):
                 inner = next((name for name in ("type", "config") if f"{key}.{name}" in table), None)
-                written = IN_PLACE_OF_A_SECTION.get(key, {}).get(given, f"{{{inner}: {shown(given)}}}")
+                written = importing.IN_PLACE_OF_A_SECTION.get(key, {}).get(
+                    given, f"{{{inner}: {shown(given)}}}"
+                )
                 message += "" if inner is None else f"; write {key}: {written}"
             return _Problem(origin, message + what_to_do(key))
     return _Problem(None, f"{'.'.join(path)}: {detail['msg']}")

@@ -16,6 +16,7 @@ from portable.config.help_text import default_text
 from portable.config.importing.page import page
 from portable.config.run_config import RunConfig
 from portable.config.sections import SourceConfig
+from portable.errors import one_line
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -80,7 +81,7 @@ def _default(setting: keys.Setting) -> str:
 def json_schema() -> dict[str, Any]:
     """The JSON Schema of the YAML file, with descriptions, for editors."""
     schema = RunConfig.model_json_schema(by_alias=True)
-    _without_titles(schema)
+    _shorten(schema)
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "portable-train config",
@@ -88,16 +89,18 @@ def json_schema() -> dict[str, Any]:
     }
 
 
-def _without_titles(node: Any) -> None:
-    """Remove the titles that pydantic derives from names, which editors show before the description."""
+def _shorten(node: Any) -> None:
+    """Fold descriptions into one line, and remove the titles that pydantic derives from names.
+
+    Editors would show a title before the description.
+    """
+    for child in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+        _shorten(child)
     if isinstance(node, dict):
         if isinstance(node.get("title"), str):
             del node["title"]
-        for child in node.values():
-            _without_titles(child)
-    elif isinstance(node, list):
-        for child in node:
-            _without_titles(child)
+        if isinstance(about := node.get("description"), str):
+            node["description"] = one_line(about)
 
 
 def pages() -> dict[Path, str]:

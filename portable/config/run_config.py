@@ -52,83 +52,50 @@ Precision = Literal["auto", "fp32", "tf32", "bf16", "fp16"]
 class RunConfig(Section):
     """The configuration of a run, with all defaults."""
 
-    backend: Backend = Field(
-        default="auto",
-        description="Hardware to run on: cpu, cuda (GPUs), tpu (TPUs, by TorchTPU) or xla (TPUs, by "
-        "PyTorch/XLA). auto: TPUs if there are any, else GPUs, else the CPU.",
-    )
-    strategy: Strategy = Field(
-        default="full_shard",
-        description="Sharding over ranks. FSDP: full_shard shards parameters, gradients and optimizer state; "
-        "shard_grad_op keeps parameters gathered between forward and backward; the hybrid ones shard within "
-        "a group and replicate across groups; no_shard replicates everything (DDP). DeepSpeed: zero1 "
-        "(optimizer state), zero2 (and gradients), zero3 (and parameters).",
-    )
-    context_parallel_size: int = Field(
-        default=1,
-        ge=1,
-        description="Ranks in a row that share each sequence, for long ones. Each takes a part of the "
-        "tokens, and around attention they exchange tokens for heads. A run may resume with another size.",
-    )
-    tensor_parallel_size: int = Field(
-        default=1,
-        ge=1,
-        description="Ranks in a row that compute each layer together, under FSDP2's strategies. Each has a "
-        "part of a layer's matrices, by the plan that transformers has for the model. A run may resume with "
-        "another size.",
-    )
-    output_dir: PathText = Field(
-        default="runs/quickstart",
-        description="Folder for the resolved config, metrics, checkpoints and the final model, or a URL in "
-        "an object store (s3://bucket/run, gs://bucket/run). The same command with the same folder resumes "
-        "the run.",
-    )
-    seed: int = Field(
-        default=0,
-        ge=0,
-        lt=2**32,
-        description="Seed of all randomness: initial weights, data order, dropout.",
-        json_schema_extra=IDENTITY,
-    )
-    precision: Precision = Field(
-        default="auto",
-        description="Compute dtype of layers; master weights and moments are always fp32. auto: bf16 if the "
-        "device supports it natively, else fp32. tf32: fp32 with faster, less precise products on NVIDIA "
-        "GPUs. fp16: with loss scaling (section fp16), for GPUs without bf16.",
-        json_schema_extra=IDENTITY,
-    )
-    compile: Flag = Field(
-        default=False,
-        description="Compile each layer of the model with torch.compile: the first step is slow, later steps "
-        "are faster. XLA always compiles.",
-    )
-    compile_backend: str = Field(
-        default="inductor",
-        min_length=1,
-        description="Backend of torch.compile: inductor, or another one that torch supports (aot_eager and "
-        "eager do not compile, for debugging).",
-    )
-    compile_mode: CompileMode = Field(
-        default="default",
-        description="Mode of inductor: reduce-overhead captures CUDA graphs, max-autotune searches for the "
-        "fastest kernels and captures graphs, too. Capturing needs no_shard, or one rank.",
-    )
-    model: ModelConfig = Field(default_factory=ModelConfig, description=str(ModelConfig.__doc__))
-    adapter: AdapterConfig = Field(default_factory=AdapterConfig, description=str(AdapterConfig.__doc__))
-    data: DataConfig = Field(default_factory=DataConfig, description=str(DataConfig.__doc__))
-    train: TrainConfig = Field(default_factory=TrainConfig, description=str(TrainConfig.__doc__))
-    memory: MemoryConfig = Field(default_factory=MemoryConfig, description=str(MemoryConfig.__doc__))
-    fsdp: FsdpConfig = Field(default_factory=FsdpConfig, description=str(FsdpConfig.__doc__))
-    fp16: Fp16Config = Field(default_factory=Fp16Config, description=str(Fp16Config.__doc__))
-    deepspeed: DeepSpeedConfig = Field(
-        default_factory=DeepSpeedConfig, description=str(DeepSpeedConfig.__doc__)
-    )
-    xla: XlaConfig = Field(default_factory=XlaConfig, description=str(XlaConfig.__doc__))
-    checkpoint: CheckpointConfig = Field(
-        default_factory=CheckpointConfig, description=str(CheckpointConfig.__doc__)
-    )
-    log: LogConfig = Field(default_factory=LogConfig, description=str(LogConfig.__doc__))
-    hub: HubConfig = Field(default_factory=HubConfig, description=str(HubConfig.__doc__))
+    backend: Backend = "auto"
+    """Hardware to run on: cpu, cuda (GPUs), tpu (TPUs, by TorchTPU) or xla (TPUs, by PyTorch/XLA). auto: TPUs
+    if there are any, else GPUs, else the CPU."""
+    strategy: Strategy = "full_shard"
+    """Sharding over ranks. FSDP: full_shard shards parameters, gradients and optimizer state; shard_grad_op
+    keeps parameters gathered between forward and backward; the hybrid ones shard within a group and replicate
+    across groups; no_shard replicates everything (DDP). DeepSpeed: zero1 (optimizer state), zero2 (and
+    gradients), zero3 (and parameters)."""
+    context_parallel_size: int = Field(default=1, ge=1)
+    """Ranks in a row that share each sequence, for long ones. Each takes a part of the tokens, and around
+    attention they exchange tokens for heads. A run may resume with another size."""
+    tensor_parallel_size: int = Field(default=1, ge=1)
+    """Ranks in a row that compute each layer together, under FSDP2's strategies. Each has a part of a layer's
+    matrices, by the plan that transformers has for the model. A run may resume with another size."""
+    output_dir: PathText = "runs/quickstart"
+    """Folder for the resolved config, metrics, checkpoints and the final model, or a URL in an object store
+    (s3://bucket/run, gs://bucket/run). The same command with the same folder resumes the run."""
+    seed: int = Field(default=0, ge=0, lt=2**32, json_schema_extra=IDENTITY)
+    """Seed of all randomness: initial weights, data order, dropout."""
+    precision: Precision = Field(default="auto", json_schema_extra=IDENTITY)
+    """Compute dtype of layers; master weights and moments are always fp32. auto: bf16 if the device supports
+    it natively, else fp32. tf32: fp32 with faster, less precise products on NVIDIA GPUs. fp16: with loss
+    scaling (section fp16), for GPUs without bf16."""
+    compile: Flag = False
+    """Compile each layer of the model with torch.compile: the first step is slow, later steps are faster. XLA
+    always compiles."""
+    compile_backend: str = Field(default="inductor", min_length=1)
+    """Backend of torch.compile: inductor, or another one that torch supports (aot_eager and eager do not
+    compile, for debugging)."""
+    compile_mode: CompileMode = "default"
+    """Mode of inductor: reduce-overhead captures CUDA graphs, max-autotune searches for the fastest kernels
+    and captures graphs, too. Capturing needs no_shard, or one rank."""
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    adapter: AdapterConfig = Field(default_factory=AdapterConfig)
+    data: DataConfig = Field(default_factory=DataConfig)
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    memory: MemoryConfig = Field(default_factory=MemoryConfig)
+    fsdp: FsdpConfig = Field(default_factory=FsdpConfig)
+    fp16: Fp16Config = Field(default_factory=Fp16Config)
+    deepspeed: DeepSpeedConfig = Field(default_factory=DeepSpeedConfig)
+    xla: XlaConfig = Field(default_factory=XlaConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    log: LogConfig = Field(default_factory=LogConfig)
+    hub: HubConfig = Field(default_factory=HubConfig)
 
     _put: dict[str, Any] = PrivateAttr(default_factory=dict)
     _origins: dict[tuple[str, ...], Origin] = PrivateAttr(default_factory=dict)

@@ -1,6 +1,6 @@
 """The sections of the configuration, one class each.
 
-Each ``description`` states the effect, the unit and when to change the setting. Help, the reference page and
+The text below a setting states the effect, the unit and when to change it. Help, the reference page and
 editors show it. Fields marked ``IDENTITY`` define the run; all others may change between its launches.
 """
 
@@ -75,55 +75,32 @@ def _quickstart_model() -> dict[str, Any]:
 class ModelConfig(Section):
     """Which model is trained, and from which weights."""
 
-    name_or_path: PathText | None = Field(
-        default=None,
-        description="Hub id or local folder of a transformers model; training starts from its weights. "
-        "Null: build model.config from scratch.",
-        json_schema_extra=IDENTITY,
-    )
-    config: OpenMapping | None = Field(
-        default_factory=_quickstart_model,
-        description="Config of a model to build with random weights: model_type and any keys of that model's "
-        "transformers config. In a file, it replaces the whole default; a flag such as "
-        "--model.config.hidden_size 512 changes one key. With model.name_or_path: keys to change in that "
-        "model's config, such as attention_dropout; none that changes the shapes of its weights.",
-        json_schema_extra=IDENTITY,
-    )
-    task: Task = Field(
-        default="causal-lm",
-        description="What the model learns: the next token (causal-lm), masked tokens (masked-lm), a target "
-        "text from a source text (seq2seq-lm), or a label (sequence-classification).",
-        json_schema_extra=IDENTITY,
-    )
-    init: Literal["pretrained", "scratch"] = Field(
-        default="pretrained",
-        description="With model.name_or_path: start from its weights (pretrained), or keep only its "
-        "architecture and initialize random weights (scratch). Without model.name_or_path the model is "
-        "always built from scratch.",
-        json_schema_extra=IDENTITY,
-    )
-    function: PlugIn | None = Field(
-        default=None,
-        description="A function of your own, package.module:name, that gets the model on the meta device and "
-        "changes it or returns another. Importing its module may register model types.",
-        json_schema_extra=IDENTITY,
-    )
-    attention: Annotated[Attention, OrHubKernel] = Field(
-        default="sdpa",
-        description="Attention kernel: PyTorch's fused one (sdpa), the plain formula (eager; slow, for "
-        "comparison), or for CUDA: flex_attention, flash_attention_2 to 4 (their packages, or the package "
-        "kernels; bf16 or fp16), or a kernel of the hub, kernels-community/flash-attn3.",
-    )
-    experts: Literal["eager", "batched_mm", "grouped_mm"] | None = Field(
-        default=None,
-        description="How transformers computes a mixture of experts: one after another (eager), or all in "
-        "one product (batched_mm, grouped_mm). Null: its own choice, grouped_mm where the device has it.",
-    )
-    trust_remote_code: Flag = Field(
-        default=False,
-        description="Run Python code from the model's repository. Only for repositories whose code you have "
-        "read.",
-    )
+    name_or_path: PathText | None = Field(default=None, json_schema_extra=IDENTITY)
+    """Hub id or local folder of a transformers model; training starts from its weights. Null: build
+    model.config from scratch."""
+    config: OpenMapping | None = Field(default_factory=_quickstart_model, json_schema_extra=IDENTITY)
+    """Config of a model to build with random weights: model_type and any keys of that model's transformers
+    config. In a file, it replaces the whole default; a flag such as --model.config.hidden_size 512 changes
+    one key. With model.name_or_path: keys to change in that model's config, such as attention_dropout; none
+    that changes the shapes of its weights."""
+    task: Task = Field(default="causal-lm", json_schema_extra=IDENTITY)
+    """What the model learns: the next token (causal-lm), masked tokens (masked-lm), a target text from a
+    source text (seq2seq-lm), or a label (sequence-classification)."""
+    init: Literal["pretrained", "scratch"] = Field(default="pretrained", json_schema_extra=IDENTITY)
+    """With model.name_or_path: start from its weights (pretrained), or keep only its architecture and
+    initialize random weights (scratch). Without model.name_or_path the model is always built from scratch."""
+    function: PlugIn | None = Field(default=None, json_schema_extra=IDENTITY)
+    """A function of your own, package.module:name, that gets the model on the meta device and changes it or
+    returns another. Importing its module may register model types."""
+    attention: Annotated[Attention, OrHubKernel] = "sdpa"
+    """Attention kernel: PyTorch's fused one (sdpa), the plain formula (eager; slow, for comparison), or for
+    CUDA: flex_attention, flash_attention_2 to 4 (their packages, or the package kernels; bf16 or fp16), or a
+    kernel of the hub, kernels-community/flash-attn3."""
+    experts: Literal["eager", "batched_mm", "grouped_mm"] | None = None
+    """How transformers computes a mixture of experts: one after another (eager), or all in one product
+    (batched_mm, grouped_mm). Null: its own choice, grouped_mm where the device has it."""
+    trust_remote_code: Flag = False
+    """Run Python code from the model's repository. Only for repositories whose code you have read."""
 
     @property
     def key(self) -> str:
@@ -142,110 +119,59 @@ Tokens = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False, 
 class AdapterConfig(Section):
     """An adapter, with peft's names. The model's own weights stay frozen."""
 
-    type: Literal["lora", "ia3"] | None = Field(
-        default=None,
-        description="Kind of adapter: low-rank matrices beside linear layers (lora), or a factor for each of "
-        "their outputs (ia3). Null: no adapter; all weights are trained.",
-        json_schema_extra=IDENTITY,
-    )
-    r: int = Field(
-        default=16,
-        ge=1,
-        description="Rank of the matrices: more can learn more, and need more memory.",
-        json_schema_extra=IDENTITY,
-    )
-    alpha: Annotated[float, Field(gt=0)] = Field(
-        default=32,
-        description="Scale of what the adapter adds: it is multiplied by alpha / r (with use_rslora by "
-        "alpha / sqrt(r)).",
-        json_schema_extra=IDENTITY,
-    )
-    dropout: float = Field(
-        default=0.0,
-        ge=0,
-        lt=1,
-        description="Share of an adapter's inputs that are zeroed in training.",
-        json_schema_extra=IDENTITY,
-    )
+    type: Literal["lora", "ia3"] | None = Field(default=None, json_schema_extra=IDENTITY)
+    """Kind of adapter: low-rank matrices beside linear layers (lora), or a factor for each of their outputs
+    (ia3). Null: no adapter; all weights are trained."""
+    r: int = Field(default=16, ge=1, json_schema_extra=IDENTITY)
+    """Rank of the matrices: more can learn more, and need more memory."""
+    alpha: Annotated[float, Field(gt=0)] = Field(default=32, json_schema_extra=IDENTITY)
+    """Scale of what the adapter adds: it is multiplied by alpha / r (with use_rslora by alpha / sqrt(r))."""
+    dropout: float = Field(default=0.0, ge=0, lt=1, json_schema_extra=IDENTITY)
+    """Share of an adapter's inputs that are zeroed in training."""
     target_modules: Annotated[
         Annotated[str, Field(min_length=1)] | Annotated[tuple[str, ...], Field(strict=False)], NamesOrPattern
-    ] = Field(
-        default="all-linear",
-        description="Modules that get an adapter: all-linear (all linear layers except the head), a list of "
-        "names such as [q_proj, v_proj] (empty beside target_parameters), or a regular expression that "
-        "matches whole module names.",
-        json_schema_extra=IDENTITY,
-    )
-    target_parameters: Names | None = Field(
-        default=None,
-        description="Parameters that get an adapter although they are no module of their own, such as the "
-        "stacked experts of a mixture: [mlp.experts.gate_up_proj]. For lora.",
-        json_schema_extra=IDENTITY,
-    )
-    modules_to_save: Names | None = Field(
-        default=None,
-        description="Modules that are trained and saved in full beside the adapter, such as [lm_head]. A "
-        "classifier's head always is.",
-        json_schema_extra=IDENTITY,
-    )
+    ] = Field(default="all-linear", json_schema_extra=IDENTITY)
+    """Modules that get an adapter: all-linear (all linear layers except the head), a list of names such as
+    [q_proj, v_proj] (empty beside target_parameters), or a regular expression that matches whole module
+    names."""
+    target_parameters: Names | None = Field(default=None, json_schema_extra=IDENTITY)
+    """Parameters that get an adapter although they are no module of their own, such as the stacked experts of
+    a mixture: [mlp.experts.gate_up_proj]. For lora."""
+    modules_to_save: Names | None = Field(default=None, json_schema_extra=IDENTITY)
+    """Modules that are trained and saved in full beside the adapter, such as [lm_head]. A classifier's head
+    always is."""
     trainable_token_indices: Tokens | dict[str, Tokens] | None = Field(
-        default=None,
-        description="Tokens whose rows of the embedding are trained and saved beside the adapter, by number: "
-        "[502, 503], such as those of data.added_tokens; or a list for each table, {embed_tokens: [502], "
-        "lm_head: [502]}. A tied head gets the same rows. For lora.",
-        json_schema_extra=IDENTITY,
+        default=None, json_schema_extra=IDENTITY
     )
-    ensure_weight_tying: Flag = Field(
-        default=False,
-        description="Refuse different trainable_token_indices for tied tables. For lora.",
-        json_schema_extra=IDENTITY,
-    )
+    """Tokens whose rows of the embedding are trained and saved beside the adapter, by number: [502, 503],
+    such as those of data.added_tokens; or a list for each table, {embed_tokens: [502], lm_head: [502]}. A
+    tied head gets the same rows. For lora."""
+    ensure_weight_tying: Flag = Field(default=False, json_schema_extra=IDENTITY)
+    """Refuse different trainable_token_indices for tied tables. For lora."""
     layers: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False, min_length=1)] | None = (
-        Field(
-            default=None,
-            description="Numbers of the layers that get an adapter, from 0. Null: all.",
-            json_schema_extra=IDENTITY,
-        )
+        Field(default=None, json_schema_extra=IDENTITY)
     )
-    bias: Literal["none", "all", "lora_only"] = Field(
-        default="none",
-        description="Biases that are trained as well: all, or those of the modules with an adapter "
-        "(lora_only). For lora.",
-        json_schema_extra=IDENTITY,
-    )
-    init: Flag | Literal["gaussian", "orthogonal"] = Field(
-        default=True,
-        description="Initial values of lora: true as in the paper (uniform and zeros, so that training "
-        "starts at the base model), gaussian or orthogonal as peft has them; false: both matrices random.",
-        json_schema_extra=IDENTITY,
-    )
-    use_dora: Flag = Field(
-        default=False,
-        description="DoRA: train the length of each row of a weight apart from its direction. Slower.",
-        json_schema_extra=IDENTITY,
-    )
-    use_rslora: Flag = Field(
-        default=False,
-        description="rsLoRA: scale by alpha / sqrt(r), so that high ranks learn as fast as low ones.",
-        json_schema_extra=IDENTITY,
-    )
+    """Numbers of the layers that get an adapter, from 0. Null: all."""
+    bias: Literal["none", "all", "lora_only"] = Field(default="none", json_schema_extra=IDENTITY)
+    """Biases that are trained as well: all, or those of the modules with an adapter (lora_only). For lora."""
+    init: Flag | Literal["gaussian", "orthogonal"] = Field(default=True, json_schema_extra=IDENTITY)
+    """Initial values of lora: true as in the paper (uniform and zeros, so that training starts at the base
+    model), gaussian or orthogonal as peft has them; false: both matrices random."""
+    use_dora: Flag = Field(default=False, json_schema_extra=IDENTITY)
+    """DoRA: train the length of each row of a weight apart from its direction. Slower."""
+    use_rslora: Flag = Field(default=False, json_schema_extra=IDENTITY)
+    """rsLoRA: scale by alpha / sqrt(r), so that high ranks learn as fast as low ones."""
     base: Literal["auto", "bf16", "fp16", "fp32", "nf4", "int8"] = Field(
-        default="auto",
-        description="Dtype of the frozen weights. auto: the compute dtype (precision). fp32 keeps them exact "
-        "and doubles their memory. nf4 (QLoRA: 4 bits, with double quantization) and int8 are for linear "
-        "layers, all except the head; they need the package bitsandbytes and FSDP or no_shard.",
-        json_schema_extra=IDENTITY,
+        default="auto", json_schema_extra=IDENTITY
     )
-    name_or_path: PathText | None = Field(
-        default=None,
-        description="Folder or hub id of an adapter in peft's format to go on from. Its adapter_config.json "
-        "decides on all of the above except base and dropout.",
-        json_schema_extra=IDENTITY,
-    )
-    config: PathText | None = Field(
-        default=None,
-        description="An adapter_config.json whose settings are used, in place of those above.",
-    )
+    """Dtype of the frozen weights. auto: the compute dtype (precision). fp32 keeps them exact and doubles
+    their memory. nf4 (QLoRA: 4 bits, with double quantization) and int8 are for linear layers, all except the
+    head; they need the package bitsandbytes and FSDP or no_shard."""
+    name_or_path: PathText | None = Field(default=None, json_schema_extra=IDENTITY)
+    """Folder or hub id of an adapter in peft's format to go on from. Its adapter_config.json decides on all
+    of the above except base and dropout."""
+    config: PathText | None = None
+    """An adapter_config.json whose settings are used, in place of those above."""
 
 
 class SourceConfig(Section):
@@ -254,103 +180,62 @@ class SourceConfig(Section):
     # Paths and field names may differ between machines, so they do not define the run. Checkpoints contain a
     # digest of the tokens, which must match.
 
-    source: PathText | Annotated[tuple[PathText, ...], Field(strict=False, min_length=1)] | None = Field(
-        default=None,
-        description="A hub dataset, or a file, glob or list of files (.txt .jsonl .json .csv .parquet), "
-        "local or by URL, or package.module:name, code of your own that gives records. Null: the source "
-        "code of Python's standard library, without a download.",
-    )
-    on_bad_record: Literal["error", "skip"] = Field(
-        default="error",
-        description="What a record that cannot be read does: end the run, or be left out. The first few are "
-        "printed with file and line, and their number.",
-    )
-    stream: Flag = Field(
-        default=False,
-        description="Train while the files are read: parts of them are tokenized ahead of the run, and at "
-        "most data.cache_limit of their tokens is on disk. For data larger than the disk, to begin at once, "
-        "and for the tokens of portable-data (causal-lm). Nothing is held out of it: set data.eval.",
-    )
-    config_name: str | None = Field(
-        default=None,
-        description="Configuration of the hub dataset, or of a local copy of one, if it has several (such as "
-        "wikitext-2-raw-v1).",
-    )
-    split: str = Field(
-        default="train",
-        min_length=1,
-        description="Split to train on: of the hub dataset, where slices such as train[:10%] work, or of a "
-        "folder whose files are named by split.",
-    )
-    max_samples: int | None = Field(
-        default=None,
-        ge=1,
-        description="Use at most this many records of the source, from its start. Null: all. To test a "
-        "config on a large dataset.",
-    )
-    format: Format = Field(
-        default="auto",
-        description="What a record is (causal-lm): a text; a conversation as messages (role and content) or "
-        "as sharegpt (conversations with from and value); prompt_completion (two columns, of strings or of "
-        "messages); alpaca (instruction, input, output); preference (prompt, chosen, rejected, for a loss of "
-        "pairs); samples (finished ones, from code of your own). auto: recognized by the first record's "
-        "columns.",
-    )
-    train_on: Literal["assistant", "completion", "last_assistant", "all"] | None = Field(
-        default=None,
-        description="Tokens of a conversation that the loss counts: all that the assistant says (assistant), "
-        "its last message (last_assistant), what follows the prompt (completion), or all. Null: completion "
-        "if the record has a prompt (prompt_completion, alpaca), else assistant. A message with weight: 0 or "
-        "train: false is context only.",
-    )
-    roles_to_train: Annotated[tuple[Role, ...], OneOrMany, Field(strict=False, min_length=1)] | None = Field(
-        default=None,
-        description="Roles whose messages the loss counts (what they say, and the end of their turn). Null: "
-        "the assistant's, as data.train_on has it. A message with train: true is trained, whose ever it is.",
-    )
-    split_turns: Flag = Field(
-        default=False,
-        description="Make a sample of each of the assistant's messages, with the conversation before it. A "
-        "conversation whose earlier turns the template shows otherwise than the last one, such as without "
-        "their thinking, becomes such samples by itself.",
-    )
-    text_field: str = Field(
-        default="text",
-        min_length=1,
-        description="Field of a record with its text. A dot selects a nested field: translation.en. The same "
-        "applies to the fields below.",
-    )
-    text_pair_field: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Field with the second text of a pair (sequence-classification): the hypothesis for a "
-        "premise, the answer to a question. Both are truncated together to data.seq_len, the longer first.",
-    )
-    target_field: str = Field(
-        default="target",
-        min_length=1,
-        description="Field with the target text (seq2seq-lm).",
-    )
-    source_prefix: str = Field(
-        default="",
-        description="Prefix of every text, such as 'summarize: ' for T5 (seq2seq-lm).",
-    )
-    label_field: str = Field(
-        default="label",
-        min_length=1,
-        description="Field with the label (sequence-classification): a class (an integer or a string), a "
-        "list of classes, or for a regression numbers with a fraction.",
-    )
-    columns: Names = Field(
-        default=(),
-        description="Further columns of numbers, one for each record, that reach train.loss in the batch "
-        "(without packing): a weight, a score, a group.",
-    )
-    text_split: Literal["file", "paragraph", "line"] = Field(
-        default="file",
-        description="Unit of text in a .txt file: the whole file, a paragraph (separated by blank lines), or "
-        "a line. Matters without packing, where each text is truncated to data.seq_len.",
-    )
+    source: PathText | Annotated[tuple[PathText, ...], Field(strict=False, min_length=1)] | None = None
+    """A hub dataset, or a file, glob or list of files (.txt .jsonl .json .csv .parquet), local or by URL, or
+    package.module:name, code of your own that gives records. Null: the source code of Python's standard
+    library, without a download."""
+    on_bad_record: Literal["error", "skip"] = "error"
+    """What a record that cannot be read does: end the run, or be left out. The first few are printed with
+    file and line, and their number."""
+    stream: Flag = False
+    """Train while the files are read: parts of them are tokenized ahead of the run, and at most
+    data.cache_limit of their tokens is on disk. For data larger than the disk, to begin at once, and for the
+    tokens of portable-data (causal-lm). Nothing is held out of it: set data.eval."""
+    config_name: str | None = None
+    """Configuration of the hub dataset, or of a local copy of one, if it has several (such as
+    wikitext-2-raw-v1)."""
+    split: str = Field(default="train", min_length=1)
+    """Split to train on: of the hub dataset, where slices such as train[:10%] work, or of a folder whose
+    files are named by split."""
+    max_samples: int | None = Field(default=None, ge=1)
+    """Use at most this many records of the source, from its start. Null: all. To test a config on a large
+    dataset."""
+    format: Format = "auto"
+    """What a record is (causal-lm): a text; a conversation as messages (role and content) or as sharegpt
+    (conversations with from and value); prompt_completion (two columns, of strings or of messages); alpaca
+    (instruction, input, output); preference (prompt, chosen, rejected, for a loss of pairs); samples
+    (finished ones, from code of your own). auto: recognized by the first record's columns."""
+    train_on: Literal["assistant", "completion", "last_assistant", "all"] | None = None
+    """Tokens of a conversation that the loss counts: all that the assistant says (assistant), its last
+    message (last_assistant), what follows the prompt (completion), or all. Null: completion if the record has
+    a prompt (prompt_completion, alpaca), else assistant. A message with weight: 0 or train: false is context
+    only."""
+    roles_to_train: Annotated[tuple[Role, ...], OneOrMany, Field(strict=False, min_length=1)] | None = None
+    """Roles whose messages the loss counts (what they say, and the end of their turn). Null: the assistant's,
+    as data.train_on has it. A message with train: true is trained, whose ever it is."""
+    split_turns: Flag = False
+    """Make a sample of each of the assistant's messages, with the conversation before it. A conversation
+    whose earlier turns the template shows otherwise than the last one, such as without their thinking,
+    becomes such samples by itself."""
+    text_field: str = Field(default="text", min_length=1)
+    """Field of a record with its text. A dot selects a nested field: translation.en. The same applies to the
+    fields below."""
+    text_pair_field: str | None = Field(default=None, min_length=1)
+    """Field with the second text of a pair (sequence-classification): the hypothesis for a premise, the
+    answer to a question. Both are truncated together to data.seq_len, the longer first."""
+    target_field: str = Field(default="target", min_length=1)
+    """Field with the target text (seq2seq-lm)."""
+    source_prefix: str = ""
+    """Prefix of every text, such as 'summarize: ' for T5 (seq2seq-lm)."""
+    label_field: str = Field(default="label", min_length=1)
+    """Field with the label (sequence-classification): a class (an integer or a string), a list of classes, or
+    for a regression numbers with a fraction."""
+    columns: Names = ()
+    """Further columns of numbers, one for each record, that reach train.loss in the batch (without packing):
+    a weight, a score, a group."""
+    text_split: Literal["file", "paragraph", "line"] = "file"
+    """Unit of text in a .txt file: the whole file, a paragraph (separated by blank lines), or a line. Matters
+    without packing, where each text is truncated to data.seq_len."""
 
 
 def _named(name: str) -> str:
@@ -366,18 +251,21 @@ Share = Annotated[float, Field(ge=0)]
 class MixedSource(SourceConfig):
     """A source of a mixture."""
 
-    name: SourceName = Field(description="Of the source, in logs and files.")
-    weight: Share | None = Field(default=None, description="Its share of the samples, beside the others'.")
-    epochs: float | None = Field(
-        default=None, gt=0, description="Its passes in one pass over the mixture, in place of a weight."
-    )
+    name: SourceName
+    """Of the source, in logs and files."""
+    weight: Share | None = None
+    """Its share of the samples, beside the others'."""
+    epochs: float | None = Field(default=None, gt=0)
+    """Its passes in one pass over the mixture, in place of a weight."""
 
 
 class Phase(Section):
     """Weights of a mixture from a step on."""
 
-    step: int = Field(ge=0, description="The first step that has these weights.")
-    weights: dict[str, Share] = Field(description="By the name of the source.")
+    step: int = Field(ge=0)
+    """The first step that has these weights."""
+    weights: dict[str, Share]
+    """By the name of the source."""
 
 
 def _one_or_several(value: Any) -> str:
@@ -394,125 +282,66 @@ EvaluationSources = Annotated[
 class DataConfig(SourceConfig):
     """What is trained on: source, format, tokens, packing."""
 
-    sources: Annotated[tuple[MixedSource, ...], Field(strict=False)] = Field(
-        default=(),
-        description="A mixture, in place of data.source: a list such as [{name: web, source: web/*.jsonl, "
-        "weight: 3}, {name: code, source: code.jsonl, weight: 1}]. Each may set whatever describes a source "
-        "(marked ‡). weight is its share of the samples, kept in every few hundred of them; or give every "
-        "source epochs, its passes in one pass over the mixture (default: 1 each).",
-    )
-    weight_schedule: Annotated[tuple[Phase, ...], Field(strict=False)] = Field(
-        default=(),
-        description="Weights of data.sources that change, such as [{step: 9000, weights: {web: 1, code: 4}}] "
-        "for the last part of a run: from that step on they replace all weights before.",
-    )
-    shuffle_window: int = Field(
-        default=1,
-        ge=1,
-        description="Parts of a stream whose samples are mixed: windows of so many, in a shuffled order. "
-        "More is shuffled better, and the run begins once as many are tokenized.",
-        json_schema_extra=IDENTITY,
-    )
-    cache_limit: float | None = Field(
-        default=None,
-        gt=0,
-        description="Gigabytes of a stream's tokens that stay on disk; what is needed again is made again. "
-        "Null: half of the space that is free at the start.",
-    )
-    chat_template: PathText | None = Field(
-        default=None,
-        description="Template that turns a conversation into text: a file (.jinja), the name of one of the "
-        "tokenizer's templates, or chatml. Null: the tokenizer's own. It is saved with the tokenizer.",
-    )
-    chat_template_kwargs: OpenMapping = Field(
-        default_factory=dict,
-        description="Further variables of the template, such as enable_thinking: false. strftime_now sets "
-        "the date that a template writes as today's; the default is 2025-01-01, so that the tokens are "
-        "always the same.",
-    )
-    truncation: Literal["end", "start", "drop", "error"] = Field(
-        default="end",
-        description="What happens to a text or conversation longer than data.seq_len, if not packed: cut at "
-        "its end, at its start, leave it out (drop), or end the run (error). A conversation of which no "
-        "trained token remains is left out. The counts are printed.",
-        json_schema_extra=IDENTITY,
-    )
-    source_language: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Language of the texts, as a code of a multilingual tokenizer (eng_Latn for NLLB, en_XX "
-        "for mBART, en for M2M100). For seq2seq-lm.",
-    )
-    target_language: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Language of the targets, likewise. The saved model then generates in this language.",
-    )
-    tokenizer: PathText | None = Field(
-        default=None,
-        description="Hub id or folder of a tokenizer. Null: the tokenizer of model.name_or_path, or, for a "
-        "model built from scratch, a small byte-pair encoding trained on the source, once, and cached.",
-    )
-    added_tokens: Names = Field(
-        default=(),
-        description="Special tokens to add to the tokenizer, such as those of a chat template. The model's "
-        "vocabulary grows where it has to; new rows are drawn around the mean of the others, as in "
-        "transformers.",
-        json_schema_extra=IDENTITY,
-    )
-    vocab_size: int | None = Field(
-        default=None,
-        ge=300,
-        description="Tokens in the byte-pair encoding that is trained without a tokenizer. Null: the model's "
-        "vocab_size.",
-    )
-    seq_len: int = Field(
-        default=256,
-        ge=2,
-        description="Length of a training sequence in tokens. Memory for activations grows with it.",
-        json_schema_extra=IDENTITY,
-    )
-    target_seq_len: int | None = Field(
-        default=None,
-        ge=2,
-        description="Length of a target text in tokens (seq2seq-lm). Null: data.seq_len.",
-        json_schema_extra=IDENTITY,
-    )
-    packing: Flag | Annotated[Literal["documents"], AnyCase] = Field(
-        default=True,
-        description="True: concatenate texts into full sequences without padding (language models only). "
-        "documents: pack whole texts into sequences in which they do not see each other: attention stays "
-        "within a text, and positions restart (causal-lm only). False: one text per sequence, truncated or "
-        "padded to data.seq_len, as always in seq2seq-lm and sequence-classification. The default for "
-        "conversations is documents.",
-        json_schema_extra=IDENTITY,
-    )
-    eval_fraction: float = Field(
-        default=0.01,
-        ge=0,
-        lt=1,
-        description="Share held out for evaluation: the end of the concatenated text, or with data.packing "
-        "documents or false a fixed choice of records. 0: nothing is held out, as by default with data.eval.",
-        json_schema_extra=IDENTITY,
-    )
-    eval: EvaluationSources | None = Field(
-        default=None,
-        description="Data to evaluate on: a source of its own, as in {source: test.jsonl} or {split: "
-        "validation}, or several by name, as in {news: {source: news.jsonl}, code: {source: code.jsonl}}. "
-        "Each may set whatever describes a source (marked ‡); what it leaves out is as for training. Null: "
-        "the share that data.eval_fraction holds out.",
-    )
-    num_workers: int = Field(
-        default=0,
-        ge=0,
-        description="Processes that prepare batches for each rank. 0: prepare them in the rank itself. Raise "
-        "it if the accelerator waits for data. As many, at least one, tokenize a stream on each machine.",
-    )
-    cache_dir: PathText | None = Field(
-        default=None,
-        description="Folder that caches tokenized data and trained tokenizers. Null: the user's cache folder "
-        "($XDG_CACHE_HOME, or ~/.cache).",
-    )
+    sources: Annotated[tuple[MixedSource, ...], Field(strict=False)] = ()
+    """A mixture, in place of data.source: a list such as [{name: web, source: web/*.jsonl, weight: 3}, {name:
+    code, source: code.jsonl, weight: 1}]. Each may set whatever describes a source (marked ‡). weight is its
+    share of the samples, kept in every few hundred of them; or give every source epochs, its passes in one
+    pass over the mixture (default: 1 each)."""
+    weight_schedule: Annotated[tuple[Phase, ...], Field(strict=False)] = ()
+    """Weights of data.sources that change, such as [{step: 9000, weights: {web: 1, code: 4}}] for the last
+    part of a run: from that step on they replace all weights before."""
+    shuffle_window: int = Field(default=1, ge=1, json_schema_extra=IDENTITY)
+    """Parts of a stream whose samples are mixed: windows of so many, in a shuffled order. More is shuffled
+    better, and the run begins once as many are tokenized."""
+    cache_limit: float | None = Field(default=None, gt=0)
+    """Gigabytes of a stream's tokens that stay on disk; what is needed again is made again. Null: half of the
+    space that is free at the start."""
+    chat_template: PathText | None = None
+    """Template that turns a conversation into text: a file (.jinja), the name of one of the tokenizer's
+    templates, or chatml. Null: the tokenizer's own. It is saved with the tokenizer."""
+    chat_template_kwargs: OpenMapping = Field(default_factory=dict)
+    """Further variables of the template, such as enable_thinking: false. strftime_now sets the date that a
+    template writes as today's; the default is 2025-01-01, so that the tokens are always the same."""
+    truncation: Literal["end", "start", "drop", "error"] = Field(default="end", json_schema_extra=IDENTITY)
+    """What happens to a text or conversation longer than data.seq_len, if not packed: cut at its end, at its
+    start, leave it out (drop), or end the run (error). A conversation of which no trained token remains is
+    left out. The counts are printed."""
+    source_language: str | None = Field(default=None, min_length=1)
+    """Language of the texts, as a code of a multilingual tokenizer (eng_Latn for NLLB, en_XX for mBART, en
+    for M2M100). For seq2seq-lm."""
+    target_language: str | None = Field(default=None, min_length=1)
+    """Language of the targets, likewise. The saved model then generates in this language."""
+    tokenizer: PathText | None = None
+    """Hub id or folder of a tokenizer. Null: the tokenizer of model.name_or_path, or, for a model built from
+    scratch, a small byte-pair encoding trained on the source, once, and cached."""
+    added_tokens: Names = Field(default=(), json_schema_extra=IDENTITY)
+    """Special tokens to add to the tokenizer, such as those of a chat template. The model's vocabulary grows
+    where it has to; new rows are drawn around the mean of the others, as in transformers."""
+    vocab_size: int | None = Field(default=None, ge=300)
+    """Tokens in the byte-pair encoding that is trained without a tokenizer. Null: the model's vocab_size."""
+    seq_len: int = Field(default=256, ge=2, json_schema_extra=IDENTITY)
+    """Length of a training sequence in tokens. Memory for activations grows with it."""
+    target_seq_len: int | None = Field(default=None, ge=2, json_schema_extra=IDENTITY)
+    """Length of a target text in tokens (seq2seq-lm). Null: data.seq_len."""
+    packing: Flag | Annotated[Literal["documents"], AnyCase] = Field(default=True, json_schema_extra=IDENTITY)
+    """True: concatenate texts into full sequences without padding (language models only). documents: pack
+    whole texts into sequences in which they do not see each other: attention stays within a text, and
+    positions restart (causal-lm only). False: one text per sequence, truncated or padded to data.seq_len, as
+    always in seq2seq-lm and sequence-classification. The default for conversations is documents."""
+    eval_fraction: float = Field(default=0.01, ge=0, lt=1, json_schema_extra=IDENTITY)
+    """Share held out for evaluation: the end of the concatenated text, or with data.packing documents or
+    false a fixed choice of records. 0: nothing is held out, as by default with data.eval."""
+    eval: EvaluationSources | None = None
+    """Data to evaluate on: a source of its own, as in {source: test.jsonl} or {split: validation}, or several
+    by name, as in {news: {source: news.jsonl}, code: {source: code.jsonl}}. Each may set whatever describes a
+    source (marked ‡); what it leaves out is as for training. Null: the share that data.eval_fraction holds
+    out."""
+    num_workers: int = Field(default=0, ge=0)
+    """Processes that prepare batches for each rank. 0: prepare them in the rank itself. Raise it if the
+    accelerator waits for data. As many, at least one, tokenize a stream on each machine."""
+    cache_dir: PathText | None = None
+    """Folder that caches tokenized data and trained tokenizers. Null: the user's cache folder
+    ($XDG_CACHE_HOME, or ~/.cache)."""
 
     @property
     def sequences(self) -> int:
@@ -536,252 +365,132 @@ class ParameterGroup(Section):
 class TrainConfig(Section):
     """Length, batch sizes, optimizer and schedule."""
 
-    steps: int | None = Field(
-        default=200,
-        ge=1,
-        description="Length of the schedule in optimizer steps. Null only if train.epochs is set.",
-        json_schema_extra=IDENTITY,
-    )
-    epochs: float | None = Field(
-        default=None,
-        gt=0,
-        description="Length of the schedule in passes over the data, instead of train.steps.",
-        json_schema_extra=IDENTITY,
-    )
-    stop_after: int | None = Field(
-        default=None,
-        ge=1,
-        description="Save a checkpoint and stop after this step of the schedule. The same command without it "
-        "resumes from there. To split a run into several launches, possibly on different machines.",
-    )
-    global_batch_size: int = Field(
-        default=8,
-        ge=1,
-        description="Sequences per optimizer step, over all ranks. It defines the run and is independent of "
-        "the number of devices.",
-        json_schema_extra=IDENTITY,
-    )
-    micro_batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
-        default=4,
-        description="Sequences per device and forward pass; gradients accumulate up to the global batch. "
-        "Lower it if memory runs out: only the speed changes. auto: the largest that fits, found by trial "
-        "and reused while the settings stay the same; on a CPU without a memory limit (ulimit -v) up to 4; "
-        "not on XLA. The default is lowered to a divisor of the global batch.",
-    )
-    loss: PlugIn | None = Field(
-        default=None,
-        description="dpo, ipo, simpo or orpo (data.format preference), or a loss of your own: "
-        "package.module:name; arguments as in dpo(beta=0.2). Null: cross-entropy, or the loss of a "
-        "classifier's problem_type.",
-        json_schema_extra=IDENTITY,
-    )
-    label_smoothing: float = Field(
-        default=0.0,
-        ge=0,
-        lt=1,
-        description="Share of each target that is spread evenly over all tokens or classes. The loss of an "
-        "evaluation stays the plain one.",
-        json_schema_extra=IDENTITY,
-    )
-    z_loss: float = Field(
-        default=0.0,
-        ge=0,
-        description="Weight of the squared logarithm of the softmax's normalizer, which keeps logits from "
-        "drifting; 1e-4 is common for pretraining. Not part of the loss of an evaluation.",
-        json_schema_extra=IDENTITY,
-    )
-    neftune_noise_alpha: float = Field(
-        default=0.0,
-        ge=0,
-        description="Size of the noise that is added to embeddings in training (NEFTune), by the length of "
-        "each document; 5 is common for fine-tuning on conversations.",
-        json_schema_extra=IDENTITY,
-    )
-    dropout: Flag | None = Field(
-        default=None,
-        description="Whether dropout, a LoRA's too, is on in training. Null: off with the losses of pairs, "
-        "as in TRL, and on otherwise.",
-        json_schema_extra=IDENTITY,
-    )
+    steps: int | None = Field(default=200, ge=1, json_schema_extra=IDENTITY)
+    """Length of the schedule in optimizer steps. Null only if train.epochs is set."""
+    epochs: float | None = Field(default=None, gt=0, json_schema_extra=IDENTITY)
+    """Length of the schedule in passes over the data, instead of train.steps."""
+    stop_after: int | None = Field(default=None, ge=1)
+    """Save a checkpoint and stop after this step of the schedule. The same command without it resumes from
+    there. To split a run into several launches, possibly on different machines."""
+    global_batch_size: int = Field(default=8, ge=1, json_schema_extra=IDENTITY)
+    """Sequences per optimizer step, over all ranks. It defines the run and is independent of the number of
+    devices."""
+    micro_batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = 4
+    """Sequences per device and forward pass; gradients accumulate up to the global batch. Lower it if memory
+    runs out: only the speed changes. auto: the largest that fits, found by trial and reused while the
+    settings stay the same; on a CPU without a memory limit (ulimit -v) up to 4; not on XLA. The default is
+    lowered to a divisor of the global batch."""
+    loss: PlugIn | None = Field(default=None, json_schema_extra=IDENTITY)
+    """dpo, ipo, simpo or orpo (data.format preference), or a loss of your own: package.module:name; arguments
+    as in dpo(beta=0.2). Null: cross-entropy, or the loss of a classifier's problem_type."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1, json_schema_extra=IDENTITY)
+    """Share of each target that is spread evenly over all tokens or classes. The loss of an evaluation stays
+    the plain one."""
+    z_loss: float = Field(default=0.0, ge=0, json_schema_extra=IDENTITY)
+    """Weight of the squared logarithm of the softmax's normalizer, which keeps logits from drifting; 1e-4 is
+    common for pretraining. Not part of the loss of an evaluation."""
+    neftune_noise_alpha: float = Field(default=0.0, ge=0, json_schema_extra=IDENTITY)
+    """Size of the noise that is added to embeddings in training (NEFTune), by the length of each document; 5
+    is common for fine-tuning on conversations."""
+    dropout: Flag | None = Field(default=None, json_schema_extra=IDENTITY)
+    """Whether dropout, a LoRA's too, is on in training. Null: off with the losses of pairs, as in TRL, and on
+    otherwise."""
     optimizer: Annotated[Literal["adamw", "adafactor", "adamw_8bit", "sgd", "muon"], OrPlugIn] = Field(
-        default="adamw",
-        description="adamw (fused; two fp32 moments per parameter), adafactor (factored moments, little "
-        "memory), adamw_8bit (8-bit moments, a quarter of the memory; 32 bits for embeddings, vectors and "
-        "small matrices), sgd (momentum is the first of train.betas), muon (orthogonalized momentum for the "
-        "matrices of the layers, adamw for embeddings, head and vectors), or package.module:name, any "
-        "torch.optim.Optimizer such as torch.optim:NAdam(momentum_decay=0.004).",
-        json_schema_extra=IDENTITY,
+        default="adamw", json_schema_extra=IDENTITY
     )
-    muon_momentum: float = Field(
-        default=0.95,
-        ge=0,
-        lt=1,
-        description="Momentum of muon's matrices (Nesterov's).",
-        json_schema_extra=IDENTITY,
-    )
+    """adamw (fused; two fp32 moments per parameter), adafactor (factored moments, little memory), adamw_8bit
+    (8-bit moments, a quarter of the memory; 32 bits for embeddings, vectors and small matrices), sgd
+    (momentum is the first of train.betas), muon (orthogonalized momentum for the matrices of the layers,
+    adamw for embeddings, head and vectors), or package.module:name, any torch.optim.Optimizer such as
+    torch.optim:NAdam(momentum_decay=0.004)."""
+    muon_momentum: float = Field(default=0.95, ge=0, lt=1, json_schema_extra=IDENTITY)
+    """Momentum of muon's matrices (Nesterov's)."""
     muon_rate: Literal["match_rms_adamw", "original"] = Field(
-        default="match_rms_adamw",
-        description="How muon adjusts the learning rate to a matrix of R rows and C columns, as torch's "
-        "adjust_lr_fn. match_rms_adamw: times 0.2 sqrt(max(R, C)), so that rates for adamw fit. original: "
-        "times sqrt(max(1, R / C)).",
-        json_schema_extra=IDENTITY,
+        default="match_rms_adamw", json_schema_extra=IDENTITY
     )
-    adafactor_rule: Literal["torch", "transformers"] = Field(
-        default="torch",
-        description="Which library's update rule adafactor uses. torch: the rate is relative to a "
-        "parameter's RMS, and at most one over the square root of the steps. transformers: the rate is "
-        "absolute, as in the Trainer's optim adafactor (scale_parameter and relative_step false); use a rate "
-        "10 to 100 times lower.",
-        json_schema_extra=IDENTITY,
-    )
+    """How muon adjusts the learning rate to a matrix of R rows and C columns, as torch's adjust_lr_fn.
+    match_rms_adamw: times 0.2 sqrt(max(R, C)), so that rates for adamw fit. original: times sqrt(max(1, R /
+    C))."""
+    adafactor_rule: Literal["torch", "transformers"] = Field(default="torch", json_schema_extra=IDENTITY)
+    """Which library's update rule adafactor uses. torch: the rate is relative to a parameter's RMS, and at
+    most one over the square root of the steps. transformers: the rate is absolute, as in the Trainer's optim
+    adafactor (scale_parameter and relative_step false); use a rate 10 to 100 times lower."""
     betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = Field(
-        default=(0.9, 0.95),
-        description="Decay rates of the first and second moment. Raise the second towards 0.999 for small or "
-        "noisy batches.",
-        json_schema_extra=IDENTITY,
+        default=(0.9, 0.95), json_schema_extra=IDENTITY
     )
-    eps: float = Field(
-        default=1e-8,
-        gt=0,
-        description="Added to the root of the second moment to avoid division by zero.",
-        json_schema_extra=IDENTITY,
-    )
-    ema: Annotated[float, Field(gt=0, lt=1)] | None = Field(
-        default=None,
-        description="Average the weights over the steps, in fp32: the share of the average that stays in "
-        "each, such as 0.999. It is in checkpoints; checkpoint.export_ema exports it. Null: no average.",
-        json_schema_extra=IDENTITY,
-    )
-    trainable: Names | None = Field(
-        default=None,
-        description="Train only the parameters that one of these regular expressions, searched in their "
-        "names, matches: lm_head, or layers\\.(30|31)\\. for two layers. All others are frozen: they have no "
-        "gradient and no optimizer state, and stay bit for bit as they are. Null: all.",
-        json_schema_extra=IDENTITY,
-    )
-    frozen: Names = Field(
-        default=(),
-        description="Freeze the parameters that one of these regular expressions, searched in their names, "
-        "matches, such as embed_tokens; also those of train.trainable.",
-        json_schema_extra=IDENTITY,
-    )
-    learning_rate: float = Field(
-        default=3e-4,
-        gt=0,
-        description="Highest learning rate, reached at the end of the warm-up.",
-        json_schema_extra=IDENTITY,
-    )
-    min_learning_rate_ratio: float = Field(
-        default=0.0,
-        ge=0,
-        le=1,
-        description="Final rate of cosine, linear and wsd, and lowest of inverse_sqrt, as a share of "
-        "train.learning_rate; 0.1 is common for pretraining.",
-        json_schema_extra=IDENTITY,
-    )
-    schedule: Annotated[ScheduleKind, OrPlugIn] = Field(
-        default="cosine",
-        description="Decay of the learning rate after the warm-up; wsd (warmup-stable-decay) keeps the rate "
-        "until the last part of the run. Capitalized names are DeepSpeed's schedulers, equal in every step, "
-        "on any backend (OneCycle and LRRangeTest under ZeRO). Or package.module:name, a function or class "
-        "of your own.",
-        json_schema_extra=IDENTITY,
-    )
-    schedule_params: OpenMapping = Field(
-        default_factory=dict,
-        description="More parameters of a schedule. wsd: decay_ratio (0.2; the share of all steps), "
-        "decay_type and warmup_type (linear, cosine or 1-sqrt). inverse_sqrt: timescale (the steps of the "
-        "warm-up). DeepSpeed's have its names (warmup_type, cycle_min_lr ...); train.learning_rate is the "
-        "peak of OneCycle and the first rate of LRRangeTest.",
-        json_schema_extra=IDENTITY,
-    )
-    warmup_steps: int | None = Field(
-        default=None,
-        ge=0,
-        description="Steps over which the learning rate rises from zero, linearly unless the schedule "
-        "defines another shape. Null: a tenth of all steps, also with train.epochs, and at most 20.",
-        json_schema_extra=IDENTITY,
-    )
-    warmup_ratio: float | None = Field(
-        default=None,
-        ge=0,
-        le=1,
-        description="The warm-up as a share of all steps, rounded up, instead of train.warmup_steps.",
-        json_schema_extra=IDENTITY,
-    )
-    weight_decay: float = Field(
-        default=0.1,
-        ge=0,
-        description="Weight decay of all parameters except biases and norms, as in the Trainer. Decoupled "
-        "for adamw and muon, added to the gradient for sgd.",
-        json_schema_extra=IDENTITY,
-    )
+    """Decay rates of the first and second moment. Raise the second towards 0.999 for small or noisy
+    batches."""
+    eps: float = Field(default=1e-8, gt=0, json_schema_extra=IDENTITY)
+    """Added to the root of the second moment to avoid division by zero."""
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = Field(default=None, json_schema_extra=IDENTITY)
+    """Average the weights over the steps, in fp32: the share of the average that stays in each, such as
+    0.999. It is in checkpoints; checkpoint.export_ema exports it. Null: no average."""
+    trainable: Names | None = Field(default=None, json_schema_extra=IDENTITY)
+    """Train only the parameters that one of these regular expressions, searched in their names, matches:
+    lm_head, or layers\\.(30|31)\\. for two layers. All others are frozen: they have no gradient and no
+    optimizer state, and stay bit for bit as they are. Null: all."""
+    frozen: Names = Field(default=(), json_schema_extra=IDENTITY)
+    """Freeze the parameters that one of these regular expressions, searched in their names, matches, such as
+    embed_tokens; also those of train.trainable."""
+    learning_rate: float = Field(default=3e-4, gt=0, json_schema_extra=IDENTITY)
+    """Highest learning rate, reached at the end of the warm-up."""
+    min_learning_rate_ratio: float = Field(default=0.0, ge=0, le=1, json_schema_extra=IDENTITY)
+    """Final rate of cosine, linear and wsd, and lowest of inverse_sqrt, as a share of train.learning_rate;
+    0.1 is common for pretraining."""
+    schedule: Annotated[ScheduleKind, OrPlugIn] = Field(default="cosine", json_schema_extra=IDENTITY)
+    """Decay of the learning rate after the warm-up; wsd (warmup-stable-decay) keeps the rate until the last
+    part of the run. Capitalized names are DeepSpeed's schedulers, equal in every step, on any backend
+    (OneCycle and LRRangeTest under ZeRO). Or package.module:name, a function or class of your own."""
+    schedule_params: OpenMapping = Field(default_factory=dict, json_schema_extra=IDENTITY)
+    """More parameters of a schedule. wsd: decay_ratio (0.2; the share of all steps), decay_type and
+    warmup_type (linear, cosine or 1-sqrt). inverse_sqrt: timescale (the steps of the warm-up). DeepSpeed's
+    have its names (warmup_type, cycle_min_lr ...); train.learning_rate is the peak of OneCycle and the first
+    rate of LRRangeTest."""
+    warmup_steps: int | None = Field(default=None, ge=0, json_schema_extra=IDENTITY)
+    """Steps over which the learning rate rises from zero, linearly unless the schedule defines another shape.
+    Null: a tenth of all steps, also with train.epochs, and at most 20."""
+    warmup_ratio: float | None = Field(default=None, ge=0, le=1, json_schema_extra=IDENTITY)
+    """The warm-up as a share of all steps, rounded up, instead of train.warmup_steps."""
+    weight_decay: float = Field(default=0.1, ge=0, json_schema_extra=IDENTITY)
+    """Weight decay of all parameters except biases and norms, as in the Trainer. Decoupled for adamw and
+    muon, added to the gradient for sgd."""
     parameter_groups: Annotated[tuple[ParameterGroup, ...], Field(strict=False)] = Field(
-        default=(),
-        description="Parameters with values of their own, as in [{pattern: lora_B, learning_rate: 5.0e-3}, "
-        "{pattern: embed_tokens, weight_decay: 0}]. pattern is a regular expression, searched in names; the "
-        "first match counts. learning_rate follows the schedule as train.learning_rate does, in proportion. "
-        "weight_decay spares biases and norms as well.",
-        json_schema_extra=IDENTITY,
+        default=(), json_schema_extra=IDENTITY
     )
-    max_grad_norm: float | None = Field(
-        default=1.0,
-        gt=0,
-        description="Gradients whose global norm exceeds this are scaled down to it. Null: no clipping.",
-        json_schema_extra=IDENTITY,
-    )
-    on_non_finite: Literal["stop", "skip"] = Field(
-        default="stop",
-        description="What happens if a loss or gradient is not finite. The update is always skipped: weights "
-        "and optimizer stay bitwise the same. stop: the run ends and reports the step, its samples and how "
-        "to find the cause (--replay). skip: the run continues with the next step and its data, counts "
-        "skipped_steps, and ends after ten in a row. Overflows under fp16 only adjust the loss scale "
-        "(section fp16).",
-    )
-    eval_every: int | None = Field(
-        default=100,
-        ge=1,
-        description="Steps between evaluations on the held-out records. Null: only at the end.",
-    )
-    eval_every_epochs: float | None = Field(
-        default=None,
-        gt=0,
-        description="Passes over the data between evaluations, instead of train.eval_every: 1 evaluates "
-        "after the last step of each epoch, 0.5 also in the middle.",
-    )
-    eval_batches: int | None = Field(
-        default=None,
-        ge=1,
-        description="Evaluate on at most this many global batches. Null: on all held-out records.",
-    )
-    eval_ema: Flag = Field(
-        default=False,
-        description="Evaluate the average of the weights (train.ema) in their place.",
-    )
-    metrics: Annotated[tuple[str, ...], OneOrMany, Field(strict=False)] | None = Field(
-        default=None,
-        description="What an evaluation computes besides the loss: perplexity and accuracy (of tokens) of "
-        "language models; accuracy, f1 and confusion of a classifier; mse, mae and r2 of a regression; "
-        "exact_match and rouge_l of generated texts (seq2seq-lm; up to a forward pass for each token); or "
-        "package.module:name, a function or class of your own. Null: all of the task that generate nothing, "
-        "or none with train.loss; []: the loss alone.",
-    )
-    callbacks: Annotated[tuple[PlugIn, ...], OneOrMany, Field(strict=False)] = Field(
-        default=(),
-        description="Callbacks of your own, as package.module:name or package.module:name(argument=value). "
-        "They are called at the start, after steps, logs, evaluations and saves, and at the end.",
-    )
-    early_stopping_patience: int | None = Field(
-        default=None,
-        ge=1,
-        description="End the run after this many evaluations in a row without an improvement of "
-        "checkpoint.best_metric. Null: never.",
-    )
-    early_stopping_threshold: float = Field(
-        default=0.0,
-        ge=0,
-        description="An improvement is larger than this, measured from the best evaluation so far.",
-    )
+    """Parameters with values of their own, as in [{pattern: lora_B, learning_rate: 5.0e-3}, {pattern:
+    embed_tokens, weight_decay: 0}]. pattern is a regular expression, searched in names; the first match
+    counts. learning_rate follows the schedule as train.learning_rate does, in proportion. weight_decay spares
+    biases and norms as well."""
+    max_grad_norm: float | None = Field(default=1.0, gt=0, json_schema_extra=IDENTITY)
+    """Gradients whose global norm exceeds this are scaled down to it. Null: no clipping."""
+    on_non_finite: Literal["stop", "skip"] = "stop"
+    """What happens if a loss or gradient is not finite. The update is always skipped: weights and optimizer
+    stay bitwise the same. stop: the run ends and reports the step, its samples and how to find the cause
+    (--replay). skip: the run continues with the next step and its data, counts skipped_steps, and ends after
+    ten in a row. Overflows under fp16 only adjust the loss scale (section fp16)."""
+    eval_every: int | None = Field(default=100, ge=1)
+    """Steps between evaluations on the held-out records. Null: only at the end."""
+    eval_every_epochs: float | None = Field(default=None, gt=0)
+    """Passes over the data between evaluations, instead of train.eval_every: 1 evaluates after the last step
+    of each epoch, 0.5 also in the middle."""
+    eval_batches: int | None = Field(default=None, ge=1)
+    """Evaluate on at most this many global batches. Null: on all held-out records."""
+    eval_ema: Flag = False
+    """Evaluate the average of the weights (train.ema) in their place."""
+    metrics: Annotated[tuple[str, ...], OneOrMany, Field(strict=False)] | None = None
+    """What an evaluation computes besides the loss: perplexity and accuracy (of tokens) of language models;
+    accuracy, f1 and confusion of a classifier; mse, mae and r2 of a regression; exact_match and rouge_l of
+    generated texts (seq2seq-lm; up to a forward pass for each token); or package.module:name, a function or
+    class of your own. Null: all of the task that generate nothing, or none with train.loss; []: the loss
+    alone."""
+    callbacks: Annotated[tuple[PlugIn, ...], OneOrMany, Field(strict=False)] = ()
+    """Callbacks of your own, as package.module:name or package.module:name(argument=value). They are called
+    at the start, after steps, logs, evaluations and saves, and at the end."""
+    early_stopping_patience: int | None = Field(default=None, ge=1)
+    """End the run after this many evaluations in a row without an improvement of checkpoint.best_metric.
+    Null: never."""
+    early_stopping_threshold: float = Field(default=0.0, ge=0)
+    """An improvement is larger than this, measured from the best evaluation so far."""
 
     @property
     def freezes(self) -> bool:
@@ -792,30 +501,21 @@ class TrainConfig(Section):
 class MemoryConfig(Section):
     """Trade speed for memory. None of these changes the result."""
 
-    activation_checkpointing: Literal["none", "full", "selective"] = Field(
-        default="none",
-        description="Recompute activations in the backward pass instead of storing them: of every layer "
-        "(full; about a third slower, least memory), or all except those of costly operations (selective).",
-    )
-    loss_chunk_tokens: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
-        default="auto",
-        description="Tokens whose logits are in memory at a time. The loss of a larger micro-batch is "
-        "computed in chunks, and the logits are recomputed in the backward pass. auto: as many as have 64 "
-        "million logits (256 MiB), which matters for large vocabularies. 0: all at once. FSDP and DDP only.",
-    )
-    offload_optimizer: Literal["none", "cpu", "nvme"] = Field(
-        default="none",
-        description="Keep and update optimizer state in host memory (cpu) or on a local disk (nvme). For "
-        "models whose state does not fit the devices; steps are slower.",
-    )
-    offload_params: Literal["none", "cpu", "nvme"] = Field(
-        default="none",
-        description="Keep sharded parameters in host memory (cpu) or on a local disk (nvme) between uses; "
-        "with FSDP also the optimizer's state and step. The slowest option.",
-    )
-    nvme_path: PathText | None = Field(
-        default=None, description="Folder on a fast local disk for offloading to nvme."
-    )
+    activation_checkpointing: Literal["none", "full", "selective"] = "none"
+    """Recompute activations in the backward pass instead of storing them: of every layer (full; about a third
+    slower, least memory), or all except those of costly operations (selective)."""
+    loss_chunk_tokens: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
+    """Tokens whose logits are in memory at a time. The loss of a larger micro-batch is computed in chunks,
+    and the logits are recomputed in the backward pass. auto: as many as have 64 million logits (256 MiB),
+    which matters for large vocabularies. 0: all at once. FSDP and DDP only."""
+    offload_optimizer: Literal["none", "cpu", "nvme"] = "none"
+    """Keep and update optimizer state in host memory (cpu) or on a local disk (nvme). For models whose state
+    does not fit the devices; steps are slower."""
+    offload_params: Literal["none", "cpu", "nvme"] = "none"
+    """Keep sharded parameters in host memory (cpu) or on a local disk (nvme) between uses; with FSDP also the
+    optimizer's state and step. The slowest option."""
+    nvme_path: PathText | None = None
+    """Folder on a fast local disk for offloading to nvme."""
 
     @property
     def offloads(self) -> bool:
@@ -826,195 +526,116 @@ class MemoryConfig(Section):
 class FsdpConfig(Section):
     """Details of FSDP, with Accelerate's names. Null: the backend's default."""
 
-    shard_group_size: int | None = Field(
-        default=None,
-        ge=1,
-        description="Ranks (on XLA: devices) that shard one replica of the state in hybrid_shard and "
-        "hybrid_shard_zero2. Null: the ranks of one node (on XLA: the devices of one slice).",
-    )
+    shard_group_size: int | None = Field(default=None, ge=1)
+    """Ranks (on XLA: devices) that shard one replica of the state in hybrid_shard and hybrid_shard_zero2.
+    Null: the ranks of one node (on XLA: the devices of one slice)."""
     auto_wrap_policy: (
         Annotated[Literal["transformer_based_wrap", "size_based_wrap", "no_wrap"], AnyCase] | None
-    ) = Field(
-        default=None,
-        description="Units of sharding: each transformer layer, each module of at least fsdp.min_num_params "
-        "parameters, or the whole model. Null: each transformer layer.",
-    )
-    transformer_layer_cls_to_wrap: Names | None = Field(
-        default=None,
-        description="Class names of the layers that transformer_based_wrap wraps. Null: those that the model "
-        "declares.",
-    )
-    min_num_params: int | None = Field(
-        default=None, ge=0, description="Smallest module, in parameters, that size_based_wrap wraps."
-    )
-    forward_prefetch: Flag | None = Field(
-        default=None,
-        description="Gather the next unit's parameters during the current unit's forward pass: more overlap, "
-        "more memory.",
-    )
+    ) = None
+    """Units of sharding: each transformer layer, each module of at least fsdp.min_num_params parameters, or
+    the whole model. Null: each transformer layer."""
+    transformer_layer_cls_to_wrap: Names | None = None
+    """Class names of the layers that transformer_based_wrap wraps. Null: those that the model declares."""
+    min_num_params: int | None = Field(default=None, ge=0)
+    """Smallest module, in parameters, that size_based_wrap wraps."""
+    forward_prefetch: Flag | None = None
+    """Gather the next unit's parameters during the current unit's forward pass: more overlap, more memory."""
     backward_prefetch: Annotated[Literal["backward_pre", "backward_post", "no_prefetch"], AnyCase] | None = (
-        Field(
-            default=None,
-            description="When the backward pass gathers the next unit: before this unit's gradients "
-            "(backward_pre, most overlap; the default), or after them (backward_post and no_prefetch, which "
-            "are the same in FSDP2: less memory).",
-        )
+        None
     )
+    """When the backward pass gathers the next unit: before this unit's gradients (backward_pre, most overlap;
+    the default), or after them (backward_post and no_prefetch, which are the same in FSDP2: less memory)."""
 
 
 class Fp16Config(Section):
     """Dynamic loss scaling of precision fp16. The names are DeepSpeed's."""
 
-    initial_scale_power: int = Field(
-        default=16,
-        ge=0,
-        le=32,
-        description="The initial scale is 2 to this power. Lower it to skip fewer updates at the start.",
-    )
-    loss_scale_window: int = Field(
-        default=1000, ge=1, description="Updates without an overflow after which the scale is doubled."
-    )
-    hysteresis: int = Field(
-        default=2,
-        ge=1,
-        description="Overflows since the last doubling until the scale is halved. 1: every overflow halves "
-        "it.",
-    )
-    min_loss_scale: float = Field(
-        default=1.0,
-        gt=0,
-        description="Minimum scale. The run ends if gradients overflow at this scale.",
-    )
+    initial_scale_power: int = Field(default=16, ge=0, le=32)
+    """The initial scale is 2 to this power. Lower it to skip fewer updates at the start."""
+    loss_scale_window: int = Field(default=1000, ge=1)
+    """Updates without an overflow after which the scale is doubled."""
+    hysteresis: int = Field(default=2, ge=1)
+    """Overflows since the last doubling until the scale is halved. 1: every overflow halves it."""
+    min_loss_scale: float = Field(default=1.0, gt=0)
+    """Minimum scale. The run ends if gradients overflow at this scale."""
 
 
 class DeepSpeedConfig(Section):
     """DeepSpeed's settings, for zero1, zero2 and zero3."""
 
-    config: PathText | OpenMapping | None = Field(
-        default=None,
-        description="A DeepSpeed JSON file, or its content as a mapping. Its auto values are filled in from "
-        "this config. The JSON overrides defaults of this config; a setting that differs from the JSON is an "
-        "error.",
-    )
+    config: PathText | OpenMapping | None = None
+    """A DeepSpeed JSON file, or its content as a mapping. Its auto values are filled in from this config. The
+    JSON overrides defaults of this config; a setting that differs from the JSON is an error."""
 
 
 class XlaConfig(Section):
     """Details of XLA. Null: the backend's default."""
 
-    buffer_dtype: XlaDtype | None = Field(default=None, description="Dtype of buffers in the computation.")
-    shard_param_on_dim_0: Flag | None = Field(
-        default=None, description="Shard each parameter along its first dim, also if another is longer."
-    )
-    optimization_barrier_in_backward: Flag | None = Field(
-        default=None,
-        description="Keep the compiler from merging the gathers of different units in the backward pass.",
-    )
-    sharding: dict[str, Annotated[int, Field(ge=0)] | None] | None = Field(
-        default=None,
-        description="The sharded dim of parameters, to override the default: a mapping from regular "
-        "expressions, searched in parameter names, to a dim, or null to replicate. The first match counts.",
-    )
-    scan_layers: Flag = Field(
-        default=False,
-        description="Compile layers that are alike once and run them in a loop, so that compile time does "
-        "not grow with depth.",
-    )
-    attention_rows: int | None = Field(
-        default=None,
-        ge=1,
-        description="Compute attention for this many tokens of a sequence at a time, so that its scores take "
-        "memory for these rows alone; the backward pass computes them again. Null: all at once.",
-    )
-    compilation_cache: PathText = Field(
-        default="auto",
-        description="Folder that caches compiled graphs, or none. auto: on a TPU a folder in the user's "
-        "cache; none on virtual devices, whose graphs cannot be cached.",
-    )
+    buffer_dtype: XlaDtype | None = None
+    """Dtype of buffers in the computation."""
+    shard_param_on_dim_0: Flag | None = None
+    """Shard each parameter along its first dim, also if another is longer."""
+    optimization_barrier_in_backward: Flag | None = None
+    """Keep the compiler from merging the gathers of different units in the backward pass."""
+    sharding: dict[str, Annotated[int, Field(ge=0)] | None] | None = None
+    """The sharded dim of parameters, to override the default: a mapping from regular expressions, searched in
+    parameter names, to a dim, or null to replicate. The first match counts."""
+    scan_layers: Flag = False
+    """Compile layers that are alike once and run them in a loop, so that compile time does not grow with
+    depth."""
+    attention_rows: int | None = Field(default=None, ge=1)
+    """Compute attention for this many tokens of a sequence at a time, so that its scores take memory for
+    these rows alone; the backward pass computes them again. Null: all at once."""
+    compilation_cache: PathText = "auto"
+    """Folder that caches compiled graphs, or none. auto: on a TPU a folder in the user's cache; none on
+    virtual devices, whose graphs cannot be cached."""
 
 
 class CheckpointConfig(Section):
     """Saving and resuming."""
 
-    every_steps: int | None = Field(
-        default=100, ge=1, description="Steps between checkpoints. Null: only when the run stops."
-    )
-    every_epochs: float | None = Field(
-        default=None,
-        gt=0,
-        description="Passes over the data between checkpoints, instead of checkpoint.every_steps: 1 saves "
-        "after the last step of each epoch.",
-    )
-    keep: int | None = Field(
-        default=3, ge=1, description="Newest checkpoints to keep; older ones are deleted. Null: all."
-    )
-    keep_best: int | None = Field(
-        default=None,
-        ge=1,
-        description="Keep this many of the best checkpoints by checkpoint.best_metric, besides the newest. "
-        "An evaluation that is among the best saves a checkpoint. Null: the newest alone.",
-    )
-    best_metric: str | None = Field(
-        default=None,
-        min_length=1,
-        description="The value to compare, by its name in metrics.jsonl: eval_accuracy, or eval_loss/news "
-        "for the source news. Null: eval_loss, of the first source.",
-    )
-    best_mode: Literal["auto", "min", "max"] = Field(
-        default="auto",
-        description="Which value is better. auto: as the metric has it; a metric of your own may have "
-        "higher_is_better.",
-    )
-    export_best: Flag = Field(
-        default=False,
-        description="Write <output_dir>/final from the best checkpoint, not the last.",
-    )
-    export_ema: Flag = Field(
-        default=False,
-        description="Write <output_dir>/final from the average of the weights (train.ema), not the last "
-        "weights.",
-    )
-    async_: Flag = Field(
-        default=True,
-        alias="async",
-        description="Write in the background, from a copy of the state in host memory. False: wait for the "
-        "disk, without a copy.",
-    )
-    resume: PathText = Field(
-        default="auto",
-        description="auto: resume from the newest complete checkpoint in output_dir, if there is one. never: "
-        "refuse a folder with checkpoints. Or the path or URL of a checkpoint to start from, this program's "
-        "or another's (docs/moving.md); once output_dir has checkpoints, the run resumes from the newest.",
-    )
-    resume_step: int | None = Field(
-        default=None,
-        ge=0,
-        description="Optimizer steps that count as done at another program's checkpoint in "
-        "checkpoint.resume. The schedule continues from there; 0 restarts it. Null: the checkpoint's own "
-        "count.",
-    )
-    resume_samples: int | None = Field(
-        default=None,
-        ge=0,
-        description="Sequences that count as consumed there. This run's data order continues from there. "
-        "Null: the checkpoint's own count, or its steps times train.global_batch_size.",
-    )
-    staging_dir: PathText | None = Field(
-        default=None,
-        description="If output_dir is a URL: a local folder for shards before their upload, with space for "
-        "this machine's share of one checkpoint. Null: a folder in the system's temporary folder.",
-    )
-    max_outage_minutes: float = Field(
-        default=60.0,
-        ge=0,
-        description="If output_dir is a URL: for how many minutes saves may fail because the store is away. "
-        "The steps go on meanwhile, and each save tries again.",
-    )
-    export: Flag | Literal["merged", "like_base"] = Field(
-        default=True,
-        description="At the end, write safetensors into <output_dir>/final for from_pretrained: the model, "
-        "or the adapter alone, in peft's format. merged: the model with the adapter merged into it. "
-        "like_base: quantized as model.name_or_path is, also with an adapter merged into it.",
-    )
+    every_steps: int | None = Field(default=100, ge=1)
+    """Steps between checkpoints. Null: only when the run stops."""
+    every_epochs: float | None = Field(default=None, gt=0)
+    """Passes over the data between checkpoints, instead of checkpoint.every_steps: 1 saves after the last
+    step of each epoch."""
+    keep: int | None = Field(default=3, ge=1)
+    """Newest checkpoints to keep; older ones are deleted. Null: all."""
+    keep_best: int | None = Field(default=None, ge=1)
+    """Keep this many of the best checkpoints by checkpoint.best_metric, besides the newest. An evaluation
+    that is among the best saves a checkpoint. Null: the newest alone."""
+    best_metric: str | None = Field(default=None, min_length=1)
+    """The value to compare, by its name in metrics.jsonl: eval_accuracy, or eval_loss/news for the source
+    news. Null: eval_loss, of the first source."""
+    best_mode: Literal["auto", "min", "max"] = "auto"
+    """Which value is better. auto: as the metric has it; a metric of your own may have higher_is_better."""
+    export_best: Flag = False
+    """Write <output_dir>/final from the best checkpoint, not the last."""
+    export_ema: Flag = False
+    """Write <output_dir>/final from the average of the weights (train.ema), not the last weights."""
+    async_: Flag = Field(default=True, alias="async")
+    """Write in the background, from a copy of the state in host memory. False: wait for the disk, without a
+    copy."""
+    resume: PathText = "auto"
+    """auto: resume from the newest complete checkpoint in output_dir, if there is one. never: refuse a folder
+    with checkpoints. Or the path or URL of a checkpoint to start from, this program's or another's
+    (docs/moving.md); once output_dir has checkpoints, the run resumes from the newest."""
+    resume_step: int | None = Field(default=None, ge=0)
+    """Optimizer steps that count as done at another program's checkpoint in checkpoint.resume. The schedule
+    continues from there; 0 restarts it. Null: the checkpoint's own count."""
+    resume_samples: int | None = Field(default=None, ge=0)
+    """Sequences that count as consumed there. This run's data order continues from there. Null: the
+    checkpoint's own count, or its steps times train.global_batch_size."""
+    staging_dir: PathText | None = None
+    """If output_dir is a URL: a local folder for shards before their upload, with space for this machine's
+    share of one checkpoint. Null: a folder in the system's temporary folder."""
+    max_outage_minutes: float = Field(default=60.0, ge=0)
+    """If output_dir is a URL: for how many minutes saves may fail because the store is away. The steps go on
+    meanwhile, and each save tries again."""
+    export: Flag | Literal["merged", "like_base"] = True
+    """At the end, write safetensors into <output_dir>/final for from_pretrained: the model, or the adapter
+    alone, in peft's format. merged: the model with the adapter merged into it. like_base: quantized as
+    model.name_or_path is, also with an adapter merged into it."""
 
     @property
     def saves_on_the_way(self) -> bool:
@@ -1025,73 +646,43 @@ class CheckpointConfig(Section):
 class LogConfig(Section):
     """Reports during the run."""
 
-    every_steps: int = Field(
-        default=10,
-        ge=1,
-        description="Steps between lines in metrics.jsonl and on the console. Each is a host sync.",
-    )
-    hang_timeout: float | None = Field(
-        default=480.0,
-        gt=0,
-        description="Seconds without a new batch after which every rank writes its stacks to "
-        "<output_dir>/hang/ and exits. The first batch, which includes compilation, may take four times as "
-        "long; saves do not count. Null: no limit.",
-    )
-    memory_snapshot: Flag = Field(
-        default=False,
-        description="Record GPU memory allocations, and write them to <output_dir>/memory/ if memory runs "
-        "out, for https://pytorch.org/memory_viz. Costs a few percent of speed. GPUs only.",
-    )
-    trackers: Annotated[tuple[Tracker, ...], OneOrMany, Field(strict=False)] = Field(
-        default=("tensorboard",),
-        description="Trackers for the metrics, besides metrics.jsonl; [] for none. All except tensorboard "
-        "need their own package. Or package.module:name, a class of your own with the methods of "
-        "accelerate.tracking.GeneralTracker.",
-    )
-    project: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Project of the run at the trackers. Null: WANDB_PROJECT (or the other's "
-        "variable), else the name of the folder that output_dir lies in.",
-    )
-    name: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Name of the run there. Null: the last part of output_dir. All launches of a run are one "
-        "run there.",
-    )
-    sample_prompt: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Text that the model continues at the end of the run (generative models). Null: the "
-        "start of a held-out text.",
-    )
-    sample_tokens: int = Field(
-        default=64, ge=0, description="Tokens to generate in that sample. 0: no sample."
-    )
-    quiet: Flag = Field(
-        default=False,
-        description="Print warnings and errors only (--quiet); log.txt in the run's folder has the rest.",
-    )
+    every_steps: int = Field(default=10, ge=1)
+    """Steps between lines in metrics.jsonl and on the console. Each is a host sync."""
+    hang_timeout: float | None = Field(default=480.0, gt=0)
+    """Seconds without a new batch after which every rank writes its stacks to <output_dir>/hang/ and exits.
+    The first batch, which includes compilation, may take four times as long; saves do not count. Null: no
+    limit."""
+    memory_snapshot: Flag = False
+    """Record GPU memory allocations, and write them to <output_dir>/memory/ if memory runs out, for
+    https://pytorch.org/memory_viz. Costs a few percent of speed. GPUs only."""
+    trackers: Annotated[tuple[Tracker, ...], OneOrMany, Field(strict=False)] = ("tensorboard",)
+    """Trackers for the metrics, besides metrics.jsonl; [] for none. All except tensorboard need their own
+    package. Or package.module:name, a class of your own with the methods of
+    accelerate.tracking.GeneralTracker."""
+    project: str | None = Field(default=None, min_length=1)
+    """Project of the run at the trackers. Null: WANDB_PROJECT (or the other's variable), else the name of the
+    folder that output_dir lies in."""
+    name: str | None = Field(default=None, min_length=1)
+    """Name of the run there. Null: the last part of output_dir. All launches of a run are one run there."""
+    sample_prompt: str | None = Field(default=None, min_length=1)
+    """Text that the model continues at the end of the run (generative models). Null: the start of a held-out
+    text."""
+    sample_tokens: int = Field(default=64, ge=0)
+    """Tokens to generate in that sample. 0: no sample."""
+    quiet: Flag = False
+    """Print warnings and errors only (--quiet); log.txt in the run's folder has the rest."""
 
 
 class HubConfig(Section):
     """Uploads of exports to the Hugging Face hub."""
 
-    push: Literal["end", "checkpoints"] | None = Field(
-        default=None,
-        description="What to upload: <output_dir>/final at the end, with a model card (end), or the export "
-        "of every checkpoint, too, each as a commit (checkpoints). Null: nothing. Optimizer states and data "
-        "stay here. The token comes from HF_TOKEN or hf auth login.",
-    )
-    repo: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Repository, such as organization/name. It is created if there is none. Null: the last "
-        "part of output_dir, under the name of the token's user.",
-    )
-    private: Flag = Field(
-        default=True,
-        description="Create the repository as a private one, and refuse one that is public. False: create a "
-        "public one; an existing one stays as it is.",
-    )
+    push: Literal["end", "checkpoints"] | None = None
+    """What to upload: <output_dir>/final at the end, with a model card (end), or the export of every
+    checkpoint, too, each as a commit (checkpoints). Null: nothing. Optimizer states and data stay here. The
+    token comes from HF_TOKEN or hf auth login."""
+    repo: str | None = Field(default=None, min_length=1)
+    """Repository, such as organization/name. It is created if there is none. Null: the last part of
+    output_dir, under the name of the token's user."""
+    private: Flag = True
+    """Create the repository as a private one, and refuse one that is public. False: create a public one; an
+    existing one stays as it is."""

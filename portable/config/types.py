@@ -23,9 +23,11 @@ _MAX_DEPTH = 50
 
 
 class Section(BaseModel):
-    """A group of settings: no unknown keys, strict types, frozen."""
+    """A group of settings: no unknown keys, strict types, frozen. The text below a field describes it."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 def truth(value: Any) -> Any:

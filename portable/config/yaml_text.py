@@ -26,6 +26,7 @@ CORE_SCHEMA: tuple[tuple[str, str, str], ...] = (
 
 _TAG = "tag:yaml.org,2002:"
 _MAX_NODES = 100_000
+_MAX_DIGITS = 3500  # of more, also hexadecimal ones, Python prints none
 _PARSER_FAULTS = (yaml.YAMLError, ValueError, ArithmeticError, LookupError, RecursionError)
 
 Path = tuple[str, ...]
@@ -57,11 +58,11 @@ class Document:
     lines: dict[Path, int]
 
 
-def parse(text: str, name: str) -> Document:
-    """Parse a document. ``name`` is the file for ``UserError`` messages."""
+def parse(text: str, name: str, *, most: int = _MAX_NODES) -> Document:
+    """Parse a document of at most ``most`` values. ``name`` is the file for ``UserError`` messages."""
     try:
         node = yaml.compose(text, Loader=_CoreLoader)
-        reader = _Reader(name)
+        reader = _Reader(name, most)
         value = None if node is None else reader.read(node, ())
     except _PARSER_FAULTS as error:
         raise UserError(_blame(name, error)) from error
@@ -74,6 +75,15 @@ def parse_value(text: str) -> Any:
         return parse(text, "value").value
     except UserError:
         return text
+
+
+def parse_mapping(text: str, flag: str) -> Any:
+    """The same of a flag that takes a mapping.
+
+    Raises:
+        UserError: if the text begins as a mapping does, and is not valid.
+    """
+    return parse(text, flag).value if text.startswith("{") else parse_value(text)
 
 
 def _blame(name: str, error: BaseException) -> str:
@@ -92,6 +102,7 @@ class _Reader:
     """Converts nodes to values and records line numbers."""
 
     name: str
+    most: int
     lines: dict[Path, int] = field(default_factory=dict)
     _open: set[int] = field(default_factory=set)
     _nodes: int = 0
@@ -99,7 +110,7 @@ class _Reader:
     def read(self, node: yaml.Node, path: Path) -> Any:
         self._nodes += 1
         # Nested aliases can expand a short file to more than fits in memory.
-        if id(node) in self._open or self._nodes > _MAX_NODES:
+        if id(node) in self._open or self._nodes > self.most:
             raise self._refuse(node, "a recursive alias, or a file too large for a config")
         self._open.add(id(node))
         try:
@@ -142,6 +153,8 @@ class _Reader:
             if kind == "bool" and text.lower() in ("true", "false"):
                 return text.lower() == "true"
             if kind == "int":
+                if len(text) > _MAX_DIGITS:
+                    raise ValueError
                 return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
             if kind == "float":
                 return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from converters import CheckpointError, dequantized, dequantizes, layout_of, open_checkpoint, quantization_of
+import converters
+from converters import CheckpointError, open_checkpoint
 from portable.errors import UserError, one_line
 from portable.model.build import without_quantization
 from portable.model.grown import GrownTensor
@@ -82,7 +83,7 @@ def pretrained_weights(
     """
     assert settings.name_or_path is not None
     described = without_quantization(_own_config(settings))
-    if described is not None and not dequantizes(described):
+    if described is not None and not converters.dequantizes(described):
         weights = _dequantized(settings, model, described)
     else:
         weights = _matched(settings, model, files_of(settings, "float32").tensors, grown_from)
@@ -310,7 +311,8 @@ def files_of(settings: ModelConfig, dtype: str) -> Checkpoint:
     """
     try:
         checkpoint = open_checkpoint(snapshot(str(settings.name_or_path)))
-        return checkpoint if quantization_of(checkpoint) is None else dequantized(checkpoint, dtype)
+        plain = converters.quantization_of(checkpoint) is None
+        return checkpoint if plain else converters.dequantized(checkpoint, dtype)
     except CheckpointError as error:
         raise UserError(f"model.name_or_path: {error}") from error
 
@@ -323,7 +325,7 @@ def layout_to_export(settings: ModelConfig) -> Checkpoint:
     """
     try:
         checkpoint = open_checkpoint(snapshot(str(settings.name_or_path)))
-        layout_of(checkpoint)
+        converters.layout_of(checkpoint)
     except CheckpointError as error:
         raise UserError(f"checkpoint.export: like_base: {error}") from error
     return checkpoint

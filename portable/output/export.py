@@ -17,19 +17,9 @@ import os
 import shutil
 from typing import TYPE_CHECKING, Any
 
-from converters import (
-    CheckpointError,
-    check_manifest,
-    find_adapter,
-    merge,
-    open_checkpoint,
-    quantized_like,
-    write_adapter,
-    write_safetensors,
-)
-from converters.errors import printable
+import converters
+from converters.errors import CheckpointError, printable
 from converters.storage.places import in_store, unused_name
-from converters.writers.remote_draft import Written, versions
 from converters.writers.replace_folder import recover, swap
 from portable.durable import sync_folder, write_durably
 from portable.errors import UserError, one_line
@@ -73,7 +63,7 @@ def export(
     """
     try:
         with storage_errors("checkpoint.export"):
-            check_manifest(checkpoint)
+            converters.check_manifest(checkpoint)
             if in_store(folder):
                 _move_other_objects(folder)
                 facts = {EXPORTED: checkpoint.name}
@@ -100,16 +90,20 @@ def _write(
     average: bool,
     **options: Any,
 ) -> None:
-    opened = open_checkpoint(checkpoint).with_companions(beside)
+    opened = converters.open_checkpoint(checkpoint).with_companions(beside)
     if average:
         opened = opened.with_state_as_weights(AVERAGE)
     options["progress"] = at_a_terminal()
-    adapter = find_adapter(opened)
+    adapter = converters.find_adapter(opened)
     if adapter is not None and base is None:
-        write_adapter(adapter, out, **options)
+        converters.write_adapter(adapter, out, **options)
         return
-    model = opened if adapter is None or base is None else merge(adapter, base.with_companions(beside))
-    write_safetensors(model if like is None else quantized_like(model, like), out, **options)
+    model = opened
+    if adapter is not None and base is not None:
+        model = converters.merge(adapter, base.with_companions(beside))
+    if like is not None:
+        model = converters.quantized_like(model, like)
+    converters.write_safetensors(model, out, **options)
 
 
 def recover_export(folder: Path) -> None:
@@ -139,6 +133,8 @@ def _put(new: Path, folder: Path) -> None:
 
 def _move_other_objects(folder: RemotePath) -> None:
     """Move objects that no export wrote to another folder, with a warning."""
+    from converters.writers.remote_draft import Written, versions
+
     folder.refresh()
     written = Written.of(folder)
     if EXPORTED not in written.facts:

@@ -12,7 +12,6 @@ from converters.writers.replace_folder import recover
 from portable.checkpoint.store import Checkpoints
 from portable.errors import RunError, UserError, one_line
 from portable.output.lock import locked
-from portable.output.mirror import Mirror
 from portable.paths import CONFIG_FILE, FINAL, place_of
 
 if TYPE_CHECKING:
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from portable.config import RunConfig
+    from portable.output.mirror import Mirror
     from portable.paths import Place
 
 
@@ -65,6 +65,8 @@ class Output:
         self._outage_minutes = outage_minutes
         self._mirror: Mirror | None = None
         if in_store(place):
+            from portable.output.mirror import Mirror
+
             self._mirror = mirror = Mirror(place, rank, staging)
             self.work, self.scratch, self.agreed = mirror.work, mirror.scratch, str(place)
         else:

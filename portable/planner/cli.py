@@ -22,7 +22,7 @@ from portable.planner import device_lookup as devices
 from portable.planner.hours import hours_of, prices_of, prices_of_sky, rounded, work_of
 from portable.planner.memory_model import Cluster, Setting
 from portable.planner.plan import Planner, Target
-from portable.planner.tables import Shared, as_json, as_text, next_reductions
+from portable.planner.tables import Plan, Shared, as_json, as_text, next_reductions
 from portable.registry import PLANNED_FOR_AUTO, CompileTarget, backend_package
 from portable.terminal import loading, tell
 
@@ -127,17 +127,16 @@ def run(argv: Sequence[str]) -> int:
     searching = target.device is not None and not _fits_as_it_is(best)
     adapter = _with_adapter(planner) if searching else None
     shared = _with_shared_sequences(planner) if searching else None
+    plan = Plan(planner, found, best, adapter, shared, work, price)
     compiled = _compiled(planner, given)
     if given.get("json"):
-        answer = as_json(planner, found, best, adapter, shared, work, price)
+        answer = as_json(plan)
         if compiled is not None:
             answer["compiled"] = compiled_report.as_json(*compiled)
         say(json.dumps(answer, indent=1))
     else:
-        width = shutil.get_terminal_size((100, 24)).columns
-        wide = bool(given.get("wide"))
-        width = min(max(60, width), 110)
-        say(as_text(planner, found, best, adapter, shared, work=work, price=price, wide=wide, width=width))
+        width = min(max(60, shutil.get_terminal_size((100, 24)).columns), 110)
+        say(as_text(plan, wide=bool(given.get("wide")), width=width))
         if compiled is not None:
             say("\n" + compiled_report.as_text(*compiled))
     return 0

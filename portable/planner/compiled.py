@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from portable.formatting import human_bytes, table
+from pydantic import TypeAdapter
+
+from portable.formatting import aligned, human_bytes, table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -85,18 +88,9 @@ class CompiledGraph:
     def sent_bytes(self) -> int:
         return sum(found.bytes for found in self.collectives.values())
 
-    @classmethod
-    def from_json(cls, found: dict[str, Any]) -> CompiledGraph:
-        """The graph that :func:`dataclasses.asdict` made ``found`` of."""
-        return cls(
-            **{
-                **found,
-                "collectives": {kind: Collective(**sums) for kind, sums in found["collectives"].items()},
-                "large_values": tuple(LargeValue(**value) for value in found["large_values"]),
-                "host_transfers": tuple(found["host_transfers"]),
-                "notes": tuple(found["notes"]),
-            }
-        )
+
+GRAPH = TypeAdapter(CompiledGraph)
+"""Makes a graph of what :func:`dataclasses.asdict` made of one."""
 
 
 @dataclass(frozen=True)
@@ -309,13 +303,4 @@ def _compared(line: Comparison) -> tuple[str, ...]:
 
 
 def _aligned(lines: Sequence[tuple[str, ...]], left: int = 1) -> str:
-    """Columns; the first ``left`` of them are text, the others numbers."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  "
-        + "  ".join(
-            cell.ljust(width) if i < left else cell.rjust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
+    return textwrap.indent(aligned(lines, left), "  ")

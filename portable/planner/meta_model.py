@@ -12,7 +12,6 @@ from portable.model.layers import transformer_layers
 from portable.model.parameters import embeddings, stored_tensors
 from portable.model.shareable import check, exchanged_width
 from portable.model.shared_layers import check_layers, cut_dims
-from portable.planner.activations import activations
 from portable.planner.inventory import Inventory, Weight
 from portable.planner.passes import Activations, Peak
 from portable.registry import backend_package
@@ -63,6 +62,8 @@ class MetaModel:
 
     def activations(self, request: Request) -> Activations:
         """Peaks of a pass; an estimate if control flow depends on values, which the meta device lacks."""
+        from portable.planner.activations import activations
+
         if request not in self._found:
             try:
                 self._found[request] = activations(self._model, request)

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import textwrap
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from portable.formatting import human_bytes, human_count, table
+from portable.formatting import aligned, human_bytes, human_count, table
 from portable.planner.hours import hours_of, rounded
 from portable.registry import backend_package
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from portable.planner.hours import Work
+    from portable.planner.hours import Hours, Work
     from portable.planner.plan import Option, Planner
 
 _TEXT = ("strategy", "offload", "recompute")
 _PARTS = ("parameters", "gathered", "gradients", "optimizer", "activations")
 """The columns of device memory, in a wide table only."""
-_BYTES = ("device", "host", "disk", "sends")
 
 
 class Shared(NamedTuple):
@@ -29,52 +29,74 @@ class Shared(NamedTuple):
     option: Option
 
 
-def as_json(
-    planner: Planner,
-    options: Sequence[Option],
-    best: Option | None,
-    adapter: Option | None = None,
-    shared: Shared | None = None,
-    work: Work | None = None,
-    price: float | None = None,
-) -> dict[str, Any]:
-    """The plan for programs; sizes in bytes. The arguments are those of :func:`as_text`."""
-    why = reason(planner, options, best, adapter, shared) if best is not None else None
-    target = planner.target
-    device = target.device
-    hours = None if best is None or work is None else hours_of(planner, best, work)
-    cost = None if hours is None or price is None else hours.cost(price * target.cluster.devices)
+@dataclass(frozen=True)
+class Plan:
+    """What a run takes on a target, and what is recommended.
+
+    Attributes:
+        planner: that made it.
+        options: all ways to run the config.
+        best: the recommended one; None if none fits, or the memory is unknown.
+        adapter: what fits with an adapter, where without one nothing does, or only with offloading.
+        shared: the same of devices that share sequences.
+        work: the tokens, if they are known.
+        price: of a device for an hour.
+    """
+
+    planner: Planner
+    options: Sequence[Option]
+    best: Option | None
+    adapter: Option | None = None
+    shared: Shared | None = None
+    work: Work | None = None
+    price: float | None = None
+
+    @cached_property
+    def hours(self) -> Hours | None:
+        """How long the run takes under the recommended option, as far as that is known."""
+        return hours_of(self.planner, self.best, self.work) if self.best and self.work else None
+
+    @cached_property
+    def cost(self) -> Hours | None:
+        """What that costs."""
+        if self.hours is None or self.price is None:
+            return None
+        return self.hours.cost(self.price * self.planner.target.cluster.devices)
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """The plan for programs; sizes in bytes."""
+    planner, target, hours = plan.planner, plan.planner.target, plan.hours
+    device, devices = target.device, target.cluster.devices
+    reached = device.reached if device and hours else None
+    shared = plan.shared and {"context_parallel_size": plan.shared.size, **_option(plan.shared.option)}
     return {
         "model": planner.model.architecture,
         "parameters": planner.model.parameters,
         "precision": planner.config.precision,
         "backend": target.backend,
-        "device": None if device is None else device.name,
-        "device_memory": None if device is None else device.memory,
-        "usable_memory": None if device is None else device.usable(target.cluster.devices),
-        "devices": target.cluster.devices,
+        "device": device and device.name,
+        "device_memory": device and device.memory,
+        "usable_memory": device and device.usable(devices),
+        "devices": devices,
         "host_memory": target.host_memory,
         "activations_estimated": planner.failure,
         "most_tokens_per_second": planner.most_tokens_per_second(),
-        "tokens": None if work is None else work.tokens,
-        "hours": None if hours is None else [hours.least, hours.most],
-        "share_of_peak": None if device is None or hours is None else list(device.reached.share),
-        "share_of_peak_source": None if device is None or hours is None else device.reached.source,
-        "cost": None if cost is None else [cost.least, cost.most],
-        "best": None if best is None else _option(best) | {"reason": why},
-        "with_adapter": None if adapter is None else _option(adapter),
-        "with_shared_sequences": None
-        if shared is None
-        else {"context_parallel_size": shared.size, **_option(shared.option)},
-        "options": [_option(option) for option in options],
+        "tokens": plan.work and plan.work.tokens,
+        "hours": hours and [hours.least, hours.most],
+        "share_of_peak": reached and list(reached.share),
+        "share_of_peak_source": reached and reached.source,
+        "cost": plan.cost and [plan.cost.least, plan.cost.most],
+        "best": plan.best and _option(plan.best) | {"reason": reason(plan)},
+        "with_adapter": plan.adapter and _option(plan.adapter),
+        "with_shared_sequences": shared,
+        "options": [_option(option) for option in plan.options],
     }
 
 
 def _option(option: Option) -> dict[str, Any]:
     return {
-        "strategy": option.setting.strategy,
-        "offload_optimizer": option.setting.offload_optimizer,
-        "offload_params": option.setting.offload_params,
+        **asdict(option.setting),
         "micro_batch_size": option.micro_batch,
         "activation_checkpointing": option.recompute,
         "device_bytes": {**asdict(option.device_bytes), "total": option.device_bytes.total},
@@ -86,47 +108,30 @@ def _option(option: Option) -> dict[str, Any]:
     }
 
 
-def as_text(
-    planner: Planner,
-    options: Sequence[Option],
-    best: Option | None,
-    adapter: Option | None = None,
-    shared: Shared | None = None,
-    *,
-    work: Work | None = None,
-    price: float | None = None,
-    wide: bool = False,
-    width: int = 100,
-) -> str:
+def as_text(plan: Plan, *, wide: bool = False, width: int = 100) -> str:
     """The plan for people.
 
     Args:
-        planner: that made it.
-        options: all of them.
-        best: the recommended one.
-        adapter: what fits with an adapter, where without one nothing does, or only with offloading.
-        work: the tokens, if they are known.
-        price: of a device for an hour.
-        shared: the same of devices that share sequences.
+        plan: to show.
         wide: show what device memory consists of.
         width: of a line of prose.
     """
-    target = planner.target
-    device, cluster = target.device, target.cluster
-    where = (
-        f"{cluster.devices} x {device.name}" if device is not None else human_count(cluster.devices, "device")
-    )
+    planner, best = plan.planner, plan.best
+    device, cluster = planner.target.device, planner.target.cluster
+    where = human_count(cluster.devices, "device")
+    if device is not None:
+        where = f"{cluster.devices} x {device.name}, {human_bytes(device.memory)} each"
     size = planner.config.ranks_together
     on = "a device" if size == 1 else f"{size} devices"
     rows = [
         ("model", f"{planner.model.architecture}, {planner.model.parameters:,} parameters"),
-        ("devices", where + ("" if device is None else f", {human_bytes(device.memory)} each")),
+        ("devices", where),
         (
             "batch",
             f"{planner.micro_batch} of {planner.config.data.seq_len} tokens at a time on {on}, "
             f"{planner.share} a step; {planner.config.precision}",
         ),
-        ("a checkpoint", human_bytes(min(option.checkpoint_bytes for option in options))),
+        ("a checkpoint", human_bytes(min(option.checkpoint_bytes for option in plan.options))),
     ]
     if (peak := planner.peak_flops()) and (most := planner.most_tokens_per_second()):
         each = f"{cluster.devices} x {peak / 1e12:,.0f} TFLOP/s"
@@ -134,15 +139,14 @@ def as_text(
         rows.append(
             ("tokens/s", f"at most {rounded:,.0f}, at the data sheet's {each}; MFU is a run's share of it")
         )
-    rows += hours_rows(planner, best, work, price)
-    parts = [table(rows, width)]
+    parts = [table(rows + hours_rows(plan), width)]
     if planner.failure is not None:
         parts.append(f"note: activations are estimated by formula: {planner.failure}")
     if device is not None:
-        parts.append(folded(reason(planner, options, best, adapter, shared), width))
+        parts.append(folded(reason(plan), width))
     if best is not None:
         parts.append(best.yaml(planner.config))
-    parts.append(columns(options, planner, best, wide=wide))
+    parts.append(columns(plan, wide=wide))
     if best is not None:
         parts.append("* is recommended; the row shows it as it would run")
     if device is None:
@@ -151,21 +155,18 @@ def as_text(
     return "\n\n".join(parts)
 
 
-def hours_rows(
-    planner: Planner, best: Option | None, work: Work | None, price: float | None = None
-) -> list[tuple[str, str]]:
-    """How long the run takes under ``best`` and what that costs, as far as that is known."""
-    device = planner.target.device
-    if device is None or best is None or work is None or (hours := hours_of(planner, best, work)) is None:
+def hours_rows(plan: Plan) -> list[tuple[str, str]]:
+    """How long the run takes and what that costs, as far as that is known."""
+    device, work = plan.planner.target.device, plan.work
+    if device is None or work is None or plan.hours is None:
         return []
     low, high = device.reached.share
     bound = "at most " if work.at_most else ""
     share = f"{low:.0%} to {high:.0%} of the peak ({device.reached.source})"
-    rows = [("time", f"{bound}{hours} for {bound}{work.tokens:,} tokens: {share}")]
-    if price is not None:
-        cost = hours.cost(price * planner.target.cluster.devices)
-        at = f"{price:g} an hour for each device"
-        rows.append(("cost", f"{bound}{rounded(cost.least)} to {rounded(cost.most)}, at {at}"))
+    rows = [("time", f"{bound}{plan.hours} for {bound}{work.tokens:,} tokens: {share}")]
+    if plan.cost is not None:
+        least, most = rounded(plan.cost.least), rounded(plan.cost.most)
+        rows.append(("cost", f"{bound}{least} to {most}, at {plan.price:g} an hour for each device"))
     return rows
 
 
@@ -178,11 +179,12 @@ def folded(text: str, width: int) -> str:
     )
 
 
-def columns(options: Sequence[Option], planner: Planner, best: Option | None, *, wide: bool = False) -> str:
-    """One line for each option; ``best`` first, with a star. Columns that say nothing new are left out."""
-    shown = [*options]
+def columns(plan: Plan, *, wide: bool = False) -> str:
+    """One line for each option; the best first, with a star. Columns that say nothing new are left out."""
+    planner, best = plan.planner, plan.best
+    shown = [*plan.options]
     if best is not None:
-        shown = [best, *(option for option in options if option.setting != best.setting)]
+        shown = [best, *(option for option in shown if option.setting != best.setting)]
     rows = [_cells(option, star="" if best is None else "* " if option is best else "  ") for option in shown]
     idle = dict.fromkeys(("host", "disk", "sends"), "-")
     if not wide:
@@ -193,32 +195,16 @@ def columns(options: Sequence[Option], planner: Planner, best: Option | None, *,
         for name in rows[0]
         if (wide or name not in _PARTS) and any(row[name] != idle.get(name) for row in rows)
     ]
-    lines = [
-        [("  " if best else "") + names[0], *names[1:]],
-        *([row[name] for name in names] for row in rows),
-    ]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if name in _TEXT else cell.rjust(width)
-            for name, cell, width in zip(names, line, widths, strict=True)
-        ).rstrip()
-        for line in lines
-    )
+    head = [("  " if best else "") + names[0], *names[1:]]
+    lines = [head, *([row[name] for name in names] for row in rows)]
+    return aligned(lines, left=len({*names} & {*_TEXT}))
 
 
 def _cells(option: Option, star: str) -> dict[str, str]:
     size = option.device_bytes
-    numbers = {
-        **{name: getattr(size, name) for name in _PARTS},
-        **dict(
-            zip(
-                _BYTES,
-                (size.total, option.host_bytes, option.disk_bytes, option.communication_bytes),
-                strict=True,
-            )
-        ),
-    }
+    numbers = {name: getattr(size, name) for name in _PARTS}
+    numbers |= {"device": size.total, "host": option.host_bytes, "disk": option.disk_bytes}
+    numbers["sends"] = option.communication_bytes
     return {
         "strategy": star + option.setting.strategy,
         "offload": offloading(option),
@@ -244,21 +230,17 @@ def in_words(option: Option) -> str:
     return option.setting.strategy + (f" with {moved} {where}" if moved else "")
 
 
-def reason(
-    planner: Planner,
-    options: Sequence[Option],
-    best: Option | None,
-    adapter: Option | None = None,
-    shared: Shared | None = None,
-) -> str:
-    """Why ``best`` is recommended, what to reduce next, and what fits with an adapter or shared sequences."""
+def reason(plan: Plan) -> str:
+    """Why the best is recommended, what to reduce next, what fits with an adapter or shared sequences."""
+    planner, best = plan.planner, plan.best
     device = planner.target.device
     assert device is not None
     usable = device.usable(planner.target.cluster.devices)
     instead = ""
-    others = [("an adapter (adapter.type lora)", adapter)]
-    if shared is not None:
-        others.insert(0, (f"context_parallel_size {shared.size}, the smallest that fits", shared.option))
+    others = [("an adapter (adapter.type lora)", plan.adapter)]
+    if plan.shared is not None:
+        name = f"context_parallel_size {plan.shared.size}, the smallest that fits"
+        others.insert(0, (name, plan.shared.option))
     for name, other in others:
         if other is None:
             continue
@@ -266,7 +248,7 @@ def reason(
         if changes := changed(planner, other):
             instead += " with " + " and ".join(changes)
     if best is None:
-        least = min(options, key=lambda option: option.device_bytes.total)
+        least = min(plan.options, key=lambda option: option.device_bytes.total)
         return (
             f"nothing fits: even {in_words(least)} takes {human_bytes(least.device_bytes.total)} of "
             f"{human_bytes(usable)} usable, most of it {largest_part(least)}, also with one sequence at a "
@@ -280,7 +262,9 @@ def reason(
         text += f", and {human_bytes(best.host_bytes)} of a node's host memory"
     if best.disk_bytes:
         text += f", and {human_bytes(best.disk_bytes)} of its disk"
-    before = [option for option in options if option.fits is False and planner.comes_before(option, best)]
+    before = [
+        option for option in plan.options if option.fits is False and planner.comes_before(option, best)
+    ]
     if before:
         last = before[-1]
         text += (

@@ -17,8 +17,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import yaml
-
 from converters.commands import DONE, FAILED, REFUSED, Parser, ShowVersion, command, exit_codes
 from converters.console import complain, say
 from converters.containers.pickle_reader import plain
@@ -26,6 +24,7 @@ from converters.errors import printable
 from converters.storage.places import in_store
 from converters.storage.safe_open import LinkError, read_small
 from portable.config.flags import path_given
+from portable.config.yaml_text import parse
 from portable.durable import write_durably
 from portable.errors import RunError, UserError, one_line
 from portable.formatting import human_bytes, human_count, human_time
@@ -470,44 +469,18 @@ def read_preview(path: Place) -> dict[str, Any] | None:
         return None
 
 
-class _Loader(yaml.SafeLoader):
-    """Refuses YAML whose aliases expand to too many values."""
-
-    def get_single_node(self) -> Any:
-        node = super().get_single_node()
-        sizes: dict[int, int] = {}
-
-        def size(node: Any) -> int:
-            # An alias counts at each place. A node that contains itself counts as too large.
-            if id(node) not in sizes:
-                if isinstance(node, yaml.ScalarNode) and len(node.value) > _MOST_NAME:
-                    # No number or date; YAML's 1:1:1:... grows with each part, and JSON shows no long one.
-                    node.tag = yaml.resolver.BaseResolver.DEFAULT_SCALAR_TAG
-                sizes[id(node)] = _MOST_SETTINGS
-                parts = node.value if isinstance(node, yaml.CollectionNode) else ()
-                flat = (part for pair in parts for part in (pair if isinstance(pair, tuple) else (pair,)))
-                sizes[id(node)] = 1 + sum(map(size, flat))
-            return sizes[id(node)]
-
-        if node is not None and size(node) > _MOST_SETTINGS:
-            raise yaml.YAMLError("too many values")
-        return node
-
-
 def _settings(path: Place) -> tuple[dict[str, Any], str]:
     """The settings of a run by dotted key, and why they cannot be read, if so. Empty without a file."""
     try:
-        tree = yaml.load(read_small(path, limit=_MOST_CONFIG), _Loader)
+        text = read_small(path, limit=_MOST_CONFIG).decode("utf-8")
+        tree = parse(text, path.name, most=_MOST_SETTINGS).value
         return dict(_flat("", tree)) if isinstance(tree, dict) else {}, ""
     except FileNotFoundError:
         return {}, ""
-    except RecursionError:
-        return {}, "nested too deeply"
     except OSError as error:
         return {}, one_line(error.strerror or error)
-    # For a bad `!!int`, `!!bool` or `!!timestamp` PyYAML lets Python's errors through.
-    except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError):
-        return {}, "not readable"
+    except (UserError, ValueError) as error:
+        return {}, "nested too deeply" if isinstance(error.__cause__, RecursionError) else "not readable"
 
 
 def _flat(prefix: str, tree: dict[str, Any]) -> Iterable[tuple[str, Any]]:

@@ -13,7 +13,6 @@ from portable.checkpoint.trainer_state import TrainerState
 from portable.data.samples.shared import shared
 from portable.errors import UserError
 from portable.loop import train_step
-from portable.planner.this_machine import planner_here, what_fits
 from portable.registry import backend_package
 
 if TYPE_CHECKING:
@@ -198,6 +197,8 @@ def _two_steps(engine: Engine, search: Search, plan: BatchPlan, size: int) -> No
 def _planned(search: Search, candidates: Sequence[int]) -> int:
     """The largest candidate that fits by plan, where the search begins."""
     try:
+        from portable.planner.this_machine import planner_here
+
         planner = planner_here(search.config, search.build(), search.backend)
         return planner.largest_micro_batch(list(candidates)) or FIRST_GUESS
     except UserError:  # the search itself reports it
@@ -223,6 +224,8 @@ def advice(search: Search, present: int) -> str:
         fitting = "no smaller number was found to fit;"
     text = f"{fitting} use {remedies(search.config, search.world)}"
     try:
+        from portable.planner.this_machine import planner_here, what_fits
+
         planned = what_fits(planner_here(search.config, search.build(), search.backend))
     except UserError:
         planned = None

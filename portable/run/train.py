@@ -25,7 +25,6 @@ from portable.ranks import launch
 from portable.ranks.collectives import all_or_none
 from portable.ranks.consistency import agree
 from portable.ranks.watchdog import Watchdog
-from portable.reporting.profiling import Profiler
 from portable.reporting.reporter import Reporter
 from portable.run.batches import train_loader
 from portable.run.callbacks import Beats, Run, check, order
@@ -33,15 +32,16 @@ from portable.run.evaluation import Evaluations, why_ended
 from portable.run.finish import export_with_card, finish, headline, sample
 from portable.run.restore import restore
 from portable.run.save import Saving
-from portable.run.uploads import Uploads
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from portable.loop import Callback
     from portable.output.output_dir import Output
+    from portable.reporting.profiling import Profiler
     from portable.reporting.run_log import RunLog
     from portable.run.stages import Prepared, Restored
+    from portable.run.uploads import Uploads
 
 EXIT_DONE, EXIT_STOPPED = 0, 75
 
@@ -79,7 +79,7 @@ def train_run(prepared: Prepared, output: Output, log: RunLog, *, profile: bool 
         batches = iter(train_loader(prepared, run.samples))
         reporter = Reporter(run, output, restored.source)
         watchdog = _watchdog(run, output)
-        profiler = Profiler(output.work / "profile", run.rank) if profile else None
+        profiler = _profiler(run, output) if profile else None
         uploads = None if hub is None else _uploads(run, output, hub)
         beside: dict[str, Callback | None] = {
             **check(run.config.train.callbacks),
@@ -180,7 +180,15 @@ def _watchdog(run: Run, output: Output) -> Watchdog:
     )
 
 
+def _profiler(run: Run, output: Output) -> Profiler:
+    from portable.reporting.profiling import Profiler
+
+    return Profiler(output.work / "profile", run.rank)
+
+
 def _uploads(run: Run, output: Output, hub: Hub) -> Uploads:
+    from portable.run.uploads import Uploads
+
     export, every = partial(export_with_card, run.prepared, output.work), run.config.hub.push == "checkpoints"
     uploads = Uploads(hub, export, output.scratch, checkpoints=every)
     if every:

@@ -257,7 +257,7 @@ def test_what_both_files_say_is_taken_over(tmp_path: Path, corpus: Path) -> None
 
 
 CONFLICTS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
-    ({"train_batch_size": 8}, {}, ["train_batch_size is 8", "train.global_batch_size is 6"]),
+    ({"train_batch_size": 8}, {}, ["train_batch_size sets", "to 8", "train.global_batch_size is 6"]),
     ({"gradient_clipping": 0.5}, {"train__max_grad_norm": 1.0}, ["gradient_clipping", "train.max_grad_norm"]),
     ({"zero_optimization": {"stage": 2}}, {"strategy": "zero3"}, ["stage", "zero2", "strategy", "zero3"]),
     ({"zero_optimization": {"stage": 4}}, {}, ["zero_optimization.stage", "4"]),
@@ -490,6 +490,15 @@ def test_words_are_read_as_deepspeed_reads_them(tmp_path: Path, corpus: Path) ->
 def test_a_stage_with_a_point_is_a_whole_one(tmp_path: Path, corpus: Path) -> None:
     """DeepSpeed's parser takes 2.0, which some programs write."""
     assert resolved(tmp_path, corpus, {"zero_optimization": {"stage": 2.0}}).strategy == "zero2"
+
+
+def test_params_without_an_optimizer_have_no_effect(tmp_path: Path, corpus: Path) -> None:
+    document = {"zero_optimization": {"stage": 1}, "optimizer": {"params": {"lr": 0.1}}}
+    config = resolved(tmp_path, corpus, document)
+    assert config.train.learning_rate != 0.1
+    read = deepspeed_json.read(config)
+    assert read is not None
+    assert "optimizer.params: has no effect without optimizer.type" in read.imported.notes[-1]
 
 
 def test_the_schedulers_rate_is_the_runs(tmp_path: Path, corpus: Path) -> None:

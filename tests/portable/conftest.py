@@ -14,7 +14,6 @@ _passes: dict[Any, Any] = {}
 def passes_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planner runs the passes of a model once in a session, for tests of what it makes of them."""
     from portable.planner import activations as passes
-    from portable.planner import meta_model
 
     run = passes.activations
 
@@ -25,7 +24,7 @@ def passes_known(monkeypatch: pytest.MonkeyPatch) -> None:
             _passes[key] = run(model, request)
         return _passes[key]
 
-    monkeypatch.setattr(meta_model, "activations", known)
+    monkeypatch.setattr(passes, "activations", known)
 
 
 @pytest.fixture

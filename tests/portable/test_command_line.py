@@ -188,6 +188,7 @@ REFUSED: list[tuple[dict[str, Any] | str, str]] = [
     ("--json values.json", "--json|add --eval-only"),
     ("--eval-only --json no/such/values.json", "--json|make it first"),
     ("--eval-only --json .", "--json|is a folder; name a file"),
+    (f"--eval-only --json {__file__}", "--json|has no evaluation; name another file"),
     ("--eval-only --json=", "--json needs a value|FILE"),
     ("--eval-only --json values.json --dry-run", "--json|--dry-run evaluates nothing"),
     ("--accelerate-config no-such.yaml", "no-such.yaml"),

@@ -153,6 +153,7 @@ REFUSED = [
     ("sky", ["--device", "h101:8"], "--device: h101:8: unknown device 'h101'; did you mean h100?"),
     ("sky", ["--device", "h100:x"], "write NAME:COUNT"),
     ("sky", ["--device", "h100:12"], "a machine has 8"),
+    ("sky", ["--device", "mi300x:8"], "mi300x is an AMD GPU, and pip's torch is for NVIDIA"),
     ("sky", ["--device", "h100:16", "--device", "h100:8"], "the same number of machines"),
     ("sky", ["--device", "v5e:16"], "needs --for cloud-tpu"),
     ("sky", ["--device", "v5e:5"], "no slice has so many chips"),

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from portable import interpreter
 from portable.errors import UserError, one_line
 from portable.formatting import human_bytes
-from portable.planner.compiled import Compiled, CompiledGraph
+from portable.planner.compiled import GRAPH, Compiled
 from portable.temporary_folder import scratch_folder
 from portable.terminal import at_a_terminal
 from tpu.compile.hlo import short
@@ -126,7 +126,7 @@ def compile_graphs(
     compiled, problems, needed = [], [], 0
     for graph in answers:
         if "error" not in graph:
-            compiled.append(CompiledGraph.from_json(graph))
+            compiled.append(GRAPH.validate_python(graph))
         elif does_not_fit(graph["error"], graph["code"]):
             problems.append(f"{graph['name']} does not fit: {exhausted(graph['error'])}")
             needed = max(needed, _needed(graph["error"]))

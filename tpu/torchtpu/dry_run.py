@@ -21,7 +21,7 @@ import numpy as np
 
 from portable.checks import check
 from portable.errors import UserError, one_line, require
-from portable.planner.compiled import Collective, Compiled, CompiledGraph, LargeValue
+from portable.planner.compiled import GRAPH, Collective, Compiled, CompiledGraph, LargeValue
 from portable.temporary_folder import scratch_folder
 from tpu.compile.child import answers, ask
 from tpu.compile.compiler import does_not_fit, exhausted, find_library, named
@@ -85,7 +85,7 @@ def compile_run(config: RunConfig, target: CompileTarget) -> Compiled:
         wanted.name,
         named(library, found["compiler"]),
         found["hbm_bytes"],
-        (CompiledGraph.from_json(found["graph"]),),
+        (GRAPH.validate_python(found["graph"]),),
         notes=(_NOTE.format(programs=found["programs"]),),
         host_bytes=found["host_bytes"],
     )

@@ -42,8 +42,8 @@ def adopt(config: RunConfig, document: Document, world_size: int) -> RunConfig:
         ours = config.get(key)
         if config.is_set(key) and ours != AUTO and keys.plain(ours) != keys.plain(value):
             raise UserError(
-                f"{origin} is {shown(value)} and {key} is {shown(ours)}; set one of the two, or leave the "
-                "JSON's at auto"
+                f"{origin} sets {key} to {shown(value)}, and {key} is {shown(ours)}; set one of the two, or "
+                "leave the JSON's at auto"
             )
         if key in found and keys.plain(found[key]) != keys.plain(value):
             raise UserError(

@@ -489,15 +489,13 @@ def of_environment(environment: Mapping[str, str]) -> tuple[dict[str, Any], dict
     """Convert the variables of a launcher to the content of a config file.
 
     Args:
-        environment: of a process.
+        environment: of a process that it has started.
 
     Returns:
-        the content, empty if ``accelerate launch`` is not the launcher, and the variable of each key.
+        the content, and the variable of each key.
     """
     values: dict[str, Any] = {}
     variables: dict[Path, str] = {}
-    if "ACCELERATE_MIXED_PRECISION" not in environment:  # every launcher of Accelerate sets it
-        return values, variables
     for variable, kind in _KINDS.items():
         if truth(environment.get(variable, "").replace("1", "true")) is True and not values:
             values["distributed_type"] = kind

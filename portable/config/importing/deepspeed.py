@@ -197,6 +197,10 @@ def prepare(file: File) -> None:
     """Bring the file into its present form."""
     file.values = without_comments(file.values)
     modernise(file.values, file.note)
+    optimizer = file.values.get("optimizer")
+    if isinstance(optimizer, dict) and optimizer.get("params") and not optimizer.get("type"):
+        del optimizer["params"]
+        file.note(("optimizer", "params"), "has no effect without optimizer.type, as in DeepSpeed")
 
 
 def switched(value: Any) -> Any:

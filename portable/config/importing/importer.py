@@ -130,15 +130,13 @@ def read_deepspeed(values: Mapping[str, Any], name: str) -> Imported:
     return _read(DEEPSPEED, values, lambda path: Origin(f"{name}: {'.'.join(path)}", 0), devices=0)
 
 
-def read_environment(environment: Mapping[str, str]) -> Imported | None:
-    """What the variables of ``accelerate launch`` come to; None if it has not started this process.
+def read_environment(environment: Mapping[str, str]) -> Imported:
+    """What the variables of ``accelerate launch`` come to, which has started this process.
 
     Raises:
         UserError: for a variable that has no counterpart.
     """
     values, variables = accelerate.of_environment(environment)
-    if not values:
-        return None
 
     def origin(path: Path) -> Origin:
         return Origin(f"accelerate launch: {variables.get(path, path[-1])}", 0)
