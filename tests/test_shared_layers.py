@@ -23,7 +23,7 @@ from portable.errors import UserError, one_line
 from portable.model.loss import token_loss, without_dropout
 from portable.model.parameters import replace_tensors, state_tensors
 from portable.model.shared_layers import COMPARED, check_layers, cut_dims
-from portable.model.tensors import InMemoryTensor
+from portable.model.tensors import ComputedTensor
 from portable.private.of_transformers import no_value_checks
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
@@ -251,7 +251,7 @@ def _beside_one(model_type: str) -> str:
         shard(model, settings, Machine(torch.device("cpu"), dist.get_rank(), 2, 2))
         values = state_tensors(plain)
         for name, tensor in state_tensors(model).items():
-            fill_shard(tensor, InMemoryTensor(values[name].detach()))
+            fill_shard(tensor, ComputedTensor.of(values[name].detach()))
         expected, found = gradients(plain, batch), gradients(model, batch)
     except Exception as error:
         return one_line(error)

@@ -116,23 +116,15 @@ def serve(listener: socket.socket) -> None:
     import gc
     import importlib
     import multiprocessing
-    from concurrent.futures import thread
     from multiprocessing.connection import wait
 
     import torch
-    from torch.distributed.launcher.api import LaunchConfig
 
-    def fork(self: LaunchConfig) -> None:
-        complete(self)  # type: ignore[no-untyped-call]
-        if "ipykernel.kernelapp" not in sys.modules:  # threads and sockets of a kernel do not survive a fork
-            self.start_method = "fork"
+    from portable.ranks import launch
 
-    complete = LaunchConfig.__post_init__
-    LaunchConfig.__post_init__ = fork  # type: ignore[method-assign]
+    launch.START_METHOD = "fork"
 
     def begin() -> None:
-        # A launcher forks its ranks in a thread of a pool, which in a rank is the main one: nobody's to join.
-        thread._threads_queues.clear()  # type: ignore[attr-defined]
         for number in (signal.SIGTERM, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         # torch makes its thread pool anew at its first use in a fork, and crashes where that is in two
@@ -234,6 +226,8 @@ def execute(words: list[str]) -> object:
     else:
         assert arguments[0] == "-m", arguments
         sys.modules.pop(arguments[1], None)  # runpy would warn that it is there
+        if arguments[1] == "ipykernel_launcher":  # whose threads and sockets do not survive a fork
+            sys.modules["portable.ranks.launch"].__dict__["START_METHOD"] = "spawn"
         if arguments[1] == "deepspeed.launcher.launch":  # which takes this for what starts its ranks
             sys.executable = os.environ["PYTHON_EXEC"]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)

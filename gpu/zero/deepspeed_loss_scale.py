@@ -4,38 +4,34 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from portable.engines.loss_scale import STATE
+from portable.engines.loss_scale import STATE, LossScale
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-class DeepSpeedScaler:
-    """Implements :class:`portable.engines.loss_scale.Scaler`; DeepSpeed itself advances the search.
+class DeepSpeedScaler(LossScale):
+    """DeepSpeed itself advances the search.
 
     Args:
         scaler: DeepSpeed's dynamic loss scaler.
     """
 
+    dynamic = True
+
     def __init__(self, scaler: Any) -> None:
         self._scaler = scaler
         self._overflows = 0
-
-    @property
-    def min_scale(self) -> float:
-        """The lowest scale."""
-        return float(self._scaler.min_scale)
+        self.min_scale = float(scaler.min_scale)
 
     def count_overflow(self) -> None:
         """Count a skipped update."""
         self._overflows += 1
 
     def state(self) -> dict[str, float]:
-        """The values of ``STATE`` and ``overflows``."""
         return {**{name: getattr(self._scaler, name) for name in STATE}, "overflows": self._overflows}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Set what :meth:`state` returns."""
         for name in STATE:
             setattr(self._scaler, name, state[name] if name == "cur_scale" else int(state[name]))
         self._overflows = int(state["overflows"])

@@ -207,7 +207,7 @@ class ZeroEngine:
             base.device, base.flat = machine.device, self._partitions.matrices(machine.world_size)
         scaler = private_api.dynamic_loss_scaler(engine.optimizer)
         self._scaler = None if scaler is None else DeepSpeedScaler(scaler)
-        self._scaling = LossScale(self._scaler)
+        self._scaling = self._scaler or LossScale()
         # DeepSpeed casts frozen parameters to the compute type. What that rounds is kept in host memory, so
         # that checkpoints have it as it was: this rank's shards, or where rank 0 saves for all, whole.
         here = self._sharded or machine.rank == 0

@@ -95,10 +95,10 @@ def is_scale_exhausted(error: Exception) -> bool:
     return "loss scale already at minimum" in str(error)
 
 
-def replace_checkpoint_engine(engine: Any, make: Any) -> Any:
-    """Replace the writer of checkpoint files by ``make(zipfile_serialization)``; return the new one."""
-    engine.checkpoint_engine = made = make(engine.checkpoint_engine.zipfile_serialization)
-    return made
+def save_files_by(engine: Any, save: Any) -> bool:
+    """Have ``save(state_dict, path)`` save files of checkpoints; return whether these shall be zips."""
+    engine.checkpoint_engine.save = save
+    return bool(engine.checkpoint_engine.zipfile_serialization)
 
 
 # -- stages 1 and 2 --------------------------------------------------------------------------------------

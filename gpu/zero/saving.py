@@ -1,13 +1,14 @@
 """Write DeepSpeed's checkpoint files, in the foreground or in the background.
 
-DeepSpeed decides the content of each file and hands it to its *checkpoint engine*. For a background save ours
-copies it to host memory, then serialises and writes the copy with the same ``torch.save`` during training.
+DeepSpeed decides the content of each file and hands it to its *checkpoint engine*, whose method ``save`` is
+replaced. For a background save ours copies it to host memory, then serialises and writes the copy with the
+same ``torch.save`` during training.
 """
 
 from __future__ import annotations
 
 import os
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from portable.ranks.collectives import background_group
 from portable.terminal import native_stdout_closed
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Mapping
 
     from torch import Tensor
 
@@ -38,11 +39,12 @@ class ZeroSaver:
     """
 
     def __init__(self, engine: Any, exact: Mapping[str, Tensor]) -> None:
-        self._engine = engine
+        self._engine, self._exact = engine, exact
         self._adapted = adapted(engine.module)
-        kept = set(stored_tensors(engine.module)) if self._adapted else None
-        make = partial(_StagingEngine, exact=exact, kept=kept)
-        self._staged: _StagingEngine = private_api.replace_checkpoint_engine(engine, make)
+        self._kept = set(stored_tensors(engine.module)) if self._adapted else None
+        self._held: list[_File] | None = None
+        """Files to write later; None to write each at once."""
+        self._zipfile = private_api.save_files_by(engine, self._save_file)
 
     @cached_property
     def _group(self) -> dist.ProcessGroup | None:
@@ -54,12 +56,10 @@ class ZeroSaver:
         State on NVMe is copied in the foreground: the next step overwrites the swap files.
         """
         group = self._group  # a collective: create it before a thread needs it
-        self._staged.hold = background
-        try:
-            with native_stdout_closed():
-                self._engine.save_checkpoint(str(folder), exclude_frozen_parameters=self._adapted)
-        finally:
-            files = self._staged.take()
+        files: list[_File] = []
+        self._held = files if background else None
+        with native_stdout_closed():
+            self._engine.save_checkpoint(str(folder), exclude_frozen_parameters=self._adapted)
         rank = self._engine.global_rank
 
         def write() -> None:
@@ -69,6 +69,20 @@ class ZeroSaver:
             return WriteHandle(in_background(write, name="checkpoint"))
         write()
         return WriteHandle(None)
+
+    def _save_file(self, state_dict: Any, path: str) -> None:
+        if self._kept is not None and "module" in state_dict:  # with other names of tied, frozen ones
+            whole = state_dict["module"]
+            state_dict["module"] = {name: whole[name] for name in whole if name in self._kept}
+        module, fragments = (state_dict.get(part) or {} for part in ("module", "frozen_param_fragments"))
+        fragments.update({name: tensor for name, tensor in self._exact.items() if name in fragments})
+        for name, tensor in {**fragments, **self._exact}.items():
+            if name in module and module[name].shape == tensor.shape:  # stage 3 has placeholders there
+                module[name] = tensor  # which is stored once then
+        if self._held is None:
+            _File(Path(path), state_dict, self._zipfile).write()
+        else:
+            self._held.append(_File(Path(path), staged(state_dict), self._zipfile))
 
     def _write_together(
         self, files: list[_File], folder: Path, rank: int, group: dist.ProcessGroup | None
@@ -103,79 +117,6 @@ class _File:
     def write(self) -> None:
         with self.path.open("wb") as file:  # opened in Python: torch's own writer hides the system's error
             torch.save(self._content, file, _use_new_zipfile_serialization=self._zipfile)
-
-
-class _StagingEngine:
-    """A DeepSpeed checkpoint engine that can stage files in host memory instead of writing them.
-
-    It implements ``deepspeed.runtime.checkpoint_engine.CheckpointEngine`` without importing DeepSpeed.
-
-    Attributes:
-        hold: stage files for :meth:`take`; otherwise write them at once.
-    """
-
-    name = "portable"
-
-    def __init__(
-        self, zipfile_serialization: bool, exact: Mapping[str, Tensor], kept: Collection[str] | None
-    ) -> None:
-        self._zipfile = zipfile_serialization
-        self._exact = exact
-        self._kept = kept
-        self._files: list[_File] = []
-        self.hold = False
-
-    def take(self) -> list[_File]:
-        """Return and forget the staged files of the last checkpoint."""
-        files, self._files = self._files, []
-        return files
-
-    def save(self, state_dict: Any, path: str) -> None:
-        if self._kept is not None and "module" in state_dict:  # with other names of tied, frozen ones
-            whole = state_dict["module"]
-            state_dict["module"] = {name: whole[name] for name in whole if name in self._kept}
-        module, fragments = (state_dict.get(part) or {} for part in ("module", "frozen_param_fragments"))
-        fragments.update({name: tensor for name, tensor in self._exact.items() if name in fragments})
-        for name, tensor in {**fragments, **self._exact}.items():
-            if name in module and module[name].shape == tensor.shape:  # stage 3 has placeholders there
-                module[name] = tensor  # which is stored once then
-        content = staged(state_dict) if self.hold else state_dict
-        file = _File(Path(path), content, self._zipfile)
-        if self.hold:
-            self._files.append(file)
-        else:
-            file.write()
-
-    def load(self, path: str, map_location: Any = None) -> Any:
-        raise NotImplementedError("checkpoints are read through converters.open_checkpoint")
-
-    def create(self, info: Any) -> None:
-        """A no-op at the start of a checkpoint."""
-
-    def commit(self, info: Any) -> bool:
-        """Report success at the end of a checkpoint."""
-        return True
-
-    def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        Path(path).mkdir(parents=True, exist_ok=exist_ok)
-
-    def is_data_parallel_writer(self, dp_rank: int) -> bool:
-        return dp_rank == 0
-
-    def is_decoupled(self) -> bool:
-        return False
-
-    def preserves_storage_sharing(self) -> bool:
-        return True
-
-    def set_commit_info(self, info: Any) -> None:
-        """A no-op, for engines that commit later."""
-
-    def get_commit_info(self) -> None:
-        return None
-
-    def cleanup(self) -> None:
-        """A no-op."""
 
 
 def _is_of(rank: int, name: str) -> bool:

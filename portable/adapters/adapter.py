@@ -34,7 +34,7 @@ from portable.model.freezing import COMPUTE, freeze, frozen_names
 from portable.model.initialize import Blueprint
 from portable.model.parameters import state_tensors, tied_names
 from portable.model.pretrained import files_of
-from portable.model.quantized import KINDS, QuantizedLinear, QuantizedTensor, quantize
+from portable.model.quantized import KINDS, QuantizedLinear, quantize, quantized_tensor
 from portable.model.tensors import to_torch
 from portable.private import of_transformers
 from portable.private.of_bitsandbytes import bitsandbytes
@@ -110,7 +110,7 @@ class Adapter:
         found = {name: weights[base] for name, base in self._names.items() if base in weights}
         for name, layer in self._quantized.items():
             if name in found:
-                found[name] = QuantizedTensor(found[name], layer)
+                found[name] = quantized_tensor(found[name], layer)
         if self._run.adapter.name_or_path is None:
             for name, (lengths, base) in self._lengths.items():
                 if base in weights:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 
 from portable.model.groups import CONVOLUTIONS
 from portable.model.initialize import derived_seed
-from portable.model.tensors import InMemoryTensor, to_numpy, to_torch
+from portable.model.tensors import ComputedTensor, to_numpy, to_torch
 from portable.private import of_torch
 
 if TYPE_CHECKING:
@@ -55,7 +56,10 @@ def initial_values(
                 lengths[name] = rows, base[f"{prefix}.base_layer.weight"]
         elif isinstance(module, BaseTunerLayer):
             layer = _Layer(module, init, derived_seed(seed, prefix))
-            found |= {f"{prefix}.{name}": _Value(layer, name, shape) for name, shape in layer.shapes.items()}
+            found |= {
+                f"{prefix}.{name}": ComputedTensor(shape, partial(layer.value, name))
+                for name, shape in layer.shapes.items()
+            }
             if getattr(module, "lora_magnitude_vector", None):
                 name = f"{prefix}.lora_magnitude_vector.{NAME}.weight"
                 lengths[name] = Lengths(layer, module), base[f"{prefix}.base_layer.weight"]
@@ -77,6 +81,9 @@ class _Layer:
         if _Layer._latest is None or _Layer._latest[0] is not self:
             _Layer._latest = (self, self._computed())
         return _Layer._latest[1]
+
+    def value(self, name: str) -> torch.Tensor:
+        return self.values()[name]
 
     def _computed(self) -> dict[str, torch.Tensor]:
         parts = {name: copy.deepcopy(child) for name, child in self._module.named_children()}
@@ -125,21 +132,6 @@ def _without_base(module: Any) -> Any:
     return of_torch.with_children(module, {**kept, "base_layer": _Nothing()})
 
 
-class _Value:
-    """A tensor of a layer, computed on reading."""
-
-    def __init__(self, layer: _Layer, name: str, shape: tuple[int, ...]) -> None:
-        self._layer, self._name, self._shape = layer, name, shape
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self._shape
-
-    def read(self, index: Index | None = None) -> NDArray[Any]:
-        tensor = self._layer.values()[self._name]
-        return to_numpy((tensor if index is None else tensor[index]).contiguous())
-
-
 class Rows:
     """The rows of trained tokens at the start: those of the base."""
 
@@ -149,7 +141,7 @@ class Rows:
     def of(self, weight: ReadableTensor) -> ReadableTensor:
         """Those of ``weight``, ``[tokens, hidden]``."""
         width = slice(0, weight.shape[1])
-        return InMemoryTensor(
+        return ComputedTensor.of(
             torch.cat([to_torch(weight.read((slice(at, at + 1), width))) for at in self.tokens])
         )
 

@@ -7,7 +7,7 @@ ones), ``loss_scale_window`` updates without an overflow double it.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from portable.durable import write_durably
 from portable.errors import RunError, UserError, one_line
@@ -23,56 +23,45 @@ STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """DeepSpeed's names for the state of the search."""
 
 
-class Scaler(Protocol):
-    """A search for the loss scale."""
+class LossScale:
+    """The loss scale in metrics and checkpoints. Here it is 1; a subclass searches for one.
 
-    @property
-    def min_scale(self) -> float:
-        """The lowest scale."""
+    Attributes:
+        dynamic: whether the scale is searched for, so that an overflow is no failure.
+        min_scale: the lowest.
+    """
+
+    dynamic = False
+    min_scale = 1.0
 
     def state(self) -> dict[str, float]:
         """The values of :data:`STATE`, and ``overflows``: skipped updates since the start of the run.
 
-        Waits for the device.
+        Waits for the device. Empty without a search.
         """
+        return {}
 
     def restore(self, state: Mapping[str, float]) -> None:
         """Set what :meth:`state` returns."""
 
-
-class LossScale:
-    """The loss scale in metrics and checkpoints.
-
-    Attributes:
-        dynamic: whether the scale is searched for, so that an overflow is no failure.
-
-    Args:
-        scaler: the search; None without dynamic scaling.
-    """
-
-    def __init__(self, scaler: Scaler | None) -> None:
-        self._scaler = scaler
-        self.dynamic = scaler is not None
-
     def metrics(self) -> dict[str, float]:
         """``overflows`` and ``loss_scale``; empty without a search."""
-        if self._scaler is None:
+        state = self.state()
+        if not state:
             return {}
-        state = self._scaler.state()
         return {"overflows": int(state["overflows"]), "loss_scale": float(state["cur_scale"])}
 
     def exhausted(self) -> RunError:
         """The error to raise when gradients overflow at the lowest scale."""
-        lowest = "" if self._scaler is None else f" ({self._scaler.min_scale:g})"
         return RunError(
-            f"precision: fp16 gradients overflow even at the lowest loss scale{lowest}; "
+            f"precision: fp16 gradients overflow even at the lowest loss scale ({self.min_scale:g}); "
             "use precision bf16 or fp32, a lower fp16.min_loss_scale, or a lower train.learning_rate"
         )
 
     def save(self, folder: Path) -> None:
         """Write the state of the search; on rank 0."""
-        if self._scaler is not None:
-            write_durably(folder / _FILE, json.dumps(self._scaler.state()) + "\n")
+        if self.dynamic:
+            write_durably(folder / _FILE, json.dumps(self.state()) + "\n")
 
     def load(self, folder: Place) -> None:
         """Restore the state of the search; a no-op if the checkpoint was not written in fp16.
@@ -81,11 +70,11 @@ class LossScale:
             UserError: if the file is damaged.
         """
         path = folder / _FILE
-        if self._scaler is None or not path.exists():
+        if not (self.dynamic and path.exists()):
             return
         try:
             stored = {"overflows": 0, **json.loads(path.read_text("utf-8"))}  # older files do not count them
             state = {name: float(stored[name]) for name in (*STATE, "overflows")}
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise UserError(f"{path}: damaged ({one_line(error)}); use an older checkpoint") from error
-        self._scaler.restore(state)
+        self.restore(state)

@@ -48,7 +48,6 @@ class ChunkedHead(nn.Linear):
         self._tokens = tokens or max(1, LOGITS_HELD // linear.out_features)
         self._labels: Tensor | None = None
         self._wanted: Sequence[str] = ("losses",)
-        self._predicted: list[Tensor] | None = None
         self.with_hits = False
         """Whether ``hits`` come after what is wanted."""
         self.gave = False
@@ -65,26 +64,14 @@ class ChunkedHead(nn.Linear):
         """Within this context, return what is ``wanted``, fp32 ``[batch, tokens, wanted]``, not logits.
 
         ``losses`` are the cross-entropies of ``labels``, 0 where there is none; ``log_z`` the log-sum-exp of
-        the logits, ``mean_logits`` their mean, ``hits`` 1 where the label is the most likely token.
+        the logits, ``mean_logits`` their mean, ``predictions`` the most likely token, and ``hits`` 1 where
+        that is the label.
         """
         self._labels, self._wanted = labels, (*wanted, *(("hits",) if self.with_hits else ()))
         try:
             yield
         finally:
             self._labels = None
-
-    @contextmanager
-    def predicting(self, wanted: bool = True) -> Iterator[list[Tensor]]:
-        """Within this context, and without gradients, losses come with predictions.
-
-        Yields a list to which each forward pass adds its predictions, int64 ``[batch, tokens]``.
-        """
-        predicted: list[Tensor] = []
-        self._predicted = predicted if wanted else None
-        try:
-            yield predicted
-        finally:
-            self._predicted = None
 
     def forward(self, hidden: Tensor) -> Tensor:
         """What is wanted, fp32 ``[batch, tokens, wanted]``, while labels are set; otherwise logits."""
@@ -94,13 +81,6 @@ class ChunkedHead(nn.Linear):
         losses: Tensor
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        if self._predicted is not None:
-            rows, labels = hidden.reshape(-1, hidden.shape[-1]), self._labels.reshape(-1)
-            parts = _parts(len(labels), self._tokens)
-            predicted = torch.empty_like(labels)
-            losses = _forward(rows, self.weight, self.bias, labels, parts, dtype, ("losses",), predicted)
-            self._predicted.append(predicted.view_as(self._labels))
-            return losses.view(*self._labels.shape, 1)
         losses = _TokenLosses.apply(  # type: ignore[no-untyped-call, unused-ignore]
             hidden.reshape(-1, hidden.shape[-1]),
             self.weight,
@@ -273,9 +253,8 @@ def _forward(
     parts: Iterable[slice],
     dtype: torch.dtype,
     wanted: Sequence[str],
-    predicted: Tensor | None = None,
 ) -> Tensor:
-    """What is wanted of each row of ``hidden``, fp32; fills ``predicted`` with the most likely tokens."""
+    """What is wanted of each row of ``hidden``, fp32."""
     found = hidden.new_empty(len(labels), len(wanted), dtype=torch.float32)
     with torch.autocast(hidden.device.type, enabled=False):
         head, offset = _cast(weight, bias, dtype)
@@ -289,10 +268,10 @@ def _forward(
                     if name == "log_z"
                     else logits.argmax(dim=-1) == labels[part]
                     if name == "hits"
+                    else logits.argmax(dim=-1)  # exact in fp32 up to 16 million tokens
+                    if name == "predictions"
                     else logits.mean(dim=-1)
                 )
-            if predicted is not None:
-                predicted[part] = logits.argmax(dim=-1)
     return found
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
 from torch import nn
+from transformers.trainer_pt_utils import get_parameter_names
 
 from portable.errors import require
 from portable.optim.optimizers import Group
@@ -14,7 +14,7 @@ from portable.patterns import matching
 if TYPE_CHECKING:
     from portable.config import TrainConfig
 
-_SPARED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+_SPARED = r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)"
 
 
 def decaying(model: nn.Module) -> set[str]:
@@ -23,18 +23,7 @@ def decaying(model: nn.Module) -> set[str]:
     As in the Trainer's ``get_decay_parameter_names``, the parameter's name or its module's class decides. The
     number of dims does not: a bias may be a table and a weight may be a vector.
     """
-    names: set[str] = set()
-    norms: list[str] = []
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, nn.LayerNorm):
-            norms.append(f"{prefix}.")
-        dotted = f"{prefix}." if prefix else ""
-        if not dotted.startswith(tuple(norms)):
-            own = (
-                dotted + name for name, _ in module.named_parameters(recurse=False, remove_duplicate=False)
-            )
-            names.update(name for name in own if not _spared(name))
-    return names
+    return set(get_parameter_names(model, [nn.LayerNorm], [_SPARED]))
 
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -55,10 +44,6 @@ def layer_matrices(model: nn.Module) -> set[str]:
             if 2 <= parameter.dim() <= 3 and min(parameter.shape[-2:]) > 1 and name in decays:
                 found.add(name)
     return found
-
-
-def _spared(name: str) -> bool:
-    return _SPARED.search(name.lower()) is not None
 
 
 def groups_of(model: nn.Module, settings: TrainConfig) -> dict[str, Group]:

@@ -22,7 +22,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from portable.model.build import changed
 from portable.model.layers import transformer_layers
 from portable.model.parameters import state_tensors
-from portable.model.tensors import InMemoryTensor, ReadableTensor
+from portable.model.tensors import ComputedTensor, ReadableTensor
 from portable.private.of_torch import constructors_replaced
 from portable.private.of_transformers import from_config
 
@@ -214,4 +214,4 @@ def derived_seed(seed: int, name: str) -> int:
 
 
 def _readable(tensors: dict[str, torch.Tensor]) -> dict[str, ReadableTensor]:
-    return {name: InMemoryTensor(tensor.detach()) for name, tensor in tensors.items()}
+    return {name: ComputedTensor.of(tensor) for name, tensor in tensors.items()}

@@ -190,9 +190,10 @@ class Objective:
         head = None if measure.needs == "logits" else self._head
         if head is not None and head.pays(labels):
             # The head makes the predictions beside the losses: no tensor has the logits of all tokens.
-            with head.predicting(measure.needs is not None) as predicted:
-                loss, _ = _passed(model, batch, head, self._attention, self._criterion)
-            outputs = Outputs(predicted[0] if predicted else None, None)
+            head.with_hits = False
+            wanted = ("losses", "predictions") if measure.needs is not None else ("losses",)
+            loss, output = _passed(model, batch, head, self._attention, self._criterion, wanted=wanted)
+            outputs = Outputs(output.logits[..., 1].long() if measure.needs is not None else None, None)
         else:
             loss, output = _passed(model, batch, None, self._attention, self._criterion)
             classes = measure.needs is not None and not labels.is_floating_point()
@@ -264,12 +265,13 @@ def _passed(
     attention: DocumentAttention,
     criterion: Criterion,
     terms: ModelTerms | None = None,
+    wanted: Sequence[str] = ("losses",),
 ) -> tuple[Tensor, Any]:
-    """Return the summed loss of a forward pass, and the model's output."""
+    """Return the summed loss of a forward pass, and the model's output; with a head, what is ``wanted``."""
     inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
     labels = batch["labels"]
     in_parts = head is not None and head.pays(labels)
-    output = _run(model, inputs, labels, attention, terms, head if in_parts else None)
+    output = _run(model, inputs, labels, attention, terms, head if in_parts else None, wanted)
     if in_parts:
         assert output.logits.shape[:-1] == labels.shape
         return output.logits[..., 0].sum(), output

@@ -11,6 +11,7 @@ import copy
 import re
 from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,20 +24,18 @@ from portable.errors import UserError, one_line
 from portable.model.build import without_quantization
 from portable.model.grown import GrownTensor
 from portable.model.parameters import embeddings, state_tensors, tied_names
-from portable.model.tensors import InMemoryTensor, ReadableTensor, to_numpy, to_torch
+from portable.model.tensors import ComputedTensor, ReadableTensor, to_torch
 from portable.private import of_transformers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from numpy.typing import NDArray
     from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel
 
     from converters import Checkpoint
     from converters import Tensor as StoredTensor
     from portable.config import ModelConfig
-    from portable.model.tensors import Index
 
 PLAIN_FLOATS = {"F64", "F32", "F16", "BF16"}
 _NAMES_SHOWN = 8
@@ -194,7 +193,10 @@ class _Group:
         for key, _, tensor in self._members:
             _refuse_packed(key, tensor)
         shapes = self._converted(lambda tensor: torch.empty(tensor.shape, device="meta"))
-        return {name: _Converted(self, name, tuple(result.shape)) for name, result in shapes.items()}
+        return {
+            name: ComputedTensor(result.shape, partial(self.tensor, name), self.dtype)
+            for name, result in shapes.items()
+        }
 
     def tensor(self, name: str) -> torch.Tensor:
         if _Group._latest is None or _Group._latest[0] is not self:
@@ -209,28 +211,6 @@ class _Group:
         with torch.no_grad():
             results = converter.convert(self._name, model=self._model, config=self._model.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in results.items()}
-
-
-class _Converted:
-    """A tensor that results from a group, computed on reading."""
-
-    def __init__(self, group: _Group, name: str, shape: tuple[int, ...]) -> None:
-        self._group = group
-        self._name = name
-        self._shape = shape
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self._shape
-
-    @property
-    def dtype(self) -> str:
-        """The dtype of the files, if it is one. Conversions only move elements."""
-        return self._group.dtype
-
-    def read(self, index: Index | None = None) -> NDArray[Any]:
-        tensor = self._group.tensor(self._name)
-        return to_numpy((tensor if index is None else tensor[index]).contiguous())
 
 
 def _shortened(names: list[str]) -> str:
@@ -406,7 +386,7 @@ def _load(
 def _of_loaded(loaded: nn.Module, info: Mapping[str, Any]) -> PretrainedWeights:
     missing = set(info["missing_keys"])
     tensors = state_tensors(loaded)
-    found = {name: InMemoryTensor(t.detach()) for name, t in tensors.items() if name not in missing}
+    found = {name: ComputedTensor.of(t) for name, t in tensors.items() if name not in missing}
     in_order = [name for name in tensors if name in missing]
     return PretrainedWeights(found, in_order, sorted(info["unexpected_keys"]))
 

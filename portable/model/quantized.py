@@ -13,15 +13,14 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from portable.model.tensors import to_numpy, to_torch
+from portable.model.tensors import ComputedTensor, to_torch
 from portable.private import of_torch
 from portable.private.of_bitsandbytes import bitsandbytes
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
     from torch import Tensor
 
-    from portable.model.tensors import Index, ReadableTensor
+    from portable.model.tensors import ReadableTensor
 
 KINDS = ("nf4", "int8")
 BLOCK, OUTER = 64, 256
@@ -151,28 +150,16 @@ def _levels(device: torch.device) -> Tensor:
     return levels
 
 
-class QuantizedTensor:
-    """The bits of a weight as a tensor to read; each read quantizes the whole weight.
+def quantized_tensor(source: ReadableTensor, layer: QuantizedLinear) -> ReadableTensor:
+    """The bits of the weight ``source`` of ``layer`` as a tensor to read; each read quantizes all of it."""
 
-    Args:
-        source: the weight.
-        layer: that has it.
-    """
-
-    def __init__(self, source: ReadableTensor, layer: QuantizedLinear) -> None:
-        self._source, self._layer = source, layer
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self._layer.bits.shape)
-
-    def read(self, index: Index | None = None) -> NDArray[Any]:
-        """The words in ``index``, or all of them."""
-        weight = to_torch(self._source.read()).float()
+    def bits() -> Tensor:
+        weight = to_torch(source.read()).float()
         # bitsandbytes is a hundred times faster there.
         where = torch.cuda.current_device() if torch.cuda.is_initialized() else "cpu"
-        bits = self._layer.quantized(weight.to(where)).cpu()
-        return to_numpy(bits if index is None else bits[index].contiguous())
+        return layer.quantized(weight.to(where)).cpu()
+
+    return ComputedTensor(layer.bits.shape, bits)
 
 
 def quantize(model: nn.Module, kind: str, dtype: torch.dtype) -> dict[str, QuantizedLinear]:

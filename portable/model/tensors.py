@@ -11,6 +11,8 @@ from converters import Tensor as StoredTensor
 from converters.tensors.dtypes import numpy_dtype
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from numpy.typing import NDArray
 
 Index = tuple[slice, ...]
@@ -26,19 +28,28 @@ class ReadableTensor(Protocol):
         """The elements in ``index`` (unit steps), or all of them."""
 
 
-class InMemoryTensor:
-    """A CPU tensor with the interface of a lazy one."""
+class ComputedTensor:
+    """A CPU tensor that is computed as a whole each time that some of it is read.
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
+    Args:
+        shape: of the tensor.
+        compute: returns it.
+        dtype: in the files that it is computed from, where it only moves their elements.
+    """
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self._tensor.shape)
+    def __init__(
+        self, shape: Sequence[int], compute: Callable[[], torch.Tensor], dtype: str | None = None
+    ) -> None:
+        self.shape, self._compute, self.dtype = tuple(shape), compute, dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> ComputedTensor:
+        """One that is there already."""
+        return cls(tensor.shape, tensor.detach)
 
     def read(self, index: Index | None = None) -> NDArray[Any]:
-        tensor = self._tensor if index is None else self._tensor[index]
-        return to_numpy(tensor.detach())
+        tensor = self._compute()
+        return to_numpy(tensor if index is None else tensor[index].contiguous())
 
 
 @torch.no_grad()

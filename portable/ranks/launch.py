@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import datetime
 import json
-import logging
+import multiprocessing
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
-import uuid
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from multiprocessing import connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,14 +35,18 @@ from portable.temporary_folder import scratch_folder, temporary_files_in
 from portable.terminal import at_a_terminal, tell
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from multiprocessing.process import BaseProcess
 
 STOP_REQUESTED = "stop-requested"
 _scratch: Path | None = None
 """The folder for reports to the launcher, in a rank that :func:`launch` started."""
 _failed_at: float | None = None
 """The time of this rank's failure."""
-POLL = 0.1  # seconds between checks of the ranks
+START_METHOD = "spawn"
+_LOOPBACK, _MEETING = "127.0.0.1", datetime.timedelta(minutes=10)
+OBEYING = 30.0  # seconds that ranks have to obey SIGTERM after the failure of another
+POLL = 0.1  # seconds between looks for the reports of other ranks
 REPORTING = 15.0  # seconds that a rank with an unexpected error waits for the reports of other ranks
 
 
@@ -116,7 +121,7 @@ def launch(
     memory_advice: str = "",
     saved: Callable[[], object | None] = lambda: None,
 ) -> int:
-    """Run ``function(*arguments)`` in ``ranks`` local processes under torch's elastic agent.
+    """Run ``function(*arguments)`` in ``ranks`` local processes.
 
     Args:
         function: picklable; returns the exit code of its rank. If several ranks raise ``UserError`` or
@@ -132,55 +137,85 @@ def launch(
     Raises:
         UserError, RunError: the error of the first failed rank, or how a rank died.
     """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    from portable.ranks import rendezvous  # imported here because it loads torch
-
     if at_a_terminal():  # every rank loads the libraries, which takes seconds
         tell(f"waiting for {human_count(ranks, 'rank')} to load")
     with scratch_folder("portable-launch") as folder:
-        scratch = str(folder)
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=ranks,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend=rendezvous.register(),
-            rdzv_endpoint=rendezvous.LOOPBACK,
-            local_addr=rendezvous.LOOPBACK,
-            max_restarts=0,
-            monitor_interval=POLL,
-            start_method="spawn",
-            logs_specs=DefaultLogsSpecs(log_dir=scratch),
-        )
         if sys.platform == "linux":  # by default gloo listens on the interface of the host name
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
-        # On a signal the agent would kill the ranks within 30 seconds. Outside the main thread it ignores
-        # signals. We forward them, so that the ranks finish their step, save and exit.
-        for name in ("torch.distributed.elastic", "torch.multiprocessing"):  # we report failures ourselves
-            logging.getLogger(name).setLevel(logging.CRITICAL)
+        store, meeting_place = _meeting_place()
         kills_before = oom_kills()
-        agent = ThreadPoolExecutor(1)
         with spawned_die_with_us(), temporary_files_in(folder), _forwarded_signals(folder) as requests:
-            running = agent.submit(
-                elastic_launch(config, _rank_main), function, arguments, scratch, os.getpid()
-            )
+            context: Any = multiprocessing.get_context(START_METHOD)
+            told = (function, arguments, str(folder), os.getpid(), {**meeting_place, **_world(ranks)})
+            processes = [context.Process(target=_rank_main, args=(rank, *told)) for rank in range(ranks)]
             try:
-                while not wait([running], timeout=1).done:
-                    _kill_silent_ranks(Path(scratch))
-                codes = running.result()
-            except ChildFailedError as error:
-                rank, failure = error.get_first_failure()
-                if failure.exitcode == -signal.SIGTERM and requests:
-                    raise _stopped(requests, saved()) from None
-                first = _first_failure(Path(scratch), rank, failure.exitcode)
-                sys.stderr.write(first.traceback)
-                out_of_memory = killed_since(kills_before, oom_kills())
-                raise _as_exception(first, out_of_memory, memory_advice) from None
-        return max(int(code) for code in codes.values())
+                for process in processes:
+                    process.start()
+                failed = _first_to_fail(processes, folder)
+            finally:
+                _end(processes)
+        del store
+        if failed is None:
+            return max(int(code.read_text()) for code in folder.glob("rank*.code"))
+        rank, code = failed
+        if code == -signal.SIGTERM and requests:
+            raise _stopped(requests, saved())
+        first = _first_failure(folder, rank, code)
+        sys.stderr.write(first.traceback)
+        raise _as_exception(first, killed_since(kills_before, oom_kills()), memory_advice)
+
+
+def _meeting_place() -> tuple[object, dict[str, str]]:
+    """A store of this process, through which the ranks meet, and what to tell them of it.
+
+    It listens on the loopback interface only: whoever reaches it can write to it.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # only here: it loads torch
+
+    listener = socket.create_server((_LOOPBACK, 0), backlog=2048)
+    port: int = listener.getsockname()[1]
+    store = TCPStore(
+        _LOOPBACK,
+        port,
+        is_master=True,
+        timeout=_MEETING,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    # As torch's own launcher tells its ranks that the store is another process's.
+    joins = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    return store, {"MASTER_ADDR": _LOOPBACK, "MASTER_PORT": str(port), **joins}
+
+
+def _world(ranks: int) -> dict[str, str]:
+    return {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+
+
+def _first_to_fail(processes: Sequence[BaseProcess], scratch: Path) -> tuple[int, int] | None:
+    """Wait for all processes, or for one that fails: its rank, and its exit code."""
+    while True:
+        codes = [process.exitcode for process in processes]
+        if failed := [(code, rank) for rank, code in enumerate(codes) if code]:
+            code, rank = min(failed)  # one that was killed: the number of a signal is negative
+            return rank, code
+        running = [process.sentinel for process, code in zip(processes, codes, strict=True) if code is None]
+        if not running:
+            return None
+        connection.wait(running, timeout=1)
+        _kill_silent_ranks(scratch)
+
+
+def _end(processes: Sequence[BaseProcess]) -> None:
+    """End the processes that still run, first as a user would."""
+    running = [process for process in processes if process.is_alive()]
+    for process in running:
+        process.terminate()
+    end = time.monotonic() + OBEYING
+    for process in running:
+        process.join(max(0.0, end - time.monotonic()))
+        process.kill()
+        process.join()
 
 
 def _stopped(requests: list[int], saved: object | None) -> StoppedError:
@@ -215,17 +250,26 @@ def _forwarded_signals(scratch: Path) -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _rank_main(function: Callable[..., int], arguments: tuple[Any, ...], scratch: str, launcher: int) -> int:
+def _rank_main(
+    rank: int,
+    function: Callable[..., int],
+    arguments: tuple[Any, ...],
+    scratch: str,
+    launcher: int,
+    environment: Mapping[str, str],
+) -> None:
     die_with_parent(launcher)
+    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     # Ctrl-C in a terminal signals every process. Only the launcher handles it, and forwards it to the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     global _scratch
     _scratch = Path(scratch)
-    (Path(scratch) / f"rank{os.environ['RANK']}.{os.getpid()}.pid").touch()
+    (Path(scratch) / f"rank{rank}.{os.getpid()}.pid").touch()
     if (Path(scratch) / STOP_REQUESTED).exists():
         os.kill(os.getpid(), signal.SIGTERM)
     try:
-        return function(*arguments)
+        code = function(*arguments)
+        (Path(scratch) / f"rank{rank}.code").write_text(str(int(code)))
     except ReportedElsewhereError as error:
         time.sleep(5 * POLL)  # let the reporting rank exit first
         os._exit(error.exit_code)

@@ -38,6 +38,10 @@ RELIED_ON: Mapping[str, Mapping[str, tuple[str, ...] | None]] = {
         "checkpoint_engine": None,
         "global_steps": None,
     },
+    "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine:TorchCheckpointEngine": {
+        "save": ("state_dict", "path"),
+        "zipfile_serialization": None,
+    },
     _STAGE_1_2: {
         "bit16_groups": None,
         "bit16_groups_flat": None,

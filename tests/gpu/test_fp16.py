@@ -100,7 +100,7 @@ def test_the_search_is_deepspeeds(seed: int, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_without_a_search_nothing_is_counted() -> None:
-    assert LossScale(None).metrics() == {}
+    assert LossScale().metrics() == {}
 
 
 def overflow_of_one_rank(folder: Path, corpus: Path, strategy: str) -> list[Any]:

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from portable.errors import UserError
 from portable.model.grown import GrownTensor
-from portable.model.tensors import InMemoryTensor
+from portable.model.tensors import ComputedTensor
 from portable.run.rank import run_rank
 from tests.parity import opened
 from tests.portable.chat_support import template
@@ -111,7 +111,7 @@ def test_the_export_has_both(base: Path, conversations: Path, tmp_path: Path, br
 def test_rows_in_parts_are_those_of_the_whole() -> None:
     torch.manual_seed(0)
     table = torch.randn(200, 8)
-    whole = GrownTensor(InMemoryTensor(table), 207, 1).read()
+    whole = GrownTensor(ComputedTensor.of(table), 207, 1).read()
     assert whole.shape == (207, 8)
     for start, stop, columns in (
         (0, 207, slice(0, 3)),
@@ -119,11 +119,11 @@ def test_rows_in_parts_are_those_of_the_whole() -> None:
         (203, 207, slice(0, 8)),
         (0, 5, slice(1, 2)),
     ):
-        part = GrownTensor(InMemoryTensor(table), 207, 1).read((slice(start, stop), columns))
+        part = GrownTensor(ComputedTensor.of(table), 207, 1).read((slice(start, stop), columns))
         assert (part == whole[start:stop, columns]).all()
     mean, spread = table.mean(0), (1e-9**0.5) * table.std(0)
     assert (abs(torch.tensor(whole[200:]) - mean) < 6 * spread + 1e-7).all()
-    bias = GrownTensor(InMemoryTensor(table[:, 0]), 202, 1).read()
+    bias = GrownTensor(ComputedTensor.of(table[:, 0]), 202, 1).read()
     assert bias[200] == bias[201] == pytest.approx(float(table[:, 0].mean()), rel=1e-5)
 
 
@@ -165,7 +165,9 @@ def test_an_adapter_holds_the_new_rows_of_a_tied_model(
         wanted = loaded(**tokens).logits
         torch.testing.assert_close(merged(**tokens).logits, wanted, rtol=0, atol=1e-5)
     assert merged.config.tie_word_embeddings and merged.config.vocab_size == 386
-    before = GrownTensor(InMemoryTensor(AutoModelForCausalLM.from_pretrained(base).lm_head.weight), 386, 384)
+    before = GrownTensor(
+        ComputedTensor.of(AutoModelForCausalLM.from_pretrained(base).lm_head.weight), 386, 384
+    )
     trained = merged.lm_head.weight.detach()[384:]
     assert not torch.allclose(trained, torch.tensor(before.read()[384:]), atol=1e-3)
 

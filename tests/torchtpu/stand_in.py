@@ -24,8 +24,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpu.compile.protobuf import Message, fields
-from tpu.torchtpu.dry_chip import ASSIGNMENT, BUILD, placed_on
+from tpu.compile.messages import messages
+from tpu.torchtpu.dry_chip import place_on
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -138,23 +138,21 @@ HOST_ALLOCATOR = 23  # PJRT_Extension_Type_HostMemoryAllocator
 # -- CompileOptionsProto ---------------------------------------------------------------------------------
 
 
-OVERRIDES = 7  # env_option_overrides
-DEVICES_OF_A_COMPUTATION, IDS = 3, 1  # of DeviceAssignmentProto
-
-
-def for_cpu(options: bytes) -> bytes:
-    """Without the options that only libtpu knows."""
-    return b"".join(
-        options[start:end]
-        for number, _, start, end in fields(memoryview(options))
-        if not (number == OVERRIDES and b"xla_tpu" in options[start:end])
-    )
+def for_cpu(options: bytes, chip: int | None = None) -> bytes:
+    """Without the options that only libtpu knows; with a ``chip``, for it alone."""
+    found = messages.CompileOptions.FromString(options)
+    kept = [one for one in found.env_option_overrides if b"xla_tpu" not in one]
+    del found.env_option_overrides[:]
+    found.env_option_overrides.extend(kept)
+    if chip is not None:
+        place_on(found, [chip])
+    return bytes(found.SerializeToString())
 
 
 def chips_of(options: bytes) -> list[int]:
     """The chip of each partition."""
-    assignment = Message(options).message(BUILD).message(ASSIGNMENT)
-    return [chip for part in assignment.messages(DEVICES_OF_A_COMPUTATION) for chip in part.numbers(IDS)]
+    assignment = messages.CompileOptions.FromString(options).executable_build_options.device_assignment
+    return [chip for part in assignment.computation_devices for chip in part.replica_device_ids]
 
 
 # -- the slice -------------------------------------------------------------------------------------------
@@ -284,9 +282,7 @@ class Slice:
         options = ctypes.string_at(given.options, given.size)
         self._capture(code, options)
         together = self._chips > 1 and COLLECTIVE.search(code) is not None
-        changed = (
-            for_cpu(options) if together or self._chips == 1 else placed_on(for_cpu(options), [self._rank])
-        )
+        changed = for_cpu(options, None if together or self._chips == 1 else self._rank)
         buffer, before = ctypes.create_string_buffer(changed, len(changed)), (given.options, given.size)
         given.options, given.size = ctypes.addressof(buffer), len(changed)
         error = self._as_it_is("Client_Compile", address)

@@ -31,7 +31,7 @@ from tests.parity import take_steps
 from tests.runs import TINY_MODEL, configured, write_pretrained
 from tests.torchtpu.pool import NEEDS_TORCH_TPU, is_here
 from tests.torchtpu.stand_in import environment
-from tpu.torchtpu.dry_chip import BUILD, PARTITIONS, placed_on
+from tpu.torchtpu.dry_chip import place_on
 
 if TYPE_CHECKING:
     from tests.ranks import RankPool
@@ -239,19 +239,19 @@ print(accepted(Path(libtpu.get_library_path()), sys.argv[1], Path(sys.argv[2])))
 def accepted(library: Path, name: str, folder: Path) -> str:
     """How many of the programs in ``folder`` libtpu compiles for a slice, and the first refusal."""
     from tpu.compile.libtpu import CompileError, Libtpu
-    from tpu.compile.protobuf import Message
+    from tpu.compile.messages import messages
 
     topology = Libtpu(library).topology(name)
     programs = {
-        path.read_bytes(): path.with_suffix(".options").read_bytes() for path in folder.glob("0-*.mlirbc")
+        path.read_bytes(): messages.CompileOptions.FromString(path.with_suffix(".options").read_bytes())
+        for path in folder.glob("0-*.mlirbc")
     }
     compiled, together = 0, 0
     for code, options in programs.items():
-        partitions = Message(options).message(BUILD).number(PARTITIONS) or 1
+        partitions = options.executable_build_options.num_partitions or 1
+        place_on(options, topology.device_ids[:partitions])
         try:
-            topology.compile(
-                code, form="mlir", options=placed_on(options, topology.device_ids[:partitions])
-            ).close()
+            topology.compile(code, form="mlir", options=options.SerializeToString()).close()
         except CompileError as error:
             return f"refused: {error}"
         compiled, together = compiled + 1, together + (partitions > 1)

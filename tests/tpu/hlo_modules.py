@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tpu.compile.protobuf import field, varint
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -19,6 +17,25 @@ NAMES = {
     "backend_config": 43,
     "comparison_direction": 63,
 }
+
+
+def varint(value: int) -> bytes:
+    """An integer in base 128."""
+    value &= (1 << 64) - 1
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def field(number: int, value: int | bytes | str) -> bytes:
+    """One serialized field: an integer (a negative one as ``int64``), bytes, text or a message."""
+    if isinstance(value, int):
+        return varint(number << 3) + varint(value)
+    data = value.encode() if isinstance(value, str) else value
+    return varint(number << 3 | 2) + varint(len(data)) + data
 
 
 def numbers(*values: int) -> bytes:

@@ -24,11 +24,12 @@ from portable.planner.compiled import Collective, Compiled, CompiledGraph, Large
 from portable.planner.memory_model import Setting
 from portable.planner.plan import DeviceBytes, Option
 from tests.tpu import hlo_modules as hlo
+from tests.tpu.hlo_modules import field, varint
 from tpu.compile import compiler, trace
 from tpu.compile.compiler import compile_graphs, died, exhausted, find_library, refused
 from tpu.compile.hlo import Computation
 from tpu.compile.libtpu import compile_options
-from tpu.compile.protobuf import Message, WireError, field, varint
+from tpu.compile.messages import messages
 from tpu.compile.report import analyse, convolution_flops
 from tpu.compile.slices import GENERATIONS, Slice, find_slice
 from tpu.libtpu_flags import OURS, with_missing
@@ -52,33 +53,17 @@ def written(folder: Path, **modules: bytes) -> dict[str, Path]:
     return {name: folder / name for name in modules}
 
 
-# -- the wire format ---------------------------------------------------------------------------------------
-
-
-def test_what_is_written_is_read() -> None:
-    inner = field(1, -1) + field(2, 300) + field(3, "text")
-    found = Message(field(7, inner) + field(8, varint(1) + varint(200)) + field(8, 5) + field(7, b""))
-    first, second = found.messages(7)
-    assert (first.signed(1), first.number(2), first.text(3)) == (-1, 300, "text")
-    assert (second.number(1), list(second.messages(9))) == (0, [])
-    assert found.numbers(8) == [1, 200, 5]
-    assert (
-        Message(b"\x09" + bytes(8) + b"\x15" + bytes(4) + field(3, 4)).number(3) == 4
-    )  # fixed ones are skipped
-
-
-@pytest.mark.parametrize("data", [b"\x0a\x05abc", b"\x08\xff", b"\x0b", b"\x0d\x00"])
-def test_damaged_bytes_are_refused(data: bytes) -> None:
-    with pytest.raises(WireError):
-        Message(data)
+# -- the options -------------------------------------------------------------------------------------------
 
 
 def test_options_are_those_of_torch_xla() -> None:
-    build = Message(compile_options([0, 4, 2], tupled=True)).message(3)
-    assert (build.signed(1), build.number(4), build.number(5), build.number(6)) == (-1, 1, 3, 1)
-    assert build.numbers(12) == [1]
-    assignment = build.message(9)
-    assert [one.numbers(1) for one in assignment.messages(3)] == [[0], [4], [2]]
+    found = messages.CompileOptions.FromString(compile_options([0, 4, 2], tupled=True))
+    build = found.executable_build_options
+    assert found.parameter_is_tupled_arguments
+    assert (build.device_ordinal, build.num_replicas, build.num_partitions) == (-1, 1, 3)
+    assert (build.use_spmd_partitioning, [*build.allow_spmd_sharding_propagation_to_output]) == (True, [True])
+    devices = build.device_assignment.computation_devices
+    assert [[*one.replica_device_ids] for one in devices] == [[0], [4], [2]]
 
 
 # -- slices ------------------------------------------------------------------------------------------------
@@ -298,7 +283,8 @@ def test_flops_of_a_convolution(seed: int) -> None:
         hlo.op(2, "parameter", right, parameter_number=1),
         hlo.op(3, "convolution", result, 1, 2, extra=field(15, field(1, window)) + field(16, axes)),
     ]
-    scope = Computation(Message(hlo.computation(1, instructions, [left, right], result, 3)), None)
+    computation = hlo.computation(1, instructions, [left, right], result, 3)
+    scope = Computation(messages.HloComputationProto.FromString(computation), None)
     assert convolution_flops(scope, scope.by_id[3]) == 2 * met * 3 * 5 * 7
 
 
@@ -524,7 +510,7 @@ import os
 from pathlib import Path
 from tpu.compile.child import ask
 code = "import os, sys, time; open(sys.argv[1] + '.pid', 'w').write(str(os.getpid())); time.sleep(60)"
-ask(code, Path({answer!r}), given=None, environment=os.environ, failure="")
+ask(code, Path({answer!r}), given=None, environment=os.environ, failure=lambda *ended: "")
 """
 
 

@@ -359,15 +359,16 @@ def save_as_a_host(folder: Path) -> None:
     """Two hosts' halves of a tensor, and a number that both have."""
     import torch.distributed as dist
 
+    from portable.engines.fsdp.saving import Saver
     from tpu.xla.layout import Shard
-    from tpu.xla.saving import Saver, Staged
+    from tpu.xla.saving import Staged, StagedPlanner
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     half = Staged(torch.Size((4, 2)), torch.float32, [Shard((2 * rank, 0), torch.full((2, 2), float(rank)))])
     only_on_one = Staged(torch.Size(()), torch.int64, [Shard((), torch.tensor(5))] if rank == 1 else [])
     state = {"model": {"half": half, "count": only_on_one}, "optim": {"step": torch.tensor(9.0)}}
-    Saver().save(state, folder, background=True).wait()
+    Saver(StagedPlanner).save(state, folder, background=True).wait()
     dist.barrier()
 
 

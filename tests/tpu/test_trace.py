@@ -7,13 +7,14 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from google.protobuf.unknown_fields import UnknownFieldSet
 
 from portable.errors import UserError
 from portable.run.rank import run_rank
 from tests.runs import TINY_MODEL, configured
 from tests.xla import QUICK
 from tpu.compile.hlo import Module
-from tpu.compile.protobuf import Message
+from tpu.compile.messages import messages
 from tpu.compile.trace import ANSWER, trace_graphs
 from tpu.xla.sharding import ShardingRules
 
@@ -26,7 +27,8 @@ if TYPE_CHECKING:
 DEVICES = 4
 ONE_LAYER = {**TINY_MODEL, "num_hidden_layers": 1}
 # Fields of an instruction that the compiler fills in or that only name things.
-_NAMES = {1, 7, 35, 36, 38, 50, 51, 58, 82}
+_NAMES = ("name", "metadata", "id", "operand_ids", "called_computation_ids")
+_UNREAD = {50, 51, 58, 82}
 CASES: dict[str, dict[str, Any]] = {
     "accumulated": {
         "precision": "bf16",
@@ -65,44 +67,40 @@ def test_is_what_a_run_compiles(case: str, tmp_path: Path, corpus: Path, xla: Xl
     assert xla.run(DEVICES, run, config, environment={"XLA_FLAGS": dump}) == 0
     names = xla.run(DEVICES, traced, config, folder, environment={"XLA_HLO_DEBUG": "1"})
     assert names == (["step"] if case == "one graph" else ["micro-batch", "update", "evaluation"])
-    compiled = [Message(path.read_bytes()).message(1) for path in dumped.glob("*before_optimizations.hlo.pb")]
-    theirs = [identity(one) for one in compiled]
-    ours = {name: identity(Message((folder / f"{name}.hlo.pb").read_bytes())) for name in names}
+    compiled = [path.read_bytes() for path in dumped.glob("*before_optimizations.hlo.pb")]
+    theirs = [identity(messages.HloProto.FromString(one).hlo_module) for one in compiled]
+    ours = {name: identity((folder / f"{name}.hlo.pb").read_bytes()) for name in names}
     assert {name: found in theirs for name, found in ours.items()} == dict.fromkeys(names, True)
     assert len(theirs) == len(names)  # and the run compiles no other
     updated = ours["step" if case == "one graph" else "update"]
     assert len(updated[1]) > 2 * 12  # donated: parameters, their state, the counters
 
 
-def identity(found: Message) -> tuple[str, list[int]]:
+def identity(module: bytes) -> tuple[str, list[int]]:
     """A hash of what a module computes, and the parameters that it donates."""
-    computations = {one.number(5): one for one in found.messages(3)}
+    found = messages.HloModuleProto.FromString(module)
+    computations = {one.id: one for one in found.computations}
     known: dict[int, str] = {}
 
     def computation(number: int) -> str:
         if number not in known:
             values: dict[int, str] = {}
-            for instruction in computations[number].messages(2):
-                fields = [
-                    (key, given)
-                    for key, given in sorted(plain(instruction).items())
-                    if key not in _NAMES and any(given)
-                ]
-                operands = [values[operand] for operand in instruction.numbers(36)]
-                called = [computation(other) for other in instruction.numbers(38)]
-                values[instruction.signed(35)] = digest(repr((fields, operands, called)))
-            known[number] = values[computations[number].signed(6)]
+            for instruction in computations[number].instructions:
+                operands = [values[operand] for operand in instruction.operand_ids]
+                called = [computation(other) for other in instruction.called_computation_ids]
+                values[instruction.id] = digest(repr((fields(instruction), operands, called)))
+            known[number] = values[computations[number].root_id]
         return known[number]
 
-    donated = [entry.number(1) for entry in found.message(18).messages(1)]
-    return computation(found.number(6)), sorted(donated)
+    donated = [entry.parameter_number for entry in found.buffer_donor.entries]
+    return computation(found.entry_computation_id), sorted(donated)
 
 
-def plain(message: Message) -> dict[int, list[Any]]:
-    return {
-        key: [value if isinstance(value, int) else bytes(value) for value in values]
-        for key, values in message._fields.items()
-    }
+def fields(instruction: Any) -> list[Any]:
+    """What it is, but for its names."""
+    read = [(one.name, str(value)) for one, value in instruction.ListFields() if one.name not in _NAMES]
+    others = [(one.field_number, one.data) for one in UnknownFieldSet(instruction)]
+    return [*sorted(read), *sorted((key, data) for key, data in others if key not in _UNREAD and data)]
 
 
 def digest(text: str) -> str:
@@ -137,7 +135,7 @@ def test_needs_no_memory_for_the_model(looped: bool, tmp_path: Path, corpus: Pat
     assert json.loads((tmp_path / ANSWER).read_text())["host_bytes"] < 2 << 30
     step = found[0].path.read_bytes()
     assert b"modeling_llama.py" in step  # where operations come from
-    sharded = entry_parameter_bytes(Message(step), devices=16)
+    sharded = entry_parameter_bytes(step, devices=16)
     parameters = 1_235_814_400
     assert sharded == pytest.approx(12 * parameters / 16, rel=0.01)
     instructions = [i for c in Module(step).computations.values() for i in c.instructions]
@@ -148,19 +146,14 @@ def test_needs_no_memory_for_the_model(looped: bool, tmp_path: Path, corpus: Pat
     assert [(), (), (16, 4096), (16, 4096)] in barriers
 
 
-def entry_parameter_bytes(found: Message, devices: int) -> int:
+def entry_parameter_bytes(module: bytes, devices: int) -> int:
     """Bytes of a module's parameters on one device."""
-    sizes = {11: 4, 16: 2, 5: 8, 4: 4, 9: 8, 1: 1, 10: 2, 12: 8}
     total = 0
-    (entry,) = (one for one in found.messages(3) if one.number(5) == found.number(6))
-    for instruction in entry.messages(2):
-        if instruction.text(2) == "parameter":
-            shape, cut = instruction.message(3), instruction.message(40)
-            elements = 1
-            for size in shape.numbers(3):
-                elements *= size
-            tiled = cut.number(1) == 3  # OpSharding.OTHER
-            total += sizes[shape.number(2)] * elements // (devices if tiled else 1)
+    for instruction in Module(module).entry.instructions:
+        if instruction.opcode == "parameter":
+            unread = {one.field_number: one.data for one in UnknownFieldSet(instruction.message)}
+            tiled = unread.get(40, b"").startswith(b"\x08\x03")  # a sharding of type OTHER
+            total += instruction.bytes // (devices if tiled else 1)
     return total
 
 

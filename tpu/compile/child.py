@@ -5,20 +5,27 @@ from __future__ import annotations
 import json
 import pickle
 import subprocess
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from portable import interpreter
 from portable.errors import UserError, one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
 _DIES_WITH_US = "from portable.ranks.parent_death import die_with_parent; die_with_parent(); "
 
 
 def ask(
-    code: str, answer: Path, *arguments: str, given: Any, environment: Mapping[str, str], failure: str
+    code: str,
+    answer: Path,
+    *arguments: str,
+    given: Any,
+    environment: Mapping[str, str],
+    failure: Callable[[int, str], str],
+    said: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """Run ``code`` in another process, which dies with this one, and read what it :func:`answers`.
 
@@ -27,27 +34,44 @@ def ask(
         answer: does not exist.
         given: it unpickles this from its standard input.
         environment: of the process.
-        failure: what to say if it leaves no answer.
+        failure: what to say if it leaves no answer, from its exit code, the negative number of a signal, and
+            what it wrote on standard error.
+        said: called with each line that it prints.
 
     Raises:
         UserError: it left none, or ``refused``.
     """
-    done = subprocess.run(
-        interpreter.command(_DIES_WITH_US + code, str(answer), *arguments),
-        input=pickle.dumps(given),
-        env=dict(environment),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        check=False,
-    )
+    log = answer.with_name(f"{answer.name}.log")
+    with log.open("wb") as errors:
+        process = subprocess.Popen(
+            interpreter.command(_DIES_WITH_US + code, str(answer), *arguments),
+            env=dict(environment),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+        )
+    with process:
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            with suppress(BrokenPipeError), process.stdin as stdin:
+                stdin.write(pickle.dumps(given))
+            for line in process.stdout:
+                said(line.decode("utf-8", "replace").strip())
+        except BaseException:
+            process.kill()
+            raise
     if not answer.exists():
-        lines = done.stderr.decode("utf-8", "replace").strip().splitlines()
-        why = one_line(lines[-1]) if lines else f"its process ended with {done.returncode}"
-        raise UserError(f"{failure} ({why})")
+        raise UserError(failure(process.returncode, log.read_text("utf-8", "replace")))
     found: dict[str, Any] = json.loads(answer.read_text("utf-8"))
     if "refused" in found:
         raise UserError(found["refused"])
     return found
+
+
+def last_words(code: int, log: str) -> str:
+    """Why a process left no answer, by the last line of its errors."""
+    lines = log.strip().splitlines()
+    return one_line(lines[-1]) if lines else f"its process ended with {code}"
 
 
 def answers(answer: Path, found: Mapping[str, Any]) -> None:

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
-import subprocess
 import sys
-import threading
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from portable import interpreter
 from portable.errors import UserError, one_line
 from portable.formatting import human_bytes
 from portable.planner.compiled import GRAPH, Compiled
 from portable.temporary_folder import scratch_folder
 from portable.terminal import at_a_terminal
+from tpu.compile.child import ask
 from tpu.compile.hlo import short
 from tpu.compile.slices import Slice, find_slice
 from tpu.compile.trace import trace_graphs
-from tpu.compile.worker import ANSWER, DUMP, JOB, Job
+from tpu.compile.worker import DUMP, Job
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,7 +30,6 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
     from portable.registry import CompileTarget
 
-LOG = "libtpu.txt"
 _EXHAUSTED = 8
 _NO_VALUES = 1 << 62
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -108,23 +104,10 @@ def compile_graphs(
     Raises:
         UserError: libtpu knows no such slice, a graph does not compile, or the compiler died.
     """
-    files = {name: str(path) for name, path in graphs.items()}
-    batches = [{name: path} for name, path in files.items()] if only_memory else [files]
-    answers, host_bytes = [], 0
-    for batch in batches:
-        with scratch_folder("portable-compile") as folder:
-            job = Job(
-                str(library.path), wanted.generation, wanted.chips, batch, large, os.getpid(), only_memory
-            )
-            (folder / JOB).write_text(json.dumps(asdict(job)), "utf-8")
-            _run(folder, wanted, len(batch), dump=only_memory)
-            answer = json.loads((folder / ANSWER).read_text("utf-8"))
-        if "error" in answer:
-            raise UserError(f"--compile: {wanted.name}: {one_line(answer['error'])}")
-        answers += answer["graphs"]
-        host_bytes = max(host_bytes, answer["host_bytes"])
+    batches = [{name: path} for name, path in graphs.items()] if only_memory else [graphs]
+    told = [_answer(Job(library.path, wanted, batch, large, only_memory)) for batch in batches]
     compiled, problems, needed = [], [], 0
-    for graph in answers:
+    for graph in (graph for answer in told for graph in answer["graphs"]):
         if "error" not in graph:
             compiled.append(GRAPH.validate_python(graph))
         elif does_not_fit(graph["error"], graph["code"]):
@@ -136,62 +119,39 @@ def compile_graphs(
             )
     return Compiled(
         wanted.name,
-        named(library, answer["compiler"]),
-        answer["hbm_bytes"],
+        named(library, told[0]["compiler"]),
+        told[0]["hbm_bytes"],
         tuple(compiled),
         tuple(problems),
         needed,
-        host_bytes=host_bytes,
+        host_bytes=max(answer["host_bytes"] for answer in told),
     )
 
 
-def _run(folder: Path, wanted: Slice, graphs: int, *, dump: bool) -> None:
-    """Run the worker, with a progress bar on a terminal."""
-    from tqdm import tqdm  # not at the top: slow to import
-
-    environment = wanted.environment(dict(os.environ))
-    if dump:
-        environment["XLA_FLAGS"] = f"--xla_dump_to={folder / DUMP} --xla_dump_hlo_as_proto"
-    with (folder / LOG).open("wb") as log:
-        worker = subprocess.Popen(
-            interpreter.command("from tpu.compile.worker import main; sys.exit(main())", str(folder)),
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-        )
+def _answer(job: Job) -> dict[str, Any]:
+    """What the compiler's process says of a job. On a terminal a line shows what it compiles."""
     begun: list[str] = []
-    layout = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}]"
-    hidden = not at_a_terminal()
-    bar = tqdm(total=graphs, desc="compiling", leave=False, disable=hidden, bar_format=layout)
-    ended = threading.Event()
 
-    def follow() -> None:
-        assert worker.stdout is not None
-        for line in worker.stdout:
-            bar.update(1 if begun else 0)
-            begun.append(line.strip())
-            bar.set_description(f"compiling {begun[-1]}")
-        ended.set()
+    def begin(name: str) -> None:
+        begun.append(name)
+        _say(f"compiling {name} ...")
 
-    reader = threading.Thread(target=follow, daemon=True)
-    reader.start()
-    try:
-        while not ended.wait(1.0):
-            bar.refresh()  # its clock goes on: a graph takes minutes
-        code = worker.wait()
-    except BaseException:
-        worker.kill()
-        worker.wait()
-        raise
-    finally:
-        reader.join()
-        bar.close()
-        assert worker.stdout is not None
-        worker.stdout.close()
-    if not (folder / ANSWER).is_file():
-        raise UserError(died(code, begun, (folder / LOG).read_text("utf-8", "replace")))
+    with scratch_folder("portable-compile") as folder:
+        environment = job.wanted.environment(dict(os.environ))
+        if job.only_memory:
+            environment["XLA_FLAGS"] = f"--xla_dump_to={folder / DUMP} --xla_dump_hlo_as_proto"
+        answer = ask(
+            "from tpu.compile.worker import main; main()",
+            folder / "compiled.json",
+            given=job,
+            environment=environment,
+            failure=lambda code, log: died(code, begun, log),
+            said=begin,
+        )
+    _say("")
+    if "error" in answer:
+        raise UserError(f"--compile: {job.wanted.name}: {one_line(answer['error'])}")
+    return answer
 
 
 def died(code: int, begun: Sequence[str], log: str) -> str:

@@ -7,16 +7,15 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from tpu.compile.protobuf import Message
+from tpu.compile.messages import messages
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 HOST_MEMORY = 5
 """The memory space of a shape's layout that is the host's. 0 is HBM, 1 a core's vector memory."""
-_TUPLE = 13
 _PACKAGES = re.compile(r"^.*/(?:site|dist)-packages/")
 _HERE = f"{Path(__file__).parents[2]}/"
 # Element type -> its name and bits (xla_data.proto). Types without a size, such as tokens, are left out.
@@ -66,122 +65,63 @@ class Array:
 
 
 class Instruction:
-    """One instruction of a computation."""
+    """One instruction of a computation.
 
-    def __init__(self, message: Message) -> None:
-        self._message = message
-        self.id = message.number(35)
-        self.name = message.text(1)
-        self.opcode = message.text(2)
+    Args:
+        message: an ``HloInstructionProto``, whose fields it has.
+    """
 
-    @cached_property
-    def operands(self) -> list[int]:
-        """The ids of its operands."""
-        return self._message.numbers(36)
+    def __init__(self, message: Any) -> None:
+        self.message = message
+        self.opcode: str = message.opcode
 
-    @cached_property
-    def called(self) -> list[int]:
-        """The ids of the computations that it calls."""
-        return self._message.numbers(38)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.message, name)
 
     @cached_property
     def arrays(self) -> list[Array]:
         """The arrays of its result; several if that is a tuple."""
-        return list(_arrays(self._message.message(3)))
+        return list(_arrays(self.message.shape))
 
     @property
     def bytes(self) -> int:
         return sum(array.bytes for array in self.arrays)
 
-    @property
-    def channel(self) -> int:
-        return self._message.number(26)
-
-    @property
-    def target(self) -> str:
-        """What a custom call calls."""
-        return self._message.text(28)
-
-    @property
-    def crosses_to_host(self) -> bool:
-        """Whether a send or receive is one with the host."""
-        return bool(self._message.number(47))
-
-    @property
-    def config(self) -> memoryview:
-        """What the backend notes, as JSON."""
-        return self._message.bytes(43)
-
-    @property
-    def index(self) -> int:
-        """Which element of a tuple a get-tuple-element takes."""
-        return self._message.number(13)
-
-    @property
-    def parameter(self) -> int:
-        """Which parameter of its computation this is."""
-        return self._message.number(9)
-
-    @property
-    def direction(self) -> str:
-        """LT, GE, ... of a comparison."""
-        return self._message.text(63)
-
     def integer(self) -> int | None:
         """The value of a constant that is one integer; None for any other instruction."""
-        if self.opcode != "constant":
-            return None
-        literal = self._message.message(8)
-        found = [*literal.numbers(4), *literal.numbers(5), *literal.numbers(6), *literal.numbers(7)]
-        if len(found) != 1:
-            return None
-        return found[0] - (1 << 64) if found[0] >> 63 else found[0]
-
-    @property
-    def window(self) -> Message:
-        """The window of a convolution."""
-        return self._message.message(15)
-
-    @property
-    def axes(self) -> Message:
-        """The dimension numbers of a convolution."""
-        return self._message.message(16)
+        literal = self.message.literal
+        found = [*literal.s32s, *literal.s64s, *literal.u32s, *literal.u64s]
+        return int(found[0]) if self.opcode == "constant" and len(found) == 1 else None
 
     def operation(self) -> str:
         """The operation of the model that it comes from; empty where the compiler has not kept it."""
-        return self._message.message(7).text(2)
+        return str(self.message.metadata.op_name)
 
     def source(self) -> str:
         """The place in the model's code: ``models/llama.py:12``; empty as above."""
-        metadata = self._message.message(7)
-        file, line = metadata.text(3), metadata.number(4)
-        return f"{short(file)}:{line}" if file else ""
+        metadata = self.message.metadata
+        return f"{short(metadata.source_file)}:{metadata.source_line}" if metadata.source_file else ""
 
     def group_size(self, devices: int) -> int:
         """The devices that take part in a collective with each other."""
-        listed = self._message.message(87)
-        iota = listed.message(2)
-        if size := iota.number(2):
-            return size
-        for group in (*self._message.messages(49), *listed.messages(1)):
-            return len(group.numbers(1)) or devices
-        return devices
+        listed = self.message.device_list
+        groups = (*self.message.replica_groups, *listed.replica_groups)
+        first = len(groups[0].replica_ids) if groups else 0
+        return listed.iota.num_devices_per_group or first or devices
 
 
 class Computation:
     """Instructions in the order in which they run."""
 
-    def __init__(self, message: Message, schedule: list[int] | None) -> None:
-        self.name = message.text(1)
-        self.fused = bool(message.number(7))
-        listed = {found.id: found for found in map(Instruction, message.messages(2))}
+    def __init__(self, message: Any, schedule: Sequence[int] | None) -> None:
+        listed: dict[int, Instruction] = {one.id: Instruction(one) for one in message.instructions}
         self.by_id = listed
-        self.root = listed[message.number(6)]
+        self.root = listed[message.root_id]
         self.instructions = list(listed.values()) if schedule is None else [listed[i] for i in schedule]
 
     def operands(self, instruction: Instruction) -> list[Instruction]:
         """The instructions whose results ``instruction`` takes."""
-        return [self.by_id[operand] for operand in instruction.operands]
+        return [self.by_id[operand] for operand in instruction.operand_ids]
 
     def operand_bytes(self, instruction: Instruction) -> int:
         """Bytes of all operands of ``instruction``."""
@@ -196,17 +136,16 @@ class Module:
     """
 
     def __init__(self, data: bytes) -> None:
-        message = Message(data)
-        schedules = {entry.number(1): entry.message(2).numbers(1) for entry in message.message(7).messages(1)}
-        self.computations: dict[int, Computation] = {}
-        for found in message.messages(3):
-            number = found.number(5)
-            self.computations[number] = Computation(found, schedules.get(number))
-        self.entry = self.computations[message.number(6)]
+        message = messages.HloModuleProto.FromString(data)
+        schedules = {one.computation_id: one.sequence.instruction_ids for one in message.schedule.sequences}
+        self.computations: dict[int, Computation] = {
+            one.id: Computation(one, schedules.get(one.id)) for one in message.computations
+        }
+        self.entry = self.computations[message.entry_computation_id]
 
     def called(self, instruction: Instruction) -> list[Computation]:
         """The computations that ``instruction`` calls."""
-        return [self.computations[number] for number in instruction.called]
+        return [self.computations[number] for number in instruction.called_computation_ids]
 
     def trips(self, loop: Instruction, within: Computation) -> int | None:
         """How often the body of a while runs; None where that is not written in the module.
@@ -226,10 +165,10 @@ class Module:
             return None
         left, right = (self._behind(side, scope, outer) for side in scope.operands(compare))
         for counter, bound, direction in ((left, right, "LT"), (right, left, "GT")):
-            if counter.opcode == "get-tuple-element" and compare.direction == direction:
+            if counter.opcode == "get-tuple-element" and compare.comparison_direction == direction:
                 end = bound.integer()
-                start = _element(within, within.operands(loop)[0], counter.index)
-                step = _step(body, counter.index)
+                start = _element(within, within.operands(loop)[0], counter.tuple_index)
+                step = _step(body, counter.tuple_index)
                 if end is not None and start is not None and step:
                     return max(0, -(-(end - start) // step))
         return None
@@ -238,7 +177,7 @@ class Module:
     def _behind(found: Instruction, scope: Computation, outer: list[Instruction]) -> Instruction:
         """``found``, or what a fusion's parameter stands for."""
         if found.opcode == "parameter" and outer:
-            return outer[found.parameter]
+            found = outer[found.parameter_number]
         return found
 
 
@@ -269,11 +208,9 @@ def _step(body: Computation, index: int) -> int | None:
     return next((v for v in (operand.integer() for operand in body.operands(added)) if v is not None), None)
 
 
-def _arrays(shape: Message) -> Iterator[Array]:
-    kind = shape.number(2)
-    if kind == _TUPLE:
-        for part in shape.messages(4):
-            yield from _arrays(part)
-    elif kind in _TYPES:
-        name, bits = _TYPES[kind]
-        yield Array(name, tuple(shape.numbers(3)), bits, shape.message(5).number(8))
+def _arrays(shape: Any) -> Iterator[Array]:
+    for part in shape.tuple_shapes:
+        yield from _arrays(part)
+    if shape.element_type in _TYPES:
+        name, bits = _TYPES[shape.element_type]
+        yield Array(name, tuple(shape.dimensions), bits, shape.layout.memory_space)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from tpu.compile.protobuf import Message, field, varint
+from tpu.compile.messages import messages, partitions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -327,7 +327,7 @@ class Executable:
         self._library.call("PJRT_Executable_OptimizedProgram", self.handle, ctypes.addressof(program))
         kind = _text(program.format, program.format_size)
         if kind == "hlo_with_config":
-            return bytes(Message(buffer.raw).bytes(1))
+            return bytes(messages.HloModuleWithConfig.FromString(buffer.raw).hlo_module)
         if kind == "hlo":
             return buffer.raw
         raise InterfaceError(f"libtpu returns its program as {kind}, not as HLO")
@@ -344,23 +344,20 @@ def compile_options(device_ids: Sequence[int], *, tupled: bool) -> bytes:
         device_ids: one partition for each.
         tupled: whether the graph takes one tuple in place of many parameters.
     """
-    devices = b"".join(field(3, field(1, varint(identity))) for identity in device_ids)
-    assignment = field(1, 1) + field(2, len(device_ids)) + devices
-    build = (
-        field(1, -1)  # no device ordinal
-        + field(4, 1)  # replicas
-        + field(5, len(device_ids))  # partitions
-        + field(6, True)  # partition by SPMD
-        + field(9, assignment)
-        + field(12, varint(1))  # shardings may reach the results; else each is replicated
+    build = messages.ExecutableBuildOptions(
+        device_ordinal=-1,
+        use_spmd_partitioning=True,
+        # Shardings may reach the results; else each is replicated.
+        allow_spmd_sharding_propagation_to_output=[True],
+        **partitions(device_ids),
     )
-    return field(2, tupled) + field(3, build)
+    options = messages.CompileOptions(parameter_is_tupled_arguments=tupled, executable_build_options=build)
+    return bytes(options.SerializeToString())
 
 
 def _takes_a_tuple(module: bytes) -> bool:
-    tuple_type = 13
-    parameters = list(Message(module).message(4).messages(1))  # of the host program's shape
-    return len(parameters) == 1 and parameters[0].number(2) == tuple_type
+    parameters = messages.HloModuleProto.FromString(module).host_program_shape.parameters
+    return len(parameters) == 1 and bool(parameters[0].tuple_shapes)
 
 
 def _fill(into: _NamedValue, name: str, value: Value, kept: list[Any]) -> None:

@@ -6,7 +6,7 @@ import math
 import re
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from portable.planner.compiled import Collective, LargeValue
 from tpu.compile.hlo import HOST_MEMORY, Module
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Set
 
     from tpu.compile.hlo import Computation, Instruction
-    from tpu.compile.protobuf import Message
 
 KINDS = (
     "all-gather",
@@ -169,9 +168,9 @@ class _Reader:
                     opened["id", instruction.id] = self._of(called, inner, inner.opcode, asynchronous=True)
             return True
         if opcode.endswith("-done"):
-            begun = instruction.operands[0]
+            begun = instruction.operand_ids[0]
             while begun in computation.by_id and computation.by_id[begun].opcode == "async-update":
-                begun = computation.by_id[begun].operands[0]
+                begun = computation.by_id[begun].operand_ids[0]
             if ("id", begun) in opened:
                 self._add(opened.pop(("id", begun)), times)
             return True
@@ -190,9 +189,9 @@ class _Reader:
         inner = [] if fused is None else [i for i in fused.instructions if i.opcode in KINDS]
         if fused is None or not inner:
             return False
-        targets = {i.target for i in fused.instructions if i.opcode == "custom-call"}
+        targets = {i.custom_call_target for i in fused.instructions if i.opcode == "custom-call"}
         collective = inner[0]
-        key = "channel", collective.channel
+        key = "channel", collective.channel_id
         if "AsyncCollectiveStart" in targets:
             opened[key] = self._of(fused, collective, _kind(fused, collective), asynchronous=True)
         elif "AsyncCollectiveDone" in targets:
@@ -232,9 +231,9 @@ class _Reader:
 
     def _asks_the_host(self, instruction: Instruction, times: int) -> None:
         if instruction.opcode == "custom-call":
-            self._calls[instruction.target] += times
-        crosses = instruction.opcode in ("send", "recv") and instruction.crosses_to_host
-        moves = instruction.target in _TO_HOST or (
+            self._calls[instruction.custom_call_target] += times
+        crosses = instruction.opcode in ("send", "recv") and instruction.is_host_transfer
+        moves = instruction.custom_call_target in _TO_HOST or (
             instruction.opcode == "copy-start" and any(a.memory == HOST_MEMORY for a in instruction.arrays)
         )
         if instruction.opcode in _HOST or crosses or moves:
@@ -259,24 +258,22 @@ def convolution_flops(computation: Computation, instruction: Instruction) -> flo
 
     Batch dims become windows with holes, whose empty positions take no work.
     """
-    axes = instruction.axes
+    axes = instruction.convolution_axes
     left, right = (operand.arrays[0].dimensions for operand in computation.operands(instruction)[:2])
     result = instruction.arrays[0].dimensions
-    windows = instruction.window.messages(1)
+    windows = instruction.window.dimensions
     positions = 1
-    for window, source, target in zip(windows, axes.numbers(11), axes.numbers(12), strict=True):
+    for window, source, target in zip(windows, axes.input_spatial, axes.output_spatial, strict=True):
         positions *= _valid(window, left[source], result[target])
-    depth = right[axes.number(3)]
-    batch = result[axes.number(9)]
-    features = result[axes.number(10)]
+    depth: int = right[axes.kernel_input_feature]
+    batch, features = result[axes.output_batch], result[axes.output_feature]
     return 2.0 * positions * depth * batch * features
 
 
-def _valid(window: Message, source: int, target: int) -> int:
+def _valid(window: Any, source: int, target: int) -> int:
     """How many pairs of an output position and a window position meet an element of the input."""
-    size, stride = window.number(1) or 1, window.number(2) or 1
-    padding = window.signed(3)
-    holes, gaps = window.number(5) or 1, window.number(6) or 1
+    size, stride, padding = window.size or 1, window.stride or 1, window.padding_low
+    holes, gaps = window.window_dilation or 1, window.base_dilation or 1
     extent = (source - 1) * gaps + 1
     found = 0
     for step in range(size):
@@ -317,5 +314,5 @@ def _kind(fused: Computation, collective: Instruction) -> str:
 
 def _cycles(instruction: Instruction) -> int:
     """The compiler's estimate of the cycles of an instruction; 0 where it makes none."""
-    found = _CYCLES.search(instruction.config)
+    found = _CYCLES.search(instruction.backend_config)
     return int(found[1]) if found else 0

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from portable.checks import check
-from tpu.compile.child import ask
+from tpu.compile.child import ask, last_words
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -72,7 +72,9 @@ def trace_graphs(config: RunConfig, devices: int, folder: Path, *, hardware: str
         hardware,
         given=config,
         environment=environment,
-        failure=f"{config.model.key}: the graphs of a step cannot be traced",
+        failure=lambda *ended: (
+            f"{config.model.key}: the graphs of a step cannot be traced ({last_words(*ended)})"
+        ),
     )
     return [
         Traced(graph["name"], folder / graph["file"], devices, graph["donated"], graph["seconds"])

@@ -1,14 +1,13 @@
-"""The process that compiles: ``python -m tpu.compile.worker FOLDER``.
+"""The process that compiles.
 
 libtpu may end its process, takes gigabytes, and reads its flags once: so a run's graphs are compiled in a
-process of their own. It reads ``job.json`` from its folder, prints the name of each graph as it begins with
-it, and writes ``compiled.json`` at the end.
+process of their own (:mod:`tpu.compile.child`). It prints the name of each graph as it begins with it.
 """
 
 from __future__ import annotations
 
-import json
 import os
+import pickle
 import re
 import resource
 import sys
@@ -17,18 +16,22 @@ import time
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from portable.planner.compiled import CompiledGraph
-from portable.ranks.parent_death import die_with_parent
 from tpu.compile.child import answers
 from tpu.compile.hlo import Module
 from tpu.compile.libtpu import CompileError, InterfaceError, Libtpu, Topology
-from tpu.compile.protobuf import Message
+from tpu.compile.messages import messages
 from tpu.compile.report import analyse
-from tpu.compile.slices import Slice
 
-JOB, ANSWER, DUMP = "job.json", "compiled.json", "dump"
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from tpu.compile.slices import Slice
+
+DUMP = "dump"
+"""A folder beside the answer, in which the compiler says what it does."""
 _SCHEDULED = "*.after_optimizations.hlo.pb"
 _ASSIGNED = "*.after_optimizations_after_buffer_assignment.hlo.pb"  # is written after it
 
@@ -37,33 +40,27 @@ _ASSIGNED = "*.after_optimizations_after_buffer_assignment.hlo.pb"  # is written
 class Job:
     """What to compile."""
 
-    library: str
-    """Path of libtpu."""
-    generation: str
-    chips: str
-    graphs: dict[str, str]
+    library: Path
+    """libtpu."""
+    wanted: Slice
+    graphs: Mapping[str, Path]
     """Name -> file with a serialized ``HloModuleProto``."""
     large: int
     """Elements from which a value is listed."""
-    parent: int
-    """The process that waits for the answer."""
     only_memory: bool = False
     """End before code is made; there is one graph then."""
 
 
-def main() -> int:
-    """Compile, and return the exit code."""
-    folder = Path(sys.argv[1])
-    job = Job(**json.loads((folder / JOB).read_text("utf-8")))
-    die_with_parent(job.parent)
+def main() -> None:
+    """Compile what standard input asks for."""
+    path, job = Path(sys.argv[1]), pickle.load(sys.stdin.buffer)  # noqa: S301  (from the parent)
     try:
-        answer = run(job, folder / DUMP if job.only_memory else None)
+        answer = run(job, path.with_name(DUMP) if job.only_memory else None)
     except (CompileError, InterfaceError) as error:
         answer = {"error": str(error)}
-    answers(folder / ANSWER, answer)
+    answers(path, answer)
     if job.only_memory:
         os._exit(0)  # the compiler goes on
-    return 0
 
 
 def run(job: Job, dumped: Path | None) -> dict[str, Any]:
@@ -77,12 +74,11 @@ def run(job: Job, dumped: Path | None) -> dict[str, Any]:
         CompileError: libtpu knows no such slice. The refusal of a graph is part of the answer.
         InterfaceError: it is no libtpu, or of another interface.
     """
-    wanted = Slice(job.generation, job.chips)
-    topology = Libtpu(Path(job.library)).topology(wanted.name, **wanted.options)
+    topology = Libtpu(job.library).topology(job.wanted.name, **job.wanted.options)
     answers = []
     for name, path in job.graphs.items():
         print(name, flush=True)
-        module = Path(path).read_bytes()
+        module = path.read_bytes()
         try:
             if dumped is None:
                 found = compile_graph(topology, name, module, job.large)
@@ -95,7 +91,7 @@ def run(job: Job, dumped: Path | None) -> dict[str, Any]:
     return {
         "compiler": topology.compiler,
         "devices": len(topology.device_ids),
-        "hbm_bytes": wanted.hbm(topology),
+        "hbm_bytes": job.wanted.hbm(topology),
         "host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "graphs": answers,
     }
@@ -168,16 +164,16 @@ def schedule_graph(topology: Topology, name: str, module: bytes, large: int, dum
     written = next(dumped.glob(_SCHEDULED), None)
     if written is None:
         raise InterfaceError("libtpu does not write its schedule; leave out --only-memory")
-    found = Message(written.read_bytes())
-    report = analyse(bytes(found.bytes(1)), len(topology.device_ids), large)
+    found = messages.HloProto.FromString(written.read_bytes())
+    report = analyse(found.hlo_module, len(topology.device_ids), large)
     sizes = Counter[str]()
-    for allocation in found.message(3).messages(3):
-        if allocation.number(8):
+    for allocation in found.buffer_assignment.buffer_allocations:
+        if allocation.color:
             continue  # not in HBM
-        is_input, is_result = allocation.number(5), allocation.number(7)
+        is_input, is_result = allocation.is_entry_parameter, allocation.maybe_live_out
         kinds = ["arguments"] * is_input + ["results"] * is_result + ["aliased"] * (is_input & is_result)
         for kind in kinds or ["temporary"]:
-            sizes[kind] += allocation.number(2)
+            sizes[kind] += allocation.size
     return CompiledGraph(
         name=name,
         argument_bytes=sizes["arguments"],
@@ -206,11 +202,7 @@ def named_in(message: str, module: bytes) -> str:
     words = set(re.findall(r"[\w.-]+", message))
     for computation in Module(module).computations.values():
         for instruction in computation.instructions:
-            if instruction.name in words or (instruction.target and instruction.target in words):
+            if {instruction.name, instruction.custom_call_target} & words:
                 found = filter(None, (instruction.operation(), instruction.source()))
                 return " at ".join(found) or instruction.name
     return ""
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tpu.compile.libtpu import CompileError
-from tpu.compile.protobuf import Message, field, fields
+from tpu.compile.messages import messages, partitions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,7 +31,6 @@ _FREES_NOTHING = _FUNCTION(lambda address: None)
 # Bits of an element, by PJRT_Buffer_Type from PRED, its first: xla/pjrt/c/pjrt_c_api.h.
 _BITS = (8, 8, 16, 32, 64, 8, 16, 32, 64, 16, 32, 64, 16, 64, 128, 8, 8, 8, 8, 8, 4, 4, 0, 2, 2, 8, 8, 8, 4)
 _HANDLE = 64  # bytes behind a handle, all zero
-BUILD, REPLICAS, PARTITIONS, ASSIGNMENT = 3, 4, 5, 9  # CompileOptionsProto, ExecutableBuildOptionsProto
 
 
 @dataclass(frozen=True)
@@ -196,11 +195,12 @@ class DryChip:
     def _compile(self, given: Any) -> int | None:
         program = (ctypes.c_uint64 * 4).from_address(given[1] + 16)
         code = ctypes.string_at(program[0], program[1])
-        options = ctypes.string_at(given[2], given[3])
-        partitions = Message(options).message(BUILD).number(PARTITIONS) or 1
-        options = placed_on(options, self._topology.device_ids[:partitions])
+        options = messages.CompileOptions.FromString(ctypes.string_at(given[2], given[3]))
+        build = options.executable_build_options
+        count = build.num_partitions or 1
+        place_on(options, self._topology.device_ids[:count])
         try:
-            executable = self._topology.compile(code, form="mlir", options=options)
+            executable = self._topology.compile(code, form="mlir", options=options.SerializeToString())
         except CompileError as error:
             self._refuse(error)
             raise
@@ -212,8 +212,8 @@ class DryChip:
             memory.code,
             flops,
             accessed,
-            partitions,
-            bytes(Message(options).message(BUILD).bytes(ASSIGNMENT)),
+            count,
+            build.device_assignment.SerializeToString(),
         )
         given[4] = executable.handle
         return None
@@ -283,21 +283,11 @@ class DryChip:
         given[2] = self._made(self._held[given[0]][0])
 
 
-def placed_on(options: bytes, chips: Sequence[int]) -> bytes:
-    """A ``CompileOptionsProto`` for one program on each of ``chips``."""
-    devices = b"".join(field(3, field(1, chip)) for chip in chips)
-    assignment = field(1, 1) + field(2, len(chips)) + devices
-    placed = field(REPLICAS, 1) + field(PARTITIONS, len(chips)) + field(ASSIGNMENT, assignment)
-    made = b""
-    for number, value, start, end in fields(memoryview(options)):
-        if number == BUILD and not isinstance(value, int):
-            build = bytes(value)
-            parts = fields(value)
-            kept = b"".join(build[a:b] for n, _, a, b in parts if n not in (REPLICAS, PARTITIONS, ASSIGNMENT))
-            made += field(BUILD, kept + placed)
-        else:
-            made += options[start:end]
-    return made
+def place_on(options: Any, chips: Sequence[int]) -> None:
+    """Have ``options``, ``CompileOptions``, ask for one program, a partition on each of ``chips``."""
+    build = options.executable_build_options
+    build.ClearField("device_assignment")
+    build.MergeFrom(messages.ExecutableBuildOptions(**partitions(chips)))
 
 
 # By position in PJRT's table, which only grows at its end.

@@ -23,7 +23,7 @@ from portable.checks import check
 from portable.errors import UserError, one_line, require
 from portable.planner.compiled import GRAPH, Collective, Compiled, CompiledGraph, LargeValue
 from portable.temporary_folder import scratch_folder
-from tpu.compile.child import answers, ask
+from tpu.compile.child import answers, ask, last_words
 from tpu.compile.compiler import does_not_fit, exhausted, find_library, named
 from tpu.compile.libtpu import CompileError, Libtpu
 from tpu.compile.report import analyse
@@ -74,7 +74,9 @@ def compile_run(config: RunConfig, target: CompileTarget) -> Compiled:
             folder / "answer.json",
             given=(config, wanted, library.path, target.large),
             environment=wanted.environment(dict(os.environ)) | _launch_environment(wanted),
-            failure=f"--compile: a step of {config.model.key} cannot be traced",
+            failure=lambda *ended: (
+                f"--compile: a step of {config.model.key} cannot be traced ({last_words(*ended)})"
+            ),
         )
     if "error" in found:
         if not does_not_fit(found["error"], found["code"]):

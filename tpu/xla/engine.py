@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from portable.checkpoint.match_to_model import stored_state
+from portable.engines.fsdp.saving import Saver
 from portable.errors import require
 from portable.model.layers import transformer_layers
 from portable.model.loss import Objective, added, no_totals, shares
@@ -25,7 +26,7 @@ from tpu.xla.layout import another, constrain
 from tpu.xla.of_torch_xla import xla
 from tpu.xla.own_optimizer import optimizer_of
 from tpu.xla.parameters import Parameters
-from tpu.xla.saving import Saver, Staged
+from tpu.xla.saving import Staged, StagedPlanner
 from tpu.xla.scan_layers import LoopedLayers, Segment, find_segments
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ class XlaEngine:
         self._optimizer = optimizer_of(config.train, model, layout, self.held, self._compute)
         self._rate = config.train.learning_rate
         self._accumulated: dict[str, Tensor] | None = None
-        self._saver = Saver()
+        self._saver = Saver(StagedPlanner)
         self._limit = allowed_streak(config.train.on_non_finite)
         self._account = layout.whole(torch.tensor(NEW_COUNTERS))
 

@@ -1,8 +1,7 @@
-"""Write checkpoints with torch.distributed.checkpoint: each host its own shards."""
+"""What torch.distributed.checkpoint writes of tensors on XLA: each host its own shards."""
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,20 +13,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.state_dict_saver import save
-
-from portable.checkpoint.checksumming_writer import ChecksummingWriter
-from portable.ranks.collectives import background_group
-from portable.terminal import quiet_checkpoint_warnings
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
-    from portable.backend import SaveHandle
     from tpu.xla.layout import Shard
-
-
-quiet_checkpoint_warnings()
 
 
 @dataclass(frozen=True)
@@ -39,7 +27,7 @@ class Staged:
     shards: list[Shard]
 
 
-class _Planner(DefaultSavePlanner):
+class StagedPlanner(DefaultSavePlanner):
     """Plans :class:`Staged` tensors in addition to DCP's own types.
 
     Replicas were filtered out, so each chunk is written once and DCP has nothing to deduplicate.
@@ -76,38 +64,3 @@ def _items(name: str, value: Staged) -> list[WriteItem]:
         )
         for shard in value.shards
     ]
-
-
-class Saver:
-    """Writes state dicts of :class:`Staged` tensors and plain values as DCP folders."""
-
-    def __init__(self) -> None:
-        self._group = background_group()
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-
-    def save(self, state: dict[str, Any], folder: Path, *, background: bool) -> SaveHandle:
-        """Write ``state``, already on the host; see :meth:`portable.backend.Engine.save`."""
-        writing = self._writer.submit(self._write, state, folder)
-        if not background:
-            writing.result()
-        return _Save(writing)
-
-    def _write(self, state: dict[str, Any], folder: Path) -> None:
-        save(
-            state,
-            storage_writer=ChecksummingWriter(folder),
-            planner=_Planner(),
-            process_group=self._group,
-            no_dist=self._group is None,
-        )
-
-
-class _Save:
-    def __init__(self, writing: Future[None]) -> None:
-        self._writing = writing
-
-    def done(self) -> bool:
-        return self._writing.done()
-
-    def wait(self) -> None:
-        self._writing.result()

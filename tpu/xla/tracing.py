@@ -34,7 +34,7 @@ from portable.planner.passes import Request
 from portable.run.micro_batch import batch_plan
 from portable.terminal import tell
 from tpu.compile.child import answers
-from tpu.compile.protobuf import field
+from tpu.compile.messages import buffer_donors
 from tpu.xla.backend import XlaBackend
 from tpu.xla.graphs import Graphs
 from tpu.xla.layout import Layout
@@ -200,12 +200,6 @@ def _owner(tensor: Tensor) -> int:
     found = re.search(r"^AliasID: (\d+)$", xla.debug_info(tensor), re.MULTILINE)
     assert found is not None
     return int(found[1])
-
-
-def buffer_donors(parameters: Sequence[int]) -> bytes:
-    """Field ``buffer_donor`` of a serialized HloModuleProto, to append to one."""
-    entries = b"".join(field(1, field(1, number)) for number in parameters)
-    return field(18, entries) if entries else b""
 
 
 def trace(config: RunConfig, folder: Path, hardware: str) -> list[dict[str, Any]]:

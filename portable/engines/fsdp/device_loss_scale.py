@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from portable.engines.loss_scale import STATE
+from portable.engines.loss_scale import STATE, LossScale
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -16,13 +16,15 @@ if TYPE_CHECKING:
     from portable.config import Fp16Config
 
 
-class DeviceScaler:
-    """Implements :class:`portable.engines.loss_scale.Scaler` with device tensors.
+class DeviceScaler(LossScale):
+    """The search with device tensors.
 
     Args:
         settings: of the search.
         device: to compute on.
     """
+
+    dynamic = True
 
     def __init__(self, settings: Fp16Config, device: torch.device) -> None:
         self.min_scale = settings.min_loss_scale
@@ -58,11 +60,9 @@ class DeviceScaler:
         return exhausted
 
     def state(self) -> dict[str, float]:
-        """The values of ``STATE`` and ``overflows``. Waits for the device."""
         return {**dict(zip(STATE, self._state.tolist(), strict=True)), "overflows": int(self._overflows)}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Set what :meth:`state` returns."""
         self._state.copy_(torch.tensor([state[name] for name in STATE], dtype=torch.float64))
         self._overflows.fill_(state["overflows"])
         self.scale = self._state[0].float()

@@ -102,7 +102,7 @@ class TorchEngine:
         self._captured = CapturedMemory(config)
         self._saver = Saver()
         self._scaler = DeviceScaler(config.fp16, device) if config.precision == "fp16" else None
-        self._scaling = LossScale(self._scaler)
+        self._scaling = self._scaler or LossScale()
         # With dynamic loss scaling an overflow is no failure; a failure then ends the run.
         self._limit = 1 if self._scaling.dynamic else allowed_streak(config.train.on_non_finite)
         self._account = torch.tensor(

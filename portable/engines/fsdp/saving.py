@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import torch.distributed as dist
+    from torch.distributed.checkpoint.planner import SavePlanner
 
     from portable.backend import SaveHandle
 
@@ -24,7 +25,14 @@ quiet_checkpoint_warnings()
 
 
 class Saver:
-    """Writes state dicts of plain tensors and DTensors as DCP folders."""
+    """Writes state dicts as DCP folders.
+
+    Args:
+        planner: for a state that is in host memory already; None for one of plain tensors and DTensors.
+    """
+
+    def __init__(self, planner: type[SavePlanner] | None = None) -> None:
+        self._planner = planner
 
     @cached_property
     def _group(self) -> dist.ProcessGroup | None:
@@ -33,11 +41,17 @@ class Saver:
     def save(self, state: dict[str, Any], folder: Path, *, background: bool) -> SaveHandle:
         """Write ``state`` into ``folder``; see :meth:`portable.backend.Engine.save`."""
         group = self._group  # a collective: create it before a thread needs it
-        if background:
+        if background and self._planner is None:
             state = staged(state)
 
         def write() -> None:
-            save(state, storage_writer=ChecksummingWriter(folder), process_group=group, no_dist=group is None)
+            save(
+                state,
+                storage_writer=ChecksummingWriter(folder),
+                planner=None if self._planner is None else self._planner(),
+                process_group=group,
+                no_dist=group is None,
+            )
 
         if background:
             return WriteHandle(in_background(write, name="checkpoint"))

@@ -1,0 +1,108 @@
+"""The messages of a TPU's compiler that are read or written here: its modules and its options.
+
+Only the fields that are needed are declared. The others are kept as they are when a message is written again.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.message import DecodeError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["DecodeError", "buffer_donors", "messages", "partitions"]
+
+_FIELDS = """
+LayoutProto memory_space:8:int64
+ShapeProto element_type:2:int32 dimensions:3:int64* tuple_shapes:4:ShapeProto* layout:5:LayoutProto
+ProgramShapeProto parameters:1:ShapeProto*
+LiteralProto s32s:4:int32* s64s:5:int64* u32s:6:uint32* u64s:7:uint64*
+OpMetadata op_name:2:string source_file:3:string source_line:4:int32
+WindowDimension size:1:int64 stride:2:int64 padding_low:3:int64 window_dilation:5:int64
+  base_dilation:6:int64
+Window dimensions:1:WindowDimension*
+ConvolutionAxes kernel_input_feature:3:int64 output_batch:9:int64 output_feature:10:int64
+  input_spatial:11:int64* output_spatial:12:int64*
+ReplicaGroup replica_ids:1:int64*
+IotaReplicaGroupList num_devices_per_group:2:int64
+CollectiveDeviceList replica_groups:1:ReplicaGroup* iota:2:IotaReplicaGroupList
+HloInstructionProto name:1:string opcode:2:string shape:3:ShapeProto metadata:7:OpMetadata
+  literal:8:LiteralProto parameter_number:9:int64 tuple_index:13:int64 window:15:Window
+  convolution_axes:16:ConvolutionAxes channel_id:26:int64 custom_call_target:28:string id:35:int64
+  operand_ids:36:int64* called_computation_ids:38:int64* backend_config:43:bytes is_host_transfer:47:bool
+  replica_groups:49:ReplicaGroup* comparison_direction:63:string device_list:87:CollectiveDeviceList
+HloComputationProto name:1:string instructions:2:HloInstructionProto* id:5:int64 root_id:6:int64
+  is_fusion:7:bool
+InstructionSequence instruction_ids:1:int64*
+ScheduleEntry computation_id:1:int64 sequence:2:InstructionSequence
+HloScheduleProto sequences:1:ScheduleEntry*
+BufferDonorEntry parameter_number:1:int64
+HloBufferDonorProto entries:1:BufferDonorEntry*
+HloModuleProto computations:3:HloComputationProto* host_program_shape:4:ProgramShapeProto
+  entry_computation_id:6:int64 schedule:7:HloScheduleProto buffer_donor:18:HloBufferDonorProto
+HloModuleWithConfig hlo_module:1:bytes
+BufferAllocation size:2:int64 is_entry_parameter:5:bool maybe_live_out:7:bool color:8:int64
+BufferAssignment buffer_allocations:3:BufferAllocation*
+HloProto hlo_module:1:bytes buffer_assignment:3:BufferAssignment
+ComputationDevices replica_device_ids:1:int64*
+DeviceAssignment replica_count:1:int32 computation_count:2:int32 computation_devices:3:ComputationDevices*
+ExecutableBuildOptions device_ordinal:1:int64 num_replicas:4:int64 num_partitions:5:int64
+  use_spmd_partitioning:6:bool device_assignment:9:DeviceAssignment
+  allow_spmd_sharding_propagation_to_output:12:bool*
+CompileOptions parameter_is_tupled_arguments:2:bool executable_build_options:3:ExecutableBuildOptions
+  env_option_overrides:7:bytes*
+"""
+"""The fields of each message: a name, a number, and a type or a message; with a star, any number of them."""
+
+
+class _Messages:
+    """The class of each message, by its name."""
+
+    def __init__(self) -> None:
+        file = descriptor_pb2.FileDescriptorProto(name="portable/xla.proto", package="xla", syntax="proto3")
+        kinds = descriptor_pb2.FieldDescriptorProto
+        for word in _FIELDS.split():
+            name, *rest = word.split(":")
+            if not rest:
+                message = file.message_type.add(name=name)
+                continue
+            number, kind = rest
+            field = message.field.add(name=name, number=int(number))
+            field.label = kinds.LABEL_REPEATED if kind.endswith("*") else kinds.LABEL_OPTIONAL
+            kind = kind.removesuffix("*")
+            if kind[0].isupper():
+                field.type, field.type_name = kinds.TYPE_MESSAGE, f".xla.{kind}"
+            else:
+                field.type = kinds.Type.Value(f"TYPE_{kind.upper()}")
+        pool = descriptor_pool.DescriptorPool()
+        pool.Add(file)
+        self._descriptors = {
+            one.name: pool.FindMessageTypeByName(f"xla.{one.name}") for one in file.message_type
+        }
+
+    def __getattr__(self, name: str) -> Any:
+        return message_factory.GetMessageClass(self._descriptors[name])
+
+
+messages: Any = _Messages()
+
+
+def partitions(device_ids: Sequence[int]) -> dict[str, Any]:
+    """Fields of ``ExecutableBuildOptions`` for one program, of which each device runs a partition."""
+    each = [messages.ComputationDevices(replica_device_ids=[one]) for one in device_ids]
+    assignment = {"replica_count": 1, "computation_count": len(each), "computation_devices": each}
+    return {
+        "num_replicas": 1,
+        "num_partitions": len(each),
+        "device_assignment": messages.DeviceAssignment(**assignment),
+    }
+
+
+def buffer_donors(parameters: Sequence[int]) -> bytes:
+    """What says in a serialized ``HloModuleProto``, to append to one, which buffers results may take over."""
+    entries = [messages.BufferDonorEntry(parameter_number=number) for number in parameters]
+    donors = messages.HloBufferDonorProto(entries=entries) if entries else None
+    return bytes(messages.HloModuleProto(buffer_donor=donors).SerializeToString())
