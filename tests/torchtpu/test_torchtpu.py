@@ -55,7 +55,8 @@ SHARED = {
 }
 LORA = {"adapter__type": "lora", "adapter__r": 4}
 MOST = {
-    "packed documents, recomputed, EMA, chunked head": {
+    "packed documents, recomputed, EMA, chunked head, Muon": {
+        "train__optimizer": "muon",
         "data__packing": "documents",
         "memory__activation_checkpointing": "full",
         "memory__loss_chunk_tokens": 32,
