@@ -230,7 +230,19 @@ MIXED: list[tuple[str, str, int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("case", "name", "size", "more"), MIXED, ids=[f"{c}-{n}" for c, n, *_ in MIXED])
+IMPLIED = ("dora, conv1d-full_shard", "embedding-shard_grad_op", "head-full_shard", "head-zero1")
+IMPLIED += ("tokens-full_shard", "one layer-xla")
+"""By the same kind of adapter on another engine, and another kind on this one."""
+
+
+@pytest.mark.parametrize(
+    ("case", "name", "size", "more"),
+    [
+        pytest.param(*one, marks=pytest.mark.exhaustive if f"{one[0]}-{one[1]}" in IMPLIED else [])
+        for one in MIXED
+    ],
+    ids=[f"{c}-{n}" for c, n, *_ in MIXED],
+)
 def test_kinds_of_adapters_on_engines(
     case: str,
     name: str,

@@ -97,7 +97,7 @@ def alone(engines: Engines, conversations: Path, tmp_path_factory: pytest.TempPa
 CASES = [
     *((layout, "windows", "documents") for layout in LAYOUTS),
     *(("DDP", model, "documents") for model in MODELS if model != "windows"),
-    *(("DDP", "windows", packing) for packing in (True, False)),
+    ("DDP", "windows", False),
 ]
 
 

@@ -14,10 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from benchmarks import kills
-from benchmarks.inotify import CREATED, RENAMED, Watch
 from benchmarks.kills import KEEP, Attack, Conversions, Launch, Outcome, Run
-from benchmarks.small_disk import small_disk
-from portable.checkpoint.store import Checkpoints
 from portable.checkpoint.trainer_state import STATE_FILE
 from portable.reporting.metrics import METRICS_FILE
 from tests.runs import configured
@@ -162,29 +159,6 @@ def test_the_moment_of_a_kill_is_told(tmp_path: Path, run: Run) -> None:
     assert looking._moment([*complete, (10, path / "step-000010")]) == "after rename"
     (path / ".step-000006.old.partial").mkdir()
     assert looking._moment(complete) == "removing"
-
-
-def test_the_kernel_tells_of_names(tmp_path: Path) -> None:
-    with Watch() as watch:
-        watch.add(tmp_path)
-        (tmp_path / "a").mkdir()
-        (tmp_path / "a").rename(tmp_path / "b")
-        found = list(watch.events(lambda: True, 0.2))
-    assert found == [(CREATED, tmp_path / "a"), (RENAMED, tmp_path / "b")]
-
-
-def test_a_small_disk_fills_and_frees(tmp_path: Path) -> None:
-    with small_disk(tmp_path) as disk:
-        if disk is None:
-            pytest.skip("this user may not mount a file system")
-        disk.fill(leave=50_000)
-        (disk.path / "little").write_bytes(b"x" * 20_000)
-        with pytest.raises(OSError, match="No space left"):
-            (disk.path / "much").write_bytes(b"x" * 100_000)
-        disk.free()
-        (disk.path / "much").write_bytes(b"x" * 10_000_000)
-        assert Checkpoints(disk.path, keep=None).complete() == []
-    assert not (tmp_path / "disk.img").exists()
 
 
 def test_each_blow_meets_each_engine() -> None:

@@ -82,7 +82,15 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+IMPLIED = ("hybrid, 4 x 1", "offload on one rank", "offload the optimizer alone, one rank")
+IMPLIED += ("full recomputation, no_shard, 2 ranks", "full recomputation, hybrid_shard, 4 ranks")
+IMPLIED += ("selective recomputation, shard_grad_op, 2 ranks", "offload, optimizer named too", "prefetch")
+"""By cases that differ from them in one setting."""
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=pytest.mark.exhaustive if c in IMPLIED else []) for c in CASES]
+)
 def test_losses_do_not_depend_on_it(
     case: str, truth: Losses, tmp_path: Path, corpus: Path, ranks: RankPool
 ) -> None:

@@ -107,13 +107,15 @@ def truth(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Losses:
 
 
 SHARDED = ("full_shard", "zero2", "xla")
+ONCE = (*SHARDED, "hybrid_shard", "full_shard, shared", "zero1", "zero3, offload", "xla, shared")
+"""The others update as one of these does; on a TPU: ``torchtpu/test_torchtpu.py``."""
 # Refused; and ranks that run different programs, which the slice of tests.torchtpu cannot.
 LEFT_OUT = ("full_shard, layers shared", "tpu, no_shard")
 CASES = [
-    pytest.param(name, size, marks=[] if place < 1 + (name in SHARDED) else pytest.mark.exhaustive)
+    pytest.param(name, size, marks=[] if at < (name in SHARDED) + (name in ONCE) else pytest.mark.exhaustive)
     for name, kind in ENGINES.items()
     if name not in LEFT_OUT
-    for place, size in enumerate((*kind.sizes, 1) if name == "xla" else kind.sizes)
+    for at, size in enumerate((*kind.sizes, 1) if name == "xla" else kind.sizes)
 ]
 
 

@@ -122,11 +122,8 @@ def truth(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Losses:
 @pytest.mark.parametrize(
     ("world_size", "settings"),
     [
-        (2, {"strategy": "no_shard"}),
         (2, {"strategy": "full_shard"}),
-        (4, {"strategy": "shard_grad_op"}),
         (4, {"strategy": "hybrid_shard", "fsdp__shard_group_size": 2}),
-        (2, {"memory__offload_params": "cpu"}),
         (2, {"memory__offload_optimizer": "cpu"}),
     ],
 )

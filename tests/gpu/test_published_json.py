@@ -22,7 +22,7 @@ from portable.errors import UserError
 from portable.optim.schedule import SCHEDULES
 from portable.registry import create_backend
 from portable.run.settle import settle
-from tests.published import Shape, shapes
+from tests.published import Shape, few, shapes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -134,8 +134,9 @@ def filled(values: dict[str, Any], config: RunConfig, plan: Any) -> dict[str, An
     return {k: v for k, v in found.items() if v != "auto"}
 
 
-def different(shape: Shape, folder: Path, read: Any) -> dict[str, tuple[Any, Any]]:
-    config, document = understood(shape, folder)
+def different(
+    shape: Shape, config: RunConfig, document: deepspeed_json.Document, read: Any
+) -> dict[str, tuple[Any, Any]]:
     plan = plan_batches(config, world_size=shape.ranks, rank=0)
     theirs = read(filled(shape.config, config, plan), shape.ranks)
     found = dict(adopted(config, plan, theirs, shape))
@@ -210,14 +211,11 @@ SHAPES = shapes("deepspeed.json")
 TAKEN = [shape for shape in SHAPES if not shape.refused]
 
 
-@pytest.mark.parametrize("shape", TAKEN, ids=lambda shape: shape.name)
+@pytest.mark.parametrize("shape", few(TAKEN))
 def test_reaches_the_engine_as_deepspeed_reads_it(shape: Shape, tmp_path: Path, read: Any) -> None:
-    assert different(shape, tmp_path, read) == {}
-
-
-@pytest.mark.parametrize("shape", TAKEN, ids=lambda shape: shape.name)
-def test_tells_what_it_passes_over(shape: Shape, tmp_path: Path) -> None:
+    """And a person is told what it passes over."""
     config, document = understood(shape, tmp_path)
+    assert different(shape, config, document, read) == {}
     notes = deepspeed_json.notes(config, document)
     assert len(notes) == len(shape.told)
     for words in shape.told:

@@ -53,7 +53,7 @@ def test_an_untied_head(
     assert_close(ranks.run(2, zero_losses, config), truth["untied"], 1e-5)
 
 
-@pytest.mark.parametrize("strategy", STAGES)
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
 def test_bf16_follows_fp32(
     strategy: str, truth: dict[str, Losses], tmp_path: Path, corpus: Path, ranks: RankPool
 ) -> None:
@@ -76,8 +76,7 @@ def test_secondary_partitions(
     assert_close(ranks.run(4, zero_losses, frozen), alone, 1e-5)
 
 
-@pytest.mark.parametrize("kind", ["full", "selective"])
-@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@pytest.mark.parametrize(("strategy", "kind"), [("zero2", "selective"), ("zero3", "full")])
 def test_activation_checkpointing_does_not_change_the_loss(
     strategy: str, kind: str, truth: dict[str, Losses], tmp_path: Path, corpus: Path, ranks: RankPool
 ) -> None:
@@ -123,7 +122,7 @@ def test_the_optimizer_alone_offloaded(
     assert_close(ranks.run(2, zero_losses, config), truth["tied"], 1e-5)
 
 
-@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@pytest.mark.parametrize("strategy", ["zero3"])
 def test_sgd_and_padding(strategy: str, tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
     settings: dict[str, Any] = {
         "train__optimizer": "sgd",

@@ -240,7 +240,13 @@ def ours(config: RunConfig) -> tuple[list[float], list[float]]:
     )
 
 
-@pytest.mark.parametrize("name", CASES)
+IMPLIED = ("masked, with a decoder", "classification by a number", "classification by shares")
+"""By mBART's decoder, and by several numbers."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.exhaustive if n in IMPLIED else []) for n in CASES]
+)
 def test_the_losses_are_the_trainers(name: str, tmp_path: Path, corpus: Path, labelled: Path) -> None:
     case = CASES[name]
     source = labelled if "classification" in name else corpus

@@ -235,7 +235,6 @@ def test_the_first_step_is_that_of_transformers(tmp_path: Path, corpus: Path) ->
 ENGINES: dict[str, tuple[int, dict[str, Any]]] = {
     "no_shard": (2, {"strategy": "no_shard"}),
     "full_shard": (2, {"strategy": "full_shard", "memory__loss_chunk_tokens": 5}),
-    "recomputed": (1, {"strategy": "no_shard", "memory__activation_checkpointing": "full"}),
     "recomputed, cut": (2, {"strategy": "full_shard", "memory__activation_checkpointing": "selective"}),
     "zero2": (2, {"strategy": "zero2"}),
     "zero3": (2, {"strategy": "zero3", "memory__activation_checkpointing": "full"}),

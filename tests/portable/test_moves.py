@@ -1,7 +1,8 @@
 """A run moves from every engine to every other and to other world sizes, real engines on both sides.
 
 Every resume reads one logical checkpoint, so the pairs follow by composition: each engine writes what a
-reference holds, and each goes on from the reference at each world size. ``--all`` runs the pairs themselves.
+reference holds, and each goes on from the reference: full_shard and zero3 on every number of ranks, the
+others on one or two. ``--all`` has all on every number, and runs the pairs themselves.
 
 ``PORTABLE_WRITE_DOCS=1`` has the tests write their table into ``docs/moving.md``.
 """
@@ -85,7 +86,14 @@ def stored(folder: Path) -> Path:
     return folder / "checkpoints" / f"step-{MOVES_AT:06d}"
 
 
-@pytest.mark.parametrize("name", ENGINES)
+IMPLIED = ("shard_grad_op", "zero1, offload", "zero2, offload", "tpu, no_shard")
+"""Of their classes, others write; what these save is held in test_engines, what they load below."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.exhaustive if n in IMPLIED else []) for n in ENGINES],
+)
 def test_writes_what_the_reference_holds(
     name: str, reference: tuple[Path, list[float]], tmp_path: Path, runner: Runner
 ) -> None:
@@ -106,7 +114,19 @@ def test_writes_what_the_reference_holds(
     assert runner(name, size, begun) == alone
 
 
-@pytest.mark.parametrize(("name", "size"), [(name, size) for name in ENGINES for size in ENGINES[name].sizes])
+NUMBERS = {"full_shard": 4, "zero3": 4, "tpu, no_shard": 0}
+NUMBERS |= dict.fromkeys(("no_shard", "hybrid_shard", "zero1", "full_shard, layers shared", "xla"), 2)
+"""How many numbers of ranks one of each class of engines goes on on; the others have one."""
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        pytest.param(name, size, marks=[] if at < NUMBERS.get(name, 1) else pytest.mark.exhaustive)
+        for name, kind in ENGINES.items()
+        for at, size in enumerate(kind.sizes)
+    ],
+)
 def test_goes_on_from_the_reference(
     name: str, size: int, reference: tuple[Path, list[float]], tmp_path: Path, runner: Runner
 ) -> None:
@@ -187,7 +207,7 @@ def test_every_pair(source: str, reference: tuple[Path, list[float]], tmp_path: 
 
 
 def composed() -> Iterable[str]:
-    """What is run each time."""
+    """What ``--all`` runs."""
     yield "| engine | writes the reference, and goes on bit for bit, on | goes on from the reference on |"
     yield "|---|---|---|"
     for name, (_, sizes) in ENGINES.items():

@@ -128,7 +128,7 @@ ENGINES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "zero3": ("zero3", 3, {"strategy": "zero3"}),
     "xla": ("xla", 2, {"backend": "xla"}),
 }
-IMPLY = ("chunks", "zero2", "xla")
+IMPLY = ("chunks", "xla")
 """The engines on which every loss is tried; where one is right on the others, so are all."""
 
 

@@ -164,9 +164,8 @@ IMPLY = [
     ("lion", "full_shard"),
     ("lion", "zero3, offload"),
     ("lion", "xla"),
-    ("nadam", "zero2"),
     ("nadam", "xla"),
-    ("sgd", "no_shard"),
+    ("sgd", "zero2"),
     ("adafactor", "full_shard"),
     ("odd", "hybrid_shard"),
     ("on device", "xla"),
@@ -375,9 +374,9 @@ def own_local(value: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [("nadam", "full_shard"), ("nadam", "zero2"), ("adafactor", "full_shard")]
+    ("kind", "name", "ema"),
+    [("nadam", "full_shard", 0.9), ("nadam", "zero2", 0.9), ("adafactor", "full_shard", None)],
 )
-@pytest.mark.parametrize("ema", [None, 0.9])
 def test_the_state_is_planned(
     kind: str, name: str, ema: float | None, corpus: Path, tmp_path: Path, ranks: RankPool
 ) -> None:

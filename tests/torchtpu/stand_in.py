@@ -494,5 +494,6 @@ def environment(room: Path, chips: int) -> dict[str, str]:
         "TORCH_TPU_SLICEBUILDER_ADDRESSES": ",".join(f"localhost:{free_port()}" for _ in range(chips)),
         "TORCH_TPU_TOPOLOGY": {1: "1,1,1", 2: "1,2,1", 4: "2,2,1"}[chips],
         "TPU_SKIP_MDS_QUERY": "1",
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",  # LLVM's, which takes longer than a run
         "PYTHONWARNINGS": "ignore",
     }

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from tests.torchtpu.pool import TpuPool
 
 needs_torch_tpu = pytest.mark.skipif(not is_here(), reason=NEEDS_TORCH_TPU)
-STEPS = 24
+STEPS = 8
 COMMON: dict[str, Any] = {
     "model__attention": "eager",
     "precision": "fp32",
@@ -55,7 +55,8 @@ SHARED = {
 }
 LORA = {"adapter__type": "lora", "adapter__r": 4}
 MOST = {
-    "packed documents, recomputed, EMA, chunked head": {
+    "packed documents, recomputed, EMA, chunked head, Muon": {
+        "train__optimizer": "muon",
         "data__packing": "documents",
         "memory__activation_checkpointing": "full",
         "memory__loss_chunk_tokens": 32,
@@ -170,11 +171,8 @@ def command(folder: Path, corpus: Path, *flags: str) -> list[str]:
     ]
 
 
-@needs_torch_tpu
-@pytest.mark.slow
-def test_a_rank_that_is_killed_and_the_next_run(corpus: Path, tmp_path: Path) -> None:
-    folder, room = tmp_path / "run", tmp_path / "room"
-    variables = {**os.environ, **environment(room, 2)}
+def killed(folder: Path, corpus: Path, room: Path, variables: dict[str, str]) -> None:
+    """A run of which a rank is killed after its first checkpoint."""
     run = subprocess.Popen(
         command(folder, corpus), env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -191,6 +189,17 @@ def test_a_rank_that_is_killed_and_the_next_run(corpus: Path, tmp_path: Path) ->
     assert run.returncode == 1 and "error: rank 1" in said, said
     for chip in room.glob("[0-9]*"):
         chip.unlink()
+
+
+@needs_torch_tpu
+@pytest.mark.slow
+@pytest.mark.parametrize("kill", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_a_run_and_the_next_after_a_rank_was_killed(kill: bool, corpus: Path, tmp_path: Path) -> None:
+    """Who notices a killed rank, and what is left of it, is the launcher's: ``test_launch``."""
+    folder, room = tmp_path / "run", tmp_path / "room"
+    variables = {**os.environ, **environment(room, 2)}
+    if kill:
+        killed(folder, corpus, room, variables)
     done = subprocess.run(
         command(folder, corpus, "--log.sample_tokens", "4"),
         env=variables,
@@ -258,24 +267,23 @@ def accepted(library: Path, name: str, folder: Path) -> str:
     return f"{compiled} of {len(programs)}, {together} on several chips"
 
 
-MIXTRAL = {
+MODEL = {
     **TINY_MODEL,
-    "model_type": "mixtral",
-    "num_local_experts": 4,
+    "model_type": "qwen3_moe",
+    "head_dim": 16,
+    "num_experts": 4,
     "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
 }
-QWEN = {**TINY_MODEL, "model_type": "qwen3", "head_dim": 16}
 
 
 @pytest.fixture(scope="module")
 def programs(corpus: Path, tmp_path_factory: pytest.TempPathFactory, tpus: TpuPool) -> Path:
-    """What two ranks have compiled: two steps of three kinds of models, in bf16, at least."""
-    for name, model in {"llama": TINY_MODEL, "mixtral": MIXTRAL, "qwen3": QWEN}.items():
-        settings = {**COMMON, "precision": "bf16", "train__steps": 2, "model__config": model}
-        if model is MIXTRAL:
-            settings["model__experts"] = "batched_mm"  # XLA for the CPU has no product of ragged groups
-        config = configured(tmp_path_factory.mktemp(name), corpus, backend="tpu", **settings)
-        assert len(tpus.run(2, losses, config)) == 2
+    """What two ranks have compiled: two steps in bf16 of a model with experts, and what else they ran."""
+    settings = {**COMMON, "precision": "bf16", "train__steps": 2, "model__config": MODEL}
+    settings["model__experts"] = "batched_mm"  # XLA for the CPU has no product of ragged groups
+    config = configured(tmp_path_factory.mktemp("programs"), corpus, backend="tpu", **settings)
+    assert len(tpus.run(2, losses, config)) == 2
     return tpus.room(2) / "programs"
 
 

@@ -1,0 +1,177 @@
+"""The benchmarks still run, tiny and on the CPU, and what they compare still agrees. Times are not looked at.
+
+Of each program one row is always run, the others with ``--all``: they share its loops and its tables.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import benchmarks
+from benchmarks import convert, gpu, plan, train_overhead
+from benchmarks.__main__ import PROGRAMS
+from benchmarks.convert import COPY
+from benchmarks.harness import Result, check_losses, table
+from benchmarks.train_overhead import BASELINE, SAME_LOSS
+from portable.planner.memory_model import Setting
+
+if TYPE_CHECKING:
+    from tests.ranks import RankPool
+
+
+def test_every_program_is_listed() -> None:
+    folder = Path(benchmarks.__file__).parent
+    programs = {path.stem for path in folder.glob("*.py") if "argparse.Arg" in path.read_text("utf-8")}
+    assert set(PROGRAMS) == programs - {"convert_make", "harness"}
+
+
+@pytest.mark.usefixtures("quick_python")
+@pytest.mark.parametrize(
+    ("kind", "peers", "says"),
+    [
+        ("dcp", {"accelerate merge-weights", "torch dcp_to_torch"}, "torch DCP, FSDP2"),
+        pytest.param(
+            *("fp8", {"DeepSeek's loop", "transformers, dequantize"}, "in fp8 by blocks"),
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+)
+def test_conversions_agree_with_the_frameworks(
+    kind: str, peers: set[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "runs.json"
+    command = ["--small", "--only", kind, "--folder", str(tmp_path / "work"), "--json", str(path)]
+    assert convert.main(command) == 0
+    measured = {result["name"]: result for result in json.loads(path.read_text())["measured"][kind]}
+    assert {COPY, convert.OURS, *peers} <= set(measured)
+    assert all(len(result["runs"]) == 1 and not result["failed"] for result in measured.values())
+    assert says in capsys.readouterr().out
+
+
+@pytest.mark.exhaustive
+def test_saving_and_roofline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu, "START", "forkserver")
+    given = ["--small", "--json", str(tmp_path / "gpu.json"), "--parts", "saving", "roofline"]
+    assert gpu.main(given) == 0
+    parts = json.loads((tmp_path / "gpu.json").read_text())["parts"]
+    (roofline,), (saving,) = parts["roofline"], parts["saving"]
+    assert min(roofline[kind]["matrix products"] for kind in ("bounds_seconds", "spent_seconds")) > 0
+    assert saving["state_bytes"] > 3 * saving["parameter_bytes"]  # weights, two moments, and counts of steps
+    assert "GB/s in a copy" in capsys.readouterr().out
+    assert gpu.main(given) == 0  # what the file has is not measured again
+    assert json.loads((tmp_path / "gpu.json").read_text())["parts"] == parts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ["llama-1.2b", pytest.param("strategies", marks=pytest.mark.exhaustive)])
+def test_loops_take_turns_on_a_gpu(
+    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu, "START", "forkserver")
+    path = tmp_path / "gpu.json"
+    assert gpu.main(["--small", "--parts", part, "--json", str(path)]) == 0
+    rows = json.loads(path.read_text())["parts"][part]
+    names = gpu.CASES[part].loops
+    assert [row["name"] for row in rows] == [*names, *names[1:], names[0]]
+    last = {row["name"]: row["loss"] for row in rows if row["loss"] is not None}
+    assert {gpu.OURS, *(gpu.STRATEGIES if part == "strategies" else (gpu.BARE, "Accelerate"))} <= set(last)
+    assert max(last.values()) == pytest.approx(min(last.values()), rel=1e-5)
+    assert f"x {'Trainer' if part == 'llama-1.2b' else gpu.OURS}" in capsys.readouterr().out
+
+
+def test_what_learns_something_else_or_does_not_fit_is_told() -> None:
+    about: dict[str, Any] = {"case": "x", "tolerance": 1e-5, "planned_memory": None}
+    about |= {"tokens_per_second": 1.0, "step_seconds": 1.0, "mfu": 0.5, "peak_memory": 2**30}
+    names = gpu.CASES["llama-1.2b"].loops
+    good = [{"name": name, "loss": 2.0, **about} for name in names]
+    assert "WRONG" not in gpu.table("llama-1.2b", good)
+    off = [{**row, "loss": 2.1 if row["name"] == gpu.OURS else 2.0} for row in good]
+    assert "WRONG: the loss of portable-train is 2.1" in gpu.table("llama-1.2b", off)
+    full = [{**row, "failed": "out of memory"} for row in good]
+    assert gpu.table("llama-1.2b", full).count("out of memory") == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"final_loss": 1.25 * (1 + 5e-7)}, None),
+        ({"final_loss": 1.25 * (1 + 2e-6)}, r"1\.2500\d+ where the bare loop's is 1\.250000000"),
+        ({"turn_losses": [2.0, 1.6]}, r"loss is 1\.6"),
+    ],
+)
+def test_a_loss_that_differs_fails(changes: dict[str, Any], message: str | None) -> None:
+    bare = Result(BASELINE, [[0.1]], [2.0, 1.5], 1.25)
+    with nullcontext() if message is None else pytest.raises(AssertionError, match=message):
+        check_losses([bare, replace(bare, name="portable-train", **changes)], BASELINE, SAME_LOSS)
+
+
+def test_all_loops_take_the_same_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # those of a tiny step mostly wait for each other
+    path = tmp_path / "times.json"
+    flags = "--small --backend cpu --steps 3 --warmup 1 --rounds 2 --control --clock cpu --json"
+    try:
+        assert train_overhead.main([*flags.split(), str(path)]) == 0
+    finally:
+        torch.set_num_threads(threads)
+    document = json.loads(path.read_text())
+    assert document["command"].startswith("python -m benchmarks.train_overhead --small")
+    for measured in document["measured"]:
+        loops = {loop["name"]: loop for loop in measured["loops"]}
+        assert set(loops) == {"bare PyTorch", "portable-train", "Accelerate", "bare, again", "Trainer"}
+        expected = loops["bare PyTorch"]["final_loss"]
+        for loop in loops.values():
+            assert [len(turn) for turn in loop["step_seconds"]] == [3, 3]
+            assert loop["final_loss"] == pytest.approx(expected, rel=1e-6)
+    assert capsys.readouterr().out.count("portable-train") == 2
+
+
+def zero_loops(strategy: str, settings: dict[str, Any]) -> list[Result]:
+    from benchmarks import zero
+
+    return zero.measure(zero.Options(backend="cpu", small=True, clock="cpu", **settings), strategy)
+
+
+# The loops are the same whatever the stage, which is DeepSpeed's.
+@pytest.mark.parametrize(
+    ("strategy", "count", "offload"),
+    [("zero3", 2, False), pytest.param("zero1", 1, True, marks=pytest.mark.exhaustive)],
+)
+def test_loops_of_zero_take_the_same_steps(strategy: str, count: int, offload: bool, ranks: RankPool) -> None:
+    pytest.importorskip("deepspeed")
+    from benchmarks import zero
+
+    settings = {"steps": 2, "warmup": 1, "rounds": 2, "control": True}
+    settings |= {"ranks": count, "offload": offload, "micro_batch_size": 2}
+    found = ranks.run(count, zero_loops, strategy, settings)
+    results = {result.name: result for result in found}
+    assert list(results) == ["bare DeepSpeed", "portable-train", "bare, again", "Trainer"]
+    bare = results["bare DeepSpeed"]
+    for name in ("portable-train", "bare, again"):
+        assert results[name].turn_losses == pytest.approx(bare.turn_losses, rel=1e-5)
+    assert table(list(results.values()), zero.BASELINE).count("\n") == 4
+
+
+@pytest.mark.exhaustive
+def test_figures_of_plans_are_measured_and_put_into_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "SETTINGS", (Setting("no_shard"), Setting("full_shard")))
+    monkeypatch.setattr(plan, "LENGTH", 32)
+    page = tmp_path / "strategies.md"
+    page.write_text("\n".join(("before", *plan.MARKS, "after")))
+    assert plan.main(["--family", "bert", "--docs", str(page)]) == 0
+    head, _, *rows = [line.strip("| ").split(" | ") for line in page.read_text().splitlines() if "|" in line]
+    assert head[2:] == ["`no_shard`", "`full_shard`"]
+    assert [row[:2] for row in rows] == [["bert", "none"], ["bert", "full"]]
