@@ -59,23 +59,22 @@ class RunConfig(Section):
     )
     strategy: Strategy = Field(
         default="full_shard",
-        description="Sharding over ranks. FSDP: full_shard shards parameters, gradients and optimizer state; "
-        "shard_grad_op keeps parameters gathered between forward and backward; the hybrid ones shard within "
-        "a group and replicate across groups; no_shard replicates everything (DDP). DeepSpeed: zero1 "
-        "(optimizer state), zero2 (and gradients), zero3 (and parameters).",
+        description="Sharding over ranks. DDP: no_shard. FSDP: full_shard shards parameters, gradients and "
+        "optimizer state; shard_grad_op keeps parameters gathered between forward and backward; the hybrid "
+        "ones shard within a group and replicate across groups. DeepSpeed: zero1 (optimizer state), zero2 "
+        "(and gradients), zero3 (and parameters).",
     )
     context_parallel_size: int = Field(
         default=1,
         ge=1,
-        description="Ranks in a row that share each sequence, for long ones. Each takes a part of the "
-        "tokens, and around attention they exchange tokens for heads. A run may resume with another size.",
+        description="Ranks in a row that share each sequence, for long ones: each takes a part of the "
+        "tokens. A run may resume with another size.",
     )
     tensor_parallel_size: int = Field(
         default=1,
         ge=1,
-        description="Ranks in a row that compute each layer together, under FSDP2's strategies. Each has a "
-        "part of a layer's matrices, by the plan that transformers has for the model. A run may resume with "
-        "another size.",
+        description="Ranks in a row that compute each layer together, under FSDP2's strategies, by the plan "
+        "that transformers has for the model. A run may resume with another size.",
     )
     output_dir: PathText = Field(
         default="runs/quickstart",
@@ -99,8 +98,8 @@ class RunConfig(Section):
     )
     compile: Flag = Field(
         default=False,
-        description="Compile each layer of the model with torch.compile: the first step is slow, later steps "
-        "are faster. XLA always compiles.",
+        description="Compile each layer with torch.compile: the first step is slow, later steps are faster. "
+        "XLA always compiles.",
     )
     compile_backend: str = Field(
         default="inductor",

@@ -83,23 +83,22 @@ class ModelConfig(Section):
     )
     config: OpenMapping | None = Field(
         default_factory=_quickstart_model,
-        description="Config of a model to build with random weights: model_type and any keys of that model's "
-        "transformers config. In a file, it replaces the whole default; a flag such as "
-        "--model.config.hidden_size 512 changes one key. With model.name_or_path: keys to change in that "
-        "model's config, such as attention_dropout; none that changes the shapes of its weights.",
+        description="Config of a model to build with random weights: model_type and any keys of its "
+        "transformers config. A file replaces the whole default; a flag such as --model.config.hidden_size "
+        "512 changes one key. With model.name_or_path: keys to change in that model's config, such as "
+        "attention_dropout; none that changes the shapes of weights.",
         json_schema_extra=IDENTITY,
     )
     task: Task = Field(
         default="causal-lm",
         description="What the model learns: the next token (causal-lm), masked tokens (masked-lm), a target "
-        "text from a source text (seq2seq-lm), or a label (sequence-classification).",
+        "text (seq2seq-lm), or a label (sequence-classification).",
         json_schema_extra=IDENTITY,
     )
     init: Literal["pretrained", "scratch"] = Field(
         default="pretrained",
-        description="With model.name_or_path: start from its weights (pretrained), or keep only its "
-        "architecture and initialize random weights (scratch). Without model.name_or_path the model is "
-        "always built from scratch.",
+        description="With model.name_or_path: take its weights (pretrained), or only its architecture, with "
+        "random weights (scratch).",
         json_schema_extra=IDENTITY,
     )
     function: PlugIn | None = Field(
@@ -110,9 +109,9 @@ class ModelConfig(Section):
     )
     attention: Annotated[Attention, OrHubKernel] = Field(
         default="sdpa",
-        description="Attention kernel: PyTorch's fused one (sdpa), the plain formula (eager; slow, for "
-        "comparison), or for CUDA: flex_attention, flash_attention_2 to 4 (their packages, or the package "
-        "kernels; bf16 or fp16), or a kernel of the hub, kernels-community/flash-attn3.",
+        description="Attention kernel: PyTorch's fused one (sdpa), the plain formula (eager; slow), or for "
+        "CUDA flex_attention, flash_attention_2 to 4 (their packages, or the package kernels; bf16 or "
+        "fp16), or a kernel of the hub, kernels-community/flash-attn3.",
     )
     experts: Literal["eager", "batched_mm", "grouped_mm"] | None = Field(
         default=None,
@@ -215,8 +214,8 @@ class AdapterConfig(Section):
     )
     init: Flag | Literal["gaussian", "orthogonal"] = Field(
         default=True,
-        description="Initial values of lora: true as in the paper (uniform and zeros, so that training "
-        "starts at the base model), gaussian or orthogonal as peft has them; false: both matrices random.",
+        description="Initial values of lora: true as in the paper (training starts at the base model), "
+        "gaussian or orthogonal as in peft; false: both matrices random.",
         json_schema_extra=IDENTITY,
     )
     use_dora: Flag = Field(
@@ -231,9 +230,9 @@ class AdapterConfig(Section):
     )
     base: Literal["auto", "bf16", "fp16", "fp32", "nf4", "int8"] = Field(
         default="auto",
-        description="Dtype of the frozen weights. auto: the compute dtype (precision). fp32 keeps them exact "
-        "and doubles their memory. nf4 (QLoRA: 4 bits, with double quantization) and int8 are for linear "
-        "layers, all except the head; they need the package bitsandbytes and FSDP or no_shard.",
+        description="Dtype of the frozen weights. auto: the compute dtype. fp32 keeps them exact and doubles "
+        "their memory. nf4 (QLoRA: 4 bits, double quantization) and int8 are for linear layers, all except "
+        "the head; they need the package bitsandbytes and FSDP or no_shard.",
         json_schema_extra=IDENTITY,
     )
     name_or_path: PathText | None = Field(
@@ -244,7 +243,7 @@ class AdapterConfig(Section):
     )
     config: PathText | None = Field(
         default=None,
-        description="An adapter_config.json whose settings are used, in place of those above.",
+        description="An adapter_config.json, in place of the settings above.",
     )
 
 
@@ -256,9 +255,9 @@ class SourceConfig(Section):
 
     source: PathText | Annotated[tuple[PathText, ...], Field(strict=False, min_length=1)] | None = Field(
         default=None,
-        description="A hub dataset, or a file, glob or list of files (.txt .jsonl .json .csv .parquet), "
-        "local or by URL, or package.module:name, code of your own that gives records. Null: the source "
-        "code of Python's standard library, without a download.",
+        description="A hub dataset, a file, glob or list of files (.txt .jsonl .json .csv .parquet), local "
+        "or by URL, or package.module:name, code of your own that gives records. Null: the source code of "
+        "Python's standard library.",
     )
     on_bad_record: Literal["error", "skip"] = Field(
         default="error",
@@ -267,9 +266,9 @@ class SourceConfig(Section):
     )
     stream: Flag = Field(
         default=False,
-        description="Train while the files are read: parts of them are tokenized ahead of the run, and at "
-        "most data.cache_limit of their tokens is on disk. For data larger than the disk, to begin at once, "
-        "and for the tokens of portable-data (causal-lm). Nothing is held out of it: set data.eval.",
+        description="Train while the files are read (causal-lm): parts are tokenized ahead of the run, and "
+        "at most data.cache_limit of their tokens is on disk. For data larger than the disk, to begin at "
+        "once, and for the tokens of portable-data. Nothing is held out: set data.eval.",
     )
     config_name: str | None = Field(
         default=None,
@@ -285,8 +284,8 @@ class SourceConfig(Section):
     max_samples: int | None = Field(
         default=None,
         ge=1,
-        description="Use at most this many records of the source, from its start. Null: all. To test a "
-        "config on a large dataset.",
+        description="Use at most this many records of the source, from its start, to test a config. Null: "
+        "all.",
     )
     format: Format = Field(
         default="auto",
@@ -310,9 +309,9 @@ class SourceConfig(Section):
     )
     split_turns: Flag = Field(
         default=False,
-        description="Make a sample of each of the assistant's messages, with the conversation before it. A "
-        "conversation whose earlier turns the template shows otherwise than the last one, such as without "
-        "their thinking, becomes such samples by itself.",
+        description="Make each of the assistant's messages a sample, with the conversation before it. Done "
+        "by itself where the template shows earlier turns otherwise than the last one, such as without "
+        "their thinking.",
     )
     text_field: str = Field(
         default="text",
@@ -396,21 +395,21 @@ class DataConfig(SourceConfig):
 
     sources: Annotated[tuple[MixedSource, ...], Field(strict=False)] = Field(
         default=(),
-        description="A mixture, in place of data.source: a list such as [{name: web, source: web/*.jsonl, "
-        "weight: 3}, {name: code, source: code.jsonl, weight: 1}]. Each may set whatever describes a source "
-        "(marked ‡). weight is its share of the samples, kept in every few hundred of them; or give every "
-        "source epochs, its passes in one pass over the mixture (default: 1 each).",
+        description="A mixture, in place of data.source, such as [{name: web, source: web/*.jsonl, weight: "
+        "3}, {name: code, source: code.jsonl, weight: 1}]. Each may set what is marked ‡. weight is its "
+        "share of the samples, kept in every few hundred; or give every source epochs, its passes in one "
+        "pass over the mixture (default: 1 each).",
     )
     weight_schedule: Annotated[tuple[Phase, ...], Field(strict=False)] = Field(
         default=(),
-        description="Weights of data.sources that change, such as [{step: 9000, weights: {web: 1, code: 4}}] "
-        "for the last part of a run: from that step on they replace all weights before.",
+        description="Weights of data.sources that change, such as [{step: 9000, weights: {web: 1, code: "
+        "4}}]: from that step on they replace all weights before.",
     )
     shuffle_window: int = Field(
         default=1,
         ge=1,
-        description="Parts of a stream whose samples are mixed: windows of so many, in a shuffled order. "
-        "More is shuffled better, and the run begins once as many are tokenized.",
+        description="Parts of a stream whose samples are mixed at a time. More shuffles better; the run "
+        "begins once as many are tokenized.",
         json_schema_extra=IDENTITY,
     )
     cache_limit: float | None = Field(
@@ -426,14 +425,13 @@ class DataConfig(SourceConfig):
     )
     chat_template_kwargs: OpenMapping = Field(
         default_factory=dict,
-        description="Further variables of the template, such as enable_thinking: false. strftime_now sets "
-        "the date that a template writes as today's; the default is 2025-01-01, so that the tokens are "
-        "always the same.",
+        description="Further variables of the template, such as enable_thinking: false. strftime_now is the "
+        "date that a template writes as today's: 2025-01-01 by default, so that tokens are always the same.",
     )
     truncation: Literal["end", "start", "drop", "error"] = Field(
         default="end",
-        description="What happens to a text or conversation longer than data.seq_len, if not packed: cut at "
-        "its end, at its start, leave it out (drop), or end the run (error). A conversation of which no "
+        description="What happens to a text or conversation longer than data.seq_len, if not packed: it is "
+        "cut at its end or start, left out (drop), or ends the run (error). A conversation of which no "
         "trained token remains is left out. The counts are printed.",
         json_schema_extra=IDENTITY,
     )
@@ -480,11 +478,10 @@ class DataConfig(SourceConfig):
     )
     packing: Flag | Annotated[Literal["documents"], AnyCase] = Field(
         default=True,
-        description="True: concatenate texts into full sequences without padding (language models only). "
-        "documents: pack whole texts into sequences in which they do not see each other: attention stays "
-        "within a text, and positions restart (causal-lm only). False: one text per sequence, truncated or "
-        "padded to data.seq_len, as always in seq2seq-lm and sequence-classification. The default for "
-        "conversations is documents.",
+        description="True: concatenate texts into full sequences (language models only). documents, the "
+        "default for conversations: pack whole texts, which do not see each other (causal-lm only). False, "
+        "always so in seq2seq-lm and sequence-classification: one text per sequence, truncated or padded to "
+        "data.seq_len.",
         json_schema_extra=IDENTITY,
     )
     eval_fraction: float = Field(
@@ -497,16 +494,15 @@ class DataConfig(SourceConfig):
     )
     eval: EvaluationSources | None = Field(
         default=None,
-        description="Data to evaluate on: a source of its own, as in {source: test.jsonl} or {split: "
-        "validation}, or several by name, as in {news: {source: news.jsonl}, code: {source: code.jsonl}}. "
-        "Each may set whatever describes a source (marked ‡); what it leaves out is as for training. Null: "
-        "the share that data.eval_fraction holds out.",
+        description="Data to evaluate on: a source, as in {source: test.jsonl} or {split: validation}, or "
+        "several by name, as in {news: {source: news.jsonl}, code: {source: code.jsonl}}. Each may set what "
+        "is marked ‡; the rest is as for training. Null: the share that data.eval_fraction holds out.",
     )
     num_workers: int = Field(
         default=0,
         ge=0,
-        description="Processes that prepare batches for each rank. 0: prepare them in the rank itself. Raise "
-        "it if the accelerator waits for data. As many, at least one, tokenize a stream on each machine.",
+        description="Processes that prepare batches for each rank; 0: the rank itself does. Raise it if the "
+        "accelerator waits for data. As many, at least one, tokenize a stream on each machine.",
     )
     cache_dir: PathText | None = Field(
         default=None,
@@ -551,22 +547,21 @@ class TrainConfig(Section):
     stop_after: int | None = Field(
         default=None,
         ge=1,
-        description="Save a checkpoint and stop after this step of the schedule. The same command without it "
-        "resumes from there. To split a run into several launches, possibly on different machines.",
+        description="Save a checkpoint and stop after this step. The same command without it resumes from "
+        "there, possibly on another machine.",
     )
     global_batch_size: int = Field(
         default=8,
         ge=1,
-        description="Sequences per optimizer step, over all ranks. It defines the run and is independent of "
-        "the number of devices.",
+        description="Sequences per optimizer step, over all ranks, whatever their number.",
         json_schema_extra=IDENTITY,
     )
     micro_batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         default=4,
         description="Sequences per device and forward pass; gradients accumulate up to the global batch. "
-        "Lower it if memory runs out: only the speed changes. auto: the largest that fits, found by trial "
-        "and reused while the settings stay the same; on a CPU without a memory limit (ulimit -v) up to 4; "
-        "not on XLA. The default is lowered to a divisor of the global batch.",
+        "Lower it if memory runs out: only the speed changes. auto: the largest that fits, found by trial; "
+        "on a CPU without a memory limit (ulimit -v) at most 4; not on XLA. The default is lowered to a "
+        "divisor of the global batch.",
     )
     loss: PlugIn | None = Field(
         default=None,
@@ -630,8 +625,8 @@ class TrainConfig(Section):
         default="torch",
         description="Which library's update rule adafactor uses. torch: the rate is relative to a "
         "parameter's RMS, and at most one over the square root of the steps. transformers: the rate is "
-        "absolute, as in the Trainer's optim adafactor (scale_parameter and relative_step false); use a rate "
-        "10 to 100 times lower.",
+        "absolute, as in the Trainer (scale_parameter and relative_step false); use one 10 to 100 times "
+        "lower.",
         json_schema_extra=IDENTITY,
     )
     betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = Field(
@@ -649,20 +644,20 @@ class TrainConfig(Section):
     ema: Annotated[float, Field(gt=0, lt=1)] | None = Field(
         default=None,
         description="Average the weights over the steps, in fp32: the share of the average that stays in "
-        "each, such as 0.999. It is in checkpoints; checkpoint.export_ema exports it. Null: no average.",
+        "each, such as 0.999. It is in checkpoints; checkpoint.export_ema exports it.",
         json_schema_extra=IDENTITY,
     )
     trainable: Names | None = Field(
         default=None,
-        description="Train only the parameters that one of these regular expressions, searched in their "
-        "names, matches: lm_head, or layers\\.(30|31)\\. for two layers. All others are frozen: they have no "
-        "gradient and no optimizer state, and stay bit for bit as they are. Null: all.",
+        description="Train only the parameters in whose names one of these regular expressions is found: "
+        "lm_head, or layers\\.(30|31)\\. for two layers. All others are frozen: no gradient, no optimizer "
+        "state, bit for bit as they are. Null: all.",
         json_schema_extra=IDENTITY,
     )
     frozen: Names = Field(
         default=(),
-        description="Freeze the parameters that one of these regular expressions, searched in their names, "
-        "matches, such as embed_tokens; also those of train.trainable.",
+        description="Freeze the parameters in whose names one of these regular expressions is found, such as "
+        "embed_tokens; also those of train.trainable.",
         json_schema_extra=IDENTITY,
     )
     learning_rate: float = Field(
@@ -720,8 +715,8 @@ class TrainConfig(Section):
         default=(),
         description="Parameters with values of their own, as in [{pattern: lora_B, learning_rate: 5.0e-3}, "
         "{pattern: embed_tokens, weight_decay: 0}]. pattern is a regular expression, searched in names; the "
-        "first match counts. learning_rate follows the schedule as train.learning_rate does, in proportion. "
-        "weight_decay spares biases and norms as well.",
+        "first match counts. learning_rate follows the schedule in proportion. weight_decay spares biases "
+        "and norms as well.",
         json_schema_extra=IDENTITY,
     )
     max_grad_norm: float | None = Field(
@@ -732,11 +727,10 @@ class TrainConfig(Section):
     )
     on_non_finite: Literal["stop", "skip"] = Field(
         default="stop",
-        description="What happens if a loss or gradient is not finite. The update is always skipped: weights "
-        "and optimizer stay bitwise the same. stop: the run ends and reports the step, its samples and how "
-        "to find the cause (--replay). skip: the run continues with the next step and its data, counts "
-        "skipped_steps, and ends after ten in a row. Overflows under fp16 only adjust the loss scale "
-        "(section fp16).",
+        description="What a loss or gradient that is not finite does. Its update is always skipped: weights "
+        "and optimizer stay bit for bit. stop: the run ends and reports the step, its samples and how to "
+        "find the cause (--replay). skip: the run continues, counts skipped_steps, and ends after ten in a "
+        "row. Overflows under fp16 only adjust the loss scale.",
     )
     eval_every: int | None = Field(
         default=100,
@@ -746,8 +740,8 @@ class TrainConfig(Section):
     eval_every_epochs: float | None = Field(
         default=None,
         gt=0,
-        description="Passes over the data between evaluations, instead of train.eval_every: 1 evaluates "
-        "after the last step of each epoch, 0.5 also in the middle.",
+        description="Passes over the data between evaluations, instead of train.eval_every: 0.5 evaluates in "
+        "the middle and after the last step of each epoch.",
     )
     eval_batches: int | None = Field(
         default=None,
@@ -768,8 +762,8 @@ class TrainConfig(Section):
     )
     callbacks: Annotated[tuple[PlugIn, ...], OneOrMany, Field(strict=False)] = Field(
         default=(),
-        description="Callbacks of your own, as package.module:name or package.module:name(argument=value). "
-        "They are called at the start, after steps, logs, evaluations and saves, and at the end.",
+        description="Callbacks of your own, as package.module:name or package.module:name(argument=value), "
+        "called at the start, after steps, logs, evaluations and saves, and at the end.",
     )
     early_stopping_patience: int | None = Field(
         default=None,
@@ -799,14 +793,13 @@ class MemoryConfig(Section):
     )
     loss_chunk_tokens: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
         default="auto",
-        description="Tokens whose logits are in memory at a time. The loss of a larger micro-batch is "
-        "computed in chunks, and the logits are recomputed in the backward pass. auto: as many as have 64 "
-        "million logits (256 MiB), which matters for large vocabularies. 0: all at once. FSDP and DDP only.",
+        description="Tokens whose logits are in memory at a time: the loss of a larger micro-batch is "
+        "computed in chunks, and again in the backward pass. auto: as many as have 64 million logits (256 "
+        "MiB), which matters for large vocabularies. 0: all at once. FSDP and DDP only.",
     )
     offload_optimizer: Literal["none", "cpu", "nvme"] = Field(
         default="none",
-        description="Keep and update optimizer state in host memory (cpu) or on a local disk (nvme). For "
-        "models whose state does not fit the devices; steps are slower.",
+        description="Keep and update optimizer state in host memory (cpu) or on a local disk (nvme): slower.",
     )
     offload_params: Literal["none", "cpu", "nvme"] = Field(
         default="none",
@@ -856,8 +849,8 @@ class FsdpConfig(Section):
         Field(
             default=None,
             description="When the backward pass gathers the next unit: before this unit's gradients "
-            "(backward_pre, most overlap; the default), or after them (backward_post and no_prefetch, which "
-            "are the same in FSDP2: less memory).",
+            "(backward_pre, most overlap; the default), or after them (backward_post and no_prefetch, the "
+            "same in FSDP2: less memory).",
         )
     )
 
@@ -922,8 +915,8 @@ class XlaConfig(Section):
     attention_rows: int | None = Field(
         default=None,
         ge=1,
-        description="Compute attention for this many tokens of a sequence at a time, so that its scores take "
-        "memory for these rows alone; the backward pass computes them again. Null: all at once.",
+        description="Compute attention for this many tokens of a sequence at a time: its scores take memory "
+        "for these rows alone, and are computed again in the backward pass. Null: all at once.",
     )
     compilation_cache: PathText = Field(
         default="auto",
@@ -941,8 +934,7 @@ class CheckpointConfig(Section):
     every_epochs: float | None = Field(
         default=None,
         gt=0,
-        description="Passes over the data between checkpoints, instead of checkpoint.every_steps: 1 saves "
-        "after the last step of each epoch.",
+        description="Passes over the data between checkpoints, instead of checkpoint.every_steps.",
     )
     keep: int | None = Field(
         default=3, ge=1, description="Newest checkpoints to keep; older ones are deleted. Null: all."
@@ -950,8 +942,8 @@ class CheckpointConfig(Section):
     keep_best: int | None = Field(
         default=None,
         ge=1,
-        description="Keep this many of the best checkpoints by checkpoint.best_metric, besides the newest. "
-        "An evaluation that is among the best saves a checkpoint. Null: the newest alone.",
+        description="Keep this many of the best checkpoints by checkpoint.best_metric, besides the newest; "
+        "an evaluation among the best saves one. Null: the newest alone.",
     )
     best_metric: str | None = Field(
         default=None,
@@ -970,8 +962,7 @@ class CheckpointConfig(Section):
     )
     export_ema: Flag = Field(
         default=False,
-        description="Write <output_dir>/final from the average of the weights (train.ema), not the last "
-        "weights.",
+        description="Write <output_dir>/final from the average of the weights (train.ema).",
     )
     async_: Flag = Field(
         default=True,
@@ -1001,7 +992,7 @@ class CheckpointConfig(Section):
     staging_dir: PathText | None = Field(
         default=None,
         description="If output_dir is a URL: a local folder for shards before their upload, with space for "
-        "this machine's share of one checkpoint. Null: a folder in the system's temporary folder.",
+        "this machine's share of one checkpoint. Null: in the system's temporary folder.",
     )
     max_outage_minutes: float = Field(
         default=60.0,
@@ -1080,9 +1071,9 @@ class HubConfig(Section):
 
     push: Literal["end", "checkpoints"] | None = Field(
         default=None,
-        description="What to upload: <output_dir>/final at the end, with a model card (end), or the export "
-        "of every checkpoint, too, each as a commit (checkpoints). Null: nothing. Optimizer states and data "
-        "stay here. The token comes from HF_TOKEN or hf auth login.",
+        description="What to upload: <output_dir>/final at the end, with a model card (end), or also the "
+        "export of every checkpoint, each as a commit (checkpoints). Null: nothing. Optimizer states and "
+        "data stay here. The token comes from HF_TOKEN or hf auth login.",
     )
     repo: str | None = Field(
         default=None,
@@ -1092,6 +1083,6 @@ class HubConfig(Section):
     )
     private: Flag = Field(
         default=True,
-        description="Create the repository as a private one, and refuse one that is public. False: create a "
-        "public one; an existing one stays as it is.",
+        description="Create a private repository, and refuse one that is public. False: create a public one; "
+        "an existing one stays as it is.",
     )
