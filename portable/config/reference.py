@@ -66,8 +66,14 @@ def _section(title: str, about: str, settings: list[keys.Setting]) -> str:
 
 
 def _cell(text: str) -> str:
-    # A bar would end the cell, so separate choices by commas.
-    text = text.replace(" | ", ", ").replace("|", "\\|").replace(">=", "≥").replace("<=", "≤")
+    # A bar would end the cell, so separate choices by commas. That a text is not empty goes without saying.
+    text = (
+        text.replace(" (not empty)", "")
+        .replace(" | ", ", ")
+        .replace("|", "\\|")
+        .replace(">=", "≥")
+        .replace("<=", "≤")
+    )
     return text.replace("<", "&lt;").replace(">", "&gt;")
 
 

@@ -189,9 +189,9 @@ class AdapterConfig(Section):
     )
     trainable_token_indices: Tokens | dict[str, Tokens] | None = Field(
         default=None,
-        description="Tokens whose rows of the embedding are trained and saved beside the adapter, by number: "
-        "[502, 503], such as those of data.added_tokens; or a list for each table, {embed_tokens: [502], "
-        "lm_head: [502]}. A tied head gets the same rows. For lora.",
+        description="Tokens whose rows of the embedding are trained and saved beside the adapter, such as "
+        "those of data.added_tokens: [502, 503], or a list for each table, {embed_tokens: [502], lm_head: "
+        "[502]}. A tied head gets the same rows. For lora.",
         json_schema_extra=IDENTITY,
     )
     ensure_weight_tying: Flag = Field(
@@ -290,22 +290,20 @@ class SourceConfig(Section):
     format: Format = Field(
         default="auto",
         description="What a record is (causal-lm): a text; a conversation as messages (role and content) or "
-        "as sharegpt (conversations with from and value); prompt_completion (two columns, of strings or of "
-        "messages); alpaca (instruction, input, output); preference (prompt, chosen, rejected, for a loss of "
-        "pairs); samples (finished ones, from code of your own). auto: recognized by the first record's "
-        "columns.",
+        "as sharegpt (from and value); prompt_completion (strings or messages); alpaca (instruction, input, "
+        "output); preference (prompt, chosen, rejected, for a loss of pairs); samples (finished ones, from "
+        "code of your own). auto: by the first record's columns.",
     )
     train_on: Literal["assistant", "completion", "last_assistant", "all"] | None = Field(
         default=None,
         description="Tokens of a conversation that the loss counts: all that the assistant says (assistant), "
         "its last message (last_assistant), what follows the prompt (completion), or all. Null: completion "
-        "if the record has a prompt (prompt_completion, alpaca), else assistant. A message with weight: 0 or "
-        "train: false is context only.",
+        "if the record has a prompt (prompt_completion, alpaca), else assistant.",
     )
     roles_to_train: Annotated[tuple[Role, ...], OneOrMany, Field(strict=False, min_length=1)] | None = Field(
         default=None,
-        description="Roles whose messages the loss counts (what they say, and the end of their turn). Null: "
-        "the assistant's, as data.train_on has it. A message with train: true is trained, whose ever it is.",
+        description="Roles whose messages the loss counts, to the end of their turn. Null: the assistant's, "
+        "as data.train_on has it.",
     )
     split_turns: Flag = Field(
         default=False,
@@ -322,8 +320,8 @@ class SourceConfig(Section):
     text_pair_field: str | None = Field(
         default=None,
         min_length=1,
-        description="Field with the second text of a pair (sequence-classification): the hypothesis for a "
-        "premise, the answer to a question. Both are truncated together to data.seq_len, the longer first.",
+        description="Field with the second text of a pair (sequence-classification), such as the hypothesis "
+        "for a premise. Both are truncated together to data.seq_len, the longer first.",
     )
     target_field: str = Field(
         default="target",
@@ -488,8 +486,8 @@ class DataConfig(SourceConfig):
         default=0.01,
         ge=0,
         lt=1,
-        description="Share held out for evaluation: the end of the concatenated text, or with data.packing "
-        "documents or false a fixed choice of records. 0: nothing is held out, as by default with data.eval.",
+        description="Share held out for evaluation: the end of the concatenated text, or, where it is not "
+        "concatenated, a fixed choice of records. 0, the default with data.eval: nothing.",
         json_schema_extra=IDENTITY,
     )
     eval: EvaluationSources | None = Field(
@@ -600,11 +598,11 @@ class TrainConfig(Section):
     )
     optimizer: Annotated[Literal["adamw", "adafactor", "adamw_8bit", "sgd", "muon"], OrPlugIn] = Field(
         default="adamw",
-        description="adamw (fused; two fp32 moments per parameter), adafactor (factored moments, little "
-        "memory), adamw_8bit (8-bit moments, a quarter of the memory; 32 bits for embeddings, vectors and "
-        "small matrices), sgd (momentum is the first of train.betas), muon (orthogonalized momentum for the "
-        "matrices of the layers, adamw for embeddings, head and vectors), or package.module:name, any "
-        "torch.optim.Optimizer such as torch.optim:NAdam(momentum_decay=0.004).",
+        description="adamw (fused; two fp32 moments), adafactor (factored moments, little memory), "
+        "adamw_8bit (8-bit moments; 32 bits for embeddings, vectors and small matrices), sgd (momentum is "
+        "the first of train.betas), muon (orthogonalized momentum for the matrices of layers, adamw for the "
+        "rest), or package.module:name, any torch.optim.Optimizer such as "
+        "torch.optim:NAdam(momentum_decay=0.004).",
         json_schema_extra=IDENTITY,
     )
     muon_momentum: float = Field(
@@ -677,17 +675,16 @@ class TrainConfig(Section):
     schedule: Annotated[ScheduleKind, OrPlugIn] = Field(
         default="cosine",
         description="Decay of the learning rate after the warm-up; wsd (warmup-stable-decay) keeps the rate "
-        "until the last part of the run. Capitalized names are DeepSpeed's schedulers, equal in every step, "
-        "on any backend (OneCycle and LRRangeTest under ZeRO). Or package.module:name, a function or class "
-        "of your own.",
+        "until the last part of the run. Capitalized names are DeepSpeed's schedulers, on any backend "
+        "(OneCycle and LRRangeTest under ZeRO). Or package.module:name, a function or class of your own.",
         json_schema_extra=IDENTITY,
     )
     schedule_params: OpenMapping = Field(
         default_factory=dict,
-        description="More parameters of a schedule. wsd: decay_ratio (0.2; the share of all steps), "
-        "decay_type and warmup_type (linear, cosine or 1-sqrt). inverse_sqrt: timescale (the steps of the "
-        "warm-up). DeepSpeed's have its names (warmup_type, cycle_min_lr ...); train.learning_rate is the "
-        "peak of OneCycle and the first rate of LRRangeTest.",
+        description="More parameters of a schedule. wsd: decay_ratio (0.2 of all steps), decay_type and "
+        "warmup_type (linear, cosine or 1-sqrt). inverse_sqrt: timescale (the steps of the warm-up). "
+        "DeepSpeed's have its names; train.learning_rate is the peak of OneCycle and the first rate of "
+        "LRRangeTest.",
         json_schema_extra=IDENTITY,
     )
     warmup_steps: int | None = Field(
@@ -754,11 +751,10 @@ class TrainConfig(Section):
     )
     metrics: Annotated[tuple[str, ...], OneOrMany, Field(strict=False)] | None = Field(
         default=None,
-        description="What an evaluation computes besides the loss: perplexity and accuracy (of tokens) of "
-        "language models; accuracy, f1 and confusion of a classifier; mse, mae and r2 of a regression; "
-        "exact_match and rouge_l of generated texts (seq2seq-lm; up to a forward pass for each token); or "
-        "package.module:name, a function or class of your own. Null: all of the task that generate nothing, "
-        "or none with train.loss; []: the loss alone.",
+        description="What an evaluation computes besides the loss: perplexity and accuracy (of tokens); of a "
+        "classifier accuracy, f1 and confusion; of a regression mse, mae and r2; of generated texts "
+        "exact_match and rouge_l (seq2seq-lm); or package.module:name, a function or class of your own. "
+        "Null: all of the task that generate nothing, or none with train.loss; []: the loss alone.",
     )
     callbacks: Annotated[tuple[PlugIn, ...], OneOrMany, Field(strict=False)] = Field(
         default=(),
@@ -973,8 +969,8 @@ class CheckpointConfig(Section):
     resume: PathText = Field(
         default="auto",
         description="auto: resume from the newest complete checkpoint in output_dir, if there is one. never: "
-        "refuse a folder with checkpoints. Or the path or URL of a checkpoint to start from, this program's "
-        "or another's (docs/moving.md); once output_dir has checkpoints, the run resumes from the newest.",
+        "refuse a folder with checkpoints. Or, while output_dir has none, the path or URL of a checkpoint "
+        "to start from, this program's or another's (docs/moving.md).",
     )
     resume_step: int | None = Field(
         default=None,
@@ -1025,8 +1021,7 @@ class LogConfig(Section):
         default=480.0,
         gt=0,
         description="Seconds without a new batch after which every rank writes its stacks to "
-        "<output_dir>/hang/ and exits. The first batch, which includes compilation, may take four times as "
-        "long; saves do not count. Null: no limit.",
+        "<output_dir>/hang/ and exits; the first batch may take four times as long. Null: no limit.",
     )
     memory_snapshot: Flag = Field(
         default=False,
@@ -1036,7 +1031,7 @@ class LogConfig(Section):
     trackers: Annotated[tuple[Tracker, ...], OneOrMany, Field(strict=False)] = Field(
         default=("tensorboard",),
         description="Trackers for the metrics, besides metrics.jsonl; [] for none. All except tensorboard "
-        "need their own package. Or package.module:name, a class of your own with the methods of "
+        "need their own package. Or package.module:name, a class with the methods of "
         "accelerate.tracking.GeneralTracker.",
     )
     project: str | None = Field(
