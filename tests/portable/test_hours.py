@@ -196,7 +196,7 @@ def test_a_budget_sorts_machines_by_cost(
     assert main([*words, "--price-per-hour", "h100=2.50,l4=0.70", "--budget", "0.1"]) == 0
     first, second = capsys.readouterr().out.splitlines()
     assert "1 x h100" in first + second and "more than 0.1" in second
-    # SkyPilot's catalogue, where it is installed
+    # SkyPilot's catalog, where it is installed
     sky = ModuleType("sky")
     sky.__spec__ = ModuleSpec("sky", None)
     offers = {
