@@ -74,7 +74,7 @@ class StepClock:
     """Times the steps of one turn; the time between turns is not counted.
 
     A GPU runs behind the host, so there only a whole turn can be timed without disturbing it, from one
-    synchronisation to the next; each of its steps then counts as the turn's mean.
+    synchronization to the next; each of its steps then counts as the turn's mean.
 
     Args:
         device: that the steps run on.

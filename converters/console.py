@@ -33,7 +33,7 @@ def say(text: str, *, coloured: bool = False) -> None:
     """Print `text` and flush.
 
     Args:
-        coloured: it has colours of ours, and nothing else that is not `visible`.
+        colored: it has colors of ours, and nothing else that is not `visible`.
 
     Raises:
         BrokenPipeError: the reader has exited (`| head`).
@@ -89,7 +89,7 @@ def fitted(text: str, stream: TextIO | None) -> str:
 
 
 def coloured(line: str) -> str:
-    """`line` with the first word of an error or warning in colour on a terminal, unless NO_COLOR is set (https://no-color.org)."""
+    """`line` with the first word of an error or warning in color on a terminal, unless NO_COLOR is set (https://no-color.org)."""
     first = line.split(" ", 1)[0]
     if first not in _COLOURS or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return line

@@ -18,6 +18,7 @@ autodoc_typehints = "description"
 autodoc_member_order = "groupwise"
 autodoc_inherit_docstrings = False
 myst_heading_anchors = 4
+highlight_language = "none"
 html_theme = "furo"
 html_title = project
 html_copy_source = False

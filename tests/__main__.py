@@ -5,7 +5,7 @@
   --xla    only the tests that need torch_xla, and no static checks: {xla}; in an environment of their own,
            pip install -c constraints-xla.txt -e '.[test-xla]'. Without it they are left out
 
-The static checks (ruff, mypy, import-linter, the generated reference, budget.toml) run beside the tests.
+The static checks (ruff, mypy, import-linter, the generated pages, budget.toml) run beside the tests.
 Several processes share the tests; -n0, or tests that are named, run in one. .durations.json records where the
 time went. The exit code is 0 only where every check passed. pytest's own options: python -m pytest --help
 """
@@ -39,6 +39,7 @@ STATIC: dict[str, list[str]] = {
     "import-linter": ["-c", "from importlinter.cli import lint_imports_command as main; main()"],
     "reference": ["-m", "portable.config.reference", "--check"],
     "budget": ["-m", "tests.budget"],
+    "promises": ["-m", "tests.promises", "--check"],
     "mypy": ["-m", "mypy"],
 }
 """The quick ones first, each as what follows this Python."""

@@ -366,22 +366,22 @@ def findings(pair: Pair, ranks: RankPool, folder: Path, records: Path) -> Findin
 
 INTRODUCTION = f"""# Models
 
-Every text model of transformers {{version}} was held against transformers itself by
-`python -m tests.architectures`: {{looked_at}} of {{known}} pairs of a type and a task. A tiny model was built
-with the weights that `from_config` draws for the seed, and trained for {STEPS} steps: in fp32 beside a plain
-loop with `forward(labels=)` (losses within {TOLERANCE:.0e}), in bf16 (within {BF16_TOLERANCE:.0%}), and on
-two ranks with `full_shard` and with `zero3` (within {TOLERANCE:.0e}). What it exported was opened by
-`from_pretrained`, compared bit for bit, and generated text. Weights that `save_pretrained` wrote were loaded
-and compared bit for bit. Images and sound are refused; of a model that has both, the text decoder alone is
+`python -m tests.architectures` compared every text model of transformers {{version}} with transformers
+itself: {{looked_at}} of {{known}} pairs of a type and a task. A tiny model was built with the weights
+that `from_config` draws for the seed, and trained for {STEPS} steps: in fp32 beside a plain loop with
+`forward(labels=)` (losses within {TOLERANCE:.0e}), in bf16 (within {BF16_TOLERANCE:.0%}), and on two
+ranks with `full_shard` and with `zero3` (within {TOLERANCE:.0e}). Its export was opened by
+`from_pretrained`, compared bit for bit, and generated text; weights of `save_pretrained` were loaded and
+compared bit for bit. Images and sound are refused; of a model that has both, the text decoder alone is
 trained.
 
 """
 NOTES = """\
-"In part": the first thing named did not hold. "Refused": the type is no model of the task, whatever
-transformers lists. "Not tried": no model of the type was as small as these. transformers itself fails alike
-in some: `deberta` and `xmod` under bf16 autocast, `git` with labels and no picture, and its auto class does
-not open what it saved of `emu3` and `mllama` (the class that `config.json` names does). ProphetNet is trained
-here on the next token alone, and told so."""
+"In part": what is named did not hold. "Refused": the type is no model of the task, whatever transformers
+lists. "Not tried": no model of the type was as small. transformers itself fails alike in some: `deberta`
+and `xmod` under bf16 autocast, `git` with labels and no picture, and its auto class does not open what it
+saved of `emu3` and `mllama` (the class that `config.json` names does). ProphetNet is trained here on the
+next token alone, and told so."""
 
 
 def by_name() -> str:
@@ -415,10 +415,9 @@ def page(everything: Mapping[str, Findings]) -> str:
         elif "UserError: model" in alone or "UserError: data.tokenizer" in alone:
             word = "not tried"
         what, why = next(iter(amiss.items()))
-        said = textwrap.shorten(
-            why.replace("`", "").replace(f" {model_type} ", " it "), 90, placeholder=" ..."
-        )
-        notes.setdefault(f"{word}: `{what}: {said}`", []).append(f"`{model_type}` {task}")
+        plain = why.removeprefix("UserError: ").replace("`", "").replace(f" {model_type} ", " it ")
+        said = ("" if alone else f"{what}: ") + textwrap.shorten(plain, 60, placeholder=" ...")
+        notes.setdefault(f"{word}: `{said}`", []).append(f"`{model_type}` {task}")
     by_tasks: dict[str, list[str]] = {}
     for model_type, tasks in held.items():
         by_tasks.setdefault(", ".join(task for task in TASKS if task in tasks), []).append(f"`{model_type}`")

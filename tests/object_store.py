@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     import pytest
 
-# Recognisable, so that a test can look for them in everything that was printed.
-ACCESS_KEY, SECRET_KEY = "AKIAOBJECTSTORE00001", "wJalrXUtnFEMI-recognisable-secret-Key0"
+# Recognizable, so that a test can look for them in everything that was printed.
+ACCESS_KEY, SECRET_KEY = "AKIAOBJECTSTORE00001", "wJalrXUtnFEMI-recognizable-secret-Key0"
 LEAST_PART = (5 << 20) // 16
 """The store in small, see `scale_down`: S3 takes no part of less than 5 MiB but the last."""
 _HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade", "content-length"}

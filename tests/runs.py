@@ -67,7 +67,7 @@ def write_conversations(folder: Path) -> Path:
 def write_labelled(folder: Path, texts: int) -> Path:
     """Short texts of two classes, of different lengths, with labels of other kinds besides."""
     words = SENTENCE.split()
-    path = folder / "labelled.jsonl"
+    path = folder / "labeled.jsonl"
     lines = [
         {
             "text": " ".join(words[i % 2 : 2 + i % 11]),

@@ -24,6 +24,7 @@ from portable.run.batches import eval_batches
 from tests.engines import ENGINES, Engines, accumulated
 from tests.gpu.test_parity import LONG, STEPS, plain_losses
 from tests.parity import opened
+from tests.promises import record
 from tests.runs import TINY_MODEL, configured, write_pretrained
 from tests.views import assert_same_bits, assert_same_view, view
 
@@ -151,6 +152,7 @@ def test_trains_as_plain_torch_does(
 ) -> None:
     seen, _ = exercised(name)
     assert seen.losses == pytest.approx([loss for loss, _ in truth], rel=LOSSES)
+    record(seen.losses, [loss for loss, _ in truth], LOSSES)
     assert seen.norms == pytest.approx([norm for _, norm in truth], rel=1e-4)
     assert seen.losses[-1] < seen.losses[0] - 0.3  # it is learning, so that equal losses mean equal updates
 

@@ -27,6 +27,7 @@ from portable.model.tensors import ComputedTensor
 from portable.private.of_transformers import no_value_checks
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
+from tests.promises import record
 from tests.runs import TINY_MODEL, configured
 from tests.tiny_models import VOCABULARY, tiny_config
 from tests.views import assert_same_view, view
@@ -121,6 +122,7 @@ def test_equals_one_rank(
     settings = {"strategy": "full_shard", "tensor_parallel_size": 2, **given, **settings}
     found = losses(engines, size, tmp_path, conversations, settings)
     assert found == pytest.approx(alone(given), rel=2e-5, abs=2e-6)
+    record(found, alone(given), 2e-5)
 
 
 def test_follows_one_rank_in_bf16(alone: Any, engines: Engines, conversations: Path, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Write DeepSpeed's checkpoint files, in the foreground or in the background.
 
 DeepSpeed decides the content of each file and hands it to its *checkpoint engine*, whose method ``save`` is
-replaced. For a background save ours copies it to host memory, then serialises and writes the copy with the
+replaced. For a background save ours copies it to host memory, then serializes and writes the copy with the
 same ``torch.save`` during training.
 """
 

@@ -257,7 +257,7 @@ def folder_of(name_or_path: str) -> Path:
     require(
         not (name_or_path.startswith(("/", ".")) or name_or_path.count("/") != 1),
         f"adapter.name_or_path: {name_or_path}: no such folder; give a folder in peft's format or the name "
-        "of an adapter on the hub (organisation/name)",
+        "of an adapter on the hub (organization/name)",
     )
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError

@@ -33,6 +33,6 @@ def show_data(settled: Resolved, count: int) -> int:
         raise UserError("--show-data: shows what texts become; finished samples come from code of your own")
     for warning in data.sizes.warnings:
         tell(f"warning: {warning}")
-    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    say(in_words(preview(data, count, config.seed), colour=colour), coloured=colour)
+    color = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    say(in_words(preview(data, count, config.seed), color=color), coloured=color)
     return 0

@@ -25,10 +25,10 @@ _INTRODUCTION = """\
 
 <!-- Written by `python -m portable.config.reference` from portable/config/*.py. Edit those, not this. -->
 
-A run is one YAML file: `portable-train --config run.yaml`. Every setting is also a flag with its dotted name:
-`--train.steps 20`. Flags override the file, which overrides the defaults below. Several `--config` files are
-merged in order, key by key; a `model.config` with another `model_type` replaces the earlier one. `--dry-run`
-prints the origin of each setting. The defaults are [the quickstart](../configs/quickstart.yaml).
+Each setting is a key of the YAML file and a flag with its dotted name: `--train.steps 20`. Flags override the
+file, which overrides the defaults below, those of [the quickstart](../configs/quickstart.yaml). Several
+`--config` files are merged in order, key by key; a `model.config` with another `model_type` replaces the
+earlier one. `--dry-run` prints the origin of each setting.
 
 - **Flags.** Dashes and underscores are the same. A boolean needs no value (`--compile`, `--no-compile`).
   Lists: `--train.betas 0.9 0.95` or `'[0.9, 0.95]'`; null: `null`; a key of a mapping:
@@ -57,8 +57,8 @@ def _section(title: str, about: str, settings: list[keys.Setting]) -> str:
     of_sources = {f"data.{name}" for name in SourceConfig.model_fields}
     # Two columns, which a phone can show. The link is to the row itself.
     rows = [
-        f"| `{s.key}`{' †' * s.identity}{' ‡' * (s.key in of_sources)} "
-        f'<a id="{s.key}" href="#{s.key}">#</a><br>{_cell(s.allowed)}<br>default: {_default(s)} '
+        f'| <a id="{s.key}" href="#{s.key}">`{s.key}`</a>{" †" * s.identity}{" ‡" * (s.key in of_sources)}'
+        f"<br>{_cell(s.allowed)}<br>default: {_default(s)} "
         f"| {_cell(s.description)} |"
         for s in settings
     ]
@@ -67,8 +67,14 @@ def _section(title: str, about: str, settings: list[keys.Setting]) -> str:
 
 
 def _cell(text: str) -> str:
-    # A bar would end the cell, so separate choices by commas.
-    text = text.replace(" | ", ", ").replace("|", "\\|").replace(">=", "≥").replace("<=", "≤")
+    # A bar would end the cell, so separate choices by commas. That a text is not empty goes without saying.
+    text = (
+        text.replace(" (not empty)", "")
+        .replace(" | ", ", ")
+        .replace("|", "\\|")
+        .replace(">=", "≥")
+        .replace("<=", "≤")
+    )
     return text.replace("<", "&lt;").replace(">", "&gt;")
 
 

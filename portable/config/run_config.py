@@ -56,16 +56,16 @@ class RunConfig(Section):
     """Hardware to run on: cpu, cuda (GPUs), tpu (TPUs, by TorchTPU) or xla (TPUs, by PyTorch/XLA). auto: TPUs
     if there are any, else GPUs, else the CPU."""
     strategy: Strategy = "full_shard"
-    """Sharding over ranks. FSDP: full_shard shards parameters, gradients and optimizer state; shard_grad_op
-    keeps parameters gathered between forward and backward; the hybrid ones shard within a group and replicate
-    across groups; no_shard replicates everything (DDP). DeepSpeed: zero1 (optimizer state), zero2 (and
-    gradients), zero3 (and parameters)."""
+    """Sharding over ranks. DDP: no_shard. FSDP: full_shard shards parameters, gradients and optimizer state;
+    shard_grad_op keeps parameters gathered between forward and backward; the hybrid ones shard within a group
+    and replicate across groups. DeepSpeed: zero1 (optimizer state), zero2 (and gradients), zero3 (and
+    parameters)."""
     context_parallel_size: int = Field(default=1, ge=1)
-    """Ranks in a row that share each sequence, for long ones. Each takes a part of the tokens, and around
-    attention they exchange tokens for heads. A run may resume with another size."""
+    """Ranks in a row that share each sequence, for long ones: each takes a part of the tokens. A run may
+    resume with another size."""
     tensor_parallel_size: int = Field(default=1, ge=1)
-    """Ranks in a row that compute each layer together, under FSDP2's strategies. Each has a part of a layer's
-    matrices, by the plan that transformers has for the model. A run may resume with another size."""
+    """Ranks in a row that compute each layer together, under FSDP2's strategies, by the plan that
+    transformers has for the model. A run may resume with another size."""
     output_dir: PathText = "runs/quickstart"
     """Folder for the resolved config, metrics, checkpoints and the final model, or a URL in an object store
     (s3://bucket/run, gs://bucket/run). The same command with the same folder resumes the run."""
@@ -76,8 +76,8 @@ class RunConfig(Section):
     it natively, else fp32. tf32: fp32 with faster, less precise products on NVIDIA GPUs. fp16: with loss
     scaling (section fp16), for GPUs without bf16."""
     compile: Flag = False
-    """Compile each layer of the model with torch.compile: the first step is slow, later steps are faster. XLA
-    always compiles."""
+    """Compile each layer with torch.compile: the first step is slow, later steps are faster. XLA always
+    compiles."""
     compile_backend: str = Field(default="inductor", min_length=1)
     """Backend of torch.compile: inductor, or another one that torch supports (aot_eager and eager do not
     compile, for debugging)."""

@@ -79,23 +79,23 @@ class ModelConfig(Section):
     """Hub id or local folder of a transformers model; training starts from its weights. Null: build
     model.config from scratch."""
     config: OpenMapping | None = Field(default_factory=_quickstart_model, json_schema_extra=IDENTITY)
-    """Config of a model to build with random weights: model_type and any keys of that model's transformers
-    config. In a file, it replaces the whole default; a flag such as --model.config.hidden_size 512 changes
-    one key. With model.name_or_path: keys to change in that model's config, such as attention_dropout; none
-    that changes the shapes of its weights."""
+    """Config of a model to build with random weights: model_type and any keys of its transformers config. A
+    file replaces the whole default; a flag such as --model.config.hidden_size 512 changes one key. With
+    model.name_or_path: keys to change in that model's config, such as attention_dropout; none that changes
+    the shapes of weights."""
     task: Task = Field(default="causal-lm", json_schema_extra=IDENTITY)
-    """What the model learns: the next token (causal-lm), masked tokens (masked-lm), a target text from a
-    source text (seq2seq-lm), or a label (sequence-classification)."""
+    """What the model learns: the next token (causal-lm), masked tokens (masked-lm), a target text
+    (seq2seq-lm), or a label (sequence-classification)."""
     init: Literal["pretrained", "scratch"] = Field(default="pretrained", json_schema_extra=IDENTITY)
-    """With model.name_or_path: start from its weights (pretrained), or keep only its architecture and
-    initialize random weights (scratch). Without model.name_or_path the model is always built from scratch."""
+    """With model.name_or_path: take its weights (pretrained), or only its architecture, with random weights
+    (scratch)."""
     function: PlugIn | None = Field(default=None, json_schema_extra=IDENTITY)
     """A function of your own, package.module:name, that gets the model on the meta device and changes it or
     returns another. Importing its module may register model types."""
     attention: Annotated[Attention, OrHubKernel] = "sdpa"
-    """Attention kernel: PyTorch's fused one (sdpa), the plain formula (eager; slow, for comparison), or for
-    CUDA: flex_attention, flash_attention_2 to 4 (their packages, or the package kernels; bf16 or fp16), or a
-    kernel of the hub, kernels-community/flash-attn3."""
+    """Attention kernel: PyTorch's fused one (sdpa), the plain formula (eager; slow), or for CUDA
+    flex_attention, flash_attention_2 to 4 (their packages, or the package kernels; bf16 or fp16), or a kernel
+    of the hub, kernels-community/flash-attn3."""
     experts: Literal["eager", "batched_mm", "grouped_mm"] | None = None
     """How transformers computes a mixture of experts: one after another (eager), or all in one product
     (batched_mm, grouped_mm). Null: its own choice, grouped_mm where the device has it."""
@@ -143,9 +143,9 @@ class AdapterConfig(Section):
     trainable_token_indices: Tokens | dict[str, Tokens] | None = Field(
         default=None, json_schema_extra=IDENTITY
     )
-    """Tokens whose rows of the embedding are trained and saved beside the adapter, by number: [502, 503],
-    such as those of data.added_tokens; or a list for each table, {embed_tokens: [502], lm_head: [502]}. A
-    tied head gets the same rows. For lora."""
+    """Tokens whose rows of the embedding are trained and saved beside the adapter, such as those of
+    data.added_tokens: [502, 503], or a list for each table, {embed_tokens: [502], lm_head: [502]}. A tied
+    head gets the same rows. For lora."""
     ensure_weight_tying: Flag = Field(default=False, json_schema_extra=IDENTITY)
     """Refuse different trainable_token_indices for tied tables. For lora."""
     layers: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False, min_length=1)] | None = (
@@ -155,8 +155,8 @@ class AdapterConfig(Section):
     bias: Literal["none", "all", "lora_only"] = Field(default="none", json_schema_extra=IDENTITY)
     """Biases that are trained as well: all, or those of the modules with an adapter (lora_only). For lora."""
     init: Flag | Literal["gaussian", "orthogonal"] = Field(default=True, json_schema_extra=IDENTITY)
-    """Initial values of lora: true as in the paper (uniform and zeros, so that training starts at the base
-    model), gaussian or orthogonal as peft has them; false: both matrices random."""
+    """Initial values of lora: true as in the paper (training starts at the base model), gaussian or
+    orthogonal as in peft; false: both matrices random."""
     use_dora: Flag = Field(default=False, json_schema_extra=IDENTITY)
     """DoRA: train the length of each row of a weight apart from its direction. Slower."""
     use_rslora: Flag = Field(default=False, json_schema_extra=IDENTITY)
@@ -164,14 +164,14 @@ class AdapterConfig(Section):
     base: Literal["auto", "bf16", "fp16", "fp32", "nf4", "int8"] = Field(
         default="auto", json_schema_extra=IDENTITY
     )
-    """Dtype of the frozen weights. auto: the compute dtype (precision). fp32 keeps them exact and doubles
-    their memory. nf4 (QLoRA: 4 bits, with double quantization) and int8 are for linear layers, all except the
-    head; they need the package bitsandbytes and FSDP or no_shard."""
+    """Dtype of the frozen weights. auto: the compute dtype. fp32 keeps them exact and doubles their memory.
+    nf4 (QLoRA: 4 bits, double quantization) and int8 are for linear layers, all except the head; they need
+    the package bitsandbytes and FSDP or no_shard."""
     name_or_path: PathText | None = Field(default=None, json_schema_extra=IDENTITY)
     """Folder or hub id of an adapter in peft's format to go on from. Its adapter_config.json decides on all
     of the above except base and dropout."""
     config: PathText | None = None
-    """An adapter_config.json whose settings are used, in place of those above."""
+    """An adapter_config.json, in place of the settings above."""
 
 
 class SourceConfig(Section):
@@ -181,16 +181,16 @@ class SourceConfig(Section):
     # digest of the tokens, which must match.
 
     source: PathText | Annotated[tuple[PathText, ...], Field(strict=False, min_length=1)] | None = None
-    """A hub dataset, or a file, glob or list of files (.txt .jsonl .json .csv .parquet), local or by URL, or
+    """A hub dataset, a file, glob or list of files (.txt .jsonl .json .csv .parquet), local or by URL, or
     package.module:name, code of your own that gives records. Null: the source code of Python's standard
-    library, without a download."""
+    library."""
     on_bad_record: Literal["error", "skip"] = "error"
     """What a record that cannot be read does: end the run, or be left out. The first few are printed with
     file and line, and their number."""
     stream: Flag = False
-    """Train while the files are read: parts of them are tokenized ahead of the run, and at most
+    """Train while the files are read (causal-lm): parts are tokenized ahead of the run, and at most
     data.cache_limit of their tokens is on disk. For data larger than the disk, to begin at once, and for the
-    tokens of portable-data (causal-lm). Nothing is held out of it: set data.eval."""
+    tokens of portable-data. Nothing is held out: set data.eval."""
     config_name: str | None = None
     """Configuration of the hub dataset, or of a local copy of one, if it has several (such as
     wikitext-2-raw-v1)."""
@@ -198,31 +198,28 @@ class SourceConfig(Section):
     """Split to train on: of the hub dataset, where slices such as train[:10%] work, or of a folder whose
     files are named by split."""
     max_samples: int | None = Field(default=None, ge=1)
-    """Use at most this many records of the source, from its start. Null: all. To test a config on a large
-    dataset."""
+    """Use at most this many records of the source, from its start, to test a config. Null: all."""
     format: Format = "auto"
     """What a record is (causal-lm): a text; a conversation as messages (role and content) or as sharegpt
-    (conversations with from and value); prompt_completion (two columns, of strings or of messages); alpaca
-    (instruction, input, output); preference (prompt, chosen, rejected, for a loss of pairs); samples
-    (finished ones, from code of your own). auto: recognized by the first record's columns."""
+    (from and value); prompt_completion (strings or messages); alpaca (instruction, input, output); preference
+    (prompt, chosen, rejected, for a loss of pairs); samples (finished ones, from code of your own). auto: by
+    the first record's columns."""
     train_on: Literal["assistant", "completion", "last_assistant", "all"] | None = None
     """Tokens of a conversation that the loss counts: all that the assistant says (assistant), its last
     message (last_assistant), what follows the prompt (completion), or all. Null: completion if the record has
-    a prompt (prompt_completion, alpaca), else assistant. A message with weight: 0 or train: false is context
-    only."""
+    a prompt (prompt_completion, alpaca), else assistant."""
     roles_to_train: Annotated[tuple[Role, ...], OneOrMany, Field(strict=False, min_length=1)] | None = None
-    """Roles whose messages the loss counts (what they say, and the end of their turn). Null: the assistant's,
-    as data.train_on has it. A message with train: true is trained, whose ever it is."""
+    """Roles whose messages the loss counts, to the end of their turn. Null: the assistant's, as data.train_on
+    has it."""
     split_turns: Flag = False
-    """Make a sample of each of the assistant's messages, with the conversation before it. A conversation
-    whose earlier turns the template shows otherwise than the last one, such as without their thinking,
-    becomes such samples by itself."""
+    """Make each of the assistant's messages a sample, with the conversation before it. Done by itself where
+    the template shows earlier turns otherwise than the last one, such as without their thinking."""
     text_field: str = Field(default="text", min_length=1)
     """Field of a record with its text. A dot selects a nested field: translation.en. The same applies to the
     fields below."""
     text_pair_field: str | None = Field(default=None, min_length=1)
-    """Field with the second text of a pair (sequence-classification): the hypothesis for a premise, the
-    answer to a question. Both are truncated together to data.seq_len, the longer first."""
+    """Field with the second text of a pair (sequence-classification), such as the hypothesis for a premise.
+    Both are truncated together to data.seq_len, the longer first."""
     target_field: str = Field(default="target", min_length=1)
     """Field with the target text (seq2seq-lm)."""
     source_prefix: str = ""
@@ -283,16 +280,16 @@ class DataConfig(SourceConfig):
     """What is trained on: source, format, tokens, packing."""
 
     sources: Annotated[tuple[MixedSource, ...], Field(strict=False)] = ()
-    """A mixture, in place of data.source: a list such as [{name: web, source: web/*.jsonl, weight: 3}, {name:
-    code, source: code.jsonl, weight: 1}]. Each may set whatever describes a source (marked ‡). weight is its
-    share of the samples, kept in every few hundred of them; or give every source epochs, its passes in one
-    pass over the mixture (default: 1 each)."""
+    """A mixture, in place of data.source, such as [{name: web, source: web/*.jsonl, weight: 3}, {name: code,
+    source: code.jsonl, weight: 1}]. Each may set what is marked ‡. weight is its share of the samples, kept
+    in every few hundred; or give every source epochs, its passes in one pass over the mixture (default: 1
+    each)."""
     weight_schedule: Annotated[tuple[Phase, ...], Field(strict=False)] = ()
-    """Weights of data.sources that change, such as [{step: 9000, weights: {web: 1, code: 4}}] for the last
-    part of a run: from that step on they replace all weights before."""
+    """Weights of data.sources that change, such as [{step: 9000, weights: {web: 1, code: 4}}]: from that step
+    on they replace all weights before."""
     shuffle_window: int = Field(default=1, ge=1, json_schema_extra=IDENTITY)
-    """Parts of a stream whose samples are mixed: windows of so many, in a shuffled order. More is shuffled
-    better, and the run begins once as many are tokenized."""
+    """Parts of a stream whose samples are mixed at a time. More shuffles better; the run begins once as many
+    are tokenized."""
     cache_limit: float | None = Field(default=None, gt=0)
     """Gigabytes of a stream's tokens that stay on disk; what is needed again is made again. Null: half of the
     space that is free at the start."""
@@ -300,12 +297,12 @@ class DataConfig(SourceConfig):
     """Template that turns a conversation into text: a file (.jinja), the name of one of the tokenizer's
     templates, or chatml. Null: the tokenizer's own. It is saved with the tokenizer."""
     chat_template_kwargs: OpenMapping = Field(default_factory=dict)
-    """Further variables of the template, such as enable_thinking: false. strftime_now sets the date that a
-    template writes as today's; the default is 2025-01-01, so that the tokens are always the same."""
+    """Further variables of the template, such as enable_thinking: false. strftime_now is the date that a
+    template writes as today's: 2025-01-01 by default, so that tokens are always the same."""
     truncation: Literal["end", "start", "drop", "error"] = Field(default="end", json_schema_extra=IDENTITY)
-    """What happens to a text or conversation longer than data.seq_len, if not packed: cut at its end, at its
-    start, leave it out (drop), or end the run (error). A conversation of which no trained token remains is
-    left out. The counts are printed."""
+    """What happens to a text or conversation longer than data.seq_len, if not packed: it is cut at its end or
+    start, left out (drop), or ends the run (error). A conversation of which no trained token remains is left
+    out. The counts are printed."""
     source_language: str | None = Field(default=None, min_length=1)
     """Language of the texts, as a code of a multilingual tokenizer (eng_Latn for NLLB, en_XX for mBART, en
     for M2M100). For seq2seq-lm."""
@@ -324,21 +321,19 @@ class DataConfig(SourceConfig):
     target_seq_len: int | None = Field(default=None, ge=2, json_schema_extra=IDENTITY)
     """Length of a target text in tokens (seq2seq-lm). Null: data.seq_len."""
     packing: Flag | Annotated[Literal["documents"], AnyCase] = Field(default=True, json_schema_extra=IDENTITY)
-    """True: concatenate texts into full sequences without padding (language models only). documents: pack
-    whole texts into sequences in which they do not see each other: attention stays within a text, and
-    positions restart (causal-lm only). False: one text per sequence, truncated or padded to data.seq_len, as
-    always in seq2seq-lm and sequence-classification. The default for conversations is documents."""
+    """True: concatenate texts into full sequences (language models only). documents, the default for
+    conversations: pack whole texts, which do not see each other (causal-lm only). False, always so in
+    seq2seq-lm and sequence-classification: one text per sequence, truncated or padded to data.seq_len."""
     eval_fraction: float = Field(default=0.01, ge=0, lt=1, json_schema_extra=IDENTITY)
-    """Share held out for evaluation: the end of the concatenated text, or with data.packing documents or
-    false a fixed choice of records. 0: nothing is held out, as by default with data.eval."""
+    """Share held out for evaluation: the end of the concatenated text, or, where it is not concatenated, a
+    fixed choice of records. 0, the default with data.eval: nothing."""
     eval: EvaluationSources | None = None
-    """Data to evaluate on: a source of its own, as in {source: test.jsonl} or {split: validation}, or several
-    by name, as in {news: {source: news.jsonl}, code: {source: code.jsonl}}. Each may set whatever describes a
-    source (marked ‡); what it leaves out is as for training. Null: the share that data.eval_fraction holds
-    out."""
+    """Data to evaluate on: a source, as in {source: test.jsonl} or {split: validation}, or several by name,
+    as in {news: {source: news.jsonl}, code: {source: code.jsonl}}. Each may set what is marked ‡; the rest is
+    as for training. Null: the share that data.eval_fraction holds out."""
     num_workers: int = Field(default=0, ge=0)
-    """Processes that prepare batches for each rank. 0: prepare them in the rank itself. Raise it if the
-    accelerator waits for data. As many, at least one, tokenize a stream on each machine."""
+    """Processes that prepare batches for each rank; 0: the rank itself does. Raise it if the accelerator
+    waits for data. As many, at least one, tokenize a stream on each machine."""
     cache_dir: PathText | None = None
     """Folder that caches tokenized data and trained tokenizers. Null: the user's cache folder
     ($XDG_CACHE_HOME, or ~/.cache)."""
@@ -370,16 +365,14 @@ class TrainConfig(Section):
     epochs: float | None = Field(default=None, gt=0, json_schema_extra=IDENTITY)
     """Length of the schedule in passes over the data, instead of train.steps."""
     stop_after: int | None = Field(default=None, ge=1)
-    """Save a checkpoint and stop after this step of the schedule. The same command without it resumes from
-    there. To split a run into several launches, possibly on different machines."""
+    """Save a checkpoint and stop after this step. The same command without it resumes from there, possibly on
+    another machine."""
     global_batch_size: int = Field(default=8, ge=1, json_schema_extra=IDENTITY)
-    """Sequences per optimizer step, over all ranks. It defines the run and is independent of the number of
-    devices."""
+    """Sequences per optimizer step, over all ranks, whatever their number."""
     micro_batch_size: Annotated[int, Field(ge=1)] | Literal["auto"] = 4
     """Sequences per device and forward pass; gradients accumulate up to the global batch. Lower it if memory
-    runs out: only the speed changes. auto: the largest that fits, found by trial and reused while the
-    settings stay the same; on a CPU without a memory limit (ulimit -v) up to 4; not on XLA. The default is
-    lowered to a divisor of the global batch."""
+    runs out: only the speed changes. auto: the largest that fits, found by trial; on a CPU without a memory
+    limit (ulimit -v) at most 4; not on XLA. The default is lowered to a divisor of the global batch."""
     loss: PlugIn | None = Field(default=None, json_schema_extra=IDENTITY)
     """dpo, ipo, simpo or orpo (data.format preference), or a loss of your own: package.module:name; arguments
     as in dpo(beta=0.2). Null: cross-entropy, or the loss of a classifier's problem_type."""
@@ -398,11 +391,10 @@ class TrainConfig(Section):
     optimizer: Annotated[Literal["adamw", "adafactor", "adamw_8bit", "sgd", "muon"], OrPlugIn] = Field(
         default="adamw", json_schema_extra=IDENTITY
     )
-    """adamw (fused; two fp32 moments per parameter), adafactor (factored moments, little memory), adamw_8bit
-    (8-bit moments, a quarter of the memory; 32 bits for embeddings, vectors and small matrices), sgd
-    (momentum is the first of train.betas), muon (orthogonalized momentum for the matrices of the layers,
-    adamw for embeddings, head and vectors), or package.module:name, any torch.optim.Optimizer such as
-    torch.optim:NAdam(momentum_decay=0.004)."""
+    """adamw (fused; two fp32 moments), adafactor (factored moments, little memory), adamw_8bit (8-bit
+    moments; 32 bits for embeddings, vectors and small matrices), sgd (momentum is the first of train.betas),
+    muon (orthogonalized momentum for the matrices of layers, adamw for the rest), or package.module:name, any
+    torch.optim.Optimizer such as torch.optim:NAdam(momentum_decay=0.004)."""
     muon_momentum: float = Field(default=0.95, ge=0, lt=1, json_schema_extra=IDENTITY)
     """Momentum of muon's matrices (Nesterov's)."""
     muon_rate: Literal["match_rms_adamw", "original"] = Field(
@@ -413,8 +405,8 @@ class TrainConfig(Section):
     C))."""
     adafactor_rule: Literal["torch", "transformers"] = Field(default="torch", json_schema_extra=IDENTITY)
     """Which library's update rule adafactor uses. torch: the rate is relative to a parameter's RMS, and at
-    most one over the square root of the steps. transformers: the rate is absolute, as in the Trainer's optim
-    adafactor (scale_parameter and relative_step false); use a rate 10 to 100 times lower."""
+    most one over the square root of the steps. transformers: the rate is absolute, as in the Trainer
+    (scale_parameter and relative_step false); use one 10 to 100 times lower."""
     betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = Field(
         default=(0.9, 0.95), json_schema_extra=IDENTITY
     )
@@ -424,14 +416,14 @@ class TrainConfig(Section):
     """Added to the root of the second moment to avoid division by zero."""
     ema: Annotated[float, Field(gt=0, lt=1)] | None = Field(default=None, json_schema_extra=IDENTITY)
     """Average the weights over the steps, in fp32: the share of the average that stays in each, such as
-    0.999. It is in checkpoints; checkpoint.export_ema exports it. Null: no average."""
+    0.999. It is in checkpoints; checkpoint.export_ema exports it."""
     trainable: Names | None = Field(default=None, json_schema_extra=IDENTITY)
-    """Train only the parameters that one of these regular expressions, searched in their names, matches:
-    lm_head, or layers\\.(30|31)\\. for two layers. All others are frozen: they have no gradient and no
-    optimizer state, and stay bit for bit as they are. Null: all."""
+    """Train only the parameters in whose names one of these regular expressions is found: lm_head, or
+    layers\\.(30|31)\\. for two layers. All others are frozen: no gradient, no optimizer state, bit for bit as
+    they are. Null: all."""
     frozen: Names = Field(default=(), json_schema_extra=IDENTITY)
-    """Freeze the parameters that one of these regular expressions, searched in their names, matches, such as
-    embed_tokens; also those of train.trainable."""
+    """Freeze the parameters in whose names one of these regular expressions is found, such as embed_tokens;
+    also those of train.trainable."""
     learning_rate: float = Field(default=3e-4, gt=0, json_schema_extra=IDENTITY)
     """Highest learning rate, reached at the end of the warm-up."""
     min_learning_rate_ratio: float = Field(default=0.0, ge=0, le=1, json_schema_extra=IDENTITY)
@@ -439,13 +431,12 @@ class TrainConfig(Section):
     0.1 is common for pretraining."""
     schedule: Annotated[ScheduleKind, OrPlugIn] = Field(default="cosine", json_schema_extra=IDENTITY)
     """Decay of the learning rate after the warm-up; wsd (warmup-stable-decay) keeps the rate until the last
-    part of the run. Capitalized names are DeepSpeed's schedulers, equal in every step, on any backend
-    (OneCycle and LRRangeTest under ZeRO). Or package.module:name, a function or class of your own."""
+    part of the run. Capitalized names are DeepSpeed's schedulers, on any backend (OneCycle and LRRangeTest
+    under ZeRO). Or package.module:name, a function or class of your own."""
     schedule_params: OpenMapping = Field(default_factory=dict, json_schema_extra=IDENTITY)
-    """More parameters of a schedule. wsd: decay_ratio (0.2; the share of all steps), decay_type and
-    warmup_type (linear, cosine or 1-sqrt). inverse_sqrt: timescale (the steps of the warm-up). DeepSpeed's
-    have its names (warmup_type, cycle_min_lr ...); train.learning_rate is the peak of OneCycle and the first
-    rate of LRRangeTest."""
+    """More parameters of a schedule. wsd: decay_ratio (0.2 of all steps), decay_type and warmup_type (linear,
+    cosine or 1-sqrt). inverse_sqrt: timescale (the steps of the warm-up). DeepSpeed's have its names;
+    train.learning_rate is the peak of OneCycle and the first rate of LRRangeTest."""
     warmup_steps: int | None = Field(default=None, ge=0, json_schema_extra=IDENTITY)
     """Steps over which the learning rate rises from zero, linearly unless the schedule defines another shape.
     Null: a tenth of all steps, also with train.epochs, and at most 20."""
@@ -459,33 +450,31 @@ class TrainConfig(Section):
     )
     """Parameters with values of their own, as in [{pattern: lora_B, learning_rate: 5.0e-3}, {pattern:
     embed_tokens, weight_decay: 0}]. pattern is a regular expression, searched in names; the first match
-    counts. learning_rate follows the schedule as train.learning_rate does, in proportion. weight_decay spares
-    biases and norms as well."""
+    counts. learning_rate follows the schedule in proportion. weight_decay spares biases and norms as well."""
     max_grad_norm: float | None = Field(default=1.0, gt=0, json_schema_extra=IDENTITY)
     """Gradients whose global norm exceeds this are scaled down to it. Null: no clipping."""
     on_non_finite: Literal["stop", "skip"] = "stop"
-    """What happens if a loss or gradient is not finite. The update is always skipped: weights and optimizer
-    stay bitwise the same. stop: the run ends and reports the step, its samples and how to find the cause
-    (--replay). skip: the run continues with the next step and its data, counts skipped_steps, and ends after
-    ten in a row. Overflows under fp16 only adjust the loss scale (section fp16)."""
+    """What a loss or gradient that is not finite does. Its update is always skipped: weights and optimizer
+    stay bit for bit. stop: the run ends and reports the step, its samples and how to find the cause
+    (--replay). skip: the run continues, counts skipped_steps, and ends after ten in a row. Overflows under
+    fp16 only adjust the loss scale."""
     eval_every: int | None = Field(default=100, ge=1)
     """Steps between evaluations on the held-out records. Null: only at the end."""
     eval_every_epochs: float | None = Field(default=None, gt=0)
-    """Passes over the data between evaluations, instead of train.eval_every: 1 evaluates after the last step
-    of each epoch, 0.5 also in the middle."""
+    """Passes over the data between evaluations, instead of train.eval_every: 0.5 evaluates in the middle and
+    after the last step of each epoch."""
     eval_batches: int | None = Field(default=None, ge=1)
     """Evaluate on at most this many global batches. Null: on all held-out records."""
     eval_ema: Flag = False
     """Evaluate the average of the weights (train.ema) in their place."""
     metrics: Annotated[tuple[str, ...], OneOrMany, Field(strict=False)] | None = None
-    """What an evaluation computes besides the loss: perplexity and accuracy (of tokens) of language models;
-    accuracy, f1 and confusion of a classifier; mse, mae and r2 of a regression; exact_match and rouge_l of
-    generated texts (seq2seq-lm; up to a forward pass for each token); or package.module:name, a function or
-    class of your own. Null: all of the task that generate nothing, or none with train.loss; []: the loss
-    alone."""
+    """What an evaluation computes besides the loss: perplexity and accuracy (of tokens); of a classifier
+    accuracy, f1 and confusion; of a regression mse, mae and r2; of generated texts exact_match and rouge_l
+    (seq2seq-lm); or package.module:name, a function or class of your own. Null: all of the task that generate
+    nothing, or none with train.loss; []: the loss alone."""
     callbacks: Annotated[tuple[PlugIn, ...], OneOrMany, Field(strict=False)] = ()
-    """Callbacks of your own, as package.module:name or package.module:name(argument=value). They are called
-    at the start, after steps, logs, evaluations and saves, and at the end."""
+    """Callbacks of your own, as package.module:name or package.module:name(argument=value), called at the
+    start, after steps, logs, evaluations and saves, and at the end."""
     early_stopping_patience: int | None = Field(default=None, ge=1)
     """End the run after this many evaluations in a row without an improvement of checkpoint.best_metric.
     Null: never."""
@@ -505,12 +494,11 @@ class MemoryConfig(Section):
     """Recompute activations in the backward pass instead of storing them: of every layer (full; about a third
     slower, least memory), or all except those of costly operations (selective)."""
     loss_chunk_tokens: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
-    """Tokens whose logits are in memory at a time. The loss of a larger micro-batch is computed in chunks,
-    and the logits are recomputed in the backward pass. auto: as many as have 64 million logits (256 MiB),
-    which matters for large vocabularies. 0: all at once. FSDP and DDP only."""
+    """Tokens whose logits are in memory at a time: the loss of a larger micro-batch is computed in chunks,
+    and again in the backward pass. auto: as many as have 64 million logits (256 MiB), which matters for large
+    vocabularies. 0: all at once. FSDP and DDP only."""
     offload_optimizer: Literal["none", "cpu", "nvme"] = "none"
-    """Keep and update optimizer state in host memory (cpu) or on a local disk (nvme). For models whose state
-    does not fit the devices; steps are slower."""
+    """Keep and update optimizer state in host memory (cpu) or on a local disk (nvme): slower."""
     offload_params: Literal["none", "cpu", "nvme"] = "none"
     """Keep sharded parameters in host memory (cpu) or on a local disk (nvme) between uses; with FSDP also the
     optimizer's state and step. The slowest option."""
@@ -544,7 +532,7 @@ class FsdpConfig(Section):
         None
     )
     """When the backward pass gathers the next unit: before this unit's gradients (backward_pre, most overlap;
-    the default), or after them (backward_post and no_prefetch, which are the same in FSDP2: less memory)."""
+    the default), or after them (backward_post and no_prefetch, the same in FSDP2: less memory)."""
 
 
 class Fp16Config(Section):
@@ -584,8 +572,8 @@ class XlaConfig(Section):
     """Compile layers that are alike once and run them in a loop, so that compile time does not grow with
     depth."""
     attention_rows: int | None = Field(default=None, ge=1)
-    """Compute attention for this many tokens of a sequence at a time, so that its scores take memory for
-    these rows alone; the backward pass computes them again. Null: all at once."""
+    """Compute attention for this many tokens of a sequence at a time: its scores take memory for these rows
+    alone, and are computed again in the backward pass. Null: all at once."""
     compilation_cache: PathText = "auto"
     """Folder that caches compiled graphs, or none. auto: on a TPU a folder in the user's cache; none on
     virtual devices, whose graphs cannot be cached."""
@@ -597,13 +585,12 @@ class CheckpointConfig(Section):
     every_steps: int | None = Field(default=100, ge=1)
     """Steps between checkpoints. Null: only when the run stops."""
     every_epochs: float | None = Field(default=None, gt=0)
-    """Passes over the data between checkpoints, instead of checkpoint.every_steps: 1 saves after the last
-    step of each epoch."""
+    """Passes over the data between checkpoints, instead of checkpoint.every_steps."""
     keep: int | None = Field(default=3, ge=1)
     """Newest checkpoints to keep; older ones are deleted. Null: all."""
     keep_best: int | None = Field(default=None, ge=1)
-    """Keep this many of the best checkpoints by checkpoint.best_metric, besides the newest. An evaluation
-    that is among the best saves a checkpoint. Null: the newest alone."""
+    """Keep this many of the best checkpoints by checkpoint.best_metric, besides the newest; an evaluation
+    among the best saves one. Null: the newest alone."""
     best_metric: str | None = Field(default=None, min_length=1)
     """The value to compare, by its name in metrics.jsonl: eval_accuracy, or eval_loss/news for the source
     news. Null: eval_loss, of the first source."""
@@ -612,14 +599,14 @@ class CheckpointConfig(Section):
     export_best: Flag = False
     """Write <output_dir>/final from the best checkpoint, not the last."""
     export_ema: Flag = False
-    """Write <output_dir>/final from the average of the weights (train.ema), not the last weights."""
+    """Write <output_dir>/final from the average of the weights (train.ema)."""
     async_: Flag = Field(default=True, alias="async")
     """Write in the background, from a copy of the state in host memory. False: wait for the disk, without a
     copy."""
     resume: PathText = "auto"
     """auto: resume from the newest complete checkpoint in output_dir, if there is one. never: refuse a folder
-    with checkpoints. Or the path or URL of a checkpoint to start from, this program's or another's
-    (docs/moving.md); once output_dir has checkpoints, the run resumes from the newest."""
+    with checkpoints. Or, while output_dir has none, the path or URL of a checkpoint to start from, this
+    program's or another's (docs/moving.md)."""
     resume_step: int | None = Field(default=None, ge=0)
     """Optimizer steps that count as done at another program's checkpoint in checkpoint.resume. The schedule
     continues from there; 0 restarts it. Null: the checkpoint's own count."""
@@ -628,7 +615,7 @@ class CheckpointConfig(Section):
     checkpoint's own count, or its steps times train.global_batch_size."""
     staging_dir: PathText | None = None
     """If output_dir is a URL: a local folder for shards before their upload, with space for this machine's
-    share of one checkpoint. Null: a folder in the system's temporary folder."""
+    share of one checkpoint. Null: in the system's temporary folder."""
     max_outage_minutes: float = Field(default=60.0, ge=0)
     """If output_dir is a URL: for how many minutes saves may fail because the store is away. The steps go on
     meanwhile, and each save tries again."""
@@ -649,16 +636,14 @@ class LogConfig(Section):
     every_steps: int = Field(default=10, ge=1)
     """Steps between lines in metrics.jsonl and on the console. Each is a host sync."""
     hang_timeout: float | None = Field(default=480.0, gt=0)
-    """Seconds without a new batch after which every rank writes its stacks to <output_dir>/hang/ and exits.
-    The first batch, which includes compilation, may take four times as long; saves do not count. Null: no
-    limit."""
+    """Seconds without a new batch after which every rank writes its stacks to <output_dir>/hang/ and exits;
+    the first batch may take four times as long. Null: no limit."""
     memory_snapshot: Flag = False
     """Record GPU memory allocations, and write them to <output_dir>/memory/ if memory runs out, for
     https://pytorch.org/memory_viz. Costs a few percent of speed. GPUs only."""
     trackers: Annotated[tuple[Tracker, ...], OneOrMany, Field(strict=False)] = ("tensorboard",)
     """Trackers for the metrics, besides metrics.jsonl; [] for none. All except tensorboard need their own
-    package. Or package.module:name, a class of your own with the methods of
-    accelerate.tracking.GeneralTracker."""
+    package. Or package.module:name, a class with the methods of accelerate.tracking.GeneralTracker."""
     project: str | None = Field(default=None, min_length=1)
     """Project of the run at the trackers. Null: WANDB_PROJECT (or the other's variable), else the name of the
     folder that output_dir lies in."""
@@ -677,12 +662,12 @@ class HubConfig(Section):
     """Uploads of exports to the Hugging Face hub."""
 
     push: Literal["end", "checkpoints"] | None = None
-    """What to upload: <output_dir>/final at the end, with a model card (end), or the export of every
-    checkpoint, too, each as a commit (checkpoints). Null: nothing. Optimizer states and data stay here. The
-    token comes from HF_TOKEN or hf auth login."""
+    """What to upload: <output_dir>/final at the end, with a model card (end), or also the export of every
+    checkpoint, each as a commit (checkpoints). Null: nothing. Optimizer states and data stay here. The token
+    comes from HF_TOKEN or hf auth login."""
     repo: str | None = Field(default=None, min_length=1)
     """Repository, such as organization/name. It is created if there is none. Null: the last part of
     output_dir, under the name of the token's user."""
     private: Flag = True
-    """Create the repository as a private one, and refuse one that is public. False: create a public one; an
-    existing one stays as it is."""
+    """Create a private repository, and refuse one that is public. False: create a public one; an existing one
+    stays as it is."""

@@ -166,12 +166,12 @@ def _pieces(data: Data, arrays: Any, index: int) -> tuple[int, int, list[tuple[s
     return sum(len(ids) for ids, _ in runs), counted, pieces
 
 
-def in_words(shown: Preview, *, colour: bool) -> str:
+def in_words(shown: Preview, *, color: bool) -> str:
     """The preview as text.
 
     Args:
         shown: from :func:`preview`.
-        colour: mark what is trained by colour, else by double brackets.
+        color: mark what is trained by color, else by double brackets.
     """
     from portable.formatting import table
 
@@ -187,7 +187,7 @@ def in_words(shown: Preview, *, colour: bool) -> str:
         head = (
             f"--- sample {sample.position}, of {which}: {sample.tokens:,} tokens, {sample.trained:,} trained"
         )
-        parts.append(f"{head}\n{_marked(sample.pieces, colour)}")
+        parts.append(f"{head}\n{_marked(sample.pieces, color)}")
     return "\n".join(parts)
 
 
@@ -196,8 +196,8 @@ def _listed(documents: Sequence[int]) -> str:
     return f"document{'s' if several else ''} {documents[0] if documents else '?'}{several}"
 
 
-def _marked(pieces: list[tuple[str, bool]], colour: bool) -> str:
-    opening, closing = ("\x1b[32m", "\x1b[0m") if colour else ("[[", "]]")
+def _marked(pieces: list[tuple[str, bool]], color: bool) -> str:
+    opening, closing = ("\x1b[32m", "\x1b[0m") if color else ("[[", "]]")
     return "".join(
         f"{opening}{visible(text)}{closing}" if trained else visible(text) for text, trained in pieces
     )

@@ -79,7 +79,7 @@ def model_config(settings: ModelConfig) -> PretrainedConfig:
         if (name.startswith(("/", ".")) or name.count("/") > 1) and not Path(name).is_dir():
             raise UserError(
                 f"model.name_or_path: {name}: no such folder; give a model folder or a model name on the hub "
-                "(organisation/name)"
+                "(organization/name)"
             )
         check_folder("model.name_or_path", name)
         try:

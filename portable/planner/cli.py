@@ -80,7 +80,7 @@ PLAN_OPTIONS = (
         "price-per-hour",
         "text",
         "What an hour of one device costs: 2.50, or by names: h100=2.50,a100-80=1.30. With --budget, else "
-        "SkyPilot's catalogue, where it is installed.",
+        "SkyPilot's catalog, where it is installed.",
         "PRICE",
     ),
     Option("budget", "text", "Sort machines by what the run costs on them, up to this sum.", "SUM"),

@@ -137,18 +137,18 @@ def prices_of(text: str | None, device: str | None) -> dict[str, float]:
 
 
 def prices_of_sky() -> dict[str, float]:
-    """The lowest prices of one device in SkyPilot's catalogue, by the planner's names; none without SkyPilot.
+    """The lowest prices of one device in SkyPilot's catalog, by the planner's names; none without SkyPilot.
 
     Raises:
-        UserError: if its catalogue cannot be read.
+        UserError: if its catalog cannot be read.
     """
     if find_spec("sky") is None:
         return {}
     try:
         offers: dict[str, list[Any]] = import_module("sky.catalog").list_accelerators(gpus_only=True)
-    except Exception as error:  # whatever fetching a catalogue raises
+    except Exception as error:  # whatever fetching a catalog raises
         raise UserError(
-            f"--price-per-hour: missing, and SkyPilot's catalogue cannot be read ({one_line(error)}); "
+            f"--price-per-hour: missing, and SkyPilot's catalog cannot be read ({one_line(error)}); "
             "give NAME=PRICE: h100=2.50,l4=0.70"
         ) from error
     found = {}

@@ -47,7 +47,7 @@ def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
     except (KeyError, ValueError, IndexError) as error:
         raise UserError(
             f"srun: its variables do not define this task's rank ({type(error).__name__}: {error}); start "
-            "one torchrun per node instead, as in docs/gpu.md"
+            "one torchrun per node instead, as in docs/machines.md"
         ) from error
 
 

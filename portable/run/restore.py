@@ -241,7 +241,7 @@ def _initialize(
         for note in pretrained.notes():
             tell(note)
     if pretrained.missing:
-        # A new head, for example: initialise what the checkpoint lacks, then load the rest.
+        # A new head, for example: initialize what the checkpoint lacks, then load the rest.
         left = set(pretrained.missing)
         for weights in blueprint.initial_weights(config.seed):
             load_weights({n: w for n, w in weights.items() if n in left})

@@ -201,7 +201,7 @@ def test_optimizers(
     assert expected[-1] < expected[0]
     if sharded:
         one_rank(device)
-    # Quantised moments round the other way here and there.
+    # Quantized moments round the other way here and there.
     tolerance = 1e-3 if optimizer == "adamw_8bit" else CLOSE[device]
     assert run(device, **settings) == pytest.approx(expected, rel=tolerance)
 
@@ -516,7 +516,7 @@ def test_adapters(
     base: str, device: str, tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beside a loop with peft on the CPU."""
-    if device == "cpu":  # where there is a GPU, weights are quantised on it once another test has used it
+    if device == "cpu":  # where there is a GPU, weights are quantized on it once another test has used it
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     given: dict[str, Any] = {"adapter__type": "lora", "train__learning_rate": 1e-2, "train__steps": STEPS}
     if base == "auto":
@@ -530,7 +530,7 @@ def test_adapters(
         given |= {"adapter__base": base, "model__config": {**HEADS_OF_16, "intermediate_size": 96}}
         expected = quantized_losses(configured(tmp_path, corpus, **given))
     found = take_steps(configured(tmp_path / device, corpus, backend=device, **given), STEPS).losses
-    # The card's kernels quantise inputs, and some weights, to a neighbouring level.
+    # The card's kernels quantize inputs, and some weights, to a neighboring level.
     tolerance = CLOSE[device] if base == "auto" or device == "cpu" else 1e-2
     assert found == pytest.approx(expected, rel=tolerance)
 

@@ -14,6 +14,7 @@ from portable.run.prepare import prepare
 from portable.run.restore import restore
 from portable.run.settle import settle
 from tests.parity import opened
+from tests.promises import record
 from tests.ranks import RankError, RankPool
 from tests.runs import configured
 
@@ -171,6 +172,7 @@ def assert_close(ours: Losses, theirs: Losses, tolerance: float, *, falls: float
     assert len(ours) == len(theirs) >= STEPS
     for step, (one, other) in enumerate(zip(ours, theirs, strict=True)):
         assert one[0] == pytest.approx(other[0], rel=tolerance), f"loss of step {step}"
+        record([one[0]], [other[0]], tolerance)
     assert ours[-1][0] < ours[0][0] - falls  # it is learning, so that equal losses mean equal updates
 
 

@@ -30,7 +30,7 @@ TASKS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_labelled(tmp_path_factory.mktemp("labelled"), 160)
+    return write_labelled(tmp_path_factory.mktemp("labeled"), 160)
 
 
 @pytest.mark.parametrize("name", TASKS)

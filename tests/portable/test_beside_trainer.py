@@ -73,7 +73,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def labelled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_labelled(tmp_path_factory.mktemp("labelled"), 48)
+    return write_labelled(tmp_path_factory.mktemp("labeled"), 48)
 
 
 def page_settings() -> dict[str, Any]:

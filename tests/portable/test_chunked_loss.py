@@ -18,6 +18,7 @@ from portable.model.loss import token_loss
 from portable.model.parameters import materialize
 from tests.gpu.test_fsdp import FOUR
 from tests.gpu.test_parity import Losses, assert_close, our_losses
+from tests.promises import record
 from tests.runs import TINY_MODEL, configured
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ def test_equals_the_loss_of_all_logits(name: str, chunk: int) -> None:
     whole, expected = loss_and_gradients(model, None, task)
     loss, gradients = loss_and_gradients(model, head, task)
     assert float(loss) == pytest.approx(float(whole), rel=1e-6)
+    record([float(loss)], [float(whole)], 1e-6)
     assert len(gradients) == len(expected)
     for ours, theirs in zip(gradients, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)

@@ -34,6 +34,7 @@ from portable.run.settle import settle
 from tests.converters.compare import assert_same
 from tests.converters.making import once
 from tests.portable.make_external import BETAS, DECAY, RATE, STEPS, llama, trainer_arguments
+from tests.promises import record
 from tests.runs import TINY_MODEL, configured, flags, tiny
 
 if TYPE_CHECKING:
@@ -244,7 +245,9 @@ def test_goes_on_as_the_writing_run_would(
         for moment in ("exp_avg", "exp_avg_sq"):
             assert_same(values[moment], held["optim"][key][moment])  # type: ignore[arg-type]
         assert float(getattr(values["step"], "read", lambda v=values["step"]: v)()) == done
-    assert losses == pytest.approx(oracle(held, settings, done, done * BATCH), rel=TOLERANCE)
+    truth = oracle(held, settings, done, done * BATCH)
+    assert losses == pytest.approx(truth, rel=TOLERANCE)
+    record(losses, truth, TOLERANCE)
 
 
 class InOrder(torch.utils.data.Dataset[dict[str, torch.Tensor]]):

@@ -20,6 +20,7 @@ from portable.model.flops import flops_per_token
 from portable.planner.cli import main
 from portable.planner.device_lookup import named
 from portable.planner.hours import hours_at
+from tests.promises import record
 from tests.runs import SENTENCE, flags, tiny
 
 if TYPE_CHECKING:
@@ -113,6 +114,7 @@ def planned(device: str, model: str, seq_len: int, tokens: float) -> float:
 def test_hours_are_within_a_quarter_of_published_ones(run: tuple[Any, ...]) -> None:
     _, device, model, seq_len, tokens, hours, _ = run
     assert planned(device, model, seq_len, tokens) == pytest.approx(hours, rel=0.25)
+    record([planned(device, model, seq_len, tokens)], [hours], 0.25)
 
 
 @pytest.mark.parametrize("run", SLOWER, ids=lambda run: run[0])
@@ -194,7 +196,7 @@ def test_a_budget_sorts_machines_by_cost(
     assert main([*words, "--price-per-hour", "h100=2.50,l4=0.70", "--budget", "0.1"]) == 0
     first, second = capsys.readouterr().out.splitlines()
     assert "1 x h100" in first + second and "more than 0.1" in second
-    # SkyPilot's catalogue, where it is installed
+    # SkyPilot's catalog, where it is installed
     sky = ModuleType("sky")
     sky.__spec__ = ModuleSpec("sky", None)
     offers = {

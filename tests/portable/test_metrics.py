@@ -395,7 +395,7 @@ def generated_alone(pairs: tuple[Path, dict[str, Any]], tmp_path_factory: pytest
 def test_generated_texts_are_those_of_transformers(generated_alone: Any) -> None:
     alone = generated_alone
     assert (alone["exact_match"], alone["rouge_l"]) == pytest.approx(alone["truth"])
-    assert alone["rouge_l"] > 0 and alone["texts"] > 1  # it has learnt to say different things
+    assert alone["rouge_l"] > 0 and alone["texts"] > 1  # it has learned to say different things
 
 
 @pytest.mark.parametrize("name", ["full_shard", "zero3", "xla"])

@@ -20,6 +20,7 @@ from portable.run.rank import run_rank
 from tests.gpu.test_parity import STEPS, plain_losses
 from tests.parity import opened
 from tests.portable.data_support import write_jsonl
+from tests.promises import record
 from tests.runs import TINY_MODEL, configured
 
 if TYPE_CHECKING:
@@ -175,6 +176,7 @@ def test_equals_a_plain_loop(
     config = configured(tmp_path, corpus, **{**PADDED, **settings, **own})
     found, numbers, evaluated = engines.run(engine, size, seen, config)
     assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in truth], rel=1e-5)
+    record([loss for loss, _ in found], [loss for loss, _ in truth], 1e-5)
     assert [norm for _, norm in found] == pytest.approx([norm for _, norm in truth], rel=1e-4)
     assert found[-1][0] < found[0][0] - 0.001
     if "train__loss" in settings:

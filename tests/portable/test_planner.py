@@ -482,7 +482,7 @@ def test_a_model_without_a_table_of_tokens_is_planned(
         "num_attention_heads": 4,
         "intermediate_size": 96,
     }
-    task = ("--model.task", "sequence-classification", "--data.source", str(tmp_path / "labelled.jsonl"))
+    task = ("--model.task", "sequence-classification", "--data.source", str(tmp_path / "labeled.jsonl"))
     found = plan(capsys, *task, "--device", "h100", model=canine)
     assert found["options"]
     assert found["parameters"] > 0

@@ -21,6 +21,7 @@ from portable.run.settle import settle
 from tests.parity import opened
 from tests.portable.chat_support import tokenizer
 from tests.portable.data_support import write_jsonl
+from tests.promises import record
 from tests.runs import SENTENCE, TINY_MODEL, configured
 
 if TYPE_CHECKING:
@@ -133,6 +134,7 @@ def check_the_losses_of(trainer: Any, ours: list[dict[str, Any]]) -> None:
     theirs = [row for row in trainer.state.log_history if "loss" in row]
     for one, other in zip(ours, theirs, strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-5), (one, other)
+        record([one["loss"]], [other["loss"]], 1e-5)
         for name in ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies"):
             assert one[name] == pytest.approx(other[name], rel=1e-4, abs=1e-5), name
     assert ours[0]["loss"] - ours[-1]["loss"] > 0.1  # it is learning, so that equal losses mean equal updates

@@ -47,7 +47,7 @@ def built(settings: Any) -> Any:
 
 
 def saved(folder: Path, model_type: str, task: str, config: dict[str, Any]) -> Any:
-    """A checkpoint in the layout that transformers publishes, of numbers that no initialisation draws."""
+    """A checkpoint in the layout that transformers publishes, of numbers that no initialization draws."""
     import transformers
 
     auto: Any = getattr(transformers, models.AUTO_CLASSES[task])
@@ -157,11 +157,11 @@ def test_a_tied_pair_that_differs_in_the_file_is_refused(tmp_path: Path) -> None
         pretrained_weights(settings, built(settings))
 
 
-# -- quantised -----------------------------------------------------------------------------------------------
+# -- quantized -----------------------------------------------------------------------------------------------
 
 
 def described(folder: Path, description: dict[str, Any] | None) -> Any:
-    """The settings for a folder whose config says that its weights are quantised so."""
+    """The settings for a folder whose config says that its weights are quantized so."""
     path = folder / "config.json"
     config = json.loads(path.read_text())
     if description is not None:

@@ -270,7 +270,7 @@ def test_classification(family: str, tmp_path: Path) -> None:
     """Classes by name, in micro-batches of several padded samples; the rows of one decide which class."""
     words = ["alpha beta", "gamma delta epsilon"]
     lines = [{"text": f"{words[i % 2]} {i}", "label": ["no", "yes"][i % 2]} for i in range(64)]
-    source = tmp_path / "labelled.jsonl"
+    source = tmp_path / "labeled.jsonl"
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     model = {
         "gpt2": {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64},

@@ -24,7 +24,7 @@ def keyed(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def z_scores(mask: torch.Tensor, p: float) -> list[float]:
-    """How many standard deviations the mask is off in its mean, and between neighbours along each dim."""
+    """How many standard deviations the mask is off in its mean, and between neighbors along each dim."""
     centered = mask.double() - p
     found = [float(centered.sum()) / math.sqrt(p * (1 - p) * mask.numel())]
     for dim, size in enumerate(mask.shape):

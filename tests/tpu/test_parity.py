@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.parity import Steps, take_steps
+from tests.promises import record
 from tests.runs import TINY_MODEL, configured, write_labelled
 
 if TYPE_CHECKING:
@@ -115,6 +116,7 @@ def on_xla(
 def assert_close(ours: Steps, theirs: Steps, tolerance: float) -> None:
     for step, (one, other) in enumerate(zip(ours.losses, theirs.losses, strict=True)):
         assert one == pytest.approx(other, rel=tolerance), f"loss of step {step}"
+        record([one], [other], tolerance)
     assert ours.losses[-1] < ours.losses[0] - 0.3  # it is learning, so that equal losses mean equal updates
 
 

@@ -157,7 +157,7 @@ def footprint(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprin
     outside -= sum(w.elements for w in model.weights if w.table and not w.head)
     gathered = compute * (outside + (sum(layers) if kept else 0))
     # The whole gradient of the head, which the pass has, takes the place of its gathered matrix, which only
-    # makes the gradients for the layers. If it is scattered meanwhile, there are pieces of two neighbours.
+    # makes the gradients for the layers. If it is scattered meanwhile, there are pieces of two neighbors.
     head = sum(w.elements for w in model.trained if w.head and rules.dim(w.name, w.shape) is not None)
     pieces = 2 if group in SCATTERED_WHILE_MULTIPLYING else 0
     gathered -= compute * head * (group - pieces) // group

@@ -274,7 +274,7 @@ def _slices(index: Any, shape: Sequence[int]) -> tuple[slice, ...]:
 
 
 def _device_order(devices: int) -> Any:
-    """Device ids ordered by slice, so that neighbours in the mesh share a fast interconnect."""
+    """Device ids ordered by slice, so that neighbors in the mesh share a fast interconnect."""
     slices = _slices_of_devices() or [0] * devices
     return np.array(sorted(range(devices), key=lambda d: (slices[d], d)))
 

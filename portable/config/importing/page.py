@@ -12,23 +12,17 @@ if TYPE_CHECKING:
     from portable.config.importing.importer import Program
 
 _PAGE = """\
-# JSON and YAML in the wild
+# Keys of other programs
 
 <!-- Written by `python -m portable.config.reference` from portable/config/importing/. Edit those. -->
 
-`portable-train import FILE ...` prints a config made from files of other programs, and from the arguments
-of their scripts: `portable-train import accelerate.yaml -- train.py --learning_rate 1e-5 ...`. A comment
-beside each setting says where it is from; comments at the end say what has no effect here, and what has no
-counterpart and what to do instead. The exit code is 0 if the printed config can be used as it is; otherwise
-a line on stderr names what is missing. The global batch is micro-batch x accumulation x devices;
-`--devices`, or `num_processes` of an Accelerate file, says how many.
+What `portable-train import` makes of each key of a file of another program, and of the arguments of its
+script ([how to call it](migrate.md)). An Accelerate YAML and a DeepSpeed JSON that a run names mean the same
+at each launch. `tests/gpu/test_published_json.py` and `tests/portable/test_published_yaml.py` compare more
+than two hundred files of public repositories with DeepSpeed's parser and Accelerate's launcher, leaf by leaf.
 
-A launch reads two kinds of files itself, by the same table: an Accelerate YAML (`--accelerate-config`, or
-the environment of `accelerate launch`), and a DeepSpeed JSON (`deepspeed.config`). They have the same
-meaning here as in their own programs. `tests/gpu/test_published_json.py` and
-`tests/portable/test_published_yaml.py` compare more than two hundred files of public repositories with
-DeepSpeed's parser and Accelerate's launcher, leaf by leaf. What they refuse ends a launch in one line,
-before any work.
+A key whose name is a setting's, or its last part, becomes that setting and is not listed; nor is one without
+effect that needs nothing in its place. `import` names each. What is refused has to be left out.
 """
 _OF_DEEPSPEED = """
 Other keys that the installed DeepSpeed knows are passed on unchanged. A shared key that is `auto` or
@@ -36,11 +30,12 @@ missing has the run's value, and a default of the run yields to the JSON. As in 
 size without a batch size means no accumulation, and a batch size alone is not split. Comments, trailing
 commas (Hjson), keys that begin with `_` or `//`, deprecated names and `zero_optimization: true` are read as
 DeepSpeed reads them. Unknown keys are refused, all at once: DeepSpeed ignores a misspelt one at its top
-level.
+level. All parameters of a scheduler that are not listed become `train.schedule_params`.
 """
 _OF_ACCELERATE = """
-`num_processes` is the number of ranks. Names without `fsdp_` are understood. Sections count only if
-`distributed_type` names them, as in Accelerate. Any other key is refused.
+`num_processes` is the number of ranks. Names without `fsdp_` are understood, and `xla_fsdp_settings` also
+inside `fsdp_config`. Sections count only if `distributed_type` names them, as in Accelerate. Any other key is
+refused.
 """
 _CHAPTERS = (
     ("DeepSpeed JSON", DEEPSPEED, _OF_DEEPSPEED),
@@ -62,13 +57,22 @@ def _rows(program: Program) -> Iterator[str]:
     """A row for keys that come to the same: settings, then those without effect, then those refused."""
     alike: dict[tuple[int, str], list[str]] = {}
     for name, row in program.rows.items():
-        taken = bool(row.to) or row.how is not None
-        if program is TRAINER and name.startswith("fsdp_config."):
-            continue
         text = row.to or row.why
-        text = f"`{text}`" if text and " " not in text else text.replace("|", "\\|")
+        taken = bool(row.to) or row.how is not None
+        if _goes_without_saying(program, name, text, free=row.free):
+            continue
         kind = 0 if taken else 1 if row.free else 2
+        text = text.removesuffix("; leave it out").removesuffix("; remove it")
+        text = f"`{text}`" if text and " " not in text else text.replace("|", "\\|")
         text = ": ".join(filter(None, (("", "no effect", "refused")[kind], text)))
         alike.setdefault((kind, text), []).append(name)
     for (_, text), names in sorted(alike.items(), key=lambda one: one[0][0]):
         yield f"| {', '.join(f'`{name}`' for name in names)} | {text} |"
+
+
+def _goes_without_saying(program: Program, name: str, text: str, *, free: bool) -> bool:
+    """Whether the text of the page covers a key: one of the same name, listed elsewhere, or of no effect."""
+    inner = name.startswith("fsdp_config." if program is TRAINER else "fsdp_config.xla_")
+    of_schedule = name.startswith("scheduler.") and text == "train.schedule_params"
+    alike = text.rpartition(".")[2] == name.rpartition(".")[2]
+    return inner or of_schedule or alike or (free and not text)

@@ -201,7 +201,7 @@ REFUSED = {
     "set router_aux_loss_coef and output_router_logits in model.config": "router_aux_loss_coef",
     "the newest revision is taken; name a local folder in model.name_or_path for another": "model_revision",
     "that of the tokenizer is used; change it in the folder of data.tokenizer": "eos_token",
-    "set data.format to messages or sharegpt, whose keys are recognised; write other records "
+    "set data.format to messages or sharegpt, whose keys are recognized; write other records "
     "so": "formatting_func field_messages message_field_role roles",
     "no argument of the losses of pairs here; leave it out, or set train.loss to a class of your "
     "own": "ld_alpha",

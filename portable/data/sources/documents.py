@@ -91,7 +91,7 @@ class Fields:
     bad: BadRecords | None = field(default=None, repr=False, compare=False)
     """Takes the records that cannot be read; None: they end the run."""
     format: Format | None = "text"
-    """Of the records; None: each source recognises it by its first record."""
+    """Of the records; None: each source recognizes it by its first record."""
     roles: frozenset[str] = field(default=ANSWERING, repr=False)
     """Whose messages of a conversation are trained."""
 

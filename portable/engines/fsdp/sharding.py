@@ -159,7 +159,7 @@ def stands_alone(machine: Machine, *, offload: bool) -> bool:
 def _mesh(config: RunConfig, machine: Machine, group: int) -> DeviceMesh:
     """A mesh with a shard axis and, under hybrid strategies, a replicate axis before it.
 
-    Where ranks share layers, they are the last axis, so neighbours.
+    Where ranks share layers, they are the last axis, so neighbors.
     """
     size = config.tensor_parallel_size
     shape: tuple[int, ...] = (group,)

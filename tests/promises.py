@@ -1,0 +1,107 @@
+"""``docs/promises.md``: what users may rely on, the test that holds it, and the last figure of that test.
+
+``python -m tests.promises`` writes the page from ``promises.toml`` and ``promises.json``; ``--check``, one of
+the static checks, only says whether it is up to date, and whether every test that it names exists. Tests pass
+what they have compared to :func:`record`: where ``PORTABLE_WRITE_DOCS=1`` is set, the largest difference of a
+file's tests goes into ``promises.json``. Such a session is one process:
+``PORTABLE_WRITE_DOCS=1 python -m pytest -n0 FILE``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tomllib
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "promises.md"
+TABLE = Path(__file__).with_suffix(".toml")
+FIGURES = Path(__file__).with_suffix(".json")
+
+_INTRODUCTION = """\
+# Promises and their tests
+
+<!-- Written by `python -m tests.promises` from tests/promises.toml and promises.json. Edit those. -->
+
+Each promise names the test that holds it. The last figure is the largest relative difference that the test
+saw on CPUs, and its bound; "exact" compares bit for bit, or is yes or no. `python -m tests.broken` breaks
+promises on purpose, one by one in a copy, and shows that a test notices. No GPU, TPU or cloud store has run
+the tests yet: [GPUs](machines.md), [TPU](tpu.md), [object stores](storage.md).
+"""
+
+_seen: dict[str, tuple[float, float]] = {}
+"""By file of tests, of this session: the tightest bound and the largest difference under it."""
+
+
+def promises() -> dict[str, list[dict[str, Any]]]:
+    """The table, by chapter."""
+    return tomllib.loads(TABLE.read_text("utf-8"))
+
+
+def record(found: Sequence[float], expected: Sequence[float], within: float) -> None:
+    """Keep how far ``found`` is from ``expected``, relatively; the running test has held it to ``within``.
+
+    Of a file with several bounds the tightest is kept.
+    """
+    if os.environ.get("PORTABLE_WRITE_DOCS") != "1":
+        return
+    off = max(abs(one - other) / (abs(other) or 1.0) for one, other in zip(found, expected, strict=True))
+    file = os.environ["PYTEST_CURRENT_TEST"].partition("::")[0]
+    bound, largest = _seen.get(file, (within, 0.0))
+    if within <= bound:
+        _seen[file] = bound, largest = within, max(off, largest if within == bound else 0.0)
+    figures = json.loads(FIGURES.read_text("utf-8"))
+    figures[file] = {"date": f"{datetime.now(UTC).date()}", "figure": f"{largest:.1e}", "within": bound}
+    FIGURES.write_text(json.dumps(figures, indent=2, sort_keys=True) + "\n", "utf-8")
+
+
+def page() -> str:
+    """The text of the page."""
+    figures = json.loads(FIGURES.read_text("utf-8"))
+    parts = [_INTRODUCTION]
+    for chapter, rows in promises().items():
+        parts += [f"## {chapter}", "", "| promise | test | last figure |", "| --- | --- | --- |"]
+        for row in rows:
+            measured = [figures[test] for test in row["tests"] if test in figures]
+            told = [f"{one['figure']} of {one['within']:g}, {one['date']}" for one in measured]
+            last = "; ".join(told) or row.get("figure", "exact")
+            parts.append(f"| {row['promise']} | {', '.join(f'`{test}`' for test in row['tests'])} | {last} |")
+        parts.append("")
+    return "\n".join(parts)
+
+
+def stale() -> Iterator[str]:
+    """What is wrong with the table and the page, a line each."""
+    rows = [row for chapter in promises().values() for row in chapter]
+    for row in rows:
+        for test in row["tests"]:
+            if test.startswith("tests/") and not (ROOT / test).exists():
+                yield f"{TABLE.name}: {test} does not exist"
+    named = {test for row in rows for test in row["tests"]}
+    for file in sorted(json.loads(FIGURES.read_text("utf-8")).keys() - named):
+        yield f"{FIGURES.name}: {file} holds no promise of {TABLE.name}"
+    if PAGE.read_text("utf-8") != page():
+        yield "docs/promises.md is out of date; run python -m tests.promises"
+
+
+def main(arguments: list[str]) -> int:
+    """Write the page, or check it. The exit code is 1 where something is wrong."""
+    if arguments not in ([], ["--check"]):
+        print("usage: python -m tests.promises [--check]", file=sys.stderr)
+        return 2
+    if not arguments:
+        PAGE.write_text(page(), "utf-8")
+    wrong = list(stale())
+    print("\n".join(wrong), end="\n" * bool(wrong), file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
