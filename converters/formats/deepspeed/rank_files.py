@@ -310,7 +310,7 @@ def partition_counts(state: Mapping[str, Any], where: str) -> list[int]:
     """`partition_count` of ZeRO's optimizer: a number for each group, or one for all."""
     counts = state.get("partition_count")
     counts = counts if isinstance(counts, list) else [counts]
-    if not counts or any(type(count) is not int or not 0 < count < MAX_COUNT for count in counts):
+    if not counts or any(type(count) is not int or count < 1 for count in counts):
         raise CheckpointError(f"{where}: damaged, no partition_count")
     return counts
 

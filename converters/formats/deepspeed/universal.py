@@ -36,6 +36,7 @@ from converters.formats.deepspeed.rank_files import (
     with_model_states,
 )
 from converters.formats.torch_save.optimizer import as_tensor
+from converters.limits import MAX_COUNT
 from converters.storage.folder import Folder
 from converters.tensors.tensor import Tensor
 
@@ -135,7 +136,7 @@ class _Universal:
 
     def _world(self) -> int:
         counts = partition_counts(self.common, str(self.folder.path / COMMON))
-        if any(count != counts[0] for count in counts):
+        if counts[0] >= MAX_COUNT or any(count != counts[0] for count in counts):
             raise CheckpointError(f"{self.folder.path / COMMON}: damaged, no partition_count")
         return counts[0]
 
