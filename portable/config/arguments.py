@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.commands import version_line
 from converters.console import say
-from portable.config import flags, importing
+from portable.config import flags
 from portable.config.flags import Option
 from portable.config.load import assemble, read_accelerate_config
 from portable.config.run_config import RunConfig
@@ -151,7 +151,11 @@ def read_command(
         raise SystemExit(0)
     if parsed.options.pop("quiet", False):
         parsed.overrides.append(flags.Override(("log", "quiet"), True, "--quiet"))
-    accelerate = [importing.read_environment(os.environ)] if importing.LAUNCHED in os.environ else []
+    accelerate = []
+    if "ACCELERATE_MIXED_PRECISION" in os.environ:  # every launcher of Accelerate sets it
+        from portable.config.importing.importer import read_environment
+
+        accelerate.append(read_environment(os.environ))
     if (path := parsed.options.pop("accelerate_config", None)) is not None:
         accelerate.append(file := read_accelerate_config(Path(path)))
         if file.processes is not None:

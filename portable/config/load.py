@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
 
 from converters.storage.path_or_url import Place
-from portable.config import flags, importing, keys, yaml_text
+from portable.config import flags, keys, yaml_text
 from portable.config.origins import Origin, shown
 from portable.config.problems import build, unknown_key
 from portable.config.run_config import RunConfig
 from portable.errors import UserError, one_line
 
 if TYPE_CHECKING:
-    from portable.config.importing import Imported
+    from portable.config.importing.rows import Imported
 
 MAX_BYTES = 1 << 20
 _AFTER_THE_FILES = sys.maxsize // 2
@@ -102,7 +102,9 @@ def assemble(
 
 def read_accelerate_config(path: Path) -> Imported:
     """Map an Accelerate config file. Raises ``UserError`` for keys without a counterpart."""
-    return importing.read_accelerate(parse_file(path), str(path))
+    from portable.config.importing.importer import read_accelerate
+
+    return read_accelerate(parse_file(path), str(path))
 
 
 def _merge(draft: _Draft, later: _Draft) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from portable.config import importing, keys
+from portable.config import keys
 from portable.config.origins import MOST, Origin, shown
 from portable.config.sections import ONE, SEVERAL
 from portable.config.suggest import did_you_mean, did_you_mean_word, what_to_do
@@ -52,13 +52,15 @@ def build(
         return model.model_validate(values)
     except ValidationError as error:
         details = error.errors()
+    from portable.config.importing.importer import program_of
+
     problems = [(_setting_of(detail), _problem(model, values, origins or {}, detail)) for detail in details]
     problems.sort(key=lambda one: (one[1].order, not one[1].specific))
     by_setting: dict[object, str] = {}  # the alternatives of a union each report the same value
     for setting, problem in problems:
         by_setting.setdefault(setting, one_line(problem.line))
     lines = list(dict.fromkeys(by_setting.values()))
-    if (program := importing.program_of(values)) is not None:
+    if (program := program_of(values)) is not None:
         written = problems[0][1].origin
         file = "" if written is None else written.text.rpartition(":")[0] + ": "
         lines.insert(0, f"{file}this is a file of {program.name}; portable-train import makes a config of it")
@@ -84,6 +86,8 @@ def _setting_of(detail: Any) -> object:
 def _problem(
     model: type[BaseModel], values: Mapping[str, Any], origins: Mapping[Path, Origin], detail: Any
 ) -> _Problem:
+    from portable.config.importing.trainers import IN_PLACE_OF_A_SECTION
+
     path = _without_marks(tuple(map(str, detail["loc"])), detail["type"])
     cause = detail.get("ctx", {}).get("error")
     table = keys.settings(model)
@@ -105,9 +109,7 @@ def _problem(
             message = f"{key} must be a mapping of {inside}, got {shown(given)}"
             if isinstance(given, str):
                 inner = next((name for name in ("type", "config") if f"{key}.{name}" in table), None)
-                written = importing.IN_PLACE_OF_A_SECTION.get(key, {}).get(
-                    given, f"{{{inner}: {shown(given)}}}"
-                )
+                written = IN_PLACE_OF_A_SECTION.get(key, {}).get(given, f"{{{inner}: {shown(given)}}}")
                 message += "" if inner is None else f"; write {key}: {written}"
             return _Problem(origin, message + what_to_do(key))
     return _Problem(None, f"{'.'.join(path)}: {detail['msg']}")

@@ -5,8 +5,6 @@ from __future__ import annotations
 from difflib import SequenceMatcher
 from typing import TYPE_CHECKING
 
-from portable.config import importing
-
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -50,15 +48,20 @@ def what_to_do(name: str) -> str:
 
 def did_you_mean_word(key: str, word: str, words: Iterable[str]) -> str:
     """The same for an invalid ``word`` of the setting ``key``; ``words`` are valid."""
-    known = importing.WORDS.get(key, {}).get(word.lower())
+    from portable.config.importing.trainers import WORDS
+
+    known = WORDS.get(key, {}).get(word.lower())
     return f"; did you mean {known}?" if known is not None else did_you_mean(word, words)
 
 
 def _elsewhere(name: str) -> str | None:
     """Our setting, or a remedy, for another trainer's name of one, or for one of an earlier release."""
+    from portable.config.importing.accelerate import WERE_SETTINGS
+    from portable.config.importing.trainers import FAMILIES, TRAINERS
+
     leaf = name.rpartition(".")[2]
-    families = (row for prefix, row in importing.FAMILIES.items() if leaf.startswith(prefix))
-    row = importing.WERE_SETTINGS.get(name) or importing.TRAINERS.get(leaf) or next(families, None)
+    families = (row for prefix, row in FAMILIES.items() if leaf.startswith(prefix))
+    row = WERE_SETTINGS.get(name) or TRAINERS.get(leaf) or next(families, None)
     return None if row is None else row.hint or None
 
 

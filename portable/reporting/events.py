@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from typing import TYPE_CHECKING, Any, Literal
 
-from converters.storage.safe_open import open_own
-from portable.reporting.metrics import read_rows
+from portable.reporting.json_lines import JsonLines, read_rows
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,15 +17,14 @@ EVENTS_FILE = "events.jsonl"
 Kind = Literal["start", "resume", "save", "skip", "stop", "end"]
 
 
-class History:
+class History(JsonLines):
     """Appends to ``events.jsonl`` in a run's folder.
 
     Unlike rows of ``metrics.jsonl``, the events of a killed launch stay: they record that it happened.
     """
 
     def __init__(self, folder: Path) -> None:
-        appended = open_own(folder / EVENTS_FILE, os.O_WRONLY | os.O_APPEND)
-        self._file = os.fdopen(appended, "a", encoding="utf-8")
+        super().__init__(folder / EVENTS_FILE)
 
     def record(self, kind: Kind, step: int, **facts: Any) -> None:
         """Append an event.
@@ -38,12 +34,7 @@ class History:
             step: optimizer steps done so far.
             facts: further fields of the JSON object.
         """
-        row = {"event": kind, "step": step, "time": round(time.time(), 3), **facts}
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
+        self.write({"event": kind, "step": step, "time": round(time.time(), 3), **facts})
 
 
 def read_events(folder: Place) -> list[dict[str, Any]]:
@@ -52,4 +43,4 @@ def read_events(folder: Place) -> list[dict[str, Any]]:
         rows, _ = read_rows(folder / EVENTS_FILE)
     except OSError:
         return []
-    return [row for row in rows if type(row.get("time")) in (int, float)]
+    return [row for row in rows if "time" in row]

@@ -1,20 +1,22 @@
-"""Read a run's logs, one JSON object a line. The files are untrusted: crashes cut lines, disks flip bits.
+"""A run's logs, one JSON object a line. The files are untrusted: crashes cut lines, disks flip bits.
 
-Invalid lines are skipped and counted. A value that this program never writes (NaN, a number of a thousand
-digits, a nested object that is no confusion matrix) is dropped from its row.
+Invalid lines are skipped and counted, but for a last one that a crash cut short. A value that this program
+never writes (NaN, a number of a thousand digits, a nested object that is no confusion matrix) reads as null.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 from typing import TYPE_CHECKING, Any
 
-from converters.storage.safe_open import read_small
+from converters.storage.safe_open import open_own, read_small
 from portable.evaluation.standing import MOST_CLASSES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Mapping
+    from pathlib import Path
 
     from portable.paths import Place
 
@@ -25,6 +27,22 @@ _MOST_BYTES = 1 << 30
 # Seconds since 1970, up to the year 9999.
 _LATEST = 253_402_300_799
 _MOST_TEXT = 1000
+
+
+class JsonLines:
+    """A log that is appended to, through no link."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.fdopen(open_own(path, os.O_WRONLY | os.O_APPEND), "a", encoding="utf-8")
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append a row; a number that is not finite is null."""
+        infinite = {k for k, v in row.items() if isinstance(v, float) and not math.isfinite(v)}
+        self._file.write(json.dumps({**row, **dict.fromkeys(infinite)}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
 
 
 def read_rows(path: Place, *needed: str) -> tuple[list[dict[str, Any]], int]:
@@ -39,32 +57,22 @@ def read_rows(path: Place, *needed: str) -> tuple[list[dict[str, Any]], int]:
         CheckpointError: a link leads out of its folder.
     """
     rows, skipped = [], 0
-    for row, _ in json_lines(read_small(path, limit=_MOST_BYTES)):
-        if row is not None:
-            row = {key: kept for key, value in row.items() if (kept := _kept(value)) is not None}
-        if row is None or not count(row.get("step")) or any(key not in row for key in needed):
-            skipped += 1
+    lines = read_small(path, limit=_MOST_BYTES).split(b"\n")
+    for place, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            found = json.loads(line.decode("utf-8"), parse_constant=lambda _: None)
+            row = {key: _kept(value) for key, value in found.items()}
+        except (ValueError, AttributeError, RecursionError):
+            row = {}
+        if not count(row.get("step")) or any(row.get(key) is None for key in needed):
+            skipped += place < len(lines)
             continue
         if not number(row.get("time")) or not 0 <= row["time"] <= _LATEST:
             row.pop("time", None)
         rows.append(row)
     return rows, skipped
-
-
-def json_lines(content: bytes) -> Iterator[tuple[dict[str, Any] | None, bool]]:
-    """Yield each non-empty line's object, or None if it is not one, and whether the line ends in a newline.
-
-    Non-finite numbers read as null, as this program writes them.
-    """
-    lines = content.split(b"\n")
-    for place, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line.decode("utf-8"), parse_constant=lambda _: None)
-        except (ValueError, RecursionError):
-            row = None
-        yield row if isinstance(row, dict) else None, place < len(lines)
 
 
 def number(value: Any) -> bool:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
-import os
 import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from converters.storage.safe_open import open_own
 from portable.durable import write_durably
 from portable.formatting import human_count
-from portable.reporting.json_lines import json_lines
+from portable.reporting.json_lines import JsonLines, read_rows
 from portable.terminal import tell
 
 if TYPE_CHECKING:
@@ -24,7 +21,7 @@ METRICS_FILE = "metrics.jsonl"
 T = TypeVar("T")
 
 
-class MetricsFile:
+class MetricsFile(JsonLines):
     """``metrics.jsonl``, to which every launch of a run appends.
 
     Rows after ``from_step`` are dropped: the earlier launch was killed after logging them, and they will be
@@ -33,42 +30,21 @@ class MetricsFile:
 
     def __init__(self, folder: Path, *, from_step: int) -> None:
         path = folder / METRICS_FILE
-        if path.exists():
-            rows, unreadable = read_rows(folder / METRICS_FILE)
-            if unreadable:
-                lost = human_count(unreadable, "row")
-                tell(f"warning: {path}: {lost} cannot be read and will not be shown")
-            kept = [row for row in rows if row["step"] <= from_step]
-            if len(kept) < len(rows) or not path.read_bytes().endswith(b"\n"):
-                write_durably(path, "".join(json.dumps(row) + "\n" for row in kept))
-        self._file = os.fdopen(open_own(path, os.O_WRONLY | os.O_APPEND), "a", encoding="utf-8")
-
-    def write(self, row: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps({k: _json_number(v) for k, v in row.items()}) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
+        super().__init__(path)
+        rows, unreadable = read_rows(path)
+        if unreadable:
+            lost = human_count(unreadable, "row")
+            tell(f"warning: {path}: {lost} cannot be read and will not be shown")
+        kept = [row for row in rows if row["step"] <= from_step]
+        if len(kept) < len(rows) or path.read_bytes()[-1:] not in (b"", b"\n"):
+            self.close()
+            write_durably(path, "".join(json.dumps(row) + "\n" for row in kept))
+            super().__init__(path)
 
 
 def read_metrics(folder: Place) -> list[dict[str, Any]]:
     """The rows of a run's ``metrics.jsonl``; invalid lines are skipped."""
     return read_rows(folder / METRICS_FILE)[0]
-
-
-def read_rows(path: Place) -> tuple[list[dict[str, Any]], int]:
-    """Return the rows that have a step, and the number of other lines.
-
-    A last line that a crash cut short is not counted.
-    """
-    rows: list[dict[str, Any]] = []
-    unreadable = 0
-    for row, ended in json_lines(path.read_bytes()):
-        if row is not None and type(row.get("step")) is int:
-            rows.append({key: _json_number(value) for key, value in row.items()})
-        elif ended:
-            unreadable += 1
-    return rows, unreadable
 
 
 EVALUATION = "eval_"
@@ -86,10 +62,6 @@ def evaluation_in_words(values: Mapping[str, float]) -> str:
     shown = [name for name in values if not name.startswith("eval_f1.")]
     text = "  ".join(f"{name.removeprefix(EVALUATION)} {values[name]:.4f}" for name in shown[:_SHOWN])
     return text + ("  ..." if len(shown) > _SHOWN else "")
-
-
-def _json_number(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Throughput:

@@ -13,7 +13,7 @@ from accelerate.commands.launch import launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 
 from portable.config import load_config, parse_args
-from portable.config.importing import read_environment
+from portable.config.importing.importer import read_environment
 from portable.errors import UserError
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank

@@ -12,8 +12,8 @@ import yaml
 from portable.cli import main
 from portable.commands.importing import import_files
 from portable.config import RunConfig, keys, load_config
-from portable.config.importing import PROGRAMS, read
 from portable.config.importing.deepspeed import UNSUPPORTED
+from portable.config.importing.importer import PROGRAMS, read
 from portable.config.importing.rows import File, Row
 from portable.config.origins import Origin
 from portable.config.yaml_text import Document, parse

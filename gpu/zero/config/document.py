@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from portable.config.importing.deepspeed import AUTO
 
 if TYPE_CHECKING:
-    from portable.config.importing import Imported
+    from portable.config.importing.rows import Imported
 
 KEY = "deepspeed.config"
 """The setting that names the file, or holds the mapping."""

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from gpu.zero import private_api
 from gpu.zero.config.document import KEY, Document
 from gpu.zero.config.schema import check
-from portable.config.importing import read_deepspeed
 from portable.config.importing.deepspeed import AUTO, modernise, parse_json, without_comments
+from portable.config.importing.importer import read_deepspeed
 from portable.config.load import read_text
 from portable.config.origins import shown
 from portable.errors import UserError, one_line, require
