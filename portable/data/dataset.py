@@ -202,7 +202,10 @@ def inspect_data(settings: DataConfig, *, task: str = CAUSAL, **hints: Unpack[Hi
     Raises:
         UserError: for the errors of ``build_data`` that the first document reveals.
     """
-    return open_sources(settings, task, offline=True, **hints).sizes()
+    found = open_sources(settings, task, offline=True, **hints)
+    if found.finished is not None and found.context is not None:
+        return _finished(settings, found, found.context, hints.get("model_vocab_size") or 0).sizes
+    return found.sizes()
 
 
 @dataclass
@@ -295,7 +298,7 @@ def open_sources(
     )
     context.check(ends_texts=hints.get("ends_texts", False))
     found.vocab_size = context.vocabulary.size
-    if not tokenize or (found.finished is not None and not offline):
+    if not tokenize or found.finished is not None:
         return found
     for name, source in found.training.items():
         with source.settings.errors():

@@ -316,7 +316,9 @@ class Stream(Samples):
         for shard, taken in rows.items():
             samples = self._shard_samples(shard)
             assert samples is not None
-            arrays = samples.arrays([(places[row][0], places[row][1] & ((1 << _SHIFT) - 1)) for row in taken])
+            arrays = samples.columns(
+                [(places[row][0], places[row][1] & ((1 << _SHIFT) - 1)) for row in taken]
+            )
             for column, values in arrays.items():
                 if column not in out:
                     out[column] = np.zeros((len(places), *values.shape[1:]), dtype=values.dtype)

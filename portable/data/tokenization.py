@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from shutil import disk_usage
@@ -17,7 +16,6 @@ from portable.data.samples.base import (
     Pairs,
     Part,
     Samples,
-    WithColumns,
     packed_samples,
     split_blocks,
     split_documents,
@@ -30,7 +28,7 @@ from portable.data.sources.documents import digest_of
 from portable.data.sources.opening import StreamedFiles
 from portable.data.sources.source import CAUSAL, MASKED, PREFERENCE, SEQ2SEQ
 from portable.data.stream import Stream
-from portable.data.tokens.cache import CacheDamagedError, TokenCache
+from portable.data.tokens.cache import TokenCache
 from portable.data.tokens.chat_template import ChatTemplate, chat_template
 from portable.data.tokens.tokenize import Frame, TokenizeJob, special_token_frame
 from portable.data.tokens.tokenizer import PairFrame, Vocabulary, check_languages
@@ -144,9 +142,8 @@ class TokenizationContext:
         """``source``, if its tokens are cached."""
         if source.remote or isinstance(source, StreamedFiles):
             return None
-        with suppress(CacheDamagedError):
-            return TokenizedSource(self, source, TokenCache.open(self.job(source.settings).folder(source)))
-        return None
+        tokens = TokenCache.intact(self.job(source.settings).folder(source))
+        return None if tokens is None else TokenizedSource(self, source, tokens)
 
     def first_end(self, source: Source) -> int | None:
         """The token that ends an answer; raises UserError for what the first conversations reveal."""
@@ -273,11 +270,8 @@ class TokenizedSource:
         )
 
     def samples(self, part: Part | None = None, classes: Classes | None = None) -> Samples:
-        """The samples of a part, with its further columns; of all that is not held out without one."""
-        found = self._samples(self.parts()[0] if part is None else part, classes)
-        return WithColumns(found, self.tokens) if self.settings.data.columns else found
-
-    def _samples(self, part: Part, classes: Classes | None) -> Samples:
+        """The samples of a part; of all that is not held out without one."""
+        part = self.parts()[0] if part is None else part
         context, tokens, data = self.context, self.tokens, self.settings.data
         of = tokens, part, data.seq_len
         vocabulary, suffix = context.vocabulary, self.frame.suffix

@@ -183,7 +183,7 @@ class Mixture(Samples):
         found: dict[str, tuple[int, ...]] = {}
         first: set[str] = set()
         for name, part in zip(self.names, self.parts, strict=True):
-            arrays = part.arrays([part.example()])
+            arrays = part.columns([part.example()])
             first = first or set(arrays)
             if other := sorted(first ^ set(arrays)):
                 raise UserError(
@@ -223,7 +223,7 @@ class Mixture(Samples):
             out[SOURCE] = np.array([source for source, _ in owners], dtype=np.int64)
         for source, taken in rows.items():
             rows_of = np.array(taken)
-            arrays = self.parts[source].arrays([(places[row][0], owners[row][1]) for row in taken])
+            arrays = self.parts[source].columns([(places[row][0], owners[row][1]) for row in taken])
             for column, values in arrays.items():
                 if column not in out:
                     out[column] = np.zeros((len(places), *self._shapes[column]), dtype=values.dtype)

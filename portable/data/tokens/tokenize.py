@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter, deque
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tqdm import tqdm
 
-from portable.data.locked_folder import locked_folder
+from portable.data.locked_folder import made_once
 from portable.data.sources.documents import PIECE_CHARS, Document, digest_of
 from portable.data.sources.prepared import PreparedShard
 from portable.data.sources.source import TokenSource
@@ -22,8 +22,7 @@ from portable.data.tokens.cache import FORMAT, CacheDamagedError, TokenCache, To
 from portable.data.tokens.chat_template import notes
 from portable.data.tokens.parallel import cores, ordered_map
 from portable.data.tokens.tokenizer import Vocabulary, parallel_tokenizers, tokenizer_digest
-from portable.errors import RunError, UserError, one_line
-from portable.terminal import tell
+from portable.errors import UserError, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -138,29 +137,14 @@ class TokenizeJob:
     def tokens(self, source: Source, *, progress: bool = False) -> TokenCache:
         """Return the tokens of ``source``, from the cache if possible.
 
-        Any number of processes may call this concurrently: one builds the cache, the others wait. A damaged
-        cache is rebuilt. One batch of documents is in memory at a time.
+        A damaged cache is rebuilt. One batch of documents is in memory at a time.
 
         Raises:
             UserError: if the source cannot be read or has no text, or the cache is not writable.
         """
-        folder = self.folder(source)
-        with suppress(CacheDamagedError):
-            return TokenCache.open(folder)
-        with locked_folder(folder) as draft:
-            try:
-                return TokenCache.open(folder)
-            except CacheDamagedError as error:
-                if folder.exists():
-                    tell(f"warning: data.cache_dir: {error}; tokenizing again")
-            self._write(source, draft.path, progress)
-            draft.commit()
-        try:
-            return TokenCache.open(folder)
-        except CacheDamagedError as error:
-            raise RunError(
-                f"data.cache_dir: {error}, just written; choose a folder on another disk"
-            ) from error
+        return made_once(
+            self.folder(source), TokenCache.intact, partial(self._write, source, progress=progress)
+        )
 
     def _write(self, source: Source, folder: Path, progress: bool) -> None:
         fields = source.fields
