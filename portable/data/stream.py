@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portable.data.samples.base import Arrays, Samples
-from portable.data.samples.mixture import seed_of
-from portable.data.samples.order import permutation
+from portable.data.samples.order import permutation, seed_of
 from portable.data.sources.documents import NoTextError, digest_of
 from portable.data.tokens.background_tokenizer import BackgroundTokenizer
 from portable.data.tokens.tokenize import TOKENS

@@ -26,7 +26,6 @@ from portable.run import micro_batch
 from portable.run.evaluation import evaluate_all, needs_evaluation_data
 from portable.run.own_code import digests, prepare_code
 from portable.run.prepare import prepare, with_agreed_micro_batch
-from portable.run.replay import replay_step
 from portable.run.restore import restore
 from portable.run.settle import settle
 from portable.run.stages import Prepared, Resolved
@@ -106,6 +105,8 @@ def _run(
         if eval_only:
             return _evaluate_only(prepared, json_file)
         if replay is not None:
+            from portable.run.replay import replay_step
+
             return replay_step(prepared, replay)
         return train_run(prepared, output, log, profile=profile)
     except ReportedElsewhereError:

@@ -6,8 +6,6 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from converters import CheckpointError, open_checkpoint
-from portable.checkpoint.external import open_for_model
-from portable.checkpoint.resume_external import AdoptedCheckpoint, adopt_checkpoint, refuse_resume_step
 from portable.checkpoint.trainer_state import TrainerState
 from portable.config import difference
 from portable.errors import DamagedError, RunError, UserError, one_line
@@ -27,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from portable.backend import Engine
+    from portable.checkpoint.resume_external import AdoptedCheckpoint
     from portable.checkpoint.store import Checkpoints
     from portable.model.pretrained import PretrainedWeights
     from portable.model.tensors import ReadableTensor
@@ -122,6 +121,9 @@ def _set_aside(
 
 def _external(prepared: Prepared, source: Place) -> AdoptedCheckpoint | None:
     """What ``source`` holds for this run, if another program wrote it."""
+    from portable.checkpoint.external import open_for_model
+    from portable.checkpoint.resume_external import adopt_checkpoint, refuse_resume_step
+
     backend, config = prepared.backend, prepared.config
     taken, error = None, None
     given = place_of("checkpoint.resume", config.checkpoint.resume)

@@ -33,7 +33,6 @@ from portable.run.evaluation import Evaluations, why_ended
 from portable.run.finish import export_with_card, finish, headline, sample
 from portable.run.restore import restore
 from portable.run.save import Saving
-from portable.run.uploads import Uploads
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from portable.output.output_dir import Output
     from portable.reporting.run_log import RunLog
     from portable.run.stages import Prepared, Restored
+    from portable.run.uploads import Uploads
 
 EXIT_DONE, EXIT_STOPPED = 0, 75
 
@@ -181,6 +181,8 @@ def _watchdog(run: Run, output: Output) -> Watchdog:
 
 
 def _uploads(run: Run, output: Output, hub: Hub) -> Uploads:
+    from portable.run.uploads import Uploads
+
     export, every = partial(export_with_card, run.prepared, output.work), run.config.hub.push == "checkpoints"
     uploads = Uploads(hub, export, output.scratch, checkpoints=every)
     if every:

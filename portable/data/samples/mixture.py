@@ -11,7 +11,6 @@ Its values are part of the checkpoint format, like those of :mod:`portable.data.
 
 from __future__ import annotations
 
-import hashlib
 from bisect import bisect_right
 from dataclasses import dataclass
 from fractions import Fraction
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portable.data.samples.base import Arrays, Samples
+from portable.data.samples.order import seed_of
 from portable.errors import UserError
 
 if TYPE_CHECKING:
@@ -259,8 +259,3 @@ class Mixture(Samples):
             if part.valid_tokens is not None:
                 found[f"tokens/{name}"] = taken * part.valid_tokens
         return found
-
-
-def seed_of(name: str, seed: int) -> int:
-    """The seed of a source, which no other source shares and no change of the list alters."""
-    return int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest(), "little")

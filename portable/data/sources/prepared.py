@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.storage.places import copy_folder, files_below, in_store
 from portable.data.locked_folder import made_once
-from portable.data.sources.documents import digest_of
+from portable.data.sources.documents import Format, digest_of
 from portable.data.sources.listing import place_with
 from portable.data.sources.source import Shard, SourceSettings, TokenSource
 from portable.errors import UserError, one_line
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from converters.storage.path_or_url import Place
-    from portable.data.sources.conversations import Format
 
 FORMAT = 1
 INDEX = "tokens.json"
@@ -154,15 +153,15 @@ class PreparedShard(TokenSource):
         """A no-op: the list of shards was read."""
 
     def tokens(self, vocab_size: int, end: int | None) -> Iterator[Any]:
-        """None to copy: see :meth:`local`."""
+        """None to copy: see :meth:`tokenized_in`."""
         return iter(())
 
-    def local(self, cache: Path) -> Path:
-        """The folder with the tokens; from an object store, a copy in ``cache``.
-
-        Raises:
-            UserError: if it is missing. NoTextError: if it has no document.
-        """
+    def tokenized_in(self, cache: Path, made: str) -> Path:
+        if made != self.made:
+            raise UserError(
+                f"data.tokenizer: {self.name} was made with another tokenizer, chat template or "
+                "data.train_on; set those with which portable-data was run"
+            )
         if not self._documents:
             raise self.no_text()
         folder = self._folder

@@ -11,15 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from converters.console import complain
 from portable import plugins
-from portable.data.sources.documents import digest_of
+from portable.data.sources.documents import Format, digest_of
 from portable.data.sources.source import FINISHED, Source, SourceSettings
 from portable.errors import UserError, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
-
-    from portable.data.sources.conversations import Format
 
 
 PATIENCE = 20.0

@@ -16,10 +16,8 @@ from tqdm import tqdm
 
 from portable.data.locked_folder import made_once
 from portable.data.sources.documents import PIECE_CHARS, Document, digest_of
-from portable.data.sources.prepared import PreparedShard
 from portable.data.sources.source import TokenSource
 from portable.data.tokens.cache import FORMAT, CacheDamagedError, TokenCache, TokenWriter
-from portable.data.tokens.chat_template import notes
 from portable.data.tokens.parallel import cores, ordered_map
 from portable.data.tokens.tokenizer import Vocabulary, parallel_tokenizers, tokenizer_digest
 from portable.errors import UserError, one_line
@@ -119,18 +117,13 @@ class TokenizeJob:
     def tokens_of_shard(self, shard: Shard) -> TokenCache:
         """The tokens of a shard, from the cache if possible. No copy of its file stays."""
         source = shard.open(self.settings)
-        if not isinstance(source, PreparedShard):
+        if (folder := source.tokenized_in(self.cache / TOKENS, self.made)) is None:
             try:
                 return self.tokens(source)
             finally:
                 source.release()
-        if source.made != self.made:
-            raise UserError(
-                f"data.tokenizer: {source.name} was made with another tokenizer, chat template or "
-                "data.train_on; set those with which portable-data was run"
-            )
         try:
-            return TokenCache.open(source.local(self.cache / TOKENS))
+            return TokenCache.open(folder)
         except CacheDamagedError as error:
             raise UserError(f"data.source: {one_line(error)}; run portable-data again") from error
 
@@ -205,6 +198,8 @@ def _write_conversations(source: Source, chat: ChatTemplate, writer: TokenWriter
             sizes.append(sum(_size(document) for document in batch))
             columns.append([document.columns for document in batch])
             yield batch
+
+    from portable.data.tokens.chat_template import notes
 
     stopping, ends, counts, prompt_left, unstopped = 0, Counter[int](), Counter[str](), "", ""
     for encoded in ordered_map(chat.encode, batches(), processes=cores(), alone=_ALONE):

@@ -19,8 +19,6 @@ from converters import CheckpointError, check_manifest, manifest_entries, manife
 from converters.manifest import MANIFEST
 from portable.data.locked_folder import made_once
 from portable.data.sources.documents import digest_of, listed
-from portable.data.tokens.chat_template import CHATML
-from portable.data.tokens.rendering import CHATML_TOKENS
 from portable.errors import UserError, one_line
 from portable.paths import check_folder
 from portable.temporary_folder import scratch_folder
@@ -32,6 +30,13 @@ if TYPE_CHECKING:
     from portable.data.sources.source import Source
 
 END, PAD, MASK = "<|endoftext|>", "<|pad|>", "<|mask|>"
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>\\n' }}"
+    "{% endgeneration %}{% else %}{{ message['content'] + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 DEFAULT_VOCAB_SIZE = 4096
 MAX_VOCAB_SIZE = 1_000_000  # of a trained tokenizer
 _FORMAT = 1
