@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from portable.data.tokens.cache import TokenCache
 
 IGNORED = -100
+LAST_LABEL = -1
+"""As ``decoder_start_token_id``: each row's own last label, as in mBART."""
+SOURCE = "source"
+"""The column of a mixture's batch with the number of each row's source, int64 ``[batch]``."""
 Arrays = dict[str, npt.NDArray[Any]]
 Batch = dict[str, torch.Tensor]
 Computed = Callable[[Sequence[int]], Arrays]

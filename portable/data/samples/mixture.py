@@ -20,15 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portable.data.samples.base import Arrays, Samples
+from portable.data.samples.base import SOURCE, Arrays, Samples
 from portable.data.samples.order import seed_of
 from portable.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-SOURCE = "source"
-"""The column of a batch with the number of each row's source, int64 ``[batch]``."""
 
 
 class Interleave:
