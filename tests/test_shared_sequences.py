@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from portable.config import RunConfig
-from portable.data.samples.base import Samples
-from portable.data.samples.shared import SharedSamples
+from portable.data.samples.shared import part_of
 from portable.engines.machine import Machine
 from portable.engines.shared_sequences import share_sequences
 from portable.errors import UserError
@@ -179,7 +178,7 @@ def _beside_whole(model_type: str) -> str:
                 share_sequences(model, RunConfig(context_parallel_size=2), machine, at_stop)
             except UserError as error:
                 return str(error)
-            part = SharedSamples(_Given(whole), dist.get_rank(), 2).batch([])
+            part = part_of(whole, dist.get_rank(), 2)
             found = _gradients(model, part)
         for value in found:
             dist.all_reduce(value)
@@ -188,21 +187,6 @@ def _beside_whole(model_type: str) -> str:
         if apart[0] > 1e-6 * float(expected[0]) or max(apart[1:]) > 2e-6 * largest:
             return f"{kind}: the loss is {apart[0]:.1e} off, gradients {max(apart[1:]) / largest:.1e}"
     return ""
-
-
-class _Given(Samples):
-    """A batch as samples."""
-
-    num_samples = 2
-
-    def __init__(self, batch: dict[str, torch.Tensor]) -> None:
-        self._batch = batch
-
-    def documents(self, index: int) -> list[int]:
-        return [index]
-
-    def arrays(self, places: Any) -> Any:
-        return {name: value.numpy() for name, value in self._batch.items()}
 
 
 def _gradients(model: Any, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
@@ -236,7 +220,7 @@ def sent_and_planned(model_type: str, parts: int) -> tuple[int, float]:
         dist.all_to_all_single = counted  # type: ignore[assignment]
         with ExitStack() as at_stop:
             share_sequences(model, run, Machine(torch.device("cpu"), dist.get_rank(), parts, parts), at_stop)
-            _gradients(model, SharedSamples(_Given(batch), dist.get_rank(), parts).batch([]))
+            _gradients(model, part_of(batch, dist.get_rank(), parts))
     finally:
         dist.all_to_all_single = exchange
         dist.destroy_process_group()

@@ -12,8 +12,6 @@ from typing_extensions import Unpack
 from portable.config.sources import ALONE, held_out_name, training_key, weight_schedule
 from portable.data.samples.base import Part, split_documents
 from portable.data.samples.classes import Classes, KnownClasses, Problem, classes_as, classes_of
-from portable.data.samples.finished import FinishedSamples
-from portable.data.samples.mixture import Mixture, Share
 from portable.data.sizes import DataSizes, sizes_of
 from portable.data.sources.documents import digest_of
 from portable.data.sources.joined import Joined
@@ -202,7 +200,10 @@ def inspect_data(settings: DataConfig, *, task: str = CAUSAL, **hints: Unpack[Hi
     Raises:
         UserError: for the errors of ``build_data`` that the first document reveals.
     """
-    return open_sources(settings, task, offline=True, **hints).sizes()
+    found = open_sources(settings, task, offline=True, **hints)
+    if found.finished is not None and found.context is not None:
+        return _finished(settings, found, found.context, hints.get("model_vocab_size") or 0).sizes
+    return found.sizes()
 
 
 @dataclass
@@ -295,7 +296,7 @@ def open_sources(
     )
     context.check(ends_texts=hints.get("ends_texts", False))
     found.vocab_size = context.vocabulary.size
-    if not tokenize or (found.finished is not None and not offline):
+    if not tokenize or found.finished is not None:
         return found
     for name, source in found.training.items():
         with source.settings.errors():
@@ -393,22 +394,25 @@ def _tokenizer(found: RunSources, settings: DataConfig, hints: Hints) -> Any:
     return tokenizer
 
 
-def _shares(settings: DataConfig) -> dict[str, Share]:
-    """How much of the mixture each source is; one without a number is read once."""
+def _shares(settings: DataConfig) -> dict[str, tuple[float | None, float | None]]:
+    """Weight and epochs of each source of a mixture; one without either is read once."""
     return {
-        one.name: Share(one.weight, 1.0 if one.weight is None and one.epochs is None else one.epochs)
+        one.name: (one.weight, 1.0 if one.weight is None and one.epochs is None else one.epochs)
         for one in settings.sources
     }
 
 
-def _mixture(settings: DataConfig, train: Mapping[str, Samples], step_samples: int, task: str) -> Mixture:
+def _mixture(settings: DataConfig, train: Mapping[str, Samples], step_samples: int, task: str) -> Samples:
+    from portable.data.samples.mixture import Mixture, Share
+
     phases = [(step * step_samples, weights) for step, weights in weight_schedule(settings)]
-    return Mixture(train, _shares(settings), phases, marked=task != CLASSIFICATION)
+    shares = {name: Share(*share) for name, share in _shares(settings).items()}
+    return Mixture(train, shares, phases, marked=task != CLASSIFICATION)
 
 
 def _fingerprint(settings: DataConfig, of_tokens: Mapping[str, str]) -> str:
     """A digest of the tokens of a mixture and of the order in which they come."""
-    shares = [(name, one.weight, one.epochs) for name, one in _shares(settings).items()]
+    shares = [(name, *share) for name, share in _shares(settings).items()]
     return digest_of(repr((shares, list(of_tokens.items()), weight_schedule(settings))))
 
 
@@ -423,6 +427,8 @@ def _finished(
     settings: DataConfig, found: RunSources, context: TokenizationContext, model_vocab_size: int
 ) -> Data:
     """The data of code of the user's that gives finished samples."""
+    from portable.data.samples.finished import FinishedSamples
+
     known = max(context.vocabulary.size, model_vocab_size)
 
     def samples(one: Source, part: Part | None = None) -> FinishedSamples:

@@ -5,51 +5,66 @@ from __future__ import annotations
 import os
 import shutil
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from portable.errors import UserError, one_line
+from portable.errors import RunError, UserError, one_line
+from portable.terminal import tell
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
+T = TypeVar("T")
 
-class Draft:
-    """A folder that is being written; ``commit`` renames it."""
 
-    def __init__(self, path: Path, final: Path) -> None:
-        self.path = path
-        self._final = final
+def made_once(folder: Path, opened: Callable[[Path], T | None], write: Callable[[Path], object]) -> T:
+    """What ``opened`` finds in ``folder``, which is written first if it finds nothing.
 
-    def commit(self) -> None:
-        for file in self.path.iterdir():
-            with file.open("rb") as opened:
-                os.fsync(opened.fileno())
-        if self._final.exists():  # only a damaged folder is rewritten
-            shutil.rmtree(self._final)
-        self.path.rename(self._final)
+    Any number of processes may call this concurrently: one writes, the others wait.
+
+    Args:
+        folder: of the cache.
+        opened: None for a folder that does not exist or is damaged.
+        write: writes into an empty folder beside it, which then takes its place.
+
+    Raises:
+        UserError: if the folder is not writable, or of ``write``.
+    """
+    if (found := opened(folder)) is not None:
+        return found
+    with _locked(folder) as draft:
+        if (found := opened(folder)) is None:
+            if folder.exists():
+                tell(f"warning: data.cache_dir: {folder}: damaged; making it again")
+            write(draft)
+            for file in draft.iterdir():
+                with file.open("rb") as written:
+                    os.fsync(written.fileno())
+            if folder.exists():
+                shutil.rmtree(folder)
+            draft.rename(folder)
+            found = opened(folder)
+    if found is None:
+        raise RunError(f"data.cache_dir: {folder}: damaged, just written; choose a folder on another disk")
+    return found
 
 
 @contextmanager
-def locked_folder(final: Path) -> Iterator[Draft]:
-    """Lock ``final`` and yield an empty folder beside it to write into.
-
-    Raises:
-        UserError: if the folder is not writable.
-    """
+def _locked(folder: Path) -> Iterator[Path]:
+    """Lock ``folder`` and yield an empty folder beside it to write into."""
     from filelock import FileLock
 
-    draft = final.with_name(f"{final.name}.draft")
+    draft = folder.with_name(f"{folder.name}.draft")
     try:
-        final.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(final.with_name(f"{final.name}.lock")):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.with_name(f"{folder.name}.lock")):
             shutil.rmtree(draft, ignore_errors=True)  # left by a killed writer
             draft.mkdir()
             try:
-                yield Draft(draft, final)
+                yield draft
             finally:
                 shutil.rmtree(draft, ignore_errors=True)
     except (OSError, NotImplementedError) as error:
         raise UserError(
-            f"data.cache_dir: cannot write in {final.parent} ({one_line(error)}); choose a writable folder"
+            f"data.cache_dir: cannot write in {folder.parent} ({one_line(error)}); choose a writable folder"
         ) from error

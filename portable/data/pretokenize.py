@@ -17,7 +17,7 @@ from tqdm import tqdm
 from converters.storage.places import files_below, in_store, make_folder, put_folder
 from portable.data.sources.documents import NoTextError
 from portable.data.sources.prepared import BEGUN, INDEX, LAST, TOKENIZER, Index, shard_folder
-from portable.data.tokens.cache import CacheDamagedError, TokenCache
+from portable.data.tokens.cache import TokenCache
 from portable.data.tokens.parallel import ordered_map
 from portable.durable import write_durably
 from portable.errors import UserError, one_line
@@ -141,9 +141,7 @@ def _record(folder: Place) -> Record | None:
         if not meta["documents"]:
             return _EMPTY
         if not in_store(folder):
-            with suppress(CacheDamagedError):
-                return _record_of(TokenCache.open(folder))
-            return None
+            return None if (tokens := TokenCache.intact(folder)) is None else _record_of(tokens)
         return int(meta["documents"]), sum(meta["tokens"].values()), str(meta["fingerprint"])
     return None
 

@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portable.data.samples.base import Arrays, Samples
-from portable.data.samples.mixture import seed_of
-from portable.data.samples.order import permutation
+from portable.data.samples.order import permutation, seed_of
 from portable.data.sources.documents import NoTextError, digest_of
 from portable.data.tokens.background_tokenizer import BackgroundTokenizer
 from portable.data.tokens.tokenize import TOKENS
@@ -316,7 +315,9 @@ class Stream(Samples):
         for shard, taken in rows.items():
             samples = self._shard_samples(shard)
             assert samples is not None
-            arrays = samples.arrays([(places[row][0], places[row][1] & ((1 << _SHIFT) - 1)) for row in taken])
+            arrays = samples.columns(
+                [(places[row][0], places[row][1] & ((1 << _SHIFT) - 1)) for row in taken]
+            )
             for column, values in arrays.items():
                 if column not in out:
                     out[column] = np.zeros((len(places), *values.shape[1:]), dtype=values.dtype)

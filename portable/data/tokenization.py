@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from shutil import disk_usage
@@ -17,21 +16,16 @@ from portable.data.samples.base import (
     Pairs,
     Part,
     Samples,
-    WithColumns,
     packed_samples,
     split_blocks,
     split_documents,
 )
-from portable.data.samples.mixture import seed_of
-from portable.data.samples.packing import PackedDocuments, packed_sizes, planned
-from portable.data.samples.tasks import Classification, LabelShift, MaskedLM, Seq2Seq
+from portable.data.samples.order import seed_of
 from portable.data.samples.truncation import Truncated, answered_blocks, keeps_an_end, truncated
 from portable.data.sources.documents import digest_of
 from portable.data.sources.opening import StreamedFiles
 from portable.data.sources.source import CAUSAL, MASKED, PREFERENCE, SEQ2SEQ
-from portable.data.stream import Stream
-from portable.data.tokens.cache import CacheDamagedError, TokenCache
-from portable.data.tokens.chat_template import ChatTemplate, chat_template
+from portable.data.tokens.cache import TokenCache
 from portable.data.tokens.tokenize import Frame, TokenizeJob, special_token_frame
 from portable.data.tokens.tokenizer import PairFrame, Vocabulary, check_languages
 from portable.errors import UserError, one_line
@@ -41,7 +35,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from portable.data.samples.classes import Classes
+    from portable.data.samples.tasks import LabelShift
     from portable.data.sources.source import Shard, Source, SourceSettings
+    from portable.data.stream import Stream
+    from portable.data.tokens.chat_template import ChatTemplate
 
 
 @dataclass(frozen=True)
@@ -118,6 +115,8 @@ class TokenizationContext:
     def _chat(self, settings: SourceSettings, frame: Frame) -> ChatTemplate | None:
         if not settings.converses:
             return None
+        from portable.data.tokens.chat_template import ChatTemplate, chat_template
+
         data = settings.data
         has_one = data.chat_template is not None or getattr(self.tokenizer, "chat_template", None)
         # Prompts and completions may be strings, which need none.
@@ -144,9 +143,8 @@ class TokenizationContext:
         """``source``, if its tokens are cached."""
         if source.remote or isinstance(source, StreamedFiles):
             return None
-        with suppress(CacheDamagedError):
-            return TokenizedSource(self, source, TokenCache.open(self.job(source.settings).folder(source)))
-        return None
+        tokens = TokenCache.intact(self.job(source.settings).folder(source))
+        return None if tokens is None else TokenizedSource(self, source, tokens)
 
     def first_end(self, source: Source) -> int | None:
         """The token that ends an answer; raises UserError for what the first conversations reveal."""
@@ -155,6 +153,8 @@ class TokenizationContext:
 
     def stream(self, source: StreamedFiles, name: str) -> tuple[Stream, TokenizedSource]:
         """The samples of a stream, and its first shard as tokens."""
+        from portable.data.stream import Stream
+
         data, job = source.settings.data, self.job(source.settings)
         try:
             job.cache.mkdir(parents=True, exist_ok=True)
@@ -257,6 +257,8 @@ class TokenizedSource:
         train, held_out = self.parts()
         if self.settings.packing != "documents":
             return train.num_samples, held_out.num_samples, None
+        from portable.data.samples.packing import packed_sizes
+
         length = self.settings.data.seq_len
         packed, held = (packed_sizes(self.tokens, part, length) for part in (train, held_out))
         return packed.samples, held.samples, packed.waste
@@ -273,11 +275,26 @@ class TokenizedSource:
         )
 
     def samples(self, part: Part | None = None, classes: Classes | None = None) -> Samples:
-        """The samples of a part, with its further columns; of all that is not held out without one."""
-        found = self._samples(self.parts()[0] if part is None else part, classes)
-        return WithColumns(found, self.tokens) if self.settings.data.columns else found
+        """The samples of a part; of all that is not held out without one."""
+        part = self.parts()[0] if part is None else part
+        context, tokens, data = self.context, self.tokens, self.settings.data
+        if context.task != CAUSAL:
+            return self._of_task(part, classes)
+        pad, of = context.vocabulary.pad, (tokens, part, data.seq_len)
+        if data.format == PREFERENCE:
+            return Pairs(*of, pad, data.truncation, whole=context.whole)
+        if data.packing == "documents":
+            from portable.data.samples.packing import PackedDocuments, planned
 
-    def _samples(self, part: Part, classes: Classes | None) -> Samples:
+            return PackedDocuments(*of, planned(*of), pad, data.truncation)
+        if data.packing:
+            return PackedCausal(*of)
+        return PaddedCausal(*of, pad, data.truncation, whole=context.whole)
+
+    def _of_task(self, part: Part, classes: Classes | None) -> Samples:
+        """The samples of another task than a causal language model's."""
+        from portable.data.samples.tasks import Classification, MaskedLM, Seq2Seq
+
         context, tokens, data = self.context, self.tokens, self.settings.data
         of = tokens, part, data.seq_len
         vocabulary, suffix = context.vocabulary, self.frame.suffix
@@ -302,22 +319,14 @@ class TokenizedSource:
                 target_suffix=(self.frame.target or self.frame).suffix,
                 target_seq_len=data.target_seq_len,
             )
-        if classes is not None:
-            return Classification(
-                *of,
-                vocabulary,
-                suffix=suffix,
-                classes=classes,
-                left=context.pad_left,
-                pair=None if self.settings.fields.pair is None else PairFrame.of(context.tokenizer),
-            )
-        if data.format == PREFERENCE:
-            return Pairs(*of, vocabulary.pad, data.truncation, whole=context.whole)
-        if data.packing == "documents":
-            return PackedDocuments(*of, planned(*of), vocabulary.pad, data.truncation)
-        if data.packing:
-            return PackedCausal(*of)
-        return PaddedCausal(*of, vocabulary.pad, data.truncation, whole=context.whole)
+        return Classification(
+            *of,
+            vocabulary,
+            suffix=suffix,
+            classes=classes,
+            left=context.pad_left,
+            pair=None if self.settings.fields.pair is None else PairFrame.of(context.tokenizer),
+        )
 
 
 def _shard_count(settings: SourceSettings, shard: Shard) -> int | None:

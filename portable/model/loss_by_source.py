@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from portable.data.samples.mixture import SOURCE
+from portable.data.samples.base import SOURCE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

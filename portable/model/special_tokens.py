@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from portable.data.samples.tasks import LAST_LABEL
+from portable.data.samples.base import LAST_LABEL
 from portable.data.tokens.tokenizer import Vocabulary
 from portable.errors import UserError, one_line
 from portable.private.of_transformers import generation_of_config, model_class

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from portable.data.samples.loader import EvalLoader, TrainLoader
-from portable.data.samples.shared import shared
 from portable.terminal import at_a_terminal
 
 if TYPE_CHECKING:
@@ -24,13 +23,15 @@ def train_loader(prepared: Prepared, position: int) -> TrainLoader:
     """This rank's batches from sample ``position`` of the run's order on."""
     plan = prepared.plan
     return TrainLoader(
-        shared(prepared.data.train, plan.part, plan.parts),
+        prepared.data.train,
         seed=prepared.config.seed,
         position=position,
         global_batch_size=plan.global_batch_size,
         micro_batch_size=plan.micro_batch_size,
         rank=plan.rank,
         world_size=plan.world_size,
+        part=plan.part,
+        parts=plan.parts,
         num_workers=prepared.config.data.num_workers,
         pin_memory=_pins_memory(prepared),
     )
@@ -40,10 +41,12 @@ def eval_batches(prepared: Prepared, samples: Samples) -> Iterator[Batch]:
     """This rank's micro-batches of one evaluation."""
     plan = prepared.plan
     loader = EvalLoader(
-        shared(samples, plan.part, plan.parts),
+        samples,
         batch_size=plan.micro_batch_size,
         rank=plan.rank,
         world_size=plan.world_size,
+        part=plan.part,
+        parts=plan.parts,
         pin_memory=_pins_memory(prepared),
     )
     limit = prepared.config.train.eval_batches

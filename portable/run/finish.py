@@ -10,8 +10,6 @@ import torch
 from converters.console import columns
 from portable.checkpoint.trainer_state import TrainerState, step_of
 from portable.data.samples.base import IGNORED, sequence
-from portable.data.tokens import limited
-from portable.data.tokens.rendering import Rendering
 from portable.errors import one_line
 from portable.formatting import human_count, table
 from portable.model.build import positions
@@ -120,6 +118,9 @@ def sample_prompt(prepared: Prepared) -> torch.Tensor:
     data, given = prepared.data, prepared.config.log.sample_prompt
     if given is not None:
         if data.end_of_turn is not None and data.tokenizer.chat_template:
+            from portable.data.tokens import limited
+            from portable.data.tokens.rendering import Rendering
+
             variables = {**data.tokenizer.special_tokens_map, **prepared.config.data.chat_template_kwargs}
             rendering = Rendering(data.tokenizer.chat_template, variables)
             text: str = limited.call(rendering.question, given, "log.sample_prompt")

@@ -10,7 +10,7 @@ from portable.adapters.adapter import training_model
 from portable.batch_plan import plan_batches
 from portable.checkpoint.resume_source import checkpoints_of
 from portable.checkpoint.trainer_state import TrainerState
-from portable.data.samples.shared import shared
+from portable.data.samples.shared import part_of
 from portable.errors import UserError
 from portable.loop import train_step
 from portable.registry import backend_package
@@ -176,9 +176,10 @@ def batch_plan(config: RunConfig, backend: Backend) -> BatchPlan:
 
 def _two_steps(engine: Engine, search: Search, plan: BatchPlan, size: int) -> None:
     """One step that makes the optimizer's state, and one beside that state, with gradients kept."""
-    samples = shared(search.samples, plan.part, plan.parts)
+    samples = search.samples
     for sequences, accumulated in ((1, 1), (size, 2 if size < plan.sequences_per_rank else 1)):
         batch = samples.batch([(0, i % len(samples)) for i in range(sequences)])
+        batch = part_of(batch, plan.part, plan.parts)
         train_step(
             search.backend,
             engine,

@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import zlib
-from dataclasses import replace
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,10 +23,9 @@ from converters.fingerprints import fingerprint
 from portable import plugins
 from portable.adapters.settings import folder_of, weights_in
 from portable.config.sources import training_sources
-from portable.data.locked_folder import locked_folder
-from portable.data.samples.base import Arrays, Extended
+from portable.data.locked_folder import made_once
 from portable.data.samples.loader import EvalLoader
-from portable.data.tokens.cache import BLOCK, CacheDamagedError, CheckedArray
+from portable.data.tokens.cache import CacheDamagedError, CheckedArray, ChecksummedFile
 from portable.errors import UserError, one_line
 from portable.model.loss import OncePass
 from portable.model.pretrained import snapshot
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from portable.backend import Backend, Engine
     from portable.config import RunConfig
     from portable.data.dataset import Data
-    from portable.data.samples.base import Samples
+    from portable.data.samples.base import Arrays, Samples
     from portable.model.training_loss import TrainingLoss
     from portable.run.stages import Prepared
 
@@ -95,8 +95,8 @@ def reference_of(config: RunConfig) -> str | None:
     return hashlib.blake2b(json.dumps(found).encode(), digest_size=16).hexdigest()
 
 
-def with_computed(config: RunConfig, backend: Backend, data: Data, reference: str | None) -> Data:
-    """``data`` whose samples have what the loss computes once, if it does.
+def add_computed(config: RunConfig, backend: Backend, data: Data, reference: str | None) -> None:
+    """Give the samples of ``data`` what the loss computes once, if it does.
 
     Args:
         reference: from :func:`reference_of`.
@@ -106,17 +106,15 @@ def with_computed(config: RunConfig, backend: Backend, data: Data, reference: st
     """
     loss = training_loss(config)
     if loss is None or loss.once is None:
-        return data
+        return
     check_once(config, loss)
     if backend.one_program and backend.world_size > 1:
         raise UserError(f"{loss.key}: on several hosts, XLA computes nothing once; name a reference")
     root = Path(config.data.cache_dir) if config.data.cache_dir else default_cache_dir()
 
-    def wrapped(name: str, samples: Samples) -> ComputedSamples:
-        return ComputedSamples(samples, root / "computed" / _digest(config, data, name, samples, reference))
-
-    evals = {name: wrapped(f"evaluation {name}", samples) for name, samples in data.evals.items()}
-    return replace(data, train=wrapped("training", data.train), evals=evals)
+    found = {"training": data.train} | {f"evaluation {name}": one for name, one in data.evals.items()}
+    for name, samples in found.items():
+        samples.computed = Table(root / "computed" / _digest(config, data, name, samples, reference))
 
 
 def _digest(config: RunConfig, data: Data, name: str, samples: Samples, reference: str | None) -> str:
@@ -139,46 +137,41 @@ def _digest(config: RunConfig, data: Data, name: str, samples: Samples, referenc
     return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
 
 
-def missing(prepared: Prepared) -> list[ComputedSamples]:
+def missing(prepared: Prepared) -> list[Samples]:
     """The samples whose numbers some rank's machine lacks; all ranks call it."""
     found = []
     for samples in (prepared.data.train, *prepared.data.evals.values()):
-        if isinstance(samples, ComputedSamples):
-            try:
-                Table(samples.folder)
-                lacks = False
-            except CacheDamagedError:
-                lacks = True
+        if isinstance(table := samples.computed, Table):
+            lacks = table.intact(table.folder) is None
             if prepared.backend.any(lacks):
                 found.append(samples)
     return found
 
 
-def compute(prepared: Prepared, engine: Engine, wanted: list[ComputedSamples]) -> None:
+def compute(prepared: Prepared, engine: Engine, wanted: list[Samples]) -> None:
     """Compute the numbers of ``wanted`` with the weights that ``engine`` has; all ranks call it."""
     for samples in wanted:
+        table, samples.computed = samples.computed, None
+        assert isinstance(table, Table)
         shapes: dict[str, list[int]] = {}
         rows = _rows(prepared, engine, samples, shapes)
         first = next(rows)  # which tells the shapes
         if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-            write_table(samples.folder, shapes, _all(first, rows))
-        else:
-            for _ in rows:
-                pass
+            made_once(
+                table.folder, table.intact, partial(write_table, shapes=shapes, rows=chain((first,), rows))
+            )
+        for _ in rows:  # all ranks compute, whoever writes
+            pass
+        samples.computed = table
         prepared.backend.barrier()
 
 
-def _all(first: Any, rest: Iterator[Any]) -> Iterator[Any]:
-    yield first
-    yield from rest
-
-
 def _rows(
-    prepared: Prepared, engine: Engine, samples: ComputedSamples, shapes: dict[str, list[int]]
+    prepared: Prepared, engine: Engine, samples: Samples, shapes: dict[str, list[int]]
 ) -> Iterator[npt.NDArray[np.float64]]:
     """Parts of the table, in order; fills ``shapes``. Ranks exchange what each computed."""
     backend, size, left = prepared.backend, prepared.plan.micro_batch_size, len(samples)
-    loader = EvalLoader(samples.plain, batch_size=size, rank=backend.rank, world_size=backend.world_size)
+    loader = EvalLoader(samples, batch_size=size, rank=backend.rank, world_size=backend.world_size)
     bar = tqdm(
         loader, unit="batch", desc="computing once", leave=False, delay=1.0,
         disable=backend.rank != 0 or not at_a_terminal(),
@@ -203,73 +196,66 @@ def _rows(
 
 
 def write_table(folder: Path, shapes: dict[str, list[int]], rows: Iterable[npt.NDArray[Any]]) -> None:
-    """Write a row of numbers for each sample, in order; the folder appears whole.
+    """Write a row of numbers for each sample into an empty folder, in order.
 
     Args:
         folder: of the table.
         shapes: of the columns in a row, by name.
         rows: parts of ``[samples, numbers]``.
     """
-    with locked_folder(folder) as draft:
-        sums, held, count = [], b"", 0
-        with (draft.path / _VALUES).open("wb") as file:
-            for part in rows:
-                data = np.ascontiguousarray(part, dtype=_FLOAT).tobytes()
-                file.write(data)
-                count += len(part)
-                held += data
-                while len(held) >= BLOCK:
-                    sums.append(zlib.crc32(held[:BLOCK]))
-                    held = held[BLOCK:]
-        sums += [zlib.crc32(held)] if held else []
-        meta = {"shapes": shapes, "samples": count, "sums": sums}
-        (draft.path / _META).write_text(json.dumps(meta), "utf-8")
-        draft.commit()
+    count, file = 0, ChecksummedFile(folder / _VALUES, _FLOAT)
+    for part in rows:
+        file.write(part)
+        count += len(part)
+    file.close()
+    meta = {"shapes": shapes, "samples": count, "sums": file.blocks.sums().tolist()}
+    (folder / _META).write_text(json.dumps(meta), "utf-8")
 
 
+@dataclass
 class Table:
-    """Open numbers of each sample.
+    """The columns that a folder has of each sample, from the start of the training on."""
 
-    Raises:
-        CacheDamagedError: if ``folder`` does not exist or is damaged.
-    """
+    folder: Path
+    _opened: tuple[dict[str, list[int]], CheckedArray] | None = field(default=None, init=False, repr=False)
 
-    def __init__(self, folder: Path) -> None:
+    def __getstate__(self) -> dict[str, Any]:
+        """For a process that prepares batches: the file is opened there."""
+        return {"folder": self.folder, "_opened": None}
+
+    def open(self) -> tuple[dict[str, list[int]], CheckedArray]:
+        """The shapes of the columns by name, and the numbers.
+
+        Raises:
+            CacheDamagedError: if the folder does not exist or is damaged.
+        """
+        if self._opened is None:
+            path = self.folder / _VALUES
+            try:
+                meta = json.loads((self.folder / _META).read_text("utf-8"))
+                width = sum(int(np.prod(shape)) for shape in meta["shapes"].values())
+                if path.stat().st_size != meta["samples"] * width * _FLOAT.itemsize:
+                    raise CacheDamagedError(f"{path}: damaged")
+                sums = np.array(meta["sums"], dtype="<u4")
+                self._opened = meta["shapes"], CheckedArray(path, _FLOAT, sums, width)
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                raise CacheDamagedError(f"{self.folder}: {one_line(error)}") from error
+        return self._opened
+
+    def intact(self, _: Path) -> Table | None:
+        """This table, if it is whole."""
         try:
-            meta = json.loads((folder / _META).read_text("utf-8"))
-            self._shapes: dict[str, list[int]] = meta["shapes"]
-            self._width = sum(int(np.prod(shape)) for shape in self._shapes.values())
-            if (folder / _VALUES).stat().st_size != meta["samples"] * self._width * _FLOAT.itemsize:
-                raise CacheDamagedError(f"{folder / _VALUES}: damaged")
-            sums = np.array(meta["sums"], dtype="<u4")
-            self._values = CheckedArray(folder / _VALUES, _FLOAT, sums, self._width)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CacheDamagedError(f"{folder}: {one_line(error)}") from error
+            self.open()
+        except CacheDamagedError:
+            return None
+        return self
 
-    def columns(self, indices: Sequence[int]) -> Arrays:
+    def __call__(self, indices: Sequence[int]) -> Arrays:
         """The columns of some samples, float32 ``[len(indices), *shape]``."""
-        rows, at, found = self._values[list(indices)], 0, {}
-        for name, shape in self._shapes.items():
+        shapes, values = self.open()
+        rows, at, found = values[list(indices)], 0, {}
+        for name, shape in shapes.items():
             width = int(np.prod(shape))
             found[name] = rows[:, at : at + width].reshape(len(indices), *shape).copy()
             at += width
         return found
-
-
-class ComputedSamples(Extended):
-    """Samples with the columns of a table, which exists from the start of the training on.
-
-    Attributes:
-        plain: the samples without them.
-        folder: of the table.
-    """
-
-    def __init__(self, plain: Samples, folder: Path) -> None:
-        super().__init__(plain)
-        self.folder = folder
-        self._table: Table | None = None
-
-    def arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
-        if self._table is None:
-            self._table = Table(self.folder)
-        return {**self.plain.arrays(places), **self._table.columns([index for _, index in places])}

@@ -31,7 +31,7 @@ from portable.registry import backend_package
 from portable.run import micro_batch
 from portable.run.evaluation import judge_of
 from portable.run.micro_batch import Search, batch_plan
-from portable.run.precompute import reference_of, with_computed
+from portable.run.precompute import add_computed, reference_of
 from portable.run.settle import on_device
 from portable.run.stages import Prepared
 from portable.terminal import shows_bars
@@ -75,7 +75,7 @@ def prepare(settled: Resolved, backend: Backend) -> Prepared:
     architecture, parameters = type(model).__name__, parameter_count(model)
     flops = flops_per_token(model, model_config, data.train.context or config.data.seq_len)
     reference = reference_of(config)
-    data = with_computed(config, backend, data, reference)
+    add_computed(config, backend, data, reference)
     config = _with_micro_batch(settled, backend, model_config, data)
     length = total_steps(config, data.train.epoch_samples)
     if (reason := too_long_a_warmup(config.train, length)) is not None:

@@ -94,6 +94,8 @@ def replay_step(run: Prepared, step: int) -> int:
     finally:
         batches.close()
     everything = [MicroBatch(**one) for one in _of_all_ranks(backend, [asdict(one) for one in found])]
+    if run.config.tensor_parallel_size > 1:
+        everything = once_each(everything)
     backend.barrier()
     if backend.rank == 0:
         say("\n".join(_report(run, engine, step, everything, set(gradients), norm)))
@@ -161,6 +163,15 @@ def _looked_into(
             )
         )
     return found, backend.sum(torch.stack(losses).sum())
+
+
+def once_each(found: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """Of ranks that share layers, and so take the same samples: the first, or the first with a bad output."""
+    taken: dict[int, MicroBatch] = {}
+    for one in found:
+        if taken.setdefault(one.first_sample, one).module is None and one.module is not None:
+            taken[one.first_sample] = one
+    return list(taken.values())
 
 
 class _Outputs:

@@ -6,7 +6,6 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from converters import CheckpointError, open_checkpoint
-from portable.checkpoint.external import open_for_model
 from portable.checkpoint.trainer_state import TrainerState
 from portable.config import difference
 from portable.errors import DamagedError, RunError, UserError, one_line
@@ -122,6 +121,7 @@ def _set_aside(
 
 def _external(prepared: Prepared, source: Place) -> AdoptedCheckpoint | None:
     """What ``source`` holds for this run, if another program wrote it."""
+    from portable.checkpoint.external import open_for_model
     from portable.checkpoint.resume_external import adopt_checkpoint, refuse_resume_step
 
     backend, config = prepared.backend, prepared.config

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from portable.adapters.settings import settled as settled_adapter
 from portable.batch_plan import BatchPlan, plan_batches
-from portable.checkpoint.external import own_state
 from portable.checks import check
 from portable.data.sources.opening import recognise_format
 from portable.output.existing_run import ExistingRun, check_same_run, existing_run
@@ -98,6 +97,8 @@ def _precision_begun_with(config: RunConfig, existing: ExistingRun) -> str | Non
         return existing.config.precision
     if config.checkpoint.resume in ("auto", "never"):
         return None
+    from portable.checkpoint.external import own_state
+
     with storage_errors("checkpoint.resume"):
         state = own_state(place_of("checkpoint.resume", config.checkpoint.resume))
     return None if state is None else str(state.run["precision"])

@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from portable.data.sources.conversations import read_conversation
 from portable.data.sources.documents import Document
-from portable.data.tokens.chat_template import CHATML
 from portable.data.tokens.tokenize import Frame
+from portable.data.tokens.tokenizer import CHATML
 
 TEMPLATES = Path(__file__).with_name("templates")
 NO_FRAME = Frame((), ())

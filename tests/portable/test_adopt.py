@@ -21,8 +21,8 @@ from transformers import (
 from transformers.trainer_utils import align_special_tokens
 
 from portable.config.sections import ModelConfig
+from portable.data.samples.base import LAST_LABEL
 from portable.data.samples.classes import KnownClasses, number_classes
-from portable.data.samples.tasks import LAST_LABEL
 from portable.errors import UserError
 from portable.model.build import build_model, model_config
 from portable.model.labels import known_classes

@@ -8,10 +8,10 @@ import pytest
 from transformers import AutoTokenizer, MBartTokenizer, NllbTokenizer
 
 from portable.data.dataset import build_data, inspect_data
-from portable.data.samples.base import IGNORED
+from portable.data.samples.base import IGNORED, LAST_LABEL
 from portable.data.samples.classes import KnownClasses
 from portable.data.samples.loader import EvalLoader, TrainLoader
-from portable.data.samples.tasks import LAST_LABEL, Classification, MaskedLM, Seq2Seq
+from portable.data.samples.tasks import Classification, MaskedLM, Seq2Seq
 from portable.data.sources.hub_dataset import HubDataset
 from portable.data.sources.source import TASKS
 from portable.errors import UserError

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from portable.data.locked_folder import locked_folder
+from portable.data.locked_folder import made_once
 from portable.data.sources.documents import Document
 from portable.data.sources.source import Source
 from portable.data.tokens import cache as caching
@@ -215,11 +215,13 @@ def test_a_failed_build_leaves_nothing(tokenizer: Any, tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with (
-        pytest.raises(UserError, match=r"data\.cache_dir: cannot write in"),
-        locked_folder(tmp_path / "file" / "entry"),
-    ):
-        pass
+    with pytest.raises(UserError, match=r"data\.cache_dir: cannot write in"):
+        made_once(tmp_path / "file" / "entry", TokenCache.intact, lambda draft: None)
+
+
+def test_a_folder_that_is_damaged_when_it_was_just_written(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"data\.cache_dir: .*entry: damaged, just written"):
+        made_once(tmp_path / "entry", TokenCache.intact, lambda draft: None)
 
 
 def test_the_default_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -238,22 +240,18 @@ import portable
 package = sys.modules["portable.data"] = types.ModuleType("portable.data")
 package.__path__ = [portable.__path__[0] + "/data"]
 import time
-from portable.data.locked_folder import locked_folder
-from portable.data.tokens.cache import TokenCache, TokenWriter, CacheDamagedError
+from portable.data.locked_folder import made_once
+from portable.data.tokens.cache import TokenCache, TokenWriter
 folder, log, delay = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
-with locked_folder(folder) as draft:
-    try:
-        cache = TokenCache.open(folder)
-    except CacheDamagedError:
-        with log.open("a") as file:
-            file.write("built\\n")
-        writer = TokenWriter(draft.path, ["text"], 100)
-        writer.add("text", [1, 2], [])
-        time.sleep(delay)
-        writer.add("text", [3], [1])
-        writer.finish()
-        draft.commit()
-print(TokenCache.open(folder).tokens["text"].tolist())
+def write(draft):
+    with log.open("a") as file:
+        file.write("built\\n")
+    writer = TokenWriter(draft, ["text"], 100)
+    writer.add("text", [1, 2], [])
+    time.sleep(delay)
+    writer.add("text", [3], [1])
+    writer.finish()
+print(made_once(folder, TokenCache.intact, write).tokens["text"].tolist())
 """
 
 

@@ -14,7 +14,8 @@ from portable.checkpoint.trainer_state import TrainerState
 from portable.config import DataConfig
 from portable.data.dataset import build_data
 from portable.data.samples.base import PackedCausal, Part
-from portable.data.samples.mixture import Interleave, Mixture, Schedule, Share, seed_of
+from portable.data.samples.mixture import Interleave, Mixture, Schedule, Share
+from portable.data.samples.order import seed_of
 from portable.errors import UserError
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank

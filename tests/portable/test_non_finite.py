@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from portable.reporting.events import read_events
 from portable.reporting.metrics import read_metrics
 from portable.run.prepare import prepare
 from portable.run.rank import run_rank
+from portable.run.replay import MicroBatch, once_each
 from portable.run.settle import settle
 from tests.runs import TINY_MODEL, configured
 from tests.views import View, assert_same_bits, view
@@ -230,6 +232,17 @@ def test_a_replay_in_which_all_is_finite_says_so(run: Run, tmp_path: Path) -> No
     out, err = run(tmp_path, "loss", 2)
     assert "every loss and gradient is finite this time" in out
     assert "going from the start to step 2, which is number 2" in err
+
+
+def test_ranks_that_share_layers_tell_of_a_micro_batch_once() -> None:
+    """Their outputs are parts, of which those of one rank may be finite and those of another not."""
+    fine = MicroBatch(
+        rank=0, number=1, first_sample=4, samples=2, tokens=9, loss=1.0, module=None, bad_sample=None
+    )
+    bad = replace(fine, rank=1, module="layers.0.mlp (MLP)", bad_sample=5)
+    others = [replace(fine, rank=rank, first_sample=6) for rank in (2, 3)]
+    assert once_each([fine, bad, *others]) == [bad, others[0]]
+    assert once_each([bad, replace(fine, rank=1)]) == [bad]
 
 
 def test_the_account() -> None:

@@ -15,6 +15,7 @@ from transformers import LlamaForCausalLM
 
 from portable import UserError, plugins, train
 from portable.api import with_objects
+from portable.data.dataset import build_data, inspect_data
 from portable.data.sources import user_records
 from portable.model.build import build_model, model_config
 from portable.model.initialize import Blueprint
@@ -264,6 +265,11 @@ def test_finished_samples_that_cannot_be_used(
     with pytest.raises(UserError) as caught:
         train(config)
     assert told in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_dry_run_counts_finished_samples(finished: Any, corpus: Path, tmp_path: Path) -> None:
+    data = configured(tmp_path / "run", corpus, **finished).data
+    assert inspect_data(data) == build_data(data).sizes
 
 
 def test_another_length_is_another_run(finished: Any, corpus: Path, tmp_path: Path, brief_runs: None) -> None:

@@ -8,6 +8,7 @@ so a loss never does. -100 marks positions that do not count. Shapes are fixed f
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,13 +21,17 @@ from portable.data.samples.truncation import KeptOrder, Truncation, slice_of
 from portable.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from portable.data.tokens.cache import TokenCache
 
 IGNORED = -100
+LAST_LABEL = -1
+"""As ``decoder_start_token_id``: each row's own last label, as in mBART."""
+SOURCE = "source"
+"""The column of a mixture's batch with the number of each row's source, int64 ``[batch]``."""
 Arrays = dict[str, npt.NDArray[Any]]
 Batch = dict[str, torch.Tensor]
+Computed = Callable[[Sequence[int]], Arrays]
+"""Returns columns of the samples with these numbers."""
 
 
 class Samples(ABC):
@@ -41,6 +46,8 @@ class Samples(ABC):
     """The number of sequences in a sample; several are ``[batch, sequences, tokens]``."""
     context: float | None = None
     """The mean length of the document that a token is in, where attention stays within it."""
+    computed: Computed | None = None
+    """Further columns, which are computed with the model before the training."""
 
     def __len__(self) -> int:
         return self.num_samples
@@ -93,7 +100,10 @@ class Samples(ABC):
 
     def batch(self, places: Sequence[tuple[int, int]]) -> Batch:
         """Stack the samples at these (epoch, index) places: tensors of shape ``[len(places), ...]``."""
-        return {name: torch.from_numpy(values) for name, values in self.arrays(places).items()}
+        arrays = self.columns(places)
+        if self.computed is not None:
+            arrays = {**arrays, **self.computed([index for _, index in places])}
+        return {name: torch.from_numpy(values) for name, values in arrays.items()}
 
     @abstractmethod
     def documents(self, index: int) -> Sequence[int]:
@@ -101,7 +111,11 @@ class Samples(ABC):
 
     @abstractmethod
     def arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
-        """The same as :meth:`batch` in numpy."""
+        """The same as :meth:`batch` in numpy, without further columns."""
+
+    def columns(self, places: Sequence[tuple[int, int]]) -> Arrays:
+        """The same with those that the data has."""
+        return self.arrays(places)
 
 
 @dataclass(frozen=True)
@@ -193,6 +207,13 @@ class OfCache(Samples):
     def __post_init__(self) -> None:
         self.num_samples = self.part.num_samples
 
+    def columns(self, places: Sequence[tuple[int, int]]) -> Arrays:
+        """With the further numbers, ``[batch]``, of the record that each sample is."""
+        if not self.cache.has_columns:
+            return self.arrays(places)
+        numbers = [int(self.documents(index)[0]) for _, index in places]
+        return {**self.arrays(places), **self.cache.columns(numbers)}
+
     def documents(self, index: int) -> range:
         return self.part.document(index)
 
@@ -257,58 +278,6 @@ class PaddedCausal(OfCache):
                 targets = trained[kept][1:]
                 row[: len(targets)][~targets] = IGNORED
         return {"input_ids": inputs, "attention_mask": mask, "labels": labels}
-
-
-class Extended(Samples):
-    """Samples with more columns, in the order of ``plain``."""
-
-    def __init__(self, plain: Samples) -> None:
-        self.plain = plain
-        self.num_samples, self.valid_tokens = plain.num_samples, plain.valid_tokens
-        self.waste, self.context, self.sequences = plain.waste, plain.context, plain.sequences
-
-    @property
-    def epoch_samples(self) -> int:
-        return self.plain.epoch_samples
-
-    def locate(self, position: int, seed: int) -> tuple[int, int]:
-        return self.plain.locate(position, seed)
-
-    def example(self) -> tuple[int, int]:
-        return self.plain.example()
-
-    def epochs(self, taken: int) -> float | None:
-        return self.plain.epochs(taken)
-
-    def state(self) -> dict[str, Any]:
-        return self.plain.state()
-
-    def adopt(self, state: dict[str, Any]) -> None:
-        self.plain.adopt(state)
-
-    def consumed(self, position: int) -> str:
-        return self.plain.consumed(position)
-
-    def source_name(self, index: int) -> str:
-        return self.plain.source_name(index)
-
-    def progress(self, position: int) -> dict[str, float]:
-        return self.plain.progress(position)
-
-    def documents(self, index: int) -> Sequence[int]:
-        return self.plain.documents(index)
-
-
-class WithColumns(Extended):
-    """Samples of one record each, with the record's further numbers, ``[batch]``."""
-
-    def __init__(self, plain: Samples, cache: TokenCache) -> None:
-        super().__init__(plain)
-        self._cache = cache
-
-    def arrays(self, places: Sequence[tuple[int, int]]) -> Arrays:
-        numbers = [int(self.plain.documents(index)[0]) for _, index in places]
-        return {**self.plain.arrays(places), **self._cache.columns(numbers)}
 
 
 class Pairs(PaddedCausal):

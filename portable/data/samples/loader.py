@@ -7,18 +7,22 @@ import multiprocessing
 import queue
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from portable.data.samples.base import IGNORED, Batch, Samples
+from portable.data.samples.shared import part_of
 from portable.errors import RunError, UserError
 from portable.private import of_torch
 
 _PRELOAD = "portable.ranks.forkserver_preload"
 _AHEAD = 4  # prefetched micro-batches
+Places = list[tuple[int, int]]
+"""Epoch and number of each sample of a batch."""
 
 
 def rank_positions(
@@ -76,6 +80,8 @@ class TrainLoader:
     micro_batch_size: int
     rank: int = 0
     world_size: int = 1
+    part: int = 0
+    parts: int = 1
     num_workers: int = 0
     pin_memory: bool = False
 
@@ -98,7 +104,8 @@ class TrainLoader:
     def __iter__(self) -> BatchIterator:
         locate, seed = self.dataset.locate, self.seed
         places = ([locate(position, seed) for position in batch] for batch in self._positions())
-        return BatchIterator(self.dataset, places, self.num_workers, self.pin_memory)
+        batch = partial(fetch, self.dataset, part=self.part, parts=self.parts)
+        return BatchIterator(batch, places, self.num_workers, self.pin_memory)
 
 
 @dataclass(eq=False)
@@ -114,7 +121,8 @@ class EvalLoader:
     batch_size: int
     rank: int = 0
     world_size: int = 1
-    num_workers: int = 0
+    part: int = 0
+    parts: int = 1
     pin_memory: bool = False
 
     def __len__(self) -> int:
@@ -126,21 +134,22 @@ class EvalLoader:
         places = (
             [(EVAL_EPOCH, index) for index in range(start, start + self.batch_size)] for start in starts
         )
-        return BatchIterator(self.dataset, places, self.num_workers, self.pin_memory)
+        batch = partial(fetch, self.dataset, part=self.part, parts=self.parts)
+        return BatchIterator(batch, places, 0, self.pin_memory)
 
 
 EVAL_EPOCH = (1 << 63) - 1
 """The epoch for the masking of evaluation samples, so that it is the same in every evaluation."""
 
 
-def fetch(dataset: Samples, places: Sequence[tuple[int, int]]) -> Batch:
-    """Fetch a batch. Places beyond the end become rows without valid labels."""
+def fetch(dataset: Samples, places: Places, *, part: int = 0, parts: int = 1) -> Batch:
+    """Fetch a batch, or a part of its samples. Places beyond the end become rows without valid labels."""
     count = len(dataset)
     batch = dataset.batch([(epoch, index if index < count else 0) for epoch, index in places])
     for row, (_, index) in enumerate(places):
         if index >= count:
             batch["labels"][row] = torch.nan if batch["labels"].is_floating_point() else IGNORED
-    return batch
+    return part_of(batch, part, parts)
 
 
 class BatchIterator(Iterator[Batch]):
@@ -148,17 +157,17 @@ class BatchIterator(Iterator[Batch]):
 
     def __init__(
         self,
-        dataset: Samples,
-        places: Iterable[list[tuple[int, int]]],
+        batch: Callable[[Places], Batch],
+        places: Iterable[Places],
         num_workers: int,
         pin_memory: bool,
     ) -> None:
         self._ahead: _ReadAhead | None = None
         self._batches: Iterator[Batch]
         if num_workers:
-            self._batches = _worker_batches(dataset, places, num_workers, pin_memory)
+            self._batches = _worker_batches(batch, places, num_workers, pin_memory)
         else:
-            self._batches = self._ahead = _ReadAhead(dataset, places, pin_memory)
+            self._batches = self._ahead = _ReadAhead(batch, places, pin_memory)
 
     def __next__(self) -> Batch:
         return next(self._batches)
@@ -170,7 +179,7 @@ class BatchIterator(Iterator[Batch]):
 
 
 def _worker_batches(
-    dataset: Samples, places: Iterable[list[tuple[int, int]]], num_workers: int, pin_memory: bool
+    batch: Callable[[Places], Batch], places: Iterable[Places], num_workers: int, pin_memory: bool
 ) -> Iterator[Batch]:
     # A plain fork would copy locks that threads of NCCL, gloo or the accelerator may hold.
     server = "forkserver" in multiprocessing.get_all_start_methods()
@@ -184,7 +193,7 @@ def _worker_batches(
         context.set_forkserver_preload([_PRELOAD, *others])
     return _raised(
         DataLoader(
-            _Feed(dataset),
+            _Feed(batch),
             sampler=_Listed(places),
             batch_size=None,
             num_workers=num_workers,
@@ -231,23 +240,23 @@ def _killed() -> RunError:
     )
 
 
-class _Listed(Sampler[list[tuple[int, int]]]):
-    def __init__(self, places: Iterable[list[tuple[int, int]]]) -> None:
+class _Listed(Sampler[Places]):
+    def __init__(self, places: Iterable[Places]) -> None:
         self._places = places
 
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+    def __iter__(self) -> Iterator[Places]:
         return iter(self._places)
 
 
 class _Feed(Dataset[Batch | RunError | UserError]):
     """The data set in a worker process, which fetches whole batches."""
 
-    def __init__(self, dataset: Samples) -> None:
-        self._dataset = dataset
+    def __init__(self, batch: Callable[[Places], Batch]) -> None:
+        self._batch = batch
 
-    def __getitem__(self, places: Sequence[tuple[int, int]]) -> Batch | RunError | UserError:
+    def __getitem__(self, places: Places) -> Batch | RunError | UserError:
         try:
-            return fetch(self._dataset, places)
+            return self._batch(places)
         except (RunError, UserError) as error:  # if raised here, it would become a worker's traceback
             return error
 
@@ -255,7 +264,7 @@ class _Feed(Dataset[Batch | RunError | UserError]):
 class _ReadAhead(Iterator[Batch]):
     """Batches that a thread of this process fetches, and pins, while the step computes."""
 
-    def __init__(self, dataset: Samples, places: Iterable[list[tuple[int, int]]], pin_memory: bool) -> None:
+    def __init__(self, batch: Callable[[Places], Batch], places: Iterable[Places], pin_memory: bool) -> None:
         pin = pin_memory and torch.accelerator.is_available()
         # Pinning uses the current device's context, and a new thread starts on device 0.
         device = torch.accelerator.current_device_index() if pin else None
@@ -263,7 +272,7 @@ class _ReadAhead(Iterator[Batch]):
         stop = threading.Event()
         thread = threading.Thread(
             target=_read_ahead,
-            args=(dataset, places, device, self._ready, stop),
+            args=(batch, places, device, self._ready, stop),
             name="read-ahead",
             daemon=True,
         )
@@ -282,8 +291,8 @@ class _ReadAhead(Iterator[Batch]):
 
 
 def _read_ahead(
-    dataset: Samples,
-    places: Iterable[list[tuple[int, int]]],
+    fetched: Callable[[Places], Batch],
+    places: Iterable[Places],
     device: int | None,
     ready: queue.Queue[Batch | BaseException],
     stop: threading.Event,
@@ -292,7 +301,7 @@ def _read_ahead(
         if device is not None:
             torch.accelerator.set_device_index(device)
         for batch_places in places:
-            batch = fetch(dataset, batch_places)
+            batch = fetched(batch_places)
             if device is not None:
                 batch = {name: value.pin_memory() for name, value in batch.items()}
             ready.put(batch)

@@ -11,7 +11,6 @@ Its values are part of the checkpoint format, like those of :mod:`portable.data.
 
 from __future__ import annotations
 
-import hashlib
 from bisect import bisect_right
 from dataclasses import dataclass
 from fractions import Fraction
@@ -21,14 +20,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portable.data.samples.base import Arrays, Samples
+from portable.data.samples.base import SOURCE, Arrays, Samples
+from portable.data.samples.order import seed_of
 from portable.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-
-SOURCE = "source"
-"""The column of a batch with the number of each row's source, int64 ``[batch]``."""
 
 
 class Interleave:
@@ -183,7 +180,7 @@ class Mixture(Samples):
         found: dict[str, tuple[int, ...]] = {}
         first: set[str] = set()
         for name, part in zip(self.names, self.parts, strict=True):
-            arrays = part.arrays([part.example()])
+            arrays = part.columns([part.example()])
             first = first or set(arrays)
             if other := sorted(first ^ set(arrays)):
                 raise UserError(
@@ -223,7 +220,7 @@ class Mixture(Samples):
             out[SOURCE] = np.array([source for source, _ in owners], dtype=np.int64)
         for source, taken in rows.items():
             rows_of = np.array(taken)
-            arrays = self.parts[source].arrays([(places[row][0], owners[row][1]) for row in taken])
+            arrays = self.parts[source].columns([(places[row][0], owners[row][1]) for row in taken])
             for column, values in arrays.items():
                 if column not in out:
                     out[column] = np.zeros((len(places), *self._shapes[column]), dtype=values.dtype)
@@ -259,8 +256,3 @@ class Mixture(Samples):
             if part.valid_tokens is not None:
                 found[f"tokens/{name}"] = taken * part.valid_tokens
         return found
-
-
-def seed_of(name: str, seed: int) -> int:
-    """The seed of a source, which no other source shares and no change of the list alters."""
-    return int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest(), "little")

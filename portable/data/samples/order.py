@@ -10,6 +10,7 @@ Its values are part of the checkpoint format: a change would alter every resumed
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -100,3 +101,8 @@ def locate(position: int, n: int, seed: int) -> tuple[int, int]:
     """Return (epoch, data set index) of the sample at ``position`` of a run over ``n`` samples."""
     epoch, index = divmod(position, n)
     return epoch, permutation(n, seed, epoch)(index)
+
+
+def seed_of(name: str, seed: int) -> int:
+    """The seed of a source, which no other source shares and no change of the list alters."""
+    return int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest(), "little")

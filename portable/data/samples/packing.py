@@ -11,7 +11,7 @@ the data set, which is shuffled. A window bounds the memory; with this many, it 
 from __future__ import annotations
 
 from collections import defaultdict
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from portable.data.locked_folder import locked_folder
+from portable.data.locked_folder import made_once
 from portable.data.samples.base import IGNORED, Arrays, OfCache, Part
 from portable.data.samples.truncation import Truncation, slice_of
 from portable.data.sources.documents import digest_of
-from portable.data.tokens.cache import FORMAT, CacheDamagedError, TokenCache, TokenWriter
+from portable.data.tokens.cache import FORMAT, TokenCache, TokenWriter
 from portable.errors import UserError
 
 if TYPE_CHECKING:
@@ -93,27 +93,21 @@ class PackedDocuments(OfCache):
 def planned(tokens: TokenCache, part: Part, seq_len: int) -> TokenCache:
     """Return the plan for the documents of ``part``, from the cache if possible.
 
-    Any number of processes may call this concurrently: one computes the plan, the others wait.
-
     Raises:
         UserError: if no document has two tokens, or the cache is not writable.
     """
-    folder = _plan_folder(tokens, part, seq_len)
-    with suppress(CacheDamagedError):
-        return TokenCache.open(folder)
-    with locked_folder(folder) as draft:
-        with suppress(CacheDamagedError):
-            return TokenCache.open(folder)
+
+    def write(folder: Path) -> None:
         found = PackedSizes(seq_len)
-        with closing(TokenWriter(draft.path, [_FIELD], tokens.documents)) as writer:
+        with closing(TokenWriter(folder, [_FIELD], tokens.documents)) as writer:
             for numbers, lengths, counts in _packed_windows(tokens, part, seq_len):
                 writer.add(_FIELD, numbers, counts)
                 found.add(lengths, counts)
             if not found.samples:
                 raise UserError("data.source: no text has two tokens, so there is none to predict; add text")
             writer.finish(sizes=asdict(found))
-        draft.commit()
-    return TokenCache.open(folder)
+
+    return made_once(_plan_folder(tokens, part, seq_len), TokenCache.intact, write)
 
 
 @dataclass
@@ -150,8 +144,7 @@ class PackedSizes:
 def packed_sizes(tokens: TokenCache, part: Part, seq_len: int) -> PackedSizes:
     """The sizes that :func:`planned` leads to, from the cache if possible. Writes nothing."""
     found = PackedSizes(seq_len)
-    with suppress(CacheDamagedError):
-        plan = TokenCache.open(_plan_folder(tokens, part, seq_len))
+    if (plan := TokenCache.intact(_plan_folder(tokens, part, seq_len))) is not None:
         return PackedSizes(**plan.meta["sizes"])
     for _, lengths, counts in _packed_windows(tokens, part, seq_len):
         found.add(lengths, counts)

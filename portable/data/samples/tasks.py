@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from portable.data.samples.base import IGNORED, Arrays, OfCache, cut, pad_rows
+from portable.data.samples.base import IGNORED, LAST_LABEL, Arrays, OfCache, cut, pad_rows
 from portable.data.samples.classes import MULTI, SINGLE
 
 if TYPE_CHECKING:
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 LabelShift = Callable[[npt.NDArray[np.int64]], npt.NDArray[np.int64]]
 _U64 = (1 << 64) - 1
 MASKED_SHARE = 0.15
-LAST_LABEL = -1
-"""As ``decoder_start_token_id``: each row's own last label, as in mBART."""
 
 
 @dataclass(eq=False)

@@ -9,14 +9,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
+from portable.data.sources.documents import ANSWERING, Document, kind_of, valid
 from portable.errors import UserError, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-Format = Literal["text", "messages", "sharegpt", "prompt_completion", "alpaca", "preference", "samples"]
+    from portable.data.sources.documents import Format
+
 Message = dict[str, Any]
 
 EXPECTED: dict[Format, str] = {
@@ -40,8 +42,6 @@ _SHAREGPT_ROLES = {
     "developer": "developer",
 }
 _TOOLS = ("tool", *SELDOM)
-ANSWERING = frozenset({"assistant"})
-"""The roles whose messages are trained, unless ``data.roles_to_train`` names others."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # the same under three names
 _WEIGHTS = ("weight", "train", "loss")  # of OpenAI, axolotl and ms-swift; 0 or false: not trained
 
@@ -140,6 +140,28 @@ def _is_list(value: Any) -> bool:
 
 def _from_value(turns: list[Any]) -> bool:
     return not turns or (isinstance(turns[0], Mapping) and "from" in turns[0])
+
+
+def documents_in(
+    row: Mapping[str, Any], kind: Format, where: str, roles: frozenset[str], columns: tuple[float, ...]
+) -> list[Document]:
+    """The document of a record of a format other than text; the two of a preference, the chosen one first.
+
+    Raises:
+        UserError: it is not a valid record of that format.
+    """
+    read = (
+        read_preference(row, where) if kind == "preference" else [read_conversation(row, kind, where, roles)]
+    )
+    return [_document(one, where, columns) for one in read]
+
+
+def _document(read: Conversation | Completion, where: str, columns: tuple[float, ...]) -> Document:
+    if isinstance(read, Completion):
+        if not read.completion:
+            raise UserError(f"data.source: {where}: completion is empty; remove the record")
+        return Document(read.prompt + read.completion, prompt_chars=len(read.prompt), columns=columns)
+    return Document(read.text, conversation=read, columns=columns)
 
 
 def read_conversation(
@@ -366,16 +388,6 @@ def _list(row: Mapping[str, Any], key: str, kind: Format, where: str) -> Sequenc
     if not isinstance(value, list | tuple):
         raise _unlike(kind, where, f"{key} is {kind_of(value) if key in row else 'missing'}")
     return value
-
-
-def valid(text: str) -> str:
-    """``text`` without lone surrogates, which JSON may contain and tokenizers refuse."""
-    return text if text.isascii() else text.encode(errors="replace").decode()
-
-
-def kind_of(value: object) -> str:
-    """What a value is, for messages."""
-    return "null" if value is None else f"of type {type(value).__name__}"
 
 
 def _listed(names: Any) -> str:

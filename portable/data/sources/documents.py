@@ -10,22 +10,17 @@ from difflib import get_close_matches
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
-from portable.data.sources.conversations import (
-    ANSWERING,
-    Completion,
-    Conversation,
-    Format,
-    kind_of,
-    read_conversation,
-    read_preference,
-    valid,
-)
 from portable.errors import UserError
 from portable.terminal import tell
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
+    from portable.data.sources.conversations import Conversation
+
+Format = Literal["text", "messages", "sharegpt", "prompt_completion", "alpaca", "preference", "samples"]
+ANSWERING = frozenset({"assistant"})
+"""The roles whose messages are trained, unless ``data.roles_to_train`` names others."""
 TextSplit = Literal["file", "paragraph", "line"]
 Label = int | float | str | tuple[int | float | str, ...]
 """A class, several classes, a number or several numbers."""
@@ -135,10 +130,10 @@ def read_rows(row: Mapping[str, Any], fields: Fields, where: str) -> list[Docume
 
 def _documents(row: Mapping[str, Any], fields: Fields, where: str) -> list[Document]:
     columns = tuple(_number_of(row, name, where) for name in fields.columns)
-    if fields.format == "preference":
-        return [_document(read, where, columns) for read in read_preference(row, where)]
     if fields.format not in (None, "text"):
-        return [_document(read_conversation(row, fields.format, where, fields.roles), where, columns)]
+        from portable.data.sources.conversations import documents_in
+
+        return documents_in(row, fields.format, where, fields.roles, columns)
     text = _text_of(row, "text_field", fields.text, where)
     target = None if fields.target is None else _text_of(row, "target_field", fields.target, where)
     label = None if fields.label is None else _label_of(row, fields.label, where)
@@ -146,14 +141,6 @@ def _documents(row: Mapping[str, Any], fields: Fields, where: str) -> list[Docum
     if not text.strip() or (target is not None and not target.strip()):
         return []
     return [Document(fields.prefix + text, target, label, pair=pair, columns=columns)]
-
-
-def _document(read: Conversation | Completion, where: str, columns: tuple[float, ...]) -> Document:
-    if isinstance(read, Completion):
-        if not read.completion:
-            raise UserError(f"data.source: {where}: completion is empty; remove the record")
-        return Document(read.prompt + read.completion, prompt_chars=len(read.prompt), columns=columns)
-    return Document(read.text, conversation=read, columns=columns)
 
 
 def _text_of(row: Mapping[str, Any], key: str, name: str, where: str) -> str:
@@ -223,6 +210,16 @@ def _fields_of(row: Mapping[str, Any]) -> Iterator[str]:
             yield from (f"{name}.{inner}" for inner in value)
         else:
             yield name
+
+
+def valid(text: str) -> str:
+    """``text`` without lone surrogates, which JSON may contain and tokenizers refuse."""
+    return text if text.isascii() else text.encode(errors="replace").decode()
+
+
+def kind_of(value: object) -> str:
+    """What a value is, for messages."""
+    return "null" if value is None else f"of type {type(value).__name__}"
 
 
 def listed(names: Iterable[str]) -> str:

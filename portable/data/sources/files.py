@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.storage.object_store import is_url
 from converters.storage.places import in_store
-from portable.data.locked_folder import locked_folder
+from portable.data.locked_folder import made_once
 from portable.data.sources.compression import format_of, is_compressed
 from portable.data.sources.documents import Document, changed_meanwhile, digest_of, read_rows
 from portable.data.sources.file_parts import PARTS
@@ -172,21 +172,21 @@ class Files(Source):
         copy = folder / path.name
         if copy in self._checked and copy.exists():
             return copy
-        self._checked.add(copy)
-        if _is_intact(copy):
-            return copy
         listed_object = self._files[path]
         assert listed_object is not None
-        with storage_errors("data.source"), locked_folder(folder) as draft:
-            if not _is_intact(copy):
-                fetched = draft.path / path.name
-                with fetched.open("xb") as file:
-                    now = path.download(file.write)
-                # A file of the hub has no version: its URL has the revision.
-                if listed_object.version not in ("", now.version) or now.size != listed_object.size:
-                    raise changed_meanwhile(path)
-                (draft.path / _DIGEST).write_bytes(_content_digest(fetched))
-                draft.commit()
+
+        def write(draft: Path) -> None:
+            fetched = draft / path.name
+            with fetched.open("xb") as file:
+                now = path.download(file.write)
+            # A file of the hub has no version: its URL has the revision.
+            if listed_object.version not in ("", now.version) or now.size != listed_object.size:
+                raise changed_meanwhile(path)
+            (draft / _DIGEST).write_bytes(_content_digest(fetched))
+
+        with storage_errors("data.source"):
+            made_once(folder, lambda _: copy if _is_intact(copy) else None, write)
+        self._checked.add(copy)
         return copy
 
 

@@ -8,15 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from converters.storage.path_or_url import without_file
 from portable.config.sources import eval_key, evaluation_sources, training_key, training_sources
-from portable.data.sources.documents import Document, digest_of
-from portable.data.sources.files import Files
-from portable.data.sources.hub_dataset import HubDataset
-from portable.data.sources.prepared import PreparedTokens
-from portable.data.sources.sharded_tokens import SavedDataset, ShardedTokens
+from portable.data.sources.documents import Document, Format, digest_of
 from portable.data.sources.source import FINISHED, PREFERENCE, TASKS, Source, SourceSettings
 from portable.data.sources.standard_library import StandardLibrary
-from portable.data.sources.token_files import TokenFiles
-from portable.data.sources.user_records import UserRecords
 from portable.errors import UserError
 from portable.formatting import human_bytes, human_count
 
@@ -25,18 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from portable.config.sections import DataConfig
-    from portable.data.sources.conversations import Format
 
-KINDS: tuple[type[Source], ...] = (
-    UserRecords,
-    SavedDataset,
-    ShardedTokens,
-    TokenFiles,
-    PreparedTokens,
-    Files,
-    HubDataset,
-)
-"""The kinds of sources; the first that knows a name has it."""
 PART_BYTES = 16 << 20
 """Longer .jsonl and .parquet files are read in parts of this length, so that the first is soon there."""
 _PARTS = 1 << 17
@@ -72,8 +55,20 @@ def open_source(settings: SourceSettings) -> Source:
 
 
 def _opened(names: Sequence[str], settings: SourceSettings) -> Source:
-    found = (kind.of(names, settings) for kind in KINDS)
+    found = (kind.of(names, settings) for kind in kinds())
     return next(source for source in found if source is not None)
+
+
+def kinds() -> tuple[type[Source], ...]:
+    """The kinds of sources that have a name; the first that knows a name has it."""
+    from portable.data.sources.files import Files
+    from portable.data.sources.hub_dataset import HubDataset
+    from portable.data.sources.prepared import PreparedTokens
+    from portable.data.sources.sharded_tokens import SavedDataset, ShardedTokens
+    from portable.data.sources.token_files import TokenFiles
+    from portable.data.sources.user_records import UserRecords
+
+    return UserRecords, SavedDataset, ShardedTokens, TokenFiles, PreparedTokens, Files, HubDataset
 
 
 class StreamedFiles(Source):

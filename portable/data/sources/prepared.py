@@ -13,19 +13,18 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from converters.storage.places import copy_folder, files_below, in_store
-from portable.data.locked_folder import locked_folder
-from portable.data.sources.documents import digest_of
+from portable.data.locked_folder import made_once
+from portable.data.sources.documents import Format, digest_of
 from portable.data.sources.listing import place_with
 from portable.data.sources.source import Shard, SourceSettings, TokenSource
 from portable.errors import UserError, one_line
 from portable.paths import read_json, storage_errors
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from converters.storage.path_or_url import Place
-    from portable.data.sources.conversations import Format
 
 FORMAT = 1
 INDEX = "tokens.json"
@@ -77,6 +76,11 @@ def read_index(place: Place) -> Index:
         ) from error
 
 
+def _folder_with(file: str) -> Callable[[Path], Path | None]:
+    """What finds a copied folder by its last file."""
+    return lambda folder: folder if (folder / file).exists() else None
+
+
 class PreparedTokens(TokenSource):
     """A place that ``portable-data`` has written."""
 
@@ -118,11 +122,7 @@ class PreparedTokens(TokenSource):
         with storage_errors("data.source"):
             cache = self.settings.cache.parent
             copy = cache / "tokenizers" / digest_of(f"{folder} {files_below(folder)}")
-            if not copy.is_dir():
-                with locked_folder(copy) as draft:
-                    copy_folder(folder, draft.path)
-                    draft.commit()
-        return copy
+            return made_once(copy, _folder_with(""), partial(copy_folder, folder))
 
 
 class PreparedShard(TokenSource):
@@ -153,27 +153,25 @@ class PreparedShard(TokenSource):
         """A no-op: the list of shards was read."""
 
     def tokens(self, vocab_size: int, end: int | None) -> Iterator[Any]:
-        """None to copy: see :meth:`local`."""
+        """None to copy: see :meth:`tokenized_in`."""
         return iter(())
 
-    def local(self, cache: Path) -> Path:
-        """The folder with the tokens; from an object store, a copy in ``cache``.
-
-        Raises:
-            UserError: if it is missing. NoTextError: if it has no document.
-        """
+    def tokenized_in(self, cache: Path, made: str) -> Path:
+        if made != self.made:
+            raise UserError(
+                f"data.tokenizer: {self.name} was made with another tokenizer, chat template or "
+                "data.train_on; set those with which portable-data was run"
+            )
         if not self._documents:
             raise self.no_text()
         folder = self._folder
         if not in_store(folder):
             return folder
-        copy = cache / self.key
-        if (copy / LAST).is_file():
-            return copy
-        with storage_errors("data.source"), locked_folder(copy) as draft:
-            if not (copy / LAST).is_file():
-                if not (folder / LAST).is_file():
-                    raise UserError(f"data.source: {folder}: is not there; run portable-data again")
-                copy_folder(folder, draft.path)
-                draft.commit()
-        return copy
+
+        def write(draft: Path) -> None:
+            if not (folder / LAST).is_file():
+                raise UserError(f"data.source: {folder}: is not there; run portable-data again")
+            copy_folder(folder, draft)
+
+        with storage_errors("data.source"):
+            return made_once(cache / self.key, _folder_with(LAST), write)

@@ -1,7 +1,7 @@
 """A source of documents with its settings: what each kind of source has in common.
 
 A kind is a class in a file of its own. It says in :meth:`Source.of` what it is named by, gives records in
-:meth:`Source.rows` (or documents, or tokens), and a digest of them. ``KINDS`` in ``opening.py`` lists it.
+:meth:`Source.rows` (or documents, or tokens), and a digest of them. ``kinds`` in ``opening.py`` lists it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from portable.config.sections import DataConfig, SourceConfig
-from portable.data.sources.conversations import ANSWERING, recognise
 from portable.data.sources.documents import (
+    ANSWERING,
     BadRecords,
     Document,
     Fields,
+    Format,
     NoTextError,
     changed_meanwhile,
     read_rows,
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from portable.data.sources.conversations import Format
 
 T = TypeVar("T")
 STREAMS = "streams"
@@ -219,8 +219,11 @@ class Source(ABC):
     def _recognised(self) -> Format:
         if self.fields.format is not None:
             return self.fields.format
-        first = next(self.rows(), None)
-        return "text" if first is None else recognise(first[1], self.fields.text, first[0])
+        if (first := next(self.rows(), None)) is None:
+            return "text"
+        from portable.data.sources.conversations import recognise
+
+        return recognise(first[1], self.fields.text, first[0])
 
     def rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """Yield the place and the columns of each record; nothing for plain text."""
@@ -294,6 +297,17 @@ class Source(ABC):
             UserError: if it has none.
         """
         raise UserError("data.stream: data.source names no files; set it to files, a pattern or a URL")
+
+    def tokenized_in(self, cache: Path, made: str) -> Path | None:
+        """The folder with its tokens, if they were made ahead of time; a copy in ``cache`` of one elsewhere.
+
+        Args:
+            made: a digest of what the run's tokens are made with.
+
+        Raises:
+            UserError: if they are missing, or were made with something else. NoTextError: if there are none.
+        """
+        return None
 
     def made_with(self) -> Path | None:
         """The folder of the tokenizer that made its tokens, if it has some with one."""

@@ -11,15 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from converters.console import complain
 from portable import plugins
-from portable.data.sources.documents import digest_of
-from portable.data.sources.source import Source, SourceSettings
+from portable.data.sources.documents import Format, digest_of
+from portable.data.sources.source import FINISHED, Source, SourceSettings
 from portable.errors import UserError, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
-
-    from portable.data.sources.conversations import Format
 
 
 PATIENCE = 20.0
@@ -62,6 +60,10 @@ class UserRecords(Source):
             if first is not None and {"input_ids", "labels"} <= first[1].keys():
                 return "samples"
         return super()._recognised()
+
+    def check(self) -> None:
+        if self.settings.data.format != FINISHED:  # those are checked when they are counted
+            super().check()
 
     def rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         told = f"data.source: {self.name}"

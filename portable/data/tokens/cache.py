@@ -90,7 +90,7 @@ class _BlockSums:
         return np.array([*self._whole, *([self._crc] if self._filled else [])], dtype=_CRC)
 
 
-class _Stream:
+class ChecksummedFile:
     """Writes a file sequentially and computes its checksums."""
 
     def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:
@@ -147,7 +147,7 @@ class TokenWriter:
         self._folder = folder
         self._dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
         self._counts = dict.fromkeys(fields, 0)
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, ChecksummedFile] = {}
         for field in fields:
             self._begin(f"{field}.bin", _DTYPES[self._dtype])
             self._begin(f"{field}.idx", _OFFSET).write([0])
@@ -161,8 +161,8 @@ class TokenWriter:
         self.documents = self._trained = 0
         self._bits = np.zeros(0, dtype=bool)  # of tokens, until there are eight
 
-    def _begin(self, name: str, dtype: np.dtype[Any]) -> _Stream:
-        self._streams[name] = _Stream(self._folder / name, dtype)
+    def _begin(self, name: str, dtype: np.dtype[Any]) -> ChecksummedFile:
+        self._streams[name] = ChecksummedFile(self._folder / name, dtype)
         return self._streams[name]
 
     def add(
@@ -242,7 +242,7 @@ class TokenWriter:
 class _Labels:
     """Writes labels of any kind. Even the last label may decide the kind."""
 
-    def __init__(self, streams: dict[str, _Stream]) -> None:
+    def __init__(self, streams: dict[str, ChecksummedFile]) -> None:
         self._streams = streams
         self._known: dict[Any, int] | None = {}
         """The number of each class; None once a label was not a class."""
@@ -457,6 +457,13 @@ class TokenCache:
             raise CacheDamagedError(f"{folder}: {one_line(error)}") from error
         return found
 
+    @staticmethod
+    def intact(folder: Path) -> TokenCache | None:
+        """The same; None if it does not exist or is damaged."""
+        with suppress(CacheDamagedError):
+            return TokenCache.open(folder)
+        return None
+
     @cached_property
     def tokens(self) -> dict[str, CheckedArray]:
         """The concatenated tokens of each field, uint16 or uint32."""
@@ -516,10 +523,13 @@ class TokenCache:
         tokens: npt.NDArray[Any] = self.tokens[field][int(offsets[number]) : int(offsets[number + 1])]
         return tokens
 
+    @property
+    def has_columns(self) -> bool:
+        """Whether documents have further numbers."""
+        return COLUMNS in self.arrays
+
     def columns(self, numbers: Sequence[int]) -> dict[str, npt.NDArray[Any]]:
-        """The further numbers of some documents, by name: int64 or float32 ``[len(numbers)]``."""
-        if COLUMNS not in self.arrays:
-            return {}
+        """These numbers of some documents, by name: int64 or float32 ``[len(numbers)]``."""
         rows = self.arrays[COLUMNS][list(numbers)]
         kinds: dict[str, str] = self.meta["columns"]
         return {name: rows[:, at].astype(kind) for at, (name, kind) in enumerate(kinds.items())}

@@ -38,6 +38,7 @@ from portable.data.tokens.rendering import (
     no_template,
     unstable,
 )
+from portable.data.tokens.tokenizer import CHATML
 from portable.errors import UserError
 
 if TYPE_CHECKING:
@@ -47,12 +48,6 @@ if TYPE_CHECKING:
     from portable.data.sources.documents import Document
     from portable.data.tokens.tokenize import Frame
 
-CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
-    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>\\n' }}"
-    "{% endgeneration %}{% else %}{{ message['content'] + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-)
 BUILT_IN = {"chatml": CHATML}
 VERSION = 3  # of how records become tokens and masks; a change makes caches anew
 _SPECIAL = re.compile(r"<\|[^\s<>|'\"]+\|>")

@@ -13,7 +13,8 @@ from datetime import datetime
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Any, Literal
 
-from portable.data.sources.conversations import ANSWERING, FIRST, SELDOM, Conversation, context_only, valid
+from portable.data.sources.conversations import FIRST, SELDOM, Conversation, context_only
+from portable.data.sources.documents import ANSWERING, valid
 from portable.errors import UserError, one_line
 from portable.private import of_transformers
 
@@ -61,9 +62,6 @@ class Draft:
     """The trained answers, if each may become a sample of its own."""
 
 
-CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
-
-
 class UnstableError(UserError):
     """The tokens of an answer cannot be told in the whole."""
 
@@ -71,7 +69,7 @@ class UnstableError(UserError):
 def no_template() -> UserError:
     return UserError(
         "data.chat_template: the tokenizer has none; set it to a file with a template, or to chatml if the "
-        f"tokenizer has its tokens ({' '.join(CHATML_TOKENS)})"
+        "tokenizer has its tokens (<|im_start|> <|im_end|>)"
     )
 
 

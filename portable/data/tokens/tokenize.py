@@ -5,25 +5,22 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter, deque
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tqdm import tqdm
 
-from portable.data.locked_folder import locked_folder
+from portable.data.locked_folder import made_once
 from portable.data.sources.documents import PIECE_CHARS, Document, digest_of
-from portable.data.sources.prepared import PreparedShard
 from portable.data.sources.source import TokenSource
 from portable.data.tokens.cache import FORMAT, CacheDamagedError, TokenCache, TokenWriter
-from portable.data.tokens.chat_template import notes
 from portable.data.tokens.parallel import cores, ordered_map
 from portable.data.tokens.tokenizer import Vocabulary, parallel_tokenizers, tokenizer_digest
-from portable.errors import RunError, UserError, one_line
-from portable.terminal import tell
+from portable.errors import UserError, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -120,47 +117,27 @@ class TokenizeJob:
     def tokens_of_shard(self, shard: Shard) -> TokenCache:
         """The tokens of a shard, from the cache if possible. No copy of its file stays."""
         source = shard.open(self.settings)
-        if not isinstance(source, PreparedShard):
+        if (folder := source.tokenized_in(self.cache / TOKENS, self.made)) is None:
             try:
                 return self.tokens(source)
             finally:
                 source.release()
-        if source.made != self.made:
-            raise UserError(
-                f"data.tokenizer: {source.name} was made with another tokenizer, chat template or "
-                "data.train_on; set those with which portable-data was run"
-            )
         try:
-            return TokenCache.open(source.local(self.cache / TOKENS))
+            return TokenCache.open(folder)
         except CacheDamagedError as error:
             raise UserError(f"data.source: {one_line(error)}; run portable-data again") from error
 
     def tokens(self, source: Source, *, progress: bool = False) -> TokenCache:
         """Return the tokens of ``source``, from the cache if possible.
 
-        Any number of processes may call this concurrently: one builds the cache, the others wait. A damaged
-        cache is rebuilt. One batch of documents is in memory at a time.
+        A damaged cache is rebuilt. One batch of documents is in memory at a time.
 
         Raises:
             UserError: if the source cannot be read or has no text, or the cache is not writable.
         """
-        folder = self.folder(source)
-        with suppress(CacheDamagedError):
-            return TokenCache.open(folder)
-        with locked_folder(folder) as draft:
-            try:
-                return TokenCache.open(folder)
-            except CacheDamagedError as error:
-                if folder.exists():
-                    tell(f"warning: data.cache_dir: {error}; tokenizing again")
-            self._write(source, draft.path, progress)
-            draft.commit()
-        try:
-            return TokenCache.open(folder)
-        except CacheDamagedError as error:
-            raise RunError(
-                f"data.cache_dir: {error}, just written; choose a folder on another disk"
-            ) from error
+        return made_once(
+            self.folder(source), TokenCache.intact, partial(self._write, source, progress=progress)
+        )
 
     def _write(self, source: Source, folder: Path, progress: bool) -> None:
         fields = source.fields
@@ -221,6 +198,8 @@ def _write_conversations(source: Source, chat: ChatTemplate, writer: TokenWriter
             sizes.append(sum(_size(document) for document in batch))
             columns.append([document.columns for document in batch])
             yield batch
+
+    from portable.data.tokens.chat_template import notes
 
     stopping, ends, counts, prompt_left, unstopped = 0, Counter[int](), Counter[str](), "", ""
     for encoded in ordered_map(chat.encode, batches(), processes=cores(), alone=_ALONE):

@@ -17,10 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from converters import CheckpointError, check_manifest, manifest_entries, manifest_text
 from converters.manifest import MANIFEST
-from portable.data.locked_folder import locked_folder
+from portable.data.locked_folder import made_once
 from portable.data.sources.documents import digest_of, listed
-from portable.data.tokens.chat_template import CHATML
-from portable.data.tokens.rendering import CHATML_TOKENS
 from portable.errors import UserError, one_line
 from portable.paths import check_folder
 from portable.temporary_folder import scratch_folder
@@ -32,6 +30,13 @@ if TYPE_CHECKING:
     from portable.data.sources.source import Source
 
 END, PAD, MASK = "<|endoftext|>", "<|pad|>", "<|mask|>"
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' }}"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>\\n' }}"
+    "{% endgeneration %}{% else %}{{ message['content'] + '<|im_end|>\\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 DEFAULT_VOCAB_SIZE = 4096
 MAX_VOCAB_SIZE = 1_000_000  # of a trained tokenizer
 _FORMAT = 1
@@ -196,20 +201,16 @@ def train_tokenizer(
     """Train a byte-level BPE on the start of ``source``, or load it from the cache.
 
     ``vocab_size`` includes the special tokens; a small source may have fewer. ``mask`` adds a mask token,
-    ``ends`` appends the end token to each text, and ``chat`` adds the template ChatML and its tokens. Any
-    number of processes may call this concurrently: one trains, the others wait.
+    ``ends`` appends the end token to each text, and ``chat`` adds the template ChatML and its tokens.
     """
     size = trained_vocab_size(vocab_size, mask=mask)
     folder = trained_tokenizer_folder(source, size, cache, mask=mask, ends=ends, chat=chat)
-    if tokenizer := _open(folder):
-        return tokenizer
-    with locked_folder(folder) as draft:
-        if tokenizer := _open(folder):
-            return tokenizer
-        _train(source, size, mask, ends, chat).save_pretrained(draft.path)
-        (draft.path / MANIFEST).write_text(manifest_text(manifest_entries(draft.path)), "utf-8")
-        draft.commit()
-    return load_tokenizer(str(folder))
+
+    def write(draft: Path) -> None:
+        _train(source, size, mask, ends, chat).save_pretrained(draft)
+        (draft / MANIFEST).write_text(manifest_text(manifest_entries(draft)), "utf-8")
+
+    return made_once(folder, _open, write)
 
 
 def _open(folder: Path) -> Any:
