@@ -47,7 +47,14 @@ MODELS: dict[str, dict[str, Any]] = {
         "head_dim": 8,
     },
     "learned positions": {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64},
-    "experts": {**TINY_MODEL, "model_type": "mixtral", "num_attention_heads": 4, "num_key_value_heads": 1},
+    "experts": {
+        **TINY_MODEL,
+        "model_type": "mixtral",
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "output_router_logits": True,
+        "router_aux_loss_coef": 0.5,
+    },
 }
 STEPS: dict[str, Any] = {
     "data__seq_len": 64,
@@ -97,6 +104,7 @@ def alone(engines: Engines, conversations: Path, tmp_path_factory: pytest.TempPa
 CASES = [
     *((layout, "windows", "documents") for layout in LAYOUTS),
     *(("DDP", model, "documents") for model in MODELS if model != "windows"),
+    *((layout, "experts", "documents") for layout in ("FSDP2, four ranks a sequence", "ZeRO-1")),
     ("DDP", "windows", False),
 ]
 
@@ -131,7 +139,10 @@ def test_settings_that_need_whole_sequences(case: str, corpus: Path, tmp_path: P
     [
         ({"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48}, "3 heads .3 of keys."),
         ({"model_type": "gpt_oss", "num_local_experts": 2}, "runs with eager"),
-        ({"model_type": "mixtral", "output_router_logits": True}, "the router loss"),
+        (
+            {"model_type": "doge", "output_router_logits": True},
+            "attention that ranks cannot share|the router loss",
+        ),
         ({"model_type": "falcon", "num_kv_heads": 4}, "attention that ranks cannot share"),
         ({"model_type": "mamba"}, "runs with eager"),
         ({"model_type": "bert", "is_decoder": False}, "attends in both directions|not found to keep"),

@@ -8,15 +8,22 @@ Source: Jacobs et al., "DeepSpeed Ulysses", arXiv:2309.14509.
 
 from __future__ import annotations
 
+import functools
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
 
 from portable.model.document_attention import let_sdpa_take_documents
 from portable.model.shareable import check
-from portable.private.of_transformers import attention_functions, attention_kernel, mask_functions
+from portable.private.of_transformers import (
+    attention_functions,
+    attention_kernel,
+    mask_functions,
+    router_loss_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -52,6 +59,11 @@ class SharedSequences:
         finally:
             self._group = group
 
+    def mean(self, tensor: Tensor) -> Tensor:
+        """The mean of ``tensor``, which is overwritten, over these ranks."""
+        dist.all_reduce(tensor, group=self._group)
+        return tensor.div_(self.parts)
+
     def exchange(self, tensor: Tensor) -> Tensor:
         """``[batch, n, part of m, width]`` to ``[batch, part of n, m, width]``, or back."""
         exchanged: Tensor = _Exchange.apply(tensor, self._group, 1, 2)
@@ -80,6 +92,10 @@ def share_sequences(model: Any, config: RunConfig, machine: Machine, at_stop: Ex
         before = functions[kernel]
         functions[kernel] = wrapped(before, sequences)
         at_stop.callback(functions.__setitem__, kernel, before)
+    if (place := router_loss_of(model)) is not None:
+        before = getattr(*place)
+        setattr(*place, _of_all_tokens(before, sequences))
+        at_stop.callback(setattr, *place, before)
     return sequences
 
 
@@ -135,6 +151,38 @@ def _over_heads(inner: Callable[..., Any], sequences: SharedSequences) -> Callab
     # The compiler would take shapes that differ around an exchange for dynamic ones.
     uncompiled: Callable[..., Any] = torch.compiler.disable(attention)
     return uncompiled
+
+
+def _of_all_tokens(inner: Callable[..., Any], sequences: SharedSequences) -> Callable[..., Any]:
+    """This rank's share of the router loss of whole sequences: the shares of all ranks add up to it.
+
+    The loss is a product, for each expert, of its share of the tokens and of its mean probability. The first
+    has no gradient and is that of all ranks; the second is this rank's.
+    """
+
+    @functools.wraps(inner)
+    def loss(gate_logits: Any, num_experts: Any = None, top_k: int = 2, attention_mask: Any = None) -> Any:
+        parts = sequences.parts
+        if parts == 1:
+            return inner(gate_logits, num_experts, top_k, attention_mask)
+        with _CountsOfAll(sequences):  # batches have no padding
+            return inner(gate_logits, num_experts, top_k, None) / parts
+
+    return loss
+
+
+class _CountsOfAll(TorchFunctionMode):
+    """Within this context, ``torch.histc`` gives the mean over the ranks that share a sequence."""
+
+    def __init__(self, sequences: SharedSequences) -> None:
+        super().__init__()
+        self._sequences = sequences
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        return self._sequences.mean(found.float()) if func is torch.histc else found
 
 
 def _of_whole(inner: Callable[..., Any], sequences: SharedSequences) -> Callable[..., Any]:

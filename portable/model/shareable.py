@@ -6,7 +6,7 @@ from typing import Any
 
 from portable.errors import require
 from portable.model.document_attention import READ_THEIR_MASK, check_documents
-from portable.private.of_transformers import attention_kernel
+from portable.private.of_transformers import attention_kernel, router_loss_of
 
 KEY = "context_parallel_size"
 
@@ -25,7 +25,7 @@ def check(model: Any, size: int) -> None:
         f"{KEY}: works with sdpa and flash attention, and {name} runs with {kernel}; set it to 1",
     )
     require(
-        not getattr(text, "output_router_logits", False),
+        not getattr(text, "output_router_logits", False) or router_loss_of(model) is not None,
         f"{KEY}: the router loss of {name} needs whole sequences; set "
         "model.config.output_router_logits to false",
     )

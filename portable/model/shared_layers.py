@@ -144,6 +144,8 @@ def plans(model: Any, size: int) -> tuple[Plan, Plan]:
                 "set it to 1",
             )
             layers.setdefault(name, USED_IN_PART)
+        if own == "q_proj" and layers.get(f"{layer}.kv_b_proj") == "colwise":  # without q_lora_rank
+            layers.setdefault(name, "colwise")
     adapted = {name: module for name, module in modules.items() if hasattr(module, "base_layer")}
     for name in adapted.keys() & layers.keys():
         layers |= dict(_with_adapter(name, layers.pop(name), adapted[name]))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import sys
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -94,6 +96,20 @@ def mask_functions() -> Any:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
     return ALL_MASK_ATTENTION_FUNCTIONS
+
+
+@_transformers.needed_for("context_parallel_size")
+def router_loss_of(model: Any) -> tuple[Any, str] | None:
+    """The module and the name of the function that computes the router loss of ``model``, if it is Mixtral's.
+
+    Each model type has a function of its own, most of them the same. None if it has another or none.
+    """
+    from transformers.models.mixtral import modeling_mixtral
+
+    name, module = "load_balancing_loss_func", sys.modules[type(model).__module__]
+    codes = [inspect.unwrap(getattr(one, name, _none)).__code__ for one in (module, modeling_mixtral)]
+    ours, theirs = ((code.co_code, code.co_names) for code in codes)
+    return (module, name) if ours == theirs else None
 
 
 def share_heads_of_keys() -> None:

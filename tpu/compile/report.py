@@ -267,7 +267,7 @@ def convolution_flops(computation: Computation, instruction: Instruction) -> flo
         positions *= _valid(window, left[source], result[target])
     depth: int = right[axes.kernel_input_feature]
     batch, features = result[axes.output_batch], result[axes.output_feature]
-    return float(2 * positions * depth * batch * features)
+    return 2.0 * float(positions * depth * batch * features)
 
 
 def _valid(window: Any, source: int, target: int) -> int:
