@@ -82,7 +82,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-IMPLIED = ("hybrid, 4 x 1", "offload on one rank", "offload the optimizer alone, one rank")
+IMPLIED: tuple[str, ...] = ("hybrid, 4 x 1", "offload on one rank", "offload the optimizer alone, one rank")
 IMPLIED += ("full recomputation, no_shard, 2 ranks", "full recomputation, hybrid_shard, 4 ranks")
 IMPLIED += ("selective recomputation, shard_grad_op, 2 ranks", "offload, optimizer named too", "prefetch")
 """By cases that differ from them in one setting."""
