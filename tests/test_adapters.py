@@ -230,7 +230,12 @@ MIXED: list[tuple[str, str, int, dict[str, Any]]] = [
 ]
 
 
-IMPLIED: tuple[str, ...] = ("dora, conv1d-full_shard", "embedding-shard_grad_op", "head-full_shard", "head-zero1")
+IMPLIED: tuple[str, ...] = (
+    "dora, conv1d-full_shard",
+    "embedding-shard_grad_op",
+    "head-full_shard",
+    "head-zero1",
+)
 IMPLIED += ("tokens-full_shard", "one layer-xla")
 """By the same kind of adapter on another engine, and another kind on this one."""
 

@@ -93,8 +93,8 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("FSDP2, four ranks a layer", "norms of heads", {"data__packing": "documents"}),
     *(("FSDP2, a group", model, {"data__packing": "documents"}) for model in MODELS if model != "windows"),
     ("FSDP2, a group", "windows", {"data__packing": False}),
-    ("FSDP2, two groups", "experts", {"train__optimizer": "sgd", "train__learning_rate": 0.1}),
-    ("FSDP2, two groups", "norms of heads", {"train__ema": 0.9, "train__eval_ema": True}),
+    ("FSDP2, a group", "experts", {"train__optimizer": "sgd", "train__learning_rate": 0.1}),
+    ("FSDP2, a group", "norms of heads", {"train__ema": 0.9, "train__eval_ema": True}),
     ("FSDP2, a group", "windows", {"adapter__type": "lora", "adapter__init": False}),
     ("recomputed", "norms of heads", {"adapter__type": "lora", "adapter__use_rslora": True}),
 ]

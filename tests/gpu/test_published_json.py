@@ -22,7 +22,7 @@ from portable.errors import UserError
 from portable.optim.schedule import SCHEDULES
 from portable.registry import create_backend
 from portable.run.settle import settle
-from tests.published import Shape, few, shapes
+from tests.published import Shape, shapes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -211,7 +211,7 @@ SHAPES = shapes("deepspeed.json")
 TAKEN = [shape for shape in SHAPES if not shape.refused]
 
 
-@pytest.mark.parametrize("shape", few(TAKEN))
+@pytest.mark.parametrize("shape", TAKEN, ids=lambda shape: shape.name)
 def test_reaches_the_engine_as_deepspeed_reads_it(shape: Shape, tmp_path: Path, read: Any) -> None:
     """And a person is told what it passes over."""
     config, document = understood(shape, tmp_path)

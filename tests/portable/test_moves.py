@@ -87,7 +87,8 @@ def stored(folder: Path) -> Path:
     return folder / "checkpoints" / f"step-{MOVES_AT:06d}"
 
 
-IMPLIED = ("shard_grad_op", "zero1, offload", "zero2, offload", "tpu, no_shard")
+IMPLIED: tuple[str, ...] = ("shard_grad_op", "zero1, offload", "zero2, offload", "tpu, no_shard")
+IMPLIED += ("full_shard, shared", "zero3, shared")
 """Of their classes, others write; what these save is held in test_engines, what they load below."""
 
 

@@ -17,7 +17,7 @@ from accelerate.utils.launch import (
 
 from portable.config import parse_args
 from portable.errors import UserError
-from tests.published import few, shapes
+from tests.published import shapes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -134,7 +134,7 @@ def deepspeed(config: RunConfig) -> Iterator[tuple[str, Any, Any]]:
     yield "accumulation", steps, max(1, int(str(values["gradient_accumulation_steps"]).replace("auto", "1")))
 
 
-@pytest.mark.parametrize("shape", few([s for s in SHAPES if not s.refused]))
+@pytest.mark.parametrize("shape", [s for s in SHAPES if not s.refused], ids=lambda shape: shape.name)
 def test_is_what_accelerate_makes_of_it(
     shape: Shape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

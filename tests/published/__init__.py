@@ -9,12 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import pytest
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -38,26 +33,6 @@ class Shape:
     refused: str = ""
     why: str = ""
     ranks: int = 8
-
-
-def few(given: list[Shape]) -> list[Any]:
-    """Parameters: a shape whose keys and values others before it have together is for ``--all``."""
-    seen: set[tuple[str, str]] = set()
-
-    def leaves(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
-        if isinstance(value, dict):
-            for key, inside in value.items():
-                yield from leaves(inside, f"{path}.{key}")
-        else:
-            yield path, str(value) if isinstance(value, str | bool) else type(value).__name__
-
-    def new(shape: Shape) -> bool:
-        found = {*leaves(shape.config), *(("", words) for words in shape.told)}
-        more = found - seen
-        seen.update(found)
-        return bool(more)
-
-    return [pytest.param(one, id=one.name, marks=[] if new(one) else pytest.mark.exhaustive) for one in given]
 
 
 def shapes(name: str) -> list[Shape]:
