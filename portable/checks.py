@@ -409,14 +409,13 @@ CHECKS: tuple[Check | Several, ...] = (
     Check(
         "adapter.target_modules adapter.target_parameters",
         lambda c: not c.adapter.target_modules and not c.adapter.target_parameters,
-        " is empty, which goes beside adapter.target_parameters only; name modules",
+        " is empty, which only adapter.target_parameters allows; name modules",
     ),
     Check(
         "train.trainable adapter.type",
         lambda c: _has_adapter(c) and c.train.freezes,
-        " and train.frozen do not go with an adapter, beside which all is frozen; use "
-        "adapter.modules_to_save "
-        "and adapter.layers",
+        " and train.frozen do not work with an adapter, which freezes all other weights; use "
+        "adapter.modules_to_save and adapter.layers",
     ),
     Check(
         "adapter.base strategy",
@@ -433,7 +432,7 @@ CHECKS: tuple[Check | Several, ...] = (
     Check(
         "adapter.trainable_token_indices strategy",
         lambda c: c.adapter.trainable_token_indices is not None and c.strategy == "zero3",
-        " does not work with strategy zero3, whose tables are not whole where rows are put into them; use "
+        " does not work with strategy zero3, under which no rank has the whole table of embeddings; use "
         "full_shard",
     ),
     Check(
@@ -476,9 +475,8 @@ CHECKS: tuple[Check | Several, ...] = (
     Check(
         "data.columns data.packing",
         lambda c: c.data.columns and c.data.packing,
-        " has numbers of records, but data.packing {data.packing} makes other samples of them; set "
-        "data.packing "
-        "to false",
+        " has a number for each record, but data.packing {data.packing} joins records; set "
+        "data.packing to false",
     ),
     Several(
         lambda c: [

@@ -358,7 +358,7 @@ def name_of(key: str, given: Any, sources: dict[str, str], *, make: bool = True)
     target = given
     if isinstance(given, functools.partial):
         if given.args:
-            raise UserError(f"{key}: a partial with arguments without names; name them")
+            raise UserError(f"{key}: a partial with positional arguments; give them by name")
         target, arguments = given.func, dict(given.keywords)
     elif not inspect.isclass(given) and not inspect.isfunction(given):
         target = type(given)
@@ -370,14 +370,14 @@ def name_of(key: str, given: Any, sources: dict[str, str], *, make: bool = True)
             }
         elif vars(given) if hasattr(given, "__dict__") else True:
             raise UserError(
-                f"{key}: an object of {target.__name__}, of which ranks cannot be told how it was made; make "
+                f"{key}: an object of {target.__name__}, which the ranks do not know how to make; make "
                 "the class a dataclass, or give the class itself"
             )
     for name, value in arguments.items():
         if not _is_plain(value):
             raise UserError(
                 f"{key}: {getattr(target, '__name__', target)}: {name} is a {type(value).__name__}; "
-                "arguments are numbers, text, and lists or mappings of these, so that ranks can be told"
+                "use numbers, text, and lists or mappings of these, which can be sent to the ranks"
             )
     module, name = target.__module__, target.__qualname__
     if module == "__main__" or "<locals>" in name or "<lambda>" in name:
@@ -385,7 +385,9 @@ def name_of(key: str, given: Any, sources: dict[str, str], *, make: bool = True)
         module = f"{NOTEBOOK}{_code_digest(text)}"
         sources[module] = text
     elif _object_at(module, name) is not target:
-        raise UserError(f"{key}: {module}:{name} is another object there; define it at the top of a module")
+        raise UserError(
+            f"{key}: the ranks would find another object as {module}:{name}; define it at the top of a module"
+        )
     found = str(Name(module, name, arguments))
     _objects[found] = given if not (make and inspect.isclass(given)) else given(**arguments)
     return found

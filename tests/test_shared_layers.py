@@ -208,8 +208,8 @@ def test_settings_that_were_not_tried(case: str, corpus: Path, tmp_path: Path) -
         ({"intermediate_size": 81}, "the 81 rows or columns of model.layers.0.mlp.gate_proj.weight"),
         ({"model_type": "mixtral", "num_local_experts": 3}, "the 3 rows or columns of .*experts"),
         ({"model_type": "cohere", "use_qk_norm": True}, "a norm for each head"),
-        ({"model_type": "apertus"}, "was not found to compute"),
-        ({"model_type": "gpt2"}, "was not found to compute"),
+        ({"model_type": "apertus"}, "is not among the models"),
+        ({"model_type": "gpt2"}, "is not among the models"),
     ],
 )
 def test_models_whose_layers_cannot_be_shared(changed: dict[str, Any], told: str) -> None:

@@ -54,7 +54,7 @@ def plan_universal(checkpoint: Checkpoint, choices: Choices) -> Plan:
             which the masters are; a name that no folder can have.
     """
     if not choices.optimizer:
-        raise CheckpointError("--to deepspeed-universal: holds model and optimizer; add --optimizer")
+        raise CheckpointError("--to deepspeed-universal: needs the optimizer, too; add --optimizer")
     if parse_dtype(choices.dtype) not in (None, "F32"):
         raise CheckpointError("--to deepspeed-universal: its masters are float32; leave out --dtype")
     found = required_optimizer(checkpoint)

@@ -420,7 +420,11 @@ def _check_targets(model: PreTrainedModel, settings: Any, config: RunConfig, mat
                 f"adapter.layers: the model has no linear layers in {list(layers)}; give numbers from 0",
             )
     elif isinstance(targets, str):
-        require(layers is None, "adapter.layers: goes with names; put the layers into the expression")
+        require(
+            layers is None,
+            "adapter.layers: needs a list of names in adapter.target_modules; put the layers into the "
+            "regular expression",
+        )
         try:
             found = [name for name in modules if matcher.fullmatch(targets, name)]
         except PatternError as error:

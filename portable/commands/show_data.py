@@ -30,7 +30,7 @@ def show_data(settled: Resolved, count: int) -> int:
     data = open_data(config, model_config, special_tokens)
     assemble(config, model_config, special_tokens, data.tokenizer, data)  # refuses what a run refuses
     if not data.opened:
-        raise UserError("--show-data: shows what texts become; finished samples come from code of your own")
+        raise UserError("--show-data: shows how texts become samples, and data.source gives finished ones")
     for warning in data.sizes.warnings:
         tell(f"warning: {warning}")
     color = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

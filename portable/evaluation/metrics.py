@@ -69,7 +69,9 @@ class Ratios:
             isinstance(p, tuple) and len(p) == 2 for p in pairs.values()
         )
         if not right:
-            raise TypeError(f"returns {pairs!r:.60}, and not pairs of a sum and its count, by name")
+            raise TypeError(
+                f"returns {pairs!r:.60}; return a mapping from names to pairs of a sum and its count"
+            )
         named = {f"sum of {name}": pair[0] for name, pair in pairs.items()}
         return named | {f"count of {name}": pair[1] for name, pair in pairs.items()}
 
@@ -165,7 +167,7 @@ def own_metric(path: str) -> Metric:
         if hasattr(found, name):
             setattr(own, name, getattr(found, name))
     if getattr(own, "needs", None) not in (None, "logits", "predictions"):
-        raise UserError(f"{key}: needs is {own.needs!r}; set it to 'logits' or 'predictions'")  # type: ignore[attr-defined]
+        raise UserError(f"{key}: its attribute needs is {own.needs!r}; set it to 'logits' or 'predictions'")  # type: ignore[attr-defined]
     return own
 
 

@@ -54,7 +54,7 @@ def check_layers(model: Any, size: int) -> None:
     text = config.get_text_config()
     require(
         text is config and config.model_type in COMPARED,
-        f"{KEY}: {name} was not found to compute on shared layers what it does on one rank; set it to 1",
+        f"{KEY}: {name} is not among the models whose results on shared layers equal one rank's; set it to 1",
     )
     for parameter, value in model.named_parameters() if adapted(model) else ():
         require(

@@ -115,7 +115,10 @@ class TrainingLoss:
                 "batch, or a class of such objects"
             )
         if self.needs - {LOGITS, *STATISTICS}:
-            raise UserError(f"{key}: needs is {needs!r}; it is 'logits', or some of {', '.join(STATISTICS)}")
+            names = ", ".join(STATISTICS)
+            raise UserError(
+                f"{key}: its attribute needs is {needs!r}; set it to 'logits', or some of {names}"
+            )
         self._weight: Callable[[Batch], float] | None = getattr(loss, "weight", None)
         self.before: Callable[..., Mapping[str, Tensor]] | None = getattr(loss, "before", None)
         self.once: Callable[..., Mapping[str, Tensor]] | None = getattr(loss, "once", None)
@@ -230,8 +233,8 @@ class TrainingLoss:
     def _compare(self, whole: float, parts: float) -> None:
         if abs(whole - parts) > 1e-2 * max(abs(whole), abs(parts), 1e-6):
             raise UserError(
-                f"{self.key}: is {whole:.6g} for a micro-batch and {parts:.6g} for its halves together: "
-                "it is no sum over the rows; return the sum, not a mean"
+                f"{self.key}: is {whole:.6g} for a micro-batch and {parts:.6g} for its two halves together; "
+                "the loss must be a sum over rows, not a mean"
             )
 
 

@@ -123,7 +123,7 @@ class OwnOptimizer:
         pairs = zip(on_shards, _tried(settings, _small()), strict=True)
         require(
             all(torch.allclose(one, other, rtol=1e-4, atol=1e-6) for one, other in pairs),
-            f"{self.key}: computes otherwise on shards (DTensors) than on whole tensors; use "
+            f"{self.key}: gives other results on shards (DTensors) than on whole tensors; use "
             "strategy no_shard",
         )
 
@@ -196,7 +196,7 @@ class OwnOptimizer:
             if not isinstance(value, torch.Tensor | Number) or not isinstance(name, str):
                 raise UserError(
                     f"{self.key}: the state {name!r} of {self._names[parameter]} is a "
-                    f"{type(value).__name__}, which no checkpoint holds; make it a tensor or a number"
+                    f"{type(value).__name__}, which a checkpoint cannot hold; make it a tensor or a number"
                 )
             found[name] = _completed(value) if isinstance(value, DTensor) else value
         return found
@@ -257,8 +257,8 @@ class OwnOptimizer:
             shape = getattr(values[name], "shape", ())
             require(
                 not shape or tuple(shape) == tuple(parameter.shape),
-                f"{self.key}: the state {name!r} of {self._names[parameter]}, of shape {list(shape)}, is not "
-                "made in its first step, so that its place is unknown; make it there",
+                f"{self.key}: creates the state {name!r} of {self._names[parameter]}, of shape "
+                f"{list(shape)}, after its first step, so that its sharding is unknown; create it there",
             )
             found[name] = torch.zeros_like(parameter) if shape else 0.0
         return found

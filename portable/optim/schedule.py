@@ -293,8 +293,8 @@ class OwnSchedule(Schedule):
         fits = isinstance(factor, int | float) and math.isfinite(factor) and factor >= 0
         require(
             fits,
-            f"{told}: gives {factor!r} for step {step}; return what to multiply train.learning_rate by, a "
-            "finite number from 0",
+            f"{told}: returns {factor!r} for step {step}; return the factor of train.learning_rate, a finite "
+            "number of at least 0",
         )
         return self.peak * float(factor)
 

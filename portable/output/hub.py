@@ -136,8 +136,8 @@ class Hub:
             owner = self.name.partition("/")[0]
             if owner not in (user["name"], *(one["name"] for one in user.get("orgs") or [])):
                 raise UserError(
-                    f"hub.repo: {self.name}: there is none, and the token's user, {user['name']}, is not in "
-                    f"{owner}, so cannot create it; check the name, or {_TOKEN}"
+                    f"hub.repo: {self.name} does not exist, and the token's user, {user['name']}, is not in "
+                    f"{owner} and cannot create it; check the name, or {_TOKEN}"
                 ) from None
             return
         if self._private and not found.private:

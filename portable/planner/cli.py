@@ -151,7 +151,7 @@ def _by_cost(config: RunConfig, given: dict[str, Any], prices: dict[str, float])
     Of each kind as few devices are taken as hold it without offloading: more finish sooner at the same cost.
     """
     found = re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,6})?)\s*", given["budget"])
-    require(found is not None, f"--budget: {given['budget']!r} is no sum; write 50")
+    require(found is not None, f"--budget: {given['budget']!r} is not an amount of money; write 50")
     assert found is not None
     budget = float(found[1])
     require(budget > 0, f"--budget: {given['budget']!r} buys nothing; write 50")
@@ -178,7 +178,7 @@ def _by_cost(config: RunConfig, given: dict[str, Any], prices: dict[str, float])
             model, work = models[target.backend]
             if work is None:
                 raise UserError(
-                    "--budget: the tokens are not known; set train.steps, or have the data here and tokenized"
+                    "--budget: the number of tokens is unknown; set train.steps, or tokenize the data here"
                 )
             planner = Planner(here, model, target)
             best = planner.best(planner.options())

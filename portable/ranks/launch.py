@@ -65,7 +65,7 @@ def joined() -> bool:
         raise _incomplete("RANK is", "WORLD_SIZE is")
     if not (rank.isdecimal() and world_size.isdecimal() and int(rank) < int(world_size)):
         given = one_line(f"RANK={rank} and WORLD_SIZE={world_size}")
-        raise UserError(f"{given} are set, which is no rank of a launch; {_REMEDY}")
+        raise UserError(f"{given} are set, but ranks go from 0 to WORLD_SIZE - 1; {_REMEDY}")
     return True
 
 

@@ -109,7 +109,9 @@ def add_computed(config: RunConfig, backend: Backend, data: Data, reference: str
         return
     check_once(config, loss)
     if backend.one_program and backend.world_size > 1:
-        raise UserError(f"{loss.key}: on several hosts, XLA computes nothing once; name a reference")
+        raise UserError(
+            f"{loss.key}: on several hosts, XLA cannot compute numbers before the training; name a reference"
+        )
     root = Path(config.data.cache_dir) if config.data.cache_dir else default_cache_dir()
 
     found = {"training": data.train} | {f"evaluation {name}": one for name, one in data.evals.items()}

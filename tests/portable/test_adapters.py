@@ -59,12 +59,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"modules_to_save": ["haed"]}, r"adapter\.modules_to_save: the model has no haed"),
     ({"target_parameters": ["experts.gate"]}, r"adapter\.target_parameters: the model has no experts.gate"),
     ({"layers": [2]}, r"adapter\.layers: the model has no linear layers in \[2\]"),
-    ({"layers": [0], "target_modules": ".*q_proj"}, r"adapter\.layers: goes with names"),
+    ({"layers": [0], "target_modules": ".*q_proj"}, r"adapter\.layers: needs a list of names"),
     ({"base": "bf16"}, r"adapter\.base: bf16 does not work with precision fp32"),
     ({"init": "orthogonal", "r": 3}, r"adapter: .*rank to be even"),
     ({"type": None, "r": 4}, r"adapter\.r has no effect without adapter\.type"),
     ({"type": "ia3", "r": 4}, r"adapter\.r is for lora"),
-    ({"target_modules": []}, r"adapter\.target_modules is empty, which goes beside"),
+    ({"target_modules": []}, r"adapter\.target_modules is empty, which only"),
     ({"init": "pissa"}, r"adapter\.init must be true \| false or gaussian \| orthogonal"),
 ]
 

@@ -309,8 +309,8 @@ def test_what_ranks_could_not_make_is_refused(notebook: Any, tmp_path: Path, cor
     for loss, told in (
         (notebook.uses_a_tensor, "uses_a_tensor uses tensor, a Tensor of the notebook"),
         (lambda outputs, batch: None, "is defined within a function"),
-        (functools.partial(notebook.longest, torch.ones(1)), "arguments without names"),
-        (notebook.Weighted(power=torch.ones(1)), "power is a Tensor; arguments are numbers"),
+        (functools.partial(notebook.longest, torch.ones(1)), "positional arguments"),
+        (notebook.Weighted(power=torch.ones(1)), "power is a Tensor; use numbers"),
     ):
         with pytest.raises(UserError, match="loss: ") as caught:
             with_objects(config, loss=loss)

@@ -304,8 +304,11 @@ def test_a_launched_dry_run_writes_nothing_either(
     [
         ({"WORLD_SIZE": "4"}, "WORLD_SIZE is set, as by a launcher of ranks, but RANK is not; `unset "),
         ({"RANK": "0"}, "RANK is set, as by a launcher of ranks, but WORLD_SIZE is not; `unset "),
-        ({"RANK": "4", "WORLD_SIZE": "4"}, "RANK=4 and WORLD_SIZE=4 are set, which is no rank of a launch; "),
-        ({"RANK": "0", "WORLD_SIZE": "many"}, "RANK=0 and WORLD_SIZE=many are set, which is no rank of a "),
+        (
+            {"RANK": "4", "WORLD_SIZE": "4"},
+            "RANK=4 and WORLD_SIZE=4 are set, but ranks go from 0 to WORLD_SIZE - 1; ",
+        ),
+        ({"RANK": "0", "WORLD_SIZE": "many"}, "RANK=0 and WORLD_SIZE=many are set, but ranks go from 0 "),
         (
             {"RANK": "0", "WORLD_SIZE": "2"},
             "but MASTER_ADDR and MASTER_PORT are not; `unset RANK WORLD_SIZE`",

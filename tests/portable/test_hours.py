@@ -219,7 +219,7 @@ def test_a_budget_sorts_machines_by_cost(
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["--budget", "many"], "--budget: 'many' is no sum"),
+        (["--budget", "many"], "--budget: 'many' is not an amount"),
         (
             ["--budget", "50", "--price-per-hour", "h100=2", "--model.config.hidden_size", "0"],
             "hidden_size is 0",

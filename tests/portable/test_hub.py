@@ -255,7 +255,7 @@ def test_a_lost_upload_loses_no_run(
     [
         ({}, {"faults": {"whoami": [401]}}, "the hub does not know the token; set HF_TOKEN"),
         ({}, {"role": "read"}, "the token may only read"),
-        ({"hub__repo": "other/tiny"}, {}, "there is none, and the token's user, me, is not in other"),
+        ({"hub__repo": "other/tiny"}, {}, "does not exist, and the token's user, me, is not in other"),
         ({"hub__repo": "lab/tiny"}, {"writable": {"me"}}, "the token may not write to lab/tiny"),
         (
             {"hub__repo": "other/open", "hub__private": False},

@@ -181,10 +181,13 @@ class Several(Largest):
     ("name", "told"),
     [
         ("failing", r"failing: fails \(ValueError: not so; test_metrics.py, line \d+\)"),
-        ("no_pair", r"no_pair: fails \(TypeError: returns .*, and not pairs of a sum and its count"),
+        (
+            "no_pair",
+            r"no_pair: fails \(TypeError: returns .*; return a mapping from names to pairs of a sum",
+        ),
         ("loss_again", r"loss_again: another metric has a value 'loss', too"),
         ("Several", r"Several: fails \(RuntimeError: .*Tensor with 4 elements"),
-        ("Needy", r"Needy: needs is 'everything'; set it to 'logits'"),
+        ("Needy", r"Needy: its attribute needs is 'everything'; set it to 'logits'"),
     ],
 )
 def test_a_metric_that_fails_is_named(name: str, told: str) -> None:

@@ -111,7 +111,7 @@ def test_a_function_that_another_has_taken_the_name_of() -> None:
     def wrapper() -> None:
         pass
 
-    told = r"data.source: tests\.portable\.data_support:write_jsonl is another object there"
+    told = r"data.source: the ranks would find another object as tests\.portable\.data_support:write_jsonl"
     with pytest.raises(UserError, match=told):
         plugins.name_of("data.source", wrapper, {})
 

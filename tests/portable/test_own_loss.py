@@ -279,7 +279,7 @@ ODD = {
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("mean", r"mean: is \S+ for a micro-batch and \S+ for its halves together: .*return the sum"),
+        ("mean", r"mean: is \S+ for a micro-batch and \S+ for its two halves together; .*must be a sum"),
         ("alone", r"alone: returns a tensor; return the sum and the weight, as in return"),
         ("per_row", r"per_row: the sum has shape \[2\], but is one number"),
         (
@@ -287,7 +287,7 @@ ODD = {
             r"of_rows: the weights that it returns are 0\.\d+ times the number of labels .*weight\(batch\)",
         ),
         ("failing", r"failing: fails \(KeyError: 'no such.*column'; test_own_loss.py, line \d+\)"),
-        ("Needy", r"Needy: needs is \('log_probs', 'hidden'\); it is 'logits', or"),
+        ("Needy", r"Needy: its attribute needs is \('log_probs', 'hidden'\); set it to 'logits', or"),
         ("NOTHING", r"NOTHING: is a int, which cannot be called; give a function"),
         *((f"Odd(kind={kind!r})", told) for kind, told in ODD.items()),
         ("focl", r"has no focl; did you mean Focal"),

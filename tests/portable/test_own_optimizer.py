@@ -316,7 +316,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "torch.optim:Adafactor": ({"strategy": "zero2"}, r"ZeRO's flat partitions; use strategy full_shard"),
     "torch.optim:Adagrad": ({"strategy": "zero2"}, r"its constructor makes state"),
     f"{HERE}:Odd": ({"train__weight_decay": 0.1}, r"takes no weight_decay; set it to 0"),
-    f"{HERE}:KeepsList": ({}, r"the state 'history' of 0 is a list, which no checkpoint holds"),
+    f"{HERE}:KeepsList": ({}, r"the state 'history' of 0 is a list, which a checkpoint cannot hold"),
     f"{HERE}:NoOptimizer": ({"train__weight_decay": 0}, r"is a NoOptimizer; give a torch\.optim\.Optimizer"),
     f"{HERE}:Fails": ({}, r"fails \(ZeroDivisionError: one by none; test_own_optimizer\.py, line \d+\)"),
     f"{HERE}:BATCH": ({}, r"is a dict; give a class or a function"),

@@ -139,7 +139,7 @@ def test_one_of_your_own_that_is_wrong() -> None:
     def config(name: str, **more: Any) -> RunConfig:
         return checked({"train": {"schedule": f"{__name__}:{name}", "steps": 30, **more}})
 
-    with pytest.raises(UserError, match=r"train.schedule: .*:falling_below_zero: gives -1 for step 2"):
+    with pytest.raises(UserError, match=r"train.schedule: .*:falling_below_zero: returns -1 for step 2"):
         build_schedule(config("falling_below_zero").train, 30)(2)
     with pytest.raises(UserError, match=r"halving.*: fails \(ZeroDivisionError.*; correct it"):
         build_schedule(config("halving(every=0)").train, 30)(2)

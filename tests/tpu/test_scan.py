@@ -210,7 +210,7 @@ def refusal(config: RunConfig) -> str:
         ),
         (
             {"xla__sharding": {r"layers\.0\.mlp": None}},
-            "xla.sharding shards model.layers.0.mlp.gate_proj.weight of one layer other than",
+            "xla.sharding shards model.layers.0.mlp.gate_proj.weight of one layer differently",
         ),
     ],
 )

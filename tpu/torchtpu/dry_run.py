@@ -49,12 +49,12 @@ def compile_run(config: RunConfig, target: CompileTarget) -> Compiled:
     """See :meth:`portable.registry.BackendPackage.compile`."""
     require(
         config.memory.offload_params == "none" and config.memory.offload_optimizer == "none",
-        "--compile: on backend tpu it does not see host memory, which memory.offload_* fills; leave it out",
+        "--compile: on backend tpu it cannot plan host memory, which memory.offload_* uses; leave it out",
     )
     require(
         config.strategy in ("full_shard", "shard_grad_op"),
-        f"--compile: strategy {config.strategy} has groups or threads of torch's that need all ranks; plan "
-        "full_shard or shard_grad_op, or leave it out",
+        f"--compile: strategy {config.strategy} needs all ranks to run; plan full_shard or shard_grad_op, or "
+        "leave it out",
     )
     for key, alone in (
         ("context_parallel_size", config.context_parallel_size == 1),
@@ -62,7 +62,7 @@ def compile_run(config: RunConfig, target: CompileTarget) -> Compiled:
     ):
         require(
             alone or target.devices == 1,
-            f"--compile: {key} {config.get(key)} waits for other ranks, which do not run; leave it out",
+            f"--compile: {key} {config.get(key)} needs all ranks to run; leave it out",
         )
     require(not target.only_memory, "--only-memory: backend tpu compiles many small programs; leave it out")
     check(config, late=True)

@@ -44,7 +44,7 @@ CHECKS: tuple[Check | Several, ...] = (
     Check(
         "model.experts backend",
         lambda c: c.model.experts is not None,
-        ": xla computes experts in shapes that never change; leave it out",
+        ": XLA has one way of its own to compute experts, with fixed shapes; leave it out",
     ),
     Check(
         "strategy backend",

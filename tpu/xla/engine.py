@@ -97,7 +97,7 @@ class XlaEngine:
         require(
             not (self.objective.of_routers and segments),
             "xla.scan_layers: the router loss needs what every layer's router returns, which a loop does not "
-            "hand out; set it to false, or model.config.output_router_logits",
+            "return; set it to false, or model.config.output_router_logits",
         )
         ends: Any = model
         self._head = self._gathered_head(ends.get_output_embeddings())

@@ -54,8 +54,8 @@ class OwnOnXla:
         for first in self._parameters:
             require(
                 len({of[one] for one in held.names(first)}) == 1,
-                f"train.parameter_groups: treat {first} of one layer other than that of the next, which "
-                "xla.scan_layers runs in a loop; set it to false",
+                f"train.parameter_groups: treat {first} of one layer differently from that of the next, but "
+                "xla.scan_layers runs both in one loop; set xla.scan_layers to false",
             )
         groups = parameter_groups(self._parameters, of, settings.learning_rate)
         self._optimizer = OwnOptimizer(settings, self._parameters, groups, capturable=True)
@@ -124,16 +124,16 @@ class OwnOnXla:
         if _on_device(value):
             require(
                 key in old,
-                f"{self._key}: the state {key!r} of {name} is not made in its first step, when the step is "
-                "compiled; make it there",
+                f"{self._key}: creates the state {key!r} of {name} after its first step, but XLA compiles "
+                "the first; create it there",
             )
             return
         before = self._host[name].get(key, value)
         same = torch.equal(value, before) if isinstance(value, torch.Tensor) else value == before
         require(
             same,
-            f"{self._key}: the state {key!r} of {name} changes on the host, which would compile the step "
-            "anew each time; make it a tensor on parameter.device",
+            f"{self._key}: the state {key!r} of {name} changes on the host, so that XLA would compile "
+            "each step anew; make it a tensor on parameter.device",
         )
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:

@@ -45,8 +45,8 @@ class Parameters:
             places = {layout.parameter(name, metas[name].shape) for name in names}
             require(
                 len(places) == 1,
-                f"xla.scan_layers: xla.sharding shards {first} of one layer other than that of the next; use "
-                "a pattern that matches the parameter in every layer, or set xla.scan_layers: false",
+                f"xla.scan_layers: xla.sharding shards {first} of one layer differently from that of the "
+                "next; use a pattern that matches it in every layer, or set xla.scan_layers: false",
             )
 
         def parameter(name: str, meta: nn.Parameter) -> nn.Parameter:

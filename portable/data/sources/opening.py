@@ -168,8 +168,8 @@ def recognise_format(data: DataConfig, task: str, *, downloads: bool = True) -> 
     for key, other in others:
         if (of_first == PREFERENCE) != (other == PREFERENCE) and not {"auto", FINISHED} & {of_first, other}:
             raise UserError(
-                f"{key}.source: has records of data.format {other}, and {first}.source of {of_first}; pairs "
-                "go with pairs alone, so name other files"
+                f"{key}.source: has records of data.format {other}, and {first}.source of {of_first}; "
+                "preferences mix only with preferences: name other files"
             )
     return next((kind for kind in kinds if kind not in ("auto", "text")), kinds[0])
 

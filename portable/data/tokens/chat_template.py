@@ -378,7 +378,7 @@ def notes(counts: Counter[str], prompt_left: str) -> list[str]:
     if counts["lost"] and counts["lost"] == counts["thoughts"] and 2 * counts["think"] > counts["records"]:
         raise UserError(
             f"data.chat_template: it leaves out all reasoning, which {counts['think']:,} of "
-            f"{counts['records']:,} records have; use a template that writes it, or remove it from them"
+            f"{counts['records']:,} records have; use a template that writes it, or remove the reasoning"
         )
     return [f"data.chat_template: {line}" for line in told]
 
