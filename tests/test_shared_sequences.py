@@ -139,10 +139,7 @@ def test_settings_that_need_whole_sequences(case: str, corpus: Path, tmp_path: P
     [
         ({"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48}, "3 heads .3 of keys."),
         ({"model_type": "gpt_oss", "num_local_experts": 2}, "runs with eager"),
-        (
-            {"model_type": "doge", "output_router_logits": True},
-            "attention that ranks cannot share|the router loss",
-        ),
+        ({"model_type": "afmoe", "output_router_logits": True}, "the router loss"),
         ({"model_type": "falcon", "num_kv_heads": 4}, "attention that ranks cannot share"),
         ({"model_type": "mamba"}, "runs with eager"),
         ({"model_type": "bert", "is_decoder": False}, "attends in both directions|not found to keep"),

@@ -145,7 +145,8 @@ def plans(model: Any, size: int) -> tuple[Plan, Plan]:
             )
             layers.setdefault(name, USED_IN_PART)
         if own == "q_proj" and layers.get(f"{layer}.kv_b_proj") == "colwise":  # without q_lora_rank
-            layers.setdefault(name, "colwise")
+            names = (name, *(own for own, _ in module.named_parameters(name, recurse=False)))
+            layers = {**dict.fromkeys(names, "colwise"), **layers}
     adapted = {name: module for name, module in modules.items() if hasattr(module, "base_layer")}
     for name in adapted.keys() & layers.keys():
         layers |= dict(_with_adapter(name, layers.pop(name), adapted[name]))
