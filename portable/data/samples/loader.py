@@ -149,7 +149,7 @@ def fetch(dataset: Samples, places: Places, *, part: int = 0, parts: int = 1) ->
     for row, (_, index) in enumerate(places):
         if index >= count:
             batch["labels"][row] = torch.nan if batch["labels"].is_floating_point() else IGNORED
-    return part_of(batch, part, parts)
+    return batch if parts == 1 else part_of(batch, part, parts)
 
 
 class BatchIterator(Iterator[Batch]):
