@@ -41,9 +41,9 @@ from portable.ranks.parent_death import die_with_parent
 from portable.registry import create_backend
 from portable.run.batches import train_loader
 from portable.run.prepare import prepare
+from portable.run.resolve import resolve
 from portable.run.restore import restore
 from portable.run.save import save
-from portable.run.settle import settle
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -235,10 +235,10 @@ def prepared(case: Case, changes: dict[str, Any], folder: Path, backend: Backend
         **case.settings,
         **changes,
     }
-    settled = settle(load_config(None, settings), backend.name)
+    resolved = resolve(load_config(None, settings), backend.name)
     backend.start()
     with redirect_stderr(StringIO()):
-        return prepare(settled, backend)
+        return prepare(resolved, backend)
 
 
 # -- loops by turns ----------------------------------------------------------------------------------------
@@ -670,7 +670,7 @@ def measure(part: str, device: str, seconds: float, *, small: bool) -> Rows:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure; 1 if a part gave nothing, or our loss is not the bare loop's."""
+    """MetricAccumulator; 1 if a part gave nothing, or our loss is not the bare loop's."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--small", action="store_true", help="tiny models; the default without a GPU")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="which to measure")

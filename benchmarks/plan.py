@@ -27,7 +27,7 @@ from portable.config import load_config
 from portable.engines.machine import Machine
 from portable.engines.memory_trial import fake_ranks
 from portable.model import build as models
-from portable.model.initialize import Blueprint
+from portable.model.initialize import InitialWeights
 from portable.planner.activations import fake_batch
 from portable.planner.memory_model import Cluster, Setting
 from portable.planner.meta_model import MetaModel
@@ -119,7 +119,7 @@ def measure(config: RunConfig, ranks: int) -> int:
         model = models.build_model(models.model_config(config.model), config.model)
         request = Request.of(config, micro_batch=BATCH, compute="cast", on_gpu=False)
         batch = fake_batch(model, request)
-        weights = list(Blueprint.of(model).initial_weights(0))
+        weights = list(InitialWeights.of(model).initial_weights(0))
         with allocations() as recording:
             engine = module.prepare(model, config, machine, at_stop)
             for tensors in weights:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.machine import command_line
 from portable.adapters.adapter import training_model
-from portable.adapters.settings import settled
+from portable.adapters.settings import resolved
 from portable.config import load_config
 from portable.errors import UserError
 from portable.model import build as models
@@ -167,7 +167,7 @@ _MODELS: dict[tuple[str, ...], MetaModel] = {}
 
 def planner_of(case: Case, folder: str) -> Planner:
     """The planner of a case's run. Cases of one model share it, and the passes that it has run."""
-    config = settled(case.config(folder))
+    config = resolved(case.config(folder))
     sections = config.model.model_dump_json(), config.adapter.model_dump_json()
     model = *sections, config.train.optimizer, config.precision
     if model not in _MODELS:

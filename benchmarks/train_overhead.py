@@ -38,7 +38,7 @@ from benchmarks.loops import (
 from benchmarks.machine import command_line, describe_machine, print_machine
 from portable.registry import create_backend, resolve_backend
 from portable.run.prepare import prepare
-from portable.run.settle import settle
+from portable.run.resolve import resolve
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -74,10 +74,10 @@ def measure(options: Options, micro_batch_size: int) -> list[Result]:
         folder = Path(scratch)
         backend = create_backend(resolve_backend(options.backend))
         config = harness.quickstart(options, folder, **sizes, **(adapter if options.adapter else {}))
-        settled = settle(config, backend.name)
+        resolved = resolve(config, backend.name)
         backend.start()
         try:
-            results = _take_turns(options, prepare(settled, backend), folder)
+            results = _take_turns(options, prepare(resolved, backend), folder)
         finally:
             backend.stop()
             forget_accelerators()

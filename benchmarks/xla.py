@@ -37,8 +37,8 @@ from portable.optim.optimizers import parameter_groups
 from portable.registry import create_backend
 from portable.run.batches import train_loader
 from portable.run.prepare import prepare
+from portable.run.resolve import resolve
 from portable.run.restore import restore
-from portable.run.settle import settle
 from tpu.xla.runtime import torch_xla, xr, xs
 
 if TYPE_CHECKING:
@@ -149,8 +149,8 @@ def both(folder: Path, steps: int, **model: int) -> tuple[Backend, Prepared]:
         train__micro_batch_size=2,
     )
     backend = create_backend("xla")
-    settled = settle(config, backend.name)
-    return backend, prepare(settled, backend)
+    resolved = resolve(config, backend.name)
+    return backend, prepare(resolved, backend)
 
 
 def compare(folder: Path, *, layers: int, hidden: int, rounds: int, steps: int) -> list[Result]:

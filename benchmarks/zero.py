@@ -37,14 +37,14 @@ from benchmarks.loops import (
 )
 from benchmarks.machine import command_line, describe_machine, print_machine
 from portable.data.samples.loader import TrainLoader
-from portable.model.initialize import Blueprint
+from portable.model.initialize import InitialWeights
 from portable.model.parameters import tied_names
 from portable.model.tensors import to_torch
 from portable.ranks.launch import launch
 from portable.registry import create_backend, resolve_backend
 from portable.run.batches import train_loader
 from portable.run.prepare import prepare
-from portable.run.settle import settle
+from portable.run.resolve import resolve
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -146,10 +146,10 @@ def measure(options: Options, strategy: str) -> list[Result]:
         folder = Path(scratch)
         backend = create_backend(resolve_backend(options.backend))
         config = harness.quickstart(options, folder, deepspeed__config=document(options, strategy))
-        settled = settle(config, backend.name)
+        resolved = resolve(config, backend.name)
         backend.start()
         try:
-            results = _take_turns(options, strategy, prepare(settled, backend), folder)
+            results = _take_turns(options, strategy, prepare(resolved, backend), folder)
         finally:
             backend.stop()
             forget_accelerators()
@@ -197,7 +197,7 @@ def _take_turns(options: Options, strategy: str, prepared: Prepared, folder: Pat
 def _whole_weights(prepared: Prepared) -> dict[str, Tensor]:
     """The weights that the run starts from; each rank initialises only its share."""
     weights: dict[str, Tensor] = {}
-    blueprint = Blueprint.of(prepared.model)
+    blueprint = InitialWeights.of(prepared.model)
     for part in blueprint.initial_weights(prepared.config.seed):
         weights |= {name: to_torch(tensor.read()) for name, tensor in part.items()}
     for name, others in tied_names(prepared.model).items():

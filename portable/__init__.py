@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from portable.evaluation.metrics import Metric
     from portable.loop import Callback
     from portable.model.training_loss import Loss, Outputs
-    from portable.optim.own import MakesOptimizer
+    from portable.optim.user_optimizer import MakesOptimizer
     from portable.run.callbacks import Run
 
 __all__ = [
@@ -109,7 +109,7 @@ __getattr__ = at_first_use(
         "portable.evaluation.metrics": ("Metric",),
         "portable.loop": ("Callback",),
         "portable.model.training_loss": ("Loss", "Outputs"),
-        "portable.optim.own": ("MakesOptimizer",),
+        "portable.optim.user_optimizer": ("MakesOptimizer",),
         "portable.run.callbacks": ("Run",),
     },
 )

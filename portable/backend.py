@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from converters import Checkpoint
     from portable.config import RunConfig
-    from portable.model.loss import Measure, Objective
+    from portable.model.loss import MetricAccumulator, Objective
     from portable.model.tensors import ReadableTensor
     from portable.optim.non_finite import Health
 
@@ -102,13 +102,15 @@ class Engine(Protocol):
             RunError: where the engine knows a more exact cause (an fp16 loss scale at its minimum).
         """
 
-    def unsound_gradients(self) -> list[str]:
+    def nonfinite_gradients(self) -> list[str]:
         """Names of parameters whose accumulated gradient is not finite in this rank's shard, in model order.
 
         A host sync. All ranks call it, before :meth:`update`.
         """
 
-    def evaluate(self, batch: Batch, measure: Measure, totals: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def evaluate(
+        self, batch: Batch, measure: MetricAccumulator, totals: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
         """Add up one micro-batch of an evaluation. No host sync.
 
         Args:
@@ -121,7 +123,7 @@ class Engine(Protocol):
             those of all ranks.
         """
 
-    def exchange_average(self) -> None:
+    def swap_ema_weights(self) -> None:
         """Exchange weights and their average (``train.ema``); again: back. No host sync."""
 
     def generate(self, prompt: Tensor, *, max_new_tokens: int, seed: int) -> Tensor:

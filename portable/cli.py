@@ -76,7 +76,7 @@ def run(invocation: Invocation) -> int:
         from portable.ranks import launch
         from portable.registry import backend_package, resolve_backend
         from portable.run.rank import run_rank
-        from portable.run.settle import settle
+        from portable.run.resolve import resolve
 
     config = invocation.config
     be_quiet(config.log.quiet)
@@ -96,7 +96,7 @@ def run(invocation: Invocation) -> int:
         if invocation.nproc is not None:
             raise UserError("--nproc: this process was started by a launcher, which has set the world size")
         if invocation.dry_run:
-            return do("--dry-run", settle(config, name, writes=False)) if os.environ["RANK"] == "0" else 0
+            return do("--dry-run", resolve(config, name, writes=False)) if os.environ["RANK"] == "0" else 0
         if invocation.show_data is not None:
             raise UserError("--show-data: start it alone, not by a launcher of ranks")
         launch.check_meeting_place()
@@ -107,22 +107,22 @@ def run(invocation: Invocation) -> int:
     package.check_ranks(ranks)
     if invocation.dry_run:
         with plugins.not_run(plugins.outside if invocation.from_elsewhere else None):
-            return do("--dry-run", settle(config, name, ranks, writes=False))
+            return do("--dry-run", resolve(config, name, ranks, writes=False))
     if invocation.show_data is not None:
-        settled = settle(config, name, ranks, writes=False, downloads=True)
-        return do("--show-data", settled, invocation.show_data)
+        resolved = resolve(config, name, ranks, writes=False, downloads=True)
+        return do("--show-data", resolved, invocation.show_data)
     trains = not invocation.eval_only and invocation.replay is None
-    settled = settle(config, name, ranks, writes=trains)
-    if ranks == 1 and not settled.config.memory.offloads:
-        return run_rank(name, settled, *switches)
+    resolved = resolve(config, name, ranks, writes=trains)
+    if ranks == 1 and not resolved.config.memory.offloads:
+        return run_rank(name, resolved, *switches)
     os.environ.update(package.launch_environment(ranks))
     # Ranks are children, and so is one that fills the host: the parent survives an OOM kill and reports it.
     return launch.launch(
         run_rank,
-        (name, settled, *switches),
+        (name, resolved, *switches),
         ranks=ranks,
-        memory_advice=package.host_memory_advice(settled.config),
-        saved=lambda: checkpoints_of(settled.place).latest(),
+        memory_advice=package.host_memory_advice(resolved.config),
+        saved=lambda: checkpoints_of(resolved.place).latest(),
     )
 
 

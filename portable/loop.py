@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from portable.evaluation.standing import Standing
+from portable.evaluation.best_tracker import EvalHistory
 from portable.ranks.stop_signals import stop_signals
 
 if TYPE_CHECKING:
@@ -43,14 +43,14 @@ class Progress:
         step: optimizer steps done.
         samples: sequences consumed, which is the position in the data.
         skipped: steps with a skipped update, as of the last read from the device.
-        standing: what the evaluations came to.
+        eval_history: what the evaluations came to.
         ended: whether they ended the run early.
     """
 
     step: int
     samples: int
     skipped: int = 0
-    standing: Standing = field(default_factory=Standing)
+    eval_history: EvalHistory = field(default_factory=EvalHistory)
     ended: bool = False
 
 

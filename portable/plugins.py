@@ -185,7 +185,7 @@ def maker(key: str, text: str) -> Callable[..., Any]:
 def load_made(key: str, text: str) -> Any:
     """The object that a setting names; what a function returns, in place of the function."""
     found = load(key, text)
-    with told_as(f"{key}: {text}"):
+    with user_code_errors(f"{key}: {text}"):
         return found() if callable(found) else found
 
 
@@ -294,7 +294,7 @@ def _near(word: str, names: Iterable[str]) -> str:
 
 
 @contextmanager
-def told_as(what: str) -> Iterator[None]:
+def user_code_errors(what: str) -> Iterator[None]:
     """Within this context, an error of foreign code ends the run in one line that begins with ``what``."""
     try:
         yield

@@ -80,8 +80,8 @@ def tried(name: str) -> bool:
     """Whether a fault was found; prints by what."""
     start = time.monotonic()
     failed = caught(MUTANTS[name])
-    verdict = f"caught by {failed[0]}" if failed else "SURVIVED"
-    print(f"{name}: {verdict} ({time.monotonic() - start:.0f} s)", flush=True)
+    decision = f"caught by {failed[0]}" if failed else "SURVIVED"
+    print(f"{name}: {decision} ({time.monotonic() - start:.0f} s)", flush=True)
     return bool(failed)
 
 

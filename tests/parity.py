@@ -14,8 +14,8 @@ from portable.loop import train_step
 from portable.registry import create_backend
 from portable.run.batches import train_loader
 from portable.run.prepare import prepare
+from portable.run.resolve import resolve
 from portable.run.restore import restore
-from portable.run.settle import settle
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -99,10 +99,10 @@ def plain_steps(
 def opened(config: RunConfig) -> Iterator[Opened]:
     """The run of ``config`` from its start, on the backend that it names."""
     backend = create_backend(config.backend)
-    settled = settle(config, backend.name)
+    resolved = resolve(config, backend.name)
     backend.start()
     try:
-        trial = Opened(prepare(settled, backend))
+        trial = Opened(prepare(resolved, backend))
         yield trial
         trial.batches.close()
     finally:

@@ -396,8 +396,8 @@ def test_goes_on_from_a_checkpoint_of_the_trainer_with_peft(base: Path, corpus: 
 
     from portable.registry import create_backend
     from portable.run.prepare import prepare
+    from portable.run.resolve import resolve
     from portable.run.restore import restore
-    from portable.run.settle import settle
 
     settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "up_proj"], use_dora=True)
     model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), settings)
@@ -423,7 +423,7 @@ def test_goes_on_from_a_checkpoint_of_the_trainer_with_peft(base: Path, corpus: 
         "train__learning_rate": 1e-3,
     }
     config = configured(tmp_path / "ours", corpus, **given)
-    run = prepare(settle(config, "cpu"), create_backend("cpu"))
+    run = prepare(resolve(config, "cpu"), create_backend("cpu"))
     restored = restore(run, source)
     assert restored.progress.step == 2
     engine: Any = restored.engine

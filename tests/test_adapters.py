@@ -12,8 +12,8 @@ import torch
 
 from portable.registry import create_backend
 from portable.run.prepare import prepare
+from portable.run.resolve import resolve
 from portable.run.restore import restore
-from portable.run.settle import settle
 from tests.engines import ENGINES, Engines, accumulated
 from tests.parity import opened, plain_steps
 from tests.runs import TINY_MODEL, configured
@@ -55,7 +55,7 @@ def peft_losses(config: RunConfig, steps: int = STEPS) -> Losses:
 
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     backend = create_backend("cpu")
-    run = prepare(settle(config.replaced({"adapter.base": "auto"}), backend.name), backend)
+    run = prepare(resolve(config.replaced({"adapter.base": "auto"}), backend.name), backend)
     engine = restore(run, None).engine  # only for its initial weights
     assert run.adapter is not None
     auto: Any = getattr(transformers, AUTO_CLASSES[config.model.task])

@@ -32,7 +32,7 @@ from portable import losses
 from portable.config import load_config, parse_args
 from portable.errors import UserError
 from portable.run.rank import run_rank
-from portable.run.settle import settle
+from portable.run.resolve import resolve
 from tests.runs import TINY_MODEL, configured
 from tests.xla import QUICK
 from tests.zygote import LIBRARY
@@ -347,7 +347,7 @@ def refusal(settings: dict[str, Any]) -> str | None:
     """Why two CPU ranks do not take ``settings``; None where they do."""
     try:
         config = load_config(None, {"backend": "cpu", "precision": "bf16", **settings})
-        settle(config, "cpu", 2)
+        resolve(config, "cpu", 2)
     except UserError as error:
         return str(error)
     return None

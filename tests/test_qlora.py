@@ -20,8 +20,8 @@ from portable.registry import create_backend
 from portable.reporting.metrics import read_metrics
 from portable.run.prepare import prepare
 from portable.run.rank import run_rank
+from portable.run.resolve import resolve
 from portable.run.restore import restore
-from portable.run.settle import settle
 from tests.engines import accumulated
 from tests.gpu.test_pretrained_memory import peak_of
 from tests.parity import opened, plain_steps
@@ -71,7 +71,7 @@ def peft_losses(config: RunConfig) -> list[float]:
 
     kind = config.adapter.base
     backend = create_backend("cpu")
-    run = prepare(settle(config.replaced({"adapter.base": "auto"}), backend.name), backend)
+    run = prepare(resolve(config.replaced({"adapter.base": "auto"}), backend.name), backend)
     state = restore(run, None).engine.model.state_dict()
     assert run.adapter is not None
     base: Any = AutoModelForCausalLM.from_config(run.model_config, attn_implementation="sdpa")
@@ -157,7 +157,7 @@ def test_a_run_stops_goes_on_and_is_exported(engines: Engines, corpus: Path, tmp
 
 def refused(settings: dict[str, Any], folder: Path, corpus: Path) -> str:
     with pytest.raises(UserError) as raised:
-        prepare(settle(configured(folder, corpus, **{**COMMON, **settings}), "cpu"), create_backend("cpu"))
+        prepare(resolve(configured(folder, corpus, **{**COMMON, **settings}), "cpu"), create_backend("cpu"))
     return str(raised.value)
 
 
@@ -193,7 +193,7 @@ def test_counts_are_those_of_the_model(corpus: Path, tmp_path: Path) -> None:
     """A quantized weight stands for all its elements."""
     whole, part = (
         prepare(
-            settle(configured(tmp_path, corpus, **COMMON, adapter__base=base), "cpu"), create_backend("cpu")
+            resolve(configured(tmp_path, corpus, **COMMON, adapter__base=base), "cpu"), create_backend("cpu")
         )
         for base in ("auto", "nf4")
     )
@@ -208,7 +208,7 @@ def grown(config: RunConfig) -> tuple[int, int]:
     backend = create_backend("cpu")
     backend.start()
     try:
-        run = prepare(settle(config, backend.name), backend)
+        run = prepare(resolve(config, backend.name), backend)
         found: list[int] = []
         with peak_of(found):
             engine: Any = restore(run, None).engine

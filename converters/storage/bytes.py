@@ -117,7 +117,7 @@ class FileSpan:
     span piece by piece therefore needs no second pass; `verify` reads only the bytes not read so far.
     """
 
-    __slots__ = ("_parts", "crc32", "file", "nbytes", "offset", "settled", "what")
+    __slots__ = ("_parts", "crc32", "file", "nbytes", "offset", "resolved", "what")
 
     def __init__(self, file: SourceFile, offset: int, nbytes: int, crc32: int | None, what: str) -> None:
         self.file = file
@@ -125,7 +125,7 @@ class FileSpan:
         self.nbytes = nbytes
         self.what = what
         self.crc32 = crc32
-        self.settled = crc32 is None or not file.verify
+        self.resolved = crc32 is None or not file.verify
         # Disjoint parts read so far, sorted: (start, stop, crc32 of that part).
         self._parts: list[tuple[int, int, int]] = []
 
@@ -134,7 +134,7 @@ class FileSpan:
         if at < 0 or at + len(buffer) > self.nbytes:
             raise CheckpointError(f"{self.file.path}: {self.what or 'data'} is shorter than its tensor")
         wanted, end = self.offset + at + len(buffer), self.offset + self.nbytes
-        if self.settled:
+        if self.resolved:
             self.file.read_into(buffer, self.offset + at, wanted, end)
             return
         touched.add(self)
@@ -158,16 +158,16 @@ class FileSpan:
             self.file.read_into(part, self.offset + start, self.offset + stop, self.offset + stop)
             self._record(start, part)
         with self.file.lock:
-            if not self.settled and (self._parts[0][2] if self._parts else 0) != self.crc32:
+            if not self.resolved and (self._parts[0][2] if self._parts else 0) != self.crc32:
                 what = self.what or "a record"
                 raise CheckpointError(f"{self.file.path}: damaged, the checksum of {what} does not match")
-            self.settled = True
+            self.resolved = True
             self._parts = []
 
     def _next_gap(self) -> tuple[int, int] | None:
         """The first run of bytes not read so far; None when all are, or when there is no CRC to check."""
         with self.file.lock:
-            if self.settled:
+            if self.resolved:
                 return None
             start = 0
             for low, high, _ in self._parts:

@@ -249,7 +249,7 @@ class Tensor:
         if view is None:
             return None
         span = view.source
-        if not isinstance(span, FileSpan) or not span.settled:
+        if not isinstance(span, FileSpan) or not span.resolved:
             return None
         if view.strides != row_major(self.shape, numpy_dtype(self.dtype).itemsize):
             return None

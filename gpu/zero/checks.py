@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from gpu.zero.footprint import OPTIMIZERS
 from portable.checks import Check
 from portable.config.derived import ZERO
-from portable.optim import own
+from portable.optim import user_optimizer
 from portable.plugins import names_code
 
 if TYPE_CHECKING:
@@ -53,14 +53,14 @@ CHECKS = (
     ),
     Check(
         "train.optimizer strategy",
-        lambda c: _own(c) and not own.elementwise(c.train),
+        lambda c: _own(c) and not user_optimizer.elementwise(c.train),
         ": {train.optimizer}: is not elementwise, so it cannot run on ZeRO's flat partitions; use strategy "
         "full_shard",
         late=True,
     ),
     Check(
         "train.optimizer strategy",
-        lambda c: _own(c) and own.constructs_state(c.train),
+        lambda c: _own(c) and user_optimizer.constructs_state(c.train),
         ": {train.optimizer}: its constructor makes state, of parameters that ZeRO replaces; use strategy "
         "full_shard",
         late=True,

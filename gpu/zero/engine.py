@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from portable.backend import Batch, SaveHandle
     from portable.config import RunConfig
     from portable.engines.machine import Machine, MeasuredEngine
-    from portable.model.loss import Measure
+    from portable.model.loss import MetricAccumulator
     from portable.model.tensors import ReadableTensor
 
 STAGES = {"zero1": 1, "zero2": 2, "zero3": 3}
@@ -254,7 +254,7 @@ class ZeroEngine:
     def health(self) -> Health:
         return Health.of(self._account.tolist(), self._limit)
 
-    def unsound_gradients(self) -> list[str]:
+    def nonfinite_gradients(self) -> list[str]:
         from deepspeed.utils import safe_get_full_grad
 
         found = []
@@ -269,7 +269,9 @@ class ZeroEngine:
         return self._scaling.metrics()
 
     @torch.no_grad()
-    def evaluate(self, batch: Batch, measure: Measure, totals: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def evaluate(
+        self, batch: Batch, measure: MetricAccumulator, totals: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
         self._partitions.refresh()
         self._engine.eval()
         sums = self.objective.evaluated(self.model, batch, measure)
@@ -293,8 +295,8 @@ class ZeroEngine:
 
     # -- weights and checkpoints -------------------------------------------------------------------------
 
-    def exchange_average(self) -> None:
-        self._partitions.exchange_average()
+    def swap_ema_weights(self) -> None:
+        self._partitions.swap_ema_weights()
         self._partitions.refresh()
 
     @torch.no_grad()

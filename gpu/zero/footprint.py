@@ -53,9 +53,9 @@ def settings(config: RunConfig) -> Iterator[Setting]:
 def _elementwise(train: TrainConfig) -> bool:
     if not names_code(train.optimizer):
         return False
-    from portable.optim import own  # only here: it needs torch
+    from portable.optim import user_optimizer  # only here: it needs torch
 
-    return own.elementwise(train) and not own.constructs_state(train)
+    return user_optimizer.elementwise(train) and not user_optimizer.constructs_state(train)
 
 
 def footprint(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprint:

@@ -10,7 +10,7 @@ from gpu.zero import private_api
 from gpu.zero.builds import wait_for_build
 from portable.engines.machine import COMPUTE_DTYPES
 from portable.errors import UserError, one_line, require
-from portable.optim import own
+from portable.optim import user_optimizer
 from portable.optim.average import keep_average
 from portable.optim.optimizers import build_optimizer, parameter_groups
 from portable.plugins import names_code
@@ -70,7 +70,7 @@ def build(config: RunConfig, document: Document | None, model: nn.Module, groups
     if not _forced(config, document):
         compute = COMPUTE_DTYPES[config.precision]
         built = build_optimizer(config.train, parameters, groups, compute=compute)
-        return built.inner if isinstance(built, own.OwnOptimizer) else built
+        return built.inner if isinstance(built, user_optimizer.UserOptimizer) else built
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     train = config.train
@@ -85,9 +85,9 @@ def begin_again(optimizer: Any, train: TrainConfig, stored: OptimizerState | Non
     """Restore what groups have of a user's optimizer; returns the types of its state, if they matter."""
     if not names_code(train.optimizer):
         return {}
-    own.restore_groups(optimizer.param_groups, stored)
+    user_optimizer.restore_groups(optimizer.param_groups, stored)
     on_device = {"fused", "capturable"} & {name for name, value in optimizer.defaults.items() if value}
-    found = own.samples(train)
+    found = user_optimizer.samples(train)
     return {k: v for k, v in found.items() if not (on_device and getattr(v, "shape", None) == ())}
 
 

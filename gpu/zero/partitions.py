@@ -21,7 +21,7 @@ from gpu.zero import private_api
 from portable.model.tensors import fill, to_torch
 from portable.optim.average import exchange
 from portable.optim.muon import Matrix, spread
-from portable.optim.own import number_like
+from portable.optim.user_optimizer import number_like
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -120,7 +120,7 @@ class FlatPartitions:
         for flat, fragments in zip(self._flats, self._fragments, strict=True):
             self._base.state[flat] = _optimizer_state(flat, fragments, state, self._base.state[flat], samples)
 
-    def exchange_average(self) -> None:
+    def swap_ema_weights(self) -> None:
         """Exchange master weights and their average; :meth:`refresh` then updates the compute copies."""
         exchange(self._base.state.items())
         self._stale = True
@@ -187,7 +187,7 @@ class ShardedPartitions:
                 before = {} if private_api.is_swapped(self._zero, index) else states[flat]
                 states[flat] = _optimizer_state(flat, fragments, state, before, samples)
 
-    def exchange_average(self) -> None:
+    def swap_ema_weights(self) -> None:
         """Exchange master weights and their average, and update the compute copies."""
         exchange(self._zero.optimizer.state.items())
         for index in range(len(self._fragments)):

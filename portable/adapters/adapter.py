@@ -31,7 +31,7 @@ from portable.durable import write_durably
 from portable.errors import UserError, one_line, require
 from portable.model import build as models
 from portable.model.freezing import COMPUTE, freeze, frozen_names
-from portable.model.initialize import Blueprint
+from portable.model.initialize import InitialWeights
 from portable.model.parameters import state_tensors, tied_names
 from portable.model.pretrained import files_of
 from portable.model.quantized import KINDS, QuantizedLinear, quantize, quantized_tensor
@@ -69,7 +69,7 @@ class Adapter:
         self,
         run: RunConfig,
         config: Any,
-        blueprint: Blueprint,
+        blueprint: InitialWeights,
         model: PreTrainedModel,
         names: dict[str, str],
         *,
@@ -336,7 +336,7 @@ def adapt(
     _check_targets(model, settings, config, matcher)
     _check_ties(model, settings, matcher)
     tied = any(tied_names(model).values())
-    blueprint = Blueprint.of(model, config.model.function)
+    blueprint = InitialWeights.of(model, config.model.function)
     before = {id(tensor): name for name, tensor in state_tensors(model).items()}
     try:
         # On the meta device from the start: peft only moves its tensors there, whatever their size.

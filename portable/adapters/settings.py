@@ -95,7 +95,7 @@ _TASKS = {
 }
 
 
-def settled(config: RunConfig) -> RunConfig:
+def resolved(config: RunConfig) -> RunConfig:
     """``config`` with the settings of the file that ``adapter.name_or_path`` or ``adapter.config`` names.
 
     Folders of runs become those of their exported models.
@@ -277,7 +277,7 @@ def peft_config(config: RunConfig, revision: str | None, modules_to_save: list[s
     """peft's config of the run's adapter.
 
     Args:
-        config: of the run, :func:`settled`.
+        config: of the run, :func:`resolved`.
         revision: commit of the base model on the hub.
         modules_to_save: that are trained in full whatever the section says.
 

@@ -197,7 +197,7 @@ class Checkpoints(Generic[P]):
         def manifest(entries: Entries) -> str:
             return manifest_text(entries, step=state.step, run=state.run_digest)
 
-        best = {step for step, _ in state.standing.best}
+        best = {step for step, _ in state.eval_history.best}
         self._pending = _Save(final, written, write, manifest, best)
         self._start()
 

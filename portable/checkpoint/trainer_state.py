@@ -12,7 +12,7 @@ from converters import CheckpointError, check_manifest
 from converters.manifest import MANIFEST
 from portable.durable import write_durably
 from portable.errors import DamagedError, UserError, one_line
-from portable.evaluation.standing import Standing
+from portable.evaluation.best_tracker import EvalHistory
 from portable.paths import read_json
 
 if TYPE_CHECKING:
@@ -127,9 +127,9 @@ class TrainerState:
         return counted if isinstance(counted, int) else 0
 
     @property
-    def standing(self) -> Standing:
+    def eval_history(self) -> EvalHistory:
         """What the evaluations so far came to."""
-        return Standing.of(self.metadata.get("standing"))
+        return EvalHistory.of(self.metadata.get("standing"))
 
     def write(self, folder: Path) -> None:
         write_durably(folder / STATE_FILE, json.dumps(asdict(self), indent=2) + "\n")

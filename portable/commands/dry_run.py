@@ -15,7 +15,7 @@ from portable.checkpoint.resume_source import checkpoints_of, resume_source
 from portable.config import dump_yaml
 from portable.config.sources import evaluation_names
 from portable.errors import UserError
-from portable.evaluation.builtin import Setting, measures_of
+from portable.evaluation.builtin import Setting, build_metrics
 from portable.formatting import human_bytes, human_count, table
 from portable.model.flops import parameter_count, parameters_in_words, trained_count
 from portable.model.freezing import tie_notes
@@ -31,7 +31,7 @@ from portable.run.callbacks import order
 from portable.run.evaluation import judge_of
 from portable.run.finish import ranks_in_words
 from portable.run.prepare import notes_on
-from portable.run.settle import first_plan, on_device
+from portable.run.resolve import first_plan, on_device
 from portable.terminal import tell
 
 if TYPE_CHECKING:
@@ -49,25 +49,25 @@ if TYPE_CHECKING:
 _LABELLED = ("sequence-classification",)
 
 
-def dry_run(settled: Resolved) -> int:
+def dry_run(resolved: Resolved) -> int:
     """Print what the run would do, and the resolved config; write nothing."""
-    backend = create_backend(settled.config.backend)
-    settled = on_device(settled)
-    config = settled.config
+    backend = create_backend(resolved.config.backend)
+    resolved = on_device(resolved)
+    config = resolved.config
     assembled, data = looked_at(config)
     model = assembled.model
     if config.model.task not in _LABELLED:  # whose metrics depend on the labels
         own_loss = config.train.loss is not None
         setting = Setting(config.model.task, tokenizer=data.opened, own_loss=own_loss)
-        judge_of(config, evaluation_names(config.data), measures_of(config.train.metrics, setting))
-    plan = first_plan(config, settled.world)
-    planner = planner_here(config, model, backend, settled.world.ranks)
-    rows = _plan_rows(settled, model, assembled.adapter, data, plan)
+        judge_of(config, evaluation_names(config.data), build_metrics(config.train.metrics, setting))
+    plan = first_plan(config, resolved.world)
+    planner = planner_here(config, model, backend, resolved.world.ranks)
+    rows = _plan_rows(resolved, model, assembled.adapter, data, plan)
     rows.append(("a checkpoint", human_bytes(planner.model.checkpoint_bytes(config.train))))
     rows += memory_rows(planner)
     own = planner.option(Strategy.of(planner.config))
     rows += hours_rows(Plan(planner, [own], own, work=work_of(config, data)))
-    for line in _notes(settled, backend, assembled, data, plan):
+    for line in _notes(resolved, backend, assembled, data, plan):
         tell(line)
     say("# The config with every setting")
     say(dump_yaml(config))
@@ -80,14 +80,14 @@ def dry_run(settled: Resolved) -> int:
 
 
 def _notes(
-    settled: Resolved,
+    resolved: Resolved,
     backend: Backend,
     assembled: Assembled,
     data: DataSizes,
     plan: BatchPlan,
 ) -> list[str]:
     """What the run will print before its first step, as far as it is known without a download."""
-    config, adapter = settled.config, assembled.adapter
+    config, adapter = resolved.config, assembled.adapter
     weights: list[str] = []
     model = assembled.model if adapter is None else adapter.blueprint.model
     name = config.model.name_or_path
@@ -103,20 +103,20 @@ def _notes(
         precision=config.precision,
     )
     ties = [f"note: {note}" for note in tie_notes(model, config.train)]
-    return [*notes_on(settled, model.config, assembled.aligned, data), *ties, *weights, *hints]
+    return [*notes_on(resolved, model.config, assembled.aligned, data), *ties, *weights, *hints]
 
 
 def _plan_rows(
-    settled: Resolved, model: PreTrainedModel, adapter: Adapter | None, data: DataSizes, plan: BatchPlan
+    resolved: Resolved, model: PreTrainedModel, adapter: Adapter | None, data: DataSizes, plan: BatchPlan
 ) -> list[tuple[str, str]]:
-    config, world = settled.config, settled.world
+    config, world = resolved.config, resolved.world
     devices = ranks_in_words(world.ranks, world.devices_per_rank)
     steps = config.train.steps
     if config.train.epochs is not None:
         steps = None if data.train_samples is None else total_steps(config, data.train_samples)
     if steps is not None and (reason := too_long_a_warmup(config.train, steps)) is not None:
         raise UserError(reason)
-    source = resume_source(config, checkpoints_of(settled.place))
+    source = resume_source(config, checkpoints_of(resolved.place))
     begun = [] if source is None else _foreign_rows(config, model, adapter, source, steps)
     return [
         (

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from portable.run.stages import Resolved
 
 
-def show_data(settled: Resolved, count: int) -> int:
+def show_data(resolved: Resolved, count: int) -> int:
     """Print the first ``count`` samples; builds the token cache, and nothing else."""
-    config = settled.config
+    config = resolved.config
     if config.model.task != "causal-lm":
         raise UserError(f"--show-data: shows samples of causal-lm, not of {config.model.task}; remove it")
     model_config = models.model_config(config.model)

@@ -9,9 +9,9 @@ import torch
 
 from portable.data.samples.classes import MULTI, REGRESSION, SINGLE
 from portable.errors import UserError
+from portable.evaluation.best_tracker import MOST_CLASSES
 from portable.evaluation.generation import TEXT_METRICS, TextMetrics
-from portable.evaluation.metrics import LABELS, LOSS, Measures, divided, finite_exp, own_metric
-from portable.evaluation.standing import MOST_CLASSES
+from portable.evaluation.metrics import LABELS, LOSS, MetricSet, divided, finite_exp, own_metric
 from portable.model.training_loss import IGNORED
 
 if TYPE_CHECKING:
@@ -249,7 +249,7 @@ KNOWN: dict[str, dict[str, Callable[[Setting], Metric]]] = {
 """The metrics of each task by name; all of them are the default, which generates nothing."""
 
 
-def measures_of(names: Sequence[str] | None, setting: Setting) -> Measures:
+def build_metrics(names: Sequence[str] | None, setting: Setting) -> MetricSet:
     """The metrics that ``train.metrics`` names.
 
     Raises:
@@ -276,4 +276,4 @@ def measures_of(names: Sequence[str] | None, setting: Setting) -> Measures:
                 f"train.metrics: {name!r} is no metric of {setting.task}; it has "
                 f"{', '.join((*known, *generated))}, and package.module:name is one of your own"
             )
-    return Measures(metrics, TextMetrics(texts, setting.tokenizer) if texts else None)
+    return MetricSet(metrics, TextMetrics(texts, setting.tokenizer) if texts else None)

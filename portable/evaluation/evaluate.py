@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from portable.backend import Backend, Batch, Engine
-    from portable.evaluation.metrics import Measures
+    from portable.evaluation.metrics import MetricSet
 
 
 def evaluate(
-    backend: Backend, engine: Engine, batches: Iterable[Batch], measures: Measures = NOTHING
+    backend: Backend, engine: Engine, batches: Iterable[Batch], measures: MetricSet = NOTHING
 ) -> dict[str, Any]:
     """The values of all metrics over the batches of all ranks, ``loss`` (mean over valid labels) among them.
 

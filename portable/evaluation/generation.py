@@ -82,7 +82,7 @@ class TextMetrics:
 
 
 class _Guess:
-    """Reads what a pass predicts; see :class:`portable.model.loss.Measure`."""
+    """Reads what a pass predicts; see :class:`portable.model.loss.MetricAccumulator`."""
 
     needs: Literal["logits", "predictions"] | None = "predictions"
     kind = "generation"

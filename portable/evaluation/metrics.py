@@ -80,7 +80,7 @@ class Ratios:
         return {name: float(totals[f"sum of {name}"] / totals[f"count of {name}"]) for name in names}
 
 
-class Measures:
+class MetricSet:
     """All metrics of a run, as what an engine calls on each micro-batch.
 
     Args:
@@ -148,7 +148,7 @@ class Measures:
         return ["loss", *(name for names in told for name in names or ()), *generated]
 
 
-NOTHING = Measures()
+NOTHING = MetricSet()
 """The loss alone."""
 
 
@@ -180,12 +180,12 @@ class _Own:
 
     def sums(self, outputs: Outputs, batch: Batch) -> dict[str, Tensor]:
         device = batch["labels"].device
-        with plugins.told_as(self._key):
+        with plugins.user_code_errors(self._key):
             sums = self._metric.sums(outputs, batch)
             return {name: torch.as_tensor(total, device=device) for name, total in sums.items()}
 
     def values(self, totals: Totals) -> dict[str, Any]:
-        with plugins.told_as(self._key):
+        with plugins.user_code_errors(self._key):
             found = self._metric.values(totals).items()
             values = {name: value.item() if hasattr(value, "item") else value for name, value in found}
             json.dumps(values)  # as the log has to

@@ -311,7 +311,7 @@ def changed(model: PreTrainedModel, function: str, saved: PretrainedConfig | Non
 
     told = f"model.function: {function}"
     before, names = model.config.to_dict(), {name for name, _ in model.named_parameters()}
-    with plugins.told_as(told):
+    with plugins.user_code_errors(told):
         found = plugins.load("model.function", function)(model)
     found = model if found is None else found
     if not isinstance(found, PreTrainedModel):

@@ -55,7 +55,7 @@ class ChunkedHead(nn.Linear):
         self.most_parts: int | None = None
         """Compute at most this many chunks, to measure memory; None for all."""
 
-    def pays(self, labels: Tensor) -> bool:
+    def needs_chunking(self, labels: Tensor) -> bool:
         """Whether a micro-batch has more than one chunk of tokens."""
         return labels.numel() > self._tokens
 

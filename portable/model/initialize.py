@@ -37,7 +37,7 @@ _REST = ""  # the unit of everything outside the layers
 
 
 @dataclass(frozen=True)
-class Blueprint:
+class InitialWeights:
     """The unsharded model on the meta device, from which initial weights are computed.
 
     Attributes:
@@ -49,7 +49,7 @@ class Blueprint:
     function: str | None = None
 
     @classmethod
-    def of(cls, model: PreTrainedModel, function: str | None = None) -> Blueprint:
+    def of(cls, model: PreTrainedModel, function: str | None = None) -> InitialWeights:
         return cls(copy.deepcopy(model), function)
 
     def initial_weights(

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from portable.model.chunked_loss import ChunkedHead
 
 
-class Measure(Protocol):
-    """Adds up what the metrics of a run need; see :class:`portable.evaluation.metrics.Measures`."""
+class MetricAccumulator(Protocol):
+    """Adds up what the metrics of a run need; see :class:`portable.evaluation.metrics.MetricSet`."""
 
     needs: Literal["logits", "predictions"] | None
     kind: str
@@ -55,7 +55,7 @@ class Measure(Protocol):
         """The sums of a micro-batch, by name."""
 
 
-class OncePass(Measure):
+class PrecomputePass(MetricAccumulator):
     """Gives what ``once`` of the loss returns, instead of sums."""
 
     needs = None
@@ -179,16 +179,16 @@ class Objective:
         self._measured = tuple(name for name in found if numbers[name] is found[name])
         return loss, torch.stack(list(numbers.values())) / divisor if numbers else None
 
-    def evaluated(self, model: nn.Module, batch: Batch, measure: Measure) -> dict[str, Tensor]:
+    def evaluated(self, model: nn.Module, batch: Batch, measure: MetricAccumulator) -> dict[str, Tensor]:
         """The sums of ``measure`` and the summed ``loss`` of a micro-batch, without the model's own terms."""
-        if isinstance(measure, OncePass):
+        if isinstance(measure, PrecomputePass):
             assert self._loss is not None and self._loss.once is not None
             return self._before(self._loss, self._loss.once, batch)
         if self._loss is not None and self._loss.in_evaluation:
             return self._evaluated_by(self._loss, model, batch, measure)
         labels = batch["labels"]
         head = None if measure.needs == "logits" else self._head
-        if head is not None and head.pays(labels):
+        if head is not None and head.needs_chunking(labels):
             # The head makes the predictions beside the losses: no tensor has the logits of all tokens.
             head.with_hits = False
             wanted = ("losses", "predictions") if measure.needs is not None else ("losses",)
@@ -201,7 +201,7 @@ class Objective:
         return {"loss": loss, **measure(outputs, batch)}
 
     def _evaluated_by(
-        self, loss: TrainingLoss, model: nn.Module, batch: Batch, measure: Measure
+        self, loss: TrainingLoss, model: nn.Module, batch: Batch, measure: MetricAccumulator
     ) -> dict[str, Tensor]:
         batch = self._with_passes_before(loss, batch)
         # Predictions are made from the logits.
@@ -231,7 +231,7 @@ class Objective:
         training = self._model.training
         self._model.eval()
         try:
-            with torch.no_grad(), plugins.told_as(loss.key):
+            with torch.no_grad(), plugins.user_code_errors(loss.key):
                 return dict(function(forward, batch))
         finally:
             self._model.train(training)
@@ -270,7 +270,7 @@ def _passed(
     """Return the summed loss of a forward pass, and the model's output; with a head, what is ``wanted``."""
     inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
     labels = batch["labels"]
-    in_parts = head is not None and head.pays(labels)
+    in_parts = head is not None and head.needs_chunking(labels)
     output = _run(model, inputs, labels, attention, terms, head if in_parts else None, wanted)
     if in_parts:
         assert output.logits.shape[:-1] == labels.shape
@@ -364,7 +364,7 @@ def _outputs(
         inputs = {name: tensor.flatten(0, 1) for name, tensor in inputs.items()}
         labels = labels.flatten(0, 1) if labels.dim() > 1 else labels
     wanted = [name for name in STATISTICS if name in needs]
-    in_parts = head is not None and wanted and LOGITS not in needs and head.pays(labels)
+    in_parts = head is not None and wanted and LOGITS not in needs and head.needs_chunking(labels)
     output = _run(model, inputs, labels, attention, terms, head if in_parts else None, _columns(wanted))
     found: dict[str, Tensor]
     if in_parts:

@@ -139,7 +139,7 @@ class TrainingLoss:
         """What a micro-batch weighs, on the host."""
         if self._weight is None:
             return count_valid(batch["labels"])
-        with plugins.told_as(self.key):
+        with plugins.user_code_errors(self.key):
             weight = float(self._weight(batch))
         if not (math.isfinite(weight) and weight >= 0):
             raise UserError(f"{self.key}: weight() gives {weight:g}; return a finite number from 0")
@@ -150,7 +150,7 @@ class TrainingLoss:
 
         What the loss returns is looked at once: at the first micro-batch that is trained on.
         """
-        with plugins.told_as(self.key):
+        with plugins.user_code_errors(self.key):
             value: Any = (self._loss if self._looked_at else self._first)(outputs, batch)
             total, weight, *more = value
             found = {WEIGHT: weight, **(more[0] if more else {})}

@@ -11,8 +11,8 @@ from portable.optim.adafactor import RULES, Adafactor
 from portable.optim.adamw_8bit import AdamW8bit
 from portable.optim.average import keep_average
 from portable.optim.muon import Muon
-from portable.optim.own import OwnOptimizer
 from portable.optim.sharded import local
+from portable.optim.user_optimizer import UserOptimizer
 from portable.plugins import names_code
 from portable.private import of_torch
 
@@ -90,7 +90,7 @@ def build_optimizer(
     groups: Mapping[str, Group],
     embeddings: Collection[nn.Parameter] = (),
     compute: torch.dtype = torch.float32,
-) -> FusedAdamW | FusedSGD | Adafactor | AdamW8bit | Muon | OwnOptimizer:
+) -> FusedAdamW | FusedSGD | Adafactor | AdamW8bit | Muon | UserOptimizer:
     """Build ``train.optimizer``, which also averages the weights if ``train.ema`` is set.
 
     A step is a no-op if the flag ``found_inf`` on the device is set. The fused optimizers take a step in one
@@ -116,10 +116,10 @@ def _built(
     made: list[dict[str, Any]],
     embeddings: Collection[nn.Parameter],
     compute: torch.dtype,
-) -> FusedAdamW | FusedSGD | Adafactor | AdamW8bit | Muon | OwnOptimizer:
+) -> FusedAdamW | FusedSGD | Adafactor | AdamW8bit | Muon | UserOptimizer:
     beta1, beta2 = settings.betas
     if names_code(settings.optimizer):
-        return OwnOptimizer(settings, parameters, made)
+        return UserOptimizer(settings, parameters, made)
     if settings.optimizer == "adamw":
         return FusedAdamW(made, lr=settings.learning_rate, betas=(beta1, beta2), eps=settings.eps)
     if settings.optimizer == "adamw_8bit":

@@ -277,7 +277,7 @@ class LRRangeTest(Schedule):
 
 
 @dataclass(frozen=True, config=_STRICT)
-class OwnSchedule(Schedule):
+class UserSchedule(Schedule):
     """A function or class of the user's, ``(step, total_steps) -> factor`` of ``train.learning_rate``.
 
     Attributes:
@@ -288,7 +288,7 @@ class OwnSchedule(Schedule):
 
     def __call__(self, step: int) -> float:
         told = f"train.schedule: {self.code}"
-        with plugins.told_as(told):
+        with plugins.user_code_errors(told):
             factor = self._function(step, self.total_steps)
         fits = isinstance(factor, int | float) and math.isfinite(factor) and factor >= 0
         require(
@@ -328,7 +328,7 @@ ZERO_ONLY = ("OneCycle", "LRRangeTest")
 
 def schedule_class(name: str) -> type[Schedule]:
     """The class of the schedule that ``train.schedule`` names."""
-    return OwnSchedule if plugins.names_code(name) else SCHEDULES[name]
+    return UserSchedule if plugins.names_code(name) else SCHEDULES[name]
 
 
 def build_schedule(settings: TrainConfig, total_steps: int) -> Schedule:
@@ -345,7 +345,7 @@ def build_schedule(settings: TrainConfig, total_steps: int) -> Schedule:
         **settings.schedule_params,
     }
     kind = schedule_class(settings.schedule)
-    if kind is OwnSchedule:
+    if kind is UserSchedule:
         values["code"] = settings.schedule
     try:
         return kind(**values)

@@ -324,12 +324,12 @@ def _meta_model(config: RunConfig) -> tuple[MetaModel, Work | None]:
     with loading():
         from portable.adapters.adapter import training_model
         from portable.adapters.assemble import looked_at
-        from portable.adapters.settings import settled
+        from portable.adapters.settings import resolved
         from portable.data.sources.opening import recognise_format
         from portable.model.build import model_config
         from portable.model.training_loss import training_loss
         from portable.planner.meta_model import MetaModel
-    config = settled(config)
+    config = resolved(config)
     training_loss(config)  # refuses one that is not there
     sizes = None
     try:

@@ -197,7 +197,7 @@ def own_moment_bytes(train: TrainConfig, shape: tuple[int, ...], elements: int) 
 
     Others count as whole, which they are at most. It is tried without memory.
     """
-    from portable.optim.own import state_of  # only here: it needs torch
+    from portable.optim.user_optimizer import state_of  # only here: it needs torch
 
     sharded = numbers = 0
     for size, itemsize in state_of(train, shape):

@@ -12,7 +12,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from converters.storage.safe_open import open_own, read_small
-from portable.evaluation.standing import MOST_CLASSES
+from portable.evaluation.best_tracker import MOST_CLASSES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

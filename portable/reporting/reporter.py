@@ -13,7 +13,7 @@ from converters.console import columns
 from portable.errors import UserError
 from portable.formatting import human_bytes, human_time, table
 from portable.loop import Callback
-from portable.plugins import told_as
+from portable.plugins import user_code_errors
 from portable.reporting.events import History
 from portable.reporting.metrics import (
     MetricsFile,
@@ -282,7 +282,7 @@ class Reporter(Callback):
         """Call something of each. One that fails gets nothing more: ``metrics.jsonl`` has the numbers."""
         for tracker in tuple(self._trackers):
             try:
-                with told_as(f"{KEY}: {tracker.name}"):
+                with user_code_errors(f"{KEY}: {tracker.name}"):
                     call(tracker)
             except UserError as error:
                 self._trackers.remove(tracker)

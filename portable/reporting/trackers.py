@@ -74,7 +74,7 @@ def _opened(
     if writes_files:  # beside config.yaml, which has the settings
         keywords["logging_dir"] = str(own_path(folder, tracker, "events").parent.parent)
     project = log.project or os.environ.get(f"{tracker.upper()}_PROJECT") or folder.parent.name or "portable"
-    with plugins.told_as(f"{KEY}: {tracker}"):
+    with plugins.user_code_errors(f"{KEY}: {tracker}"):
         opened = kind(tracker if writes_files else project, **keywords)
         opened.main_process_only = False  # this is the one rank that opens any
         opened.start()

@@ -223,7 +223,7 @@ class UserCallback(Callback):
         if called is None:
             return
         name, before = f"{self._name}: {method}", _versions(run.model)
-        with plugins.told_as(name), WholeValues(name, differentiated=False):
+        with plugins.user_code_errors(name), WholeValues(name, differentiated=False):
             called(run, *values)
         if any(before.get(one, version) != version for one, version in _versions(run.model).items()):
             raise UserError(

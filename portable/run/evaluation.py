@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from portable.errors import UserError
+from portable.evaluation.best_tracker import BestTracker, Decision
 from portable.evaluation.evaluate import evaluate
-from portable.evaluation.standing import Judge, Verdict
 from portable.loop import Callback
 from portable.reporting.metrics import EVALUATION
 from portable.run.batches import eval_batches
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from portable.backend import Batch, Engine
     from portable.config import RunConfig
     from portable.data.dataset import Data
-    from portable.evaluation.metrics import Measures
+    from portable.evaluation.metrics import MetricSet
     from portable.loop import Progress
     from portable.run.callbacks import Run
     from portable.run.stages import Prepared
@@ -36,13 +36,13 @@ def evaluate_all(
     found: dict[str, Any] = {}
     averaged = prepared.config.train.eval_ema
     if averaged:
-        engine.exchange_average()
+        engine.swap_ema_weights()
     for source, samples in prepared.data.evals.items():
         batches = over(eval_batches(prepared, samples))
         values = evaluate(prepared.backend, engine, batches, prepared.measures)
         found |= {_name(value, source): number for value, number in values.items()}
     if averaged:
-        engine.exchange_average()
+        engine.swap_ema_weights()
     return found
 
 
@@ -50,7 +50,7 @@ def _name(value: str, source: str) -> str:
     return f"{EVALUATION}{value}/{source}" if source else f"{EVALUATION}{value}"
 
 
-def judge_of(config: RunConfig, sources: Collection[str], measures: Measures) -> Judge | None:
+def judge_of(config: RunConfig, sources: Collection[str], measures: MetricSet) -> BestTracker | None:
     """What compares evaluations; None if nothing follows from them.
 
     Args:
@@ -80,7 +80,7 @@ def judge_of(config: RunConfig, sources: Collection[str], measures: Measures) ->
             f"checkpoint.best_mode: nothing tells whether a higher {metric} is better; set min or max"
         )
     threshold = config.train.early_stopping_threshold
-    return Judge(metric, mode, checkpoint.keep_best or 0, patience, threshold)
+    return BestTracker(metric, mode, checkpoint.keep_best or 0, patience, threshold)
 
 
 class Evaluations(Callback):
@@ -105,8 +105,8 @@ class Evaluations(Callback):
         due = counts or run.step == run.until
         if progress.step > 0 and due and self.lacks(progress, counts=counts):
             self(progress, counts=counts)
-        judge = self._prepared.judge
-        progress.ended = judge is not None and self._any(judge.stops(progress.standing))
+        best_tracker = self._prepared.best_tracker
+        progress.ended = best_tracker is not None and self._any(best_tracker.stops(progress.eval_history))
 
     def on_step(self, run: Run) -> None:
         counts, at_end = self._counts(run), run.step == run.until
@@ -114,9 +114,9 @@ class Evaluations(Callback):
         if not (self._prepared.data.evals and (at_end or (counts and not run.stopped))):
             return
         run.health.check(run)
-        verdict = self(run.progress, counts=counts)
-        run.progress.ended = verdict.stop
-        run.saving = run.saving or verdict.save or verdict.stop
+        decision = self(run.progress, counts=counts)
+        run.progress.ended = decision.stop
+        run.saving = run.saving or decision.save or decision.stop
 
     def _counts(self, run: Run) -> bool:
         """Whether an evaluation after the latest step is due wherever a launch ends, and so counts."""
@@ -124,21 +124,21 @@ class Evaluations(Callback):
         at_end = run.step == run.until == run.steps
         return at_end or run.due(train.eval_every, train.eval_every_epochs)
 
-    def __call__(self, progress: Progress, *, counts: bool) -> Verdict:
-        """Evaluate and report. If it ``counts``, compare with earlier ones, in ``progress.standing``."""
+    def __call__(self, progress: Progress, *, counts: bool) -> Decision:
+        """Evaluate and report. If it ``counts``, compare with earlier ones, in ``progress.eval_history``."""
         with self._run.pause():
             values = evaluate_all(self._prepared, self._run.engine, self._run.over)
             self._run.call("on_evaluation", values)
-        judge = self._prepared.judge
-        if judge is None or not counts:
-            return Verdict()
-        verdict = judge(progress.standing, progress.step, values)
+        best_tracker = self._prepared.best_tracker
+        if best_tracker is None or not counts:
+            return Decision()
+        decision = best_tracker(progress.eval_history, progress.step, values)
         # The values are the same on all ranks; the ranks must do the same whatever happens.
-        return Verdict(self._any(verdict.save), self._any(verdict.stop))
+        return Decision(self._any(decision.save), self._any(decision.stop))
 
     def lacks(self, progress: Progress, *, counts: bool) -> bool:
         """Whether the evaluation after ``progress.step`` is missing; the arguments are those of a call."""
-        judged = self._prepared.judge is None or progress.standing.step >= progress.step
+        judged = self._prepared.best_tracker is None or progress.eval_history.step >= progress.step
         return self._any((counts and not judged) or not self._recorded(progress.step))
 
 
@@ -146,11 +146,11 @@ def why_ended(run: Run) -> str:
     """Why a run ended early, for the user."""
     if run.stopping:
         return f"ended at step {run.step}, as a callback asked"
-    standing = run.progress.standing
-    mark = "" if standing.mark is None else f" beyond {standing.mark:.4f}"
+    eval_history = run.progress.eval_history
+    mark = "" if eval_history.mark is None else f" beyond {eval_history.mark:.4f}"
     return (
-        f"ended early at step {run.step}: {standing.metric} has not improved{mark} for "
-        f"{standing.waited} evaluations (train.early_stopping_patience)"
+        f"ended early at step {run.step}: {eval_history.metric} has not improved{mark} for "
+        f"{eval_history.waited} evaluations (train.early_stopping_patience)"
     )
 
 

@@ -146,7 +146,7 @@ def _checkpoint_to_export(run: Run, reporter: Reporter) -> Place | None:
     if not run.config.checkpoint.export_best:
         return latest
     best: Place | None = next(
-        (complete[step] for step, _ in run.progress.standing.best if step in complete), None
+        (complete[step] for step, _ in run.progress.eval_history.best if step in complete), None
     )
     if best is None:
         reporter.say("warning: checkpoint.export_best: no best checkpoint is left; final is from the newest")
@@ -204,7 +204,7 @@ def finish(
     if not run.complete:
         reporter.say(f"stopped at step {run.step} of {prepared.steps}, as train.stop_after says")
     if uploads is not None:  # it kept some from being deleted
-        run.checkpoints.prune({step for step, _ in run.progress.standing.best})
+        run.checkpoints.prune({step for step, _ in run.progress.eval_history.best})
 
 
 def export_with_card(prepared: Prepared, folder: Path, checkpoint: Place, out: Place) -> None:

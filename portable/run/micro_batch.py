@@ -118,7 +118,7 @@ def with_micro_batch(config: RunConfig, size: int) -> RunConfig:
     return config.replaced({"train.micro_batch_size": size})
 
 
-def begun_with(config: RunConfig, existing: ExistingRun, place: Place, world: World) -> int | None:
+def previous_size(config: RunConfig, existing: ExistingRun, place: Place, world: World) -> int | None:
     """What ``auto`` came to in the run that ``place`` holds; None where memory may decide otherwise now."""
     earlier, latest = existing.config, checkpoints_of(place).latest()
     if earlier is None or latest is None:
@@ -206,7 +206,7 @@ def _planned(search: Search, candidates: Sequence[int]) -> int:
         return FIRST_GUESS
 
 
-def agreed(ours: int, config: RunConfig, world: World, backend: Backend) -> int:
+def smallest_over_ranks(ours: int, config: RunConfig, world: World, backend: Backend) -> int:
     """The smallest ``ours`` of all ranks, which all call it."""
     return next(size for size in sizes(config, world) if backend.any(ours == size))
 

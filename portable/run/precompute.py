@@ -27,7 +27,7 @@ from portable.data.locked_folder import made_once
 from portable.data.samples.loader import EvalLoader
 from portable.data.tokens.cache import CacheDamagedError, CheckedArray, ChecksummedFile
 from portable.errors import UserError, one_line
-from portable.model.loss import OncePass
+from portable.model.loss import PrecomputePass
 from portable.model.pretrained import snapshot
 from portable.model.training_loss import training_loss
 from portable.paths import default_cache_dir
@@ -180,7 +180,7 @@ def _rows(
     )  # fmt: skip
     held: list[Any] = []
     for number, batch in enumerate(bar, start=1):
-        found = engine.evaluate(backend.place(batch), OncePass(), {})
+        found = engine.evaluate(backend.place(batch), PrecomputePass(), {})
         shapes |= {name: list(value.shape[1:]) for name, value in found.items()}
         flat = np.array(backend.read(list(found.values())))
         counts = np.cumsum([value.numel() for value in found.values()])[:-1]

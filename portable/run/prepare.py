@@ -13,7 +13,7 @@ from portable.data.samples.classes import SINGLE
 from portable.data.sources.documents import listed
 from portable.data.tokens.parallel import cores
 from portable.errors import UserError
-from portable.evaluation.builtin import Setting, measures_of
+from portable.evaluation.builtin import Setting, build_metrics
 from portable.formatting import human_count
 from portable.model import build as models
 from portable.model.flops import flops_per_token, parameter_count, trained_count
@@ -32,7 +32,7 @@ from portable.run import micro_batch
 from portable.run.evaluation import judge_of
 from portable.run.micro_batch import Search, batch_plan
 from portable.run.precompute import add_computed, reference_of
-from portable.run.settle import on_device
+from portable.run.resolve import on_device
 from portable.run.stages import Prepared
 from portable.terminal import shows_bars
 
@@ -46,14 +46,14 @@ if TYPE_CHECKING:
     from portable.run.stages import Resolved
 
 
-def prepare(settled: Resolved, backend: Backend) -> Prepared:
+def prepare(resolved: Resolved, backend: Backend) -> Prepared:
     """Build all of it. Before :meth:`Backend.start`: a search for a micro-batch starts groups of its own.
 
     Raises:
         UserError: for a model or data that cannot be used.
     """
-    settled = on_device(settled)
-    config = settled.config
+    resolved = on_device(resolved)
+    config = resolved.config
     model_config = models.model_config(config.model)
     models.check_length(model_config, config)
     special_tokens = SpecialTokens(model_config, config.model)
@@ -65,22 +65,22 @@ def prepare(settled: Resolved, backend: Backend) -> Prepared:
     adopt_labels(model_config, data.classes)
     of_task = config.model.task if data.classes is None else data.classes.problem
     setting = Setting(of_task, data.label_names, data.tokenizer, own_loss=config.train.loss is not None)
-    measures = measures_of(config.train.metrics, setting)
+    measures = build_metrics(config.train.metrics, setting)
     if measures.texts is not None and backend.one_program and backend.world_size > 1:
         names = " and ".join(measures.texts.names)
         raise UserError(f"train.metrics: on several hosts, XLA generates no texts; remove {names}")
-    judge = judge_of(config, data.evals, measures)
+    best_tracker = judge_of(config, data.evals, measures)
     assembled = assemble(config, model_config, special_tokens, data.tokenizer, data)
     model, adapter = assembled.model, assembled.adapter
     architecture, parameters = type(model).__name__, parameter_count(model)
     flops = flops_per_token(model, model_config, data.train.context or config.data.seq_len)
     reference = reference_of(config)
     add_computed(config, backend, data, reference)
-    config = _with_micro_batch(settled, backend, model_config, data)
+    config = _with_micro_batch(resolved, backend, model_config, data)
     length = total_steps(config, data.train.epoch_samples)
     if (reason := too_long_a_warmup(config.train, length)) is not None:
         raise UserError(reason)
-    notes = notes_on(settled, model_config, assembled.aligned, data.sizes)
+    notes = notes_on(resolved, model_config, assembled.aligned, data.sizes)
     if adapter is not None and config.model.from_scratch:
         notes.append(
             "note: the base model has random weights, which follow from the seed and are not saved; for an "
@@ -95,7 +95,7 @@ def prepare(settled: Resolved, backend: Backend) -> Prepared:
             "this order"
         )
     return Prepared(
-        resolved=settled,
+        resolved=resolved,
         config=config,
         backend=backend,
         model_config=model_config,
@@ -112,7 +112,7 @@ def prepare(settled: Resolved, backend: Backend) -> Prepared:
         until=min(length, config.train.stop_after or length),
         schedule=build_schedule(config.train, length),
         measures=measures,
-        judge=judge,
+        best_tracker=best_tracker,
         reference=reference,
         notes=tuple(notes),
     )
@@ -142,35 +142,35 @@ def with_agreed_micro_batch(prepared: Prepared) -> Prepared:
     backend, config = prepared.backend, prepared.config
     found = prepared.plan.micro_batch_size
     config = micro_batch.with_micro_batch(
-        config, micro_batch.agreed(found, config, prepared.resolved.world, backend)
+        config, micro_batch.smallest_over_ranks(found, config, prepared.resolved.world, backend)
     )
     return replace(prepared, config=config, plan=batch_plan(config, backend))
 
 
 def _with_micro_batch(
-    settled: Resolved, backend: Backend, model_config: PretrainedConfig, data: Data
+    resolved: Resolved, backend: Backend, model_config: PretrainedConfig, data: Data
 ) -> RunConfig:
-    config = settled.config
+    config = resolved.config
     if config.train.micro_batch_size != "auto":
         return config
-    size = micro_batch.begun_with(config, settled.existing, settled.place, settled.world)
+    size = micro_batch.previous_size(config, resolved.existing, resolved.place, resolved.world)
     if size is None:
-        size = micro_batch.largest(Search(backend, config, model_config, data.train, settled.world))
+        size = micro_batch.largest(Search(backend, config, model_config, data.train, resolved.world))
     return micro_batch.with_micro_batch(config, size)
 
 
 def notes_on(
-    settled: Resolved, model_config: PretrainedConfig, aligned: list[str], data: DataSizes
+    resolved: Resolved, model_config: PretrainedConfig, aligned: list[str], data: DataSizes
 ) -> list[str]:
     """What may surprise the user before the first step, one line each.
 
     Args:
-        settled: the run.
+        resolved: the run.
         model_config: of its model.
         aligned: special tokens of a pretrained model that the tokenizer's replace.
         data: how much there is.
     """
-    lines = [f"note: {note}" for note in backend_package(settled.config.backend).notes(settled.config)]
+    lines = [f"note: {note}" for note in backend_package(resolved.config.backend).notes(resolved.config)]
     if aligned:
         lines.append(f"note: the model takes over the tokenizer's special tokens: {'; '.join(aligned)}")
     if getattr(model_config, "disable_ngram_loss", None) is False:
@@ -178,19 +178,19 @@ def notes_on(
             "note: the model is trained on the next token alone, as with disable_ngram_loss; "
             "transformers adds losses of the tokens after it"
         )
-    if models.adds_router_loss(model_config, settled.config.model):
+    if models.adds_router_loss(model_config, resolved.config.model):
         coefficient = model_config.get_text_config().router_aux_loss_coef
         lines.append(
             "note: the loss has the model's router loss, weighed by its router_aux_loss_coef "
             f"{coefficient:g}, as in TRL; model.config.output_router_logits: false leaves it out"
         )
-    workers = settled.config.data.num_workers * int(os.environ.get("LOCAL_WORLD_SIZE", settled.world.ranks))
+    workers = resolved.config.data.num_workers * int(os.environ.get("LOCAL_WORLD_SIZE", resolved.world.ranks))
     if workers > (count := cores()):
         lines.append(
             f"note: data.num_workers: {workers} processes on {human_count(count, 'core')}, and each takes "
             "seconds to start; 0 is a thread"
         )
-    step = settled.config.train.global_batch_size
+    step = resolved.config.train.global_batch_size
     if data.train_samples is not None and 0 < data.train_samples < step:
         lines.append(
             f"note: train.global_batch_size: a step takes {step} samples and the data has "

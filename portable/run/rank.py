@@ -1,4 +1,4 @@
-"""What one rank does in a launch: settle, prepare, restore, train, finish; and how it fails."""
+"""What one rank does in a launch: resolve, prepare, restore, train, finish; and how it fails."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from portable.reporting.metrics import EVALUATION
 from portable.reporting.run_log import RunLog
 from portable.run import micro_batch
 from portable.run.evaluation import evaluate_all, needs_evaluation_data
-from portable.run.own_code import digests, prepare_code
 from portable.run.prepare import prepare, with_agreed_micro_batch
+from portable.run.resolve import resolve
 from portable.run.restore import restore
-from portable.run.settle import settle
 from portable.run.stages import Prepared, Resolved
 from portable.run.train import EXIT_DONE, DeviceMemoryError, train_run
+from portable.run.user_code import digests, prepare_code
 from portable.terminal import be_quiet, tell
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ _IN_THE_WAY = (errno.ELOOP, errno.EINVAL, errno.EISDIR, errno.EACCES, errno.EPER
 
 def run_rank(
     backend_name: str,
-    settled: Resolved | RunConfig,
+    resolved: Resolved | RunConfig,
     eval_only: bool = False,
     profile: bool = False,
     replay: int | None = None,
@@ -53,7 +53,7 @@ def run_rank(
 
     Args:
         backend_name: cpu, cuda or xla.
-        settled: from our launcher. A config is settled here: another program (torchrun) launched this rank.
+        resolved: from our launcher. A config is resolved here: another program (torchrun) launched this rank.
         eval_only: only evaluate.
         profile: write a trace of a few steps into ``profile`` in the run's folder.
         replay: only take this step again, with :mod:`portable.run.replay`.
@@ -63,34 +63,34 @@ def run_rank(
         the exit code: 0 when the schedule or ``train.stop_after`` is reached, 75 when stopped by a signal.
     """
     backend = create_backend(backend_name)
-    be_quiet((settled.config if isinstance(settled, Resolved) else settled).log.quiet)
+    be_quiet((resolved.config if isinstance(resolved, Resolved) else resolved).log.quiet)
     with RunLog(backend.rank) as log:
-        return _run(backend, settled, log, eval_only, profile, replay, json_file)
+        return _run(backend, resolved, log, eval_only, profile, replay, json_file)
 
 
 def _run(
     backend: Backend,
-    settled: Resolved | RunConfig,
+    resolved: Resolved | RunConfig,
     log: RunLog,
     eval_only: bool,
     profile: bool,
     replay: int | None,
     json_file: str | None,
 ) -> int:
-    config = settled.config if isinstance(settled, Resolved) else settled
-    if isinstance(settled, Resolved):  # otherwise settling does
+    config = resolved.config if isinstance(resolved, Resolved) else resolved
+    if isinstance(resolved, Resolved):  # otherwise settling does
         prepare_code(config)
     output = open_output(config, backend.rank)
     prepared: Prepared | UserError
     try:
-        if not isinstance(settled, Resolved):
+        if not isinstance(resolved, Resolved):
             writes = not eval_only and replay is None
-            settled = settle(config, backend.name, writes=writes)
+            resolved = resolve(config, backend.name, writes=writes)
         if replay is not None:  # compiled layers cannot be looked into
-            settled = replace(
-                settled, config=settled.config.replaced({"compile": False, "xla.scan_layers": False})
+            resolved = replace(
+                resolved, config=resolved.config.replaced({"compile": False, "xla.scan_layers": False})
             )
-        prepared = prepare(settled, backend)
+        prepared = prepare(resolved, backend)
     except UserError as error:
         if backend.world_size == 1:
             raise

@@ -86,8 +86,8 @@ def replay_step(run: Prepared, step: int) -> int:
     batches = iter(train_loader(run, progress.samples))
     try:
         _take_steps_before(step, run, engine, batches, progress)
-        found, loss = _looked_into(run, engine, batches, progress)
-        gradients = _of_all_ranks(backend, engine.unsound_gradients())
+        found, loss = _run_with_hooks(run, engine, batches, progress)
+        gradients = _of_all_ranks(backend, engine.nonfinite_gradients())
         (norm,) = backend.read(
             [engine.update(run.schedule(step - 1), run.config.train.max_grad_norm or 0.0, loss)]
         )
@@ -127,7 +127,7 @@ def _take_steps_before(
         raise UserError(f"--replay: step {earlier} before it is not finite; use --replay {earlier}")
 
 
-def _looked_into(
+def _run_with_hooks(
     run: Prepared, engine: Engine, batches: Iterator[Batch], progress: Progress
 ) -> tuple[list[MicroBatch], Tensor]:
     """Take the micro-batches of the next step, without the update that ends it; its loss comes along."""

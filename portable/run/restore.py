@@ -11,14 +11,14 @@ from portable.config import difference
 from portable.errors import DamagedError, RunError, UserError, one_line
 from portable.loop import Progress
 from portable.model.freezing import keep_as_stored
-from portable.model.initialize import Blueprint
+from portable.model.initialize import InitialWeights
 from portable.model.pretrained import pretrained_weights
 from portable.paths import place_of, storage_errors
 from portable.ranks.consistency import agree
-from portable.run.own_code import changed, digests
 from portable.run.precompute import compute, missing
 from portable.run.save import ADAPTER, REFERENCE
 from portable.run.stages import Restored
+from portable.run.user_code import changed, digests
 from portable.terminal import tell
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def restore(
 
 
 def _begin(
-    engine: Engine, blueprint: Blueprint, pretrained: PretrainedWeights | None, prepared: Prepared
+    engine: Engine, blueprint: InitialWeights, pretrained: PretrainedWeights | None, prepared: Prepared
 ) -> None:
     """Give ``engine`` all the weights that the run starts from."""
     _initialize(engine, blueprint, pretrained, prepared)
@@ -193,7 +193,7 @@ def load(engine: Engine, source: Place, external: AdoptedCheckpoint | None, prep
                     raise DamagedError(f"{source}: its manifest is damaged ({one_line(error)})") from error
     except CheckpointError as error:
         raise DamagedError(f"checkpoint.resume: {error}") from error
-    return Progress(state.step, state.samples, state.skipped_steps, state.standing)
+    return Progress(state.step, state.samples, state.skipped_steps, state.eval_history)
 
 
 def _check_code(source: Place, state: TrainerState, prepared: Prepared) -> None:
@@ -208,14 +208,14 @@ def _check_code(source: Place, state: TrainerState, prepared: Prepared) -> None:
         tell(f"note: the code of {', '.join(told)} has changed since {source}")
 
 
-def _blueprint(prepared: Prepared) -> Blueprint:
+def _blueprint(prepared: Prepared) -> InitialWeights:
     """The model whose weights the run starts from: with an adapter, the base model."""
     if prepared.adapter is not None:
         return prepared.adapter.blueprint
-    return Blueprint.of(prepared.model, prepared.config.model.function)
+    return InitialWeights.of(prepared.model, prepared.config.model.function)
 
 
-def _pretrained(prepared: Prepared, blueprint: Blueprint) -> PretrainedWeights | None:
+def _pretrained(prepared: Prepared, blueprint: InitialWeights) -> PretrainedWeights | None:
     settings = prepared.config.model
     if settings.from_scratch:
         return None
@@ -223,7 +223,7 @@ def _pretrained(prepared: Prepared, blueprint: Blueprint) -> PretrainedWeights |
 
 
 def _initialize(
-    engine: Engine, blueprint: Blueprint, pretrained: PretrainedWeights | None, prepared: Prepared
+    engine: Engine, blueprint: InitialWeights, pretrained: PretrainedWeights | None, prepared: Prepared
 ) -> None:
     """Load the initial or pretrained weights of the model, or of the base model under an adapter."""
     config, adapter = prepared.config, prepared.adapter

@@ -12,7 +12,7 @@ import torch
 from portable.checkpoint.trainer_state import TrainerState
 from portable.loop import Callback
 from portable.ranks.consistency import agree
-from portable.run.own_code import digests
+from portable.run.user_code import digests
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -52,7 +52,7 @@ def save(prepared: Prepared, checkpoints: Checkpoints[Any], engine: Engine, prog
         metadata={
             "skipped_steps": progress.skipped,
             "code": digests(config),
-            "standing": progress.standing.stored(),
+            "standing": progress.eval_history.stored(),
             "evaluation_data": dict(prepared.data.eval_fingerprints),
             **({} if prepared.reference is None else {REFERENCE: prepared.reference}),
             **({"streams": json.dumps(train.state())} if prepared.data.streams else {}),

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from portable.checkpoint.resume_external import AdoptedCheckpoint
     from portable.config import RunConfig
     from portable.data.dataset import Data
-    from portable.evaluation.metrics import Measures
-    from portable.evaluation.standing import Judge
+    from portable.evaluation.best_tracker import BestTracker
+    from portable.evaluation.metrics import MetricSet
     from portable.loop import Progress
     from portable.optim.schedule import Schedule
     from portable.output.existing_run import ExistingRun
@@ -29,7 +29,7 @@ class Resolved:
 
     Attributes:
         config: with ``backend: auto`` and what a DeepSpeed JSON says resolved. ``precision`` stays ``auto``
-            where only a rank may open the device to find out: see :func:`portable.run.settle.on_device`.
+            where only a rank may open the device to find out: see :func:`portable.run.resolve.on_device`.
         place: what ``output_dir`` names.
         existing: the run that ``place`` held already.
         world: the ranks of this launch.
@@ -63,7 +63,7 @@ class Prepared:
         until: the step at which this launch ends.
         schedule: learning rate by step.
         measures: the metrics of an evaluation.
-        judge: compares evaluations; None if nothing follows from them.
+        best_tracker: compares evaluations; None if nothing follows from them.
         reference: a digest of the weights that the loss compares with; None without such.
         notes: what may surprise the user, one line each.
     """
@@ -84,8 +84,8 @@ class Prepared:
     steps: int
     until: int
     schedule: Schedule
-    measures: Measures
-    judge: Judge | None
+    measures: MetricSet
+    best_tracker: BestTracker | None
     reference: str | None
     notes: tuple[str, ...]
 

@@ -143,8 +143,8 @@ def _begin(prepared: Prepared, output: Output, log: RunLog) -> tuple[Run, Restor
     restored = restore(prepared, source, checkpoints)
     # A checkpoint of another folder may stand where this run began, and a user may have deleted some.
     present = {step for step, _ in checkpoints.complete()}
-    standing = restored.progress.standing
-    standing.best = [one for one in standing.best if one[0] in present]
+    eval_history = restored.progress.eval_history
+    eval_history.best = [one for one in eval_history.best if one[0] in present]
     if restored.external is not None:
         restored.external.check_length(prepared.until)
     log.open(output.work)

@@ -46,7 +46,7 @@ def test_parts_in_any_order_make_one_checksum(tmp_path: Path, seed: int) -> None
     assert touched == {good, bad}
     good.verify()
     good.verify()
-    assert good.settled
+    assert good.resolved
     with pytest.raises(CheckpointError, match="checksum of f/0"):
         bad.verify()
     with pytest.raises(CheckpointError, match="checksum"):

@@ -19,7 +19,7 @@ from portable.batch_plan import plan_batches
 from portable.config.yaml_text import parse
 from portable.errors import UserError
 from portable.run.rank import run_rank
-from portable.run.settle import settle
+from portable.run.resolve import resolve
 from tests.gpu.test_parity import STEPS, Losses, assert_close, our_losses
 from tests.gpu.test_zero_checkpoints import leg
 from tests.runs import configured, losses
@@ -102,7 +102,7 @@ def deepspeed() -> Any:
 
 def resolved(folder: Path, corpus: Path, document: Any, **settings: Any) -> RunConfig:
     config = configured(folder, corpus, deepspeed__config=document, **settings)
-    return settle(config, "cpu", 2).config
+    return resolve(config, "cpu", 2).config
 
 
 def from_guide(name: str, folder: Path) -> dict[str, Any]:
@@ -217,7 +217,7 @@ def test_an_op_that_cannot_be_built_is_one_line(
     with pytest.raises(
         UserError, match=r"zero_force_ds_cpu_optimizer true.*cpu_adam cannot be built.*compiler"
     ):
-        settle(forced(tmp_path, corpus, 2), "cpu", 2)
+        resolve(forced(tmp_path, corpus, 2), "cpu", 2)
 
 
 def test_what_both_files_say_is_taken_over(tmp_path: Path, corpus: Path) -> None:
@@ -238,7 +238,7 @@ def test_what_both_files_say_is_taken_over(tmp_path: Path, corpus: Path) -> None
     from portable.config import load_config
 
     given = {"model": {"config": settings["model"]["config"]}, "deepspeed": {"config": document}}
-    config = settle(load_config(given), "cpu", 2).config
+    config = resolve(load_config(given), "cpu", 2).config
     assert (config.strategy, config.precision) == ("zero3", "bf16")
     train = config.train
     assert (train.global_batch_size, train.micro_batch_size, train.max_grad_norm) == (12, 2, 0.5)
@@ -252,7 +252,7 @@ def test_what_both_files_say_is_taken_over(tmp_path: Path, corpus: Path) -> None
 
     written = tmp_path / "config.yaml"
     written.write_text(dump_yaml(config))
-    again = settle(load_config(written), "cpu", 2).config
+    again = resolve(load_config(written), "cpu", 2).config
     assert again == config  # a resolved config agrees with the JSON in it
 
 

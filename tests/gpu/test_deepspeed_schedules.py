@@ -14,7 +14,7 @@ from portable.config import load_config
 from portable.optim.schedule import OneCycle, build_schedule
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
-from portable.run.settle import settle
+from portable.run.resolve import resolve
 from tests.parity import opened
 from tests.runs import configured
 
@@ -79,7 +79,7 @@ def json_of(kind: str, params: dict[str, Any]) -> dict[str, Any]:
 
 def taken_over(kind: str, params: dict[str, Any], **train: Any) -> RunConfig:
     given = {"precision": "fp32", "deepspeed": {"config": json_of(kind, params)}, "train": train}
-    return settle(load_config(given), "cpu", 2).config
+    return resolve(load_config(given), "cpu", 2).config
 
 
 @pytest.mark.parametrize(("kind", "params"), BLOCKS)

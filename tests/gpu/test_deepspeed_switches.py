@@ -14,7 +14,7 @@ from gpu.zero import config as deepspeed_json
 from gpu.zero import runtime as zero_runtime
 from portable.errors import UserError
 from portable.run.rank import run_rank
-from portable.run.settle import settle
+from portable.run.resolve import resolve
 from tests.gpu.test_parity import STEPS, Losses, assert_close, our_losses
 from tests.gpu.test_zero import zero_config
 from tests.runs import TINY_MODEL
@@ -53,7 +53,7 @@ def understood(config: RunConfig) -> tuple[RunConfig, str]:
     zero_runtime.import_deepspeed("cpu")
     document = deepspeed_json.read(config)
     assert document is not None
-    return settle(config, "cpu", 2).config, "\n".join(document.imported.notes)
+    return resolve(config, "cpu", 2).config, "\n".join(document.imported.notes)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from gpu.zero import nvme
 from portable.adapters.adapter import training_model
-from portable.adapters.settings import settled
+from portable.adapters.settings import resolved
 from portable.engines.footprint import adopt, footprint, settings, units
 from portable.model import build as models
 from portable.planner.memory_model import Cluster, Setting
@@ -156,7 +156,7 @@ def stepped(config: RunConfig, look: Callable[[Any], Result]) -> Result:
 
 
 def planned(config: RunConfig, ranks: int) -> Any:
-    model = training_model(models.model_config(config.model), settled(config))
+    model = training_model(models.model_config(config.model), resolved(config))
     sharing = config.tensor_parallel_size
     inventory = inspect(model, config.train, units(model, config), sharing=sharing)
     return footprint(inventory, config, Cluster(ranks, ranks))
@@ -333,7 +333,7 @@ def test_a_checkpoint_on_disk_has_the_planned_bytes(
     """Names, shapes and pickles take some more, which does not grow with the tensors."""
     large = {**MODEL, "vocab_size": 8192}
     config = config_for(tmp_path, corpus, strategy, **settings, model__config=large)
-    model = training_model(models.model_config(config.model), settled(config))
+    model = training_model(models.model_config(config.model), resolved(config))
     tensors = (
         inspect(model, config.train).checkpoint_bytes(config.train) + planned(config, world_size).also_saved
     )
@@ -347,7 +347,7 @@ def test_a_checkpoint_has_the_bytes_that_the_live_state_has(
     for optimizer in ("adamw", "adafactor", "adamw_8bit", "sgd"):
         config = config_for(tmp_path, corpus, "no_shard", train__optimizer=optimizer)
         kept = ranks.run(1, live, config)
-        model = training_model(models.model_config(config.model), settled(config))
+        model = training_model(models.model_config(config.model), resolved(config))
         assert (
             inspect(model, config.train).checkpoint_bytes(config.train)
             == kept["parameters"] + kept["optimizer"]

@@ -26,9 +26,9 @@ from portable.optim.sharded import local
 from portable.registry import create_backend
 from portable.run.batches import train_loader
 from portable.run.prepare import prepare
+from portable.run.resolve import resolve
 from portable.run.restore import restore
 from portable.run.save import save
-from portable.run.settle import settle
 from tests.gpu.test_parity import Losses, assert_close, our_losses
 from tests.parity import opened
 from tests.runs import configured
@@ -167,12 +167,12 @@ def leg(config: RunConfig, until: int) -> Leg:
     """Go on from the newest checkpoint to the step ``until``, and save."""
     with supported():
         backend = create_backend("cpu")
-        settled = settle(config, backend.name)
-        settled.config.__dict__["precision"] = "fp16"  # past the rule that a CPU does not train in it
+        resolved = resolve(config, backend.name)
+        resolved.config.__dict__["precision"] = "fp16"  # past the rule that a CPU does not train in it
         backend.start()
         folder, taken, ended = Path(config.output_dir), [], ""
         try:
-            run = prepare(settled, backend)
+            run = prepare(resolved, backend)
             checkpoints = Checkpoints(folder / "checkpoints", keep=None, rank=backend.rank)
             restored = restore(run, checkpoints.latest())
             engine: Any = restored.engine

@@ -11,7 +11,7 @@ from torch import nn
 
 from converters import open_checkpoint
 from portable.adapters.adapter import training_model
-from portable.adapters.settings import settled
+from portable.adapters.settings import resolved
 from portable.engines.footprint import units
 from portable.engines.fsdp.footprint import fully_sharded
 from portable.errors import UserError
@@ -174,7 +174,7 @@ def test_sends_each_matrix_once_and_back(
 ) -> None:
     """As the plan says: to the rank that orthogonalizes it, in the compute type."""
     config = configured(tmp_path, corpus, **MUON, strategy="full_shard", precision=precision)
-    model = training_model(models.model_config(config.model), settled(config))
+    model = training_model(models.model_config(config.model), resolved(config))
     inventory = inspect(model, config.train, units(model, config))
     footprint = fully_sharded(inventory, config, Cluster(2, 2))
     assert ranks.run(2, sent, config) == footprint.links.per_step > 0

@@ -11,8 +11,8 @@ from torch.nn import functional
 from portable.data.samples.loader import TrainLoader
 from portable.registry import create_backend
 from portable.run.prepare import prepare
+from portable.run.resolve import resolve
 from portable.run.restore import restore
-from portable.run.settle import settle
 from tests.parity import opened
 from tests.promises import record
 from tests.ranks import RankError, RankPool
@@ -87,7 +87,7 @@ def plain_losses(
         made: makes the optimizer of the groups.
     """
     backend = create_backend("cpu")
-    run = prepare(settle(throughout(config, steps), backend.name), backend)
+    run = prepare(resolve(throughout(config, steps), backend.name), backend)
     from transformers import AutoModelForCausalLM
 
     engine = restore(run, None).engine  # only for its initial weights

@@ -16,8 +16,8 @@ from safetensors import safe_open
 from portable.registry import create_backend
 from portable.run.prepare import prepare
 from portable.run.rank import run_rank
+from portable.run.resolve import resolve
 from portable.run.restore import restore
-from portable.run.settle import settle
 from tests.runs import TINY_MODEL, configured
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def start(config: RunConfig, name: str) -> tuple[list[int], int, torch.Tensor]:
     backend = create_backend("cpu")
     backend.start()
     try:
-        run = prepare(settle(config, backend.name), backend)
+        run = prepare(resolve(config, backend.name), backend)
         originals = {collective: getattr(dist, collective) for collective in COLLECTIVES}
         grown: list[int] = []
         for collective in COLLECTIVES:

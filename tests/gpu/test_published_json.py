@@ -21,7 +21,7 @@ from portable.config import load_config, parse_args
 from portable.errors import UserError
 from portable.optim.schedule import SCHEDULES
 from portable.registry import create_backend
-from portable.run.settle import settle
+from portable.run.resolve import resolve
 from tests.published import Shape, shapes
 
 if TYPE_CHECKING:
@@ -334,7 +334,7 @@ def test_a_yamls_accumulation_is_used_as_a_jsons_is(tmp_path: Path) -> None:
     file.write_text(json.dumps({"distributed_type": "DEEPSPEED", "deepspeed_config": section}))
     flags = ["--accelerate-config", str(file), "--train.micro_batch_size", "2", "--precision", "fp32"]
     backend = create_backend("cpu")
-    run = settle(parse_args(flags).config, backend.name, 8).config
+    run = resolve(parse_args(flags).config, backend.name, 8).config
     assert (run.strategy, run.train.global_batch_size) == ("zero2", 2 * 4 * 8)
     with pytest.raises(UserError, match="gradient_accumulation_steps 4"):
-        settle(parse_args([*flags, "--train.global_batch_size", "6"]).config, backend.name, 8)
+        resolve(parse_args([*flags, "--train.global_batch_size", "6"]).config, backend.name, 8)

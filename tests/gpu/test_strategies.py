@@ -16,8 +16,8 @@ from portable.registry import BACKENDS, World, backend_package
 from portable.reporting.metrics import read_metrics
 from portable.run.prepare import prepare
 from portable.run.rank import run_rank
+from portable.run.resolve import resolve
 from portable.run.restore import restore
-from portable.run.settle import settle
 from tests.runs import configured, flags, tiny
 
 if TYPE_CHECKING:
@@ -93,14 +93,14 @@ def test_the_precision_of_fp32_products_is_set_and_put_back(
     precision: str, expected: str, tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The flag alone: what it changes is on NVIDIA GPUs, and a CPU's check, left out here, refuses tf32."""
-    settled = settle(configured(tmp_path, corpus), "cpu")
-    settled.config.__dict__["precision"] = precision
+    resolved = resolve(configured(tmp_path, corpus), "cpu")
+    resolved.config.__dict__["precision"] = precision
     backend = TorchBackend(CPU)
     usual = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
     try:
-        restore(prepare(settled, backend), None)
+        restore(prepare(resolved, backend), None)
         assert torch.get_float32_matmul_precision() == expected
         assert torch.backends.cudnn.allow_tf32 == (precision == "tf32")
         backend.stop()
@@ -113,7 +113,7 @@ def test_the_precision_of_fp32_products_is_set_and_put_back(
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_the_attention_that_is_asked_for(attention: str, tmp_path: Path, corpus: Path) -> None:
     config = configured(tmp_path, corpus, model__attention=attention)
-    assert prepare(settle(config, "cpu"), TorchBackend(CPU)).model.config._attn_implementation == attention
+    assert prepare(resolve(config, "cpu"), TorchBackend(CPU)).model.config._attn_implementation == attention
 
 
 def test_flash_attention_that_is_not_installed(

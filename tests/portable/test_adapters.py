@@ -11,7 +11,7 @@ import torch
 
 from converters.adapters import patterns
 from portable.adapters.adapter import adapt
-from portable.adapters.settings import as_json, settled
+from portable.adapters.settings import as_json, resolved
 from portable.checks import check
 from portable.errors import UserError
 from portable.model import build as models
@@ -40,7 +40,7 @@ def adapted(folder: Path, **settings: Any) -> tuple[Any, Adapter]:
     """A model on the meta device with its adapter."""
     config = configured(folder, folder, **{"adapter__type": "lora", **settings})
     check(config)
-    config = settled(config)
+    config = resolved(config)
     model_config = models.model_config(config.model)
     model = models.training_model(model_config, config)
     found = adapt(model, model_config, config)

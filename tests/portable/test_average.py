@@ -15,7 +15,7 @@ from portable.run.batches import eval_batches
 from tests.engines import ENGINES
 from tests.gpu.test_parity import plain_losses
 from tests.parity import opened
-from tests.portable.test_own_optimizer import leg
+from tests.portable.test_user_optimizer import leg
 from tests.runs import configured
 
 if TYPE_CHECKING:
@@ -45,8 +45,8 @@ def averaged(folder: Path, config: Any) -> dict[str, Any]:
             found[what] = evaluate(
                 trial.backend, trial.engine, eval_batches(run, run.data.eval), run.measures
             )["loss"]
-            trial.engine.exchange_average()
-        trial.engine.exchange_average()
+            trial.engine.swap_ema_weights()
+        trial.engine.swap_ema_weights()
         folder.mkdir(exist_ok=True)
         trial.engine.save(folder, background=False).wait()
         return found
@@ -106,7 +106,7 @@ def test_the_average_moves_and_is_exported(corpus: Path, tmp_path: Path, engines
     given: dict[str, Any] = {
         **BATCH,
         "train__ema": DECAY,
-        "train__optimizer": "tests.portable.test_own_optimizer:Lion",
+        "train__optimizer": "tests.portable.test_user_optimizer:Lion",
         "train__learning_rate": 5e-3,
         "checkpoint__export_ema": True,
     }

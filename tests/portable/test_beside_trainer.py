@@ -324,7 +324,7 @@ def test_it_judges_as_the_trainer_does(tmp_path: Path, labelled: Path) -> None:
     assert [row["eval_accuracy"] for row in rows] == [row["eval_accuracy"] for row in theirs]
     assert [row["eval_loss"] for row in rows] == pytest.approx([row["eval_loss"] for row in theirs], rel=1e-4)
     latest = checkpoints_of(tmp_path / "ours").latest()
-    best = TrainerState.read(latest or tmp_path).standing.best
+    best = TrainerState.read(latest or tmp_path).eval_history.best
     first = min(theirs, key=lambda row: row["eval_loss"])["step"]
     assert [step for step, _ in best] == [first]
     assert best[0][1] == pytest.approx(trainer.state.best_metric, rel=1e-4)

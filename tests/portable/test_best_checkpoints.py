@@ -13,12 +13,12 @@ from portable.commands.dry_run import dry_run
 from portable.config import keys, load_config
 from portable.data.dataset import build_data, inspect_data
 from portable.errors import UserError
-from portable.evaluation.standing import Judge, Standing, Verdict
+from portable.evaluation.best_tracker import BestTracker, Decision, EvalHistory
 from portable.reporting.html_report import Run
 from portable.reporting.metrics import read_metrics
 from portable.run import evaluation
 from portable.run.rank import run_rank
-from portable.run.settle import settle
+from portable.run.resolve import resolve
 from tests.runs import checked, configured, tiny
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, float]]:
     at = [0]
     call = evaluation.Evaluations.__call__
 
-    def called(self: Any, progress: Any, *, counts: bool) -> Verdict:
+    def called(self: Any, progress: Any, *, counts: bool) -> Decision:
         at[0] = progress.step
         counted[progress.step] = counted.get(progress.step, 0) + 1
         return call(self, progress, counts=counts)
@@ -79,7 +79,7 @@ def test_the_best_stay_beside_the_last(told: Any, tmp_path: Path, corpus: Path) 
         leg(tmp_path, corpus, checkpoint__keep=1, checkpoint__keep_best=2, checkpoint__export_best=True) == 0
     )
     assert kept(tmp_path) == [6, 7, 8]
-    best = TrainerState.read(tmp_path / "checkpoints" / "step-000008").standing.best
+    best = TrainerState.read(tmp_path / "checkpoints" / "step-000008").eval_history.best
     assert best == [(6, 1.9), (7, 1.95)]
 
 
@@ -139,7 +139,7 @@ def test_the_evaluation_where_a_launch_ends_does_not_count(told: Any, tmp_path: 
     assert told == {2: 1, 3: 1}
     assert leg(tmp_path, corpus, **given) == 0
     assert kept(tmp_path)[-1] == 8
-    assert TrainerState.read(tmp_path / "checkpoints" / "step-000008").standing.best == [(6, 1.9)]
+    assert TrainerState.read(tmp_path / "checkpoints" / "step-000008").eval_history.best == [(6, 1.9)]
 
 
 @pytest.mark.parametrize("at", [3, 4, 5])
@@ -154,11 +154,11 @@ def test_a_killed_run_ends_at_the_same_step(
     with monkeypatch.context() as patched:
         real = evaluation.Evaluations.__call__
 
-        def evaluates(self: Any, progress: Any, *, counts: bool) -> Verdict:
-            verdict = real(self, progress, counts=counts)
+        def evaluates(self: Any, progress: Any, *, counts: bool) -> Decision:
+            decision = real(self, progress, counts=counts)
             if progress.step == at:
                 killed()
-            return verdict
+            return decision
 
         patched.setattr(evaluation.Evaluations, "__call__", evaluates)
         with pytest.raises(KeyboardInterrupt):
@@ -202,27 +202,32 @@ def test_it_counts_on_in_another_folder(told: Any, tmp_path: Path, corpus: Path)
 
 
 def test_the_judge() -> None:
-    standing, judge = Standing(), Judge("eval_loss", "min", keep_best=1, patience=2, threshold=0.1)
+    eval_history, best_tracker = (
+        EvalHistory(),
+        BestTracker("eval_loss", "min", keep_best=1, patience=2, threshold=0.1),
+    )
     values = [3.0, 2.95, 2.86, 2.84, float("nan")]
-    found = [judge(standing, step, {"eval_loss": value}) for step, value in enumerate(values, start=1)]
+    found = [
+        best_tracker(eval_history, step, {"eval_loss": value}) for step, value in enumerate(values, start=1)
+    ]
     # 2.95 is the best so far, but no improvement of more than 0.1; nor is 2.86, from 2.95.
     assert found == [
-        Verdict(True),
-        Verdict(True),
-        Verdict(True, True),
-        Verdict(True, True),
-        Verdict(False, True),
+        Decision(True),
+        Decision(True),
+        Decision(True, True),
+        Decision(True, True),
+        Decision(False, True),
     ]
-    assert (standing.best, standing.mark, standing.waited) == ([(4, 2.84)], 2.84, 4)
-    assert Standing.of(json.loads(json.dumps(standing.stored()))) == standing
-    assert judge(standing, 5, {"eval_loss": 0.0}) == Verdict(False, True)  # counted already
-    other = Judge("eval_accuracy", "max", keep_best=1)
-    assert other(standing, 6, {"eval_accuracy": 0.5}) == Verdict(True)
-    assert other(standing, 7, {"eval_accuracy": 0.4}) == Verdict(False)
+    assert (eval_history.best, eval_history.mark, eval_history.waited) == ([(4, 2.84)], 2.84, 4)
+    assert EvalHistory.of(json.loads(json.dumps(eval_history.stored()))) == eval_history
+    assert best_tracker(eval_history, 5, {"eval_loss": 0.0}) == Decision(False, True)  # counted already
+    other = BestTracker("eval_accuracy", "max", keep_best=1)
+    assert other(eval_history, 6, {"eval_accuracy": 0.5}) == Decision(True)
+    assert other(eval_history, 7, {"eval_accuracy": 0.4}) == Decision(False)
     with pytest.raises(UserError, match="has no eval_accuracy; it has eval_loss"):
-        other(standing, 8, {"eval_loss": 1.0})
-    for damaged in (None, {}, {"best": 3}, standing.stored() | {"mark": "x"}):
-        assert Standing.of(damaged) == Standing()
+        other(eval_history, 8, {"eval_loss": 1.0})
+    for damaged in (None, {}, {"best": 3}, eval_history.stored() | {"mark": "x"}):
+        assert EvalHistory.of(damaged) == EvalHistory()
 
 
 def test_it_waits_as_transformers_does() -> None:
@@ -236,8 +241,10 @@ def test_it_waits_as_transformers_does() -> None:
     for _ in range(300):
         patience, threshold = draws.randint(1, 3), draws.choice([0.0, 0.1, 0.3])
         values = [3 - 0.05 * i + draws.gauss(0, 0.2) for i in range(12)]
-        standing, judge = Standing(), Judge("eval_loss", "min", 0, patience, threshold)
-        ours = [judge(standing, step, {"eval_loss": v}).stop for step, v in enumerate(values, start=1)]
+        eval_history, best_tracker = EvalHistory(), BestTracker("eval_loss", "min", 0, patience, threshold)
+        ours = [
+            best_tracker(eval_history, step, {"eval_loss": v}).stop for step, v in enumerate(values, start=1)
+        ]
         callback, control = EarlyStoppingCallback(patience, threshold), TrainerControl()
         state: Any = SimpleNamespace(best_metric=None)
         arguments: Any = SimpleNamespace(greater_is_better=False, metric_for_best_model="loss")
@@ -288,7 +295,7 @@ def test_named_sources(sources: dict[str, Path], tmp_path: Path, corpus: Path) -
     assert keys.plain(config.data.eval) == given["data__eval"] and config.data.eval_fraction == 0.1
     state = TrainerState.read(checkpoints_of(tmp_path).latest() or tmp_path)
     assert state.metadata["evaluation_data"].keys() == {"news", "code"}
-    assert (state.standing.metric, state.standing.mode) == ("eval_accuracy/code", "max")
+    assert (state.eval_history.metric, state.eval_history.mode) == ("eval_accuracy/code", "max")
     assert "eval_loss/code" in Run.read(tmp_path).rows[-1]
 
 
@@ -375,7 +382,7 @@ def test_what_cannot_be_is_refused(given: dict[str, Any], told_so: str, tmp_path
         run_rank("cpu", checked(None, tiny(tmp_path / "run", corpus) | given))
     assert told_so in str(caught.value) and "\n" not in str(caught.value)
     with pytest.raises(UserError) as caught:
-        dry_run(settle(checked(None, tiny(tmp_path / "run", corpus) | given), "cpu"))
+        dry_run(resolve(checked(None, tiny(tmp_path / "run", corpus) | given), "cpu"))
     assert told_so in str(caught.value)
     assert not (tmp_path / "run" / "checkpoints").exists()
 

@@ -18,7 +18,7 @@ from portable.commands.dry_run import dry_run
 from portable.reporting.metrics import read_metrics
 from portable.run.callbacks import order
 from portable.run.rank import run_rank
-from portable.run.settle import settle
+from portable.run.resolve import resolve
 from tests.engines import ENGINES
 from tests.runs import configured
 
@@ -206,7 +206,7 @@ def test_the_order_is_told_before_the_run(
     names = ["watchdog", f"train.callbacks: {HERE}:OfTheClass", "report", "evaluate", "save"]
     assert order(config, profile=True) == [*names[:2], "profile", *names[2:], "upload"]
     config = config.replaced({"hub.push": None, "hub.repo": None})
-    dry_run(settle(config, "cpu"))
+    dry_run(resolve(config, "cpu"))
     assert ", ".join(names) in " ".join(capsys.readouterr().out.split())
     train(config)
     assert (tmp_path / "run" / "seen.txt").read_text() == "1"

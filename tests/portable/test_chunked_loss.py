@@ -13,7 +13,7 @@ from portable.config import load_config
 from portable.errors import UserError
 from portable.model.build import build_model, model_config
 from portable.model.chunked_loss import chunked_head
-from portable.model.initialize import Blueprint
+from portable.model.initialize import InitialWeights
 from portable.model.loss import token_loss
 from portable.model.parameters import materialize
 from tests.gpu.test_fsdp import FOUR
@@ -58,7 +58,7 @@ def built(task: str, config: dict[str, Any], chunk: int | str) -> tuple[nn.Modul
     settings: dict[str, Any] = {"model.config": config, "model.task": task, "memory.loss_chunk_tokens": chunk}
     run = load_config(None, {**settings, "data.source": "texts.jsonl", "precision": "fp32"})
     model = build_model(model_config(run.model), run.model)
-    blueprint = Blueprint.of(model)
+    blueprint = InitialWeights.of(model)
     head = chunked_head(model, run.memory.loss_chunk_tokens)
     materialize(model, torch.device("cpu"))
     for weights in blueprint.initial_weights(0):
@@ -141,8 +141,8 @@ def test_logits_stay_what_they_are_without_labels() -> None:
 def test_auto_leaves_small_logits_alone() -> None:
     _, head = built(*MODELS["llama"], "auto")
     assert head is not None
-    assert not head.pays(torch.zeros(1 << 17))
-    assert head.pays(torch.zeros(1 << 18))
+    assert not head.needs_chunking(torch.zeros(1 << 17))
+    assert head.needs_chunking(torch.zeros(1 << 18))
 
 
 def test_a_model_that_caps_its_logits_keeps_them() -> None:

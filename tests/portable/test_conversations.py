@@ -658,8 +658,8 @@ def test_a_merged_adapter_stops_where_the_adapter_does(learned: Path, tmp_path: 
 def test_the_settled_config_has_the_format(learned: Path) -> None:
     from portable.config import load_config
 
-    settled = load_config(learned / "run" / "config.yaml")
-    assert (settled.data.format, settled.data.packing) == ("messages", "documents")
+    resolved = load_config(learned / "run" / "config.yaml")
+    assert (resolved.data.format, resolved.data.packing) == ("messages", "documents")
 
 
 def test_the_report_shows_samples(learned: Path) -> None:

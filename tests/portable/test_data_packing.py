@@ -21,7 +21,7 @@ from portable.errors import UserError
 from portable.registry import create_backend
 from portable.run.prepare import prepare
 from portable.run.replay import _sample
-from portable.run.settle import settle
+from portable.run.resolve import resolve
 from tests.portable.data_support import Settings, corpus, replace, token_cache, write_jsonl
 from tests.runs import configured, write_corpus
 
@@ -178,7 +178,7 @@ def test_conversations_keep_their_masks(truncation: str, tmp_path: Path) -> None
         "model.config.max_position_embeddings": 96,
         "output_dir": str(tmp_path / "run"),
     }
-    config = settle(load_config(None, given), "cpu").config
+    config = resolve(load_config(None, given), "cpu").config
     assert config.data.packing == "documents"
 
     def answers(settings: DataConfig) -> list[list[int]]:
@@ -204,7 +204,7 @@ def test_what_is_counted(tmp_path: Path) -> None:
     for how in (True, "documents"):
         config = configured(tmp_path, source, data__packing=how, data__seq_len=64)
         backend = create_backend("cpu")
-        run = prepare(settle(config, backend.name), backend)
+        run = prepare(resolve(config, backend.name), backend)
         flops[how] = run.flops_per_token
     context = run.data.train.context
     assert context is not None and 10 < context < 64

@@ -29,8 +29,8 @@ from portable.reporting.metrics import read_metrics
 from portable.run.batches import train_loader
 from portable.run.prepare import prepare
 from portable.run.rank import run_rank
+from portable.run.resolve import resolve
 from portable.run.restore import restore
-from portable.run.settle import settle
 from tests.converters.compare import assert_same
 from tests.converters.making import once
 from tests.portable.make_external import BETAS, DECAY, RATE, STEPS, llama, trainer_arguments
@@ -120,10 +120,10 @@ def go_on(folder: Path, corpus: Path, path: Path, settings: dict[str, Any]) -> t
     keys = {key.replace(".", "__"): value for key, value in begun(path, corpus, folder, **settings).items()}
     config = configured(folder, corpus, **keys)
     backend = create_backend(config.backend)
-    settled = settle(config, backend.name)
+    resolved = resolve(config, backend.name)
     backend.start()
     try:
-        run = prepare(settled, backend)
+        run = prepare(resolved, backend)
         restored = restore(run, path)
         engine, progress = restored.engine, restored.progress
         start = progress.step, progress.samples
@@ -150,7 +150,7 @@ class Oracle:
             train__learning_rate=RATE,
             data__eval_fraction=0,
         )
-        self._run = prepare(settle(config, "cpu"), create_backend("cpu"))
+        self._run = prepare(resolve(config, "cpu"), create_backend("cpu"))
 
     def __call__(
         self, held: dict[str, Any], settings: dict[str, Any], step: int, samples: int

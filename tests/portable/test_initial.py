@@ -10,7 +10,7 @@ import torch
 
 from portable.config import load_config
 from portable.model import build as models
-from portable.model.initialize import Blueprint
+from portable.model.initialize import InitialWeights
 from portable.model.parameters import state_tensors
 from tests.architectures import TASKS, pairs
 from tests.tiny_models import tiny_config
@@ -39,15 +39,15 @@ ARCHITECTURES = [
 LARGEST = 5_000_000  # parameters of what is swept
 
 
-def blueprint(model_type: str, task: str) -> Blueprint:
+def blueprint(model_type: str, task: str) -> InitialWeights:
     given: dict[str, Any] = {"model": {"config": tiny_config(model_type), "task": task}}
     if task != "causal-lm":
         given["data"] = {"source": "text.jsonl"}
     settings = load_config(given).model
-    return Blueprint.of(models.build_model(models.model_config(settings), settings))
+    return InitialWeights.of(models.build_model(models.model_config(settings), settings))
 
 
-def drawn(ours: Blueprint, **parts: int) -> dict[str, torch.Tensor]:
+def drawn(ours: InitialWeights, **parts: int) -> dict[str, torch.Tensor]:
     """All weights by name; no part repeats one of another's."""
     weights: dict[str, torch.Tensor] = {}
     for part in ours.initial_weights(3, **parts):
@@ -101,14 +101,14 @@ def test_initial_weights_are_those_of_from_config(model_type: str, task: str) ->
 def test_parts_are_drawn_apart_and_one_is_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = blueprint("gpt2", "causal-lm")
     made: list[int] = []
-    build = Blueprint._built
+    build = InitialWeights._built
 
-    def counted(self: Blueprint, seed: int) -> PreTrainedModel:
+    def counted(self: InitialWeights, seed: int) -> PreTrainedModel:
         model = build(self, seed)
         made.append(sum(p.numel() for p in model.parameters() if not p.is_meta))
         return model
 
-    monkeypatch.setattr(Blueprint, "_built", counted)
+    monkeypatch.setattr(InitialWeights, "_built", counted)
     one, again = drawn(ours, part_bytes=1), drawn(ours, part_bytes=1)
     assert all(torch.equal(one[name], again[name]) for name in one)
     name = "transformer.h.{}.attn.c_attn.weight"

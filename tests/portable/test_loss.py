@@ -195,7 +195,7 @@ def test_a_head_in_parts_changes_nothing(model_type: str) -> None:
         assert chunked_head(built(model_type), "auto") is not None
     head = chunked_head(model, 5)
     assert head is not None
-    assert head.pays(batch["labels"])
+    assert head.needs_chunking(batch["labels"])
     parts, _ = Objective(model, 3, head)(model, batch, valid)
     parts.backward()
     torch.testing.assert_close(parts, whole, rtol=1e-6, atol=0)

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from portable.data.samples.classes import MULTI, REGRESSION, SINGLE
 from portable.errors import UserError
-from portable.evaluation.builtin import KNOWN, Setting, measures_of
+from portable.evaluation.builtin import KNOWN, Setting, build_metrics
 from portable.evaluation.evaluate import evaluate
 from portable.evaluation.generation import rouge_l
 from portable.model.loss import added
@@ -36,7 +36,7 @@ NAMES = ("a", "b", "c", "never")
 
 def values_of(setting: Setting, logits: Tensor, labels: Tensor, size: int, more: tuple[str, ...] = ()) -> Any:
     """The values over micro-batches of ``size`` rows, the last filled up with rows that must not count."""
-    measures = measures_of((*KNOWN[setting.task], *more), setting)
+    measures = build_metrics((*KNOWN[setting.task], *more), setting)
     floats = labels.is_floating_point()
     ignored = math.nan if floats else IGNORED
     short = -len(labels) % size
@@ -204,7 +204,7 @@ def test_metrics_by_import_path() -> None:
     assert [one["mean_label"] for one in found] == [float(labels.double().mean())] * 3
     assert [one["large"] for one in found] == [float((labels > 1).double().mean())] * 3
     assert [one["mode"] for one in found] == [float(labels.bincount().argmax())] * 3
-    measures = measures_of(own, Setting("causal-lm"))
+    measures = build_metrics(own, Setting("causal-lm"))
     assert measures.names is None and measures.mode("mode") == "max" and measures.mode("large") is None
 
 
@@ -220,7 +220,7 @@ def test_metrics_by_import_path() -> None:
 )
 def test_what_is_no_metric_is_refused(name: str, told: str) -> None:
     with pytest.raises(UserError) as caught:
-        measures_of([name], Setting("causal-lm"))
+        build_metrics([name], Setting("causal-lm"))
     assert str(caught.value).startswith("train.metrics: ") and told in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -311,7 +311,7 @@ def test_predictions_without_all_logits(precision: str, corpus: Path, tmp_path: 
         head.register_forward_hook(lambda *call: widths.append(call[-1].shape[-1]))
         assert run.data.eval is not None
         for own in ((), (f"{__name__}:long_words",)):  # the second needs all logits
-            measures = measures_of(("accuracy", *own), Setting("causal-lm"))
+            measures = build_metrics(("accuracy", *own), Setting("causal-lm"))
             batches = eval_batches(run, run.data.eval)
             found.append(evaluate(trial.backend, trial.engine, batches, measures))
     assert set(widths) == {384, 1} and (widths[0], widths[-1]) == (1, 384)

@@ -12,14 +12,14 @@ from portable.config import load_config
 from portable.config.sections import ModelConfig
 from portable.errors import UserError
 from portable.model import build as models
-from portable.model.initialize import Blueprint
+from portable.model.initialize import InitialWeights
 from portable.model.layers import transformer_layers
 from portable.model.parameters import materialize, state_tensors
 from portable.model.pretrained import pretrained_weights
 from portable.registry import create_backend
 from portable.run.prepare import prepare
+from portable.run.resolve import resolve
 from portable.run.restore import restore
-from portable.run.settle import settle
 from tests.runs import configured
 from tests.tiny_models import tiny_config
 
@@ -52,9 +52,9 @@ def settings_of(family: str, **config: Any) -> Any:
     return load_config(given).model
 
 
-def blueprint(family: str) -> Blueprint:
+def blueprint(family: str) -> InitialWeights:
     settings = settings_of(family, vocab_size=300, **FAMILIES[family])
-    return Blueprint.of(models.build_model(models.model_config(settings), settings))
+    return InitialWeights.of(models.build_model(models.model_config(settings), settings))
 
 
 def test_initial_weights_depend_on_the_seed_and_on_nothing_else() -> None:
@@ -71,12 +71,12 @@ def test_initial_weights_depend_on_the_seed_and_on_nothing_else() -> None:
 
 def full_weights(folder: Path, corpus: Path, strategy: str) -> dict[str, torch.Tensor]:
     backend = create_backend("cpu")
-    config = settle(
+    config = resolve(
         configured(folder, corpus, strategy=strategy, train__micro_batch_size=1), backend.name
     ).config
     backend.start()
     try:
-        engine = restore(prepare(settle(config, backend.name), backend), None).engine
+        engine = restore(prepare(resolve(config, backend.name), backend), None).engine
         tensors = state_tensors(engine.model)
         return {
             name: getattr(t, "full_tensor", lambda t=t: t)().detach().clone() for name, t in tensors.items()

@@ -26,7 +26,7 @@ from portable.reporting.metrics import read_metrics
 from portable.run.prepare import prepare
 from portable.run.rank import run_rank
 from portable.run.replay import MicroBatch, once_each
-from portable.run.settle import settle
+from portable.run.resolve import resolve
 from tests.runs import TINY_MODEL, configured
 from tests.views import View, assert_same_bits, view
 
@@ -72,7 +72,7 @@ def bad_tokens(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> list[i
     """The sample that breaks the model."""
     config = settings("one rank", tmp_path_factory.mktemp("data"), corpus)
     backend = create_backend("cpu")
-    samples = prepare(settle(config, backend.name), backend).data.train
+    samples = prepare(resolve(config, backend.name), backend).data.train
     tokens: list[int] = samples.batch([locate(BAD_SAMPLE, len(samples), config.seed)])["input_ids"][
         0
     ].tolist()

@@ -17,7 +17,7 @@ from portable.model.training_loss import IGNORED, Outputs
 from portable.reporting.metrics import read_metrics
 from portable.run.batches import train_loader
 from portable.run.rank import run_rank
-from portable.run.settle import settle
+from portable.run.resolve import resolve
 from tests.parity import opened
 from tests.portable.chat_support import tokenizer
 from tests.portable.data_support import write_jsonl
@@ -251,7 +251,7 @@ def test_the_variants_of_dpo_are_those_of_trl(tmp_path: Path) -> None:
 )
 def test_variants_that_are_none(loss: str, told: str, data: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=told):
-        settle(configured(tmp_path, data, **{**PAIRS, "train__loss": loss}), "cpu", writes=False)
+        resolve(configured(tmp_path, data, **{**PAIRS, "train__loss": loss}), "cpu", writes=False)
 
 
 def unshifted(labels: torch.Tensor, ids: torch.Tensor) -> tuple[list[int], list[int]]:
@@ -482,7 +482,7 @@ def test_what_cannot_work_is_refused_before_the_run(
     config = configured(tmp_path / "run", tmp_path, **{**PAIRS, **own})
     for writes in (False, True):
         with pytest.raises(UserError, match=told):
-            settle(config, "cpu", writes=writes)
+            resolve(config, "cpu", writes=writes)
 
 
 def trained_again(folder: Path) -> None:
@@ -665,6 +665,6 @@ def test_the_plan_knows_that_a_sample_is_two_sequences(data: Path, tmp_path: Pat
     config = configured(tmp_path, data, **PAIRS, data__format="preference", memory__loss_chunk_tokens=64)
     request = Request.of(config, micro_batch=3, compute="autocast", on_gpu=False)
     assert request.micro_batch == 6 and request.loss_chunk_tokens == 64
-    own = {"train__loss": "tests.portable.test_own_loss:squared", "memory__loss_chunk_tokens": 64}
+    own = {"train__loss": "tests.portable.test_user_loss:squared", "memory__loss_chunk_tokens": 64}
     request = Request.of(configured(tmp_path, data, **own), micro_batch=3, compute="autocast", on_gpu=False)
     assert request.micro_batch == 3 and request.loss_chunk_tokens == 0  # it needs the logits

@@ -358,11 +358,11 @@ def test_masked_updates_leave_weights_and_state_alone(tmp_path: Path, corpus: Pa
     from portable.registry import create_backend
     from portable.run.batches import train_loader
     from portable.run.prepare import prepare
+    from portable.run.resolve import resolve
     from portable.run.restore import restore
-    from portable.run.settle import settle
 
     backend = create_backend("cpu")
-    run = prepare(settle(configured(tmp_path, corpus), backend.name), backend)
+    run = prepare(resolve(configured(tmp_path, corpus), backend.name), backend)
     engine = restore(run, None).engine
     batches = iter(train_loader(run, 0))
     weight = torch.tensor(1.0)

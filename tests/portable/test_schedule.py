@@ -22,7 +22,7 @@ from portable.optim.schedule import (
     WarmupStableDecay,
     build_schedule,
 )
-from portable.run.own_code import digests, prepare_code
+from portable.run.user_code import digests, prepare_code
 from tests.runs import checked
 
 

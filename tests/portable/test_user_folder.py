@@ -143,7 +143,10 @@ def test_a_plug_in_that_ours_hides_is_named(
 def test_a_plug_in_that_ours_hides_is_named_at_a_call(mine: Callable[[str], None], tmp_path: Path) -> None:
     mine("import gpu\ndef loss(): gpu.kernel()\n")
     loss = plugins.load("train.loss", "plugged:loss")
-    with pytest.raises(UserError, match=f"hides {tmp_path / 'gpu.py'}; rename yours$"), plugins.told_as("x"):
+    with (
+        pytest.raises(UserError, match=f"hides {tmp_path / 'gpu.py'}; rename yours$"),
+        plugins.user_code_errors("x"),
+    ):
         loss()
 
 

@@ -8,15 +8,15 @@ import pytest
 
 from benchmarks.xla_memory import measure, told_in
 from portable.adapters.adapter import training_model
-from portable.adapters.settings import settled
+from portable.adapters.settings import resolved
 from portable.model import build as models
 from portable.planner.memory_model import Cluster, Setting
 from portable.planner.meta_model import MetaModel, inspect
 from portable.planner.plan import Planner, Target
 from portable.registry import create_backend
 from portable.run.prepare import prepare
+from portable.run.resolve import resolve
 from portable.run.restore import restore
-from portable.run.settle import settle
 from tests.runs import TINY_MODEL, configured
 from tests.xla import QUICK
 from tpu.xla.footprint import footprint
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 def kept(config: RunConfig) -> tuple[int, int]:
     """Bytes of parameters and of optimizer state on the first device."""
     backend = create_backend("xla")
-    settled = settle(config, backend.name)
+    resolved = resolve(config, backend.name)
     backend.start()
     try:
-        engine: Any = restore(prepare(settled, backend), None).engine
+        engine: Any = restore(prepare(resolved, backend), None).engine
         optimizer = engine._optimizer
         state = [t for tensors in optimizer.tensors().values() for t in tensors.values()]
         return on_first_device(engine.model.parameters()), on_first_device([*state, optimizer._steps])
@@ -70,7 +70,7 @@ def test_what_stays_is_exact(
 ) -> None:
     sizes = {"train__global_batch_size": 8, "train__micro_batch_size": 1, "model__config": TINY_MODEL}
     config = configured(tmp_path, corpus, **{**sizes, "backend": "xla", **settings})
-    model = training_model(models.model_config(config.model), settled(config))
+    model = training_model(models.model_config(config.model), resolved(config))
     found = footprint(inspect(model, config.train), config, Cluster(devices, devices))
     assert (found.parameters, found.optimizer) == xla.run(devices, kept, config)
 
@@ -102,7 +102,7 @@ def test_a_step_takes_what_is_planned(
     config = configured(
         tmp_path, corpus, **{**sizes, "backend": "xla", "model__config": {**TINY_MODEL, **wide}, **settings}
     )
-    model = training_model(models.model_config(config.model), settled(config))
+    model = training_model(models.model_config(config.model), resolved(config))
     target = Target("xla", Cluster(devices, devices), None, None)
     planned = Planner(config, MetaModel(model, config), target).option(Setting.of(config)).device_bytes
     taken = xla.run(devices, measure, config, environment=telling)

@@ -28,8 +28,8 @@ from portable.reporting.metrics import read_metrics
 from portable.run.batches import train_loader
 from portable.run.prepare import prepare
 from portable.run.rank import run_rank
+from portable.run.resolve import resolve
 from portable.run.restore import restore
-from portable.run.settle import settle
 from tests.ranks import RankError, free_port
 from tests.runs import TINY_MODEL, configured, flags, tiny, weights
 from tests.xla import QUICK
@@ -132,7 +132,7 @@ def test_checkpoints_have_the_keys_of_fsdp(finished: Path, tmp_path: Path, corpu
 def live_logits(config: RunConfig, tokens: list[list[int]]) -> Any:
     """Go on from the checkpoint in ``config``'s folder, and compute with the model as it stands there."""
     backend = create_backend("xla")
-    run = prepare(settle(config, backend.name), backend)
+    run = prepare(resolve(config, backend.name), backend)
     engine = restore(run, Path(config.output_dir) / "checkpoints" / "step-000008").engine
     batch = backend.place({"input_ids": torch.tensor(tokens)})
     with torch.no_grad():
@@ -168,8 +168,8 @@ def adafactor_beside_torchs(config: RunConfig, steps: int) -> tuple[list[float],
     from portable.data.samples.loader import TrainLoader
 
     backend = create_backend("xla")
-    settled = settle(config, backend.name)
-    run = prepare(settled, backend)
+    resolved = resolve(config, backend.name)
+    run = prepare(resolved, backend)
     engine = restore(run, None).engine
     model = AutoModelForCausalLM.from_config(run.model_config, attn_implementation="sdpa")
     model.load_state_dict({name: tensor.cpu() for name, tensor in engine.model.state_dict().items()})
@@ -229,7 +229,7 @@ def poisoned_steps(config: RunConfig) -> tuple[Any, Any, bool]:
     """Four steps, the third with a weight of infinity in the way; health before and after, and whether the
     weights stayed."""
     backend = create_backend("xla")
-    run = prepare(settle(config, backend.name), backend)
+    run = prepare(resolve(config, backend.name), backend)
     engine = restore(run, None).engine
     batches = iter(train_loader(run, 0))
 
@@ -265,7 +265,7 @@ def reports_of_odd_steps(config: RunConfig) -> list[str]:
     from tpu.xla.graphs import Graphs
 
     backend = create_backend("xla")
-    run = prepare(settle(config, backend.name), backend)
+    run = prepare(resolve(config, backend.name), backend)
     engine: Any = restore(run, None).engine
     said: list[str] = []
     engine.graphs = Graphs(said.append)
@@ -297,7 +297,7 @@ def reports_of_looking_models(config: RunConfig) -> list[str]:
     from tpu.xla.graphs import Graphs
 
     backend = create_backend("xla")
-    run = prepare(settle(config, backend.name), backend)
+    run = prepare(resolve(config, backend.name), backend)
     engine: Any = restore(run, None).engine
     said: list[str] = []
     engine.graphs = Graphs(said.append)
@@ -325,7 +325,7 @@ def test_a_model_that_looks_at_values_is_reported_once(tmp_path: Path, corpus: P
 def odd_state(config: RunConfig) -> tuple[float, float, int]:
     """Train a model that has a parameter which no loss reaches, and a counter; what became of both."""
     backend = create_backend("xla")
-    run = prepare(settle(config, backend.name), backend)
+    run = prepare(resolve(config, backend.name), backend)
     run.model.register_parameter("spare", torch.nn.Parameter(torch.empty(8, 8, device="meta")))
     run.model.register_buffer("counter", torch.tensor(7))
     engine: Any = restore(run, None).engine
@@ -405,7 +405,7 @@ def test_hosts_that_share_sequences_count_them_once(xla: XlaPool) -> None:
 
 def graph_of_a_step(config: RunConfig) -> str:
     backend = create_backend("xla")
-    run = prepare(settle(config, backend.name), backend)
+    run = prepare(resolve(config, backend.name), backend)
     engine: Any = restore(run, None).engine
     batches = iter(train_loader(run, 0))
     train_step(backend, engine, batches, plan=run.plan, first_sample=0, learning_rate=1e-3, max_grad_norm=1.0)
@@ -542,7 +542,7 @@ def check(folder: Path, corpus: Path, settings: dict[str, Any]) -> str:
 
     batch = {"train__global_batch_size": 8}
     try:
-        settle(configured(folder, corpus, backend="xla", **{**batch, **settings}), "xla")
+        resolve(configured(folder, corpus, backend="xla", **{**batch, **settings}), "xla")
     except UserError as error:
         return str(error)
     return ""

@@ -230,7 +230,7 @@ def unsound(config: RunConfig) -> list[str]:
             weight.mul_(trial.engine.layout.whole(nan))
         batch = next(trial.batches)
         trial.engine.accumulate(trial.backend.place(batch), trial.backend.total(1), last=False)
-        names: list[str] = trial.engine.unsound_gradients()
+        names: list[str] = trial.engine.nonfinite_gradients()
         return names
 
 

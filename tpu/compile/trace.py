@@ -54,8 +54,8 @@ def trace_graphs(config: RunConfig, devices: int, folder: Path, *, hardware: str
     Raises:
         UserError: if the run would refuse the config, or the model cannot be traced.
     """
-    settled = {} if config.precision != "auto" else {"precision": "bf16" if hardware == "TPU" else "fp32"}
-    config = config.replaced({"backend": "xla", **settled})
+    resolved = {} if config.precision != "auto" else {"precision": "bf16" if hardware == "TPU" else "fp32"}
+    config = config.replaced({"backend": "xla", **resolved})
     check(config, late=True)
     folder.mkdir(parents=True, exist_ok=True)
     answer = folder / ANSWER

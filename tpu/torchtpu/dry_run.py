@@ -148,7 +148,7 @@ def dry_run(config: RunConfig, topology: Topology, chip: DryChip, large: int) ->
     import torch.distributed as dist
 
     from portable.adapters.adapter import training_model
-    from portable.adapters.settings import settled
+    from portable.adapters.settings import resolved
     from portable.engines.backend import TorchBackend
     from portable.loop import train_step
     from portable.model import build as models
@@ -173,7 +173,7 @@ def dry_run(config: RunConfig, topology: Topology, chip: DryChip, large: int) ->
         dist.init_process_group("tpu:tpu_dist", store=others, rank=0, world_size=backend.world_size)
     model_config = models.model_config(config.model)
     models.check_length(model_config, config)
-    config = settled(config)
+    config = resolved(config)
     model = training_model(model_config, config)
     plan = batch_plan(config, backend)
     request = Request.of(config, micro_batch=plan.micro_batch_size, compute="cast", on_gpu=True)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from portable.checks import Check, Several, nvidia_only
 from portable.config.derived import ZERO
-from portable.optim import own
+from portable.optim import user_optimizer
 from portable.plugins import names_code
 
 if TYPE_CHECKING:
@@ -60,12 +60,12 @@ CHECKS: tuple[Check | Several, ...] = (
     ),
     _late(
         "train.optimizer",
-        lambda c: _own(c) and not own.begins_alike(c.train),
+        lambda c: _own(c) and not user_optimizer.begins_alike(c.train),
         ": {train.optimizer}: creates state from the first gradient; on XLA, initialize it with zeros",
     ),
     _late(
         "train.optimizer xla.scan_layers",
-        lambda c: _own(c) and c.xla.scan_layers and not own.elementwise(c.train),
+        lambda c: _own(c) and c.xla.scan_layers and not user_optimizer.elementwise(c.train),
         ": {train.optimizer}: is not elementwise, and xla.scan_layers stacks the parameters of layers; set "
         "it to false",
     ),

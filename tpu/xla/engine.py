@@ -24,10 +24,10 @@ from tpu.xla.gather import gathered
 from tpu.xla.head import shard_gradient
 from tpu.xla.layout import another, constrain
 from tpu.xla.of_torch_xla import xla
-from tpu.xla.own_optimizer import optimizer_of
 from tpu.xla.parameters import Parameters
 from tpu.xla.saving import Staged, StagedPlanner
 from tpu.xla.scan_layers import LoopedLayers, Segment, find_segments
+from tpu.xla.user_optimizer import optimizer_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from converters import Checkpoint
     from portable.backend import Batch, SaveHandle
     from portable.config import RunConfig
-    from portable.model.loss import Measure
+    from portable.model.loss import MetricAccumulator
     from portable.model.tensors import ReadableTensor
     from tpu.xla.graphs import Graphs
     from tpu.xla.layout import Layout, Spec
@@ -293,7 +293,7 @@ class XlaEngine:
     def health(self) -> Health:
         return Health.of(self.layout.read([self._account])[0].tolist(), self._limit)
 
-    def unsound_gradients(self) -> list[str]:
+    def nonfinite_gradients(self) -> list[str]:
         present = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
         gradients = present if self._accumulated is None else self._accumulated
         names = [self.held.names(name) for name in gradients]
@@ -308,7 +308,9 @@ class XlaEngine:
         return [name for name, one in pairs if not one]
 
     @torch.no_grad()
-    def evaluate(self, batch: Batch, measure: Measure, totals: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def evaluate(
+        self, batch: Batch, measure: MetricAccumulator, totals: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
         self.model.eval()
         sums: dict[str, Tensor] = self._with_compute_copies(
             partial(self.objective.evaluated, self.model, batch, measure)
@@ -356,7 +358,7 @@ class XlaEngine:
 
     # -- weights and checkpoints -------------------------------------------------------------------------
 
-    def exchange_average(self) -> None:
+    def swap_ema_weights(self) -> None:
         state = self._optimizer.tensors()
         exchange((self._parameters[name], values) for name, values in state.items())
         self.layout.execute(wait=True)

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from portable.adapters.adapter import training_model
-from portable.adapters.settings import settled
+from portable.adapters.settings import resolved
 from portable.data.samples.classes import SINGLE
 from portable.data.sources.source import CLASSIFICATION
 from portable.errors import UserError, one_line
-from portable.evaluation.builtin import Setting, measures_of
+from portable.evaluation.builtin import Setting, build_metrics
 from portable.loop import train_step
 from portable.model import build as models
 from portable.model.labels import problem_of
@@ -210,7 +210,7 @@ def trace(config: RunConfig, folder: Path, hardware: str) -> list[dict[str, Any]
     os.environ["PJRT_DEVICE"] = hardware
     model_config = models.model_config(config.model)
     models.check_length(model_config, config)
-    config = settled(config)
+    config = resolved(config)
     model = training_model(model_config, config)
     plan = batch_plan(config, backend)
     whole = config.replaced({"context_parallel_size": 1})  # sequences, which the compiler cuts
@@ -219,7 +219,7 @@ def trace(config: RunConfig, folder: Path, hardware: str) -> list[dict[str, Any]
     engine = backend.prepare(model, config)
     _trace_step(backend, engine, batch, plan, config)
     if config.data.eval_fraction or config.data.eval is not None:
-        measures = measures_of(config.train.metrics, _setting(config, model_config))
+        measures = build_metrics(config.train.metrics, _setting(config, model_config))
         engine.evaluate(backend.place(batch), measures, {})
     bound = models.positions(model_config)
     tokens = config.log.sample_tokens

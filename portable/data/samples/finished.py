@@ -56,7 +56,7 @@ class FinishedSamples(Samples):
 
     def _sample(self, number: int) -> dict[str, npt.NDArray[Any]]:
         told = f"data.source: {self._name}"
-        with plugins.told_as(f"{told}: sample {number}"):
+        with plugins.user_code_errors(f"{told}: sample {number}"):
             length = len(self._records)
             if length != self._length:
                 raise UserError(

@@ -47,7 +47,7 @@ class UserRecords(Source):
 
     def digest(self) -> str:
         told = getattr(self.records, "fingerprint", None)
-        with plugins.told_as(f"data.source: {self.name}: fingerprint"):
+        with plugins.user_code_errors(f"data.source: {self.name}: fingerprint"):
             told = told() if callable(told) else told
         if told is None:
             told = self._digest()
@@ -67,7 +67,7 @@ class UserRecords(Source):
 
     def rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         told = f"data.source: {self.name}"
-        with plugins.told_as(told):
+        with plugins.user_code_errors(told):
             found = self.records
             if isinstance(found, Iterator):  # can be read once
                 found = plugins.load_made("data.source", self.name)

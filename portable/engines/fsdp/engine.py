@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from portable.engines.fsdp.sharding import ShardedModel
     from portable.engines.machine import Machine, MeasuredEngine
     from portable.model.chunked_loss import ChunkedHead
-    from portable.model.loss import Measure
+    from portable.model.loss import MetricAccumulator
     from portable.model.tensors import ReadableTensor
     from portable.optim.optimizers import Optimizer
 
@@ -153,7 +153,7 @@ class TorchEngine:
             raise self._scaling.exhausted()
         return health
 
-    def unsound_gradients(self) -> list[str]:
+    def nonfinite_gradients(self) -> list[str]:
         gradients = {name: local(p.grad) for name, p in self.model.named_parameters() if p.grad is not None}
         return [name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()]
 
@@ -162,7 +162,9 @@ class TorchEngine:
         return self._scaling.metrics()
 
     @torch.no_grad()
-    def evaluate(self, batch: Batch, measure: Measure, totals: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def evaluate(
+        self, batch: Batch, measure: MetricAccumulator, totals: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
         self.model.eval()
         self._captured.begin_pass()
         with self._sharded.autocast(), no_value_checks():
@@ -191,7 +193,7 @@ class TorchEngine:
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def exchange_average(self) -> None:
+    def swap_ema_weights(self) -> None:
         self._reshard()
         exchange(self._optimizer.state.items())
         if self._host is not None:

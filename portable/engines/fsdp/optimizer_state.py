@@ -10,7 +10,7 @@ from converters import CheckpointError
 from converters import Tensor as StoredTensor
 from portable.model.tensors import fill
 from portable.optim.average import AVERAGE
-from portable.optim.own import OwnOptimizer, number_like, plain_group
+from portable.optim.user_optimizer import UserOptimizer, number_like, plain_group
 from portable.private import of_torch
 
 if TYPE_CHECKING:
@@ -37,14 +37,14 @@ def restore(
     Raises:
         CheckpointError: for state that is missing or has another shape.
     """
-    own = optimizer if isinstance(optimizer, OwnOptimizer) else None
-    if own is None:
+    users = optimizer if isinstance(optimizer, UserOptimizer) else None
+    if users is None:
         optimizer.state.clear()  # a damaged checkpoint may have been loaded in part
     else:
-        own.begin_again(whole)
+        users.begin_again(whole)
     for name, values in stored.optimizer.items():
         parameter = trained[name]
-        state = optimizer.initial_state(parameter) if own is None else own.room(parameter, values)
+        state = optimizer.initial_state(parameter) if users is None else users.room(parameter, values)
         for key, tensor in state.items():
             if key != AVERAGE or key in values:  # it begins at the weights
                 state[key] = _filled(tensor, values.get(key), f"{key} of {name}")
@@ -55,7 +55,7 @@ def to_store(optimizer: Any, trained: Mapping[str, Tensor]) -> dict[str, Any]:
     """The optimizer's state by parameter name, in the layout of torch's ``get_optimizer_state_dict``."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in trained.items()}
     groups = [{**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
-    if isinstance(optimizer, OwnOptimizer):
+    if isinstance(optimizer, UserOptimizer):
         return {"state": optimizer.stored(), "param_groups": [plain_group(group) for group in groups]}
     state = {names[p]: dict(values) for p, values in optimizer.state.items()}
     return {"state": state, "param_groups": groups}

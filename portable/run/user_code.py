@@ -28,9 +28,9 @@ def prepare_code(config: RunConfig) -> None:
 
         check_once(config, training_loss(config))
     if plugins.names_code(config.train.optimizer):
-        from portable.optim import own
+        from portable.optim import user_optimizer
 
-        own.check(config)
+        user_optimizer.check(config)
     if plugins.names_code(config.train.schedule):
         schedule = plugins.load("train.schedule", config.train.schedule)
         require(

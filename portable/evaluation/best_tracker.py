@@ -16,7 +16,7 @@ MOST_CLASSES = 100
 
 
 @dataclass
-class Standing:
+class EvalHistory:
     """What earlier evaluations came to. Checkpoints hold it, so that a resumed run decides as it would have.
 
     Attributes:
@@ -35,7 +35,7 @@ class Standing:
     waited: int = 0
 
     @classmethod
-    def of(cls, stored: Any) -> Standing:
+    def of(cls, stored: Any) -> EvalHistory:
         """What a checkpoint has stored; a new one if that is nothing of the kind."""
         try:
             best = [(int(step), float(value)) for step, value in stored["best"]]
@@ -57,7 +57,7 @@ class Standing:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Decision:
     """What follows from an evaluation: whether to save this step's checkpoint, and to end the run."""
 
     save: bool = False
@@ -65,7 +65,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Judge:
+class BestTracker:
     """Compares evaluations.
 
     Attributes:
@@ -82,16 +82,16 @@ class Judge:
     patience: int | None = None
     threshold: float = 0.0
 
-    def __call__(self, standing: Standing, step: int, values: Mapping[str, Any]) -> Verdict:
+    def __call__(self, eval_history: EvalHistory, step: int, values: Mapping[str, Any]) -> Decision:
         """Count an evaluation in ``standing``, once.
 
         Raises:
             UserError: if the evaluation has no such value.
         """
-        if (standing.metric, standing.mode) != (self.metric, self.mode):
-            standing.__init__(self.metric, self.mode)  # type: ignore[misc]  # judged by another metric before
-        if step <= standing.step:
-            return Verdict(stop=self.stops(standing))
+        if (eval_history.metric, eval_history.mode) != (self.metric, self.mode):
+            eval_history.__init__(self.metric, self.mode)  # type: ignore[misc]  # judged by another metric before
+        if step <= eval_history.step:
+            return Decision(stop=self.stops(eval_history))
         value = values.get(self.metric)
         if not isinstance(value, int | float):
             numbers = [name for name, one in values.items() if isinstance(one, int | float)]
@@ -99,20 +99,20 @@ class Judge:
                 f"checkpoint.best_metric: the evaluation has no {self.metric}; it has {', '.join(numbers)}"
             )
         sign = 1 if self.mode == "max" else -1
-        standing.step = step
+        eval_history.step = step
         finite = math.isfinite(value)
-        mark = standing.mark
+        mark = eval_history.mark
         improved = finite and (mark is None or sign * (value - mark) > self.threshold)
-        standing.waited = 0 if improved else standing.waited + 1
+        eval_history.waited = 0 if improved else eval_history.waited + 1
         if finite:
-            standing.mark = value if mark is None else sign * max(sign * mark, sign * value)
-            standing.best.append((step, value))
-            standing.best.sort(key=lambda one: (-sign * one[1], one[0]))
-        del standing.best[self.keep_best :]
-        save = any(kept == step for kept, _ in standing.best)
-        return Verdict(save, self.stops(standing))
+            eval_history.mark = value if mark is None else sign * max(sign * mark, sign * value)
+            eval_history.best.append((step, value))
+            eval_history.best.sort(key=lambda one: (-sign * one[1], one[0]))
+        del eval_history.best[self.keep_best :]
+        save = any(kept == step for kept, _ in eval_history.best)
+        return Decision(save, self.stops(eval_history))
 
-    def stops(self, standing: Standing) -> bool:
+    def stops(self, eval_history: EvalHistory) -> bool:
         """Whether the run ends."""
-        same = (standing.metric, standing.mode) == (self.metric, self.mode)
-        return self.patience is not None and same and standing.waited >= self.patience
+        same = (eval_history.metric, eval_history.mode) == (self.metric, self.mode)
+        return self.patience is not None and same and eval_history.waited >= self.patience

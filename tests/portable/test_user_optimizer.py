@@ -14,16 +14,16 @@ from converters import open_checkpoint
 from gpu.zero.footprint import footprint as zero_footprint
 from portable import api
 from portable.adapters.adapter import training_model
-from portable.adapters.settings import settled
+from portable.adapters.settings import resolved
 from portable.engines.footprint import units
 from portable.engines.fsdp.footprint import fully_sharded
 from portable.errors import UserError
 from portable.model import build as models
-from portable.optim import own
+from portable.optim import user_optimizer
 from portable.planner.memory_model import Cluster
 from portable.planner.meta_model import inspect
 from portable.run.rank import run_rank
-from portable.run.settle import settle
+from portable.run.resolve import resolve
 from tests.engines import ENGINES, accumulated
 from tests.gpu.test_parity import Losses, assert_close, our_losses, plain_losses
 from tests.parity import opened
@@ -318,7 +318,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     f"{HERE}:Odd": ({"train__weight_decay": 0.1}, r"takes no weight_decay; set it to 0"),
     f"{HERE}:KeepsList": ({}, r"the state 'history' of 0 is a list, which a checkpoint cannot hold"),
     f"{HERE}:NoOptimizer": ({"train__weight_decay": 0}, r"is a NoOptimizer; give a torch\.optim\.Optimizer"),
-    f"{HERE}:Fails": ({}, r"fails \(ZeroDivisionError: one by none; test_own_optimizer\.py, line \d+\)"),
+    f"{HERE}:Fails": ({}, r"fails \(ZeroDivisionError: one by none; test_user_optimizer\.py, line \d+\)"),
     f"{HERE}:BATCH": ({}, r"is a dict; give a class or a function"),
 }
 
@@ -327,7 +327,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_is_refused_before_the_run(name: str, corpus: Path, tmp_path: Path) -> None:
     given, told = REFUSED[name]
     with pytest.raises(UserError, match=told) as caught:
-        settle(configured(tmp_path, corpus, train__optimizer=name, **given), "cpu")
+        resolve(configured(tmp_path, corpus, train__optimizer=name, **given), "cpu")
     assert "\n" not in str(caught.value)
 
 
@@ -381,7 +381,7 @@ def test_the_state_is_planned(
     kind: str, name: str, ema: float | None, corpus: Path, tmp_path: Path, ranks: RankPool
 ) -> None:
     config = configured(tmp_path, corpus, **settings(kind), **ENGINES[name].settings, train__ema=ema)
-    model = training_model(models.model_config(config.model), settled(config))
+    model = training_model(models.model_config(config.model), resolved(config))
     inventory = inspect(model, config.train, units(model, config))
     plan = (fully_sharded if name == "full_shard" else zero_footprint)(inventory, config, Cluster(2, 2))
     master = 4 * zero_share(inventory) if name == "zero2" else 0
@@ -407,4 +407,4 @@ def test_an_optimizer_of_a_script(corpus: Path, tmp_path: Path) -> None:
         str(api.with_objects(config, optimizer=torch.optim.RAdam).train.optimizer)
         == "torch.optim.radam:RAdam"
     )
-    own.check(named)
+    user_optimizer.check(named)

@@ -1,7 +1,7 @@
 """Optimizers of the user's: any ``torch.optim.Optimizer`` by import path, in place of the built-in ones.
 
 torch's optimizers make their state in the first step. Checkpoints are restored into it, and XLA compiles it,
-before. So :meth:`OwnOptimizer.initial_state` takes a step of one parameter, notes what every state is first
+before. So :meth:`UserOptimizer.initial_state` takes a step of one parameter, notes what every state is first
 set to, and undoes the step.
 """
 
@@ -63,7 +63,7 @@ class MakesOptimizer(Protocol):
         """
 
 
-class OwnOptimizer:
+class UserOptimizer:
     """Implements :class:`portable.optim.optimizers.Optimizer` with an optimizer of the user's.
 
     Args:
@@ -95,7 +95,7 @@ class OwnOptimizer:
             if "weight_decay" not in takes:
                 del group["weight_decay"]
         given = {"lr": settings.learning_rate, "weight_decay": settings.weight_decay, **more}
-        with plugins.told_as(self.key):
+        with plugins.user_code_errors(self.key):
             self.inner: Any = make(groups, **{name: value for name, value in given.items() if name in takes})
         require(
             isinstance(self.inner, torch.optim.Optimizer),
@@ -132,7 +132,7 @@ class OwnOptimizer:
 
     def step(self) -> None:
         """Update every parameter that has a gradient. Waits for the device if the optimizer has no mask."""
-        with plugins.told_as(self.key):
+        with plugins.user_code_errors(self.key):
             if self._masks:
                 self.inner.found_inf = self.found_inf
             elif self.found_inf is not None and bool(self.found_inf):
@@ -169,7 +169,7 @@ class OwnOptimizer:
             inner.state, inner.found_inf = states, None
             if kept.get(parameter):  # made by the constructor
                 states[parameter] = {key: _copied(value) for key, value in kept[parameter].items()}
-            with plugins.told_as(self.key), self._mode:
+            with plugins.user_code_errors(self.key), self._mode:
                 inner.step()
         finally:
             inner.state = kept
@@ -438,7 +438,7 @@ def _tried(
     """The ``values`` after a few steps; ``begun``: from the initial state instead of none."""
     parameters = {f"{place}": nn.Parameter(placed(value)) for place, value in enumerate(values)}
     group: dict[str, Any] = {"params": list(parameters.values()), "weight_decay": settings.weight_decay}
-    optimizer = OwnOptimizer(settings, parameters, [group])
+    optimizer = UserOptimizer(settings, parameters, [group])
     if begun:
         states = {p: optimizer.initial_state(p) for p in parameters.values()}
         optimizer.state.update(states)
@@ -470,9 +470,9 @@ def _elementwise(settings: _Settings) -> bool:
     return torch.allclose(whole, parts, rtol=1e-5, atol=1e-7)
 
 
-def _alone(settings: _Settings, parameter: nn.Parameter) -> OwnOptimizer:
+def _alone(settings: _Settings, parameter: nn.Parameter) -> UserOptimizer:
     group: dict[str, Any] = {"params": [parameter], "weight_decay": settings.weight_decay}
-    return OwnOptimizer(settings, {"0": parameter}, [group])
+    return UserOptimizer(settings, {"0": parameter}, [group])
 
 
 def samples(train: TrainConfig) -> dict[str, Any]:

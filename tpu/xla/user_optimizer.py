@@ -14,7 +14,7 @@ from portable.errors import require
 from portable.model.groups import groups_of
 from portable.optim.average import AVERAGE, keep_average
 from portable.optim.optimizers import parameter_groups, rate_of
-from portable.optim.own import OwnOptimizer, number_like, plain_group, restore_groups
+from portable.optim.user_optimizer import UserOptimizer, number_like, plain_group, restore_groups
 from portable.plugins import names_code
 from tpu.xla.layout import marked
 from tpu.xla.optim import Optimizer
@@ -58,7 +58,7 @@ class OwnOnXla:
                 "xla.scan_layers runs both in one loop; set xla.scan_layers to false",
             )
         groups = parameter_groups(self._parameters, of, settings.learning_rate)
-        self._optimizer = OwnOptimizer(settings, self._parameters, groups, capturable=True)
+        self._optimizer = UserOptimizer(settings, self._parameters, groups, capturable=True)
         if settings.ema is not None:
             keep_average(self._optimizer, settings.ema)
         self._key = self._optimizer.key

@@ -1,7 +1,7 @@
 """The first stage: from the user's config to the one that runs, before any rank starts.
 
 Every file that a config names is read and checked here, once. The launcher hands the result to its ranks,
-which settle nothing again: they compare a digest of it.
+which resolve nothing again: they compare a digest of it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from portable.adapters.settings import settled as settled_adapter
+from portable.adapters.settings import resolved as settled_adapter
 from portable.batch_plan import BatchPlan, plan_batches
 from portable.checks import check
 from portable.data.sources.opening import recognise_format
@@ -19,15 +19,15 @@ from portable.output.output_dir import open_output
 from portable.paths import place_of, storage_errors
 from portable.registry import backend_package
 from portable.reporting.trackers import check_trackers
-from portable.run.own_code import prepare_code
 from portable.run.stages import Resolved
+from portable.run.user_code import prepare_code
 
 if TYPE_CHECKING:
     from portable.config import RunConfig
     from portable.registry import World
 
 
-def settle(
+def resolve(
     config: RunConfig,
     backend_name: str,
     ranks: int = 1,
@@ -75,13 +75,13 @@ def settle(
     return Resolved(config, place, existing, world)
 
 
-def on_device(settled: Resolved) -> Resolved:
-    """``settled`` with the precision that ``auto`` means on this rank's device."""
-    config = settled.config
+def on_device(resolved: Resolved) -> Resolved:
+    """``resolved`` with the precision that ``auto`` means on this rank's device."""
+    config = resolved.config
     if config.precision != "auto":
-        return settled
+        return resolved
     precision = backend_package(config.backend).default_precision(in_rank=True)
-    return replace(settled, config=config.replaced({"precision": precision}))
+    return replace(resolved, config=config.replaced({"precision": precision}))
 
 
 def first_plan(config: RunConfig, world: World) -> BatchPlan:

@@ -18,7 +18,7 @@ from portable.api import with_objects
 from portable.data.dataset import build_data, inspect_data
 from portable.data.sources import user_records
 from portable.model.build import build_model, model_config
-from portable.model.initialize import Blueprint
+from portable.model.initialize import InitialWeights
 from tests.parity import opened
 from tests.portable.data_support import source, write_jsonl
 from tests.runs import SENTENCE, configured
@@ -91,7 +91,7 @@ def test_the_key_follows_the_records() -> None:
         ("Growing", "Growing changed while it was read"),
         ("nothing", "gives a NoneType, not an iterable of records"),
         ("texts", "record 1 is a str, not a mapping"),
-        ("failing", "fails (ValueError: no more; test_own_code.py, line"),
+        ("failing", "fails (ValueError: no more; test_user_code.py, line"),
         ("of_tensors", "record 1 is not of plain values"),
         ("recrds", "did you mean records?"),
     ],
@@ -250,7 +250,7 @@ def test_finished_samples(
     [
         ("Rows(wrong='shorter')", "had 50 samples at first and has 40 now; keep its length"),
         ("Rows(wrong='shape')", "labels of sample 30 is int64 [31], and that of the first one int64 [32]"),
-        ("Rows(wrong='error')", "sample 30: fails (OSError: no such block; test_own_code.py, line"),
+        ("Rows(wrong='error')", "sample 30: fails (OSError: no such block; test_user_code.py, line"),
         ("Rows(wrong='tokens')", "sample 30 has tokens from 5 to 1000000, and there are"),
         ("NoLength", "has no len() and no sample by number"),
         ("NoFingerprint", "has no fingerprint; give it a text that tells its content"),
@@ -352,7 +352,7 @@ def test_a_head_of_ones_own(
 
 
 def initial(model: Any, function: str | None, **options: int) -> dict[str, Any]:
-    parts = Blueprint.of(model, function).initial_weights(3, **options)
+    parts = InitialWeights.of(model, function).initial_weights(3, **options)
     return {name: torch.as_tensor(one.read()) for part in parts for name, one in part.items()}
 
 
@@ -372,7 +372,7 @@ def test_what_is_added_is_initialized_as_transformers_does_the_rest(tmp_path: Pa
     ("name", "told"),
     [
         ("no_model", "no_model: returns a str, not a transformers model or None"),
-        ("failing_model", "failing_model: fails (ValueError: no head; test_own_code.py, line"),
+        ("failing_model", "failing_model: fails (ValueError: no head; test_user_code.py, line"),
         ("with_valu", "did you mean with_value?"),
     ],
 )
