@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from converters.adapters.config import AdapterConfig, read_config
-from converters.adapters.names import MAGNITUDE, PREFIX, TOKENS, Part, assign, base_name, part_of
+from converters.adapters.names import FINGERPRINT, MAGNITUDE, PREFIX, TOKENS, Part, assign, base_name, part_of
 from converters.checkpoint import Checkpoint, OptimizerState
 from converters.config_and_tokenizer_files import find_beside
 from converters.errors import CheckpointError, blame
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     Pair = tuple[Tensor, Tensor, bool]
 
 _BLOCK = 4 << 20
-# In the header of a safetensors file.
-FINGERPRINT = "base_fingerprint"
 _PROMPT = "prompt_embeddings"
 _WRAPPED = "base_model."
 

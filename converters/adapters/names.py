@@ -24,6 +24,8 @@ KINDS = frozenset({"lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", M
 _MODULES_TO_SAVE, _ORIGINAL, _TOKEN_ADAPTER = "modules_to_save", "original_module", "token_adapter"
 _LEAVES = ("weight", "bias")
 _MARKED = re.compile("|".join([*sorted(KINDS), _MODULES_TO_SAVE]))
+FINGERPRINT = "base_fingerprint"
+"""The key in the header of a safetensors file."""
 # What peft saves whole where the adapter targets it, since its rows may have been resized.
 _SAVED_WHOLE = ("embed_tokens", "lm_head")
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from converters.errors import CheckpointError
 from converters.storage.output_file import BLOCK_BYTES, OutputFile, shares_blocks, write_file
 from converters.storage.places import copy_file, in_store, sync
-from converters.writers.remote_draft import StoreOutput, check_prefix
 from converters.writers.replace_folder import (
     check_replaceable,
     let_go,
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
 
     from converters.storage.bytes import FileSpan
     from converters.storage.path_or_url import Place
+    from converters.writers.remote_draft import StoreOutput
 
 
 def check_output(out: Place, sources: Sequence[Place], *, overwrite: bool, single: bool = False) -> Place:
@@ -53,6 +53,8 @@ def check_output(out: Place, sources: Sequence[Place], *, overwrite: bool, singl
         if out.exists() and not overwrite:
             raise CheckpointError(f"{out}: exists already; give another file or --overwrite")
     elif in_store(target):
+        from converters.writers.remote_draft import check_prefix
+
         check_prefix(target, overwrite=overwrite)
     elif not in_store(out):
         _check_folder(out, overwrite)
@@ -148,6 +150,8 @@ def new_output(
         CheckpointError: no space, no permission, or any other failure to write.
     """
     if in_store(target):
+        from converters.writers.remote_draft import StoreOutput
+
         with StoreOutput(target, overwrite=overwrite, names=names, facts=facts or {}, single=single) as made:
             yield made
         return

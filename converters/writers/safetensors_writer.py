@@ -15,7 +15,7 @@ import json
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from converters.adapters.adapter import FINGERPRINT
+from converters.adapters.names import FINGERPRINT
 from converters.errors import CheckpointError
 from converters.formats.dcp_safetensors import INFO, OFFSETS
 from converters.formats.safetensors import ADAPTER, GROUPS, OPTIMIZER, SINGLE, read_file

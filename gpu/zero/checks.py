@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gpu.zero.footprint import OPTIMIZERS
 from portable.checks import Check
 from portable.config.derived import ZERO
 from portable.optim import user_optimizer
@@ -13,6 +12,8 @@ from portable.plugins import names_code
 if TYPE_CHECKING:
     from portable.config import RunConfig
 
+OPTIMIZERS = ("adamw", "sgd", "muon")
+"""What ZeRO trains with, beside optimizers of the user's."""
 _SWAPPED = "does not work with memory.offload_optimizer or offload_params nvme"
 
 

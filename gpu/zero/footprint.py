@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from gpu.zero import buckets
+from gpu.zero.checks import OPTIMIZERS
 from portable.config.derived import ZERO
 from portable.engines.volumes import across_nodes, elements
 from portable.planner.memory_model import (
@@ -31,9 +32,6 @@ if TYPE_CHECKING:
 
     from portable.config import RunConfig, TrainConfig
     from portable.planner.inventory import Inventory, Weight
-
-OPTIMIZERS = ("adamw", "sgd", "muon")
-"""What ZeRO trains with, beside optimizers of the user's."""
 
 
 def settings(config: RunConfig) -> Iterator[Setting]:

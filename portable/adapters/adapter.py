@@ -305,7 +305,8 @@ class Adapter:
 def training_model(model_config: PretrainedConfig, config: RunConfig) -> PreTrainedModel:
     """The model that a run trains, on the meta device: with its adapter, if it has one."""
     model = models.training_model(model_config, config)
-    adapt(model, model_config, config)
+    if config.adapter.type is not None:
+        adapt(model, model_config, config)
     return model
 
 
@@ -314,8 +315,8 @@ def adapt(
     model_config: PretrainedConfig,
     config: RunConfig,
     grown_from: int | None = None,
-) -> Adapter | None:
-    """Freeze ``model``, on the meta device, and put the run's adapter into it; None if the run has none.
+) -> Adapter:
+    """Freeze ``model``, on the meta device, and put the run's adapter into it.
 
     The model stays the transformers model itself. Frozen weights get the dtype ``adapter.base``, except those
     that transformers keeps in fp32; trained ones are fp32.
@@ -326,8 +327,6 @@ def adapt(
     Raises:
         UserError: for an adapter that the model cannot have.
     """
-    if config.adapter.type is None:
-        return None
     from portable.private.of_peft import is_magnitude, matched_by, peft
 
     heads = _heads(model) if config.model.task == "sequence-classification" else []

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from portable.adapters.adapter import adapt
 from portable.data.dataset import inspect_data
 from portable.model import build as models
 from portable.model.document_attention import check_documents
 from portable.model.groups import groups_of
 from portable.model.labels import classifies_end_token, problem_of
-from portable.model.shared_layers import check_layers
 from portable.model.special_tokens import SpecialTokens
 from portable.model.training_loss import training_loss
 
@@ -66,11 +64,17 @@ def assemble(
     aligned: list[str] = []
     if tokenizer is not None:
         aligned = special_tokens.align(model, tokenizer, data.target_frame, data.end_of_turn)
-    adapter = adapt(model, model_config, config, grown_from)
+    adapter = None
+    if config.adapter.type is not None:
+        from portable.adapters.adapter import adapt
+
+        adapter = adapt(model, model_config, config, grown_from)
     groups_of(model, config.train)  # refuses patterns that do not fit
     if config.data.packing == "documents":
         check_documents(model)
     if config.tensor_parallel_size > 1:
+        from portable.model.shared_layers import check_layers
+
         check_layers(model, config.tensor_parallel_size)
     # A new model has no special tokens to lose.
     return Assembled(model, adapter, grown_from, [] if config.model.name_or_path is None else aligned)

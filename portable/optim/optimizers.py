@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from portable.optim.adafactor import RULES, Adafactor
-from portable.optim.adamw_8bit import AdamW8bit
 from portable.optim.average import keep_average
 from portable.optim.muon import Muon
 from portable.optim.sharded import local
@@ -22,6 +20,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from portable.config import TrainConfig
+    from portable.optim.adafactor import Adafactor
+    from portable.optim.adamw_8bit import AdamW8bit
     from portable.optim.schedule import OneCycle
 
 
@@ -123,10 +123,14 @@ def _built(
     if settings.optimizer == "adamw":
         return FusedAdamW(made, lr=settings.learning_rate, betas=(beta1, beta2), eps=settings.eps)
     if settings.optimizer == "adamw_8bit":
+        from portable.optim.adamw_8bit import AdamW8bit
+
         return AdamW8bit(
             made, lr=settings.learning_rate, betas=(beta1, beta2), eps=settings.eps, exact=embeddings
         )
     if settings.optimizer == "adafactor":
+        from portable.optim.adafactor import RULES, Adafactor
+
         return Adafactor(made, lr=settings.learning_rate, rule=RULES[settings.adafactor_rule])
     if settings.optimizer == "muon":
         return muon(settings, made, compute)

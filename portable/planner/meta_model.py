@@ -11,7 +11,6 @@ from portable.model.groups import groups_of
 from portable.model.layers import transformer_layers
 from portable.model.parameters import embeddings, stored_tensors
 from portable.model.shareable import check, exchanged_width
-from portable.model.shared_layers import check_layers, cut_dims
 from portable.planner.inventory import Inventory, Weight
 from portable.planner.passes import Activations, Peak
 from portable.registry import backend_package
@@ -37,6 +36,8 @@ class MetaModel:
     def __init__(self, model: PreTrainedModel, config: RunConfig) -> None:
         sharing = config.tensor_parallel_size
         if sharing > 1:
+            from portable.model.shared_layers import check_layers
+
             check_layers(model, sharing)
         try:
             self.inventory = inspect(
@@ -90,7 +91,11 @@ def inspect(
     layer_of = {id(p): i for i, layer in reversed(list(enumerate(layers))) for p in layer.parameters()}
     unit_of = {id(p): i for i, unit in enumerate(units) for p in unit.parameters()}
     groups = groups_of(model, train)
-    cut = cut_dims(model, sharing) if sharing > 1 else {}
+    cut: dict[str, int] = {}
+    if sharing > 1:
+        from portable.model.shared_layers import cut_dims
+
+        cut = cut_dims(model, sharing)
     tables = {id(parameter) for parameter in embeddings(model)}
     head: Any = model.get_output_embeddings()
     weights = tuple(

@@ -14,7 +14,6 @@ from portable.errors import one_line
 from portable.formatting import human_count, table
 from portable.model.build import positions
 from portable.model.flops import parameters_in_words
-from portable.model.pretrained import layout_to_export
 from portable.model.shape_hints import shape_hints
 from portable.output.export import export
 from portable.paths import FINAL, REPORT_FILE
@@ -233,7 +232,11 @@ def export_with_card(prepared: Prepared, folder: Path, checkpoint: Place, out: P
         beside = {CARD: card}
         merges = config.checkpoint.export in ("merged", "like_base")
         base = adapter.base if adapter is not None and merges else None
-        like = layout_to_export(config.model) if config.checkpoint.export == "like_base" else None
+        like = None
+        if config.checkpoint.export == "like_base":
+            from portable.model.pretrained import layout_to_export
+
+            like = layout_to_export(config.model)
         if base is not None:  # whose config knows nothing of the labels and special tokens of this run
             prepared.model_config.save_pretrained(temporary)
             beside["config.json"] = temporary / "config.json"

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from portable.adapters.adapter import training_model
 from portable.batch_plan import plan_batches
 from portable.checkpoint.resume_source import checkpoints_of
 from portable.checkpoint.trainer_state import TrainerState
@@ -99,6 +98,8 @@ class Search:
 
     def build(self) -> PreTrainedModel:
         """A new model on the meta device."""
+        from portable.adapters.adapter import training_model
+
         return training_model(self.model_config, self.config)
 
 

@@ -24,7 +24,6 @@ from portable.model.labels import (
     known_classes,
     problem_of,
 )
-from portable.model.pretrained import layout_to_export
 from portable.model.special_tokens import SpecialTokens
 from portable.optim.schedule import build_schedule, too_long_a_warmup
 from portable.registry import backend_package
@@ -60,6 +59,8 @@ def prepare(resolved: Resolved, backend: Backend) -> Prepared:
     problem = problem_of(model_config, config.model)  # before the labels decide it
     known = known_classes(model_config, config.model)
     if config.checkpoint.export == "like_base":
+        from portable.model.pretrained import layout_to_export
+
         layout_to_export(config.model)  # refused now, not after the last step
     data = open_data(config, model_config, special_tokens)
     adopt_labels(model_config, data.classes)

@@ -12,7 +12,6 @@ from portable.errors import DamagedError, RunError, UserError, one_line
 from portable.loop import Progress
 from portable.model.freezing import keep_as_stored
 from portable.model.initialize import InitialWeights
-from portable.model.pretrained import pretrained_weights
 from portable.paths import place_of, storage_errors
 from portable.ranks.consistency import agree
 from portable.run.precompute import compute, missing
@@ -219,6 +218,8 @@ def _pretrained(prepared: Prepared, blueprint: InitialWeights) -> PretrainedWeig
     settings = prepared.config.model
     if settings.from_scratch:
         return None
+    from portable.model.pretrained import pretrained_weights
+
     return pretrained_weights(settings, blueprint.model, prepared.grown_from)
 
 

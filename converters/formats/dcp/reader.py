@@ -29,8 +29,6 @@ from converters.formats.dcp.metadata import (
     chunk_key,
     read_metadata,
 )
-from converters.formats.dcp.optimizer import build_optimizer
-from converters.formats.torch_save.reader import in_order
 from converters.names.canonical import assign_roles, paths_without_nesting, plain_names
 from converters.storage.bytes import Memory
 from converters.storage.folder import Folder
@@ -90,6 +88,9 @@ def _open(source: Source, folders: Sequence[Place]) -> Checkpoint:
     def optimizer(aliases: Aliases) -> OptimizerState | None:
         if not roles.optimizers:
             return None
+        from converters.formats.dcp.optimizer import build_optimizer
+        from converters.formats.torch_save.reader import in_order
+
         if len(roles.optimizers) > 1:
             names = sorted(".".join(map(str, path)) for path in roles.optimizers)
             raise OptimizerStateError(

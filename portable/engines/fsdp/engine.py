@@ -16,7 +16,6 @@ from portable.engines.fsdp.device_loss_scale import DeviceScaler
 from portable.engines.fsdp.offload import HostCopies
 from portable.engines.fsdp.saving import Saver
 from portable.engines.fsdp.sharding import shard
-from portable.engines.fsdp.tensor_parallel import averaged
 from portable.engines.generation import continue_text
 from portable.engines.loss_scale import LossScale
 from portable.engines.machine import COMPUTE_DTYPES
@@ -124,7 +123,12 @@ class TorchEngine:
         if self._scaler is not None and gradients:
             parts = [local(gradient) for gradient in gradients]
             of_torch.scale_(parts, self._scaler.scale.reciprocal().to(parts[0].device))
-        norm = averaged(gradients) if self._layers_shared else torch.nn.utils.get_total_norm(gradients)
+        if self._layers_shared:
+            from portable.engines.fsdp.tensor_parallel import averaged
+
+            norm = averaged(gradients)
+        else:
+            norm = torch.nn.utils.get_total_norm(gradients)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
         norm = norm.to(self._device)  # gradients of offloaded parameters are in host memory

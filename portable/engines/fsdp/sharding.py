@@ -22,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 from portable.engines.compiling import compile_layers
 from portable.engines.experts import zero_missing_gradients
 from portable.engines.fsdp.footprint import HYBRID, KEPT_AFTER_FORWARD
-from portable.engines.fsdp.tensor_parallel import split_layers
 from portable.engines.fsdp.units import order_prefetches, units
 from portable.engines.machine import COMPUTE_DTYPES, transport
 from portable.errors import UserError
@@ -144,6 +143,8 @@ def shard(model: nn.Module, config: RunConfig, machine: Machine) -> ShardedModel
     mesh = _mesh(config, machine, group)
     if size > 1:
         *others, tensor = mesh.mesh_dim_names or ()
+        from portable.engines.fsdp.tensor_parallel import split_layers
+
         split_layers(model, mesh[tensor])
         mesh = mesh[tuple(others)]
     _fully_shard(model, config, ordered, mesh, compute, _offload_policy(offload, device))
