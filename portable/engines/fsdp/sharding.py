@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -219,14 +220,19 @@ def _offload_policy(offload: bool, device: torch.device) -> OffloadPolicy:
     return CPUOffloadPolicy(pin_memory=device.type != "cpu") if offload else OffloadPolicy()
 
 
+_SYNC_OF_BUFFERS = "broadcast_buffers"
+if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:  # from torch 2.15
+    _SYNC_OF_BUFFERS = "forward_sync_buffers"
+
+
 def _replicate(model: nn.Module, device: torch.device, *, all_count: bool) -> DistributedDataParallel:
     replica = DistributedDataParallel(
         model,
         device_ids=[device.index] if device.type != "cpu" else None,
-        broadcast_buffers=False,
         gradient_as_bucket_view=True,
         init_sync=False,  # each rank loads the same weights itself
         find_unused_parameters=not all_count,
+        **cast("Any", {_SYNC_OF_BUFFERS: False}),
     )
     if dist.get_backend() == "fake":  # in a memory trial; DDP's own reduction expects a result
         replica.register_comm_hook(None, lambda _, bucket: _ready(bucket.buffer()))
