@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torch import nn
-from transformers.trainer_pt_utils import get_parameter_names
 
 from portable.errors import require
 from portable.optim.optimizers import Group
 from portable.patterns import matching
+from portable.private import of_transformers
 
 if TYPE_CHECKING:
     from portable.config import TrainConfig
@@ -23,7 +23,7 @@ def decaying(model: nn.Module) -> set[str]:
     As in the Trainer's ``get_decay_parameter_names``, the parameter's name or its module's class decides. The
     number of dims does not: a bias may be a table and a weight may be a vector.
     """
-    return set(get_parameter_names(model, [nn.LayerNorm], [_SPARED]))
+    return set(of_transformers.parameter_names(model, [nn.LayerNorm], [_SPARED]))
 
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)

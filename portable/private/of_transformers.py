@@ -301,3 +301,10 @@ def compute_experts_by(model: Any, name: str, function: Callable[..., Any]) -> N
 
 gated = _transformers.attribute("_apply_gate", "backend: xla")
 """The gate and the activation of a layer's experts, of their first product."""
+
+# -- weight decay ------------------------------------------------------------------------------------------
+
+parameter_names = _transformers.function(
+    "transformers.trainer_pt_utils:get_parameter_names", "train.weight_decay"
+)
+"""The names of all parameters but those of some classes of modules and those that a pattern finds."""

@@ -262,7 +262,7 @@ CONFLICTS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
     ({"zero_optimization": {"stage": 2}}, {"strategy": "zero3"}, ["stage", "zero2", "strategy", "zero3"]),
     ({"zero_optimization": {"stage": 4}}, {}, ["zero_optimization.stage", "4"]),
     ({"zero_optimization": {"stage": "auto"}}, {}, ["zero_optimization.stage is", "set strategy to zero1"]),
-    ({}, {"strategy": "no_shard"}, ["zero_optimization.stage is", "strategy is", "no_shard"]),
+    ({}, {"strategy": "no_shard"}, ["zero_optimization.stage sets strategy", "strategy is", "no_shard"]),
     ({}, {"strategy": "full_shard"}, ["deepspeed.config has no effect", "full_shard"]),
     ({"zero_optimization": {"stage": 2, "cpu_offload": True, "offload_optimizer": {}}}, {}, ["cpu_offload"]),
     ({"zero_optimization": {"stage": 2, "cpu_offload": 3}}, {}, ["zero_optimization.cpu_offload", "bool"]),

@@ -16,12 +16,14 @@ import pytest
 
 from converters import check_manifest, open_checkpoint, write_dcp, write_safetensors
 from converters.manifest import MANIFEST
+from converters.storage.safe_open import open_own
 from converters.writers.replace_folder import exchange
 from portable.checkpoint import store as checkpointing
 from portable.checkpoint.store import Checkpoints
 from portable.checkpoint.trainer_state import STATE_FILE, TrainerState
 from portable.durable import own_path
 from portable.errors import RunError, UserError
+from portable.reporting.metrics import METRICS_FILE
 from portable.run.rank import run_rank
 from tests.runs import configured
 
@@ -257,9 +259,12 @@ def test_a_disk_that_is_full_is_one_line(
     """The disk is emulated: the device that is always full stands in for the metrics."""
     folder = tmp_path / "run"
     assert run_rank("cpu", configured(folder, corpus, train__stop_after=4)) == 0
-    from portable.reporting import metrics
+    from portable.reporting import json_lines
 
-    monkeypatch.setattr(metrics, "open_own", lambda _, flags: os.open("/dev/full", flags))
+    def opened(path: Path, flags: int) -> int:
+        return os.open("/dev/full", flags) if path.name == METRICS_FILE else open_own(path, flags)
+
+    monkeypatch.setattr(json_lines, "open_own", opened)
     with pytest.raises(RunError, match=r"cannot be written to: No space left.*free some.*step-000004"):
         run_rank("cpu", configured(folder, corpus))
 

@@ -314,7 +314,8 @@ def test_predictions_without_all_logits(precision: str, corpus: Path, tmp_path: 
             measures = build_metrics(("accuracy", *own), Setting("causal-lm"))
             batches = eval_batches(run, run.data.eval)
             found.append(evaluate(trial.backend, trial.engine, batches, measures))
-    assert set(widths) == {384, 1} and (widths[0], widths[-1]) == (1, 384)
+    # A token's loss and its prediction.
+    assert set(widths) == {384, 2} and (widths[0], widths[-1]) == (2, 384)
     assert found[0]["accuracy"] == found[1]["accuracy"] > 0
     assert found[0]["loss"] == pytest.approx(found[1]["loss"], rel=1e-5)
 

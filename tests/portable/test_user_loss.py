@@ -312,7 +312,9 @@ def test_a_mean_is_found_where_halves_cannot_be_compared(
     """A micro-batch of one row has none, and on XLA a look at them would compile another graph."""
     given = {**PADDED, **ENGINES[name][2], "train__micro_batch_size": micro}
     config = configured(tmp_path, corpus, **given, train__loss=f"{HERE}:mean")
-    with pytest.raises(AssertionError, match=r"mean: is \S+ for a micro-batch .* return the sum, not a mean"):
+    with pytest.raises(
+        AssertionError, match=r"mean: is \S+ for a micro-batch .* must be a sum over rows, not a mean"
+    ):
         engines.run(name, ENGINES[name][1], seen, config)
 
 
@@ -355,7 +357,7 @@ def test_a_variant_of_cross_entropy_is_not_for_a_loss_of_ones_own(corpus: Path, 
 @pytest.mark.parametrize(
     ("more", "told"),
     [
-        ({"data__packing": True}, r"data\.packing true makes other samples"),
+        ({"data__packing": True}, r"data\.packing true joins records"),
         ({"train__loss": None}, r"data\.columns is for a loss of your own; set train\.loss"),
         ({"data__columns": "labels"}, "labels is an input of models; rename the column"),
         ({"data__columns": "txet"}, r"data\.columns: .*: no field 'txet'.*did you mean 'text'"),

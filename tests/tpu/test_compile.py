@@ -390,9 +390,12 @@ ON_TORCHTPU = ["--backend", "tpu", "--compile", "--device", "v5e", "--devices", 
         ),
         (
             [*ON_TORCHTPU, "--context_parallel_size", "2"],
-            "--compile: context_parallel_size 2 waits for other",
+            "--compile: context_parallel_size 2 needs all ranks to run",
         ),
-        ([*ON_TORCHTPU, "--train.optimizer", "muon"], "--compile: train.optimizer muon waits for other"),
+        (
+            [*ON_TORCHTPU, "--train.optimizer", "muon"],
+            "--compile: train.optimizer muon needs all ranks to run",
+        ),
         (["--compile", "--device", "v5e", "--devices", "2"], "--devices: no slice of v5e has 2 chips"),
         (
             ["--compile", "--device", "v5e"],
