@@ -150,10 +150,12 @@ def _check_switches(invocation: Invocation) -> None:
 
 
 def _may_replace(path: Path) -> bool:
-    """Whether there is no file, or one with the values of an evaluation."""
+    """Whether there is no file, an empty one, or one with the values of an evaluation."""
     from portable.paths import read_json
 
     try:
+        if path.is_file() and not path.stat().st_size:  # as mktemp makes it
+            return True
         found = read_json(path)
     except FileNotFoundError:
         return True

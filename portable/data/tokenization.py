@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from portable.data.samples.base import OfCache
     from portable.data.samples.classes import Classes
     from portable.data.samples.tasks import LabelShift
     from portable.data.sources.source import Shard, Source, SourceSettings
@@ -276,7 +277,11 @@ class TokenizedSource:
 
     def samples(self, part: Part | None = None, classes: Classes | None = None) -> Samples:
         """The samples of a part; of all that is not held out without one."""
-        part = self.parts()[0] if part is None else part
+        found = self._samples(self.parts()[0] if part is None else part, classes)
+        found.with_columns = bool(self.settings.data.columns)
+        return found
+
+    def _samples(self, part: Part, classes: Classes | None) -> OfCache:
         context, tokens, data = self.context, self.tokens, self.settings.data
         if context.task != CAUSAL:
             return self._of_task(part, classes)
@@ -291,7 +296,7 @@ class TokenizedSource:
             return PackedCausal(*of)
         return PaddedCausal(*of, pad, data.truncation, whole=context.whole)
 
-    def _of_task(self, part: Part, classes: Classes | None) -> Samples:
+    def _of_task(self, part: Part, classes: Classes | None) -> OfCache:
         """The samples of another task than a causal language model's."""
         from portable.data.samples.tasks import Classification, MaskedLM, Seq2Seq
 

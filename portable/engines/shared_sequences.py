@@ -83,7 +83,7 @@ def share_sequences(model: Any, config: RunConfig, machine: Machine, at_stop: Ex
     size = config.context_parallel_size
     if size == 1:
         return SharedSequences()
-    check(model, size)
+    check(model, size, padded=not config.data.packing)
     groups = [dist.new_group(list(range(at, at + size))) for at in range(0, machine.world_size, size)]
     sequences = SharedSequences(groups[machine.rank // size])
     let_sdpa_take_documents()  # within the exchange

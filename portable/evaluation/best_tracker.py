@@ -83,7 +83,7 @@ class BestTracker:
     threshold: float = 0.0
 
     def __call__(self, eval_history: EvalHistory, step: int, values: Mapping[str, Any]) -> Decision:
-        """Count an evaluation in ``standing``, once.
+        """Count an evaluation in ``eval_history``, once.
 
         Raises:
             UserError: if the evaluation has no such value.

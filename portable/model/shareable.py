@@ -11,8 +11,12 @@ from portable.private.of_transformers import attention_kernel, router_loss_of
 KEY = "context_parallel_size"
 
 
-def check(model: Any, size: int) -> None:
-    """Raise UserError if ``size`` ranks cannot share the attention of ``model``."""
+def check(model: Any, size: int, *, padded: bool = False) -> None:
+    """Raise UserError if ``size`` ranks cannot share the attention of ``model``.
+
+    Args:
+        padded: whether samples have padding, which a router loss must know of, and a part of them does not.
+    """
     config = model.config
     text = config.get_text_config()
     name, kernel = type(model).__name__, attention_kernel(text)
@@ -24,8 +28,14 @@ def check(model: Any, size: int) -> None:
         kernel == "sdpa" or "flash" in kernel,
         f"{KEY}: works with sdpa and flash attention, and {name} runs with {kernel}; set it to 1",
     )
+    routed = getattr(text, "output_router_logits", False)
     require(
-        not getattr(text, "output_router_logits", False) or router_loss_of(model) is not None,
+        not (routed and padded),
+        f"{KEY}: the router loss of {name} needs samples without padding; set data.packing to true or "
+        "documents, or model.config.output_router_logits to false",
+    )
+    require(
+        not routed or router_loss_of(model) is not None,
         f"{KEY}: the router loss of {name} needs whole sequences; set "
         "model.config.output_router_logits to false",
     )

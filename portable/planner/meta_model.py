@@ -50,12 +50,12 @@ class MetaModel:
             self.inventory = replace(inspect(model, config.train, sharing=sharing), no_units=str(error))
         self.flops_per_token = flops_per_token(model, model.config, config.data.seq_len)
         """Forward and backward, without recomputation."""
-        self._model = model
+        self._model, self._padded = model, not config.data.packing
         self._found: dict[Request, Activations] = {}
 
     def check_shared(self, size: int) -> None:
         """Raise UserError if ``size`` devices cannot share the sequences of the model."""
-        check(self._model, size)
+        check(self._model, size, padded=self._padded)
 
     def exchanged_width(self, size: int) -> int:
         """Elements of a token that ``size`` devices exchange in a pass forward if they share sequences."""

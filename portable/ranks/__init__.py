@@ -1,1 +1,1 @@
-"""Rank processes: launch, rendezvous, collectives, consistency checks and watchdog."""
+"""Rank processes: launch, collectives, consistency checks and watchdog."""

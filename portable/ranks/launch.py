@@ -150,11 +150,16 @@ def launch(
             told = (function, arguments, str(folder), os.getpid(), {**meeting_place, **_world(ranks)})
             processes = [context.Process(target=_rank_main, args=(rank, *told)) for rank in range(ranks)]
             try:
-                for process in processes:
-                    process.start()
+                # A Ctrl-C now is the launcher's alone: ranks inherit the mask until they ignore it.
+                before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+                try:
+                    for process in processes:
+                        process.start()
+                finally:
+                    signal.pthread_sigmask(signal.SIG_SETMASK, before)
                 failed = _first_to_fail(processes, folder)
             finally:
-                _end(processes)
+                _end(processes, folder)
         del store
         if failed is None:
             return max(int(code.read_text()) for code in folder.glob("rank*.code"))
@@ -199,6 +204,9 @@ def _first_to_fail(processes: Sequence[BaseProcess], scratch: Path) -> tuple[int
         if failed := [(code, rank) for rank, code in enumerate(codes) if code]:
             code, rank = min(failed)  # one that was killed: the number of a signal is negative
             return rank, code
+        for rank, ended in enumerate(codes):  # something in it may have called os._exit(0)
+            if ended == 0 and not _code_file(scratch, rank).exists():
+                return rank, ended
         running = [process.sentinel for process, code in zip(processes, codes, strict=True) if code is None]
         if not running:
             return None
@@ -206,16 +214,25 @@ def _first_to_fail(processes: Sequence[BaseProcess], scratch: Path) -> tuple[int
         _kill_silent_ranks(scratch)
 
 
-def _end(processes: Sequence[BaseProcess]) -> None:
-    """End the processes that still run, first as a user would."""
+def _end(processes: Sequence[BaseProcess], scratch: Path) -> None:
+    """End the processes that still run, first as a user would; those that do not respond are killed soon."""
     running = [process for process in processes if process.is_alive()]
     for process in running:
         process.terminate()
     end = time.monotonic() + OBEYING
+    while (
+        left := [process.sentinel for process in running if process.is_alive()]
+    ) and time.monotonic() < end:
+        connection.wait(left, timeout=1)
+        _kill_silent_ranks(scratch)
     for process in running:
-        process.join(max(0.0, end - time.monotonic()))
         process.kill()
         process.join()
+
+
+def _code_file(scratch: Path, rank: int) -> Path:
+    """The file with the exit code that a rank's function returned."""
+    return scratch / f"rank{rank}.code"
 
 
 def _stopped(requests: list[int], saved: object | None) -> StoppedError:
@@ -262,6 +279,7 @@ def _rank_main(
     os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
     # Ctrl-C in a terminal signals every process. Only the launcher handles it, and forwards it to the ranks.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     global _scratch
     _scratch = Path(scratch)
     (Path(scratch) / f"rank{rank}.{os.getpid()}.pid").touch()
@@ -269,7 +287,7 @@ def _rank_main(
         os.kill(os.getpid(), signal.SIGTERM)
     try:
         code = function(*arguments)
-        (Path(scratch) / f"rank{rank}.code").write_text(str(int(code)))
+        _code_file(Path(scratch), rank).write_text(str(int(code)))
     except ReportedElsewhereError as error:
         time.sleep(5 * POLL)  # let the reporting rank exit first
         os._exit(error.exit_code)
@@ -282,8 +300,8 @@ def _rank_main(
     except Exception as error:
         message = f"{type(error).__name__}: {one_line(error)} (traceback above)"
         _report(Path(scratch), RUN_ERROR, message, traceback=traceback.format_exc())
-        # This error may be a consequence of another rank's failure. The agent kills all ranks once one exits,
-        # so let the other rank report first.
+        # This error may be a consequence of another rank's failure. The launcher ends all ranks once one
+        # exits, so let the other rank report first.
         _wait_for_reports(Path(scratch))
         time.sleep(5 * POLL)
         os._exit(RUN_ERROR)

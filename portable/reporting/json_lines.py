@@ -46,7 +46,13 @@ class JsonLines:
 
 
 def read_rows(path: Place, *needed: str) -> tuple[list[dict[str, Any]], int]:
-    """Return the rows of a file, and the number of invalid lines.
+    """Return the rows of a file, and the number of invalid lines; see :func:`read_lines`."""
+    lines, skipped = read_lines(path, *needed)
+    return [row for _, row in lines], skipped
+
+
+def read_lines(path: Place, *needed: str) -> tuple[list[tuple[bytes, dict[str, Any]]], int]:
+    """Return the valid lines of a file with their rows as a page shows them, and the number of invalid lines.
 
     Args:
         path: of the file.
@@ -71,7 +77,7 @@ def read_rows(path: Place, *needed: str) -> tuple[list[dict[str, Any]], int]:
             continue
         if not number(row.get("time")) or not 0 <= row["time"] <= _LATEST:
             row.pop("time", None)
-        rows.append(row)
+        rows.append((line, row))
     return rows, skipped
 
 

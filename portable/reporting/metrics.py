@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import time
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from portable.durable import write_durably
 from portable.formatting import human_count
-from portable.reporting.json_lines import JsonLines, read_rows
+from portable.reporting.json_lines import JsonLines, read_lines, read_rows
 from portable.terminal import tell
 
 if TYPE_CHECKING:
@@ -31,14 +30,14 @@ class MetricsFile(JsonLines):
     def __init__(self, folder: Path, *, from_step: int) -> None:
         path = folder / METRICS_FILE
         super().__init__(path)
-        rows, unreadable = read_rows(path)
+        lines, unreadable = read_lines(path)
         if unreadable:
             lost = human_count(unreadable, "row")
             tell(f"warning: {path}: {lost} cannot be read and will not be shown")
-        kept = [row for row in rows if row["step"] <= from_step]
-        if len(kept) < len(rows) or path.read_bytes()[-1:] not in (b"", b"\n"):
+        kept = [line for line, row in lines if row["step"] <= from_step]
+        if len(kept) < len(lines) or path.read_bytes()[-1:] not in (b"", b"\n"):
             self.close()
-            write_durably(path, "".join(json.dumps(row) + "\n" for row in kept))
+            write_durably(path, "".join(line.decode() + "\n" for line in kept))
             super().__init__(path)
 
 

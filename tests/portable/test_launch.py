@@ -337,6 +337,8 @@ def _rank_function(how: str) -> int:
         raise ValueError("a bug of ours")
     if rank == 1 and how == "exits":
         os._exit(9)
+    if rank == 1 and how == "leaves":
+        os._exit(0)
     if how == "killed":
         # Rank 1 is killed, and the other fails in its wake, as soon as it can notice.
         note = Path(os.environ["NOTES"], "1")
@@ -460,6 +462,7 @@ def notes(tmp_path: Path) -> Path:
         ("refuses", "UserError: data.source: nothing there"),
         ("breaks", "RunError: rank 1 failed first: ValueError: a bug of ours (traceback above)"),
         ("exits", "RunError: rank 1 failed first: it exited with code 9"),
+        ("leaves", "RunError: rank 1 failed first: it exited with code 0"),
         ("slow to end", "RunError: rank 0 failed first: the disk is full"),
     ],
 )

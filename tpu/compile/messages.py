@@ -84,6 +84,8 @@ class _Messages:
         }
 
     def __getattr__(self, name: str) -> Any:
+        if name not in self._descriptors:
+            raise AttributeError(name)
         return message_factory.GetMessageClass(self._descriptors[name])
 
 

@@ -198,6 +198,7 @@ class OfCache(Samples):
         cache: of the tokens.
         part: of its samples.
         seq_len: tokens of a sample.
+        with_columns: whether batches have ``data.columns``; a cache may have columns that nobody asked for.
     """
 
     cache: TokenCache
@@ -206,10 +207,11 @@ class OfCache(Samples):
 
     def __post_init__(self) -> None:
         self.num_samples = self.part.num_samples
+        self.with_columns = False
 
     def columns(self, places: Sequence[tuple[int, int]]) -> Arrays:
         """With the further numbers, ``[batch]``, of the record that each sample is."""
-        if not self.cache.has_columns:
+        if not self.with_columns:
             return self.arrays(places)
         numbers = [int(self.documents(index)[0]) for _, index in places]
         return {**self.arrays(places), **self.cache.columns(numbers)}
