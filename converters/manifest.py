@@ -155,8 +155,11 @@ def _own_crc32(document: Mapping[str, Any]) -> int:
 
 def _crc32(file: SourceFile) -> int:
     crc = 0
+    buffer = memoryview(bytearray(min(CHUNK, file.nbytes)))
     for at in range(0, file.nbytes, CHUNK):
-        crc = isal_zlib.crc32(file.read(at, min(CHUNK, file.nbytes - at)), crc)
+        part = buffer[: file.nbytes - at]
+        file.read_into(part, at, file.nbytes, file.nbytes)  # all of it, so an object is read ahead
+        crc = isal_zlib.crc32(part, crc)
     return crc
 
 
