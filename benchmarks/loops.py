@@ -407,6 +407,17 @@ class TrainerLoop:
         self._deepspeed = deepspeed
         self.model = setting.build_model()
 
+    def _tell_of_cpu_ranks(self) -> bool:
+        """Where DeepSpeed runs on CPUs, set the state, which Accelerate would take for a lone process."""
+        if self._deepspeed is None or self._setting.device.type != "cpu":
+            return False
+        from accelerate import PartialState
+
+        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+        PartialState(backend="gloo")
+        del os.environ["ACCELERATE_USE_DEEPSPEED"]
+        return True
+
     def run(self, turns: list[int], after_turn: Callable[[int, Turn], None]) -> None:
         """Train for ``sum(turns)`` steps; ``after_turn`` is called with the index of every finished turn."""
         from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -435,9 +446,6 @@ class TrainerLoop:
                     clock.start()
 
         settings, plan = self._setting.config.train, self._setting.prepared.plan
-        deepspeed_on_cpu = self._deepspeed is not None and self._setting.device.type == "cpu"
-        if deepspeed_on_cpu:
-            tell_of_cpu_ranks()
         arguments = TrainingArguments(
             output_dir=str(self._folder),
             max_steps=sum(turns),
@@ -456,7 +464,7 @@ class TrainerLoop:
             # With it, DeepSpeed would be left out; whose accelerator says what the device is.
             use_cpu=self._setting.device.type == "cpu" and self._deepspeed is None,
             deepspeed=self._deepspeed,
-            accelerator_config={"use_configured_state": deepspeed_on_cpu},
+            accelerator_config={"use_configured_state": self._tell_of_cpu_ranks()},
             dataloader_pin_memory=self._setting.device.type == "cuda",
             train_sampling_strategy="sequential",
             remove_unused_columns=False,  # shift_labels is not named in the signature of the model's forward
@@ -510,15 +518,6 @@ def take_turns(
     finally:
         gc.unfreeze()
     return turns
-
-
-def tell_of_cpu_ranks() -> None:
-    """Where DeepSpeed runs on CPUs, set the state, which Accelerate would take for a lone process."""
-    from accelerate import PartialState
-
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    PartialState(backend="gloo")
-    del os.environ["ACCELERATE_USE_DEEPSPEED"]
 
 
 def forget_accelerators() -> None:
