@@ -341,10 +341,7 @@ def test_state_that_differs_between_ranks_is_refused(corpus: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        (
-            "CountsOnHost",
-            r"the state 'count' of .* changes on the host, so that XLA would compile each step anew",
-        ),
+        ("CountsOnHost", r"the state 'count' of .* changes on the host, so that XLA would compile"),
         ("torch", r"creates state from the first gradient"),
     ],
 )
