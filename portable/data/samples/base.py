@@ -204,10 +204,10 @@ class OfCache(Samples):
     cache: TokenCache
     part: Part
     seq_len: int
+    with_columns = False
 
     def __post_init__(self) -> None:
         self.num_samples = self.part.num_samples
-        self.with_columns = False
 
     def columns(self, places: Sequence[tuple[int, int]]) -> Arrays:
         """With the further numbers, ``[batch]``, of the record that each sample is."""
