@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from multiprocessing.process import BaseProcess
 
-MOST_RANKS = 4
 GRACE = 10.0  # seconds that the others have to notice that a rank has failed
 MOST_THREADS = 40
 """Of a rank; one that has more by the end of a test is replaced."""
@@ -84,23 +83,21 @@ def serve(connection: Connection) -> None:
 
 
 class RankPool:
-    """Up to :data:`MOST_RANKS` processes that run functions as ranks.
+    """Processes that run functions as ranks, as many as a test has asked for.
 
     Ranks that are left waiting for one that failed are replaced, so that no test suffers from another.
 
     Args:
         start_method: of the processes; ``spawn`` for such as obey variables that are read when one starts.
         environment: makes such variables for processes that are about to start.
-        most: how many there are.
     """
 
     def __init__(
         self,
         start_method: Literal["forkserver", "spawn"] = "forkserver",
         environment: Callable[[], dict[str, str]] = dict,
-        most: int = MOST_RANKS,
     ) -> None:
-        self._start_method, self._environment, self._most = start_method, environment, most
+        self._start_method, self._environment = start_method, environment
         self._ranks: list[tuple[Connection, BaseProcess]] = []
 
     def run(
@@ -111,9 +108,9 @@ class RankPool:
         Raises:
             RankError: with the traceback of the first rank that failed.
         """
-        if not self._ranks:
+        if len(self._ranks) < world_size:
             with starting("ranks"):
-                self._start()
+                self._start(world_size - len(self._ranks))
         port = free_port()
         waiting: dict[Connection, int] = {}
         for rank, (connection, _) in enumerate(self._ranks[:world_size]):
@@ -157,10 +154,10 @@ class RankPool:
             raise RankError(failure)
         return answers[0]
 
-    def _start(self) -> None:
+    def _start(self, number: int) -> None:
         context: Any = multiprocessing.get_context(self._start_method)
         with patch.dict(os.environ, self._environment()):
-            for _ in range(self._most):
+            for _ in range(number):
                 ours, theirs = context.Pipe()
                 process = context.Process(target=serve, args=(theirs,), daemon=True)
                 process.start()

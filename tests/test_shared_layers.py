@@ -54,7 +54,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "FSDP2, four ranks a layer": (4, {"tensor_parallel_size": 4}),
     "FSDP2, two groups": (4, {}),
     "gathered once": (4, {"strategy": "shard_grad_op"}),
-    "HSDP": (4, {"strategy": "hybrid_shard", "fsdp__shard_group_size": 1}),
+    "HSDP, copies of a group": (4, {"strategy": "hybrid_shard", "fsdp__shard_group_size": 1}),
+    "HSDP": (8, {"strategy": "hybrid_shard", "fsdp__shard_group_size": 4}),
     "recomputed": (2, {"memory__activation_checkpointing": "full"}),
     "parameters on the host": (4, {"memory__offload_params": "cpu"}),
     "update on the host": (4, {"memory__offload_optimizer": "cpu"}),
@@ -88,11 +89,13 @@ def alone(engines: Engines, conversations: Path, tmp_path_factory: pytest.TempPa
     return of
 
 
+STREAMED = {"data__packing": "documents", "data__stream": True, "data__eval_fraction": 0}
 CASES: list[tuple[str, str, dict[str, Any]]] = [
     *((layout, "windows", {"data__packing": "documents"}) for layout in LAYOUTS if "four" not in layout),
     ("FSDP2, four ranks a layer", "norms of heads", {"data__packing": "documents"}),
     *(("FSDP2, a group", model, {"data__packing": "documents"}) for model in MODELS if model != "windows"),
     ("FSDP2, a group", "windows", {"data__packing": False}),
+    ("FSDP2, two groups", "windows", STREAMED),
     ("FSDP2, a group", "experts", {"train__optimizer": "sgd", "train__learning_rate": 0.1}),
     ("FSDP2, a group", "norms of heads", {"train__ema": 0.9, "train__eval_ema": True}),
     ("FSDP2, a group", "windows", {"adapter__type": "lora", "adapter__init": False}),

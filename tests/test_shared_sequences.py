@@ -88,36 +88,45 @@ def losses(engines: Engines, size: int, folder: Path, corpus: Path, settings: di
 
 @pytest.fixture(scope="module")
 def alone(engines: Engines, conversations: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The numbers of one rank, by model and packing, computed once."""
+    """The numbers of one rank, by model and settings, computed once."""
     known: dict[tuple[str, str], list[float]] = {}
 
-    def of(model: str, packing: Any) -> list[float]:
-        if (model, str(packing)) not in known:
-            settings = {"strategy": "no_shard", "model__config": MODELS[model], "data__packing": packing}
+    def of(model: str, given: dict[str, Any]) -> list[float]:
+        if (model, str(given)) not in known:
+            settings = {"strategy": "no_shard", "model__config": MODELS[model], **given}
             folder = tmp_path_factory.mktemp("alone")
-            known[model, str(packing)] = losses(engines, 1, folder, conversations, settings)
-        return known[model, str(packing)]
+            known[model, str(given)] = losses(engines, 1, folder, conversations, settings)
+        return known[model, str(given)]
 
     return of
 
 
+PACKED: dict[str, Any] = {"data__packing": "documents"}
+STREAMED = {**PACKED, "data__stream": True, "data__eval_fraction": 0}
 CASES = [
-    *((layout, "windows", "documents") for layout in LAYOUTS),
-    *(("DDP", model, "documents") for model in MODELS if model != "windows"),
-    *((layout, "experts", "documents") for layout in ("FSDP2, four ranks a sequence", "ZeRO-1")),
-    ("DDP", "windows", False),
+    *((layout, "windows", PACKED) for layout in LAYOUTS),
+    *(("DDP", model, PACKED) for model in MODELS if model != "windows"),
+    *((layout, "experts", PACKED) for layout in ("FSDP2, four ranks a sequence", "ZeRO-1")),
+    ("DDP", "windows", {"data__packing": False}),
+    ("ZeRO-3, two sequences at a time", "windows", STREAMED),
 ]
 
 
-@pytest.mark.parametrize(("layout", "model", "packing"), CASES)
+@pytest.mark.parametrize(("layout", "model", "given"), CASES)
 def test_equals_one_rank(
-    layout: str, model: str, packing: Any, alone: Any, engines: Engines, conversations: Path, tmp_path: Path
+    layout: str,
+    model: str,
+    given: dict[str, Any],
+    alone: Any,
+    engines: Engines,
+    conversations: Path,
+    tmp_path: Path,
 ) -> None:
     size, settings = LAYOUTS[layout]
-    settings = {"context_parallel_size": 2, "model__config": MODELS[model], **settings}
-    found = losses(engines, size, tmp_path, conversations, {**settings, "data__packing": packing})
-    assert found == pytest.approx(alone(model, packing), rel=2e-5, abs=2e-6)
-    record(found, alone(model, packing), 2e-5)
+    settings = {"context_parallel_size": 2, "model__config": MODELS[model], **given, **settings}
+    found = losses(engines, size, tmp_path, conversations, settings)
+    assert found == pytest.approx(alone(model, given), rel=2e-5, abs=2e-6)
+    record(found, alone(model, given), 2e-5)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

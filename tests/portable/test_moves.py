@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -197,18 +199,37 @@ def goes_on_with(source: str, target: str) -> int:
     return sizes[(names.index(target) + names.index(source)) % len(sizes)]
 
 
+Begun = Callable[[str], tuple[Path, list[float]]]
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory, runner: Runner) -> Begun:
+    """What ``reference`` is, of the engine that is named."""
+
+    @cache
+    def by(name: str) -> tuple[Path, list[float]]:
+        folder = tmp_path_factory.mktemp("begun") / "run"
+        losses = runner(name, ENGINES[name].sizes[0], folder)
+        return back_to_the_move(folder), losses
+
+    return by
+
+
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("target", ENGINES)
 @pytest.mark.parametrize("source", ENGINES)
-def test_every_pair(source: str, reference: tuple[Path, list[float]], tmp_path: Path, runner: Runner) -> None:
-    begun, size = tmp_path / "begun", ENGINES[source].sizes[0]
-    alone = runner(source, size, begun)
-    back_to_the_move(begun)
-    for target in ENGINES:
-        folder = Path(shutil.copytree(begun, tmp_path / "goes on"))
-        losses = runner(target, goes_on_with(source, target), folder)
-        expected = alone if target == source else pytest.approx(reference[1], rel=LOSSES)
-        assert losses == expected, f"from {source} on {size} to {target} on {goes_on_with(source, target)}"
-        shutil.rmtree(folder)
+def test_every_pair(
+    source: str,
+    target: str,
+    begun: Begun,
+    reference: tuple[Path, list[float]],
+    tmp_path: Path,
+    runner: Runner,
+) -> None:
+    stopped, alone = begun(source)
+    folder = Path(shutil.copytree(stopped, tmp_path / "run"))
+    expected = alone if target == source else pytest.approx(reference[1], rel=LOSSES)
+    assert runner(target, goes_on_with(source, target), folder) == expected
 
 
 def composed() -> Iterable[str]:

@@ -38,7 +38,7 @@ class TpuPool:
             return environment(self._rooms[chips], chips)
 
         if chips not in self._pools:
-            self._pools[chips] = RankPool("spawn", slice_of_them, chips)
+            self._pools[chips] = RankPool("spawn", slice_of_them)
         return self._pools[chips].run(chips, function, *arguments, timeout=timeout)
 
     def room(self, chips: int) -> Path:
