@@ -11,6 +11,7 @@ from portable.config.derived import largest_divisor
 from portable.errors import UserError
 
 if TYPE_CHECKING:
+    from portable.backend import Backend
     from portable.config import RunConfig
 
 MAX_STEPS = 1 << 53  # a float cannot represent every larger integer
@@ -108,6 +109,17 @@ def plan_batches(
         )
     micro_batch = fitting * groups
     return BatchPlan(total, micro_batch, world_size, rank, config.seed, one_program, parts, part, groups)
+
+
+def batch_plan(config: RunConfig, backend: Backend) -> BatchPlan:
+    """How this rank goes through the global batch."""
+    return plan_batches(
+        config,
+        world_size=backend.world_size,
+        rank=backend.rank,
+        devices_per_rank=backend.devices_per_rank,
+        one_program=backend.one_program,
+    )
 
 
 def total_steps(config: RunConfig, samples: int) -> int:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from converters.adapters.config import AdapterConfig, read_config
 from converters.adapters.names import FINGERPRINT, MAGNITUDE, PREFIX, TOKENS, Part, assign, base_name, part_of
 from converters.checkpoint import Checkpoint, OptimizerState
 from converters.config_and_tokenizer_files import find_beside
@@ -21,6 +20,7 @@ from converters.tensors.dtypes import CASTABLE
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from converters.adapters.config import AdapterConfig
     from converters.checkpoint import Aliases
     from converters.storage.path_or_url import Place
     from converters.tensors.tensor import Tensor
@@ -247,6 +247,8 @@ def find_adapter(
             f"{checkpoint.root}: holds an adapter, and no {ADAPTER_CONFIG} lies beside it; "
             "give it with --adapter-config FILE"
         )
+    from converters.adapters.config import read_config
+
     settings = read_config(config)
     parts, others = assign(names, bias=settings.bias, wanted=name, where=checkpoint.root)
     if not parts:

@@ -14,7 +14,6 @@ from portable.data.samples.base import Part, split_documents
 from portable.data.samples.classes import Classes, KnownClasses, Problem, classes_as, classes_of
 from portable.data.sizes import DataSizes, sizes_of
 from portable.data.sources.documents import digest_of
-from portable.data.sources.joined import Joined
 from portable.data.sources.opening import (
     StreamedFiles,
     evaluation_settings,
@@ -233,7 +232,11 @@ class RunSources:
     @property
     def together(self) -> Source:
         """All that is trained on."""
-        return self.training.get(ALONE) or Joined(list(self.training.values()))
+        if ALONE in self.training:
+            return self.training[ALONE]
+        from portable.data.sources.joined import Joined
+
+        return Joined(list(self.training.values()))
 
     @property
     def finished(self) -> Source | None:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from portable.engines import memory_trial
 from portable.engines.machine import Machine, transport
 from portable.errors import RunError, UserError, one_line
 from portable.private import of_torch
@@ -87,10 +86,16 @@ class TorchBackend:
         self, build: Callable[[], nn.Module], config: RunConfig, steps: Callable[[Engine], None]
     ) -> bool | None:
         limit = self._package.memory_limit(self.device, self.world_size)
-        return None if limit is None else memory_trial.fits(build, config, self._machine(0), limit, steps)
+        if limit is None:
+            return None
+        from portable.engines.memory_trial import fits
+
+        return fits(build, config, self._machine(0), limit, steps)
 
     def ran_out_of_memory(self, error: BaseException) -> bool:
-        return memory_trial.ran_out_of_memory(error)
+        from portable.engines.memory_trial import ran_out_of_memory
+
+        return ran_out_of_memory(error)
 
     def leave(self) -> None:
         self._engine = None

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from portable.config.derived import ZERO
-from portable.engines import memory_advice
 from portable.errors import UserError, require
 from portable.registry import World, engine_part
 
@@ -106,7 +105,9 @@ class TorchPackage:
             yield "memory.offload_params cpu" + ("" if config.strategy == sharded else f" with {sharded}")
 
     def host_memory_advice(self, config: RunConfig) -> str:
-        return memory_advice.advice(config)
+        from portable.engines.memory_advice import advice
+
+        return advice(config)
 
     def footprint(self) -> FootprintModule:
         from portable.engines import footprint

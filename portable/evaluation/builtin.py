@@ -10,7 +10,6 @@ import torch
 from portable.data.samples.classes import MULTI, REGRESSION, SINGLE
 from portable.errors import UserError
 from portable.evaluation.best_tracker import MOST_CLASSES
-from portable.evaluation.generation import TEXT_METRICS, TextMetrics
 from portable.evaluation.metrics import LABELS, LOSS, MetricSet, divided, finite_exp, own_metric
 from portable.model.training_loss import IGNORED
 
@@ -260,8 +259,11 @@ def build_metrics(names: Sequence[str] | None, setting: Setting) -> MetricSet:
         for name, make in KNOWN[setting.task].items()
         if not (setting.own_loss and make is _PERPLEXITY)
     }
-    generated = TEXT_METRICS if setting.task == "seq2seq-lm" else {}
-    metrics, texts = {}, []
+    metrics, texts, generated = {}, [], {}
+    if setting.task == "seq2seq-lm":
+        from portable.evaluation.generation import TEXT_METRICS, TextMetrics
+
+        generated = TEXT_METRICS
     # Predictions need all logits, which a loss of the user's may do without.
     default = () if setting.own_loss else known
     for name in default if names is None else names:

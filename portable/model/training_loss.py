@@ -12,8 +12,6 @@ import torch
 from portable import plugins
 from portable.config.sources import training_names
 from portable.errors import UserError
-from portable.model.loss_by_source import BySource
-from portable.model.whole_values import WholeValues
 from portable.private import of_torch
 
 if TYPE_CHECKING:
@@ -128,6 +126,8 @@ class TrainingLoss:
         self.dropout: bool = getattr(loss, "dropout", True)
         self._names: tuple[str, ...] = ()
         self._looked_at = False
+        from portable.model.loss_by_source import BySource
+
         self._by_source = BySource(sources, losses="log_probs" in self.needs)
 
     @property
@@ -161,6 +161,8 @@ class TrainingLoss:
 
     def _first(self, outputs: Outputs, batch: Batch) -> Any:
         """What the loss returns, looked at; for the training, with a sync with the device."""
+        from portable.model.whole_values import WholeValues
+
         before = [(name, one, of_torch.changes(one)) for name, one in batch.items()]
         with WholeValues(self.key, differentiated=True):
             value = self._loss(outputs, batch)

@@ -7,10 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from portable.optim.average import keep_average
-from portable.optim.muon import Muon
 from portable.optim.sharded import local
-from portable.optim.user_optimizer import UserOptimizer
 from portable.plugins import names_code
 from portable.private import of_torch
 
@@ -22,7 +19,9 @@ if TYPE_CHECKING:
     from portable.config import TrainConfig
     from portable.optim.adafactor import Adafactor
     from portable.optim.adamw_8bit import AdamW8bit
+    from portable.optim.muon import Muon
     from portable.optim.schedule import OneCycle
+    from portable.optim.user_optimizer import UserOptimizer
 
 
 class Optimizer(Protocol):
@@ -106,6 +105,8 @@ def build_optimizer(
     made = parameter_groups(parameters, groups, settings.learning_rate)
     optimizer = _built(settings, parameters, made, embeddings, compute)
     if settings.ema is not None:
+        from portable.optim.average import keep_average
+
         keep_average(optimizer, settings.ema)
     return optimizer
 
@@ -119,6 +120,8 @@ def _built(
 ) -> FusedAdamW | FusedSGD | Adafactor | AdamW8bit | Muon | UserOptimizer:
     beta1, beta2 = settings.betas
     if names_code(settings.optimizer):
+        from portable.optim.user_optimizer import UserOptimizer
+
         return UserOptimizer(settings, parameters, made)
     if settings.optimizer == "adamw":
         return FusedAdamW(made, lr=settings.learning_rate, betas=(beta1, beta2), eps=settings.eps)
@@ -140,6 +143,8 @@ def _built(
 
 def muon(settings: TrainConfig, groups: list[dict[str, Any]], compute: torch.dtype) -> Muon:
     """Build Muon; the arguments are those of :func:`build_optimizer`."""
+    from portable.optim.muon import Muon
+
     return Muon(
         groups,
         lr=settings.learning_rate,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from portable.batch_plan import plan_batches
+from portable.batch_plan import batch_plan
 from portable.checkpoint.resume_source import checkpoints_of
 from portable.checkpoint.trainer_state import TrainerState
 from portable.data.samples.shared import part_of
@@ -162,17 +162,6 @@ def largest(search: Search, *, below: int | None = None) -> int:
             f"{remedies(config, world)}"
         )
     return found
-
-
-def batch_plan(config: RunConfig, backend: Backend) -> BatchPlan:
-    """How this rank goes through the global batch."""
-    return plan_batches(
-        config,
-        world_size=backend.world_size,
-        rank=backend.rank,
-        devices_per_rank=backend.devices_per_rank,
-        one_program=backend.one_program,
-    )
 
 
 def _two_steps(engine: Engine, search: Search, plan: BatchPlan, size: int) -> None:

@@ -11,8 +11,8 @@ import json
 import os
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain
 from pathlib import Path
+from shutil import copytree
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,6 +31,7 @@ from portable.model.loss import PrecomputePass
 from portable.model.pretrained import snapshot
 from portable.model.training_loss import training_loss
 from portable.paths import default_cache_dir
+from portable.temporary_folder import scratch_folder
 from portable.terminal import at_a_terminal
 
 if TYPE_CHECKING:
@@ -157,11 +158,11 @@ def compute(prepared: Prepared, engine: Engine, wanted: list[Samples]) -> None:
         assert isinstance(table, Table)
         shapes: dict[str, list[int]] = {}
         rows = _rows(prepared, engine, samples, shapes)
-        first = next(rows)  # which tells the shapes
         if int(os.environ.get("LOCAL_RANK", "0")) == 0:
-            made_once(
-                table.folder, table.intact, partial(write_table, shapes=shapes, rows=chain((first,), rows))
-            )
+            # Ranks wait for one another for each part, and hosts for the lock of a cache that they share.
+            with scratch_folder("portable-computed") as draft:
+                write_table(draft, shapes, rows)
+                made_once(table.folder, table.intact, partial(copytree, draft, dirs_exist_ok=True))
         for _ in rows:  # all ranks compute, whoever writes
             pass
         samples.computed = table
@@ -202,7 +203,7 @@ def write_table(folder: Path, shapes: dict[str, list[int]], rows: Iterable[npt.N
 
     Args:
         folder: of the table.
-        shapes: of the columns in a row, by name.
+        shapes: of the columns in a row, by name; known once there are rows.
         rows: parts of ``[samples, numbers]``.
     """
     count, file = 0, ChecksummedFile(folder / _VALUES, _FLOAT)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from portable.adapters.assemble import assemble, tokenizer_hints
-from portable.batch_plan import total_steps
+from portable.batch_plan import batch_plan, total_steps
 from portable.data.dataset import build_data
 from portable.data.samples.classes import SINGLE
 from portable.data.sources.documents import listed
@@ -27,10 +27,7 @@ from portable.model.labels import (
 from portable.model.special_tokens import SpecialTokens
 from portable.optim.schedule import build_schedule, too_long_a_warmup
 from portable.registry import backend_package
-from portable.run import micro_batch
 from portable.run.evaluation import judge_of
-from portable.run.micro_batch import Search, batch_plan
-from portable.run.precompute import add_computed, reference_of
 from portable.run.resolve import on_device
 from portable.run.stages import Prepared
 from portable.terminal import shows_bars
@@ -75,8 +72,12 @@ def prepare(resolved: Resolved, backend: Backend) -> Prepared:
     model, adapter = assembled.model, assembled.adapter
     architecture, parameters = type(model).__name__, parameter_count(model)
     flops = flops_per_token(model, model_config, data.train.context or config.data.seq_len)
-    reference = reference_of(config)
-    add_computed(config, backend, data, reference)
+    reference = None
+    if config.train.loss is not None:
+        from portable.run.precompute import add_computed, reference_of
+
+        reference = reference_of(config)
+        add_computed(config, backend, data, reference)
     config = _with_micro_batch(resolved, backend, model_config, data)
     length = total_steps(config, data.train.epoch_samples)
     if (reason := too_long_a_warmup(config.train, length)) is not None:
@@ -140,6 +141,8 @@ def with_agreed_micro_batch(prepared: Prepared) -> Prepared:
     """``prepared`` with the micro-batch that fits every rank; all ranks call it."""
     if not prepared.searches:
         return prepared
+    from portable.run import micro_batch
+
     backend, config = prepared.backend, prepared.config
     found = prepared.plan.micro_batch_size
     config = micro_batch.with_micro_batch(
@@ -154,9 +157,12 @@ def _with_micro_batch(
     config = resolved.config
     if config.train.micro_batch_size != "auto":
         return config
+    from portable.run import micro_batch
+
     size = micro_batch.previous_size(config, resolved.existing, resolved.place, resolved.world)
     if size is None:
-        size = micro_batch.largest(Search(backend, config, model_config, data.train, resolved.world))
+        search = micro_batch.Search(backend, config, model_config, data.train, resolved.world)
+        size = micro_batch.largest(search)
     return micro_batch.with_micro_batch(config, size)
 
 

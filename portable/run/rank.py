@@ -22,7 +22,6 @@ from portable.ranks.consistency import agree, settings_and_versions
 from portable.registry import create_backend
 from portable.reporting.metrics import EVALUATION
 from portable.reporting.run_log import RunLog
-from portable.run import micro_batch
 from portable.run.evaluation import evaluate_all, needs_evaluation_data
 from portable.run.prepare import prepare, with_agreed_micro_batch
 from portable.run.resolve import resolve
@@ -127,6 +126,8 @@ def _run(
                 raise elsewhere from None
             raise
         step = error.step if isinstance(error, DeviceMemoryError) else None
+        from portable.run import micro_batch
+
         search = micro_batch.search_of(prepared)
         sequences = prepared.plan.micro_batch_size // prepared.plan.groups
         snapshot = _memory_snapshot(backend, output) if prepared.config.log.memory_snapshot else None
@@ -203,6 +204,8 @@ def _out_of_device_memory(
     search: Search, sequences: int, step: int | None, output: Output, snapshot: str | None
 ) -> UserError:
     """The error of a rank that ran out of device memory, with what would fit."""
+    from portable.run import micro_batch
+
     gc.collect()
     when = "at the start" if step is None else f"in step {step}"
     message = (

@@ -14,7 +14,6 @@ from portable.model.freezing import keep_as_stored
 from portable.model.initialize import InitialWeights
 from portable.paths import place_of, storage_errors
 from portable.ranks.consistency import agree
-from portable.run.precompute import compute, missing
 from portable.run.save import ADAPTER, REFERENCE
 from portable.run.stages import Restored
 from portable.run.user_code import changed, digests
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from portable.backend import Engine
     from portable.checkpoint.resume_external import AdoptedCheckpoint
     from portable.checkpoint.store import Checkpoints
+    from portable.data.samples.base import Samples
     from portable.model.pretrained import PretrainedWeights
     from portable.model.tensors import ReadableTensor
     from portable.paths import Place
@@ -48,7 +48,7 @@ def restore(
     backend = prepared.backend
     if source is None and prepared.adapter is not None:
         prepared.adapter.check_given()
-    uncomputed = missing(prepared)
+    uncomputed = _uncomputed(prepared)
     blueprint, pretrained = None, None
     if source is None or uncomputed:
         blueprint = _blueprint(prepared)
@@ -56,16 +56,14 @@ def restore(
     if source is None:
         assert blueprint is not None
         engine = _engine(prepared, {} if pretrained is None else pretrained.found)
-        _begin(engine, blueprint, pretrained, prepared)
-        compute(prepared, engine, uncomputed)
+        _begin(engine, blueprint, pretrained, prepared, uncomputed)
         return Restored(engine, Progress(0, 0))
     own = [folder for _, folder in reversed(checkpoints.complete())] if checkpoints is not None else []
     external = None if source in own else _external(prepared, source)  # before the model is touched
     candidates = own[own.index(source) :] if source in own else [source]
     engine = _engine(prepared, _tensors(candidates) if external is None else external.checkpoint.tensors)
     if blueprint is not None:
-        _begin(engine, blueprint, pretrained, prepared)
-        compute(prepared, engine, uncomputed)
+        _begin(engine, blueprint, pretrained, prepared, uncomputed)
     damaged: list[tuple[Place, DamagedError | None]] = []
     for candidate in candidates:
         outcome: Progress | DamagedError
@@ -83,13 +81,30 @@ def restore(
     raise damaged[0][1] or RunError(f"checkpoint.resume: {source} could not be read by another rank")
 
 
+def _uncomputed(prepared: Prepared) -> list[Samples]:
+    """The samples that lack what the loss computes with the weights that the run starts from."""
+    if prepared.config.train.loss is None:
+        return []
+    from portable.run.precompute import missing
+
+    return missing(prepared)
+
+
 def _begin(
-    engine: Engine, blueprint: InitialWeights, pretrained: PretrainedWeights | None, prepared: Prepared
+    engine: Engine,
+    blueprint: InitialWeights,
+    pretrained: PretrainedWeights | None,
+    prepared: Prepared,
+    uncomputed: list[Samples],
 ) -> None:
-    """Give ``engine`` all the weights that the run starts from."""
+    """Give ``engine`` all the weights that the run starts from, and compute with them what is missing."""
     _initialize(engine, blueprint, pretrained, prepared)
     if prepared.adapter is not None:
         engine.load_weights(prepared.adapter.initial({} if pretrained is None else pretrained.found))
+    if uncomputed:
+        from portable.run.precompute import compute
+
+        compute(prepared, engine, uncomputed)
 
 
 def _engine(prepared: Prepared, tensors: Mapping[str, Any]) -> Engine:

@@ -149,6 +149,7 @@ def dry_run(config: RunConfig, topology: Topology, chip: DryChip, large: int) ->
 
     from portable.adapters.adapter import training_model
     from portable.adapters.settings import resolved
+    from portable.batch_plan import batch_plan
     from portable.engines.backend import TorchBackend
     from portable.loop import train_step
     from portable.model import build as models
@@ -156,7 +157,6 @@ def dry_run(config: RunConfig, topology: Topology, chip: DryChip, large: int) ->
     from portable.optim.sharded import local
     from portable.planner.activations import fake_batch
     from portable.planner.passes import Request
-    from portable.run.micro_batch import batch_plan
     from tpu.torchtpu import of_torch_tpu
     from tpu.torchtpu.package import TorchTpuPackage
 

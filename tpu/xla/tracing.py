@@ -21,6 +21,7 @@ import torch
 
 from portable.adapters.adapter import training_model
 from portable.adapters.settings import resolved
+from portable.batch_plan import batch_plan
 from portable.data.samples.classes import SINGLE
 from portable.data.sources.source import CLASSIFICATION
 from portable.errors import UserError, one_line
@@ -31,7 +32,6 @@ from portable.model.labels import problem_of
 from portable.model.parameters import state_tensors
 from portable.planner.activations import fake_batch
 from portable.planner.passes import Request
-from portable.run.micro_batch import batch_plan
 from portable.terminal import tell
 from tpu.compile.child import answers
 from tpu.compile.messages import buffer_donors

@@ -12,8 +12,6 @@ from torch.distributed.tensor import DTensor
 from portable.checkpoint.match_to_model import stored_state
 from portable.engines.compiling import CapturedMemory
 from portable.engines.fsdp import optimizer_state
-from portable.engines.fsdp.device_loss_scale import DeviceScaler
-from portable.engines.fsdp.offload import HostCopies
 from portable.engines.fsdp.saving import Saver
 from portable.engines.fsdp.sharding import shard
 from portable.engines.generation import continue_text
@@ -25,7 +23,6 @@ from portable.model.groups import groups_of
 from portable.model.loss import Objective, added, shares
 from portable.model.parameters import embeddings, state_tensors, stored_tensors
 from portable.optim.average import exchange
-from portable.optim.muon import Muon
 from portable.optim.non_finite import NEW_COUNTERS, Health, allowed_streak, count_update
 from portable.optim.optimizers import build_optimizer, set_rates
 from portable.optim.sharded import local
@@ -42,6 +39,8 @@ if TYPE_CHECKING:
     from converters import Checkpoint
     from portable.backend import Batch, SaveHandle
     from portable.config import RunConfig
+    from portable.engines.fsdp.device_loss_scale import DeviceScaler
+    from portable.engines.fsdp.offload import HostCopies
     from portable.engines.fsdp.sharding import ShardedModel
     from portable.engines.machine import Machine, MeasuredEngine
     from portable.model.chunked_loss import ChunkedHead
@@ -82,7 +81,12 @@ class TorchEngine:
         memory = config.memory
         # Offloaded parameters need no copies: their optimizer runs in host memory anyway.
         copied = memory.offload_optimizer == "cpu" and memory.offload_params == "none"
-        self._host = HostCopies(parameters) if copied else None
+        self._host: HostCopies | None = None
+        self._scaler: DeviceScaler | None = None
+        if copied:
+            from portable.engines.fsdp.offload import HostCopies
+
+            self._host = HostCopies(parameters)
         self._trained = parameters if self._host is None else self._host.copies
         tables = set(embeddings(self.model))
         self._optimizer: Optimizer = build_optimizer(
@@ -92,7 +96,10 @@ class TorchEngine:
             embeddings={p for name, p in self._trained.items() if parameters[name] in tables},
             compute=COMPUTE_DTYPES[config.precision],
         )
-        if isinstance(self._optimizer, Muon):
+        if config.train.optimizer == "muon":
+            from portable.optim.muon import Muon
+
+            assert isinstance(self._optimizer, Muon)
             self._optimizer.device = device
         original = {} if self._host is None else self._host.original()
         self._parameters: list[nn.Parameter] = [
@@ -100,7 +107,10 @@ class TorchEngine:
         ]
         self._captured = CapturedMemory(config)
         self._saver = Saver()
-        self._scaler = DeviceScaler(config.fp16, device) if config.precision == "fp16" else None
+        if config.precision == "fp16":
+            from portable.engines.fsdp.device_loss_scale import DeviceScaler
+
+            self._scaler = DeviceScaler(config.fp16, device)
         self._scaling = self._scaler or LossScale()
         # With dynamic loss scaling an overflow is no failure; a failure then ends the run.
         self._limit = 1 if self._scaling.dynamic else allowed_streak(config.train.on_non_finite)
