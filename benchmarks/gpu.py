@@ -32,9 +32,9 @@ from benchmarks.loops import AccelerateLoop, BareLoop, Loop, PortableLoop, Setti
 from benchmarks.machine import command_line, describe_machine, print_machine
 from portable.checkpoint.store import Checkpoints
 from portable.config import load_config
-from portable.durable import write_durably
 from portable.loop import Progress, steps
 from portable.model.parameters import state_tensors
+from portable.paths import write_durably
 from portable.planner.memory_model import Setting as Sharding
 from portable.planner.this_machine import planner_here
 from portable.ranks.parent_death import die_with_parent

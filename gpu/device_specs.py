@@ -146,7 +146,7 @@ def _peaks(name: str) -> tuple[tuple[str, float], ...]:
 def shape_multiple(capability: tuple[int, int], precision: str) -> int | None:
     """The number of elements that matrix sizes should be a multiple of, for tensor cores at full speed.
 
-    16 bytes; 128 bytes on A100 and later server GPUs. See :mod:`portable.model.shape_hints`.
+    16 bytes; 128 bytes on A100 and later server GPUs. See :mod:`portable.model.flops`.
 
     Args:
         capability: of the GPU, such as (9, 0).

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from portable import plugins
-from portable.checkpoint.resume_source import checkpoints_of
+from portable.checkpoint.store import checkpoints_of
 from portable.data.sources.user_records import written_records
 from portable.errors import RunError
 from portable.paths import REPORT_FILE, default_cache_dir, place_of

@@ -11,13 +11,15 @@ a *micro-batch* is what a rank runs through the model at a time.
 
 from __future__ import annotations
 
+import resource
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
 
     from torch import Tensor, nn
 
@@ -236,3 +238,12 @@ class Backend(Protocol):
 
     def metrics(self) -> dict[str, float]:
         """More metrics of this backend, by name, for ``metrics.jsonl``."""
+
+
+def host_memory() -> tuple[int, int]:
+    """Return the current and the peak resident memory of this process in bytes."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    statm = Path("/proc/self/statm")
+    now = int(statm.read_text().split()[1]) * resource.getpagesize() if statm.exists() else peak
+    return now, peak

@@ -44,12 +44,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``portable-train`` and return its exit code, as :data:`converters.commands.EXIT_CODES` has it."""
     try:
         from portable.config import parse_args
-        from portable.ranks.slurm import rank_variables
 
         words = sys.argv[1:] if argv is None else argv
         if words and words[0] in COMMANDS and not words[0].startswith("-"):
             return do(words[0], words[1:])
-        os.environ.update(rank_variables(os.environ))
+        if "SLURM_PROCID" in os.environ:
+            from portable.ranks.slurm import rank_variables
+
+            os.environ.update(rank_variables(os.environ))
         return run(parse_args(_without_local_rank(words)))
     except UserError as error:
         report(error)
@@ -72,7 +74,7 @@ def run(invocation: Invocation) -> int:
     """Launch local ranks, or be a rank of another launcher."""
     with loading():
         from portable import plugins
-        from portable.checkpoint.resume_source import checkpoints_of
+        from portable.checkpoint.store import checkpoints_of
         from portable.ranks import launch
         from portable.registry import backend_package, resolve_backend
         from portable.run.rank import run_rank

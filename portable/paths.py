@@ -1,6 +1,7 @@
-"""Local paths, URLs of object stores (``s3://bucket/run``) and the cache folder.
+"""Local paths, URLs of object stores (``s3://bucket/run``), the cache folder; and writes that last.
 
 Paths and URLs have the same interface for reading (``name``, ``/``, ``is_file``, ``iterdir``, ``read_text``).
+What is written durably is on disk, contents and names, before a function returns.
 """
 
 from __future__ import annotations
@@ -16,7 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 from converters.errors import CheckpointError
 from converters.storage.path_or_url import Place, place
-from converters.storage.safe_open import LinkError, open_regular, read_small, real_path, stays_inside
+from converters.storage.places import in_store, sync
+from converters.storage.safe_open import (
+    LinkError,
+    open_new,
+    open_regular,
+    read_small,
+    real_path,
+    stays_inside,
+)
 from converters.storage.store_errors import RemoteError, RetriesUsedUpError
 from portable.errors import RunError, UserError
 
@@ -182,3 +191,55 @@ def check_link(key: str, path: Path, folder: Path) -> None:
         real_path(path, folder)
     except LinkError as error:
         raise UserError(f"{key}: {error}") from error
+
+
+_PARTIAL_SUFFIX = ".partial"
+
+
+def write_durably(path: Place, text: str) -> None:
+    """Replace the contents of ``path``, on a disk or in a store, by ``text``, atomically."""
+    if in_store(path):
+        path.write_bytes(text.encode())
+        return
+    partial = path.with_name(f".{path.name}{_PARTIAL_SUFFIX}")
+    if os.path.lexists(partial):  # left by a killed process, or a link to another file
+        partial.unlink()
+    with os.fdopen(open_new(partial), "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_tree(folder: Path) -> None:
+    """Flush all files below ``folder`` and their names. Cheap if they are on disk already."""
+    for path, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            sync(Path(path, name))
+        sync_folder(Path(path))
+
+
+def sync_folder(path: Path) -> None:
+    """Flush the names in a folder. A no-op on Windows."""
+    if os.name != "nt":
+        sync(path)
+
+
+def own_path(root: Path, *names: str) -> Path:
+    """The path ``names`` below ``root``, for a library that opens it by itself and follows links.
+
+    Makes the folder around it and removes a link in its place.
+
+    Raises:
+        UserError: if a folder on the way is a link that leads out of ``root``.
+    """
+    path = root.joinpath(*names)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        real_path(path.parent, root)
+    except LinkError:
+        raise UserError(f"output_dir: {path.parent} is a link that leads out of {root}; remove it") from None
+    if path.is_symlink():
+        path.unlink()
+    return path

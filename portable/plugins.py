@@ -506,3 +506,12 @@ def install(sources: Mapping[str, str]) -> None:
             raise UserError(
                 f"a function or class of the notebook cannot be defined in a rank ({_said(error)})"
             ) from error
+
+
+def new_python(code: str, *arguments: str) -> list[str]:
+    """What runs ``code``, with ``arguments`` in ``sys.argv``, and looks for modules where this process does.
+
+    By itself a new Python looks in the current folder first, which may hold modules of any name.
+    """
+    paths = [path or os.getcwd() for path in sys.path]  # noqa: PTH109 (a str, as the others)
+    return [sys.executable, "-c", f"import sys; sys.path[:] = {paths!r}; import portable; {code}", *arguments]

@@ -6,7 +6,6 @@ import os
 import signal
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -153,8 +152,9 @@ def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
 def traces_in_forks(zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process that traces the graphs of a run is a fork, without its seconds of imports."""
     python = str(zygote.folder / "python")
-    fork = SimpleNamespace(command=lambda code, *arguments: [python, "-c", code, *arguments])
-    monkeypatch.setattr("tpu.compile.child.interpreter", fork)
+    monkeypatch.setattr(
+        "tpu.compile.child.new_python", lambda code, *arguments: [python, "-c", code, *arguments]
+    )
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from converters import open_checkpoint
-from portable.evaluation.evaluate import evaluate
+from portable.evaluation.metrics import evaluate
 from portable.run.batches import eval_batches
 from tests.engines import ENGINES, Engines, accumulated
 from tests.gpu.test_parity import LONG, STEPS, plain_losses

@@ -210,7 +210,7 @@ def execute(words: list[str]) -> object:
     # What was read from the environment once, when it was loaded.
     importlib.reload(constants)
     if library := os.environ.get(LIBRARY):
-        source: Any = importlib.import_module("portable.data.sources.standard_library")
+        source: Any = importlib.import_module("portable.data.sources.opening")
         source.sysconfig = SimpleNamespace(get_path=lambda _: library)
     tempfile.tempdir = None
     sys.argv = words

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from converters.errors import CheckpointError
 from converters.storage.bytes import Descriptor, SourceFile
 from converters.storage.object_store import RemotePath
-from converters.storage.range_reader import RemoteFile
 from converters.storage.safe_open import real_path, stays_inside
 
 if TYPE_CHECKING:
@@ -61,6 +60,8 @@ class Folder:
                 f"{self.path}: the file name {name!r} leaves the checkpoint folder or is not valid Unicode"
             )
         if isinstance(self.path, RemotePath):
+            from converters.storage.range_reader import RemoteFile
+
             remote = self.path / name
             return RemoteFile(name, remote, _size(remote), verify=self._verify)
         path = self.path / name

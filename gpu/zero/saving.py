@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from gpu.zero import private_api
-from portable.checkpoint.background import in_background
+from portable.checkpoint.store import in_background
 from portable.engines.staging import WriteHandle, staged
 from portable.model.parameters import adapted, stored_tensors
 from portable.ranks.collectives import background_group

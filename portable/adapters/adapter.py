@@ -27,7 +27,6 @@ from converters.adapters.patterns import Matcher, PatternError
 from converters.errors import printable
 from portable.adapters.initial import NAME, Rows, initial_values
 from portable.adapters.settings import CONFIG_FILE, as_json, folder_of, peft_config, weights_in
-from portable.durable import write_durably
 from portable.errors import UserError, one_line, require
 from portable.model import build as models
 from portable.model.freezing import COMPUTE, freeze, frozen_names
@@ -36,6 +35,7 @@ from portable.model.parameters import state_tensors, tied_names
 from portable.model.pretrained import files_of
 from portable.model.quantized import KINDS, QuantizedLinear, quantize, quantized_tensor
 from portable.model.tensors import to_torch
+from portable.paths import write_durably
 from portable.private import of_transformers
 from portable.private.of_bitsandbytes import bitsandbytes
 

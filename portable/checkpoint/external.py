@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters import CheckpointError, open_checkpoint, read_pickled
 from converters import Tensor as StoredTensor
-from portable.checkpoint.resume_source import checkpoint_of
+from portable.checkpoint.store import checkpoint_of
 from portable.checkpoint.trainer_state import STATE_FILE, TrainerState
 from portable.errors import DamagedError
 from portable.paths import exists, read_json, storage_errors

@@ -13,10 +13,12 @@ from __future__ import annotations
 import os
 import shutil
 import time
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any, Generic
 
 from converters import manifest_entries, manifest_text
@@ -35,19 +37,19 @@ from converters.storage.places import (
 )
 from converters.storage.store_errors import RetriesUsedUpError
 from converters.writers.replace_folder import exchange
-from portable.checkpoint.background import in_background
 from portable.checkpoint.trainer_state import STATE_FILE, TrainerState, step_of
-from portable.durable import sync_folder, sync_tree
-from portable.errors import RunError, one_line
+from portable.errors import RunError, UserError, one_line
+from portable.paths import exists, place_of, storage_errors, sync_folder, sync_tree
 from portable.terminal import tell
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from concurrent.futures import Future
 
     from converters.manifest import Entries
     from portable.backend import Backend, SaveHandle
+    from portable.config import RunConfig
     from portable.output.mirror import Mirror
+    from portable.paths import Place
 
 NO_CHECKPOINT = f"has no {STATE_FILE}, so it is not a checkpoint"
 _AGAIN = 5.0  # seconds between two attempts at the last save of a run
@@ -397,3 +399,66 @@ def _cause(error: BaseException) -> BaseException:
         return error
     cause: BaseException = failures[min(failures)][0]
     return cause
+
+
+def in_background(function: Callable[[], None], *, name: str) -> Future[None]:
+    """Call ``function`` in a daemon thread called ``name``; return a future for its end or exception."""
+    future: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            function()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+
+    Thread(target=run, name=name, daemon=True).start()
+    return future
+
+
+def resume_source(config: RunConfig, checkpoints: Checkpoints[Any]) -> Place | None:
+    """Return the checkpoint to resume from, or None to start at step 0.
+
+    Raises:
+        UserError: if ``checkpoint.resume`` is ``never`` and there are checkpoints, or if its path cannot be
+            resumed.
+    """
+    with storage_errors("output_dir"):
+        latest: Place | None = checkpoints.latest()
+    resume = config.checkpoint.resume
+    if resume == "auto":
+        return latest
+    if resume == "never":
+        if latest is not None:
+            raise UserError(
+                f"checkpoint.resume: never, but {checkpoints.path} has checkpoints; "
+                "set it to auto to resume, or choose another output_dir"
+            )
+        return None
+    path = place_of("checkpoint.resume", resume)
+    with storage_errors("checkpoint.resume"):
+        if latest is None and not exists(path):
+            name = resume if len(resume) <= 200 else f"{resume[:197]}..."
+            raise UserError(
+                f"checkpoint.resume: {name} does not exist; give auto, never or a checkpoint's path"
+            )
+    if latest is None or path.resolve() == latest.resolve():
+        return path
+    if path.resolve().is_relative_to(checkpoints.path.resolve()):
+        raise UserError(
+            f"checkpoint.resume: {latest} is newer than {path} in the same run; "
+            "choose another output_dir to resume from the older one"
+        )
+    return latest  # the run started from `path`, which may be gone, and has newer checkpoints since
+
+
+def checkpoints_of(run: Place) -> Checkpoints[Any]:
+    """The checkpoints of a run, read-only."""
+    return Checkpoints(run / "checkpoints")
+
+
+def checkpoint_of(path: Place) -> Place:
+    """Return the newest checkpoint if ``path`` is a run's folder, else ``path`` itself."""
+    newest: Place | None = checkpoints_of(path).latest()
+    return path if newest is None else newest

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any, get_origin, get_type_hints
 
 from converters import CheckpointError, check_manifest
 from converters.manifest import MANIFEST
-from portable.durable import write_durably
 from portable.errors import DamagedError, UserError, one_line
 from portable.evaluation.best_tracker import EvalHistory
-from portable.paths import read_json
+from portable.paths import read_json, write_durably
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,16 +11,15 @@ from portable.adapters.assemble import looked_at
 from portable.batch_plan import total_steps
 from portable.checkpoint.external import open_for_model
 from portable.checkpoint.resume_external import adopt_checkpoint
-from portable.checkpoint.resume_source import checkpoints_of, resume_source
+from portable.checkpoint.store import checkpoints_of, resume_source
 from portable.config import dump_yaml
 from portable.config.sources import evaluation_names
 from portable.errors import UserError
 from portable.evaluation.builtin import Setting, build_metrics
 from portable.formatting import human_bytes, human_count, table
-from portable.model.flops import parameter_count, parameters_in_words, trained_count
+from portable.model.flops import parameter_count, parameters_in_words, shape_hints, trained_count
 from portable.model.freezing import tie_notes
 from portable.model.pretrained import pretrained_weights
-from portable.model.shape_hints import shape_hints
 from portable.optim.schedule import build_schedule, too_long_a_warmup
 from portable.planner.hours import work_of
 from portable.planner.memory_model import Setting as Strategy

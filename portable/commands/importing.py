@@ -11,14 +11,13 @@ from converters.commands import Parser
 from converters.console import complain, say
 from portable.checks import check
 from portable.config import keys, load_config
-from portable.config.dump import as_yaml
 from portable.config.importing.deepspeed import parse_json
 from portable.config.importing.importer import PROGRAMS, command_line, read
 from portable.config.importing.rows import Imported
 from portable.config.load import parse_file, read_text
 from portable.config.problems import mistake_in
 from portable.config.run_config import RunConfig
-from portable.config.yaml_text import Document, parse
+from portable.config.yaml_text import Document, as_yaml, parse
 from portable.errors import MistakesError, UserError, one_line
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from converters.storage.places import files_below, in_store
 from portable import plugins
 from portable.batch_plan import plan_batches
 from portable.checkpoint.external import open_external
-from portable.checkpoint.resume_source import checkpoint_of
+from portable.checkpoint.store import checkpoint_of
 from portable.checkpoint.trainer_state import STATE_FILE, TrainerState
 from portable.checks import check
 from portable.config import load_config

@@ -8,7 +8,6 @@ from portable import at_first_use
 
 if TYPE_CHECKING:
     from portable.config.arguments import Invocation, parse_args
-    from portable.config.dump import dump_yaml
     from portable.config.load import load_config
     from portable.config.run_config import RunConfig
     from portable.config.same_run import difference
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
         TrainConfig,
         XlaConfig,
     )
+    from portable.config.yaml_text import dump_yaml
 
 __all__ = [
     "AdapterConfig",
@@ -52,7 +52,7 @@ __getattr__ = at_first_use(
     __name__,
     {
         "portable.config.arguments": ("Invocation", "parse_args"),
-        "portable.config.dump": ("dump_yaml",),
+        "portable.config.yaml_text": ("dump_yaml",),
         "portable.config.load": ("load_config",),
         "portable.config.same_run": ("difference",),
         "portable.config.sections": [name for name in __all__ if name.endswith("Config")],

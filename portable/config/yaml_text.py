@@ -1,19 +1,24 @@
-"""Parse YAML 1.2 to plain values with line numbers, and single values from flags.
+"""Parse YAML 1.2 to plain values with line numbers, and single values from flags; write configs.
 
 PyYAML implements YAML 1.1, where ``3e-4`` is text, ``no`` is false and ``2020-01-01`` is a date. Scalars here
 follow the YAML 1.2 core schema (https://yaml.org/spec/1.2.2/#103-core-schema). Duplicate keys, tags and
-recursive or exploding aliases are refused.
+recursive or exploding aliases are refused. What is written reads back as the same.
 """
 
 from __future__ import annotations
 
 import re
+import textwrap
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from portable.config import keys
 from portable.errors import UserError, one_line
+
+if TYPE_CHECKING:
+    from portable.config.run_config import RunConfig
 
 CORE_SCHEMA: tuple[tuple[str, str, str], ...] = (
     ("null", r"~|null|Null|NULL|", "~nN\0"),
@@ -164,3 +169,58 @@ class _Reader:
 
     def _refuse(self, node: yaml.Node, message: str) -> UserError:
         return UserError(one_line(f"{self.name}:{node.start_mark.line + 1}: {message}"))
+
+
+_WIDTH = 80
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that YAML 1.1 or 1.2 would read as another type."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _list(dumper: yaml.SafeDumper, items: list[Any]) -> yaml.Node:
+    flat = not any(isinstance(item, dict | list) for item in items)
+    return dumper.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=flat)
+
+
+_Dumper.add_representer(list, _list)
+for _rule in core_resolvers():
+    _Dumper.add_implicit_resolver(*_rule)
+
+
+def dump_yaml(config: RunConfig, comments: bool = True) -> str:
+    """Write every setting of ``config`` in schema order, with a comment per section.
+
+    Sections whose defaults are all null contain only the settings that are not null.
+    """
+    tree, about = _tree(config), keys.sections(type(config))
+    parts = []
+    for name, value in tree.items():
+        if comments and name in about:
+            comment = textwrap.wrap(about[name], _WIDTH - 2, break_on_hyphens=False)
+            parts.append("".join(["\n", *(f"# {line}\n" for line in comment)]))
+        parts.append(as_yaml({name: value}))
+    return "".join(parts).lstrip("\n")
+
+
+def _tree(config: RunConfig) -> dict[str, Any]:
+    """The values nested as in the file: the top level, then every section."""
+    table, sections = keys.settings(type(config)), keys.sections(type(config))
+    tree: dict[str, Any] = {key: config.get(key) for key, setting in table.items() if not setting.section}
+    for section in sections:
+        inside = [setting for setting in table.values() if setting.section == section]
+        optional = all(setting.default is None for setting in inside)
+        values = {setting.name: config.get(setting.key) for setting in inside}
+        tree[section] = {name: v for name, v in values.items() if not (optional and v is None)}
+    plain: dict[str, Any] = keys.plain(tree)
+    return plain
+
+
+def as_yaml(value: dict[str, Any]) -> str:
+    """``value``, of plain values, as YAML that this program reads back as the same."""
+    return yaml.dump(
+        value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False, width=_WIDTH
+    )

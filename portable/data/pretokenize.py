@@ -19,9 +19,8 @@ from portable.data.sources.documents import NoTextError
 from portable.data.sources.prepared import BEGUN, INDEX, LAST, TOKENIZER, Index, shard_folder
 from portable.data.tokens.cache import TokenCache
 from portable.data.tokens.parallel import ordered_map
-from portable.durable import write_durably
 from portable.errors import UserError, one_line
-from portable.paths import storage_errors
+from portable.paths import storage_errors, write_durably
 from portable.temporary_folder import scratch_folder
 
 if TYPE_CHECKING:

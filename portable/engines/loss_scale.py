@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from portable.durable import write_durably
 from portable.errors import RunError, UserError, one_line
+from portable.paths import write_durably
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

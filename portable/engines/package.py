@@ -208,7 +208,7 @@ class CpuPackage(TorchPackage):
         pass
 
     def memory(self, device: torch.device) -> tuple[int, int]:
-        from portable.ranks.process_memory import host_memory
+        from portable.backend import host_memory
 
         return host_memory()
 

@@ -1,4 +1,4 @@
-"""Metrics of an evaluation, from sums over the whole evaluation set.
+"""An evaluation and its metrics, from sums over the whole evaluation set.
 
 A metric adds up numbers over micro-batches, and turns the totals into its values at the end. The sums stay
 on the device, so an evaluation reads from it once. They do not depend on ranks, micro-batch or padding.
@@ -17,12 +17,14 @@ import torch
 from portable import plugins
 from portable.errors import UserError
 from portable.model.loss import OF_LOSS
-from portable.model.training_loss import WEIGHT
+from portable.model.training_loss import WEIGHT, count_valid
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch import Tensor
 
-    from portable.backend import Batch
+    from portable.backend import Backend, Batch, Engine
     from portable.evaluation.generation import TextMetrics
     from portable.model.training_loss import Outputs
 
@@ -200,3 +202,37 @@ def finite_exp(exponent: float) -> float:
 def divided(numerator: Tensor, denominator: Tensor) -> Tensor:
     """The quotient; 0 where the denominator is 0."""
     return torch.where(denominator > 0, numerator / denominator.clamp(min=1e-300), 0.0)
+
+
+def evaluate(
+    backend: Backend, engine: Engine, batches: Iterable[Batch], measures: MetricSet = NOTHING
+) -> dict[str, Any]:
+    """The values of all metrics over the batches of all ranks, ``loss`` (mean over valid labels) among them.
+
+    All ranks call it, with equally many batches, and get the same values.
+    """
+    totals: dict[str, Tensor] = {}
+    texts: dict[str, float] = {}
+    valid, weight = 0, 0.0
+    for batch in batches:
+        valid += count_valid(batch["labels"])
+        weight += engine.objective.weight(batch)
+        placed = backend.place(batch)
+        totals = engine.evaluate(placed, measures, totals)
+        if measures.texts is not None:
+            for name, value in measures.texts.sums(backend, engine, batch, placed).items():
+                texts[name] = texts.get(name, 0.0) + value
+    totals |= {
+        name: torch.tensor(value, dtype=torch.float64, device=backend.device) for name, value in texts.items()
+    }
+    on_device = {LABELS: backend.total(valid), WEIGHTS: backend.total(weight)} | {
+        name: backend.sum(total) for name, total in totals.items()
+    }
+    flat = torch.tensor(backend.read(list(on_device.values())), dtype=torch.float64)
+    parts = flat.split([total.numel() for total in on_device.values()])
+    return measures.values(
+        {
+            name: part.reshape(total.shape)
+            for (name, total), part in zip(on_device.items(), parts, strict=True)
+        }
+    )

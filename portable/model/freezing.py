@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from portable.errors import UserError
-from portable.model.parameters import tied_names
-from portable.patterns import matching
+from portable.model.parameters import matching, tied_names
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from portable.errors import require
+from portable.model.parameters import matching
 from portable.optim.optimizers import Group
-from portable.patterns import matching
 from portable.private import of_transformers
 
 if TYPE_CHECKING:

@@ -1,21 +1,24 @@
-"""The output of a run: ``output_dir``, and the local folder in which this process writes its files."""
+"""The output of a run: ``output_dir``, its lock, and the local folder that this process writes into."""
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
+import socket
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import CheckpointError
 from converters.storage.places import in_store
+from converters.storage.safe_open import open_own
 from converters.writers.replace_folder import recover
 from portable.checkpoint.store import Checkpoints
 from portable.errors import RunError, UserError, one_line
-from portable.output.lock import locked
 from portable.paths import CONFIG_FILE, FINAL, place_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -93,14 +96,14 @@ class Output:
                     shutil.rmtree(self.work, ignore_errors=True)  # the run was refused: leave no empty folder
                 raise
 
-    def open(self, shard_bytes: int) -> None:
+    def open(self, shard_bytes: Callable[[], int]) -> None:
         """Prepare ``work`` with the logs of earlier launches. Called on all ranks while rank 0 has the lock.
 
         Args:
-            shard_bytes: estimated size of this rank's shards of a checkpoint.
+            shard_bytes: estimates the size of this rank's shards of a checkpoint.
         """
         if self._mirror is not None:
-            self._mirror.open(shard_bytes)
+            self._mirror.open(shard_bytes())
 
     def checkpoints(self, *, keep: int | None) -> Checkpoints[Any]:
         """The run's checkpoints, writable by this rank."""
@@ -135,3 +138,49 @@ class Output:
         """Publish the last files and clean up. Never raises."""
         if self._mirror is not None:
             self._mirror.close()
+
+
+LOCK_FILE = ".lock"
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Lock ``folder`` within this context. The system releases the lock when the process ends.
+
+    Raises:
+        UserError: if another process has the lock, or ``folder`` is not writable.
+    """
+    import fcntl
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = open_own(folder / LOCK_FILE, os.O_RDWR, 0o644)
+    except (OSError, ValueError) as error:
+        raise _unwritable(folder, error) from error
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = os.pread(descriptor, 4096, 0).decode("utf-8", "replace").strip()
+            raise UserError(
+                f"output_dir: {folder} is in use by another run ({holder or 'unknown'}); "
+                "wait for it, stop it or choose another folder"
+            ) from error
+        except OSError as error:
+            raise _unwritable(folder, error) from error
+        try:
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+        except OSError as error:
+            raise _unwritable(folder, error) from error
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _unwritable(folder: Path, error: Exception) -> UserError:
+    reason = one_line(getattr(error, "strerror", None) or error)
+    at = getattr(error, "filename", None)
+    where = f"{folder} ({at})" if at is not None and str(at) != str(folder) else str(folder)
+    where = where if len(where) <= 200 else f"{where[:197]}..."
+    return UserError(f"output_dir: {where!r} is not writable: {reason}; choose another folder")

@@ -1,18 +1,28 @@
-"""Small collectives on host data, over the gloo process group."""
+"""Small collectives on host data, over the gloo process group; whether ranks have the same settings."""
 
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
+import platform
 from contextlib import suppress
-from typing import TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+import transformers
 
+from portable.config import RunConfig, keys
+from portable.config.origins import shown
 from portable.errors import RUN_ERROR, USER_ERROR, ReportedElsewhereError, UserError, one_line
 from portable.private import of_torch
 from portable.terminal import native_stdout_closed
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from portable.backend import Backend
 
 T = TypeVar("T")
 _ERROR_KEY = "portable/error-of-a-rank"
@@ -95,3 +105,50 @@ def background_group() -> dist.ProcessGroup | None:
     with native_stdout_closed():
         group = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=1))
     return cast("dist.ProcessGroup", group)  # of all ranks, so this one is in it
+
+
+# Paths may differ between hosts. The data itself is compared.
+_LOCAL = (
+    "output_dir",
+    "data.source",
+    "data.cache_dir",
+    "data.num_workers",
+    "checkpoint.staging_dir",
+    "memory.nvme_path",
+    "log.trackers",
+)
+
+
+def agree(backend: Backend, facts: Mapping[str, Any]) -> None:
+    """Compare ``facts``, JSON values by name, over all ranks. A collective call.
+
+    Ranks exchange digests first, and the facts only if the digests differ.
+
+    Raises:
+        UserError: on every rank, with the first fact in which a rank differs from rank 0.
+    """
+    text = json.dumps(facts)
+    if len(set(backend.gather(hashlib.blake2b(text.encode()).hexdigest()))) == 1:
+        return
+    first, *others = [json.loads(other) for other in backend.gather(text)]
+    for rank, other in enumerate(others, start=1):
+        for name in first | other:
+            ours, theirs = first.get(name), other.get(name)
+            if ours != theirs:
+                raise UserError(
+                    f"{name}: {shown(ours)} on rank 0, but {shown(theirs)} on rank {rank}; "
+                    "start all ranks with the same settings, files and versions"
+                )
+
+
+def settings_and_versions(config: RunConfig) -> dict[str, Any]:
+    """The settings that must be equal on all ranks, and the versions of the libraries."""
+    facts = {
+        key: keys.plain(config.get(key)) for key in keys.settings(RunConfig) if not key.startswith(_LOCAL)
+    }
+    versions = {
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+    return facts | {f"the version of {name}": version for name, version in versions.items()}

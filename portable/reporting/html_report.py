@@ -25,14 +25,12 @@ from converters.storage.places import in_store
 from converters.storage.safe_open import LinkError, read_small
 from portable.config.flags import path_given
 from portable.config.yaml_text import parse
-from portable.durable import write_durably
 from portable.errors import RunError, UserError, one_line
 from portable.formatting import human_bytes, human_count, human_time
 from portable.output.existing_run import PREVIEW_FILE
-from portable.paths import CONFIG_FILE, REPORT_FILE, place_of, storage_errors
-from portable.reporting.events import EVENTS_FILE
+from portable.paths import CONFIG_FILE, REPORT_FILE, place_of, storage_errors, write_durably
 from portable.reporting.json_lines import MOST, count, number, read_rows
-from portable.reporting.metrics import METRICS_FILE, is_evaluation
+from portable.reporting.metrics import EVENTS_FILE, METRICS_FILE, is_evaluation
 from portable.reporting.run_log import LOG_FILE
 
 if TYPE_CHECKING:

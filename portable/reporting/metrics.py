@@ -1,12 +1,12 @@
-"""``metrics.jsonl``, throughput, and numbers formatted for people."""
+"""``metrics.jsonl`` and ``events.jsonl``, throughput, and numbers formatted for people."""
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from portable.durable import write_durably
 from portable.formatting import human_count
+from portable.paths import write_durably
 from portable.reporting.json_lines import JsonLines, read_lines, read_rows
 from portable.terminal import tell
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from portable.paths import Place
+
 
 METRICS_FILE = "metrics.jsonl"
 T = TypeVar("T")
@@ -133,3 +134,37 @@ class Throughput:
 
 def _rate(start: tuple[float, int], end: tuple[float, int]) -> float:
     return (end[1] - start[1]) / max(end[0] - start[0], 1e-9)
+
+
+EVENTS_FILE = "events.jsonl"
+
+Kind = Literal["start", "resume", "save", "skip", "stop", "end"]
+
+
+class History(JsonLines):
+    """Appends to ``events.jsonl`` in a run's folder.
+
+    Unlike rows of ``metrics.jsonl``, the events of a killed launch stay: they record that it happened.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder / EVENTS_FILE)
+
+    def record(self, kind: Kind, step: int, **facts: Any) -> None:
+        """Append an event.
+
+        Args:
+            kind: of the event.
+            step: optimizer steps done so far.
+            facts: further fields of the JSON object.
+        """
+        self.write({"event": kind, "step": step, "time": round(time.time(), 3), **facts})
+
+
+def read_events(folder: Place) -> list[dict[str, Any]]:
+    """The events of a run, oldest first; empty if there is no file."""
+    try:
+        rows, _ = read_rows(folder / EVENTS_FILE)
+    except OSError:
+        return []
+    return [row for row in rows if "time" in row]

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from torch.profiler import profile, schedule
 
-from portable.durable import own_path
 from portable.loop import Callback
+from portable.paths import own_path
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,8 +14,8 @@ from portable.errors import UserError
 from portable.formatting import human_bytes, human_time, table
 from portable.loop import Callback
 from portable.plugins import user_code_errors
-from portable.reporting.events import History
 from portable.reporting.metrics import (
+    History,
     MetricsFile,
     Throughput,
     evaluation_in_words,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from portable.loop import Progress
     from portable.output.output_dir import Output
     from portable.paths import Place
-    from portable.reporting.events import Kind
+    from portable.reporting.metrics import Kind
     from portable.run.callbacks import Run
 
 _LONG_WAIT = 0.05

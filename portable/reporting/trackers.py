@@ -8,10 +8,10 @@ import re
 from typing import TYPE_CHECKING, Any, Protocol
 
 from portable import plugins
-from portable.durable import own_path
 from portable.errors import UserError
+from portable.paths import own_path
 from portable.private.of_accelerate import tracker_classes
-from portable.reporting.events import read_events
+from portable.reporting.metrics import read_events
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

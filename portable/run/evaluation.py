@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from portable.errors import UserError
 from portable.evaluation.best_tracker import BestTracker, Decision
-from portable.evaluation.evaluate import evaluate
+from portable.evaluation.metrics import evaluate
 from portable.loop import Callback
 from portable.reporting.metrics import EVALUATION
 from portable.run.batches import eval_batches

@@ -13,15 +13,13 @@ from portable.data.samples.base import IGNORED, sequence
 from portable.errors import one_line
 from portable.formatting import human_count, table
 from portable.model.build import positions
-from portable.model.flops import parameters_in_words
-from portable.model.shape_hints import shape_hints
+from portable.model.flops import parameters_in_words, shape_hints
 from portable.output.export import export
 from portable.paths import FINAL, REPORT_FILE
-from portable.reporting.card import CARD, model_card
+from portable.reporting.card import CARD, model_card, usage
 from portable.reporting.html_report import write_report
 from portable.reporting.metrics import METRICS_FILE, read_metrics
 from portable.reporting.run_log import LOG_FILE
-from portable.reporting.usage import usage
 from portable.temporary_folder import scratch_folder
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from portable.batch_plan import batch_plan
-from portable.checkpoint.resume_source import checkpoints_of
+from portable.checkpoint.store import checkpoints_of
 from portable.checkpoint.trainer_state import TrainerState
 from portable.data.samples.shared import part_of
 from portable.errors import UserError

@@ -23,7 +23,6 @@ from converters.fingerprints import fingerprint
 from portable import plugins
 from portable.adapters.settings import folder_of, weights_in
 from portable.config.sources import training_sources
-from portable.data.locked_folder import made_once
 from portable.data.samples.loader import EvalLoader
 from portable.data.tokens.cache import CacheDamagedError, CheckedArray, ChecksummedFile
 from portable.errors import UserError, one_line
@@ -31,7 +30,7 @@ from portable.model.loss import PrecomputePass
 from portable.model.pretrained import snapshot
 from portable.model.training_loss import training_loss
 from portable.paths import default_cache_dir
-from portable.temporary_folder import scratch_folder
+from portable.temporary_folder import made_once, scratch_folder
 from portable.terminal import at_a_terminal
 
 if TYPE_CHECKING:

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from converters.console import say
-from portable.checkpoint.resume_source import checkpoints_of, resume_source
-from portable.durable import own_path, write_durably
+from portable.checkpoint.store import checkpoints_of, resume_source
 from portable.errors import ReportedElsewhereError, RunError, UserError
 from portable.formatting import table
 from portable.output.output_dir import open_output
+from portable.paths import own_path, write_durably
 from portable.ranks import launch
-from portable.ranks.collectives import all_or_none, peer_error, publish_error
-from portable.ranks.consistency import agree, settings_and_versions
+from portable.ranks.collectives import agree, all_or_none, peer_error, publish_error, settings_and_versions
 from portable.registry import create_backend
 from portable.reporting.metrics import EVALUATION
 from portable.reporting.run_log import RunLog

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from converters.console import say
-from portable.checkpoint.resume_source import checkpoints_of
+from portable.checkpoint.store import checkpoints_of
 from portable.errors import UserError, one_line
 from portable.formatting import table
 from portable.loop import steps
 from portable.paths import place_of
-from portable.ranks.consistency import agree
+from portable.ranks.collectives import agree
 from portable.run.batches import train_loader
 from portable.run.restore import restore
 from portable.terminal import tell

@@ -13,7 +13,7 @@ from portable.loop import Progress
 from portable.model.freezing import keep_as_stored
 from portable.model.initialize import InitialWeights
 from portable.paths import place_of, storage_errors
-from portable.ranks.consistency import agree
+from portable.ranks.collectives import agree
 from portable.run.save import ADAPTER, REFERENCE
 from portable.run.stages import Restored
 from portable.run.user_code import changed, digests

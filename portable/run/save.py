@@ -11,7 +11,7 @@ import torch
 
 from portable.checkpoint.trainer_state import TrainerState
 from portable.loop import Callback
-from portable.ranks.consistency import agree
+from portable.ranks.collectives import agree
 from portable.run.user_code import digests
 
 if TYPE_CHECKING:

@@ -9,21 +9,18 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from converters.storage.places import in_store
-from portable.checkpoint.resume_source import resume_source
+from portable.checkpoint.store import resume_source
 from portable.config import dump_yaml
 from portable.data.preview import SHOWN, preview
 from portable.data.samples.loader import worker_died
-from portable.durable import write_durably
 from portable.errors import UserError
 from portable.loop import train
 from portable.output.existing_run import PREVIEW_FILE, check_unchanged
 from portable.output.export import recover_export
 from portable.output.hub import Hub, pushes
-from portable.paths import CONFIG_FILE, FINAL, storage_errors
-from portable.planner.meta_model import inspect
+from portable.paths import CONFIG_FILE, FINAL, storage_errors, write_durably
 from portable.ranks import launch
-from portable.ranks.collectives import all_or_none
-from portable.ranks.consistency import agree
+from portable.ranks.collectives import agree, all_or_none
 from portable.ranks.watchdog import Watchdog
 from portable.reporting.reporter import Reporter
 from portable.run.batches import train_loader
@@ -136,7 +133,7 @@ def _hold(prepared: Prepared, output: Output, held: ExitStack) -> Hub | None:
 def _begin(prepared: Prepared, output: Output, log: RunLog) -> tuple[Run, Restored]:
     """Open the folder, and restore the run that is to go on there."""
     config, backend = prepared.config, prepared.backend
-    output.open(inspect(prepared.model, config.train).checkpoint_bytes(config.train) // backend.world_size)
+    output.open(lambda: _shard_bytes(prepared))
     checkpoints = output.checkpoints(keep=config.checkpoint.keep)
     source = resume_source(config, checkpoints)
     agree(backend, {"the checkpoint to go on from": source.name if source is not None else "none"})
@@ -156,6 +153,14 @@ def _begin(prepared: Prepared, output: Output, log: RunLog) -> tuple[Run, Restor
         _write_preview(prepared, output)
         output.publish()
     return Run(prepared, restored, checkpoints, output.work), restored
+
+
+def _shard_bytes(prepared: Prepared) -> int:
+    """About the size of a rank's shards of a checkpoint."""
+    from portable.planner.meta_model import inspect
+
+    train = prepared.config.train
+    return inspect(prepared.model, train).checkpoint_bytes(train) // prepared.backend.world_size
 
 
 def _write_preview(prepared: Prepared, output: Output) -> None:

@@ -7,7 +7,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from converters.storage.places import in_store
-from portable.checkpoint.background import in_background
+from portable.checkpoint.store import in_background
 from portable.checkpoint.trainer_state import step_of
 from portable.errors import one_line
 from portable.formatting import human_count

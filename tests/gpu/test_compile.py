@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from portable.config import load_config
 from portable.engines.compiling import compile_layers
 from portable.errors import UserError
-from portable.evaluation.evaluate import evaluate
+from portable.evaluation.metrics import evaluate
 from portable.registry import World, backend_package
 from portable.run.batches import eval_batches
 from tests.gpu.test_parity import Losses, assert_close, our_losses

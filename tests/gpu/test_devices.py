@@ -7,7 +7,7 @@ from transformers import AutoConfig
 
 from gpu import device_specs as devices
 from portable.errors import UserError
-from portable.model.shape_hints import shape_hints
+from portable.model.flops import shape_hints
 
 
 @pytest.mark.parametrize(

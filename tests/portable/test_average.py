@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from converters import open_checkpoint
 from portable.errors import UserError
-from portable.evaluation.evaluate import evaluate
+from portable.evaluation.metrics import evaluate
 from portable.run.batches import eval_batches
 from tests.engines import ENGINES
 from tests.gpu.test_parity import plain_losses

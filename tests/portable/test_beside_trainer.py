@@ -15,7 +15,7 @@ import transformers
 import yaml
 from torch.utils.data import Dataset
 
-from portable.checkpoint.resume_source import checkpoints_of
+from portable.checkpoint.store import checkpoints_of
 from portable.checkpoint.trainer_state import TrainerState
 from portable.data.samples.loader import EVAL_EPOCH
 from portable.data.samples.order import locate

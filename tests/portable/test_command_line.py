@@ -21,7 +21,7 @@ from portable.config import load_config
 from portable.errors import RunError, UserError
 from portable.formatting import human_bytes
 from portable.model import build as models
-from portable.output.lock import locked
+from portable.output.output_dir import locked
 from portable.reporting.html_report import main as portable_report
 from tests.runs import TINY_MODEL, flags, tiny
 

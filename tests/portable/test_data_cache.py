@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from portable.data.locked_folder import made_once
 from portable.data.sources.documents import Document
 from portable.data.sources.source import Source
 from portable.data.tokens import cache as caching
@@ -25,6 +24,7 @@ from portable.data.tokens.tokenize import TokenizeJob, special_token_frame
 from portable.data.tokens.tokenizer import Vocabulary, train_tokenizer
 from portable.errors import RunError, UserError
 from portable.paths import default_cache_dir
+from portable.temporary_folder import made_once
 from tests.portable.data_support import corpus, settings_of, source, texts, token_cache, write_jsonl
 
 if TYPE_CHECKING:
@@ -240,7 +240,7 @@ import portable
 package = sys.modules["portable.data"] = types.ModuleType("portable.data")
 package.__path__ = [portable.__path__[0] + "/data"]
 import time
-from portable.data.locked_folder import made_once
+from portable.temporary_folder import made_once
 from portable.data.tokens.cache import TokenCache, TokenWriter
 folder, log, delay = Path(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
 def write(draft):

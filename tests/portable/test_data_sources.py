@@ -12,8 +12,7 @@ import pytest
 from portable.data.sources import files, rows
 from portable.data.sources.documents import Document
 from portable.data.sources.hub_dataset import HubDataset
-from portable.data.sources.opening import open_source
-from portable.data.sources.standard_library import StandardLibrary
+from portable.data.sources.opening import StandardLibrary, open_source
 from portable.errors import UserError
 from tests.portable.data_support import settings_of, source, write_jsonl
 

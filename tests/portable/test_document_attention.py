@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from portable.errors import UserError
-from portable.evaluation.evaluate import evaluate
+from portable.evaluation.metrics import evaluate
 from portable.model.activation_checkpointing import checkpoint_activations
 from portable.model.build import build_model, model_config
 from portable.model.document_attention import KEEP_DOCUMENTS_APART, READ_THEIR_MASK, check_documents

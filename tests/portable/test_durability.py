@@ -21,8 +21,8 @@ from converters.writers.replace_folder import exchange
 from portable.checkpoint import store as checkpointing
 from portable.checkpoint.store import Checkpoints
 from portable.checkpoint.trainer_state import STATE_FILE, TrainerState
-from portable.durable import own_path
 from portable.errors import RunError, UserError
+from portable.paths import own_path
 from portable.reporting.metrics import METRICS_FILE
 from portable.run.rank import run_rank
 from tests.runs import configured

@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from portable.durable import write_durably
 from portable.errors import UserError
-from portable.output.lock import locked
-from portable.reporting.events import History, read_events
+from portable.output.output_dir import locked
+from portable.paths import write_durably
 from portable.reporting.html_report import POINTS, Run, _machine, main, thinned, write_report
-from portable.reporting.metrics import MetricsFile
+from portable.reporting.metrics import History, MetricsFile, read_events
 from portable.run.rank import run_rank
 from tests.runs import configured
 
@@ -113,7 +112,7 @@ def test_time_between_legs_does_not_count(tmp_path: Path, monkeypatch: pytest.Mo
     )  # fmt: skip
     history = History(folder)
     for kind, step, moment in (("start", 0, 0.0), ("save", 2, 9000.0), ("resume", 2, 86_400.0)):
-        monkeypatch.setattr("portable.reporting.events.time.time", lambda moment=moment: moment)
+        monkeypatch.setattr("portable.reporting.metrics.time.time", lambda moment=moment: moment)
         history.record(kind, step)  # type: ignore[arg-type]
     history.close()
     assert main([str(folder)]) == 0

@@ -20,9 +20,9 @@ import pytest
 import torch
 
 from portable.errors import RunError, UserError
-from portable.output.lock import locked
+from portable.loop import stop_signals
+from portable.output.output_dir import locked
 from portable.ranks.launch import STOP_REQUESTED, _stopped, failing, launch
-from portable.ranks.stop_signals import stop_signals
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
 from tests.runs import configured, flags, tiny

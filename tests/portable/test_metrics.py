@@ -13,8 +13,8 @@ from torch.nn import functional
 from portable.data.samples.classes import MULTI, REGRESSION, SINGLE
 from portable.errors import UserError
 from portable.evaluation.builtin import KNOWN, Setting, build_metrics
-from portable.evaluation.evaluate import evaluate
 from portable.evaluation.generation import rouge_l
+from portable.evaluation.metrics import evaluate
 from portable.model.loss import added
 from portable.model.training_loss import IGNORED, Outputs
 from portable.reporting.metrics import Throughput

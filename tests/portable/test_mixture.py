@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from portable.checkpoint.resume_source import checkpoints_of
+from portable.checkpoint.store import checkpoints_of
 from portable.checkpoint.trainer_state import TrainerState
 from portable.config import DataConfig
 from portable.data.dataset import build_data

@@ -21,8 +21,7 @@ from portable.errors import RunError
 from portable.model import build as models
 from portable.optim.non_finite import MAX_STREAK, NEW_COUNTERS, Health, count_update
 from portable.registry import create_backend
-from portable.reporting.events import read_events
-from portable.reporting.metrics import read_metrics
+from portable.reporting.metrics import read_events, read_metrics
 from portable.run.prepare import prepare
 from portable.run.rank import run_rank
 from portable.run.replay import MicroBatch, once_each

@@ -23,8 +23,7 @@ from portable.checkpoint.store import Checkpoints
 from portable.checkpoint.trainer_state import TrainerState
 from portable.config import load_config
 from portable.errors import DamagedError, RunError, UserError
-from portable.output.lock import locked
-from portable.output.output_dir import open_output
+from portable.output.output_dir import locked, open_output
 from portable.reporting.html_report import write_report
 from portable.reporting.metrics import MetricsFile, read_metrics
 from portable.run import batches
@@ -140,7 +139,7 @@ def leg_of(folder: Path, corpus: Path, settings: dict[str, Any]) -> int:
 
 def killed_while_saving(folder: Path, corpus: Path, moment: str) -> None:
     """A leg that SIGKILL ends within its second save."""
-    import portable.durable as module
+    import portable.paths as module
 
     def die(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -12,8 +12,7 @@ import pytest
 import converters.cli
 from portable.cli import main
 from portable.config import load_config
-from portable.reporting.card import CARD, model_card
-from portable.reporting.usage import ASKED, AUTO, usage
+from portable.reporting.card import ASKED, AUTO, CARD, model_card, usage
 from tests.runs import flags, tiny, write_labelled, write_pretrained
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from portable import SIBLINGS, UserError, interpreter, plugins
+from portable import SIBLINGS, UserError, plugins
 from tests.runs import flags, tiny
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def test_init_finds_its_starters(folder: Path) -> None:
 def test_a_new_process_finds_what_this_one_does(folder: Path) -> None:
     (folder / "portable.py").write_text((folder / "gpu.py").read_text())
     code = f"import sys, {', '.join(SIBLINGS)}; print(sys.argv[1:], gpu.__file__, portable.__file__)"
-    done = run(folder, *interpreter.command(code, "a b"))
+    done = run(folder, *plugins.new_python(code, "a b"))
     assert done.stdout.split("] ")[1].split() == [
         str(ROOT / name / "__init__.py") for name in ("gpu", "portable")
     ]

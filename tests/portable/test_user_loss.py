@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from portable import RunError, UserError
-from portable.evaluation.evaluate import evaluate
+from portable.evaluation.metrics import evaluate
 from portable.model.loss import add_noise
 from portable.model.training_loss import IGNORED, Outputs, TrainingLoss
 from portable.run.batches import eval_batches

@@ -22,7 +22,7 @@ import pytest
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from portable.checks import check
-from portable.config.dump import dump_yaml
+from portable.config.yaml_text import dump_yaml
 from portable.errors import UserError
 from portable.planner.cli import main as plan
 from portable.registry import backend_package, resolve_backend

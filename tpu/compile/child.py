@@ -8,8 +8,8 @@ import subprocess
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from portable import interpreter
 from portable.errors import UserError, one_line
+from portable.plugins import new_python
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -44,7 +44,7 @@ def ask(
     log = answer.with_name(f"{answer.name}.log")
     with log.open("wb") as errors:
         process = subprocess.Popen(
-            interpreter.command(_DIES_WITH_US + code, str(answer), *arguments),
+            new_python(_DIES_WITH_US + code, str(answer), *arguments),
             env=dict(environment),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

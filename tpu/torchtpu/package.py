@@ -8,10 +8,10 @@ import subprocess
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from portable import interpreter
 from portable.config.derived import ZERO
 from portable.engines.package import TorchPackage
 from portable.errors import UserError, one_line, require
+from portable.plugins import new_python
 from portable.registry import World
 from tpu import device_specs
 
@@ -91,9 +91,7 @@ class TorchTpuPackage(TorchPackage):
         if ranks == 1 or _ADDRESSES in os.environ:
             return {}
         # In a process of its own: it loads torch_tpu, which the launcher has no use for.
-        asked = subprocess.run(
-            interpreter.command(_ASK, str(ranks)), capture_output=True, text=True, check=False
-        )
+        asked = subprocess.run(new_python(_ASK, str(ranks)), capture_output=True, text=True, check=False)
         lines = asked.stdout.splitlines()
         if asked.returncode or not lines:
             said = one_line((asked.stderr.strip().splitlines() or ["it ended without a word"])[-1])

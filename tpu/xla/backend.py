@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from portable.backend import Diagnostics
+from portable.backend import Diagnostics, host_memory
 from portable.errors import require
 from portable.formatting import human_count
 from portable.paths import default_cache_dir
 from portable.ranks.collectives import any_rank, gather_text
-from portable.ranks.process_memory import host_memory
 from portable.terminal import tell
 from tpu import device_specs as devices
 from tpu.xla import graphs, runtime

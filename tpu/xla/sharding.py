@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from portable.errors import UserError
-from portable.patterns import compiled
+from portable.model.parameters import compiled
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

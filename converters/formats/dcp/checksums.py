@@ -12,6 +12,7 @@ Other tools ignore the file. A folder without it is read unchecked.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,16 +21,17 @@ from isal import isal_zlib
 from converters.containers.shard_index import read_table
 from converters.containers.torchzip import TorchZip
 from converters.errors import CheckpointError
-from converters.formats.dcp.files import metadata_files
 from converters.manifest import MANIFEST, is_named
 from converters.storage.folder import Folder
 from converters.storage.output_file import write_file
 from converters.storage.path_or_url import place
+from converters.storage.places import names_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from converters.storage.path_or_url import Place
+
 
 CHECKSUMS = "shard_checksums.json"
 _VERSION = 1
@@ -112,3 +114,18 @@ def write_shard_checksums(folder: str | Place, items: Mapping[str, Mapping[str, 
         raise CheckpointError(f"{folder}: holds no DCP metadata to checksum")
     document = {"version": _VERSION, "metadata": metadata, "items": items}
     write_file(folder / CHECKSUMS, (json.dumps(document) + "\n").encode())
+
+
+# One `.metadata`, or one per rank where the ranks saved without communicating.
+_METADATA = re.compile(r"(?:__\d+)?\.metadata")
+
+
+def metadata_files(folder: Place) -> list[str]:
+    """The names of the metadata files in `folder`; empty where it is no complete DCP folder."""
+    names = [name for name in names_in(folder) if _METADATA.fullmatch(name)]
+    return [".metadata"] if ".metadata" in names else names
+
+
+def is_metadata_file(path: Place) -> bool:
+    """Whether `path` is named like DCP metadata."""
+    return _METADATA.fullmatch(path.name) is not None

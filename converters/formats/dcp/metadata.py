@@ -24,8 +24,7 @@ from converters.containers.pickle_reader import (
 )
 from converters.containers.torchzip import MEMORY_FORMATS, TORCH_STANDINS
 from converters.errors import CheckpointError
-from converters.formats.dcp.checksums import read_checksums
-from converters.formats.dcp.files import metadata_files
+from converters.formats.dcp.checksums import metadata_files, read_checksums
 from converters.limits import MAX_PATH, MAX_TENSOR_NAME
 from converters.tensors.dtypes import FROM_TORCH
 from converters.tensors.tensor import is_shape

@@ -19,8 +19,7 @@ from converters.containers.pickle_reader import shown
 from converters.containers.torchzip import StoredTensor, TorchZip
 from converters.errors import CheckpointError, OptimizerStateError, blame
 from converters.formats import Format, Source
-from converters.formats.dcp.checksums import CHECKSUMS
-from converters.formats.dcp.files import is_metadata_file, metadata_files
+from converters.formats.dcp.checksums import CHECKSUMS, is_metadata_file, metadata_files
 from converters.formats.dcp.metadata import (
     Dims,
     Entry,

@@ -19,7 +19,7 @@ from converters.config_and_tokenizer_files import find_companions
 from converters.containers.torchzip import TorchZip
 from converters.errors import CheckpointError, OptimizerStateError, blame
 from converters.formats import Format, Source
-from converters.formats.dcp.files import metadata_files
+from converters.formats.dcp.checksums import metadata_files
 from converters.formats.dcp.reader import read_tensors
 from converters.formats.megatron.names import args_of, as_transformers, plain_key, shape_of
 from converters.formats.megatron.reader import PREFIXES, STANDINS

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from portable.data.locked_folder import made_once
 from portable.data.samples.base import IGNORED, Arrays, OfCache, Part
 from portable.data.samples.truncation import Truncation, slice_of
 from portable.data.sources.documents import digest_of
 from portable.data.tokens.cache import FORMAT, TokenCache, TokenWriter
 from portable.errors import UserError
+from portable.temporary_folder import made_once
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from converters.storage.object_store import is_url
 from converters.storage.places import in_store
-from portable.data.locked_folder import made_once
 from portable.data.sources.compression import format_of, is_compressed
 from portable.data.sources.documents import Document, changed_meanwhile, digest_of, read_rows
 from portable.data.sources.file_parts import PARTS
@@ -24,6 +23,7 @@ from portable.data.sources.rows import reading, records_of, texts_of, unreadable
 from portable.data.sources.source import Shard, Source, SourceSettings
 from portable.errors import MissingDataError, UserError
 from portable.paths import open_file, storage_errors
+from portable.temporary_folder import made_once
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

@@ -13,12 +13,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from converters.storage.places import copy_folder, files_below, in_store
-from portable.data.locked_folder import made_once
 from portable.data.sources.documents import Format, digest_of
 from portable.data.sources.listing import place_with
 from portable.data.sources.source import Shard, SourceSettings, TokenSource
 from portable.errors import UserError, one_line
 from portable.paths import read_json, storage_errors
+from portable.temporary_folder import made_once
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

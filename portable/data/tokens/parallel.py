@@ -20,8 +20,8 @@ from multiprocessing.connection import Connection, Pipe
 from multiprocessing.connection import wait as ready
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from portable import interpreter
 from portable.errors import RunError, UserError, one_line
+from portable.plugins import new_python
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -91,7 +91,7 @@ class Worker:
         ours, theirs = Pipe()
         serving = "from portable.data.tokens.parallel import serve; serve()"
         self._process = subprocess.Popen(
-            interpreter.command(serving, str(theirs.fileno())),
+            new_python(serving, str(theirs.fileno())),
             pass_fds=[theirs.fileno()],
             env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
             stdin=subprocess.DEVNULL,

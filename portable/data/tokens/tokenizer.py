@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from converters import CheckpointError, check_manifest, manifest_entries, manifest_text
 from converters.manifest import MANIFEST
-from portable.data.locked_folder import made_once
 from portable.data.sources.documents import digest_of, listed
 from portable.errors import UserError, one_line
 from portable.paths import check_folder
-from portable.temporary_folder import scratch_folder
+from portable.temporary_folder import made_once, scratch_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
