@@ -192,12 +192,15 @@ class _Cut:
         inverse = self.scheme.rule == "inverse"
         factor = self._inverse(largest) if inverse and scale.dtype == np.float32 else scale.astype(np.float32)
         wide = factor[np.arange(first, first + count) // self.height - low]
-        wide = wide if self.width == 1 else np.repeat(wide, self.width, axis=1)[:, : self.columns]
-        if inverse and scale.dtype == np.float32:
-            values *= wide
+        if self.columns == self.grid[-1] * self.width:
+            blocks, wide = values.reshape(count, -1, self.width), wide[:, :, None]
         else:
-            values = self._rounded(np.divide(values, wide, out=values))
-        return self._codes(values)
+            blocks, wide = values, np.repeat(wide, self.width, axis=1)[:, : self.columns]
+        if inverse and scale.dtype == np.float32:
+            blocks *= wide
+        else:
+            blocks = self._rounded(np.divide(blocks, wide, out=blocks))
+        return self._codes(blocks.reshape(count, self.columns))
 
     def _codes(self, values: Array) -> Array:
         codes = self.scheme.codes
@@ -272,13 +275,17 @@ def packed_rows_of(weight: Tensor, scheme: Scheme) -> dict[str, Tensor]:
     require(len(weight.shape) == 2 and 32 % cut.bits == 0, weight, f"cannot be packed as {scheme.codes}")
     per = 32 // cut.bits
     words = -(-cut.columns // per)
-    places = np.arange(per, dtype=np.uint32) * np.uint32(cut.bits)
 
     def rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
         codes = cut.coded(matrix, first, count, touched)
-        codes = np.pad(codes, ((0, 0), (0, words * per - cut.columns))).reshape(count, words, per)
-        packed: Array = np.bitwise_or.reduce(codes.astype(np.uint32) << places, axis=2).view(np.int32)
-        return packed
+        if unfilled := words * per - cut.columns:
+            codes = np.pad(codes, ((0, 0), (0, unfilled)))
+        # A word's lowest bits come first, as its lowest byte does.
+        packed = codes[:, :: per // 4].copy()
+        for place in range(1, per // 4):
+            packed |= codes[:, place :: per // 4] << np.uint8(place * cut.bits)
+        words_of: Array = packed.view("<i4")
+        return words_of
 
     packed, scale, held = (f"{weight.name}_{what}" for what in ("packed", "scale", "shape"))
     made = tensor_of(packed, "I32", (cut.rows, words), rows, elements=max(1, BLOCK // per))
