@@ -1,4 +1,4 @@
-"""Which files belong together: numbered shards and the JSON index beside them, the files of all ranks."""
+"""The names of safetensors files, and which belong together: numbered shards and the index beside them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     from converters.storage.path_or_url import Place
 
 V = TypeVar("V")
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+ADAPTER = "adapter_model.safetensors"
+OPTIMIZER, GROUPS = "optimizer.safetensors", "optimizer.json"
+INFO, OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
+"""DCP's key in the header of a safetensors file, and in its value the key of where a part begins."""
 
 
 def read_index(folder: Folder, name: str, read: Callable[[SourceFile], dict[str, V]]) -> dict[str, V]:

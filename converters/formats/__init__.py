@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _MODULES = (
     "converters.formats.megatron.core",
-    "converters.formats.megatron.reader",
+    "converters.formats.megatron.core:RANKS",
     "converters.formats.dcp.reader",
     "converters.formats.deepspeed.universal",
     "converters.formats.deepspeed.reader",
@@ -79,7 +79,8 @@ class Format:
 
 def formats() -> Iterator[Format]:
     """Every format, in the order they are tried. The module of each is imported when it is its turn."""
-    return (import_module(name).FORMAT for name in _MODULES)
+    named = (name.partition(":") for name in _MODULES)
+    return (getattr(import_module(module), name or "FORMAT") for module, _, name in named)
 
 
 class Detected(NamedTuple):

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 
 from converters.checkpoint import Checkpoint, OptimizerState
 from converters.config_and_tokenizer_files import find_companions, trainer_metadata
-from converters.containers.shard_index import read_index, read_json
+from converters.containers.shard_index import INDEX, INFO, OFFSETS, read_index, read_json
 from converters.errors import CheckpointError, blame
 from converters.formats import Format, Source
-from converters.formats.safetensors import INDEX, read_file
+from converters.formats.safetensors import read_file
 from converters.names.canonical import assign_roles, paths_without_nesting, plain_name, plain_names
 from converters.storage.bytes import Memory
 from converters.storage.folder import Folder
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from converters.storage.path_or_url import Place
 
 _SHARD = re.compile(r"shard-(\d{5,9})-model-(\d{5,9})-of-(\d{5,9})\.safetensors")
-_FOLDER, INFO, OFFSETS = "sharded", "DCP_SHARDING_INFO", "saved_offsets"
+_FOLDER = "sharded"
 _NOTHING = View(Memory(b""), 0, ())
 
 

@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import Aliases, Checkpoint, OptimizerState, Scalar
 from converters.config_and_tokenizer_files import check_one_model, find_companions, trainer_metadata
-from converters.containers.shard_index import read_index, read_json, read_table
+from converters.containers.shard_index import (
+    ADAPTER,
+    GROUPS,
+    INDEX,
+    OPTIMIZER,
+    SINGLE,
+    read_index,
+    read_json,
+    read_table,
+)
 from converters.errors import CheckpointError, blame
 from converters.formats import Format, Source
 from converters.formats.torch_save.reader import in_order, optimizer_beside
@@ -27,10 +36,6 @@ from converters.tensors.tensor import Tensor, is_shape
 
 if TYPE_CHECKING:
     from converters.storage.bytes import SourceFile
-
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-ADAPTER = "adapter_model.safetensors"
-OPTIMIZER, GROUPS = "optimizer.safetensors", "optimizer.json"
 
 
 def _find(source: Source) -> str | None:

@@ -16,9 +16,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from converters.adapters.names import FINGERPRINT
+from converters.containers.shard_index import ADAPTER, GROUPS, INFO, OFFSETS, OPTIMIZER, SINGLE
 from converters.errors import CheckpointError
-from converters.formats.dcp_safetensors import INFO, OFFSETS
-from converters.formats.safetensors import ADAPTER, GROUPS, OPTIMIZER, SINGLE, read_file
 from converters.limits import MAX_HEADER
 from converters.storage.folder import Folder
 from converters.storage.output_file import BLOCK_BYTES
@@ -99,6 +98,8 @@ def _with_optimizer(
     names_written = [file.name for file in files]
 
     def reopen(folder: Place) -> dict[str, Tensor]:
+        from converters.formats.safetensors import read_file
+
         written = Folder(folder)
         tensors: dict[str, Tensor] = {}
         for name in names_written:

@@ -29,7 +29,6 @@ from portable.errors import (
 )
 from portable.formatting import human_count
 from portable.ranks import watchdog
-from portable.ranks.oom_kills import killed_since, oom_kills
 from portable.ranks.parent_death import die_with_parent, spawned_die_with_us
 from portable.temporary_folder import scratch_folder, temporary_files_in
 from portable.terminal import at_a_terminal, tell
@@ -144,6 +143,8 @@ def launch(
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
         store, meeting_place = _meeting_place()
+        from portable.ranks.oom_kills import killed_since, oom_kills
+
         kills_before = oom_kills()
         with spawned_die_with_us(), temporary_files_in(folder), _forwarded_signals(folder) as requests:
             context: Any = multiprocessing.get_context(START_METHOD)

@@ -1,0 +1,20 @@
+"""Megatron's two formats: `core` finds them, `names` has transformers' names."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from converters.storage.places import names_in
+
+if TYPE_CHECKING:
+    from converters.storage.path_or_url import Place
+
+RANK = re.compile(r"mp_rank_(?P<tp>\d{2,6})(?:_(?P<pp>\d{3,6}))?(?P<ep>_\d{3,6})?")
+"""The folder of a rank, where each has a file of its own."""
+FILE = "model_optim_rng.pt"
+
+
+def ranks_in(path: Place) -> list[str]:
+    """The folders of ranks in a folder."""
+    return [name for name in names_in(path) if RANK.fullmatch(name) and (path / name / FILE).is_file()]

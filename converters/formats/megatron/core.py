@@ -21,11 +21,9 @@ from converters.errors import CheckpointError, OptimizerStateError, blame
 from converters.formats import Format, Source
 from converters.formats.dcp.checksums import metadata_files
 from converters.formats.dcp.reader import read_tensors
-from converters.formats.megatron.names import args_of, as_transformers, plain_key, shape_of
-from converters.formats.megatron.reader import PREFIXES, STANDINS
+from converters.formats.megatron import FILE, RANK, ranks_in
 from converters.storage.folder import Folder
 from converters.storage.safe_open import read_small
-from converters.tensors.rearranged import selected
 
 if TYPE_CHECKING:
     from converters.checkpoint import Aliases, OptimizerState
@@ -52,6 +50,10 @@ def _says_torch_dist(folder: Place) -> bool:
 
 
 def _open(source: Source, path: Place) -> Checkpoint:
+    from converters.formats.megatron.names import args_of, as_transformers, plain_key, shape_of
+    from converters.formats.megatron.reader import PREFIXES, STANDINS
+    from converters.tensors.rearranged import selected
+
     where = str(path)
     common = TorchZip(Folder(path, verify=source.verify).file(_COMMON)).load(STANDINS, PREFIXES)
     if not isinstance(common, dict):
@@ -98,5 +100,32 @@ FORMAT = Format(
     _open,
     written_by="Megatron-Core's `torch_dist`, of the same models",
     recognized_by="`common.pt` beside DCP's `.metadata`",
+    optimizer=False,
+)
+
+
+# -- the other format: a file of each rank ------------------------------------------------------------------
+
+
+def _folder_of_ranks(path: Place) -> Place | None:
+    if path.is_file():
+        return path.parent.parent if path.name == FILE and RANK.fullmatch(path.parent.name) else None
+    if RANK.fullmatch(path.name) and (path / FILE).is_file():
+        return path.absolute().parent
+    return path if ranks_in(path) else None
+
+
+def _open_ranks(source: Source, path: Place) -> Checkpoint:
+    from converters.formats.megatron.reader import Ranks
+
+    return Ranks(Folder(path, verify=source.verify)).checkpoint(source)
+
+
+RANKS = Format(
+    "megatron",
+    lambda source: _folder_of_ranks(source.path),
+    _open_ranks,
+    written_by="Megatron-LM, Llama- and GPT-2-shaped models, tensor and pipeline parallel",
+    recognized_by="`mp_rank_<tp>[_<pp>]/model_optim_rng.pt`",
     optimizer=False,
 )

@@ -18,21 +18,18 @@ from converters.config_and_tokenizer_files import find_companions
 from converters.containers.pickle_reader import is_index, shown
 from converters.containers.torchzip import StoredTensor, TorchZip
 from converters.errors import CheckpointError, OptimizerStateError, blame
-from converters.formats import Format, Source
+from converters.formats.megatron import FILE, RANK, ranks_in
 from converters.formats.megatron.names import Shape, args_of, as_transformers, plain_key, shape_of
 from converters.formats.torch_save.optimizer import as_tensor
 from converters.names.tied_weights import same_values
-from converters.storage.folder import Folder
-from converters.storage.places import names_in
 from converters.tensors.rearranged import joined, part
 
 if TYPE_CHECKING:
     from converters.checkpoint import Aliases, OptimizerState
-    from converters.storage.path_or_url import Place
+    from converters.formats import Source
+    from converters.storage.folder import Folder
     from converters.tensors.tensor import Tensor
 
-_RANK = re.compile(r"mp_rank_(?P<tp>\d{2,6})(?:_(?P<pp>\d{3,6}))?(?P<ep>_\d{3,6})?")
-_FILE = "model_optim_rng.pt"
 STANDINS = {
     "_io.BytesIO": None,
     "signal.Signals": None,
@@ -50,29 +47,15 @@ _CUT = {
 _IN_LAYER = re.compile(r"decoder\.layers\.(\d{1,6})\.(.+)")
 
 
-def _ranks(path: Place) -> list[str]:
-    return [name for name in names_in(path) if _RANK.fullmatch(name) and (path / name / _FILE).is_file()]
+class Ranks:
+    """The files of all ranks in a folder."""
 
-
-def _folder(path: Place) -> Place | None:
-    if path.is_file():
-        return path.parent.parent if path.name == _FILE and _RANK.fullmatch(path.parent.name) else None
-    if _RANK.fullmatch(path.name) and (path / _FILE).is_file():
-        return path.absolute().parent
-    return path if _ranks(path) else None
-
-
-def _open(source: Source, path: Place) -> Checkpoint:
-    return _Ranks(Folder(path, verify=source.verify)).checkpoint(source)
-
-
-class _Ranks:
     def __init__(self, folder: Folder) -> None:
         self.folder = folder
         self.where = str(folder.path)
         found: dict[tuple[int, int], str] = {}
-        for name in _ranks(folder.path):
-            match = _RANK.fullmatch(name)
+        for name in ranks_in(folder.path):
+            match = RANK.fullmatch(name)
             assert match is not None
             if match["ep"]:
                 raise CheckpointError(f"{folder.path / name}: expert parallel checkpoints are not supported")
@@ -130,7 +113,7 @@ class _Ranks:
         name = self.names.get(place)
         if name is None:
             raise CheckpointError(f"{self.where}: the file of the first rank is missing")
-        content = TorchZip(self.folder.file(f"{name}/{_FILE}")).load(STANDINS, PREFIXES)
+        content = TorchZip(self.folder.file(f"{name}/{FILE}")).load(STANDINS, PREFIXES)
         if not isinstance(content, dict):
             raise CheckpointError(f"{self.folder.path / name}: not a Megatron-LM checkpoint")
         return content
@@ -266,13 +249,3 @@ def _by_core_names(model: Any, where: str) -> dict[str, StoredTensor]:
     if not found:
         raise CheckpointError(f"{where}: holds no model tensors")
     return found
-
-
-FORMAT = Format(
-    "megatron",
-    lambda source: _folder(source.path),
-    _open,
-    written_by="Megatron-LM, Llama- and GPT-2-shaped models, tensor and pipeline parallel",
-    recognized_by="`mp_rank_<tp>[_<pp>]/model_optim_rng.pt`",
-    optimizer=False,
-)
