@@ -351,7 +351,7 @@ def _adapter(
     where = place(options.merge_into)
     itself = where.exists() and where.resolve() in (checkpoint.root.resolve(), place(options.src).resolve())
     if itself:
-        base = adapter.own_base().with_companions(companions or {})
+        base = adapter.base_inside().with_companions(companions or {})
     else:
         base = open_checkpoint(where, companions=companions)
     if options.dequantize is not None:

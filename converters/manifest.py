@@ -65,7 +65,7 @@ def manifest_text(entries: Mapping[str, Mapping[str, int]], **about: Any) -> str
         about: other fields: the step, the run.
     """
     document = {"version": _VERSION, **about, "files": dict(sorted(entries.items()))}
-    return json.dumps({**document, "crc32": _own_crc32(document)}) + "\n"
+    return json.dumps({**document, "crc32": _crc32_of(document)}) + "\n"
 
 
 def read_manifest(folder: Place) -> dict[str, Any] | None:
@@ -130,7 +130,7 @@ def _whole(found: dict[str, Any]) -> bool:
     """Whether a manifest matches its own CRC32 and all its entries are well formed."""
     rest = {key: value for key, value in found.items() if key != "crc32"}
     try:
-        if found.get("crc32") != _own_crc32(rest):
+        if found.get("crc32") != _crc32_of(rest):
             return False
     except RecursionError:  # nested just within what json.loads accepts
         return False
@@ -149,7 +149,7 @@ def _well_formed(item: tuple[str, Any]) -> bool:
     )
 
 
-def _own_crc32(document: Mapping[str, Any]) -> int:
+def _crc32_of(document: Mapping[str, Any]) -> int:
     return isal_zlib.crc32(json.dumps(document, sort_keys=True).encode())
 
 

@@ -19,7 +19,7 @@ from portable.config.origins import located
 from portable.config.sources import mistakes, training_key, training_sources
 from portable.config.suggest import did_you_mean
 from portable.errors import UserError, one_line
-from portable.optim.schedule import ZERO_ONLY, build_schedule, own_params, too_long_a_warmup
+from portable.optim.schedule import ZERO_ONLY, build_schedule, schedule_params, too_long_a_warmup
 from portable.registry import BACKENDS, backend_package
 
 if TYPE_CHECKING:
@@ -282,7 +282,7 @@ def _sources(c: RunConfig) -> Iterator[tuple[str, str]]:
 
 def _schedule(c: RunConfig) -> Iterator[tuple[str, str]]:
     train, around = c.train, "train.schedule_params train.schedule"
-    kind, params = train.schedule, own_params(train.schedule)
+    kind, params = train.schedule, schedule_params(train.schedule)
     if train.steps is not None and (reason := too_long_a_warmup(train, train.steps)) is not None:
         yield "train.warmup_steps train.steps", reason
     if kind in ZERO_ONLY and c.strategy not in ZERO:

@@ -226,7 +226,7 @@ def sync_folder(path: Path) -> None:
         sync(path)
 
 
-def own_path(root: Path, *names: str) -> Path:
+def path_inside(root: Path, *names: str) -> Path:
     """The path ``names`` below ``root``, for a library that opens it by itself and follows links.
 
     Makes the folder around it and removes a link in its place.

@@ -101,7 +101,7 @@ class Adapter:
         held = {name.rpartition(".")[0] for name in self.base}
         return bool(held) and all(module.path in held for module in self.modules)
 
-    def own_base(self) -> Checkpoint:
+    def base_inside(self) -> Checkpoint:
         """The base model that the same checkpoint holds.
 
         Raises:

@@ -33,7 +33,7 @@ _THREADS = 16
 _MAX_ENDS = 64
 
 
-class _Run:
+class _Span:
     """Bytes [start, stop) of an object, fetched or being fetched."""
 
     __slots__ = ("data", "file", "start", "stop")
@@ -53,7 +53,7 @@ class _Cache:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self._runs: OrderedDict[_Run, None] = OrderedDict()
+        self._runs: OrderedDict[_Span, None] = OrderedDict()
         self._nbytes = 0
         self._pool: ThreadPoolExecutor | None = None
 
@@ -64,7 +64,7 @@ class _Cache:
             self._pool = ThreadPoolExecutor(max(_THREADS, 2 * connections()), "fetch")
         return self._pool.submit(path.read_range, start, stop)
 
-    def add(self, run: _Run) -> None:
+    def add(self, run: _Span) -> None:
         self._runs[run] = None
         self._nbytes += run.stop - run.start
         for cached in list(self._runs):
@@ -73,11 +73,11 @@ class _Cache:
             if cached is not run and cached.data.done():
                 self.drop(cached)
 
-    def use(self, run: _Run) -> None:
+    def use(self, run: _Span) -> None:
         if run in self._runs:
             self._runs.move_to_end(run)
 
-    def drop(self, run: _Run) -> None:
+    def drop(self, run: _Span) -> None:
         if run in self._runs:
             del self._runs[run]
             self._nbytes -= run.stop - run.start
@@ -103,7 +103,7 @@ class RemoteFile(SourceFile):
 
     def __init__(self, name: str, path: RemotePath, nbytes: int, *, verify: bool) -> None:
         super().__init__(name, path, nbytes, verify=verify)
-        self.runs: list[_Run] = []  # by their starts
+        self.runs: list[_Span] = []  # by their starts
         self._ends: OrderedDict[int, int] = OrderedDict()  # end of a run -> its length
 
     def read_into(self, buffer: memoryview, at: int, wanted: int = 0, end: int = 0) -> None:
@@ -130,13 +130,13 @@ class RemoteFile(SourceFile):
                 with _cache.lock:
                     _cache.drop(run)
 
-    def _at(self, position: int) -> _Run | None:
+    def _at(self, position: int) -> _Span | None:
         """The run that covers the byte `position`."""
         index = bisect_right(self.runs, position, key=_start) - 1
         run = self.runs[index] if index >= 0 else None
         return run if run is not None and position < run.stop else None
 
-    def _request(self, start: int, wanted: int, end: int, least: int) -> _Run:
+    def _request(self, start: int, wanted: int, end: int, least: int) -> _Span:
         """Start to fetch a run at `start`, which no run covers."""
         # A read that begins where a run ended is sequential: double the length.
         length = 2 * self._ends.get(start, 0)
@@ -145,7 +145,7 @@ class RemoteFile(SourceFile):
         index = bisect_right(self.runs, start, key=_start)
         if index < len(self.runs):
             stop = min(stop, self.runs[index].start)
-        run = _Run(self, start, stop, _cache.fetch(self.path, start, stop))
+        run = _Span(self, start, stop, _cache.fetch(self.path, start, stop))
         self.runs.insert(index, run)
         self._ends[stop] = stop - start
         if len(self._ends) > _MAX_ENDS:
@@ -153,7 +153,7 @@ class RemoteFile(SourceFile):
         _cache.add(run)
         return run
 
-    def _data(self, run: _Run) -> bytes:
+    def _data(self, run: _Span) -> bytes:
         try:
             data = run.data.result()
         except BaseException as error:

@@ -93,7 +93,7 @@ def open_new(path: Path) -> int:
     return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
 
 
-def open_own(path: Path, flags: int, mode: int = 0o666) -> int:
+def open_without_links(path: Path, flags: int, mode: int = 0o666) -> int:
     """A descriptor for writing to a regular file, created if missing; a link is not followed.
 
     Raises:

@@ -96,7 +96,7 @@ class Model:
         pairs: whether the rotary embedding pairs adjacent rows of the query and key projections.
         plus_one: whether norms scale by 1 + weight.
         inputs_first: whether the linear layers hold (in, out) matrices.
-        own_head: whether the output matrix is written where it is tied, too.
+        writes_tied_head: whether the output matrix is written where it is tied, too.
     """
 
     arch: str
@@ -114,7 +114,7 @@ class Model:
     pairs: bool = False
     plus_one: bool = False
     inputs_first: bool = False
-    own_head: bool = False
+    writes_tied_head: bool = False
 
 
 MODELS = {
@@ -229,7 +229,7 @@ MODELS = {
         },
         {**_EXPERTS, "expert_feed_forward_length": ("intermediate_size",)},
         window=2,
-        own_head=True,
+        writes_tied_head=True,
     ),
     "glm4": Model("glm4", _WITH_BIASES, {"rms_norm_eps": 1.5625e-07}, partial=True, square=True),
     "cohere2": Model(
@@ -248,7 +248,7 @@ MODELS = {
         window=4,
         square=True,
     ),
-    "olmo2": Model("olmo2", absent={"rms_norm_eps": 1e-5}, square=True, own_head=True),
+    "olmo2": Model("olmo2", absent={"rms_norm_eps": 1e-5}, square=True, writes_tied_head=True),
 }
 
 

@@ -201,7 +201,7 @@ def _named(tensors: Mapping[str, Tensor], model: Model, settings: Settings, root
     found |= {made: held[name] for made, name in _places(held, model, settings, root).items()}
     if "output.weight" not in found and not settings.tied:
         raise CheckpointError(f"{root}: has no lm_head.weight, and tie_word_embeddings is not true")
-    if model.own_head:
+    if model.writes_tied_head:
         found.setdefault("output.weight", found["token_embd.weight"])
     return found
 

@@ -21,7 +21,7 @@ def _swaps(c: RunConfig) -> bool:
     return "nvme" in (c.memory.offload_params, c.memory.offload_optimizer)
 
 
-def _own(c: RunConfig) -> bool:
+def _user_optimizer(c: RunConfig) -> bool:
     return c.strategy in ZERO and names_code(c.train.optimizer)
 
 
@@ -34,7 +34,7 @@ CHECKS = (
     ),
     Check(
         "train.optimizer strategy",
-        lambda c: c.strategy in ZERO and c.train.optimizer not in OPTIMIZERS and not _own(c),
+        lambda c: c.strategy in ZERO and c.train.optimizer not in OPTIMIZERS and not _user_optimizer(c),
         ": ZeRO does not support {train.optimizer}; use adamw, sgd or muon",
         late=True,
     ),
@@ -54,14 +54,14 @@ CHECKS = (
     ),
     Check(
         "train.optimizer strategy",
-        lambda c: _own(c) and not user_optimizer.elementwise(c.train),
+        lambda c: _user_optimizer(c) and not user_optimizer.elementwise(c.train),
         ": {train.optimizer}: is not elementwise, so it cannot run on ZeRO's flat partitions; use strategy "
         "full_shard",
         late=True,
     ),
     Check(
         "train.optimizer strategy",
-        lambda c: _own(c) and user_optimizer.constructs_state(c.train),
+        lambda c: _user_optimizer(c) and user_optimizer.constructs_state(c.train),
         ": {train.optimizer}: its constructor makes state, of parameters that ZeRO replaces; use strategy "
         "full_shard",
         late=True,

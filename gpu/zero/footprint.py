@@ -23,7 +23,7 @@ from portable.planner.memory_model import (
     Setting,
     Traffic,
     orthogonalizing,
-    own_moment_bytes,
+    user_moment_bytes,
 )
 from portable.plugins import names_code
 
@@ -156,7 +156,7 @@ class _Zero:
     @property
     def _of_optimizer(self) -> int | Fraction:
         if names_code(self._config.train.optimizer):
-            return Fraction(own_moment_bytes(self._config.train, (1,), 1)[0], MASTER)
+            return Fraction(user_moment_bytes(self._config.train, (1,), 1)[0], MASTER)
         if self._config.train.optimizer == "muon":
             moments = sum((1 if group[0].matrices else 2) * self._share_of(group) for group in self._groups)
             return Fraction(moments, self._shard)
@@ -176,7 +176,7 @@ class _Zero:
             return 0
         groups = self._groups if self._stage < 3 else self._sub_groups
         if names_code(self._config.train.optimizer):
-            return own_moment_bytes(self._config.train, (1,), 1)[1] * len(groups)
+            return user_moment_bytes(self._config.train, (1,), 1)[1] * len(groups)
         return MASTER * sum(not group[0].matrices for group in groups)
 
     @cached_property

@@ -38,7 +38,7 @@ def settings_for(
     device_type: str,
 ) -> dict[str, Any]:
     """The ``config`` argument of ``deepspeed.initialize``."""
-    settings = _own_settings(config, plan)
+    settings = _settings_without_a_json(config, plan)
     if document is not None:
         settings = deepspeed_json.merged(settings, document, sizes.hidden)
     zero = settings["zero_optimization"]
@@ -55,7 +55,7 @@ def settings_for(
     return settings
 
 
-def _own_settings(config: RunConfig, plan: BatchPlan) -> dict[str, Any]:
+def _settings_without_a_json(config: RunConfig, plan: BatchPlan) -> dict[str, Any]:
     memory = config.memory
     zero: dict[str, Any] = {"stage": int(config.strategy[-1]), "log_trace_cache_warnings": False}
     for part, device in (

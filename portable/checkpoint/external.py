@@ -200,13 +200,13 @@ def open_external(path: Place, order: Sequence[str] = ()) -> ExternalCheckpoint 
     """
     try:
         with storage_errors("checkpoint.resume"):
-            if not exists(path) or is_own_checkpoint(checkpoint_of(path)):
+            if not exists(path) or is_checkpoint_of_run(checkpoint_of(path)):
                 return None
             checkpoint = open_checkpoint(path, order=order)
     except CheckpointError as error:
         raise DamagedError(f"checkpoint.resume: {error}") from error
     root = checkpoint.root
-    if is_own_checkpoint(root):
+    if is_checkpoint_of_run(root):
         return None
     folder = root if root.is_dir() else root.parent
     if _PART.fullmatch(folder.name) and not (folder / STATE_FILE).exists():
@@ -232,7 +232,7 @@ def open_for_model(path: Place, model: nn.Module, adapter: Adapter | None) -> Ex
     return replace(external, checkpoint=adapter.of_others(external.checkpoint))
 
 
-def is_own_checkpoint(folder: Place) -> bool:
+def is_checkpoint_of_run(folder: Place) -> bool:
     """Whether ``folder`` is a checkpoint of this program, complete or not.
 
     Any ``trainer_state.json`` except the Trainer's counts, even if damaged. Without that file, the folder's
@@ -243,17 +243,17 @@ def is_own_checkpoint(folder: Place) -> bool:
     return _OUR_FOLDERS.fullmatch(folder.name) is not None and (folder / "config.json").exists()
 
 
-def own_state(path: Place) -> TrainerState | None:
+def state_of_run(path: Place) -> TrainerState | None:
     """Read the state of a checkpoint of this program; None for other programs, or if there is none."""
     if not exists(path):
         return None
     folder = checkpoint_of(path)
-    return TrainerState.read(folder) if is_own_checkpoint(folder) else None
+    return TrainerState.read(folder) if is_checkpoint_of_run(folder) else None
 
 
 def step_of_run(path: Place, updates: int) -> int:
     """The step of a checkpoint, skipped ones counted; ``updates`` in one of another program."""
-    state = own_state(path)
+    state = state_of_run(path)
     return updates if state is None else state.step
 
 

@@ -56,8 +56,8 @@ def dry_run(resolved: Resolved) -> int:
     assembled, data = looked_at(config)
     model = assembled.model
     if config.model.task not in _LABELLED:  # whose metrics depend on the labels
-        own_loss = config.train.loss is not None
-        setting = Setting(config.model.task, tokenizer=data.opened, own_loss=own_loss)
+        user_loss = config.train.loss is not None
+        setting = Setting(config.model.task, tokenizer=data.opened, user_loss=user_loss)
         judge_of(config, evaluation_names(config.data), build_metrics(config.train.metrics, setting))
     plan = first_plan(config, resolved.world)
     planner = planner_here(config, model, backend, resolved.world.ranks)

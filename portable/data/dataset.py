@@ -163,11 +163,11 @@ def build_data(
             if name in streams:
                 train[name] = streams[name]
                 continue
-            own_classes = classes if one is first else _classes_as(classes, first, one)
+            its_classes = classes if one is first else _classes_as(classes, first, one)
             to_train, held = one.parts()
-            train[name] = one.samples(to_train, own_classes)
+            train[name] = one.samples(to_train, its_classes)
             if held.num_samples:
-                held_out[name or held_out_name(settings)] = one.samples(held, own_classes)
+                held_out[name or held_out_name(settings)] = one.samples(held, its_classes)
     evals: dict[str, Samples] = {}
     for name, one in found.evaluated.items():
         with one.settings.errors():

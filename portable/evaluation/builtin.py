@@ -10,7 +10,7 @@ import torch
 from portable.data.samples.classes import MULTI, REGRESSION, SINGLE
 from portable.errors import UserError
 from portable.evaluation.best_tracker import MOST_CLASSES
-from portable.evaluation.metrics import LABELS, LOSS, MetricSet, divided, finite_exp, own_metric
+from portable.evaluation.metrics import LABELS, LOSS, MetricSet, divided, finite_exp, user_metric
 from portable.model.training_loss import IGNORED
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Setting:
     task: str
     classes: tuple[str, ...] = ()
     tokenizer: Any = None
-    own_loss: bool = False
+    user_loss: bool = False
     """Whether ``train.loss`` replaces the cross-entropy."""
 
 
@@ -257,7 +257,7 @@ def build_metrics(names: Sequence[str] | None, setting: Setting) -> MetricSet:
     known = {
         name: make
         for name, make in KNOWN[setting.task].items()
-        if not (setting.own_loss and make is _PERPLEXITY)
+        if not (setting.user_loss and make is _PERPLEXITY)
     }
     metrics, texts, generated = {}, [], {}
     if setting.task == "seq2seq-lm":
@@ -265,10 +265,10 @@ def build_metrics(names: Sequence[str] | None, setting: Setting) -> MetricSet:
 
         generated = TEXT_METRICS
     # Predictions need all logits, which a loss of the user's may do without.
-    default = () if setting.own_loss else known
+    default = () if setting.user_loss else known
     for name in default if names is None else names:
         if ":" in name:
-            metrics[name] = own_metric(name)
+            metrics[name] = user_metric(name)
         elif name in known:
             metrics[name] = known[name](setting)
         elif name in generated:

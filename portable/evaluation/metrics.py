@@ -154,7 +154,7 @@ NOTHING = MetricSet()
 """The loss alone."""
 
 
-def own_metric(path: str) -> Metric:
+def user_metric(path: str) -> Metric:
     """The metric of an import path, ``package.module:name``.
 
     Raises:
@@ -164,7 +164,7 @@ def own_metric(path: str) -> Metric:
     found: Any = plugins.load("train.metrics", path)
     if not isinstance(found, Metric) and not callable(found):
         raise UserError(f"{key}: is neither a function nor a class with the methods sums and values")
-    own = _Own(key, found if isinstance(found, Metric) else Ratios(found))
+    own = _UserMetric(key, found if isinstance(found, Metric) else Ratios(found))
     for name in ("needs", "higher_is_better", "names"):
         if hasattr(found, name):
             setattr(own, name, getattr(found, name))
@@ -173,7 +173,7 @@ def own_metric(path: str) -> Metric:
     return own
 
 
-class _Own:
+class _UserMetric:
     """A metric of the user's, whose errors are told as theirs."""
 
     def __init__(self, key: str, metric: Metric) -> None:

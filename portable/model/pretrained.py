@@ -81,7 +81,7 @@ def pretrained_weights(
             output head of a language model, or is quantized in a way that cannot be undone here.
     """
     assert settings.name_or_path is not None
-    described = without_quantization(_own_config(settings))
+    described = without_quantization(_config_of_base(settings))
     if described is not None and not converters.dequantizes(described):
         weights = _dequantized(settings, model, described)
     else:
@@ -314,7 +314,7 @@ def layout_to_export(settings: ModelConfig) -> Checkpoint:
 # -- quantized checkpoints -----------------------------------------------------------------------------------
 
 
-def _own_config(settings: ModelConfig) -> PretrainedConfig:
+def _config_of_base(settings: ModelConfig) -> PretrainedConfig:
     from transformers import AutoConfig
 
     return AutoConfig.from_pretrained(settings.name_or_path, trust_remote_code=settings.trust_remote_code)

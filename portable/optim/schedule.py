@@ -373,7 +373,7 @@ def too_long_a_warmup(settings: TrainConfig, total_steps: int) -> str | None:
     return f"train.warmup_steps {steps} exceeds train.steps {total_steps}{asked}; lower it or train longer"
 
 
-def own_params(kind: str) -> tuple[str, ...]:
+def schedule_params(kind: str) -> tuple[str, ...]:
     """The allowed keys of ``train.schedule_params`` for a schedule."""
     common = Schedule.__dataclass_fields__
     fields = schedule_class(kind).__dataclass_fields__

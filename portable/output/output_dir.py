@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.errors import CheckpointError
 from converters.storage.places import in_store
-from converters.storage.safe_open import open_own
+from converters.storage.safe_open import open_without_links
 from converters.writers.replace_folder import recover
 from portable.checkpoint.store import Checkpoints
 from portable.errors import RunError, UserError, one_line
@@ -154,7 +154,7 @@ def locked(folder: Path) -> Iterator[None]:
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = open_own(folder / LOCK_FILE, os.O_RDWR, 0o644)
+        descriptor = open_without_links(folder / LOCK_FILE, os.O_RDWR, 0o644)
     except (OSError, ValueError) as error:
         raise _unwritable(folder, error) from error
     try:

@@ -192,7 +192,7 @@ def orthogonalizing(model: Inventory, compute: int, ranks: int, *, replicated: b
     return compute * most, sent
 
 
-def own_moment_bytes(train: TrainConfig, shape: tuple[int, ...], elements: int) -> tuple[int, int]:
+def user_moment_bytes(train: TrainConfig, shape: tuple[int, ...], elements: int) -> tuple[int, int]:
     """Bytes of the state that a user's optimizer keeps of a part of a parameter: of its shape, and others.
 
     Others count as whole, which they are at most. It is tried without memory.
@@ -231,7 +231,7 @@ def _moment_bytes(
 ) -> int:
     row, step = math.prod(shape[1:]), MASTER
     if names_code(train.optimizer):
-        return sum(own_moment_bytes(train, shape, elements))
+        return sum(user_moment_bytes(train, shape, elements))
     if matrices:
         return MASTER * elements
     if train.optimizer == "sgd":

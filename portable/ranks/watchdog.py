@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from converters.storage.safe_open import open_own
+from converters.storage.safe_open import open_without_links
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator
@@ -111,7 +111,7 @@ class Watchdog:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             path = self._folder / f"rank-{self._rank}.txt"
-            with os.fdopen(open_own(path, os.O_WRONLY | os.O_TRUNC), "w") as file:
+            with os.fdopen(open_without_links(path, os.O_WRONLY | os.O_TRUNC), "w") as file:
                 file.write(f"{line}\n\n")
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)

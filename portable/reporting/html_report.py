@@ -100,7 +100,7 @@ _NOT_DRAWN = {"step", "samples", "time", "samples_per_second"}
 
 
 @dataclass(frozen=True)
-class Run:
+class RunRecord:
     """What a run's folder contains.
 
     Attributes:
@@ -122,7 +122,7 @@ class Run:
     """The end of ``log.txt``."""
 
     @classmethod
-    def read(cls, folder: Place) -> Run:
+    def read(cls, folder: Place) -> RunRecord:
         """Read the run in ``folder``.
 
         Raises:
@@ -293,7 +293,7 @@ def thinned(points: list[_Point]) -> list[_Point]:
     return kept
 
 
-def page(runs: Sequence[Run]) -> str:
+def page(runs: Sequence[RunRecord]) -> str:
     """The whole page."""
     names = _short_names([run.folder for run in runs])
     all_rows = [row for run in runs for row in run.rows]
@@ -377,7 +377,7 @@ def write_report(folders: Sequence[Place], out: Path) -> list[str]:
     Raises:
         UserError: a folder holds no run, or ``out`` cannot be written.
     """
-    runs = [Run.read(folder) for folder in folders]
+    runs = [RunRecord.read(folder) for folder in folders]
     text = page(runs)
     try:
         write_durably(out, text)

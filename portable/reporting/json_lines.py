@@ -11,7 +11,7 @@ import math
 import os
 from typing import TYPE_CHECKING, Any
 
-from converters.storage.safe_open import open_own, read_small
+from converters.storage.safe_open import open_without_links, read_small
 from portable.evaluation.best_tracker import MOST_CLASSES
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class JsonLines:
     """A log that is appended to, through no link."""
 
     def __init__(self, path: Path) -> None:
-        self._file = os.fdopen(open_own(path, os.O_WRONLY | os.O_APPEND), "a", encoding="utf-8")
+        self._file = os.fdopen(open_without_links(path, os.O_WRONLY | os.O_APPEND), "a", encoding="utf-8")
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append a row; a number that is not finite is null."""

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from converters.console import visible
-from converters.storage.safe_open import open_own
+from converters.storage.safe_open import open_without_links
 from portable.errors import RunError, UserError, one_line
 from portable.terminal import LOG
 
@@ -125,7 +125,7 @@ class _OwnFile(logging.FileHandler):
         super().__init__(path, encoding="utf-8", delay=delay)
 
     def _open(self) -> TextIOWrapper:
-        descriptor = open_own(self._path, os.O_WRONLY | os.O_APPEND)
+        descriptor = open_without_links(self._path, os.O_WRONLY | os.O_APPEND)
         return os.fdopen(descriptor, "a", encoding=self.encoding)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from portable import plugins
 from portable.errors import UserError
-from portable.paths import own_path
+from portable.paths import path_inside
 from portable.private.of_accelerate import tracker_classes
 from portable.reporting.metrics import read_events
 
@@ -72,7 +72,7 @@ def _opened(
     keywords = {name: facts[name] for name in _TAKES.get(tracker, ())}
     writes_files = getattr(getattr(kind, "func", kind), "requires_logging_directory", False)
     if writes_files:  # beside config.yaml, which has the settings
-        keywords["logging_dir"] = str(own_path(folder, tracker, "events").parent.parent)
+        keywords["logging_dir"] = str(path_inside(folder, tracker, "events").parent.parent)
     project = log.project or os.environ.get(f"{tracker.upper()}_PROJECT") or folder.parent.name or "portable"
     with plugins.user_code_errors(f"{KEY}: {tracker}"):
         opened = kind(tracker if writes_files else project, **keywords)

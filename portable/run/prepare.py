@@ -62,7 +62,7 @@ def prepare(resolved: Resolved, backend: Backend) -> Prepared:
     data = open_data(config, model_config, special_tokens)
     adopt_labels(model_config, data.classes)
     of_task = config.model.task if data.classes is None else data.classes.problem
-    setting = Setting(of_task, data.label_names, data.tokenizer, own_loss=config.train.loss is not None)
+    setting = Setting(of_task, data.label_names, data.tokenizer, user_loss=config.train.loss is not None)
     measures = build_metrics(config.train.metrics, setting)
     if measures.texts is not None and backend.one_program and backend.world_size > 1:
         names = " and ".join(measures.texts.names)

@@ -15,7 +15,7 @@ from portable.checkpoint.store import checkpoints_of, resume_source
 from portable.errors import ReportedElsewhereError, RunError, UserError
 from portable.formatting import table
 from portable.output.output_dir import open_output
-from portable.paths import own_path, write_durably
+from portable.paths import path_inside, write_durably
 from portable.ranks import launch
 from portable.ranks.collectives import agree, all_or_none, peer_error, publish_error, settings_and_versions
 from portable.registry import create_backend
@@ -195,7 +195,7 @@ def _cannot_write(error: OSError, output: Output) -> RunError | UserError | None
 def _memory_snapshot(backend: Backend, output: Output) -> str:
     """Write ``log.memory_snapshot`` of this rank; returns its place."""
     name = f"memory/rank{backend.rank}.pickle"
-    backend.diagnostics.dump_memory(own_path(output.work, name))
+    backend.diagnostics.dump_memory(path_inside(output.work, name))
     return str(output.place / name)
 
 

@@ -97,8 +97,8 @@ def _precision_begun_with(config: RunConfig, existing: ExistingRun) -> str | Non
         return existing.config.precision
     if config.checkpoint.resume in ("auto", "never"):
         return None
-    from portable.checkpoint.external import own_state
+    from portable.checkpoint.external import state_of_run
 
     with storage_errors("checkpoint.resume"):
-        state = own_state(place_of("checkpoint.resume", config.checkpoint.resume))
+        state = state_of_run(place_of("checkpoint.resume", config.checkpoint.resume))
     return None if state is None else str(state.run["precision"])

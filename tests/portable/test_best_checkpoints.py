@@ -14,7 +14,7 @@ from portable.config import keys, load_config
 from portable.data.dataset import build_data, inspect_data
 from portable.errors import UserError
 from portable.evaluation.best_tracker import BestTracker, Decision, EvalHistory
-from portable.reporting.html_report import Run
+from portable.reporting.html_report import RunRecord
 from portable.reporting.metrics import read_metrics
 from portable.run import evaluation
 from portable.run.rank import run_rank
@@ -296,7 +296,7 @@ def test_named_sources(sources: dict[str, Path], tmp_path: Path, corpus: Path) -
     state = TrainerState.read(checkpoints_of(tmp_path).latest() or tmp_path)
     assert state.metadata["evaluation_data"].keys() == {"news", "code"}
     assert (state.eval_history.metric, state.eval_history.mode) == ("eval_accuracy/code", "max")
-    assert "eval_loss/code" in Run.read(tmp_path).rows[-1]
+    assert "eval_loss/code" in RunRecord.read(tmp_path).rows[-1]
 
 
 def test_evaluation_data_may_change_within_a_run(

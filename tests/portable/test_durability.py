@@ -16,13 +16,13 @@ import pytest
 
 from converters import check_manifest, open_checkpoint, write_dcp, write_safetensors
 from converters.manifest import MANIFEST
-from converters.storage.safe_open import open_own
+from converters.storage.safe_open import open_without_links
 from converters.writers.replace_folder import exchange
 from portable.checkpoint import store as checkpointing
 from portable.checkpoint.store import Checkpoints
 from portable.checkpoint.trainer_state import STATE_FILE, TrainerState
 from portable.errors import RunError, UserError
-from portable.paths import own_path
+from portable.paths import path_inside
 from portable.reporting.metrics import METRICS_FILE
 from portable.run.rank import run_rank
 from tests.runs import configured
@@ -262,9 +262,9 @@ def test_a_disk_that_is_full_is_one_line(
     from portable.reporting import json_lines
 
     def opened(path: Path, flags: int) -> int:
-        return os.open("/dev/full", flags) if path.name == METRICS_FILE else open_own(path, flags)
+        return os.open("/dev/full", flags) if path.name == METRICS_FILE else open_without_links(path, flags)
 
-    monkeypatch.setattr(json_lines, "open_own", opened)
+    monkeypatch.setattr(json_lines, "open_without_links", opened)
     with pytest.raises(RunError, match=r"cannot be written to: No space left.*free some.*step-000004"):
         run_rank("cpu", configured(folder, corpus))
 
@@ -314,8 +314,8 @@ def test_a_library_writes_through_no_link(tmp_path: Path) -> None:
     (mine / "file").write_text("mine")
     (run / "profile").mkdir()
     (run / "profile" / "rank0.json.gz").symlink_to(mine / "file")
-    own_path(run, "profile", "rank0.json.gz").write_text("a trace")
+    path_inside(run, "profile", "rank0.json.gz").write_text("a trace")
     (run / "memory").symlink_to(mine)
     with pytest.raises(UserError, match=r"memory is a link that leads out of .*; remove it"):
-        own_path(run, "memory/rank0.pickle")
+        path_inside(run, "memory/rank0.pickle")
     assert (mine / "file").read_text() == "mine" and sorted(mine.iterdir()) == [mine / "file"]

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
 from converters import open_checkpoint
-from portable.checkpoint.external import is_own_checkpoint, open_external
+from portable.checkpoint.external import is_checkpoint_of_run, open_external
 from portable.cli import main
 from portable.data.samples.loader import TrainLoader
 from portable.errors import UserError
@@ -573,7 +573,7 @@ def test_our_own_are_never_mistaken(trainer: Path, corpus: Path, tmp_path: Path)
     state = json.loads((ours / "trainer_state.json").read_text())
     for damaged in ("", "{", json.dumps(state)[:-9], json.dumps({**state, "global_step": 3})):
         (ours / "trainer_state.json").write_text(damaged)
-        assert is_own_checkpoint(ours) and open_external(ours) is None
+        assert is_checkpoint_of_run(ours) and open_external(ours) is None
     (ours / "trainer_state.json").unlink()
     assert open_external(ours) is None
     resumed = configured(tmp_path / "next", corpus, checkpoint__resume=str(ours))

@@ -17,7 +17,7 @@ import pytest
 from portable.errors import UserError
 from portable.output.output_dir import locked
 from portable.paths import write_durably
-from portable.reporting.html_report import POINTS, Run, _machine, main, thinned, write_report
+from portable.reporting.html_report import POINTS, RunRecord, _machine, main, thinned, write_report
 from portable.reporting.metrics import History, MetricsFile, read_events
 from portable.run.rank import run_rank
 from tests.runs import configured
@@ -352,7 +352,7 @@ def test_more_devices_are_a_move(tmp_path: Path) -> None:
     history.record("start", 0, **leg, devices_per_rank=2)
     history.record("resume", 0, **leg, devices_per_rank=4)
     history.close()
-    run = Run.read(folder)
+    run = RunRecord.read(folder)
     assert [event["kind"] for event in run.described()] == ["start", "move"]
     assert "rank of 4 devices (was xla, full_shard, 1 rank of 2 devices)" in run.described()[1]["text"]
     assert (
@@ -398,7 +398,7 @@ def test_evaluations_by_name(tmp_path: Path) -> None:
         | {"eval_confusion/code": {"classes": ["a"], "counts": [[1, 2]]}, "eval_confusion": {"counts": 1}},
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run = Run.read(tmp_path)
+    run = RunRecord.read(tmp_path)
     assert run.confusions() == [{"name": "Evaluation confusion, news", "step": 1, **matrix}]
     assert run.facts()["evaluation loss, code"] == "1.5000 (best 1.5000)"
     write_report([tmp_path], tmp_path / "report.html")
@@ -416,4 +416,4 @@ def test_evaluations_by_name(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").write_text(json.dumps(event) + "\n")
     write_report([tmp_path], tmp_path / "report.html")
     assert data_of(tmp_path / "report.html")["metrics"][0]["hint"] == "dpo; dashed: evaluation"
-    assert Run.read(tmp_path).facts()["step"] == "1 of 25"
+    assert RunRecord.read(tmp_path).facts()["step"] == "1 of 25"

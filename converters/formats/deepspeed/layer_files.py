@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from converters.checkpoint import Scalar
     from converters.formats.deepspeed.rank_files import ModelFile
-    from converters.formats.deepspeed.run import Run
+    from converters.formats.deepspeed.run import SavedRun
     from converters.storage.folder import Folder
 
 _EXPERT_FILE = re.compile(r"layer_\d{1,9}_expert_(\d{1,9})_mp_rank_00_model_states\.pt")
@@ -123,7 +123,7 @@ class Layers:
             return []
         return [key for key in (self.stored if among is None else among) if key.partition(".")[2] == match[1]]
 
-    def merged(self, runs: Sequence[Run]) -> Weights:
+    def merged(self, runs: Sequence[SavedRun]) -> Weights:
         """The whole model; tied parameters are compared, and frozen ones are those that no stage trains.
 
         Raises:
@@ -153,7 +153,7 @@ class Layers:
         return Weights({**tensors, **free}, aliases)
 
 
-def optimizer_of_stages(runs: Sequence[Run]) -> OptimizerState | None:
+def optimizer_of_stages(runs: Sequence[SavedRun]) -> OptimizerState | None:
     """The optimizer of all stages; groups of the same number and settings are one."""
     stages = [run.optimizer() for run in runs]
     state: dict[str, Mapping[str, Tensor | Scalar]] = {}

@@ -22,7 +22,7 @@ from converters.formats.deepspeed.rank_files import (
     read_tag,
     tag_folder,
 )
-from converters.formats.deepspeed.run import Run, check_same_run
+from converters.formats.deepspeed.run import SavedRun, check_same_run
 from converters.formats.deepspeed.tensor_parallel import INFO, Layout, merged_optimizer, merged_weights
 from converters.formats.deepspeed.unsharded import open_unsharded
 from converters.storage.folder import Folder
@@ -114,7 +114,7 @@ def _open(source: Source, path: Place) -> Checkpoint:
     if layers is not None:
         models = [replace(stage, module=layers.module(stage)) for stage in models]
     runs = [
-        Run(
+        SavedRun(
             folder,
             names.optim[rank],
             names.model[rank],
@@ -162,7 +162,7 @@ def _degree(path: Place, names: Names, model: ModelFile) -> int:
 
 
 def _checkpoint(
-    root: Place, runs: Sequence[Run], weights: Weights, optimizer: Callable[[], OptimizerState | None]
+    root: Place, runs: Sequence[SavedRun], weights: Weights, optimizer: Callable[[], OptimizerState | None]
 ) -> Checkpoint:
     run = runs[0]
     about = {

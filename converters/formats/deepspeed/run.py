@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 _FP32_SLICES, _FP32_GROUPS = "single_partition_of_fp32_groups", "fp32_flat_groups"
 
 
-class Run:
+class SavedRun:
     """The files of all data parallel ranks.
 
     Args:
@@ -305,7 +305,7 @@ class Run:
             )
 
 
-def check_same_run(runs: Sequence[Run]) -> None:
+def check_same_run(runs: Sequence[SavedRun]) -> None:
     """CheckpointError unless the tensor or pipeline parallel ranks are of one run and step."""
     first = runs[0]
     for run in runs[1:]:

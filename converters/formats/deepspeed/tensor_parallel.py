@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from converters.checkpoint import Scalar
-    from converters.formats.deepspeed.run import Run
+    from converters.formats.deepspeed.run import SavedRun
     from converters.tensors.tensor import Box
 
 INFO = "universal_checkpoint_info"
@@ -126,7 +126,7 @@ class Layout:
             return Tensor(name, parts[0].dtype, shape, list(boxes.values()))
 
 
-def merged_weights(runs: Sequence[Run], layout: Layout) -> Weights:
+def merged_weights(runs: Sequence[SavedRun], layout: Layout) -> Weights:
     """The whole model from the weights of all tensor parallel ranks; buffers must be the same on all."""
     ranks = [run.weights() for run in runs]
     first = ranks[0]
@@ -144,7 +144,7 @@ def merged_weights(runs: Sequence[Run], layout: Layout) -> Weights:
     return Weights(tensors, first.aliases)
 
 
-def merged_optimizer(runs: Sequence[Run], layout: Layout) -> OptimizerState | None:
+def merged_optimizer(runs: Sequence[SavedRun], layout: Layout) -> OptimizerState | None:
     """The optimizer of the whole model; a state with the shape of the parameter is cut as that is."""
     ranks = [run.optimizer() for run in runs]
     first = ranks[0]

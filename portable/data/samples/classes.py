@@ -107,21 +107,21 @@ def classes_as(
     trained: TokenCache,
     declared: Sequence[str] | None,
     tokens: TokenCache,
-    own_declared: Sequence[str] | None = None,
+    declared_there: Sequence[str] | None = None,
 ) -> Classes:
     """Map the labels of evaluation data to the outputs that the training data has.
 
     Args:
         training: the outputs of the model.
         trained: the training data. declared: its class names, if it has them.
-        tokens: the evaluation data, which need not have every class. own_declared: its class names.
+        tokens: the evaluation data, which need not have every class. declared_there: its class names.
 
     Raises:
         UserError: if it has other labels.
     """
     if training.problem == REGRESSION or tokens.values is not None:
         known = KnownClasses("the model", training.names)
-        return classes_of(tokens, own_declared, known, training.problem)
+        return classes_of(tokens, declared_there, known, training.problem)
     _check_kind(tokens.label_kind, tokens.label_names, training.problem)
     ids = {name: index for index, name in enumerate(training.names)}
     for label, index in zip(trained.label_names if training.ids else (), training.ids, strict=True):
@@ -129,7 +129,7 @@ def classes_as(
     folded = {name.casefold(): index for name, index in ids.items()}
     found = []
     for label in tokens.label_names:
-        name = _spelt(label, own_declared)
+        name = _spelt(label, declared_there)
         found_id = ids.get(name, folded.get(name.casefold()) if len(folded) == len(ids) else None)
         if found_id is None:
             raise UserError(
