@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
 import shutil
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 
     from portable.config import RunConfig
     from tests.engines import Engines
+    from tests.ranks import RankPool
 
 WORDS = SENTENCE.split()
 
@@ -380,6 +383,22 @@ def test_every_engine_has_the_same(
             other = {name: value for name, value in other.items() if name != "entropy"}
         assert one == pytest.approx(logged_by(name, other), rel=1e-4, abs=1e-5)
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+
+
+def losses_of_a_host(config: RunConfig) -> list[dict[str, float]]:
+    """On the only rank of its host, which exchanges what is computed once in several parts."""
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    with patch("portable.run.precompute._BETWEEN", 4):
+        return losses(config)
+
+
+def test_hosts_that_share_the_cache_do_not_wait_for_each_other(
+    truth: Any, data: Path, tmp_path: Path, ranks: RankPool
+) -> None:
+    """A rank that held the cache's lock while it waited for the other's rows waited for ever."""
+    shared = {"strategy": "full_shard", "data__cache_dir": str(tmp_path / "cache")}
+    found = ranks.run(2, losses_of_a_host, configured(tmp_path, data, **PAIRS, **shared), timeout=90)
+    assert [one["loss"] for one in found] == pytest.approx([one["loss"] for one in truth], rel=1e-5)
 
 
 def test_a_resumed_run_has_the_reference_of_its_start(data: Path, tmp_path: Path, brief_runs: None) -> None:
