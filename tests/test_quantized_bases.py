@@ -53,8 +53,9 @@ def launch(config: Any, engine: str) -> int:
     return run_rank("xla" if engine == "xla" else "cpu", config)
 
 
-@pytest.mark.parametrize("form", ["fp8-block", "int4"])
-@pytest.mark.parametrize(("engine", "size"), [("no_shard", 1), ("full_shard", 2), ("zero3", 2), ("xla", 2)])
+@pytest.mark.parametrize(
+    ("form", "engine", "size"), [("int4", "full_shard", 2), ("fp8-block", "zero3", 2), ("int4", "xla", 2)]
+)
 def test_as_on_its_floats(
     form: str, engine: str, size: int, engines: Engines, bases: Path, corpus: Path, tmp_path: Path
 ) -> None:

@@ -15,7 +15,6 @@ from portable.config import DataConfig
 from portable.data.dataset import build_data
 from portable.data.samples.base import PackedCausal, Part
 from portable.data.samples.mixture import Interleave, Mixture, Schedule, Share
-from portable.data.samples.order import seed_of
 from portable.errors import UserError
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 WEIGHTS: list[Sequence[float]] = [
     (3, 1),
     (0.7, 0.2, 0.1),
-    (1, 1, 1, 1, 1, 1, 1),
     (5, 0, 1),
     (0.995, 0.004, 0.001),
     tuple(range(1, 34)),
@@ -39,10 +37,6 @@ WEIGHTS: list[Sequence[float]] = [
 
 
 # -- the interleave -----------------------------------------------------------------------------------------
-
-
-def test_each_source_has_a_seed_of_its_own() -> None:
-    assert len({seed_of(name, seed) for name in ("a", "b") for seed in (0, 1)}) == 4
 
 
 @pytest.mark.parametrize("weights", WEIGHTS, ids=str)
@@ -169,20 +163,11 @@ def test_the_share_of_a_source_is_part_of_the_data(tmp_path: Path) -> None:
 WRONG = [
     ([{"source": "web.jsonl"}], "data.sources.1: has no name"),
     ([{"name": "a/b", "source": "web.jsonl"}], "the name 'a/b'"),
-    (
-        [{"name": "a", "source": "x"}, {"name": "a", "source": "y"}],
-        "two sources are named a",
-    ),
-    (
-        [{"name": "a", "source": "x", "weight": 1}, {"name": "b", "source": "y"}],
-        "and b has none",
-    ),
+    ([{"name": "a", "source": "x"}, {"name": "a", "source": "y"}], "two sources are named a"),
+    ([{"name": "a", "source": "x", "weight": 1}, {"name": "b", "source": "y"}], "and b has none"),
     ([{"name": "a", "source": "x", "weight": 0}], "all weights are 0"),
-    ([{"name": "a", "source": "x", "weight": -1}], "data.sources.a.weight must be number >= 0"),
     ([{"name": "a", "source": "x", "weight": 1, "epochs": 1}], "has a weight and epochs"),
-    ([{"name": "a", "source": "x", "wieght": 1}], "did you mean"),
     ([{"name": "a", "weight": 1}], "names no data of its own"),
-    ([{"name": "a", "source": "x", "max_samples": 0}], "data.sources.a.max_samples must be"),
 ]
 
 
@@ -197,12 +182,8 @@ def test_wrong_sources_are_refused_in_one_line(sources: list[dict[str, Any]], sa
     ("schedule", "said"),
     [
         ([{"step": 5, "weights": {"web": 1, "cod": 1}}], "there is no source cod; did you mean"),
-        (
-            [{"step": 5, "weights": {"web": 1}}, {"step": 5, "weights": {"web": 1}}],
-            "not come after",
-        ),
+        ([{"step": 5, "weights": {"web": 1}}, {"step": 5, "weights": {"web": 1}}], "not come after"),
         ([{"at": 5}], "data.weight_schedule.1: has no step; set step, integer >= 0"),
-        ([{"step": 5, "weights": {"web": 0}}], "all weights are 0"),
     ],
 )
 def test_a_wrong_schedule_is_refused_in_one_line(schedule: list[dict[str, Any]], said: str) -> None:

@@ -12,7 +12,6 @@ from portable.commands.data import main
 from portable.config import DataConfig
 from portable.data import pretokenize
 from portable.data.dataset import build_data
-from portable.data.sources import opening
 from portable.data.sources.prepared import INDEX
 from portable.data.stream import Stream
 from portable.data.tokens import tokenize
@@ -187,11 +186,3 @@ def test_refusals(
     shutil.rmtree(out / "shards" / "000000")
     with pytest.raises(UserError, match=r"run portable-data again"):
         rows(given(tmp_path, source=str(out)), 700)
-
-
-def test_a_long_file_is_made_in_parts(
-    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(opening, "PART_BYTES", 2000)
-    assert main(["--config", str(config), "--out", str(tmp_path / "out"), "--processes", "1"]) == 0
-    assert ": 9 shards" not in capsys.readouterr().out

@@ -6,7 +6,6 @@ import gc
 import json
 import multiprocessing
 import os
-import random
 import shutil
 import signal
 import sys
@@ -134,13 +133,8 @@ def local_leg(place: Path, corpus: Path, settings: dict[str, Any]) -> int:
     return leg(place, corpus, **settings)
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", pytest.param("zero2", marks=pytest.mark.exhaustive)])
-def test_hosts_that_share_no_disk(
-    strategy: str, s3: ObjectStore, tmp_path: Path, corpus: Path, ranks: RankPool
-) -> None:
-    settings: dict[str, Any] = {"strategy": strategy, "train__micro_batch_size": 1}
-    if strategy == "zero2":
-        pytest.importorskip("deepspeed")
+def test_hosts_that_share_no_disk(s3: ObjectStore, tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
+    settings: dict[str, Any] = {"strategy": "full_shard", "train__micro_batch_size": 1}
     assert ranks.run(2, local_leg, tmp_path / "whole", corpus, settings) == 0
     s3.put("texts/corpus.jsonl", corpus.read_bytes())
     there = (s3.url("run"), s3.url("texts/*.jsonl"), tmp_path / "hosts", s3.environment)
@@ -191,7 +185,7 @@ def test_a_store_that_stays_away(
     assert steps_in(s3) == ["step-000004"], "what an interrupted save left is removed"
 
 
-@pytest.mark.parametrize("moment", ["in between", "at the last save", "without a background"])
+@pytest.mark.parametrize("moment", ["in between", "at the last save"])
 @pytest.mark.usefixtures("brief_runs")
 def test_a_store_that_is_away_for_a_while(
     moment: str,
@@ -207,7 +201,7 @@ def test_a_store_that_is_away_for_a_while(
     monkeypatch.setattr("converters.storage.object_store.PART_BYTES", LEAST_PART // 8)
     s3.least_part(1)
     settings: dict[str, Any] = {"checkpoint__every_steps": 2, "checkpoint__keep": None}
-    settings["checkpoint__async"] = moment != "without a background"
+    settings["checkpoint__async"] = moment == "in between"
     failed = "step-000008" if moment == "at the last save" else "step-000004"
     begun = s3.fail(delay=0.0, key=f"{failed}/_INCOMPLETE", method="PUT")
     forward, away, given_up = s3.forward, [0], threading.Event()
@@ -237,31 +231,6 @@ def test_a_store_that_is_away_for_a_while(
     whole = [step for step in steps_in(s3) if s3.names(f"run/checkpoints/{step}/_COMPLETE")]
     assert steps_in(s3) == whole and "step-000008" in whole and "step-000002" in whole
     assert not s3.open_uploads() and not s3.names(f"run/{LEASE_FILE}")
-
-
-@pytest.mark.usefixtures("brief_runs")
-def test_a_store_that_goes_away_while_an_old_checkpoint_is_deleted(
-    s3: ObjectStore, corpus: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """The next save deletes the rest, which is no checkpoint any more."""
-    monkeypatch.setenv("PORTABLE_STORAGE_MINUTES", "0.002")
-    forward, given_up = s3.forward, threading.Event()
-
-    def refuse(method: str, path: str, headers: Any, body: bytes) -> Any:
-        old = path.endswith("?delete") and b"step-000002" in body and b"_COMPLETE" not in body
-        if old and s3.names("run/checkpoints/step-000004/_COMPLETE") and not given_up.is_set():
-            return 503, [], b"<Error><Code>SlowDown</Code></Error>"
-        return forward(method, path, headers, body)
-
-    def say(text: str) -> None:
-        given_up.set()
-        tell(text)
-
-    monkeypatch.setattr(s3, "forward", refuse)
-    monkeypatch.setattr("portable.checkpoint.store.tell", say)
-    assert leg(s3.url("run"), corpus, checkpoint__every_steps=2, checkpoint__keep=1) == 0
-    assert "older checkpoints are not deleted yet" in capfd.readouterr().err
-    assert steps_in(s3) == ["step-000008"]
 
 
 def test_the_shards_of_one_rank_do_not_get_there(
@@ -323,19 +292,6 @@ def test_killed_while_it_sends(
 
 
 @pytest.mark.usefixtures("brief_runs")
-def test_sigterm(s3: ObjectStore, undisturbed: Path, corpus: Path) -> None:
-    slow = s3.fail(delay=1.0, key="step-000002/__0", times=1)
-    every: dict[str, Any] = {"checkpoint__every_steps": 2}
-    process = start(s3, corpus, lambda: slow.done, checkpoint__async=False, **every)
-    os.kill(process.pid, signal.SIGTERM)
-    process.join(300)
-    assert process.exitcode == 75
-    assert steps_in(s3)[-1] < "step-000008" and not s3.names(f"run/{LEASE_FILE}")
-    assert leg(s3.url("run"), corpus) == 0
-    check_same(s3, undisturbed)
-
-
-@pytest.mark.usefixtures("brief_runs")
 def test_a_damaged_checkpoint_is_set_aside(
     s3: ObjectStore, undisturbed: Path, corpus: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -344,10 +300,9 @@ def test_a_damaged_checkpoint_is_set_aside(
     content = bytearray(s3.get(name))
     content[len(content) // 3] ^= 1
     s3.put(name, bytes(content))
-    assert leg(s3.url("run"), corpus, train__stop_after=5) == 0
+    assert leg(s3.url("run"), corpus) == 0
     assert f"set aside as {s3.url('run')}/checkpoints/step-000006/_DAMAGED" in capfd.readouterr().err
     assert s3.get(name) == content, "kept to look into"
-    assert leg(s3.url("run"), corpus) == 0
     check_same(s3, undisturbed)
 
 
@@ -386,32 +341,15 @@ def test_the_first_of_two_writers_does_not_complete_a_folder(s3: ObjectStore) ->
     assert s3.names("run/_COMPLETE")
 
 
-def test_a_large_file_goes_in_parts(s3: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("converters.storage.object_store.PART_BYTES", LEAST_PART)
-    content = random.Random(0).randbytes(2 * LEAST_PART + LEAST_PART // 2 + 3)
-    (tmp_path / "shard").write_bytes(content)
-    target = RemotePath.of(s3.url("shard"))
-    s3.fail(status=503, method="PUT", query="partNumber=2", times=2)
-    target.upload_file(tmp_path / "shard")
-    assert s3.get("shard") == content
-    assert s3.count("PUT", "shard", "partNumber") == 5, "three parts, one of them three times"
-    s3.fail(status=403, method="PUT", query="partNumber=3")
-    with pytest.raises(RemoteError, match="access denied"):
-        RemotePath.of(s3.url("other")).upload_file(tmp_path / "shard")
-    assert not s3.names("other") and not s3.open_uploads()
-
-
 # -- refusals ------------------------------------------------------------------------------------------------
 
 BAD_PLACES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("no bucket", {"output_dir": "s3://no-such-bucket/run"}, ["output_dir: s3://no-such", "no such bucket"]),
     ("a password", {"output_dir": "s3://me:secret@bucket/run"}, ["output_dir", "credentials do not belong"]),
-    ("one slash", {"output_dir": "s3:/bucket/run"}, ["output_dir: s3://bucket/run", "two slashes"]),
     ("no writing", {"output_dir": "https://host/run"}, ["output_dir: https://host/run", "use s3://"]),
     ("no protocol", {"output_dir": "nosuch://host/run"}, ["output_dir: nosuch://host/run", "no protocol"]),
     ("no source", {"checkpoint.resume": "{url}/nothing"}, ["checkpoint.resume: s3://", "does not exist"]),
     ("a model", {"model.name_or_path": "s3://bucket/model"}, ["model.name_or_path", "not a URL"]),
-    ("a tokenizer", {"data.tokenizer": "s3://bucket/model"}, ["data.tokenizer", "not a URL"]),
     ("staging", {"checkpoint.staging_dir": "/dev/null/x"}, ["checkpoint.staging_dir: /dev/null/x"]),
 ]
 
@@ -531,17 +469,14 @@ def test_of_two_that_start_at_once_one_begins(s3: ObjectStore, quick_leases: Non
     assert not s3.names("run/")
 
 
-@pytest.mark.parametrize("store", ["answers 501", "heeds no conditions"])
 def test_a_store_without_conditional_writes_is_told(
-    store: str, s3: ObjectStore, quick_leases: None, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+    s3: ObjectStore, quick_leases: None, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(lease, "PATIENCE", 0.1)
     forward = s3.forward
 
     def without(method: str, path: str, headers: Any, body: bytes) -> Any:
         plain = {name: value for name, value in headers.items() if not name.lower().startswith("if-")}
-        if store == "answers 501" and len(plain) < len(headers):
-            return 501, [], b"<Error><Code>NotImplemented</Code></Error>"
         return forward(method, path, plain, body)
 
     monkeypatch.setattr(s3, "forward", without)
@@ -562,13 +497,6 @@ def test_a_lease_that_somebody_deletes_is_written_again(s3: ObjectStore, quick_l
         assert s3.names("run/") == [LEASE_FILE]
         with pytest.raises(UserError, match="in use by another run"):
             Lease(place).__enter__()
-
-
-def test_no_clock_counts(s3: ObjectStore, quick_leases: None, monkeypatch: Any) -> None:
-    with Lease(RemotePath.of(s3.url("run"))):
-        monkeypatch.setattr(time, "time", lambda: 4e9)
-        with pytest.raises(UserError, match="in use by another run"):
-            Lease(RemotePath.of(s3.url("run"))).__enter__()
 
 
 @pytest.mark.parametrize("trap", ["a link", "another user's"])
