@@ -97,10 +97,7 @@ def look(bound: str, python: str) -> int:
     failed = []
     for name, world in WORLDS.items():
         with tempfile.TemporaryDirectory() as scratch:
-            programs, work = (
-                environment(Path(scratch, "env"), world.extras, bound, python),
-                Path(scratch, "work"),
-            )
+            programs = environment(Path(scratch, "env"), world.extras, bound, python)
             variables = {**os.environ, **world.variables, "PATH": f"{programs}:{os.environ['PATH']}"}
             work = Path(scratch, "work")
             work.mkdir()

@@ -7,7 +7,6 @@ import json
 import math
 import multiprocessing
 import os
-import resource
 import shutil
 import signal
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,7 @@ from converters.manifest import MANIFEST
 from portable.checkpoint.store import Checkpoints
 from portable.checkpoint.trainer_state import TrainerState
 from portable.config import load_config
-from portable.errors import DamagedError, RunError, UserError
+from portable.errors import DamagedError, UserError
 from portable.output.lock import locked
 from portable.output.output_dir import open_output
 from portable.reporting.html_report import write_report
@@ -172,21 +171,6 @@ def test_killed_in_the_middle_of_a_save(moment: str, tmp_path: Path, corpus: Pat
     assert losses(folder) == losses(whole)
     assert weights(folder) == weights(whole)
     assert not list((folder / "checkpoints").glob(".*"))
-
-
-@pytest.mark.parametrize("background", [True, False], ids=["background", "foreground"])
-def test_a_save_that_cannot_be_written(background: bool, tmp_path: Path, corpus: Path) -> None:
-    """The system refuses files as large as a shard, from the second save on."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    assert leg(tmp_path, corpus, train__stop_after=4) == 0
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
-    try:
-        with pytest.raises(RunError, match=r"step-000008: could not be written .*step-000004"):
-            leg(tmp_path, corpus, checkpoint__async=background)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert leg(tmp_path, corpus) == 0
-    assert sorted(losses(tmp_path)) == list(range(1, 9))
 
 
 def test_an_evaluation_that_a_kill_prevented_is_made_up_for(

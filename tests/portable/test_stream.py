@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -23,7 +22,6 @@ from tests.runs import checked
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.object_store import ObjectStore
 
 FILES, RECORDS, LENGTH = 9, 30, 16
 
@@ -239,26 +237,3 @@ def test_bad_records_are_skipped_and_told(
     assert f"warning: {path}: 7 records were skipped (data.on_bad_record)" in told
     with pytest.raises(UserError, match=r"not a line of JSON .* or set data.on_bad_record to skip"):
         list(source(str(path), stream=part_bytes < 1000, cache_dir=tmp_path).documents())
-
-
-def test_a_stream_from_a_store(files: Path, tmp_path: Path, s3: ObjectStore) -> None:
-    """The samples of local files; read ahead in another process; no copy of a file stays."""
-    s3.put_tree(files, "data")
-    local = opened(files)
-    found = build_data(
-        settings(files, source=s3.url("data/*.jsonl"), tokenizer=None, cache_dir=str(tmp_path / "remote"))
-    ).train
-    assert isinstance(found, Stream)
-    for place in ids(local, 0, 900)[::7]:
-        assert found.batch([place])["input_ids"].tolist() == local.batch([place])["input_ids"].tolist()
-    assert ids(found, 0, 2500) == ids(local, 0, 2500)  # beyond an epoch: every file was read
-    deadline = time.monotonic() + 30
-    while (left := _copies(tmp_path / "remote")) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert left == []
-    assert found._ahead is not None
-    found._ahead.close()
-
-
-def _copies(cache: Path) -> list[Path]:
-    return [path for path in (cache / "streams" / "downloads").rglob("*") if path.suffix == ".jsonl"]

@@ -16,7 +16,7 @@ from portable.api import with_objects
 from portable.model.build import build_model, model_config
 from portable.model.initialize import InitialWeights
 from tests.parity import opened
-from tests.portable.data_support import source, write_jsonl
+from tests.portable.data_support import source
 from tests.runs import SENTENCE, configured
 
 if TYPE_CHECKING:
@@ -38,17 +38,6 @@ def records(count: int = 40) -> Iterator[dict[str, Any]]:
         yield {"text": f"{number}: {SENTENCE[number % 9 :]}"}
 
 
-class Growing:
-    """One record more each time."""
-
-    def __init__(self) -> None:
-        self.count = 30
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        self.count += 1
-        return records(self.count)
-
-
 def nothing() -> None: ...
 
 
@@ -61,26 +50,9 @@ def of_tensors() -> list[dict[str, Any]]:
     return [{"text": "one", "more": torch.ones(1)}]
 
 
-def test_records_of_code_are_those_of_a_file(tmp_path: Path) -> None:
-    written = write_jsonl(tmp_path / "rows.jsonl", list(records()))
-    losses = []
-    for name in (str(written), f"{HERE}:records"):
-        with opened(configured(tmp_path / "run", written, data__source=name)) as trial:
-            losses.append([float(trial.step().loss) for _ in range(3)])
-    assert losses[0] == losses[1]
-
-
-def test_the_key_follows_the_records() -> None:
-    def key(name: str) -> str:
-        return source(name).key
-
-    assert key(f"{HERE}:records") == key(f"{HERE}:records()") != key(f"{HERE}:records(count=41)")
-
-
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("Growing", "Growing changed while it was read"),
         ("nothing", "gives a NoneType, not an iterable of records"),
         ("failing", "fails (ValueError: no more; test_user_code.py, line"),
         ("of_tensors", "record 1 is not of plain values"),
@@ -226,12 +198,6 @@ def test_finished_samples_that_cannot_be_used(
     with pytest.raises(UserError) as caught:
         train(config)
     assert told in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_another_length_is_another_run(finished: Any, corpus: Path, tmp_path: Path, brief_runs: None) -> None:
-    train(configured(tmp_path / "run", corpus, **finished, train__stop_after=4))
-    with pytest.raises(UserError, match="trained on other tokens"):
-        train(configured(tmp_path / "run", corpus, **{**finished, "data__source": f"{HERE}:Rows(count=60)"}))
 
 
 # -- models ------------------------------------------------------------------------------------------------

@@ -225,14 +225,6 @@ def test_goes_on_bit_for_bit(corpus: Path, tmp_path: Path, ranks: RankPool) -> N
     assert weights[0] == weights[1]
 
 
-def test_another_optimizer_is_another_run(corpus: Path, tmp_path: Path) -> None:
-    given = {**settings("lion"), "strategy": "no_shard"}
-    assert leg(tmp_path, corpus, {**given, "train__stop_after": 1}) == 0
-    for other in ("torch.optim:NAdam", f"{HERE}:Lion(betas=(0.9, 0.95))"):
-        with pytest.raises(UserError, match=r"train\.optimizer"):
-            leg(tmp_path, corpus, {**given, "train__optimizer": other})
-
-
 # -- what is refused ---------------------------------------------------------------------------------------
 
 
