@@ -127,11 +127,6 @@ def run_of(pair: Pair, folder: Path, records: Path, **overrides: Any) -> RunConf
 # -- what ranks do ----------------------------------------------------------------------------------------
 
 
-def our_losses(config: RunConfig) -> list[float]:
-    """The loss of each step."""
-    return take_steps(config, STEPS).losses
-
-
 def auto_class(task: str) -> Any:
     import transformers
 
@@ -325,10 +320,13 @@ def findings(pair: Pair, ranks: RankPool, folder: Path, records: Path) -> Findin
 
     def two(strategy: str) -> str | None:
         config = run_of(pair, folder, records, strategy=strategy)
-        return apart(list(zip(ranks.run(2, our_losses, config, timeout=120), ours, strict=True)))
+        return apart(
+            list(zip(ranks.run(2, take_steps, config, STEPS, timeout=120).losses, ours, strict=True))
+        )
 
     def bf16() -> str | None:
-        losses = ranks.run(1, our_losses, run_of(pair, folder, records, precision="bf16"), timeout=120)
+        config = run_of(pair, folder, records, precision="bf16")
+        losses = ranks.run(1, take_steps, config, STEPS, timeout=120).losses
         return apart(list(zip(losses, ours, strict=True)), BF16_TOLERANCE)
 
     try:

@@ -15,7 +15,7 @@ from portable.run.prepare import prepare
 from portable.run.resolve import resolve
 from portable.run.restore import restore
 from tests.engines import ENGINES, Engines, accumulated
-from tests.parity import opened, plain_steps
+from tests.parity import plain_steps, take_steps
 from tests.runs import TINY_MODEL, configured
 from tests.test_engines import Seen, exercise
 from tests.views import assert_same_bits, view
@@ -38,16 +38,11 @@ COMMON: dict[str, Any] = {
 }
 
 
-def our_losses(config: RunConfig, steps: int = STEPS) -> Losses:
-    with opened(config) as trial:
-        results = [trial.step() for _ in range(steps)]
-        losses = trial.backend.read([result.loss for result in results])
-        norms = trial.backend.read([result.grad_norm for result in results])
-        return list(zip(losses, norms, strict=True))
+def peft_losses(config: RunConfig, steps: int = STEPS, quantize: Any = None) -> Losses:
+    """The same run as a person would write it with peft: one process, the whole batch at once.
 
-
-def peft_losses(config: RunConfig, steps: int = STEPS) -> Losses:
-    """The same run as a person would write it with peft: one process, the whole batch at once."""
+    ``quantize(base, state)`` gives the base model its values, and returns the others.
+    """
     import peft
     import transformers
 
@@ -61,10 +56,11 @@ def peft_losses(config: RunConfig, steps: int = STEPS) -> Losses:
     auto: Any = getattr(transformers, AUTO_CLASSES[config.model.task])
     base = auto.from_config(run.model_config, attn_implementation="sdpa")
     state = engine.model.state_dict()
+    state = quantize(base, state) if quantize else state
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = peft.get_peft_model(base, run.adapter.config)
-    model.get_base_model().load_state_dict(state)
+    assert not model.get_base_model().load_state_dict(state, strict=not quantize).unexpected_keys
     model.train()
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     spared = ("bias", "norm")
@@ -81,11 +77,11 @@ def peft_losses(config: RunConfig, steps: int = STEPS) -> Losses:
     return plain_steps(model, optimizer, run, steps)
 
 
-def worst(ours: Losses, theirs: Losses) -> float:
+def worst(ours: list[float], theirs: Losses) -> float:
     """The largest relative difference of two curves' losses; both must fall."""
     assert len(ours) == len(theirs) > 0
-    assert ours[-1][0] < ours[0][0] - 0.04  # it is learning, so that equal losses mean equal updates
-    return max(abs(one - other) / other for (one, _), (other, _) in zip(ours, theirs, strict=True))
+    assert ours[-1] < ours[0] - 0.04  # it is learning, so that equal losses mean equal updates
+    return max(abs(one - other) / other for one, (other, _) in zip(ours, theirs, strict=True))
 
 
 UNTIED = {**TINY_MODEL, "tie_word_embeddings": False}
@@ -160,7 +156,7 @@ def truth(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_equals_a_loop_with_peft(case: str, truth: Any, corpus: Path, tmp_path: Path) -> None:
     steps = STEPS if case in ("llama", "dora") else SHORT
     config = configured(tmp_path, corpus, **settings_of(case, train__micro_batch_size=12))
-    assert worst(our_losses(config, steps), truth(case, steps)) < 1e-6
+    assert worst(take_steps(config, steps).losses, truth(case, steps)) < 1e-6
 
 
 RECOMPUTED = {"memory__activation_checkpointing": "full"}
@@ -196,7 +192,7 @@ def test_kinds_of_adapters_on_engines(
 ) -> None:
     whole = {"train__micro_batch_size": 12 // size}
     config = configured(tmp_path, corpus, **settings_of(case, **{**whole, **ENGINES[name].settings, **more}))
-    assert worst(engines.run(name, size, our_losses, config, SHORT), truth(case, SHORT)) < 1e-5
+    assert worst(engines.run(name, size, take_steps, config, SHORT).losses, truth(case, SHORT)) < 1e-5
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from portable.evaluation.evaluate import evaluate
 from portable.run.batches import eval_batches
 from tests.engines import ENGINES, Engines, accumulated
 from tests.gpu.test_parity import LONG, STEPS, plain_losses
-from tests.parity import opened
+from tests.parity import opened, take_steps
 from tests.promises import record
 from tests.runs import TINY_MODEL, configured, write_pretrained
 from tests.views import assert_same_bits, assert_same_view, view
@@ -156,25 +156,21 @@ def test_trains_as_plain_torch_does(
 
 
 @each
-def test_evaluates_and_generates(
+def test_evaluates_generates_saves_and_lets_everything_go(
     name: str, exercised: Callable[[str], tuple[Seen, Path]], one: tuple[Seen, Path]
 ) -> None:
-    seen, _ = exercised(name)
+    seen, folder = exercised(name)
     assert seen.evaluated == pytest.approx(one[0].evaluated, rel=LOSSES)
     assert 0 < seen.evaluated["accuracy"] < 1
     assert seen.continued[:8] == list(range(8)) and len(seen.continued) == 12
     if not name.startswith(("xla", "tpu")):  # which draw from generators of their own
         assert seen.continued == one[0].continued
-
-
-@each
-def test_saves_weights_and_optimizer(
-    name: str, exercised: Callable[[str], tuple[Seen, Path]], one: tuple[Seen, Path]
-) -> None:
-    _, folder = exercised(name)
     ours = view(folder / "trained")
     assert_same_view(ours, view(one[1] / "trained"), VIEWS)
     assert {float(value) for key, value in ours.items() if key.endswith(".step")} == {float(STEPS)}
+    # Or a search for the micro-batch, and a notebook's second run, would have the less memory.
+    before, after = seen.models
+    assert after == before
 
 
 @each
@@ -184,13 +180,6 @@ def test_leaves_out_an_update_that_is_not_finite(
     seen, folder = exercised(name)
     assert seen.skipped == 1
     assert_same_bits(view(folder / "masked"), view(folder / "trained"))
-
-
-@each
-def test_lets_everything_go(name: str, exercised: Callable[[str], tuple[Seen, Path]]) -> None:
-    """Or a search for the micro-batch, and a notebook's second run, would have the less memory."""
-    before, after = exercised(name)[0].models
-    assert after == before
 
 
 # -- conversations, packed as whole documents or padded -----------------------------------------------------
@@ -214,8 +203,6 @@ CASES = [
 
 
 def losses_and_norms(config: RunConfig) -> list[tuple[float, float]]:
-    from tests.parity import take_steps
-
     taken = take_steps(config, STEPS)
     assert all(count == 1 for count in taken.graphs.values()), taken.graphs  # the shapes never change
     return list(zip(taken.losses, taken.norms, strict=True))
@@ -264,18 +251,12 @@ def long_truth(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[f
     return [loss for loss, _ in plain_losses(config, LONG)]
 
 
-def long_losses(config: RunConfig) -> list[float]:
-    from tests.parity import take_steps
-
-    return take_steps(config, LONG).losses
-
-
 @pytest.mark.parametrize("name", WITNESSES)
 def test_thirty_steps(
     name: str, long_truth: list[float], engines: Engines, corpus: Path, tmp_path: Path
 ) -> None:
     config = configured(tmp_path, corpus, **LONG_RUN, **ENGINES[name].settings)
-    assert engines.run(name, 2, long_losses, config) == pytest.approx(long_truth, rel=LOSSES)
+    assert engines.run(name, 2, take_steps, config, LONG).losses == pytest.approx(long_truth, rel=LOSSES)
 
 
 # -- a part of the model is trained, at several rates ------------------------------------------------------

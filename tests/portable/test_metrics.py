@@ -160,28 +160,15 @@ def failing(outputs: Outputs, batch: Mapping[str, Tensor]) -> Any:
     raise ValueError("not\nso")
 
 
-def no_pair(outputs: Outputs, batch: Mapping[str, Tensor]) -> Any:
-    return {"one": torch.tensor(1.0)}
-
-
 def loss_again(outputs: Outputs, batch: Mapping[str, Tensor]) -> Any:
     return {"loss": (1.0, 2)}
-
-
-class Needy(Largest):
-    needs = "everything"
 
 
 @pytest.mark.parametrize(
     ("name", "told"),
     [
         ("failing", r"failing: fails \(ValueError: not so; test_metrics.py, line \d+\)"),
-        (
-            "no_pair",
-            r"no_pair: fails \(TypeError: returns .*; return a mapping from names to pairs of a sum",
-        ),
         ("loss_again", r"loss_again: another metric has a value 'loss', too"),
-        ("Needy", r"Needy: its attribute needs is 'everything'; set it to 'logits'"),
     ],
 )
 def test_a_metric_that_fails_is_named(name: str, told: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -116,28 +117,20 @@ def leg(config: RunConfig, kind: str, bad_tokens: list[int], step: int | None = 
     return out.getvalue(), err.getvalue()
 
 
-class Run:
-    """Legs of one engine over a data set with one bad sample."""
-
-    def __init__(self, name: str, corpus: Path, engines: Engines, bad_tokens: list[int]) -> None:
-        self._name = name
-        self._corpus = corpus
-        self._engines = engines
-        self._bad_tokens = bad_tokens
-
-    def __call__(
-        self, folder: Path, kind: str, step: int | None = None, always: bool = False, **more: Any
-    ) -> tuple[str, str]:
-        config = settings(self._name, folder, self._corpus, **more)
-        tokens = [] if always else self._bad_tokens
-        size, _ = ENGINES[self._name]
-        found: tuple[str, str] = self._engines.run(self._name, size, leg, config, kind, tokens, step)
-        return found
+Run = Callable[..., tuple[str, str]]
+"""Runs a leg of one engine over a data set with one bad sample."""
 
 
 @pytest.fixture
 def run(request: pytest.FixtureRequest, corpus: Path, engines: Engines, bad_tokens: list[int]) -> Run:
-    return Run(request.param, corpus, engines, bad_tokens)
+    name: str = request.param
+
+    def one(folder: Path, kind: str, step: int | None = None, always: bool = False, **more: Any) -> Any:
+        config = settings(name, folder, corpus, **more)
+        tokens = [] if always else bad_tokens
+        return engines.run(name, ENGINES[name][0], leg, config, kind, tokens, step)
+
+    return one
 
 
 def on(*engines: str) -> pytest.MarkDecorator:

@@ -20,7 +20,7 @@ from portable.run.batches import train_loader
 from portable.run.rank import run_rank
 from portable.run.resolve import resolve
 from tests.engines import ENGINES
-from tests.parity import opened
+from tests.parity import launched, opened
 from tests.portable.chat_support import tokenizer
 from tests.portable.data_support import write_jsonl
 from tests.promises import record
@@ -514,10 +514,6 @@ def test_the_adapter_switched_off_is_the_reference(
         assert one == pytest.approx(logged_by(name, other), rel=1e-4, abs=1e-5)
 
 
-def leg(config: RunConfig) -> int:
-    return run_rank(config.backend, config)
-
-
 @pytest.mark.xla
 def test_a_run_moves_from_full_shard_to_zero2_to_xla(
     adapted: Any, data: Path, tmp_path: Path, engines: Engines
@@ -526,7 +522,7 @@ def test_a_run_moves_from_full_shard_to_zero2_to_xla(
     for name, until in (("full_shard", 2), ("zero2", 4), ("xla", None)):
         own = {**ENGINES[name].settings, "train__stop_after": until}
         config = configured(tmp_path / "run", data, **settings, **own)
-        assert engines.run(name, 2, leg, config) == 0
+        assert engines.run(name, 2, launched, config) == 0
     rows = [row for row in read_metrics(tmp_path / "run") if "loss" in row]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert [row["loss"] for row in rows] == pytest.approx([one["loss"] for one in adapted], rel=1e-5)

@@ -19,9 +19,7 @@ import pytest
 
 from converters.storage.completion_markers import begin, complete
 from converters.storage.object_store import RemotePath
-from converters.storage.places import remove_folder
 from converters.storage.store_errors import RemoteError
-from portable.checkpoint.store import Checkpoints
 from portable.cli import main
 from portable.errors import RunError, UserError
 from portable.output import lease
@@ -30,7 +28,6 @@ from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
 from portable.terminal import tell
 from tests.object_store import ACCESS_KEY, LEAST_PART, SECRET_KEY
-from tests.ranks import RankError
 from tests.runs import configured, flags, tiny
 
 if TYPE_CHECKING:
@@ -231,16 +228,6 @@ def test_a_store_that_is_away_for_a_while(
     whole = [step for step in steps_in(s3) if s3.names(f"run/checkpoints/{step}/_COMPLETE")]
     assert steps_in(s3) == whole and "step-000008" in whole and "step-000002" in whole
     assert not s3.open_uploads() and not s3.names(f"run/{LEASE_FILE}")
-
-
-def test_the_shards_of_one_rank_do_not_get_there(
-    s3: ObjectStore, tmp_path: Path, corpus: Path, ranks: RankPool
-) -> None:
-    s3.fail(status=403, method="PUT", key="step-000004/__1")
-    there = (s3.url("run"), str(corpus), tmp_path, s3.environment)
-    with pytest.raises(RankError, match=r"step-000004: could not be written .*__1_0.*last good .*: none"):
-        ranks.run(2, rank_leg, *there, {"train__micro_batch_size": 1})
-    assert not s3.names("run/checkpoints/step-000004/_COMPLETE")
 
 
 def test_one_rank_that_is_cut_off_for_a_while(
@@ -537,18 +524,3 @@ def test_what_is_no_checkpoint_is_kept(
     told = capfd.readouterr().err
     assert "step-000001: had no trainer_state.json" in told and "step-000001.kept" in told
     assert "step-000007: has no trainer_state.json, so it is not a checkpoint" in told
-
-
-def test_half_of_an_unmarked_checkpoint_goes_with_the_next_leg(s3: ObjectStore) -> None:
-    """One that was copied here from a disk, and whose removal was killed."""
-    for name in ("a", "b", "trainer_state.json"):
-        s3.put(f"run/checkpoints/step-000001/{name}", b"{}")
-    place = RemotePath.of(s3.url("run/checkpoints"))
-    s3.fail(status=403, method="POST", query="delete")
-    checkpoints = Checkpoints(place, keep=1)
-    with pytest.raises(RemoteError):
-        remove_folder(place / "step-000001")
-    s3.heal()
-    assert checkpoints.latest() is None
-    checkpoints.remove_partial()
-    assert not s3.names("run/")

@@ -15,7 +15,7 @@ from portable import UserError, plugins, train
 from portable.api import with_objects
 from portable.model.build import build_model, model_config
 from portable.model.initialize import InitialWeights
-from tests.parity import opened
+from tests.parity import opened, take_steps
 from tests.portable.data_support import source
 from tests.runs import SENTENCE, configured
 
@@ -144,11 +144,6 @@ def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     }
 
 
-def first_losses(config: RunConfig) -> list[float]:
-    with opened(config) as trial:
-        return trial.backend.read([trial.step().loss for _ in range(4)])
-
-
 @pytest.mark.parametrize(
     ("name", "size", "settings"),
     [
@@ -160,7 +155,7 @@ def test_finished_samples(
     name: str, size: int, settings: Any, finished: Any, corpus: Path, tmp_path: Path, engines: Engines
 ) -> None:
     """In the run's own order, which knows only how many there are."""
-    truth = first_losses(configured(tmp_path / "one", corpus, **finished))
+    truth = take_steps(configured(tmp_path / "one", corpus, **finished), 4).losses
     with opened(configured(tmp_path / "one", corpus, **finished)) as trial:
         rows, model = [next(trial.batches) for _ in range(6)], trial.engine.model
         with torch.no_grad():
@@ -175,7 +170,7 @@ def test_finished_samples(
         again = pickle.loads(pickle.dumps(samples))  # noqa: S301
         torch.testing.assert_close(again.batch([(0, 5), (0, 2)]), samples.batch([(0, 5), (0, 2)]))
     config = configured(tmp_path / "other", corpus, **finished, **settings)
-    found = engines.run(name, size, first_losses, config)
+    found = engines.run(name, size, take_steps, config, 4).losses
     assert found == pytest.approx(truth, rel=1e-5) and truth[-1] < truth[0]
 
 

@@ -239,13 +239,6 @@ class KeepsShards(Lion):
         super().step()
 
 
-class KeepsList(Lion):
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        super().step()
-        for p in self.param_groups[0]["params"]:
-            self.state[p]["history"] = [1]
-
-
 class CountsOnHost(Lion):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step()
@@ -271,7 +264,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "torch.optim:Adafactor": ({"strategy": "zero2"}, r"ZeRO's flat partitions; use strategy full_shard"),
     "torch.optim:Adagrad": ({"strategy": "zero2"}, r"its constructor makes state"),
     f"{HERE}:Odd": ({"train__weight_decay": 0.1}, r"takes no weight_decay; set it to 0"),
-    f"{HERE}:KeepsList": ({}, r"the state 'history' of 0 is a list, which a checkpoint cannot hold"),
     f"{HERE}:Fails": ({}, r"fails \(ZeroDivisionError: one by none; test_user_optimizer\.py, line \d+\)"),
 }
 
