@@ -116,7 +116,7 @@ def test_a_hub_dataset_is_read_by_ranges(tmp_path: Path) -> None:
     half = len(TEXTS) // 2
     for number, texts in enumerate((TEXTS[:half], TEXTS[half:])):
         name = tmp_path / "data" / f"train-0000{number}-of-00002.parquet"
-        parquet(name, {"text": texts}, row_group_size=100)
+        parquet(name, {"text": texts}, row_group_size=100, compression="none")
     contents = {f"data/{path.name}": path.read_bytes() for path in (tmp_path / "data").iterdir()}
     contents = {"README.md": b"# a dataset\n", **dict(sorted(contents.items()))}
     contents["data/test-00000-of-00001.parquet"] = contents["data/train-00000-of-00002.parquet"]
