@@ -182,7 +182,7 @@ def test_a_store_that_stays_away(
     assert steps_in(s3) == ["step-000004"], "what an interrupted save left is removed"
 
 
-@pytest.mark.parametrize("moment", ["in between", "at the last save"])
+@pytest.mark.parametrize("moment", ["in between", "at the last save", "without a background"])
 @pytest.mark.usefixtures("brief_runs")
 def test_a_store_that_is_away_for_a_while(
     moment: str,
@@ -198,7 +198,7 @@ def test_a_store_that_is_away_for_a_while(
     monkeypatch.setattr("converters.storage.object_store.PART_BYTES", LEAST_PART // 8)
     s3.least_part(1)
     settings: dict[str, Any] = {"checkpoint__every_steps": 2, "checkpoint__keep": None}
-    settings["checkpoint__async"] = moment == "in between"
+    settings["checkpoint__async"] = moment != "without a background"
     failed = "step-000008" if moment == "at the last save" else "step-000004"
     begun = s3.fail(delay=0.0, key=f"{failed}/_INCOMPLETE", method="PUT")
     forward, away, given_up = s3.forward, [0], threading.Event()
