@@ -158,14 +158,18 @@ def test_what_is_skipped_on_the_way_could_not_have_been_best() -> None:
 def test_ranks_that_share_sequences_hold_a_part_of_the_activations(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    found = [
-        plan(capsys, "--device", "h100", "--devices", "8", "--context_parallel_size", size)
-        for size in ("1", "4")
-    ]
-    assert found[1]["options"][0]["communication_bytes"] > found[0]["options"][0]["communication_bytes"]
-    whole, shared = (one["options"][0]["device_bytes"] for one in found)
-    assert shared["activations"] == pytest.approx(whole["activations"] / 4, rel=0.1)
-    assert shared["optimizer"] == whole["optimizer"]
+    """And exchange them: once more where layers are recomputed. How much: ``test_shared_sequences.py``."""
+    run = ["--device", "h100", "--devices", "8", "--precision", "bf16", "--train.micro_batch_size", "2"]
+    exchanged = []
+    for recompute in ("none", "full"):
+        given = [*run, "--memory.activation_checkpointing", recompute, "--context_parallel_size"]
+        whole, shared = (plan(capsys, *given, size)["options"][0] for size in ("1", "4"))
+        exchanged.append(shared["communication_bytes"] - whole["communication_bytes"])
+        assert shared["device_bytes"]["optimizer"] == whole["device_bytes"]["optimizer"]
+        if recompute == "none":
+            kept = [option["device_bytes"]["activations"] for option in (whole, shared)]
+            assert kept[1] == pytest.approx(kept[0] / 4, rel=0.1)
+    assert 0 < exchanged[0] == pytest.approx(exchanged[1] / 1.5, abs=1)
 
 
 @pytest.mark.parametrize(("heads", "expected"), [(8, 4), (3, None)])
