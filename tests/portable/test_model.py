@@ -146,7 +146,8 @@ def test_the_way_that_experts_are_computed(name: str) -> None:
         settings = load_config({"model": given}).model
         return models.build_model(models.model_config(settings), settings)
 
-    assert built(model_type="mixtral", num_local_experts=4).config._experts_implementation == name
+    mixtral = built(model_type="mixtral", num_local_experts=4, num_key_value_heads=2)
+    assert mixtral.config._experts_implementation == name
     with pytest.raises(UserError, match=r"model.experts: LlamaForCausalLM has no experts in one tensor"):
         built(model_type="llama")
 
