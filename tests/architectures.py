@@ -41,6 +41,7 @@ TASKS = {
     "sequence-classification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
 }
 BF16_TOLERANCE = 5e-2
+TEXT = "one way to find out what a model means is to train it beside another that means it"
 NAMES = {
     "llama": (
         "Llama 2, Llama 3, 3.1, 3.2 and 3.3, Code Llama, TinyLlama, Vicuna, Yi, SmolLM, SmolLM2, Falcon3, "
@@ -95,26 +96,7 @@ def pairs() -> list[Pair]:
 def write_records(folder: Path) -> Path:
     """Short texts with a target and a label each."""
     path = folder / "records.jsonl"
-    words = [
-        "one",
-        "way",
-        "to",
-        "find",
-        "out",
-        "what",
-        "a",
-        "model",
-        "means",
-        "is",
-        "to",
-        "train",
-        "it",
-        "beside",
-        "another",
-        "that",
-        "means",
-        "it",
-    ]
+    words = TEXT.split()
     with path.open("w", encoding="utf-8") as file:
         for i in range(80):
             text = " ".join(words[(i * 7 + j * (1 + i % 5)) % len(words)] for j in range(12 + (i * 13) % 30))
@@ -144,11 +126,6 @@ def run_of(pair: Pair, folder: Path, records: Path, **overrides: Any) -> RunConf
 
 
 # -- what ranks do ----------------------------------------------------------------------------------------
-
-
-def our_losses(config: RunConfig) -> list[float]:
-    """The loss of each step."""
-    return take_steps(config, STEPS).losses
 
 
 def auto_class(task: str) -> Any:
@@ -344,10 +321,13 @@ def findings(pair: Pair, ranks: RankPool, folder: Path, records: Path) -> Findin
 
     def two(strategy: str) -> str | None:
         config = run_of(pair, folder, records, strategy=strategy)
-        return apart(list(zip(ranks.run(2, our_losses, config, timeout=120), ours, strict=True)))
+        return apart(
+            list(zip(ranks.run(2, take_steps, config, STEPS, timeout=120).losses, ours, strict=True))
+        )
 
     def bf16() -> str | None:
-        losses = ranks.run(1, our_losses, run_of(pair, folder, records, precision="bf16"), timeout=120)
+        config = run_of(pair, folder, records, precision="bf16")
+        losses = ranks.run(1, take_steps, config, STEPS, timeout=120).losses
         return apart(list(zip(losses, ours, strict=True)), BF16_TOLERANCE)
 
     try:

@@ -1,8 +1,9 @@
-"""Where the time of a test session goes: a record of it, and its twenty longest tests and files.
+"""Where the time of a test session goes: a record of it.
 
 Every session writes ``.durations.json`` in the project's folder: each test with the seconds of its phases and
 the process that ran it, and each start of something that tests share (ranks, devices, a server, samples).
-``python -m tests`` adds its checks, and the wall and processor time of the whole.
+``python -m tests`` adds its checks, and the wall and processor time of the whole; ``--durations=20`` of
+pytest tells the longest tests.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 RECORD = Path(__file__).resolve().parents[1] / ".durations.json"
-LONGEST = 20
 _starts: list[dict[str, Any]] = []
 """What this process has started for its tests."""
 
@@ -63,38 +63,10 @@ class Durations:
         if self._tests:
             write({"pytest": {"seconds": seconds}, "tests": self._tests, "starts": _starts})
 
-    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        if len(self._tests) <= LONGEST:
-            return
-        terminalreporter.section(f"the {LONGEST} longest (all: {RECORD.name})")
-        for line in longest(self._tests):
-            terminalreporter.write_line(line)
-        terminalreporter.section(f"the {LONGEST} longest files")
-        for file, seconds in list(by_file(self._tests).items())[:LONGEST]:
-            terminalreporter.write_line(f"{seconds:7.1f} s  {file}")
-
 
 def seconds_of(test: dict[str, Any]) -> float:
     """A test's set-up, call and tear-down together."""
     return float(sum(test.get(phase, 0.0) for phase in ("setup", "call", "teardown")))
-
-
-def longest(tests: dict[str, dict[str, Any]], most: int = LONGEST) -> list[str]:
-    """A line each for the tests that took longest."""
-    ordered = sorted(tests.items(), key=lambda item: -seconds_of(item[1]))[:most]
-    return [
-        f"{seconds_of(test):7.1f} s  {name}  (of which set-up {test.get('setup', 0.0):.1f})"
-        for name, test in ordered
-    ]
-
-
-def by_file(tests: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """Seconds of each file's tests, most first."""
-    sums: dict[str, float] = {}
-    for name, test in tests.items():
-        file = name.partition("::")[0]
-        sums[file] = sums.get(file, 0.0) + seconds_of(test)
-    return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
 
 def read() -> dict[str, Any]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-import threading
 import urllib.parse
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from tests import answers
+from tests.answers import Answers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -41,41 +42,19 @@ def serving(name: str, files: Mapping[str, bytes], requests: list[tuple[str, str
                 )
         return list(found.values())
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-        def _send(self, status: int, content: bytes, headers: Mapping[str, str]) -> None:
-            self.send_response(status)
-            for key, value in headers.items():
-                self.send_header(key, value)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(content)
-
+    class Handler(Answers):
         def _json(self, answer: Any) -> None:
-            self._send(200, json.dumps(answer).encode(), {"Content-Type": "application/json"})
+            self.send(200, json.dumps(answer).encode(), {"Content-Type": "application/json"})
 
         def _answer(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            body = self.body()
             path = urllib.parse.unquote(self.path.partition("?")[0])
             requests.append((f"{self.command} {path}", self.headers.get("Range") or ""))
             api, files_at = f"/api/datasets/{name}", f"/datasets/{name}/resolve/{COMMIT}/"
             if path in (api, f"{api}/revision/{COMMIT}", f"{api}/revision/main"):
                 siblings = [{"rfilename": one} for one in files]
-                self._json(
-                    {
-                        "id": name,
-                        "sha": COMMIT,
-                        "private": False,
-                        "gated": False,
-                        "siblings": siblings,
-                        "tags": [],
-                    }
-                )
+                told = {"id": name, "sha": COMMIT, "private": False, "gated": False, "tags": []}
+                self._json({**told, "siblings": siblings})
             elif path.startswith(f"{api}/tree/{COMMIT}"):
                 self._json(listed(path.removeprefix(f"{api}/tree/{COMMIT}").strip("/")))
             elif path == f"{api}/paths-info/{COMMIT}":
@@ -92,22 +71,16 @@ def serving(name: str, files: Mapping[str, bytes], requests: list[tuple[str, str
                     first, _, last = span.removeprefix("bytes=").partition("-")
                     stop = min(int(last) + 1 if last else len(content), len(content))
                     headers["Content-Range"] = f"bytes {first}-{stop - 1}/{len(content)}"
-                    self._send(206, content[int(first) : stop], headers)
+                    self.send(206, content[int(first) : stop], headers)
                 else:
-                    self._send(200, content, headers)
+                    self.send(200, content, headers)
             else:
-                self._send(404, b"{}", {"X-Error-Code": "EntryNotFound"})
+                self.send(404, b"{}", {"X-Error-Code": "EntryNotFound"})
 
         do_GET = do_HEAD = do_POST = _answer  # noqa: N815
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
+    with answers.serving(Handler) as url:
+        yield url
 
 
 def main(name: str, cache: Path) -> None:

@@ -7,13 +7,15 @@ import hashlib
 import json
 import re
 import socket
-import threading
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
+from tests import answers
+from tests.answers import Answers
+
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Iterator
 
 TOKEN = "hf_test_token"
@@ -52,9 +54,9 @@ class FakeHub:
     url: str = ""
 
     def fault(self, request: str) -> int | str | None:
-        for part, answers in self.faults.items():
-            if part in request and answers:
-                return answers.pop(0)
+        for part, wanted in self.faults.items():
+            if part in request and wanted:
+                return wanted.pop(0)
         return None
 
     def answer(self, method: str, path: str, body: bytes) -> tuple[int, dict[str, Any], dict[str, str]]:
@@ -137,17 +139,12 @@ class FakeHub:
 
 @contextmanager
 def serving(hub: FakeHub) -> Iterator[FakeHub]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
+    class Handler(Answers):
         def _answer(self) -> None:
             path = self.path.partition("?")[0]
             request = f"{self.command} {path}"
             hub.requests.append(request)
-            body = self._body()
+            body = self.body()
             fault = hub.fault(request)
             if fault == LOST:
                 hub.answer(self.command, path, body)
@@ -165,33 +162,10 @@ def serving(hub: FakeHub) -> Iterator[FakeHub]:
                 headers["X-Error-Message"] = answer["error"]
             else:
                 status, answer, headers = hub.answer(self.command, path, body)
-            content = json.dumps(answer).encode()
-            self.send_response(status)
-            for key, value in {**headers, "Content-Type": "application/json"}.items():
-                self.send_header(key, value)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def _body(self) -> bytes:
-            if self.headers.get("Transfer-Encoding") == "chunked":
-                parts = []
-                while size := int(self.rfile.readline(), 16):
-                    parts.append(self.rfile.read(size))
-                    self.rfile.readline()
-                self.rfile.readline()
-                return b"".join(parts)
-            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            headers["Content-Type"] = "application/json"
+            self.send(status, json.dumps(answer).encode(), headers)
 
         do_GET = do_POST = do_PUT = _answer  # noqa: N815
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-    thread.start()
-    hub.url = f"http://127.0.0.1:{server.server_address[1]}"
-    try:
+    with answers.serving(Handler) as hub.url:
         yield hub
-    finally:
-        server.shutdown()
-        server.server_close()

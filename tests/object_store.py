@@ -11,7 +11,6 @@ pointed to by `AWS_ENDPOINT_URL`, so a test sees every request and can answer so
 
 from __future__ import annotations
 
-import http.server
 import io
 import os
 import sys
@@ -22,6 +21,8 @@ import xml.etree.ElementTree as ET
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tests.answers import Answers, serving
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -130,9 +131,8 @@ class ObjectStore:
         class Handler(_Handler):
             owner = store
 
-        self._proxy = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._proxy.daemon_threads = True
-        threading.Thread(target=self._proxy.serve_forever, daemon=True).start()
+        self._serving = serving(Handler)
+        self._url = self._serving.__enter__()
         self._lock = threading.Lock()
         self._buckets = 0
         self.bucket = ""
@@ -140,14 +140,13 @@ class ObjectStore:
         self.faults: list[Fault] = []
 
     def close(self) -> None:
-        self._proxy.shutdown()
-        self._proxy.server_close()
+        self._serving.__exit__(None, None, None)
 
     @property
     def environment(self) -> dict[str, str]:
         """What a process needs to reach the store."""
         return {
-            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self._proxy.server_address[1]}",
+            "AWS_ENDPOINT_URL": self._url,
             "AWS_ACCESS_KEY_ID": ACCESS_KEY,
             "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
             "AWS_DEFAULT_REGION": "us-east-1",
@@ -345,15 +344,11 @@ _SIGNED = {
 }
 
 
-class _Handler(http.server.BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _Handler(Answers):
     owner: ObjectStore
 
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
-
     def _serve(self) -> None:
-        body = self._body()
+        body = self.body()
         path, _, query = self.path.partition("?")
         key = urllib.parse.unquote(path).lstrip("/")
         fault = self.owner.fault(self.command, key, query)
@@ -398,16 +393,5 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self.wfile.write(passed)
         except (BrokenPipeError, ConnectionResetError):
             self.close_connection = True
-
-    def _body(self) -> bytes:
-        if "chunked" not in (self.headers.get("Transfer-Encoding") or ""):
-            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        body = b""
-        while size := int(self.rfile.readline().split(b";")[0], 16):
-            body += self.rfile.read(size)
-            self.rfile.readline()
-        while self.rfile.readline().strip():  # trailers
-            pass
-        return body
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _serve  # noqa: N815

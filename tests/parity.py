@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from portable.data.samples.loader import TrainLoader
 from portable.loop import train_step
+from portable.model.loss import token_loss
+from portable.private.of_transformers import no_value_checks
 from portable.registry import create_backend
+from portable.reporting.metrics import read_metrics
 from portable.run.batches import train_loader
 from portable.run.prepare import prepare
+from portable.run.rank import run_rank
 from portable.run.resolve import resolve
 from portable.run.restore import restore
 
@@ -23,6 +29,7 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
     from portable.loop import StepResult
     from portable.run.stages import Prepared
+    from tests.engines import Engines
 
 
 @dataclass(frozen=True)
@@ -120,3 +127,37 @@ def take_steps(config: RunConfig, steps: int) -> Steps:
         norms = backend.read([result.grad_norm for result in results])
         compiled: Any = getattr(trial.engine, "graphs", None)
         return Steps(losses, norms, figures, {} if compiled is None else compiled.distinct)
+
+
+def launched(config: RunConfig) -> int:
+    """On a rank: the whole run."""
+    return run_rank(config.backend, config)
+
+
+def numbers_of(engines: Engines, size: int, config: RunConfig) -> list[float]:
+    """The losses, norms and evaluations that a run on ``size`` ranks logs."""
+    assert engines.run(config.strategy, size, launched, config) == 0
+    rows = read_metrics(Path(config.output_dir))
+    return [row[name] for row in rows for name in ("loss", "eval_loss", "grad_norm") if name in row]
+
+
+def loss_and_gradients(model: Any, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """The loss, and the whole gradients."""
+    model.zero_grad()
+    with no_value_checks():
+        loss = token_loss(model, batch)
+    loss.backward()
+    found = [loss.detach().clone()]
+    for parameter in model.parameters():
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+        found.append(gradient.full_tensor() if isinstance(gradient, DTensor) else gradient)
+    return found
+
+
+def off(found: list[torch.Tensor], expected: list[torch.Tensor]) -> str:
+    """By how much, where two of :func:`loss_and_gradients` differ by more than rounding."""
+    largest = max(float(value.abs().max()) for value in expected[1:])
+    apart = [float((one - other).abs().max()) for one, other in zip(found, expected, strict=True)]
+    if apart[0] > 1e-6 * float(expected[0]) or max(apart[1:]) > 2e-6 * largest:
+        return f"the loss is {apart[0]:.1e} off, gradients {max(apart[1:]) / largest:.1e}"
+    return ""

@@ -19,9 +19,7 @@ CHOSEN = [
     Pair("gemma4_text", "causal-lm"),  # sizes that differ from layer to layer
     Pair("ibert", "masked-lm"),  # buffers made after parameters
     Pair("squeezebert", "masked-lm"),  # layers that are called past their hooks
-    Pair("mbart", "seq2seq-lm"),
     Pair("mbart", "masked-lm"),  # its decoder reads its labels
-    Pair("reformer", "masked-lm"),  # layers that are asked for gradients, past their hooks
     Pair("longcat_flash", "causal-lm"),  # experts that are called as often as tokens choose them
 ]
 

@@ -25,7 +25,6 @@ def changed(line: str) -> str:
         (changed("lines = 900"), []),
         (changed("lines = 1_200 # 2026-02-03: a third engine"), []),
         (changed("lines = 1_200"), ["portable.lines was raised from 1,000 to 1,200"]),
-        (changed("lines = 1_200  # a third engine"), ["portable.lines was raised"]),
         (BEFORE.replace("9_000", "9_500"), ["portable.nodes was raised from 9,000 to 9,500"]),
         (BEFORE.replace("9_000 # 2026-01-02", "9_500 # 2026-02-03"), []),
     ],
@@ -36,15 +35,11 @@ def test_a_bound_is_raised_with_a_new_reason(now: str, told: list[str]) -> None:
     assert all(part in line for part, line in zip(told, said, strict=True))
 
 
-def test_sizes_do_not_depend_on_format_and_what_shrinks_lowers_the_bound(tmp_path: Path) -> None:
+def test_what_is_too_large_is_told_and_what_shrinks_lowers_the_bound(tmp_path: Path) -> None:
     package = tmp_path / "portable"
     package.mkdir()
     (package / "a.py").write_text('"""Text."""\n\n\ndef f(x):\n    """More."""\n    return x\n')
     sizes = measured(tmp_path, ["portable"])
-    (package / "a.py").write_text('"""A longer text.\n\nOf three lines."""\ndef f(x): return x\n')
-    squeezed = measured(tmp_path, ["portable"])
-    assert squeezed["portable"]["nodes"] == sizes["portable"]["nodes"]
-    assert (squeezed["portable"]["lines"], sizes["portable"]["lines"]) == (4, 6)
     (line,) = exceeded({"portable": {"lines": 5, "nodes": 100}}, sizes)
     assert line.startswith("portable has 6 lines, 1 more than budget.toml allows")
     assert lowered("[portable]\nlines = 8 # 2026-01-02: why\nnodes = 1\n", sizes) == (

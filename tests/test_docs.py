@@ -142,12 +142,6 @@ def test_every_block_of_commands_says_whether_it_runs() -> None:
     assert not unmarked
 
 
-def test_every_block_has_a_language_that_is_known() -> None:
-    known = {*COMMANDS, "python", "yaml", "json", "", "{toctree}"}
-    known |= {"{eval-rst}"}
-    assert [str(block) for page in PAGES for block in blocks(page) if block.language not in known] == []
-
-
 def pages_that_run() -> Iterator[Any]:
     for page in PAGES:
         run = [block.text for block in blocks(page) if block.comment == "runs"]
@@ -263,34 +257,22 @@ def test_a_page_has_one_name() -> None:
     assert [(name, page) for name, page in links if titles[page] != f"# {name}"] == []
 
 
-def test_tests_that_are_named_exist() -> None:
-    named = {
-        name for page in PAGES for name in re.findall(r"`((?:tests/)[\w/]+\.py)`", page.read_text("utf-8"))
-    }
-    assert len(named) > 20
-    assert not [name for name in named if not (ROOT / name).is_file()]
-
-
-def test_modules_that_are_named_exist() -> None:
-    """``python -m benchmarks.zero`` and the like."""
-    named = {
-        name
-        for page in PAGES
-        for name in re.findall(r"python -m ((?:benchmarks|gpu|tpu|portable)[\w.]*)", page.read_text("utf-8"))
-    }
-    assert named
-    places = {name: ROOT / name.replace(".", "/") for name in named}
-    found = {
-        n for n, at in places.items() if at.with_suffix(".py").is_file() or (at / "__main__.py").is_file()
-    }
-    assert found == named
-
-
-def test_every_page_is_in_the_table_of_contents() -> None:
-    trees = of("{toctree}", pages=[ROOT / "docs" / "index.md"])
-    listed = [line for tree in trees for line in tree.text.splitlines() if line and not line.startswith(":")]
-    assert len(listed) == len(set(listed))
-    assert set(listed) == {path.stem for path in (ROOT / "docs").glob("*.md")} - {"index"}
+def test_tests_and_modules_that_are_named_exist() -> None:
+    """``tests/test_docs.py``, and ``python -m benchmarks.zero`` and the like."""
+    text = "\n".join(page.read_text("utf-8") for page in PAGES)
+    tests = set(re.findall(r"`((?:tests/)[\w/]+\.py)`", text))
+    assert len(tests) > 20 and not [name for name in tests if not (ROOT / name).is_file()]
+    modules = set(re.findall(r"python -m ((?:benchmarks|gpu|tpu|portable)[\w.]*)", text))
+    places = {name: ROOT / name.replace(".", "/") for name in modules}
+    assert (
+        modules
+        and [
+            name
+            for name, at in places.items()
+            if not at.with_suffix(".py").is_file() and not (at / "__main__.py").is_file()
+        ]
+        == []
+    )
 
 
 @pytest.mark.slow

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,17 +12,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from converters import open_checkpoint
 from portable.data.dataset import build_data
 from portable.errors import UserError
-from portable.model import quantized
 from portable.private.of_bitsandbytes import bitsandbytes
 from portable.registry import create_backend
 from portable.reporting.metrics import read_metrics
 from portable.run.prepare import prepare
-from portable.run.rank import run_rank
 from portable.run.resolve import resolve
 from portable.run.restore import restore
+from tests import test_adapters as of_adapters
 from tests.engines import accumulated
 from tests.gpu.test_pretrained_memory import peak_of
-from tests.parity import opened, plain_steps
+from tests.parity import launched, take_steps
 from tests.runs import TINY_MODEL, configured
 
 try:
@@ -49,11 +46,6 @@ COMMON: dict[str, Any] = {
 }
 
 
-def our_losses(config: RunConfig) -> list[float]:
-    with opened(config) as trial:
-        return trial.backend.read([trial.step().loss for _ in range(STEPS)])
-
-
 def in_place_of(linear: nn.Linear, kind: str) -> Any:
     """bitsandbytes' own layer with the values of ``linear``."""
     sizes = linear.in_features, linear.out_features, linear.bias is not None
@@ -66,32 +58,19 @@ def in_place_of(linear: nn.Linear, kind: str) -> Any:
 
 
 def peft_losses(config: RunConfig) -> list[float]:
-    """The same run as a person would write it: one process, the whole batch at once."""
-    import peft
-
+    """The same run as a person would write it, with bitsandbytes' own layers."""
     kind = config.adapter.base
-    backend = create_backend("cpu")
-    run = prepare(resolve(config.replaced({"adapter.base": "auto"}), backend.name), backend)
-    state = restore(run, None).engine.model.state_dict()
-    assert run.adapter is not None
-    base: Any = AutoModelForCausalLM.from_config(run.model_config, attn_implementation="sdpa")
-    lora = {name: tensor for name, tensor in state.items() if "lora" in name}
-    rest = {name.replace(".base_layer", ""): state[name] for name in state.keys() - lora.keys()}
-    base.load_state_dict(rest)
-    for name, module in list(base.named_modules()):
-        if isinstance(module, nn.Linear) and name != "lm_head":
-            base.set_submodule(name, in_place_of(module, kind))
-    setattr(base, f"is_loaded_in_{4 if kind == 'nf4' else 8}bit", True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model: Any = peft.get_peft_model(base, run.adapter.config)
-    assert any("bnb" in type(module).__module__ for module in model.modules())
-    assert not model.get_base_model().load_state_dict(lora, strict=False).unexpected_keys
-    model.train()
-    trained = [p for p in model.parameters() if p.requires_grad]
-    train = config.train
-    optimizer = torch.optim.AdamW(trained, betas=train.betas, eps=train.eps, weight_decay=train.weight_decay)
-    return [loss for loss, _ in plain_steps(model, optimizer, run, STEPS)]
+
+    def quantize(base: Any, state: dict[str, Any]) -> dict[str, Any]:
+        lora = {name: tensor for name, tensor in state.items() if "lora" in name}
+        base.load_state_dict({n.replace(".base_layer", ""): state[n] for n in state.keys() - lora.keys()})
+        for name, module in list(base.named_modules()):
+            if isinstance(module, nn.Linear) and name != "lm_head":
+                base.set_submodule(name, in_place_of(module, kind))
+        setattr(base, f"is_loaded_in_{4 if kind == 'nf4' else 8}bit", True)
+        return lora
+
+    return [loss for loss, _ in of_adapters.peft_losses(config, STEPS, quantize)]
 
 
 @pytest.fixture(scope="module")
@@ -103,15 +82,14 @@ def truth(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, l
     }
 
 
-@pytest.mark.parametrize("kind", ["nf4", "int8"])
 @pytest.mark.parametrize(
-    ("size", "settings"),
+    ("kind", "size", "settings"),
     [
-        (1, {"strategy": "no_shard"}),
-        (2, {"strategy": "no_shard"}),
-        (3, {"strategy": "full_shard"}),
-        (2, {"strategy": "shard_grad_op", "memory__activation_checkpointing": "full"}),
-        (2, {"strategy": "full_shard", "memory__offload_params": "cpu"}),
+        ("nf4", 1, {"strategy": "no_shard"}),
+        ("int8", 2, {"strategy": "no_shard"}),
+        ("nf4", 3, {"strategy": "full_shard"}),
+        ("int8", 2, {"strategy": "shard_grad_op", "memory__activation_checkpointing": "full"}),
+        ("nf4", 2, {"strategy": "full_shard", "memory__offload_params": "cpu"}),
     ],
 )
 def test_equals_a_loop_with_peft_and_bitsandbytes(
@@ -125,14 +103,10 @@ def test_equals_a_loop_with_peft_and_bitsandbytes(
 ) -> None:
     settings = {**COMMON, **accumulated(size), **settings}
     config = configured(tmp_path, corpus, adapter__base=kind, **settings)
-    losses = engines.run("full_shard", size, our_losses, config)
+    losses = engines.run("full_shard", size, take_steps, config, STEPS).losses
     assert losses[-1] < losses[0] - 0.1
     assert truth["nf4"] != pytest.approx(truth["int8"], rel=1e-4)
     assert losses == pytest.approx(truth[kind], rel=1e-6 if size == 1 and kind == "nf4" else 1e-5)
-
-
-def launched(config: RunConfig) -> int:
-    return run_rank("cpu", config)
 
 
 def test_a_run_stops_goes_on_and_is_exported(engines: Engines, corpus: Path, tmp_path: Path) -> None:
@@ -179,16 +153,6 @@ def test_what_cannot_be_is_refused(
     assert refused({"adapter__base": "nf4", **settings}, tmp_path, corpus).startswith(message)
 
 
-def test_without_the_package(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    bitsandbytes.cache_clear()
-    try:
-        said = refused({"adapter__base": "nf4"}, tmp_path, corpus)
-    finally:
-        bitsandbytes.cache_clear()
-    assert said.startswith("adapter.base: bitsandbytes cannot be imported (import of bitsandbytes halted")
-
-
 def test_counts_are_those_of_the_model(corpus: Path, tmp_path: Path) -> None:
     """A quantized weight stands for all its elements."""
     whole, part = (
@@ -233,20 +197,3 @@ def test_host_memory_does_not_grow_with_the_model(corpus: Path, tmp_path: Path) 
         assert size < 0.3 * whole
         beyond.append(most - size)
     assert beyond[1] < beyond[0] + 16 * 2**20, beyond
-
-
-def odd_rows() -> tuple[int, float]:
-    """On a rank, where nothing else has imported bitsandbytes: compilations, and the largest difference."""
-    layer = quantized.QuantizedLinear(nn.Linear(83, 64, bias=False, device="meta"), "nf4", torch.float32)
-    weight = torch.linspace(-1, 1, 83 * 64).view(64, 83)
-    layer.bits = nn.Parameter(layer.quantized(weight), requires_grad=False)
-    torch._dynamo.utils.counters.clear()
-    found = layer(torch.eye(83)).T
-    return len(torch._dynamo.utils.counters["stats"]), float((found - weight).abs().max())
-
-
-def test_nothing_is_compiled_for_odd_rows(engines: Engines) -> None:
-    """bitsandbytes has no kernel for them on a CPU."""
-    compilations, difference = engines.run("no_shard", 1, odd_rows)
-    assert compilations == 0
-    assert difference < 0.2  # of 16 levels

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,12 +30,9 @@ SCHEMAS = Path(__file__).with_name("schemas")
 SUFFIX = {"slurm": "sbatch", "hf-jobs": "sh", "cloud-tpu": "sh"}
 FILES: list[tuple[str, list[str]]] = [
     ("sky", ["h100:8"]),
-    ("sky", ["h100:16", "a100-80:16"]),
     ("sky", ["4090:4", "v5e:8", "h200:1", "v4:4"]),
     ("dstack", ["a100-40:8", "h100:8"]),
-    ("dstack", ["h100:16"]),
     ("jobset", ["h100:16"]),
-    ("jobset", ["4090:1"]),
     ("jobset", ["v5e:16"]),
     ("trainjob", ["h100:16"]),
     ("trainjob", ["v6e:8"]),
@@ -134,39 +130,19 @@ def test_cloud_tpu_prints_its_commands(folder: Path) -> None:
     assert "--accelerator-type=v5p-32" in told.stdout and "s3://bucket/run" in told.stdout
 
 
-@pytest.mark.parametrize("program", ["sky", "dstack"])
-def test_the_program_itself_reads_the_file(program: str, folder: Path) -> None:
-    installed = pytest.importorskip(program, reason=f"{program} is large; its schema is checked above")
-    for target, devices in FILES:
-        if target == program:
-            file = written(target, *(word for device in devices for word in ("--device", device)))
-            if program == "sky":
-                assert len(installed.Task.from_yaml(str(file)).resources) == len(devices)
-            else:
-                models: Any = import_module("dstack._internal.core.models.configurations")
-                models.parse_run_configuration(yaml.safe_load(file.read_text()))
-            file.unlink()
-
-
 REFUSED = [
     ("sky", [], "name the machine, such as --device h100:8"),
     ("sky", ["--device", "h101:8"], "--device: h101:8: unknown device 'h101'; did you mean h100?"),
-    ("sky", ["--device", "h100:x"], "write NAME:COUNT"),
     ("sky", ["--device", "h100:12"], "a machine has 8"),
     ("sky", ["--device", "mi300x:8"], "mi300x is an AMD GPU, and pip's torch is for NVIDIA"),
     ("sky", ["--device", "h100:16", "--device", "h100:8"], "the same number of machines"),
     ("sky", ["--device", "v5e:16"], "needs --for cloud-tpu"),
-    ("sky", ["--device", "v5e:5"], "no slice has so many chips"),
     ("jobset", ["--device", "h100:8", "--device", "h200:8"], "takes one kind of machine"),
-    ("dstack", ["--device", "v5e:8"], "--for dstack has none"),
     ("hf-jobs", ["--device", "h100:8"], "has no such machine"),
-    ("cloud-tpu", ["--device", "h100:8"], "is no TPU"),
     ("sky", ["--device", "h100:8", "--output_dir", "runs/mine"], "output_dir: runs/mine would be lost"),
-    ("sky", ["--device", "h100:8", "--output_dir", "s3://it's"], "would need quotes"),
-    ("hf-jobs", ["--device", "h200:8", "--output_dir", "s3://a>b"], "'>' would need quotes"),
     ("hf-jobs", ["--device", "h200:8", "--output_dir", "s3://a b"], "' ' would need quotes"),
-    ("dstack", ["--device", "h100:8", "--output_dir", "s3://a:"], "':' would need quotes"),
     ("sky", ["other.yaml", "--device", "h100:8"], "other.yaml: there is none"),
+    ("sky", ["--device", "h100:8", "--task", "lora"], "--task: has no effect with --for"),
 ]
 
 
@@ -177,23 +153,6 @@ def test_mistakes_are_one_line(
     assert main(["init", "--for", target, *words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and expected in line
-    assert [path.name for path in folder.iterdir()] == ["run.yaml"]
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["--device", "h100:8"], "--device: has an effect only with --for"),
-        (["--on-demand"], "--on-demand: has an effect only with --for"),
-        (["--for", "sky", "--device", "h100:8", "--task", "lora"], "--task: has no effect with --for"),
-    ],
-)
-def test_no_flag_is_ignored(
-    words: list[str], expected: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["init", "other.yaml", *words]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: {expected}")
     assert [path.name for path in folder.iterdir()] == ["run.yaml"]
 
 
@@ -216,20 +175,16 @@ def test_what_a_machine_would_miss_is_said(folder: Path, capsys: pytest.CaptureF
     assert "is there already" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("device", "placement"), [("h100:8", None), ("h100:16", "cluster")])
-def test_the_first_lines_of_dstacks_file_make_its_fleet(
-    device: str, placement: str | None, folder: Path, tmp_path: Path
-) -> None:
+def test_the_first_lines_of_dstacks_file_make_its_fleet(folder: Path, tmp_path: Path) -> None:
     """dstack 0.22 refuses a task without a fleet, and a fleet takes no spot machines unless it says so."""
-    lines = [
-        line.removeprefix("# ") for line in written("dstack", "--device", device).read_text().splitlines()
-    ]
+    text = written("dstack", "--device", "h100:16").read_text()
+    lines = [line.removeprefix("# ") for line in text.splitlines()]
     end = lines.index("dstack apply -f fleet.dstack.yaml")
     commands = [line for line in lines[:end] if line.startswith(("printf", "echo"))]
     subprocess.run(["bash", "-ec", "\n".join(commands)], cwd=tmp_path, check=True)
     fleet = yaml.safe_load((tmp_path / "fleet.dstack.yaml").read_text())
     assert fleet["type"] == "fleet" and fleet["spot_policy"] == "auto"
-    assert fleet.get("placement") == placement
+    assert fleet["placement"] == "cluster"
 
 
 def test_a_preempted_run_goes_on_under_another_program(

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from portable.checkpoint.store import checkpoints_of
-from portable.checkpoint.trainer_state import TrainerState
 from portable.config import DataConfig
 from portable.data.dataset import build_data
 from portable.data.samples.base import PackedCausal, Part
@@ -31,7 +29,6 @@ if TYPE_CHECKING:
 WEIGHTS: list[Sequence[float]] = [
     (3, 1),
     (0.7, 0.2, 0.1),
-    (1, 1, 1, 1, 1, 1, 1),
     (5, 0, 1),
     (0.995, 0.004, 0.001),
     tuple(range(1, 34)),
@@ -169,20 +166,11 @@ def test_the_share_of_a_source_is_part_of_the_data(tmp_path: Path) -> None:
 WRONG = [
     ([{"source": "web.jsonl"}], "data.sources.1: has no name"),
     ([{"name": "a/b", "source": "web.jsonl"}], "the name 'a/b'"),
-    (
-        [{"name": "a", "source": "x"}, {"name": "a", "source": "y"}],
-        "two sources are named a",
-    ),
-    (
-        [{"name": "a", "source": "x", "weight": 1}, {"name": "b", "source": "y"}],
-        "and b has none",
-    ),
+    ([{"name": "a", "source": "x"}, {"name": "a", "source": "y"}], "two sources are named a"),
+    ([{"name": "a", "source": "x", "weight": 1}, {"name": "b", "source": "y"}], "and b has none"),
     ([{"name": "a", "source": "x", "weight": 0}], "all weights are 0"),
-    ([{"name": "a", "source": "x", "weight": -1}], "data.sources.a.weight must be number >= 0"),
     ([{"name": "a", "source": "x", "weight": 1, "epochs": 1}], "has a weight and epochs"),
-    ([{"name": "a", "source": "x", "wieght": 1}], "did you mean"),
     ([{"name": "a", "weight": 1}], "names no data of its own"),
-    ([{"name": "a", "source": "x", "max_samples": 0}], "data.sources.a.max_samples must be"),
 ]
 
 
@@ -197,12 +185,8 @@ def test_wrong_sources_are_refused_in_one_line(sources: list[dict[str, Any]], sa
     ("schedule", "said"),
     [
         ([{"step": 5, "weights": {"web": 1, "cod": 1}}], "there is no source cod; did you mean"),
-        (
-            [{"step": 5, "weights": {"web": 1}}, {"step": 5, "weights": {"web": 1}}],
-            "not come after",
-        ),
+        ([{"step": 5, "weights": {"web": 1}}, {"step": 5, "weights": {"web": 1}}], "not come after"),
         ([{"at": 5}], "data.weight_schedule.1: has no step; set step, integer >= 0"),
-        ([{"step": 5, "weights": {"web": 0}}], "all weights are 0"),
     ],
 )
 def test_a_wrong_schedule_is_refused_in_one_line(schedule: list[dict[str, Any]], said: str) -> None:
@@ -226,7 +210,7 @@ def test_an_error_in_a_source_names_it(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("brief_runs")
 def test_a_run_of_texts_and_conversations(tmp_path: Path) -> None:
-    """Loss, tokens and epoch by source; evaluation by source; and a stop in between changes nothing."""
+    """Loss, tokens and epoch by source, and evaluation by source; stopped: ``test_data_contract.py``."""
     texts, chats = write_corpus(tmp_path), write_conversations(tmp_path)
     sources = [
         {"name": "texts", "source": str(texts), "weight": 1},
@@ -254,13 +238,6 @@ def test_a_run_of_texts_and_conversations(tmp_path: Path) -> None:
     ]  # fmt: skip
     evaluated = next(row for row in read_metrics(folder) if "eval_loss/texts" in row)
     assert {"eval_loss/chats", "eval_accuracy/texts"} <= evaluated.keys()
-    parted = tmp_path / "parted"
-    assert run_rank("cpu", configured(parted, texts, **given, train__stop_after=2)) == 0
-    assert run_rank("cpu", configured(parted, texts, **given)) == 0
-    again = [row["loss"] for row in read_metrics(parted) if "loss" in row]
-    assert again == [row["loss"] for row in rows]
-    (_, newest), *_ = reversed(checkpoints_of(parted).complete())
-    assert TrainerState.read(newest).samples == rows[-1]["samples"]
     with pytest.raises(UserError, match="other tokens, or in other shares"):
         sources[0]["weight"] = 2
-        run_rank("cpu", configured(parted, texts, **given))
+        run_rank("cpu", configured(folder, texts, **given))

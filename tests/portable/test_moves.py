@@ -1,8 +1,8 @@
 """A run moves from every engine to every other and to other world sizes, real engines on both sides.
 
 Every resume reads one logical checkpoint, so the pairs follow by composition: each engine writes what a
-reference holds, and each goes on from the reference: full_shard and zero3 on every number of ranks, the
-others on one or two. ``--all`` has all on every number, and runs the pairs themselves.
+reference holds, and each goes on from the reference: full_shard on every number of ranks, the others on one
+or two. ``--all`` has all on every number, and runs the pairs themselves.
 
 ``PORTABLE_WRITE_DOCS=1`` has the tests write their table into ``docs/moving.md``.
 """
@@ -37,6 +37,22 @@ LOSSES, VIEWS = 1e-5, 1e-3
 """Relative tolerance of losses, and of what is stored, as a share of each tensor's largest element."""
 
 
+KINDS: dict[str, dict[str, Any]] = {
+    "texts": {},
+    # Conversations, packed as whole documents; the loss counts the answers.
+    "packed": {"data__packing": "documents", "data__seq_len": 64},
+    # A part of the model, at several rates.
+    "part": {
+        "train__frozen": ["norm", r"layers\.0\.mlp"],
+        "train__parameter_groups": [
+            {"pattern": r"layers\.1", "learning_rate": 1e-2},
+            {"pattern": "q_proj", "weight_decay": 1.0},
+        ],
+    },
+}
+"""What a run trains, and on what."""
+
+
 def leg(folder: Path, corpus: Path, settings: dict[str, Any], size: int) -> int:
     common: dict[str, Any] = {
         "train__micro_batch_size": GLOBAL_BATCH // (2 * size),  # accumulated twice, on 4 ranks three times
@@ -49,33 +65,42 @@ def leg(folder: Path, corpus: Path, settings: dict[str, Any], size: int) -> int:
     return run_rank(config.backend, config)
 
 
-class Runner:
-    """Runs an engine on a number of ranks or devices until :data:`ENDS_AT`."""
+Runner = Callable[..., list[float]]
+Begun = Callable[..., tuple[Path, list[float]]]
 
-    def __init__(self, corpus: Path, engines: Engines, **settings: Any) -> None:
-        self._corpus = corpus
-        self._engines = engines
-        self._settings = settings
 
-    def __call__(self, name: str, size: int, folder: Path) -> list[float]:
+@pytest.fixture(scope="module")
+def runner(corpus: Path, conversations: Path, engines: Engines) -> Runner:
+    """Run an engine on a number of ranks or devices until :data:`ENDS_AT`."""
+
+    def run(name: str, size: int, folder: Path, kind: str = "texts") -> list[float]:
         """The losses of the steps after :data:`MOVES_AT`, on record in ``folder`` when it is done."""
-        settings = {**ENGINES[name].settings, **self._settings}
-        assert self._engines.run(name, size, leg, folder, self._corpus, settings, size) == 0
+        data = conversations if kind == "packed" else corpus
+        settings = {**ENGINES[name].settings, **KINDS[kind]}
+        assert engines.run(name, size, leg, folder, data, settings, size) == 0
         rows = {row["step"]: row["loss"] for row in read_metrics(folder) if "loss" in row}
         return [rows[step] for step in range(MOVES_AT + 1, ENDS_AT + 1)]
 
-
-@pytest.fixture(scope="module")
-def runner(corpus: Path, engines: Engines) -> Runner:
-    return Runner(corpus, engines)
+    return run
 
 
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory, runner: Runner) -> tuple[Path, list[float]]:
-    """A run on one rank as it stood at :data:`MOVES_AT`, and the losses with which it went on undisturbed."""
-    folder = tmp_path_factory.mktemp("reference") / "run"
-    losses = runner("no_shard", 1, folder)
-    return back_to_the_move(folder), losses
+def begun(tmp_path_factory: pytest.TempPathFactory, runner: Runner) -> Begun:
+    """A run as it stood at :data:`MOVES_AT`, and the losses with which it went on undisturbed."""
+
+    @cache
+    def by(name: str, size: int, kind: str = "texts") -> tuple[Path, list[float]]:
+        folder = tmp_path_factory.mktemp("begun") / "run"
+        losses = runner(name, size, folder, kind)
+        return back_to_the_move(folder), losses
+
+    return by
+
+
+@pytest.fixture(scope="module")
+def reference(begun: Begun) -> tuple[Path, list[float]]:
+    """On one rank."""
+    return begun("no_shard", 1)
 
 
 def back_to_the_move(folder: Path) -> Path:
@@ -89,7 +114,7 @@ def stored(folder: Path) -> Path:
     return folder / "checkpoints" / f"step-{MOVES_AT:06d}"
 
 
-IMPLIED: tuple[str, ...] = ("shard_grad_op", "zero1, offload", "zero2, offload", "tpu, no_shard")
+IMPLIED: tuple[str, ...] = ("shard_grad_op", "zero1", "zero1, offload", "zero2, offload", "tpu, no_shard")
 IMPLIED += ("full_shard, shared", "zero3, shared")
 """Of their classes, others write; what these save is held in test_engines, what they load below."""
 
@@ -119,8 +144,8 @@ def test_writes_what_the_reference_holds(
     assert runner(name, size, begun) == alone
 
 
-NUMBERS = {"full_shard": 4, "zero3": 4, "tpu, no_shard": 0}
-NUMBERS |= dict.fromkeys(("no_shard", "hybrid_shard", "zero1", "full_shard, layers shared", "xla"), 2)
+NUMBERS = {"full_shard": 4, "tpu, no_shard": 0}
+NUMBERS |= dict.fromkeys(("no_shard", "zero3", "full_shard, layers shared", "xla"), 2)
 """How many numbers of ranks one of each class of engines goes on on; the others have one."""
 
 
@@ -141,54 +166,24 @@ def test_goes_on_from_the_reference(
     record(losses, reference[1], LOSSES)
 
 
-@pytest.fixture(scope="module")
-def packing(conversations: Path, engines: Engines) -> Runner:
-    """Of runs on conversations, which are packed as whole documents; the loss counts the answers."""
-    return Runner(conversations, engines, data__packing="documents", data__seq_len=64)
-
-
-@pytest.fixture(scope="module")
-def packed(tmp_path_factory: pytest.TempPathFactory, packing: Runner) -> tuple[Path, list[float]]:
-    folder = tmp_path_factory.mktemp("packed") / "run"
-    losses = packing("no_shard", 1, folder)
-    return back_to_the_move(folder), losses
-
-
-PACKED = [("full_shard", 3), ("zero2", 2), ("zero3", 3), ("xla", 2), ("xla, shared", 4)]
-
-
-@pytest.mark.parametrize(("name", "size"), PACKED)
-def test_goes_on_with_packed_conversations(
-    name: str, size: int, packed: tuple[Path, list[float]], tmp_path: Path, packing: Runner
+@pytest.mark.parametrize(
+    ("kind", "name", "size"),
+    [
+        ("packed", "full_shard", 3),
+        ("packed", "xla, shared", 4),
+        ("part", "full_shard", 3),
+        ("part", "zero3, offload", 2),
+        ("part", "xla", 2),
+    ],
+)
+def test_packed_conversations_and_a_part_of_the_model_move(
+    kind: str, name: str, size: int, begun: Begun, tmp_path: Path, runner: Runner
 ) -> None:
-    folder = Path(shutil.copytree(packed[0], tmp_path / "run"))
-    assert packing(name, size, folder) == pytest.approx(packed[1], rel=LOSSES)
-
-
-@pytest.fixture(scope="module")
-def partly(corpus: Path, engines: Engines) -> Runner:
-    """Of runs that train a part of the model, at several rates."""
-    groups = [{"pattern": r"layers\.1", "learning_rate": 1e-2}, {"pattern": "q_proj", "weight_decay": 1.0}]
-    return Runner(corpus, engines, train__frozen=["norm", r"layers\.0\.mlp"], train__parameter_groups=groups)
-
-
-@pytest.fixture(scope="module")
-def part(tmp_path_factory: pytest.TempPathFactory, partly: Runner) -> tuple[Path, list[float]]:
-    folder = tmp_path_factory.mktemp("part") / "run"
-    losses = partly("no_shard", 1, folder)
-    return back_to_the_move(folder), losses
-
-
-@pytest.mark.parametrize("name", ["full_shard", "zero1", "zero3, offload", "xla"])
-def test_goes_on_with_a_part(
-    name: str, part: tuple[Path, list[float]], tmp_path: Path, partly: Runner
-) -> None:
-    """And from there back to one rank."""
-    size, folder = ENGINES[name].sizes[0], Path(shutil.copytree(part[0], tmp_path / "run"))
-    assert partly(name, size, folder) == pytest.approx(part[1], rel=LOSSES)
-    begun = tmp_path / "begun"
-    partly(name, size, begun)
-    assert_same_view(view(stored(back_to_the_move(begun))), view(stored(part[0])), VIEWS)
+    """From one rank, and back to it."""
+    there, losses = begun("no_shard", 1, kind)
+    folder = Path(shutil.copytree(there, tmp_path / "run"))
+    assert runner(name, size, folder, kind) == pytest.approx(losses, rel=LOSSES)
+    assert_same_view(view(stored(begun(name, size, kind)[0])), view(stored(there)), VIEWS)
 
 
 def goes_on_with(source: str, target: str) -> int:
@@ -197,22 +192,6 @@ def goes_on_with(source: str, target: str) -> int:
         return ENGINES[source].sizes[0]
     sizes, names = ENGINES[target].sizes, list(ENGINES)
     return sizes[(names.index(target) + names.index(source)) % len(sizes)]
-
-
-Begun = Callable[[str], tuple[Path, list[float]]]
-
-
-@pytest.fixture(scope="module")
-def begun(tmp_path_factory: pytest.TempPathFactory, runner: Runner) -> Begun:
-    """What ``reference`` is, of the engine that is named."""
-
-    @cache
-    def by(name: str) -> tuple[Path, list[float]]:
-        folder = tmp_path_factory.mktemp("begun") / "run"
-        losses = runner(name, ENGINES[name].sizes[0], folder)
-        return back_to_the_move(folder), losses
-
-    return by
 
 
 @pytest.mark.exhaustive
@@ -226,7 +205,7 @@ def test_every_pair(
     tmp_path: Path,
     runner: Runner,
 ) -> None:
-    stopped, alone = begun(source)
+    stopped, alone = begun(source, ENGINES[source].sizes[0])
     folder = Path(shutil.copytree(stopped, tmp_path / "run"))
     expected = alone if target == source else pytest.approx(reference[1], rel=LOSSES)
     assert runner(target, goes_on_with(source, target), folder) == expected

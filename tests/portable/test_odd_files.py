@@ -210,15 +210,6 @@ def test_a_copy_of_a_dataset_of_the_hub(card: str, stream: bool, tmp_path: Path)
         found(split="none")
 
 
-def test_a_split_of_files_without_splits(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "train"}])
-    for place in (path, tmp_path):
-        with pytest.raises(
-            UserError, match=r"data.split: .test. is for a hub data set, but data.source names"
-        ):
-            source(str(place), split="test")
-
-
 def test_saved_datasets(tmp_path: Path) -> None:
     """Records and tokens, also with splits."""
     import datasets
@@ -229,7 +220,6 @@ def test_saved_datasets(tmp_path: Path) -> None:
         tmp_path / "splits"
     )
     assert texts(source(str(tmp_path / "rows"))) == TEXTS
-    assert texts(source(str(tmp_path / "rows"), max_samples=3)) == TEXTS[:3]
     assert texts(source(str(tmp_path / "splits"))) == TEXTS[:5]
     test = source(str(tmp_path / "splits"), task="sequence-classification", split="test")
     assert [(found.text, found.label) for found in test.checked(test.documents())] == [(TEXTS[7], 1)]

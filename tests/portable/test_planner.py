@@ -43,7 +43,6 @@ LARGE = {
     "num_key_value_heads": 8,
     "max_position_embeddings": 4096,
 }
-PARTS = {"parameters", "gathered", "gradients", "optimizer", "activations", "total"}
 
 
 def plan(
@@ -60,35 +59,19 @@ def meta_model_of(config: RunConfig) -> MetaModel:
     return MetaModel(model, config.replaced({"backend": "cuda"}))
 
 
-def names(found: dict[str, Any]) -> list[tuple[str, str, str]]:
-    return [(o["strategy"], o["offload_optimizer"], o["offload_params"]) for o in found["options"]]
-
-
-def test_json_has_what_it_promises(capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_in_the_order_of_the_guide_with_their_bytes(capsys: pytest.CaptureFixture[str]) -> None:
     found = plan(capsys, "--device", "h100", "--devices", "8")
     assert found["parameters"] == 2 * 512 * 64 + 3 * (64 * 64 * 3 + 3 * 64 * 160 + 2 * 64) + 64
+    parts = {"parameters", "gathered", "gradients", "optimizer", "activations"}
     for option in found["options"]:
-        assert option.keys() >= {
-            "strategy",
-            "offload_optimizer",
-            "offload_params",
-            "device_bytes",
-            "host_bytes",
-            "disk_bytes",
-            "checkpoint_bytes",
-            "fits",
-        }
+        assert option.keys() >= {"host_bytes", "disk_bytes", "checkpoint_bytes"} and option["fits"] is True
         size = option["device_bytes"]
-        assert size.keys() == PARTS
-        assert size["total"] == sum(size[name] for name in PARTS - {"total"})
+        assert size.keys() == {*parts, "total"} and size["total"] == sum(size[name] for name in parts)
         assert all(isinstance(value, int) and value >= 0 for value in size.values())
-        assert option["fits"] is True
-    assert found["best"]["strategy"] == "no_shard"
-
-
-def test_the_order_is_the_guides(capsys: pytest.CaptureFixture[str]) -> None:
-    found = names(plan(capsys, "--device", "h100", "--devices", "8"))
-    zero = [name for name in found if name[0].startswith("zero") and name[0] != "zero1"]
+    order = [(o["strategy"], o["offload_optimizer"], o["offload_params"]) for o in found["options"]]
+    assert found["best"]["strategy"] == "no_shard" and order[0] == ("no_shard", "none", "none")
+    zero = [name for name in order if name[0].startswith("zero") and name[0] != "zero1"]
+    assert order.index(("zero1", "none", "none")) < order.index(zero[0])
     assert zero == [
         ("zero2", "none", "none"),
         ("zero3", "none", "none"),
@@ -99,8 +82,6 @@ def test_the_order_is_the_guides(capsys: pytest.CaptureFixture[str]) -> None:
         ("zero3", "nvme", "none"),
         ("zero3", "nvme", "nvme"),
     ]
-    assert found[0] == ("no_shard", "none", "none")
-    assert found.index(("zero1", "none", "none")) < found.index(zero[0])
 
 
 def test_what_sends_the_fewest_bytes_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,25 +97,6 @@ def test_what_sends_the_fewest_bytes_comes_first(capsys: pytest.CaptureFixture[s
     assert len(groups) == 3
     for group, following in itertools.pairwise(groups):
         assert max(group) <= 1.001 * min(following)
-
-
-def test_the_first_in_the_order_that_fits_is_on_top(capsys: pytest.CaptureFixture[str]) -> None:
-    whole = plan(capsys, "--device-memory", "1TB", "--devices", "8")["options"]
-    kept = [o for o in whole if (o["offload_optimizer"], o["offload_params"]) == ("none", "none")]
-    sizes = {o["strategy"]: o["device_bytes"]["total"] for o in kept}
-    # Room for what shards everything, and for nothing that comes before it.
-    least = min(sizes["no_shard"], sizes["shard_grad_op"], sizes["zero2"])
-    assert sizes["full_shard"] < least
-    room = (sizes["full_shard"] + least) // 2
-    usable = int((room + devices.KEPT_FOR_COLLECTIVES) / (1 - devices.SHARE_KEPT_FREE)) + 1
-    found = plan(capsys, "--device-memory", str(usable), "--devices", "8")
-    assert found["options"][0]["strategy"] == "full_shard"
-    assert [o["fits"] for o in found["options"]] == sorted(
-        (o["fits"] for o in found["options"]), reverse=True
-    )
-    assert found["best"]["strategy"] == "full_shard"
-    assert "full_shard" in found["best"]["reason"]
-    assert "If memory runs out" in found["best"]["reason"]
 
 
 def test_a_large_model_gives_up_one_thing_after_another(capsys: pytest.CaptureFixture[str]) -> None:
@@ -193,54 +155,21 @@ def test_what_is_skipped_on_the_way_could_not_have_been_best() -> None:
     assert len(seen) > 3
 
 
-def test_the_largest_micro_batch_is_the_last_that_fits() -> None:
-    config = load_config(None, {"precision": "bf16", "strategy": "full_shard", "data.seq_len": 64})
-    config = config.replaced({"model.config": SMALL, "train.global_batch_size": 64})
-    model = meta_model_of(config)
-
-    def planner(memory: int) -> Planner:
-        device = devices.unnamed("cuda").with_memory(memory)
-        return Planner(config, model, Target("cuda", Cluster(1, 8), device, None))
-
-    own, sizes = Setting.of(config), [1, 2, 4, 8, 16, 32, 64]
-    needs = [planner(1).option(own, micro_batch=size).device_bytes.total for size in sizes]
-    assert needs == sorted(needs)
-    for size, need in zip(sizes, needs, strict=True):
-        room = int(need / (1 - devices.SHARE_KEPT_FREE)) + 2
-        assert planner(room).largest_micro_batch(sizes) == size
-    assert planner(needs[0] // 2).largest_micro_batch(sizes) is None
-
-
 def test_ranks_that_share_sequences_hold_a_part_of_the_activations(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    found = [
-        plan(capsys, "--device", "h100", "--devices", "8", "--context_parallel_size", size)
-        for size in ("1", "4")
-    ]
-    whole, shared = (one["options"][0]["device_bytes"] for one in found)
-    assert shared["activations"] == pytest.approx(whole["activations"] / 4, rel=0.1)
-    assert shared["optimizer"] == whole["optimizer"]
-
-
-@pytest.mark.parametrize(
-    ("parts", "recompute", "keys"),
-    [(2, "none", 2), (4, "none", 4), (4, "full", 4)],  # 2 heads of keys are repeated for 4 ranks
-)
-def test_what_ranks_exchange_that_share_sequences_is_sent(
-    parts: int, recompute: str, keys: int, capsys: pytest.CaptureFixture[str]
-) -> None:
+    """And exchange them: once more where layers are recomputed. How much: ``test_shared_sequences.py``."""
     run = ["--device", "h100", "--devices", "8", "--precision", "bf16", "--train.micro_batch_size", "2"]
-    run += ["--memory.activation_checkpointing", recompute]
-    whole, shared = (
-        {option["strategy"]: option["communication_bytes"] for option in found["options"]}
-        for found in (plan(capsys, *run, "--context_parallel_size", size) for size in ("1", str(parts)))
-    )
-    tokens = 64 * 64 // 8  # that a rank has in a step
-    width = 3 * (4 + keys + keys + 4) * 16  # of queries, keys, values and results in three layers
-    passes = 3 if recompute == "full" else 2
-    exchanged = 2 * passes * width * tokens * (parts - 1) // parts
-    assert shared["no_shard"] - whole["no_shard"] == pytest.approx(exchanged, abs=1)
+    exchanged = []
+    for recompute in ("none", "full"):
+        given = [*run, "--memory.activation_checkpointing", recompute, "--context_parallel_size"]
+        whole, shared = (plan(capsys, *given, size)["options"][0] for size in ("1", "4"))
+        exchanged.append(shared["communication_bytes"] - whole["communication_bytes"])
+        assert shared["device_bytes"]["optimizer"] == whole["device_bytes"]["optimizer"]
+        if recompute == "none":
+            kept = [option["device_bytes"]["activations"] for option in (whole, shared)]
+            assert kept[1] == pytest.approx(kept[0] / 4, rel=0.1)
+    assert 0 < exchanged[0] == pytest.approx(exchanged[1] / 1.5, abs=1)
 
 
 @pytest.mark.parametrize(("heads", "expected"), [(8, 4), (3, None)])
@@ -313,30 +242,21 @@ def test_an_adapter_is_named_where_training_all_does_not_fit(capsys: pytest.Capt
 def test_the_recommended_row_is_on_top_as_it_will_run(capsys: pytest.CaptureFixture[str]) -> None:
     """Also where nothing fits as it is configured."""
     argv = ["--model.config", json.dumps(LARGE), "--devices", "64", "--data.seq_len", "1024"]
-    argv += ["--train.global_batch_size", "2048", "--train.micro_batch_size", "32"]
-    changed = set()
-    for device in (("--device", "a100-40"), ("--device-memory", "28GB"), ("--device", "t4")):
-        assert main([*argv, *device, "--json"]) == 0
-        best = json.loads(capsys.readouterr().out)["best"]
-        assert main([*argv, *device]) == 0
-        said = capsys.readouterr().out
-        if best is None:
-            assert "\n* " not in said
-            continue
-        header, *rows = said[said.index("\n  strategy") + 1 :].partition("\n\n")[0].splitlines()
-        assert [row[:2] for row in rows].count("* ") == 1 and rows[0].startswith(f"* {best['strategy']} ")
-        assert rows[0].endswith("yes")
-        names = [tuple(re.split(r"  +", row[2:])[:2]) for row in rows]
-        assert len(set(names)) == len(names)
-        told = (best["micro_batch_size"] != 32, best["activation_checkpointing"] == "full")
-        cells = dict(zip(header.split(), rows[0][2:].replace(" GiB", "GiB").split(), strict=False))
-        assert cells.get("batch", "32") == str(best["micro_batch_size"])
-        assert cells.get("recompute", "none") == best["activation_checkpointing"]
-        assert max(map(len, said.splitlines())) <= (
-            100 if best["activation_checkpointing"] == "none" else 104
-        )
-        changed.add(told)
-    assert len(changed) > 1
+    argv += ["--train.global_batch_size", "512", "--train.micro_batch_size", "8", "--device-memory", "28GB"]
+    assert main([*argv, "--json"]) == 0
+    best = json.loads(capsys.readouterr().out)["best"]
+    assert best["micro_batch_size"] < 8 or best["activation_checkpointing"] == "full"
+    assert main(argv) == 0
+    said = capsys.readouterr().out
+    header, *rows = said[said.index("\n  strategy") + 1 :].partition("\n\n")[0].splitlines()
+    assert [row[:2] for row in rows].count("* ") == 1 and rows[0].startswith(f"* {best['strategy']} ")
+    assert rows[0].endswith("yes")
+    names = [tuple(re.split(r"  +", row[2:])[:2]) for row in rows]
+    assert len(set(names)) == len(names)
+    cells = dict(zip(header.split(), rows[0][2:].replace(" GiB", "GiB").split(), strict=False))
+    assert cells.get("batch", "8") == str(best["micro_batch_size"])
+    assert cells.get("recompute", "none") == best["activation_checkpointing"]
+    assert max(map(len, said.splitlines())) <= 104
 
 
 def test_a_run_of_no_family_in_particular_takes_fsdp2(capsys: pytest.CaptureFixture[str]) -> None:
@@ -379,7 +299,8 @@ def test_a_disk_comes_last(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_tpu_runs_what_xla_runs(capsys: pytest.CaptureFixture[str]) -> None:
     found = plan(capsys, "--device", "v5e", "--devices", "8")
-    assert {name[0] for name in names(found)} == {"no_shard", "shard_grad_op", "full_shard"}
+    strategies = {option["strategy"] for option in found["options"]}
+    assert strategies == {"no_shard", "shard_grad_op", "full_shard"}
     assert found["backend"] == "xla"
     assert all(option["host_bytes"] == 0 for option in found["options"])
 
@@ -407,13 +328,9 @@ def test_the_yaml_lines_are_a_config(capsys: pytest.CaptureFixture[str], tmp_pat
     ("arguments", "words"),
     [
         (["--device", "h10"], ["--device", "h100"]),
-        (["--device", "abacus"], ["--device", "abacus", "v5e", "--device-memory"]),
         (["--device-memory", "much"], ["--device-memory", "much", "80GB"]),
-        (["--device-memory", "0GB"], ["--device-memory"]),
         (["--host-memory", "12 parsecs"], ["--host-memory", "12 parsecs"]),
-        (["--devices", "0"], ["--devices"]),
         (["--devices", "7"], ["train.global_batch_size", "7 devices"]),
-        (["--config", "no-such.yaml"], ["no-such.yaml"]),
         (["--train.step", "3"], ["--train.step", "train.steps"]),
         (["--device", "v5e", "--memory.offload_optimizer", "cpu"], ["memory.offload_optimizer", "xla"]),
         (["--device", "h100", "--backend", "xla"], ["--device", "backend"]),
@@ -432,28 +349,10 @@ def test_bad_input_is_one_line(
         assert word in line
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("80GB", 80 * 10**9), ("1.5GiB", 3 * 2**29), ("16g", 16 * 10**9), ("123", 123), ("2 MiB", 2**21)],
-)
-def test_memory_sizes(text: str, size: int) -> None:
-    assert devices.parse_bytes(text, "--device-memory") == size
-
-
-def test_devices_have_the_names_that_people_type() -> None:
-    for name in (
-        "v5e",
-        "v5p",
-        "v6e",
-        "h100",
-        "h200",
-        "a100-80",
-        "a100-40",
-        "A100 80GB",
-        "v5litepod",
-        "l4",
-        "RTX 4090",
-    ):
+def test_devices_and_sizes_have_the_names_that_people_type() -> None:
+    for text, size in (("80GB", 80 * 10**9), ("1.5GiB", 3 * 2**29), ("2 MiB", 2**21), ("123", 123)):
+        assert devices.parse_bytes(text, "--device-memory") == size
+    for name in ("v5e", "v6e", "h100", "a100-40", "A100 80GB", "v5litepod", "RTX 4090"):
         device = devices.named(name)
         assert device.memory > 10 * 10**9
         assert device.bf16
@@ -469,27 +368,3 @@ def test_units_that_cannot_be_made_matter_where_there_are_any(capsys: pytest.Cap
     given = ["--model.config", json.dumps(SMALL), "--data.seq_len", "64", "--train.global_batch_size", "64"]
     assert main([*given, "--strategy", "full_shard", "--devices", "2", *wrong]) == 2
     assert "LlamaForCausalLM has no GPT2Block" in capsys.readouterr().err
-
-
-def test_a_model_without_a_table_of_tokens_is_planned(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """CANINE hashes characters."""
-    canine = {
-        "model_type": "canine",
-        "hidden_size": 64,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "intermediate_size": 96,
-    }
-    task = ("--model.task", "sequence-classification", "--data.source", str(tmp_path / "labeled.jsonl"))
-    found = plan(capsys, *task, "--device", "h100", model=canine)
-    assert found["options"]
-    assert found["parameters"] > 0
-
-
-def test_a_deepspeed_file_is_ignored_for_xla_and_said_so(capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["--model.config", json.dumps(SMALL), "--train.global_batch_size", "64", "--data.seq_len", "64"]
-    assert main([*given, "--device", "v5e", "--devices", "4", "--deepspeed.config", "ds.json"]) == 0
-    told = capsys.readouterr().err
-    assert told == "note: deepspeed.config has no effect: DeepSpeed does not run on backend xla\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import shutil
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -14,13 +15,14 @@ from safetensors.torch import load_file, save_file
 
 from portable import UserError
 from portable.data.sources.conversations import read_preference, recognise
-from portable.losses import DPO, IPO
+from portable.losses import DPO, IPO, ORPO, SimPO
 from portable.model.training_loss import IGNORED, Outputs
 from portable.reporting.metrics import read_metrics
 from portable.run.batches import train_loader
 from portable.run.rank import run_rank
 from portable.run.resolve import resolve
-from tests.parity import opened
+from tests.engines import ENGINES
+from tests.parity import launched, opened
 from tests.portable.chat_support import tokenizer
 from tests.portable.data_support import write_jsonl
 from tests.promises import record
@@ -69,18 +71,11 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_jsonl(tmp_path_factory.mktemp("pairs") / "pairs.jsonl", pairs(60))
 
 
-# -- formulas ----------------------------------------------------------------------------------------------
-
-
 # -- beside TRL --------------------------------------------------------------------------------------------
 
 STEPS = 10
 RATE = 1e-3
 """At ten times as much each step multiplies the rounding of those before it."""
-OF_TRL: dict[str, tuple[str, dict[str, Any]]] = {
-    kind: ("dpo(beta=0.1)", {"loss_type": ["sigmoid"]}) for kind in ("dpo", "dropout", "mixture")
-}
-"""Our loss, and the settings with which TRL has the same."""
 AS_OURS: dict[str, Any] = {
     "per_device_train_batch_size": 2,
     "gradient_accumulation_steps": 2,
@@ -143,20 +138,22 @@ def check_the_losses_of(trainer: Any, ours: list[dict[str, Any]]) -> None:
     assert ours[0]["loss"] - ours[-1]["loss"] > 0.1  # it is learning, so that equal losses mean equal updates
 
 
-@pytest.mark.parametrize("kind", ["dpo", "ipo", "mixture", "dropout"])
-def test_the_losses_are_those_of_trl(kind: str, tmp_path: Path, brief_runs: None) -> None:
-    """The same rows in the same order, over ten steps of two micro-batches; the reference is the start."""
+@pytest.mark.parametrize(("loss", "theirs"), [("dpo", "sigmoid"), ("ipo", "ipo")])
+def test_the_losses_are_those_of_trl(loss: str, theirs: str, tmp_path: Path, brief_runs: None) -> None:
+    """The same rows in the same order, over ten steps of two micro-batches; the reference is the start.
+
+    DPO of a model with dropout, which is off; IPO of a mixture.
+    """
     trl: Any = pytest.importorskip("trl")
     import transformers
     from datasets import Dataset
 
     rows, tokens = pairs(40), tokenizer("chatml")
-    loss, of_trl = OF_TRL.get(kind, (f"{kind}(beta=0.1)", {"loss_type": [kind]}))
-    config = beside_trl(tmp_path, rows, tokens, loss)
-    if kind == "dropout":  # of embeddings, attention and layers, 0.1 by default
+    config = beside_trl(tmp_path, rows, tokens, f"{loss}(beta=0.1)")
+    if loss == "dpo":  # of embeddings, attention and layers, 0.1 by default
         gpt2 = {"model_type": "gpt2", "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 64}
         config = config.replaced({"model.config": {**gpt2, "vocab_size": len(tokens)}})
-    if kind == "mixture":
+    else:
         config = config.replaced({"data.source": None, "data.sources": in_two_files(tmp_path, rows)})
     run_rank("cpu", config)
     ours = [row for row in read_metrics(tmp_path / "run") if "loss" in row]
@@ -179,7 +176,7 @@ def test_the_losses_are_those_of_trl(kind: str, tmp_path: Path, brief_runs: None
         ref_model=copy.deepcopy(model),
         args=trl.DPOConfig(
             output_dir=str(tmp_path / "theirs"),
-            **{"beta": 0.1, **of_trl, **AS_OURS},
+            **{"beta": 0.1, "loss_type": [theirs], **AS_OURS},
         ),
         train_dataset=Dataset.from_list([rows[index] for index in order]),
         processing_class=tokens,
@@ -244,91 +241,30 @@ def test_the_variants_of_dpo_are_those_of_trl(tmp_path: Path) -> None:
             assert float(weight) == 1 == loss.weight(given)
 
 
-@pytest.mark.parametrize(
-    ("loss", "told"),
-    [
-        ("dpo(loss_type='hing')", "loss_type 'hing' is none of sigmoid, robust, hinge"),
-        ("dpo(loss_type='hinge', label_smoothing=0.1)", r"label_smoothing 0\.1 does not fit loss_type hinge"),
-        ("dpo(loss_type='robust', label_smoothing=0.5)", r"label_smoothing 0\.5 does not fit loss_type rob"),
-    ],
-)
-def test_variants_that_are_none(loss: str, told: str, data: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=told):
-        resolve(configured(tmp_path, data, **{**PAIRS, "train__loss": loss}), "cpu", writes=False)
-
-
-def unshifted(labels: torch.Tensor, ids: torch.Tensor) -> tuple[list[int], list[int]]:
-    """Tokens and labels of a sequence as TRL has them, from ours, which are aligned with the logits."""
-    end = int(torch.nonzero(labels != IGNORED).max()) + 1
-    return [*ids[:end].tolist(), int(labels[end - 1])], [IGNORED, *labels[:end].tolist()]
-
-
 @pytest.mark.parametrize("kind", ["simpo", "orpo"])
-def test_the_losses_without_reference_are_those_of_trl(
-    kind: str, tmp_path: Path, brief_runs: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On the same tokens, over ten steps. ORPO's first term is of the answer, as in the paper, not of all."""
+def test_the_losses_without_reference_are_those_of_trl(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the same log-probabilities. ORPO's first term is of the answer, as in the paper, not of all."""
     pytest.importorskip("trl")
-    import transformers
-    from datasets import Dataset
-
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
-    if kind == "simpo":
-        from trl.experimental.cpo import CPOConfig as Config
-        from trl.experimental.cpo import CPOTrainer as Trainer
-    else:
-        from trl.experimental.orpo import ORPOConfig as Config
-        from trl.experimental.orpo import ORPOTrainer as Trainer
-    tokens = tokenizer("chatml")
-    loss = {"simpo": "simpo(beta=2.5, gamma=1.4)", "orpo": "orpo(beta=0.3)"}[kind]
-    config = beside_trl(tmp_path, pairs(40), tokens, loss)
-    rows = []
-    with opened(config) as trial:
-        model = transformers.AutoModelForCausalLM.from_config(trial.run.model_config)
-        model.load_state_dict(copy.deepcopy(trial.engine.model.state_dict()))
-        loader = iter(train_loader(trial.run, 0))
-        for _ in range(2 * STEPS):
-            batch = next(loader)
-            for sample in range(2):
-                row: dict[str, list[int]] = {}
-                for place, name in enumerate(("chosen", "rejected")):
-                    both = (batch[key][sample, place] for key in ("labels", "input_ids"))
-                    ids, labels = unshifted(*both)
-                    row |= {f"{name}_input_ids": ids, f"{name}_labels": labels}
-                    row[f"{name}_attention_mask"] = [1] * len(ids)
-                rows.append(row)
-        loader.close()
-        results = [trial.step() for _ in range(STEPS)]
-        assert results[0].numbers is not None
-        found = [trial.backend.read([r.loss, r.numbers]) for r in results if r.numbers is not None]
-        ours = [{"loss": loss, **trial.engine.objective.named(more)} for loss, *more in found]
+    from trl.experimental import cpo, orpo
 
-    class OfTokens(Trainer):
-        def tokenize_row(self, feature: Any, model: Any = None) -> Any:
-            row = rows[int(feature["prompt"])]
-            return {**row, "prompt_input_ids": row["chosen_input_ids"][:1], "prompt_attention_mask": [1]}
-
-        def _get_train_sampler(self, *_: Any) -> Any:
-            return list(range(len(rows)))
-
-        def concatenated_forward(self, *given: Any) -> Any:
-            found = super().concatenated_forward(*given)
-            return found if kind == "simpo" else (*found[:4], -found[0].mean())
-
-    own = {"beta": 2.5, "simpo_gamma": 1.4, "loss_type": "simpo", "cpo_alpha": 0.0}
-    trainer = OfTokens(
-        model=model,
-        args=Config(
-            output_dir=str(tmp_path / "theirs"),
-            **AS_OURS,
-            **(own if kind == "simpo" else {"beta": 0.3}),
-        ),
-        train_dataset=Dataset.from_list(
-            [{"prompt": str(at), "chosen": "a", "rejected": "b"} for at in range(len(rows))]
-        ),
-        processing_class=tokens,
-    )
-    check_the_losses_of(trainer, ours)
+    torch.manual_seed(0)
+    log_probs = -torch.rand(5, 2, 9)
+    valid = torch.arange(9) < torch.randint(1, 10, (5, 2, 1))
+    batch = {"labels": torch.where(valid, 7, IGNORED)}
+    log_probs = torch.where(valid, log_probs, 0.0)
+    chosen, rejected = (log_probs.sum(-1) / valid.sum(-1)).unbind(-1)
+    theirs: Any = SimpleNamespace(accelerator=torch.zeros(()), alpha=0.0, label_smoothing=0.0)
+    theirs.beta, theirs.simpo_gamma, theirs.loss_type = 0.7, 1.4, "simpo"
+    of_trl: Any = cpo.CPOTrainer.cpo_loss if kind == "simpo" else orpo.ORPOTrainer.odds_ratio_loss
+    losses, *rewards = of_trl(theirs, chosen, rejected)
+    loss = SimPO(beta=0.7, gamma=1.4) if kind == "simpo" else ORPO(beta=0.7)
+    wanted = losses if kind == "simpo" else -chosen - losses
+    found: Any = loss(Outputs(log_probs=log_probs), batch)
+    total, weight, numbers = found
+    assert float(weight) == 5 and float(total) == pytest.approx(float(wanted.sum()), rel=1e-5)
+    for name, reward in zip(("chosen", "rejected"), rewards, strict=False):
+        assert float(numbers[f"rewards/{name}"]) == pytest.approx(float(reward.sum()), rel=1e-5)
 
 
 # -- on engines --------------------------------------------------------------------------------------------
@@ -360,17 +296,13 @@ def truth(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str
     return found
 
 
-ON_ENGINES = [
-    ("full_shard", {"strategy": "full_shard"}),
-    ("zero2", {"strategy": "zero2"}),
-    ("zero3", {"strategy": "zero3"}),
-    ("xla", {"backend": "xla"}),
-]
-
-
 @pytest.mark.parametrize(
     ("name", "settings"),
-    [*ON_ENGINES, ("full_shard", {"strategy": "full_shard", "memory__loss_chunk_tokens": 16})],
+    [
+        ("full_shard", {"strategy": "full_shard", "memory__loss_chunk_tokens": 16}),
+        ("zero2", {"strategy": "zero2"}),
+        ("xla", {"backend": "xla"}),
+    ],
 )
 def test_every_engine_has_the_same(
     name: str, settings: dict[str, Any], truth: Any, data: Path, tmp_path: Path, engines: Engines
@@ -437,7 +369,7 @@ class Teacher:
         return torch.where(valid, losses, 0.0).sum(), valid.sum()
 
 
-@pytest.mark.parametrize("loss", ["dpo", "ipo", "simpo", "orpo", f"{__name__}:Teacher", "chats"])
+@pytest.mark.parametrize("loss", ["dpo", "simpo", "chats"])
 def test_losses_in_a_mixture(loss: str, tmp_path: Path, brief_runs: None) -> None:
     """Shares are of the labels, evaluations have none, and what is computed once is there."""
     rows = pairs(40)
@@ -459,8 +391,8 @@ def test_losses_in_a_mixture(loss: str, tmp_path: Path, brief_runs: None) -> Non
     with opened(config.replaced({"output_dir": str(tmp_path / "again")})) as trial:
         batch = next(iter(train_loader(trial.run, 0)))
         assert batch["source"].shape == (1,)
-    if loss in ("dpo", "ipo"):
-        assert steps[0]["loss"] == pytest.approx({"dpo": 0.6931472, "ipo": 25}[loss], rel=1e-6)
+    if loss == "dpo":
+        assert steps[0]["loss"] == pytest.approx(0.6931472, rel=1e-6)
     evaluated = {name for row in found for name in row if name.startswith("eval_")}
     assert {"eval_loss/one", "eval_loss/two"} <= evaluated
     assert not [name for name in evaluated if "share" in name or name.count("/") > 2], evaluated
@@ -479,6 +411,10 @@ class Whole(Teacher):
         ("chats", None, f"{__name__}:Whole", r"Whole: needs whole sequences; set data\.packing to false"),
         ("stream", None, "dpo", r"train\.loss: dpo: needs all samples before the training"),
         ("both", None, "dpo", r"^data\.sources\.chats\.source: has records of data\.format messages, and"),
+        ("pairs", None, None, r"data\.format preference needs a loss of pairs; set train\.loss to dpo"),
+        ("pairs", None, "simpro", r"there is no such name here; .* did you mean simpo\?"),
+        ("pairs", None, "dpo(loss_type='hing')", r"loss_type 'hing' is none of sigmoid, robust, hinge"),
+        ("pairs", None, "dpo(label_smoothing=0.5, loss_type='robust')", r"label_smoothing 0\.5 does not fit"),
     ],
 )
 def test_what_cannot_work_is_refused_before_the_run(
@@ -555,18 +491,11 @@ def test_the_reference_is_that_of_the_weights_and_the_seed(
         run("one")
 
 
-def test_a_frozen_copy_is_the_same_reference(data: Path, tmp_path: Path, brief_runs: None) -> None:
-    base = configured(
-        tmp_path / "base",
-        data,
-        **{**PAIRS, "train__loss": "simpo", "train__steps": 1, "checkpoint__async": False},
-    )
-    run_rank("cpu", base)
+def test_a_frozen_copy_is_the_same_reference(sft: Path, data: Path, tmp_path: Path) -> None:
     found = []
-    for loss in ("dpo", f"dpo(reference='{tmp_path}/base/final')"):
+    for loss in ("dpo", f"dpo(reference='{sft}/base/final')"):
         settings = {**PAIRS, "model__config": None, "train__loss": loss}
-        config = configured(tmp_path / "run", data, **settings, model__name_or_path=f"{tmp_path}/base/final")
-        found.append(losses(config))
+        found.append(losses(configured(tmp_path, data, **settings, model__name_or_path=f"{sft}/base/final")))
     for one, other in zip(*found, strict=True):
         assert one == pytest.approx(other, rel=1e-5, abs=1e-6)
 
@@ -592,24 +521,16 @@ def adapted(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[s
     return found
 
 
-@pytest.mark.parametrize(("name", "settings"), ON_ENGINES)
+@pytest.mark.parametrize("name", ["full_shard", "zero3", "xla"])
 def test_the_adapter_switched_off_is_the_reference(
-    name: str, settings: dict[str, Any], adapted: Any, data: Path, tmp_path: Path, engines: Engines
+    name: str, adapted: Any, data: Path, tmp_path: Path, engines: Engines
 ) -> None:
-    config = configured(tmp_path, data, **{**LORA, **settings, "train__loss": "dpo(reference='adapter')"})
+    settings = {"train__loss": "dpo(reference='adapter')", **ENGINES[name].settings}
+    config = configured(tmp_path, data, **{**LORA, **settings})
     for one, other in zip(engines.run(name, 2, losses, config), adapted, strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
         # Rewards are differences of sums.
         assert one == pytest.approx(logged_by(name, other), rel=1e-4, abs=1e-5)
-
-
-def test_dropout_can_be_switched_on(adapted: Any, data: Path, tmp_path: Path) -> None:
-    found = losses(configured(tmp_path, data, **LORA, train__dropout=True))
-    assert found[2]["loss"] != pytest.approx(adapted[2]["loss"], rel=1e-4)
-
-
-def leg(config: RunConfig) -> int:
-    return run_rank(config.backend, config)
 
 
 @pytest.mark.xla
@@ -617,14 +538,10 @@ def test_a_run_moves_from_full_shard_to_zero2_to_xla(
     adapted: Any, data: Path, tmp_path: Path, engines: Engines
 ) -> None:
     settings = {**LORA, "data__cache_dir": str(tmp_path / "cache"), "log__every_steps": 1}
-    legs: tuple[tuple[str, dict[str, Any], int | None], ...] = (
-        ("full_shard", {"strategy": "full_shard"}, 2),
-        ("zero2", {"strategy": "zero2"}, 4),
-        ("xla", {"backend": "xla"}, None),
-    )
-    for name, own, until in legs:
-        config = configured(tmp_path / "run", data, **settings, **own, train__stop_after=until)
-        assert engines.run(name, 2, leg, config) == 0
+    for name, until in (("full_shard", 2), ("zero2", 4), ("xla", None)):
+        own = {**ENGINES[name].settings, "train__stop_after": until}
+        config = configured(tmp_path / "run", data, **settings, **own)
+        assert engines.run(name, 2, launched, config) == 0
     rows = [row for row in read_metrics(tmp_path / "run") if "loss" in row]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert [row["loss"] for row in rows] == pytest.approx([one["loss"] for one in adapted], rel=1e-5)
@@ -653,7 +570,6 @@ def test_prompts_that_both_begin_with() -> None:
 @pytest.mark.parametrize(
     ("row", "told"),
     [
-        ({"chosen": "a", "rejected": "b"}, "prompt is missing"),
         ({"prompt": "a", "chosen": 3, "rejected": "b"}, "chosen is of type int"),
         ({"prompt": "a", "chosen": "b"}, "rejected is missing"),
         ({"chosen": [{"role": "user", "content": "a"}], "rejected": []}, "do not begin with the same prompt"),
@@ -662,20 +578,8 @@ def test_prompts_that_both_begin_with() -> None:
 def test_what_is_no_preference(row: dict[str, Any], told: str) -> None:
     with pytest.raises(UserError, match=told) as caught:
         read_preference(row, "file: line 3")
-    assert "file: line 3" in str(caught.value) and "a record of data.format preference looks like" in str(
-        caught.value
-    )
-
-
-def test_preferences_need_a_loss_of_pairs(data: Path, tmp_path: Path, corpus: Path) -> None:
-    with pytest.raises(
-        UserError, match=r"data\.format preference needs a loss of pairs; set train\.loss to dpo"
-    ):
-        run_rank("cpu", configured(tmp_path / "run", data, **{**PAIRS, "train__loss": None}))
-    with pytest.raises(UserError, match=r"train\.loss: dpo: needs pairs, and data\.format is text"):
-        run_rank("cpu", configured(tmp_path / "run", corpus, train__loss="dpo"))
-    with pytest.raises(UserError, match=r"there is no such name here; .* did you mean simpo\?"):
-        run_rank("cpu", configured(tmp_path / "run", data, **{**PAIRS, "train__loss": "simpro"}))
+    said = str(caught.value)
+    assert "file: line 3" in said and "a record of data.format preference looks like" in said
 
 
 def test_the_plan_knows_that_a_sample_is_two_sequences(data: Path, tmp_path: Path) -> None:

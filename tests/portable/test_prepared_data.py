@@ -9,52 +9,38 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from portable.commands.data import main
-from portable.config import DataConfig
 from portable.data import pretokenize
 from portable.data.dataset import build_data
-from portable.data.sources import opening
 from portable.data.sources.prepared import INDEX
 from portable.data.stream import Stream
 from portable.data.tokens import tokenize
 from portable.errors import UserError
 from tests.portable.data_support import write_jsonl
+from tests.portable.test_stream import files, settings
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from portable.config import DataConfig
     from tests.object_store import ObjectStore
 
-LENGTH = 16
+__all__ = ["files"]
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Path:
+def config(files: Path, tmp_path: Path) -> Path:
     """A config with nine files, one of them without text."""
-    folder = tmp_path / "files"
-    folder.mkdir()
-    for file in range(9):
-        rows = ({"text": f"f{file}r{r} " * (4 + (r * 7 + file) % 20)} for r in range(30 + 5 * file))
-        write_jsonl(folder / f"part-{file}.jsonl", rows if file != 4 else [{"text": " "}])
+    write_jsonl(files / "part-4.jsonl", [{"text": " "}])
     build_data(given(tmp_path)).tokenizer.save_pretrained(tmp_path / "tokenizer")
+    names = ("source", "stream", "seq_len", "eval_fraction", "cache_dir")
+    settings = {name: getattr(given(tmp_path), name) for name in names}
     path = tmp_path / "run.json"
-    settings = {
-        "data": {"source": str(folder / "*.jsonl"), "tokenizer": str(tmp_path / "tokenizer"), "stream": True,
-                 "seq_len": LENGTH, "eval_fraction": 0.0, "cache_dir": str(tmp_path / "cache")},
-    }  # fmt: skip
-    path.write_text(json.dumps(settings))
+    path.write_text(json.dumps({"data": {**settings, "tokenizer": str(tmp_path / "tokenizer")}}))
     return path
 
 
 def given(folder: Path, **more: Any) -> DataConfig:
-    settings: dict[str, Any] = {
-        "source": str(folder / "files" / "*.jsonl"),
-        "stream": True,
-        "seq_len": LENGTH,
-        "vocab_size": 400,
-        "eval_fraction": 0.0,
-        "cache_dir": str(folder / "cache"),
-    }
-    return DataConfig(**(settings | more))
+    return settings(folder / "files", **more)
 
 
 def rows(settings: DataConfig, count: int) -> list[list[int]]:
@@ -187,11 +173,3 @@ def test_refusals(
     shutil.rmtree(out / "shards" / "000000")
     with pytest.raises(UserError, match=r"run portable-data again"):
         rows(given(tmp_path, source=str(out)), 700)
-
-
-def test_a_long_file_is_made_in_parts(
-    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(opening, "PART_BYTES", 2000)
-    assert main(["--config", str(config), "--out", str(tmp_path / "out"), "--processes", "1"]) == 0
-    assert ": 9 shards" not in capsys.readouterr().out

@@ -164,8 +164,3 @@ def test_is_refused_with_good_reason(shape: Shape, tmp_path: Path) -> None:
     if shape.why == "Accelerate":
         with pytest.raises(Exception):  # noqa: B017
             launched(tmp_path)
-
-
-def test_there_are_many() -> None:
-    assert len(SHAPES) >= 50
-    assert len({shape.seen.split(":")[0] for shape in SHAPES}) >= 12

@@ -6,7 +6,6 @@ import gc
 import json
 import multiprocessing
 import os
-import random
 import shutil
 import signal
 import sys
@@ -20,9 +19,7 @@ import pytest
 
 from converters.storage.completion_markers import begin, complete
 from converters.storage.object_store import RemotePath
-from converters.storage.places import remove_folder
 from converters.storage.store_errors import RemoteError
-from portable.checkpoint.store import Checkpoints
 from portable.cli import main
 from portable.errors import RunError, UserError
 from portable.output import lease
@@ -31,7 +28,6 @@ from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
 from portable.terminal import tell
 from tests.object_store import ACCESS_KEY, LEAST_PART, SECRET_KEY
-from tests.ranks import RankError
 from tests.runs import configured, flags, tiny
 
 if TYPE_CHECKING:
@@ -134,13 +130,8 @@ def local_leg(place: Path, corpus: Path, settings: dict[str, Any]) -> int:
     return leg(place, corpus, **settings)
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", pytest.param("zero2", marks=pytest.mark.exhaustive)])
-def test_hosts_that_share_no_disk(
-    strategy: str, s3: ObjectStore, tmp_path: Path, corpus: Path, ranks: RankPool
-) -> None:
-    settings: dict[str, Any] = {"strategy": strategy, "train__micro_batch_size": 1}
-    if strategy == "zero2":
-        pytest.importorskip("deepspeed")
+def test_hosts_that_share_no_disk(s3: ObjectStore, tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
+    settings: dict[str, Any] = {"strategy": "full_shard", "train__micro_batch_size": 1}
     assert ranks.run(2, local_leg, tmp_path / "whole", corpus, settings) == 0
     s3.put("texts/corpus.jsonl", corpus.read_bytes())
     there = (s3.url("run"), s3.url("texts/*.jsonl"), tmp_path / "hosts", s3.environment)
@@ -239,41 +230,6 @@ def test_a_store_that_is_away_for_a_while(
     assert not s3.open_uploads() and not s3.names(f"run/{LEASE_FILE}")
 
 
-@pytest.mark.usefixtures("brief_runs")
-def test_a_store_that_goes_away_while_an_old_checkpoint_is_deleted(
-    s3: ObjectStore, corpus: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """The next save deletes the rest, which is no checkpoint any more."""
-    monkeypatch.setenv("PORTABLE_STORAGE_MINUTES", "0.002")
-    forward, given_up = s3.forward, threading.Event()
-
-    def refuse(method: str, path: str, headers: Any, body: bytes) -> Any:
-        old = path.endswith("?delete") and b"step-000002" in body and b"_COMPLETE" not in body
-        if old and s3.names("run/checkpoints/step-000004/_COMPLETE") and not given_up.is_set():
-            return 503, [], b"<Error><Code>SlowDown</Code></Error>"
-        return forward(method, path, headers, body)
-
-    def say(text: str) -> None:
-        given_up.set()
-        tell(text)
-
-    monkeypatch.setattr(s3, "forward", refuse)
-    monkeypatch.setattr("portable.checkpoint.store.tell", say)
-    assert leg(s3.url("run"), corpus, checkpoint__every_steps=2, checkpoint__keep=1) == 0
-    assert "older checkpoints are not deleted yet" in capfd.readouterr().err
-    assert steps_in(s3) == ["step-000008"]
-
-
-def test_the_shards_of_one_rank_do_not_get_there(
-    s3: ObjectStore, tmp_path: Path, corpus: Path, ranks: RankPool
-) -> None:
-    s3.fail(status=403, method="PUT", key="step-000004/__1")
-    there = (s3.url("run"), str(corpus), tmp_path, s3.environment)
-    with pytest.raises(RankError, match=r"step-000004: could not be written .*__1_0.*last good .*: none"):
-        ranks.run(2, rank_leg, *there, {"train__micro_batch_size": 1})
-    assert not s3.names("run/checkpoints/step-000004/_COMPLETE")
-
-
 def test_one_rank_that_is_cut_off_for_a_while(
     s3: ObjectStore, tmp_path: Path, corpus: Path, ranks: RankPool, undisturbed: Path
 ) -> None:
@@ -323,19 +279,6 @@ def test_killed_while_it_sends(
 
 
 @pytest.mark.usefixtures("brief_runs")
-def test_sigterm(s3: ObjectStore, undisturbed: Path, corpus: Path) -> None:
-    slow = s3.fail(delay=1.0, key="step-000002/__0", times=1)
-    every: dict[str, Any] = {"checkpoint__every_steps": 2}
-    process = start(s3, corpus, lambda: slow.done, checkpoint__async=False, **every)
-    os.kill(process.pid, signal.SIGTERM)
-    process.join(300)
-    assert process.exitcode == 75
-    assert steps_in(s3)[-1] < "step-000008" and not s3.names(f"run/{LEASE_FILE}")
-    assert leg(s3.url("run"), corpus) == 0
-    check_same(s3, undisturbed)
-
-
-@pytest.mark.usefixtures("brief_runs")
 def test_a_damaged_checkpoint_is_set_aside(
     s3: ObjectStore, undisturbed: Path, corpus: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -344,10 +287,9 @@ def test_a_damaged_checkpoint_is_set_aside(
     content = bytearray(s3.get(name))
     content[len(content) // 3] ^= 1
     s3.put(name, bytes(content))
-    assert leg(s3.url("run"), corpus, train__stop_after=5) == 0
+    assert leg(s3.url("run"), corpus) == 0
     assert f"set aside as {s3.url('run')}/checkpoints/step-000006/_DAMAGED" in capfd.readouterr().err
     assert s3.get(name) == content, "kept to look into"
-    assert leg(s3.url("run"), corpus) == 0
     check_same(s3, undisturbed)
 
 
@@ -386,32 +328,15 @@ def test_the_first_of_two_writers_does_not_complete_a_folder(s3: ObjectStore) ->
     assert s3.names("run/_COMPLETE")
 
 
-def test_a_large_file_goes_in_parts(s3: ObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("converters.storage.object_store.PART_BYTES", LEAST_PART)
-    content = random.Random(0).randbytes(2 * LEAST_PART + LEAST_PART // 2 + 3)
-    (tmp_path / "shard").write_bytes(content)
-    target = RemotePath.of(s3.url("shard"))
-    s3.fail(status=503, method="PUT", query="partNumber=2", times=2)
-    target.upload_file(tmp_path / "shard")
-    assert s3.get("shard") == content
-    assert s3.count("PUT", "shard", "partNumber") == 5, "three parts, one of them three times"
-    s3.fail(status=403, method="PUT", query="partNumber=3")
-    with pytest.raises(RemoteError, match="access denied"):
-        RemotePath.of(s3.url("other")).upload_file(tmp_path / "shard")
-    assert not s3.names("other") and not s3.open_uploads()
-
-
 # -- refusals ------------------------------------------------------------------------------------------------
 
 BAD_PLACES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("no bucket", {"output_dir": "s3://no-such-bucket/run"}, ["output_dir: s3://no-such", "no such bucket"]),
     ("a password", {"output_dir": "s3://me:secret@bucket/run"}, ["output_dir", "credentials do not belong"]),
-    ("one slash", {"output_dir": "s3:/bucket/run"}, ["output_dir: s3://bucket/run", "two slashes"]),
     ("no writing", {"output_dir": "https://host/run"}, ["output_dir: https://host/run", "use s3://"]),
     ("no protocol", {"output_dir": "nosuch://host/run"}, ["output_dir: nosuch://host/run", "no protocol"]),
     ("no source", {"checkpoint.resume": "{url}/nothing"}, ["checkpoint.resume: s3://", "does not exist"]),
     ("a model", {"model.name_or_path": "s3://bucket/model"}, ["model.name_or_path", "not a URL"]),
-    ("a tokenizer", {"data.tokenizer": "s3://bucket/model"}, ["data.tokenizer", "not a URL"]),
     ("staging", {"checkpoint.staging_dir": "/dev/null/x"}, ["checkpoint.staging_dir: /dev/null/x"]),
 ]
 
@@ -531,17 +456,14 @@ def test_of_two_that_start_at_once_one_begins(s3: ObjectStore, quick_leases: Non
     assert not s3.names("run/")
 
 
-@pytest.mark.parametrize("store", ["answers 501", "heeds no conditions"])
 def test_a_store_without_conditional_writes_is_told(
-    store: str, s3: ObjectStore, quick_leases: None, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+    s3: ObjectStore, quick_leases: None, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(lease, "PATIENCE", 0.1)
     forward = s3.forward
 
     def without(method: str, path: str, headers: Any, body: bytes) -> Any:
         plain = {name: value for name, value in headers.items() if not name.lower().startswith("if-")}
-        if store == "answers 501" and len(plain) < len(headers):
-            return 501, [], b"<Error><Code>NotImplemented</Code></Error>"
         return forward(method, path, plain, body)
 
     monkeypatch.setattr(s3, "forward", without)
@@ -562,13 +484,6 @@ def test_a_lease_that_somebody_deletes_is_written_again(s3: ObjectStore, quick_l
         assert s3.names("run/") == [LEASE_FILE]
         with pytest.raises(UserError, match="in use by another run"):
             Lease(place).__enter__()
-
-
-def test_no_clock_counts(s3: ObjectStore, quick_leases: None, monkeypatch: Any) -> None:
-    with Lease(RemotePath.of(s3.url("run"))):
-        monkeypatch.setattr(time, "time", lambda: 4e9)
-        with pytest.raises(UserError, match="in use by another run"):
-            Lease(RemotePath.of(s3.url("run"))).__enter__()
 
 
 @pytest.mark.parametrize("trap", ["a link", "another user's"])
@@ -609,18 +524,3 @@ def test_what_is_no_checkpoint_is_kept(
     told = capfd.readouterr().err
     assert "step-000001: had no trainer_state.json" in told and "step-000001.kept" in told
     assert "step-000007: has no trainer_state.json, so it is not a checkpoint" in told
-
-
-def test_half_of_an_unmarked_checkpoint_goes_with_the_next_leg(s3: ObjectStore) -> None:
-    """One that was copied here from a disk, and whose removal was killed."""
-    for name in ("a", "b", "trainer_state.json"):
-        s3.put(f"run/checkpoints/step-000001/{name}", b"{}")
-    place = RemotePath.of(s3.url("run/checkpoints"))
-    s3.fail(status=403, method="POST", query="delete")
-    checkpoints = Checkpoints(place, keep=1)
-    with pytest.raises(RemoteError):
-        remove_folder(place / "step-000001")
-    s3.heal()
-    assert checkpoints.latest() is None
-    checkpoints.remove_partial()
-    assert not s3.names("run/")

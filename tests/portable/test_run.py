@@ -7,10 +7,8 @@ import json
 import math
 import multiprocessing
 import os
-import resource
 import shutil
 import signal
-import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,13 +20,12 @@ from converters.manifest import MANIFEST
 from portable.checkpoint.store import Checkpoints
 from portable.checkpoint.trainer_state import TrainerState
 from portable.config import load_config
-from portable.errors import DamagedError, RunError, UserError
+from portable.errors import DamagedError, UserError
 from portable.output.output_dir import locked, open_output
 from portable.reporting.html_report import write_report
 from portable.reporting.metrics import MetricsFile, read_metrics
-from portable.run import batches
 from portable.run.rank import run_rank
-from tests.runs import TINY_MODEL, configured, losses, weights
+from tests.runs import configured, losses, weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -81,29 +78,15 @@ def test_the_final_model_loads_and_computes_the_same(finished: Path, tmp_path: P
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, stored[name]), name
     assert model.config.use_cache  # as the config was given, not as training set it
+    for kind in ("eos", "bos", "pad"):
+        known = getattr(tokenizer, f"{kind}_token_id")
+        assert known == getattr(model.config, f"{kind}_token_id")
+        assert known == getattr(model.generation_config, f"{kind}_token_id")
 
 
-def test_evaluation_equals_a_plain_mean_over_the_held_out_tokens(finished: Path, corpus: Path) -> None:
-    from portable.data.dataset import build_data
-
-    config = load_config(finished / "config.yaml")
-    data = build_data(config.data, seed=config.seed, model_vocab_size=TINY_MODEL["vocab_size"])
-    assert data.eval is not None
-    model = AutoModelForCausalLM.from_pretrained(finished / "final")
-    batch = data.eval.batch([(0, i) for i in range(len(data.eval))])
-    with torch.no_grad():
-        logits = model(input_ids=batch["input_ids"]).logits
-    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
-    recorded = [row["eval_loss"] for row in read_metrics(finished) if "eval_loss" in row][-1]
-    assert recorded == pytest.approx(float(expected), rel=1e-6)
-
-
-@pytest.mark.parametrize("stop_after", [3, 4])
-def test_a_stopped_run_goes_on_bit_for_bit(
-    stop_after: int, finished: Path, tmp_path: Path, corpus: Path
-) -> None:
+def test_a_stopped_run_goes_on_bit_for_bit(finished: Path, tmp_path: Path, corpus: Path) -> None:
     folder = tmp_path / "run"
-    assert leg(folder, corpus, train__stop_after=stop_after) == 0
+    assert leg(folder, corpus, train__stop_after=3) == 0
     assert not (folder / "final").exists()
     assert leg(folder, corpus) == 0
     assert losses(folder) == losses(finished)
@@ -189,31 +172,6 @@ def test_killed_in_the_middle_of_a_save(moment: str, tmp_path: Path, corpus: Pat
     assert not list((folder / "checkpoints").glob(".*"))
 
 
-@pytest.mark.parametrize("background", [True, False], ids=["background", "foreground"])
-def test_a_save_that_cannot_be_written(background: bool, tmp_path: Path, corpus: Path) -> None:
-    """The system refuses files as large as a shard, from the second save on."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    assert leg(tmp_path, corpus, train__stop_after=4) == 0
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
-    try:
-        with pytest.raises(RunError, match=r"step-000008: could not be written .*step-000004"):
-            leg(tmp_path, corpus, checkpoint__async=background)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert leg(tmp_path, corpus) == 0
-    assert sorted(losses(tmp_path)) == list(range(1, 9))
-
-
-def test_the_saved_model_knows_its_tokenizer(finished: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(finished / "final")
-    for name in ("config.json", "generation_config.json"):
-        config = json.loads((finished / "final" / name).read_text())
-        assert config["eos_token_id"] == tokenizer.eos_token_id
-        assert config["bos_token_id"] == tokenizer.bos_token_id
-        assert config["pad_token_id"] == tokenizer.pad_token_id
-    assert json.loads((finished / "final" / "config.json").read_text())["dtype"] == "float32"
-
-
 def test_an_evaluation_that_a_kill_prevented_is_made_up_for(
     finished: Path, tmp_path: Path, corpus: Path
 ) -> None:
@@ -226,29 +184,6 @@ def test_an_evaluation_that_a_kill_prevented_is_made_up_for(
     assert evals == {row["step"]: row["eval_loss"] for row in read_metrics(finished) if "eval_loss" in row}
 
 
-def test_an_evaluation_on_a_terminal_has_a_bar(
-    finished: Path,
-    tmp_path: Path,
-    corpus: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(batches, "BAR_DELAY", 0.0)
-    shutil.copytree(finished, tmp_path / "run")
-    config = configured(tmp_path / "run", corpus)
-    assert run_rank("cpu", config, eval_only=True) == 0
-    assert "evaluating" not in capsys.readouterr().err
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    assert run_rank("cpu", config, eval_only=True) == 0
-    assert "\revaluating: " in capsys.readouterr().err
-
-
-def test_a_refused_resume_leaves_no_folder_behind(tmp_path: Path, corpus: Path, finished: Path) -> None:
-    with pytest.raises(UserError, match="another run"):
-        leg(tmp_path / "new", corpus, checkpoint__resume=str(finished), seed=5)
-    assert not (tmp_path / "new").exists()
-
-
 def test_sgd_without_momentum_goes_on(tmp_path: Path, corpus: Path) -> None:
     """It keeps no state at all, which a checkpoint must be able to say."""
     settings: dict[str, Any] = {"train__optimizer": "sgd", "train__betas": [0.0, 0.9]}
@@ -256,40 +191,6 @@ def test_sgd_without_momentum_goes_on(tmp_path: Path, corpus: Path) -> None:
     leg(tmp_path / "run", corpus, train__stop_after=3, **settings)
     leg(tmp_path / "run", corpus, **settings)
     assert weights(tmp_path / "run") == weights(tmp_path / "whole")
-
-
-def test_a_run_takes_its_precision_along(tmp_path: Path, corpus: Path, finished: Path) -> None:
-    source = finished / "checkpoints" / "step-000004"
-    assert leg(tmp_path / "run", corpus, checkpoint__resume=str(source), precision="auto") == 0
-    assert load_config(tmp_path / "run" / "config.yaml").precision == "fp32"
-
-
-@pytest.mark.parametrize("family", ["gpt2", "bert"])
-def test_classification(family: str, tmp_path: Path) -> None:
-    """Classes by name, in micro-batches of several padded samples; the rows of one decide which class."""
-    words = ["alpha beta", "gamma delta epsilon"]
-    lines = [{"text": f"{words[i % 2]} {i}", "label": ["no", "yes"][i % 2]} for i in range(64)]
-    source = tmp_path / "labeled.jsonl"
-    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    model = {
-        "gpt2": {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64},
-        "bert": {
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-        },
-    }[family]
-    settings: dict[str, Any] = {
-        "model__config": {"model_type": family, "vocab_size": 300, **model},
-        "model__task": "sequence-classification",
-        "train__steps": 30,
-        "train__global_batch_size": 8,
-    }
-    assert leg(tmp_path / "run", source, **settings) == 0
-    assert losses(tmp_path / "run")[30] < 0.4 < losses(tmp_path / "run")[1]
-    config = json.loads((tmp_path / "run" / "final" / "config.json").read_text())
-    assert config["id2label"] == {"0": "no", "1": "yes"}
 
 
 def test_keeps_the_newest_checkpoints(tmp_path: Path, corpus: Path) -> None:
@@ -338,67 +239,6 @@ def test_evaluates_and_saves_by_epochs(tmp_path: Path, corpus: Path) -> None:
     assert names == ["step-000003", "step-000004", "step-000006", "step-000008"]
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_before_the_update(tmp_path: Path, corpus: Path) -> None:
-    settings: dict[str, Any] = {
-        "train__learning_rate": 1e35,
-        "train__max_grad_norm": None,
-        "train__warmup_steps": 0,
-        "train__optimizer": "sgd",
-        "checkpoint__every_steps": 1,
-        "log__every_steps": 4,
-    }
-    with pytest.raises(RunError, match=r"step 2 .*: the gradients are not finite.*step-000001"):
-        leg(tmp_path, corpus, **settings)
-    # The good checkpoint is there, and nothing was saved of the step that failed.
-    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]
-
-
-def test_masked_updates_leave_weights_and_state_alone(tmp_path: Path, corpus: Path) -> None:
-    from portable.registry import create_backend
-    from portable.run.batches import train_loader
-    from portable.run.prepare import prepare
-    from portable.run.resolve import resolve
-    from portable.run.restore import restore
-
-    backend = create_backend("cpu")
-    run = prepare(resolve(configured(tmp_path, corpus), backend.name), backend)
-    engine = restore(run, None).engine
-    batches = iter(train_loader(run, 0))
-    weight = torch.tensor(1.0)
-
-    def step(loss: float) -> None:
-        for parameter in engine.model.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        engine.update(1e-3, 1.0, torch.tensor(loss))
-
-    step(1.0)
-    before = [p.detach().clone() for p in engine.model.parameters()]
-    assert engine.health().first_bad_update is None
-    step(float("nan"))
-    step(1.0)  # and no update after a bad one either
-    batches.close()
-    assert weight == 1
-    assert engine.health().first_bad_update == 1
-    assert engine.health().skipped_updates == 2
-    assert all(torch.equal(p, q) for p, q in zip(before, engine.model.parameters(), strict=True))
-
-
-def test_a_pretrained_model_goes_on_where_it_was(finished: Path, tmp_path: Path, corpus: Path) -> None:
-    config = configured(
-        tmp_path,
-        corpus,
-        model__config=None,
-        model__name_or_path=str(finished / "final"),
-        train__learning_rate=1e-9,
-        train__steps=2,
-        train__warmup_steps=0,
-    )
-    assert run_rank("cpu", config) == 0
-    trained = [row["eval_loss"] for row in read_metrics(finished) if "eval_loss" in row][-1]
-    now = [row["eval_loss"] for row in read_metrics(tmp_path) if "eval_loss" in row][-1]
-    assert now == pytest.approx(trained, rel=1e-5)
-
-
 def test_one_run_at_a_time_in_a_folder(tmp_path: Path, corpus: Path) -> None:
     with locked(tmp_path), pytest.raises(UserError, match="in use by another run"):
         leg(tmp_path, corpus)
@@ -423,11 +263,6 @@ def test_damaged_and_foreign_checkpoints_are_refused(tmp_path: Path, corpus: Pat
     shard.write_bytes(content[: len(content) // 2])
     with pytest.raises(UserError, match=r"checkpoint.resume: .*distcp"):
         leg(folder, corpus)
-    flipped = bytearray(content)
-    flipped[len(content) // 3] ^= 1
-    shard.write_bytes(bytes(flipped))
-    with pytest.raises(UserError, match=r"checkpoint.resume: .*"):
-        leg(folder, corpus)
     shard.write_bytes(content)
     (checkpoint / "trainer_state.json").write_text("{")
     with pytest.raises(UserError, match=r"trainer_state.json: (damaged|has 1 bytes)"):
@@ -436,29 +271,25 @@ def test_damaged_and_foreign_checkpoints_are_refused(tmp_path: Path, corpus: Pat
         leg(tmp_path / "other", corpus, checkpoint__resume=str(finished / "final"))
     with pytest.raises(UserError, match=r"another run \(train.learning_rate"):
         leg(tmp_path / "third", corpus, checkpoint__resume=str(finished), train__learning_rate=1e-3)
+    assert not (tmp_path / "third").exists()
 
 
-@pytest.mark.parametrize("damage", ["a flipped bit", "trainer_state.json"])
 def test_a_damaged_newest_checkpoint_is_set_aside_and_the_one_before_is_used(
-    damage: str, finished_on_two: Path, tmp_path: Path, corpus: Path, ranks: RankPool
+    finished_on_two: Path, tmp_path: Path, corpus: Path, ranks: RankPool
 ) -> None:
+    """A flipped bit in what rank 1 wrote and will read; rank 0 sees nothing of it."""
     whole, folder = finished_on_two, tmp_path / "run"
     shorter = TWO_RANKS | {"checkpoint__every_steps": 2, "train__stop_after": 5}
     assert ranks.run(2, leg_of, folder, corpus, shorter) == 0
     newest = folder / "checkpoints" / "step-000005"
-    if damage == "a flipped bit":  # in what rank 1 wrote and will read; rank 0 sees nothing of it
-        shard = newest / "__1_0.distcp"
-        content = bytearray(shard.read_bytes())
-        content[len(content) // 3] ^= 1
-        shard.write_bytes(bytes(content))
-    else:
-        (newest / "trainer_state.json").write_text("{")
+    shard = newest / "__1_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 3] ^= 1
+    shard.write_bytes(bytes(content))
     assert ranks.run(2, leg_of, folder, corpus, TWO_RANKS) == 0
     assert losses(folder) == losses(whole)
     assert weights(folder) == weights(whole)
     assert (folder / "checkpoints" / "step-000005.damaged").is_dir()
-    resumed = [row["step"] for row in read_metrics(folder) if "loss" in row]
-    assert resumed == [1, 2, 3, 4, 5, 6, 7, 8], "the steps after the damage are on record once"
 
 
 def test_logs_never_stop_a_run(
@@ -540,23 +371,6 @@ def test_a_manifest_of_another_checkpoint(other: dict[str, Any], finished: Path)
         dataclasses.replace(TrainerState.read(folder), **other).check_files(folder)
 
 
-def test_a_checkpoint_of_which_a_small_file_is_damaged_is_set_aside(
-    finished: Path, tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "run"
-    shutil.copytree(finished, folder)
-    _flip_in_samples(folder / "checkpoints" / "step-000004")
-    (folder / "checkpoints" / "step-000008" / "tokenizer.json").write_text("{}")
-    with pytest.raises(UserError, match=r"tokenizer.json: has 2 bytes, "):
-        leg(folder, corpus)
-    shutil.copytree(finished / "checkpoints" / "step-000004", folder / "checkpoints" / "whole")
-    shutil.rmtree(folder / "checkpoints" / "step-000004")
-    (folder / "checkpoints" / "whole").rename(folder / "checkpoints" / "step-000004")
-    assert leg(folder, corpus) == 0
-    assert "step-000008.damaged, going on from" in capsys.readouterr().err
-    assert weights(folder) == weights(finished)
-
-
 def test_a_checkpoint_of_an_older_version_is_gone_on_from_with_a_warning(
     finished: Path, tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -574,7 +388,8 @@ def test_a_checkpoint_of_an_older_version_is_gone_on_from_with_a_warning(
 def test_resume_from_a_path(tmp_path: Path, corpus: Path, finished: Path) -> None:
     folder = tmp_path / "run"
     source = finished / "checkpoints" / "step-000004"
-    assert leg(folder, corpus, checkpoint__resume=str(source)) == 0
+    assert leg(folder, corpus, checkpoint__resume=str(source), precision="auto") == 0
+    assert load_config(folder / "config.yaml").precision == "fp32"
     assert losses(folder) == {step: loss for step, loss in losses(finished).items() if step > 4}
     assert weights(folder) == weights(finished)
     with pytest.raises(UserError, match="never, but"):

@@ -6,7 +6,6 @@ state of the cache; no sample comes twice in an epoch of its source, and none is
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
@@ -14,27 +13,18 @@ import signal
 import subprocess
 import sys
 from itertools import islice
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 
 from portable.data.dataset import build_data
-from portable.data.samples.loader import TrainLoader
-from portable.run import batches
-from portable.run.rank import run_rank
-from tests.engines import ENGINES, Engines
-from tests.portable import order_support
-from tests.portable.order_support import BATCH, SOURCES, numbers, settings, steps, write_sources
-from tests.runs import configured
+from tests.portable.order_support import BATCH, SOURCES, settings, steps, write_sources
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     import numpy.typing as npt
-
-    from portable.data.samples.base import Samples
-    from portable.data.samples.loader import BatchIterator
 
 
 def order(folder: Path, count: int, world_size: int = 1, workers: int = 0) -> npt.NDArray[np.int64]:
@@ -158,89 +148,3 @@ def launch(folder: Path, world_size: int, workers: int, steps: int) -> subproces
     return subprocess.Popen(
         [sys.executable, "-m", "tests.portable.order_support", *given], start_new_session=True
     )
-
-
-# -- engines ------------------------------------------------------------------------------------------------
-
-LEGS = (("no_shard", 1), ("full_shard", 3), ("xla", 2), ("zero2", 2), ("no_shard", 1))
-STEPS_OF_LEG, RUN_BATCH = 2, 12
-
-
-class Recorded(TrainLoader):
-    """A loader that notes the samples of the batches that the steps take."""
-
-    folder: Path
-
-    def __init__(self, dataset: Samples, **given: Any) -> None:
-        super().__init__(dataset, **given)
-        name = "position {position} rank {rank} of {world_size}".format(**given)
-        self._file = (Recorded.folder / name).open("w")
-
-    def __iter__(self) -> Any:
-        return Noted(super().__iter__(), self._file)
-
-
-class Noted:
-    def __init__(self, batches: BatchIterator, file: TextIO) -> None:
-        self._batches = batches
-        self._file = file
-
-    def __iter__(self) -> Noted:
-        return self
-
-    def __next__(self) -> Any:
-        batch = next(self._batches)
-        print(json.dumps(numbers(batch).tolist()), file=self._file, flush=True)
-        return batch
-
-    def close(self) -> None:
-        self._batches.close()
-
-
-def leg(folder: Path, sources: Path, settings: dict[str, Any], stop_after: int) -> int:
-    """A part of a run, in each of its ranks."""
-    Recorded.folder = folder.parent
-    given: dict[str, Any] = {
-        **{f"data__{key}": value for key, value in order_support.settings(sources).model_dump().items()
-           if key in ("sources", "tokenizer", "seq_len", "eval_fraction", "shuffle_window", "cache_dir")},
-        "data__source": None,
-        "train__global_batch_size": RUN_BATCH,
-        "train__stop_after": stop_after,
-        "train__steps": STEPS_OF_LEG * len(LEGS),
-        "checkpoint__export": False,
-        "checkpoint__every_steps": STEPS_OF_LEG,
-    }  # fmt: skip
-    config = configured(folder, sources / "code.jsonl", **{**given, **settings})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(batches, "TrainLoader", Recorded)
-        return run_rank(config.backend, config)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.xla
-def test_a_run_that_moves_takes_the_same_samples(tmp_path: Path, engines: Engines) -> None:
-    """Real runs: on each engine from the checkpoint of the one before, on some with an empty cache."""
-    sources = tmp_path / "data"
-    write_sources(sources, shards=7, records=60)
-    expected = order_of(sources, STEPS_OF_LEG * len(LEGS) * RUN_BATCH)
-    for number, (name, size) in enumerate(LEGS):
-        if number % 2:
-            shutil.rmtree(sources / "cache")
-        begun = number * STEPS_OF_LEG
-        given = (tmp_path / "run", sources, ENGINES[name].settings, begun + STEPS_OF_LEG)
-        assert engines.run(name, size, leg, *given) == 0
-        taken = sorted(tmp_path.glob(f"position {begun * RUN_BATCH} rank *"))
-        ranks = [[json.loads(line) for line in path.read_text().splitlines()] for path in taken]
-        for step in range(STEPS_OF_LEG):
-            found: list[int] = []
-            for micro in ranks:
-                share = len(micro) // STEPS_OF_LEG
-                found += [one for batch in micro[step * share : (step + 1) * share] for one in batch]
-            first = (begun + step) * RUN_BATCH
-            assert found == expected[first : first + RUN_BATCH], (name, step)
-
-
-def order_of(folder: Path, count: int) -> list[int]:
-    data = build_data(settings(folder, cache_dir=str(folder / "own")), seed=0)
-    places = [data.train.locate(position, 0) for position in range(count)]
-    return numbers(data.train.batch(places)).tolist()  # type: ignore[no-any-return]

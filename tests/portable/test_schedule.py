@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import get_scheduler
 
 from portable.api import with_objects
@@ -26,33 +24,8 @@ from portable.run.user_code import digests, prepare_code
 from tests.runs import checked
 
 
-@pytest.mark.parametrize("kind", [Cosine, Linear, Constant])
-@given(steps=st.integers(1, 500), warmup=st.integers(0, 50), floor=st.floats(0, 1))
-def test_every_rate_but_a_warm_ups_first_is_positive_and_none_exceeds_the_peak(
-    kind: type[Schedule], steps: int, warmup: int, floor: float
-) -> None:
-    schedule = kind(1e-3, floor * 1e-3, warmup, warmup + steps)
-    rates = [schedule(step) for step in range(warmup + steps)]
-    assert all(0 < rate <= 1e-3 * (1 + 1e-12) for rate in (rates[1:] if warmup else rates))
-    assert (rates[0] == 0) == (warmup > 0)
-    assert rates[warmup] == 1e-3
-    assert sorted(rates[:warmup]) == rates[:warmup]
-    assert sorted(rates[warmup:], reverse=True) == rates[warmup:]
-
-
-def test_the_shapes() -> None:
-    cosine = Cosine(1.0, 0.1, 2, 12)
-    assert cosine(0) == 0.0
-    assert cosine(1) == 0.5
-    assert cosine(2) == 1.0
-    assert cosine(7) == pytest.approx(0.1 + 0.9 * 0.5)
-    assert cosine(11) == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(0.9 * math.pi)))
-    assert Linear(1.0, 0.0, 0, 4)(3) == 0.25
-    assert Constant(1.0, 0.0, 0, 4)(3) == 1.0
-
-
 @pytest.mark.parametrize(("kind", "theirs"), [(Cosine, "cosine"), (Linear, "linear")])
-@pytest.mark.parametrize("warmup", [0, 1, 5])
+@pytest.mark.parametrize("warmup", [0, 5])
 def test_they_are_those_of_transformers(kind: type[Schedule], theirs: str, warmup: int) -> None:
     found = rates_of(theirs, warmup, 23)
     assert [kind(1e-3, 0.0, warmup, 23)(step) for step in range(23)] == pytest.approx(found, rel=1e-9)
@@ -77,8 +50,8 @@ def test_warmup_stable_decay(decay: Any, warmup: int, warmup_type: Any, share: f
     assert [cut(step) for step in range(23)] == pytest.approx(found, rel=1e-9, abs=1e-12)
 
 
-@pytest.mark.parametrize("warmup", [0, 1, 5])
-@pytest.mark.parametrize("timescale", [None, 3, 50])
+@pytest.mark.parametrize("warmup", [0, 5])
+@pytest.mark.parametrize("timescale", [None, 3])
 def test_inverse_square_root(warmup: int, timescale: int | None) -> None:
     params = {} if timescale is None else {"timescale": timescale}
     found = rates_of("inverse_sqrt", warmup, 40, params)
@@ -104,31 +77,17 @@ def halving(step: int, total_steps: int, every: int = 10) -> float:
     return 0.5 ** (step // every) * (total_steps == 30)
 
 
-class Rising:
-    def __init__(self, start: float) -> None:
-        self.start = start
-
-    def __call__(self, step: int, total_steps: int) -> float:
-        return self.start + step / total_steps
-
-
 def falling_below_zero(step: int, total_steps: int) -> float:
     return 1 - step
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("halving(every=7)", lambda step: 0.5 ** (step // 7)),
-        ("Rising(start=0.25)", lambda step: 0.25 + step / 30),
-    ],
-)
-def test_one_of_your_own(name: str, expected: Any) -> None:
-    train = {"steps": 30, "learning_rate": 0.01, "schedule": f"{__name__}:{name}"}
+def test_one_of_your_own() -> None:
+    train = {"steps": 30, "learning_rate": 0.01, "schedule": f"{__name__}:halving(every=7)"}
     config = load_config({"train": train})
     assert config.train.warmup_steps == 0
     schedule = build_schedule(config.train, 30)
-    assert [schedule(step) for step in range(30)] == pytest.approx([0.01 * expected(s) for s in range(30)])
+    halved = [0.01 * 0.5 ** (step // 7) for step in range(30)]
+    assert [schedule(step) for step in range(30)] == pytest.approx(halved)
     assert digests(config).keys() == {"train.schedule"}
     assert load_config(config.model_dump(by_alias=True)) == config
     ours = with_objects(load_config({"train": {"steps": 30}}), schedule=partial(halving, every=7))
@@ -145,10 +104,6 @@ def test_one_of_your_own_that_is_wrong() -> None:
         build_schedule(config("halving(every=0)").train, 30)(2)
     with pytest.raises(UserError, match=r"train.schedule: .*:halvin: .* has no halvin; did you mean halving"):
         prepare_code(config("halvin"))
-    with pytest.raises(UserError, match=r"train.warmup_steps 5 has no effect"):
-        config("halving", warmup_steps=5)
-    with pytest.raises(UserError, match=r"unknown key train.schedule_params.every"):
-        config("halving", schedule_params={"every": 3})
 
 
 def test_deepspeeds_schedulers_need_no_deepspeed() -> None:
@@ -172,27 +127,14 @@ def test_deepspeeds_schedulers_need_no_deepspeed() -> None:
     ("train", "message"),
     [
         ({"schedule_params": {"warmup_type": "log"}}, "unknown key train.schedule_params.warmup_type"),
-        (
-            {"schedule": "WarmupLR", "schedule_params": {"warmup_tpye": "log"}},
-            "unknown key train.schedule_params.warmup_tpye; did you mean warmup_type",
-        ),
-        ({"schedule": "WarmupLR", "schedule_params": {"warmup_type": "cubic"}}, "warmup_type: .*'log' or"),
+        ({"schedule": "WarmupLR", "schedule_params": {"warmup_tpye": "log"}}, "did you mean warmup_type"),
         ({"schedule": "OneCycle"}, "train.schedule OneCycle needs train.schedule_params.cycle_min_lr"),
-        (
-            {"schedule": "OneCycle", "schedule_params": {"cycle_min_lr": -1}},
-            "train.schedule_params.cycle_min_lr: .*greater",
-        ),
         ({"schedule": "LRRangeTest", "warmup_steps": 5}, "train.warmup_steps 5 has no effect"),
         (
             {"schedule": "OneCycle", "schedule_params": {"cycle_min_lr": 0}, "optimizer": "sgd"},
             "cycle_momentum changes train.betas",
         ),
-        (
-            {"schedule": "wsd", "schedule_params": {"decay_type": "sqrt"}},
-            "train.schedule_params.decay_type: .*'linear', 'cosine' or '1-sqrt'",
-        ),
-        ({"schedule": "wsd", "schedule_params": {"decay_ratio": 1.5}}, "decay_ratio: .*less than or equal"),
-        ({"schedule": "inverse_sqrt", "schedule_params": {"timescale": 0}}, "timescale: .*greater than 0"),
+        ({"schedule": "wsd", "schedule_params": {"decay_type": "sqrt"}}, "decay_type: .*'linear', 'cosine'"),
         ({"schedule": "warmuplr"}, "did you mean WarmupLR"),
     ],
 )
@@ -201,8 +143,8 @@ def test_what_a_schedule_does_not_take(train: dict[str, Any], message: str) -> N
         checked({"strategy": "zero2", "train": train})
 
 
-@pytest.mark.parametrize("steps", [1, 7, 100, 333])
-@pytest.mark.parametrize("ratio", [0.0, 0.03, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize("steps", [1, 7, 333])
+@pytest.mark.parametrize("ratio", [0.0, 0.03, 1.0])
 def test_a_warm_up_ratio_is_the_trainers(steps: int, ratio: float) -> None:
     from transformers import TrainingArguments
 

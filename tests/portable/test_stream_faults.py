@@ -8,19 +8,17 @@ import signal
 import subprocess
 import threading
 import time
-from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
 from portable.data.dataset import build_data
-from portable.data.samples.loader import TrainLoader, _raised, worker_died
+from portable.data.samples.loader import TrainLoader, _raised
 from portable.data.stream import Stream
-from portable.data.tokens.cache import TokenWriter
 from portable.errors import RunError, UserError
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
-from tests.portable.test_stream import FILES, files, ids, settings
+from tests.portable.test_stream import files, ids, settings
 from tests.runs import configured, write_corpus
 
 if TYPE_CHECKING:
@@ -55,14 +53,11 @@ def expected(files: Path) -> list[list[int]]:
 # -- stores -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
-def test_a_store_that_fails_and_recovers(
-    ahead: int, files: Path, expected: list[list[int]], s3: ObjectStore
-) -> None:
+def test_a_store_that_fails_and_recovers(files: Path, expected: list[list[int]], s3: ObjectStore) -> None:
     """Every third request fails, or its answer breaks off."""
     s3.put_tree(files, "data")
     found = stream(files, source=s3.url("data/*.jsonl"))
-    found._processes = ahead
+    found._processes = 1
     s3.fail(status=503, method="GET", key=".jsonl", every=3)
     s3.fail(cut=100, method="GET", key=".jsonl", every=5)
     assert rows(found) == expected
@@ -88,7 +83,6 @@ def test_a_store_that_is_gone_ends_the_run_and_the_next_goes_on(
     ("harm", "said"),
     [
         ("replaced", "changed while it was read"),
-        ("truncated", "changed while it was read"),
         ("deleted", "cannot read it"),
     ],
 )
@@ -102,8 +96,7 @@ def test_an_object_that_changed_since_it_was_listed(
     if harm == "deleted":
         s3.delete(f"data/{name}")
     else:
-        other = content.replace(b"r3 ", b"r4 ") if harm == "replaced" else content[: len(content) // 2]
-        s3.put(f"data/{name}", other)
+        s3.put(f"data/{name}", content.replace(b"r3 ", b"r4 "))
     with pytest.raises(UserError, match=rf"{name}.*{said}") as refused:
         rows(found)
     assert "\n" not in str(refused.value)
@@ -127,25 +120,17 @@ def test_a_process_that_prepares_batches_dies(files: Path) -> None:
     assert [worker.join(60) or worker.is_alive() for worker in of_torch._workers] == [False]
 
 
-@pytest.mark.parametrize("error", [EOFError, ConnectionRefusedError])
-def test_a_process_dies_while_it_hands_a_batch_over(error: type[Exception]) -> None:
+def test_a_process_dies_while_it_hands_a_batch_over() -> None:
     """torch then raises what the connection to it does."""
 
     def batches() -> Iterator[Any]:
         yield {"input_ids": 1}
-        raise error
+        raise EOFError
 
     found = _raised(cast("Any", batches()))
     assert next(found) == {"input_ids": 1}
     with pytest.raises(RunError, match=r"data.num_workers: a process that prepares batches was killed"):
         next(found)
-
-
-def test_a_death_is_told_wherever_it_was_noticed() -> None:
-    """torch raises it from a signal handler, in whatever the main thread does."""
-    told = worker_died(RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "))
-    assert told is not None and "\n" not in str(told)
-    assert worker_died(RuntimeError("something else")) is None
 
 
 # -- the cache ----------------------------------------------------------------------------------------------
@@ -202,27 +187,6 @@ def test_runs_that_share_a_cache_do_not_disturb_each_other(
         thread.join(timeout=120)
     backwards = [row for at in range(392, -1, -8) for row in expected[at : at + 8]]
     assert found == [expected[:400], backwards]
-
-
-def test_a_machine_tokenizes_a_file_once(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many ranks it has: the others wait for the first, and read what it made."""
-    made: list[str] = []
-    finish = TokenWriter.finish
-
-    def counted(self: TokenWriter, **facts: Any) -> None:
-        made.append(facts["source"])
-        finish(self, **facts)
-
-    ranks = [stream(files) for _ in range(4)]
-    monkeypatch.setattr(TokenWriter, "finish", counted)
-    threads = [threading.Thread(target=rows, args=(rank,)) for rank in ranks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=120)
-    assert len(made) == len(set(made)) == FILES - 1  # the first was made before
-    assert all(list(islice(rank._manifest, 20)) for rank in ranks)
-    assert len({rank.consumed(COUNT) for rank in ranks}) == 1
 
 
 def test_half_a_cache_is_not_used(files: Path, expected: list[list[int]]) -> None:

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import logging
 import warnings
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from converters.console import coloured
 from portable import UserError, train
-from portable.reporting.run_log import _OwnFile
 from portable.terminal import be_quiet
 from tests.runs import configured
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from portable.run.callbacks import Run
 
@@ -105,32 +103,6 @@ def test_quiet_prints_warnings_only_and_the_log_has_all(
     assert not shown.out
     log = (tmp_path / "run" / "log.txt").read_text()
     assert "step 3/3" in log and "starting" in log and f"WARNING portable: warning: {broken}" in log
-
-
-def test_a_full_disk_under_the_log_prints_no_traceback(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Whatever ends the run says so."""
-    handler = _OwnFile(tmp_path / "log.txt", delay=True)
-    handler.stream = Path("/dev/full").open("w")  # noqa: SIM115 - the handler closes it
-    handler.emit(logging.LogRecord("a", logging.INFO, "a.py", 1, "a line", None, None))
-    with suppress(OSError):
-        handler.close()
-    assert capsys.readouterr() == ("", "")
-
-
-def test_colours_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Screen:
-        def isatty(self) -> bool:
-            return True
-
-    assert coloured("error: x") == "error: x"
-    monkeypatch.setattr("sys.stderr", Screen())
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    assert coloured("error: x") == "\x1b[1;31merror:\x1b[0m x" and coloured("step 3") == "step 3"
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert coloured("error: x") == "error: x"
 
 
 def test_attempts_to_reach_the_hub_are_told_once(

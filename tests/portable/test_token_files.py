@@ -21,8 +21,6 @@ from tests.portable.data_support import corpus, source
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from tests.object_store import ObjectStore
-
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, int]:
@@ -155,17 +153,6 @@ def test_shards_of_other_programs(name: str, tokenizer: tuple[str, int], tmp_pat
     rows = stream.batch([stream.locate(at, 0) for at in range(stream._whole())])["input_ids"].tolist()
     blocks = {tuple(flat[at : at + 4]) for at in range(len(flat))}
     assert len(rows) >= len(flat) // 4 - 2 * len(stream._shards) and set(map(tuple, rows)) <= blocks
-
-
-def test_shards_in_an_object_store(tokenizer: tuple[str, int], tmp_path: Path, s3: ObjectStore) -> None:
-    s3.put_tree(WRITTEN / "mds_bytes_zstd", "mds")
-    local = built(WRITTEN / "mds_bytes_zstd", tokenizer[0], tmp_path / "a", seq_len=4, stream=True).train
-    remote = built(s3.url("mds"), tokenizer[0], tmp_path / "b", seq_len=4, stream=True).train
-    for stream in (local, remote):
-        stream._processes = 0
-    places = [local.locate(at, 0) for at in range(80)]
-    assert [remote.locate(at, 0) for at in range(80)] == places
-    assert remote.batch(places)["input_ids"].tolist() == local.batch(places)["input_ids"].tolist()
 
 
 @pytest.mark.parametrize(

@@ -94,14 +94,6 @@ PLACES: list[tuple[Mapping[str, Any], str, dict[str, str]]] = [
         },
     ),
     (
-        {"model.name_or_path": "org/base", "adapter.type": "lora", "adapter.r": 100, "output_dir": "it's"},
-        "it's/final",
-        {
-            "vLLM": "vllm serve org/base --enable-lora --max-lora-rank 128 --lora-modules "
-            "'it-s=it'\"'\"'s/final'",
-        },
-    ),
-    (
         {"model.name_or_path": "a $(b)", "adapter.type": "lora", "output_dir": "-it"},
         "-it/final",
         {
@@ -110,15 +102,6 @@ PLACES: list[tuple[Mapping[str, Any], str, dict[str, str]]] = [
             "\"$(hf download 'a $(b)')\" && llama-cli -m it-merged.gguf",
             "lm_eval": "lm_eval run --model hf --model_args pretrained='a $(b)',peft=-it/final "
             "--tasks hellaswag",
-        },
-    ),
-    (
-        {"output_dir": "my run"},
-        "my run/final",
-        {
-            "vLLM": "vllm serve 'my run/final'",
-            "transformers": "python -c \"from transformers import pipeline; p = pipeline('text-generation', "
-            "'my run/final'); print(p('Once upon a time'))\"",
         },
     ),
 ]

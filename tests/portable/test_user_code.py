@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 import pickle
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +13,10 @@ from transformers import LlamaForCausalLM
 
 from portable import UserError, plugins, train
 from portable.api import with_objects
-from portable.data.dataset import build_data, inspect_data
-from portable.data.sources import user_records
 from portable.model.build import build_model, model_config
 from portable.model.initialize import InitialWeights
-from tests.parity import opened
-from tests.portable.data_support import source, write_jsonl
+from tests.parity import opened, take_steps
+from tests.portable.data_support import source
 from tests.runs import SENTENCE, configured
 
 if TYPE_CHECKING:
@@ -42,22 +38,7 @@ def records(count: int = 40) -> Iterator[dict[str, Any]]:
         yield {"text": f"{number}: {SENTENCE[number % 9 :]}"}
 
 
-class Growing:
-    """One record more each time."""
-
-    def __init__(self) -> None:
-        self.count = 30
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        self.count += 1
-        return records(self.count)
-
-
 def nothing() -> None: ...
-
-
-def texts() -> list[str]:
-    return ["a", "b"]
 
 
 def failing() -> Iterator[dict[str, Any]]:
@@ -69,28 +50,10 @@ def of_tensors() -> list[dict[str, Any]]:
     return [{"text": "one", "more": torch.ones(1)}]
 
 
-def test_records_of_code_are_those_of_a_file(tmp_path: Path) -> None:
-    written = write_jsonl(tmp_path / "rows.jsonl", list(records()))
-    losses = []
-    for name in (str(written), f"{HERE}:records"):
-        with opened(configured(tmp_path / "run", written, data__source=name)) as trial:
-            losses.append([float(trial.step().loss) for _ in range(3)])
-    assert losses[0] == losses[1]
-
-
-def test_the_key_follows_the_records() -> None:
-    def key(name: str) -> str:
-        return source(name).key
-
-    assert key(f"{HERE}:records") == key(f"{HERE}:records()") != key(f"{HERE}:records(count=41)")
-
-
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("Growing", "Growing changed while it was read"),
         ("nothing", "gives a NoneType, not an iterable of records"),
-        ("texts", "record 1 is a str, not a mapping"),
         ("failing", "fails (ValueError: no more; test_user_code.py, line"),
         ("of_tensors", "record 1 is not of plain values"),
         ("recrds", "did you mean records?"),
@@ -102,32 +65,6 @@ def test_what_gives_no_records_is_refused_in_a_line(name: str, told: str, tmp_pa
         train(config)
     assert str(caught.value).startswith("data.source: ") and told in str(caught.value)
     assert "\n" not in str(caught.value) and not (tmp_path / "run").exists()
-
-
-def test_a_function_that_another_has_taken_the_name_of() -> None:
-    """As a decorator leaves it: ranks would import the other."""
-
-    @functools.wraps(write_jsonl)
-    def wrapper() -> None:
-        pass
-
-    told = r"data.source: the ranks would find another object as tests\.portable\.data_support:write_jsonl"
-    with pytest.raises(UserError, match=told):
-        plugins.name_of("data.source", wrapper, {})
-
-
-def test_records_without_an_end_are_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(user_records, "PATIENCE", 0.0)
-    assert source(f"{HERE}:endless", max_samples=2500).key
-    assert (
-        capsys.readouterr().err.count("1,000 records so far; if there is no end of them, set data.max_s") == 1
-    )
-
-
-def endless() -> Any:
-    return ({"text": str(number)} for number in itertools.count())
 
 
 def test_records_in_memory(tmp_path: Path, corpus: Path) -> None:
@@ -171,8 +108,6 @@ class Rows:
             found["labels"] = found["labels"][:-1]
         if self.wrong == "tokens" and number == 30:
             found["input_ids"] = [5] * 31 + [1_000_000]
-        if self.wrong == "error" and number == 30:
-            raise OSError("no such block")
         return found
 
 
@@ -209,16 +144,10 @@ def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     }
 
 
-def first_losses(config: RunConfig) -> list[float]:
-    with opened(config) as trial:
-        return trial.backend.read([trial.step().loss for _ in range(4)])
-
-
 @pytest.mark.parametrize(
     ("name", "size", "settings"),
     [
         ("full_shard", 2, {"strategy": "full_shard"}),
-        ("zero2", 3, {"strategy": "zero2"}),
         ("xla", 2, {"backend": "xla"}),
     ],
 )
@@ -226,7 +155,7 @@ def test_finished_samples(
     name: str, size: int, settings: Any, finished: Any, corpus: Path, tmp_path: Path, engines: Engines
 ) -> None:
     """In the run's own order, which knows only how many there are."""
-    truth = first_losses(configured(tmp_path / "one", corpus, **finished))
+    truth = take_steps(configured(tmp_path / "one", corpus, **finished), 4).losses
     with opened(configured(tmp_path / "one", corpus, **finished)) as trial:
         rows, model = [next(trial.batches) for _ in range(6)], trial.engine.model
         with torch.no_grad():
@@ -241,7 +170,7 @@ def test_finished_samples(
         again = pickle.loads(pickle.dumps(samples))  # noqa: S301
         torch.testing.assert_close(again.batch([(0, 5), (0, 2)]), samples.batch([(0, 5), (0, 2)]))
     config = configured(tmp_path / "other", corpus, **finished, **settings)
-    found = engines.run(name, size, first_losses, config)
+    found = engines.run(name, size, take_steps, config, 4).losses
     assert found == pytest.approx(truth, rel=1e-5) and truth[-1] < truth[0]
 
 
@@ -250,7 +179,6 @@ def test_finished_samples(
     [
         ("Rows(wrong='shorter')", "had 50 samples at first and has 40 now; keep its length"),
         ("Rows(wrong='shape')", "labels of sample 30 is int64 [31], and that of the first one int64 [32]"),
-        ("Rows(wrong='error')", "sample 30: fails (OSError: no such block; test_user_code.py, line"),
         ("Rows(wrong='tokens')", "sample 30 has tokens from 5 to 1000000, and there are"),
         ("NoLength", "has no len() and no sample by number"),
         ("NoFingerprint", "has no fingerprint; give it a text that tells its content"),
@@ -265,17 +193,6 @@ def test_finished_samples_that_cannot_be_used(
     with pytest.raises(UserError) as caught:
         train(config)
     assert told in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_a_dry_run_counts_finished_samples(finished: Any, corpus: Path, tmp_path: Path) -> None:
-    data = configured(tmp_path / "run", corpus, **finished).data
-    assert inspect_data(data) == build_data(data).sizes
-
-
-def test_another_length_is_another_run(finished: Any, corpus: Path, tmp_path: Path, brief_runs: None) -> None:
-    train(configured(tmp_path / "run", corpus, **finished, train__stop_after=4))
-    with pytest.raises(UserError, match="trained on other tokens"):
-        train(configured(tmp_path / "run", corpus, **{**finished, "data__source": f"{HERE}:Rows(count=60)"}))
 
 
 # -- models ------------------------------------------------------------------------------------------------
@@ -307,10 +224,6 @@ def no_model(model: Any) -> Any:
     return "model"
 
 
-def failing_model(model: Any) -> Any:
-    raise ValueError("no head")
-
-
 class Valued:
     needs = ("log_probs",)
 
@@ -334,7 +247,6 @@ def with_a_value(config: RunConfig) -> tuple[list[float], dict[str, float], list
     ("name", "size", "settings"),
     [
         ("full_shard", 2, {"strategy": "full_shard"}),
-        ("zero3", 2, {"strategy": "zero3"}),
         ("xla", 2, {"backend": "xla"}),
     ],
 )
@@ -372,7 +284,6 @@ def test_what_is_added_is_initialized_as_transformers_does_the_rest(tmp_path: Pa
     ("name", "told"),
     [
         ("no_model", "no_model: returns a str, not a transformers model or None"),
-        ("failing_model", "failing_model: fails (ValueError: no head; test_user_code.py, line"),
         ("with_valu", "did you mean with_value?"),
     ],
 )

@@ -12,14 +12,12 @@ import torch
 
 from converters import open_checkpoint
 from gpu.zero.footprint import footprint as zero_footprint
-from portable import api
 from portable.adapters.adapter import training_model
 from portable.adapters.settings import resolved
 from portable.engines.footprint import units
 from portable.engines.fsdp.footprint import fully_sharded
 from portable.errors import UserError
 from portable.model import build as models
-from portable.optim import user_optimizer
 from portable.planner.memory_model import Cluster
 from portable.planner.meta_model import inspect
 from portable.run.rank import run_rank
@@ -122,29 +120,21 @@ def sgd(groups: Any, lr: float, weight_decay: float) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr, momentum=0.9, nesterov=True, weight_decay=weight_decay)
 
 
-class Kind:
-    """An optimizer: its name, a rate, and the engines that cannot have it."""
-
-    def __init__(self, make: Any, rate: float, name: str = "", *, without: tuple[str, ...] = ()) -> None:
-        self.make, self.rate, self.without = make, rate, without
-        self.name = name or f"{HERE}:{make.__name__}"
-
-
-ZERO = tuple(name for name in ENGINES if name.startswith("zero"))
-KINDS = {
-    "lion": Kind(Lion, 5e-3),
-    "nadam": Kind(torch.optim.NAdam, 1e-2, "torch.optim:NAdam"),
-    "radam": Kind(torch.optim.RAdam, 2e-1, "torch.optim:RAdam"),
-    "sgd": Kind(functools.partial(sgd, weight_decay=0.1), 1e-1, f"{HERE}:sgd"),
-    "adafactor": Kind(torch.optim.Adafactor, 3e-1, "torch.optim:Adafactor", without=(*ZERO, "xla")),
-    "odd": Kind(Odd, 1e-1, without=(*ZERO, "xla")),
-    "on device": Kind(OnDevice, 1e-2, without=ZERO),
+KINDS: dict[str, tuple[Any, float, str]] = {
+    "lion": (Lion, 5e-3, f"{HERE}:Lion"),
+    "nadam": (torch.optim.NAdam, 1e-2, "torch.optim:NAdam"),
+    "sgd": (functools.partial(sgd, weight_decay=0.1), 1e-1, f"{HERE}:sgd"),
+    "adafactor": (torch.optim.Adafactor, 3e-1, "torch.optim:Adafactor"),
+    "odd": (Odd, 1e-1, f"{HERE}:Odd"),
+    "on device": (OnDevice, 1e-2, f"{HERE}:OnDevice"),
 }
+"""Optimizers, their rates and names."""
 
 
 def settings(kind: str) -> dict[str, Any]:
     decay = {} if kind not in ("odd", "on device") else {"train__weight_decay": 0.0}
-    return {**BATCH, **decay, "train__optimizer": KINDS[kind].name, "train__learning_rate": KINDS[kind].rate}
+    _, rate, name = KINDS[kind]
+    return {**BATCH, **decay, "train__optimizer": name, "train__learning_rate": rate}
 
 
 @pytest.fixture(scope="module")
@@ -154,13 +144,13 @@ def truths(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Any:
     def of(kind: str) -> Losses:
         if kind not in found:
             config = configured(tmp_path_factory.mktemp("truth"), corpus, **settings(kind))
-            found[kind] = plain_losses(config, made=lambda groups: KINDS[kind].make(groups, lr=0.1))
+            found[kind] = plain_losses(config, made=lambda groups: KINDS[kind][0](groups, lr=0.1))
         return found[kind]
 
     return of
 
 
-IMPLY = [
+CASES = [
     ("lion", "full_shard"),
     ("lion", "zero3, offload"),
     ("lion", "xla"),
@@ -169,12 +159,6 @@ IMPLY = [
     ("adafactor", "full_shard"),
     ("odd", "hybrid_shard"),
     ("on device", "xla"),
-]
-CASES = [
-    pytest.param(kind, name, marks=[] if (kind, name) in IMPLY else pytest.mark.exhaustive)
-    for kind in KINDS
-    for name in ENGINES
-    if name not in KINDS[kind].without
 ]
 
 
@@ -185,12 +169,6 @@ def test_every_engine(
     size = ENGINES[name].sizes[0]
     config = configured(tmp_path, corpus, **{**settings(kind), **accumulated(size), **ENGINES[name].settings})
     assert_close(engines.run(name, size, our_losses, config), truths(kind), 1e-5)
-
-
-@pytest.mark.xla
-def test_layers_in_a_loop(truths: Any, engines: Engines, corpus: Path, tmp_path: Path) -> None:
-    config = configured(tmp_path, corpus, **settings("lion"), backend="xla", xla__scan_layers=True)
-    assert_close(engines.run("xla", 2, our_losses, config), truths("lion"), 1e-5)
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------
@@ -209,22 +187,13 @@ def leg(folder: Path, corpus: Path, given: dict[str, Any]) -> int:
 
 # The last leg takes two steps: the loss of the second tells what was restored.
 ROUTES = {
-    "lion": [("full_shard", 3, 1), ("zero2", 2, 2), ("xla", 2, 3), ("zero3", 3, 4), ("no_shard", 2, 6)],
-    "nadam": [("zero1", 2, 1), ("no_shard", 2, 2), ("xla", 2, 4), ("full_shard", 3, 6)],
-    "sgd": [("xla", 2, 2), ("zero3", 2, 3), ("hybrid_shard", 4, 6)],
-    "adafactor": [("full_shard", 3, 2), ("no_shard", 2, 4), ("shard_grad_op", 2, 6)],
+    "lion": [("full_shard", 3, 1), ("zero2", 2, 2), ("zero3", 3, 4), ("no_shard", 2, 6)],
     "odd": [("full_shard", 3, 2), ("no_shard", 1, 3), ("full_shard", 2, 6)],
     "on device": [("xla", 2, 2), ("full_shard", 3, 4), ("xla", 4, 6)],
 }
 
 
-@pytest.mark.parametrize(
-    ("kind", "route"),
-    [
-        pytest.param(k, route, id=k, marks=pytest.mark.exhaustive if k in ("sgd", "adafactor") else [])
-        for k, route in ROUTES.items()
-    ],
-)
+@pytest.mark.parametrize(("kind", "route"), ROUTES.items(), ids=list(ROUTES))
 def test_moves(
     kind: str, route: list[tuple[str, int, int]], engines: Engines, corpus: Path, tmp_path: Path
 ) -> None:
@@ -256,14 +225,6 @@ def test_goes_on_bit_for_bit(corpus: Path, tmp_path: Path, ranks: RankPool) -> N
     assert weights[0] == weights[1]
 
 
-def test_another_optimizer_is_another_run(corpus: Path, tmp_path: Path) -> None:
-    given = {**settings("lion"), "strategy": "no_shard"}
-    assert leg(tmp_path, corpus, {**given, "train__stop_after": 1}) == 0
-    for other in ("torch.optim:NAdam", f"{HERE}:Lion(betas=(0.9, 0.95))"):
-        with pytest.raises(UserError, match=r"train\.optimizer"):
-            leg(tmp_path, corpus, {**given, "train__optimizer": other})
-
-
 # -- what is refused ---------------------------------------------------------------------------------------
 
 
@@ -278,24 +239,12 @@ class KeepsShards(Lion):
         super().step()
 
 
-class KeepsList(Lion):
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        super().step()
-        for p in self.param_groups[0]["params"]:
-            self.state[p]["history"] = [1]
-
-
 class CountsOnHost(Lion):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step()
         for group in self.param_groups:
             for p in group["params"]:
                 self.state[p]["count"] = self.state[p].get("count", 0) + 1
-
-
-class NoOptimizer:
-    def __init__(self, groups: Any, lr: float) -> None:
-        self.groups = groups
 
 
 class Fails(Lion):
@@ -306,7 +255,6 @@ class Fails(Lion):
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "torch.optim:NAdm": ({}, r"torch\.optim has no NAdm; did you mean NAdam\?"),
     "torch.optim:NAdam(lr=0.1)": ({}, r"lr is set by train\.learning_rate"),
-    "torch.optim:NAdam(weight_decay=0.1)": ({}, r"weight_decay is set by train\.weight_decay"),
     "torch.optim:NAdam(beta=0.1)": ({}, r"unexpected keyword argument 'beta'; did you mean betas\?"),
     "torch.optim:NAdam": (
         {"train__betas": [0.9, 0.999]},
@@ -316,10 +264,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "torch.optim:Adafactor": ({"strategy": "zero2"}, r"ZeRO's flat partitions; use strategy full_shard"),
     "torch.optim:Adagrad": ({"strategy": "zero2"}, r"its constructor makes state"),
     f"{HERE}:Odd": ({"train__weight_decay": 0.1}, r"takes no weight_decay; set it to 0"),
-    f"{HERE}:KeepsList": ({}, r"the state 'history' of 0 is a list, which a checkpoint cannot hold"),
-    f"{HERE}:NoOptimizer": ({"train__weight_decay": 0}, r"is a NoOptimizer; give a torch\.optim\.Optimizer"),
     f"{HERE}:Fails": ({}, r"fails \(ZeroDivisionError: one by none; test_user_optimizer\.py, line \d+\)"),
-    f"{HERE}:BATCH": ({}, r"is a dict; give a class or a function"),
 }
 
 
@@ -374,8 +319,7 @@ def own_local(value: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "ema"),
-    [("nadam", "full_shard", 0.9), ("nadam", "zero2", 0.9), ("adafactor", "full_shard", None)],
+    ("kind", "name", "ema"), [("nadam", "zero2", 0.9), ("adafactor", "full_shard", None)]
 )
 def test_the_state_is_planned(
     kind: str, name: str, ema: float | None, corpus: Path, tmp_path: Path, ranks: RankPool
@@ -394,17 +338,3 @@ def zero_share(inventory: Any) -> int:
     for weight in inventory.trained:
         sizes[weight.group] += weight.elements
     return sum(-(-size // 4) * 2 for size in sizes.values())
-
-
-# -- from Python -------------------------------------------------------------------------------------------
-
-
-def test_an_optimizer_of_a_script(corpus: Path, tmp_path: Path) -> None:
-    config = configured(tmp_path, corpus)
-    named = api.with_objects(config, optimizer=functools.partial(Lion, betas=(0.9, 0.95)))
-    assert named.train.optimizer == f"{HERE}:Lion(betas=(0.9, 0.95))"
-    assert (
-        str(api.with_objects(config, optimizer=torch.optim.RAdam).train.optimizer)
-        == "torch.optim.radam:RAdam"
-    )
-    user_optimizer.check(named)
