@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from portable.run.save import write_model_files
 from tests.parity import opened, take_steps
 from tests.ranks import RankError, RankPool
-from tests.runs import configured
+from tests.runs import SENTENCE, configured
 from tests.tiny_models import VOCABULARY, tiny_config
 
 if TYPE_CHECKING:
@@ -41,7 +41,6 @@ TASKS = {
     "sequence-classification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
 }
 BF16_TOLERANCE = 5e-2
-TEXT = "one way to find out what a model means is to train it beside another that means it"
 NAMES = {
     "llama": (
         "Llama 2, Llama 3, 3.1, 3.2 and 3.3, Code Llama, TinyLlama, Vicuna, Yi, SmolLM, SmolLM2, Falcon3, "
@@ -96,7 +95,7 @@ def pairs() -> list[Pair]:
 def write_records(folder: Path) -> Path:
     """Short texts with a target and a label each."""
     path = folder / "records.jsonl"
-    words = TEXT.split()
+    words = SENTENCE.split()  # with which all tokens of a rank once choose experts without parameters
     with path.open("w", encoding="utf-8") as file:
         for i in range(80):
             text = " ".join(words[(i * 7 + j * (1 + i % 5)) % len(words)] for j in range(12 + (i * 13) % 30))

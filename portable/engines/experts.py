@@ -1,9 +1,9 @@
-"""Mixtures of experts whose experts are separate modules.
+"""Mixtures of experts whose parameters may go unused.
 
 If no token of a rank chooses an expert, its gradient is missing on that rank only, and ranks that reduce
 gradients during the backward pass would disagree on what to send. Models with all experts in one tensor have
-zeros there. This module gives the others zeros as well, on any number of ranks, since an optimizer treats a
-zero gradient and a missing one differently.
+zeros there, unless all tokens choose experts without parameters. This module gives the others zeros as well,
+on any number of ranks, since an optimizer treats a zero gradient and a missing one differently.
 """
 
 from __future__ import annotations
@@ -15,9 +15,14 @@ from torch import Tensor, nn
 
 
 def routed(model: nn.Module) -> list[nn.Module]:
-    """The ModuleLists and ModuleDicts with a forward of their own, which calls only some of their modules."""
+    """The modules whose forward may leave out parameters.
+
+    ModuleLists and ModuleDicts with a forward of their own, which calls only some of their modules; and
+    experts in one tensor, beside others that return what they get (LongCat Flash).
+    """
     plain = (nn.ModuleList.forward, nn.ModuleDict.forward)
-    return [
+    passing = [m for m in called_by_choice(model) if any(type(c) is nn.Identity for c in m.children())]
+    return passing + [
         module
         for module in model.modules()
         if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward not in plain
