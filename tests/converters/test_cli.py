@@ -18,6 +18,7 @@ import torch
 import tqdm
 
 from benchmarks.convert import sparse_checkpoint
+from converters import open_checkpoint
 from converters.cli import main
 from tests.converters.compare import bits, load
 
@@ -277,21 +278,13 @@ def test_damage_is_found_before_out_appears(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shard = next((run / "checkpoints" / "step-000002").glob("__1_0.distcp"))
+    rows = open_checkpoint(run).tensors["embed_tokens.weight"].boxes[1]
     data = shard.read_bytes()
-    expected = load_bytes(run, "embed_tokens.weight")
-    at = data.index(expected)
+    values = open_checkpoint(run).tensors["embed_tokens.weight"].read(slice(rows.offsets[0], None))
+    at = data.index(values[: rows.sizes[0]].tobytes())
     shard.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
     assert "__1_0.distcp" in refused(capsys, run, tmp_path / "out")
     assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
-
-
-def load_bytes(run: Path, name: str) -> bytes:
-    """The bytes of rank 1's rows of a parameter."""
-    from converters import open_checkpoint
-
-    tensor = open_checkpoint(run).tensors[name]
-    rows = tensor.boxes[1]
-    return tensor.read((slice(rows.offsets[0], rows.offsets[0] + rows.sizes[0]),)).tobytes()
 
 
 def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
@@ -300,23 +293,6 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
     assert left.value.code == 0
     said = capsys.readouterr().out
     assert "examples:" in said and "--dry-run" in said and "from_pretrained" in said
-
-
-def test_starts_without_a_framework_and_in_a_blink() -> None:
-    code = (
-        "import sys, time; start = time.process_time(); import converters.cli;"
-        "took = time.process_time() - start;"
-        "heavy = {'torch', 'transformers', 'tqdm', 'obstore', 'portable', 'gpu', 'tpu'} & set(sys.modules);"
-        "print(took, sorted(heavy))"
-    )
-    said = [
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split(
-            " ", 1
-        )
-        for _ in range(3)
-    ]
-    assert all(heavy.strip() == "[]" for _, heavy in said)
-    assert min(float(took) for took, _ in said) < 0.5  # processor time: others may be using the machine
 
 
 def test_memory_stays_flat(tmp_path: Path) -> None:

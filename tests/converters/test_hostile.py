@@ -179,15 +179,6 @@ def test_holes_do_not_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "more than 8 times as many" in said(capsys, source, tmp_path / "out")
 
 
-def test_a_vocabulary_that_no_table_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shapes = {"model_type": "gpt2", "n_embd": 4, "n_layer": 1, "n_head": 1, "n_positions": 8}
-    source = model(tmp_path / "in")
-    (source / "config.json").write_text(json.dumps({**shapes, "vocab_size": 4_000_000_000}))
-    safetensors.torch.save_file({"transformer.wte.weight": torch.zeros(6, 4)}, source / "model.safetensors")
-    line = said(capsys, source, tmp_path / "out.gguf", "--to", "gguf")
-    assert "config.json: vocab_size is 4,000,000,000, and 'transformer.wte.weight' has 6 rows" in line
-
-
 def test_a_name_that_is_no_text_is_refused(tmp_path: Path) -> None:
     tensor = Tensor.contiguous("a", "F32", (2,), Memory(bytes(8)))
     source = Checkpoint(format="x", root=tmp_path / "x", tensors={"a\ud800": tensor})

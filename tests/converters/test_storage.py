@@ -32,7 +32,7 @@ def read(source: FileSpan | Joined | Slice, at: int, count: int) -> bytes:
     return bytes(buffer)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 def test_parts_in_any_order_make_one_checksum(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     good, bad = span(tmp_path, zlib.crc32(DATA)), span(tmp_path, zlib.crc32(DATA) ^ 1)
@@ -85,13 +85,6 @@ def test_joined_and_sliced(tmp_path: Path) -> None:
 def test_no_name_leaves_the_folder(tmp_path: Path, name: str) -> None:
     with pytest.raises(CheckpointError, match="leaves the checkpoint folder"):
         Folder(tmp_path).file(name)
-
-
-def test_only_regular_files(tmp_path: Path) -> None:
-    (tmp_path / "d").mkdir()
-    for name in ("d", "missing"):
-        with pytest.raises(CheckpointError, match=name):
-            Folder(tmp_path).file(name)
 
 
 def test_more_files_than_are_kept_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
