@@ -7,15 +7,13 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from benchmarks import kills
-from benchmarks.kills import KEEP, Attack, Conversions, Launch, Outcome, Run
-from portable.checkpoint.trainer_state import STATE_FILE
+from benchmarks.kills import KEEP, Attack, Launch, Outcome, Run
 from portable.reporting.metrics import METRICS_FILE
 from tests.runs import configured
 
@@ -121,46 +119,3 @@ def test_another_loss_or_a_name_too_many_is_seen(tmp_path: Path, run: Run) -> No
     rows[0]["loss"] *= 1.001
     (folder / METRICS_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert "losses differ by" in compared()
-
-
-@pytest.mark.usefixtures("quick_python")
-def test_half_a_conversion_is_seen(
-    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, zygote: Zygote
-) -> None:
-    monkeypatch.setattr(kills, "FORKS", zygote.folder.name)
-    outcome = Outcome("tried")
-    conversions = Conversions(tmp_path / "conversions", run, random.Random(0), outcome)
-    conversions.finish()
-    assert outcome.broken == []
-    monkeypatch.setattr(conversions, "_start", lambda *_: subprocess.Popen(["true"]))
-    conversions.kill()
-    assert outcome.broken == []
-    for folder in conversions._out.values():
-        (folder / "config.json").unlink()
-    conversions.kill()
-    assert "neither the old nor the new" in outcome.broken.pop()
-    (tmp_path / "conversions" / "converted" / ".dcp.old-1-abcdef").mkdir()
-    monkeypatch.setattr(conversions, "_alone", lambda *_: None)
-    conversions.finish()
-    assert ".dcp.old-1-abcdef" in outcome.broken.pop()
-    assert "not what an undisturbed conversion wrote" in outcome.broken[0]
-
-
-def test_the_moment_of_a_kill_is_told(tmp_path: Path, run: Run) -> None:
-    looking, path = Attack(run, None, random.Random(0)), tmp_path / "a" / "run" / "checkpoints"
-    complete = run.checkpoints.complete()
-    assert looking._moment(complete) == "between saves"
-    partial = path / ".step-000010.partial"
-    partial.mkdir()
-    assert looking._moment(complete) == "saving"
-    (partial / STATE_FILE).touch()
-    assert looking._moment(complete) == "before rename"
-    shutil.rmtree(partial)
-    assert looking._moment([*complete, (10, path / "step-000010")]) == "after rename"
-    (path / ".step-000006.old.partial").mkdir()
-    assert looking._moment(complete) == "removing"
-
-
-def test_each_blow_meets_each_engine() -> None:
-    met = list(kills.plan(random.Random(0), ["a", "b"], 2 * len(kills.KINDS), list(kills.KINDS)))
-    assert sorted(set(met)) == sorted((engine, kind) for engine in "ab" for kind in kills.KINDS)

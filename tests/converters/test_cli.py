@@ -86,25 +86,6 @@ def test_converts_a_run(run: Path, written: Path, tmp_path: Path, capsys: pytest
     assert set(groups[0]["params"]) == set(reference["optim"])
 
 
-def test_the_step_that_is_taken_is_told(
-    written: Path, deepspeed_written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Of files that record no step, too, and of which program, where a folder has the steps of two."""
-    for step in ("step_0", "step_1"):
-        shutil.copytree(written / "fsdp2-ours", tmp_path / "steps" / step)
-    assert main([str(tmp_path / "steps"), str(tmp_path / "out")]) == 0
-    assert ", step_1 → " in capsys.readouterr().out
-    both = tmp_path / "both"
-    shutil.copytree(deepspeed_written / "zero2-4", both)
-    assert main([str(both), str(tmp_path / "whole")]) == 0
-    shutil.copytree(written / "fsdp2-ours", both / "step_1")
-    capsys.readouterr()
-    assert main([str(both), str(tmp_path / "other")]) == 0
-    assert capsys.readouterr().out.startswith("deepspeed ZeRO-2, 4 ranks, step 2, global_step2 → ")
-    assert main([str(both), str(tmp_path / "tagged"), "--tag", "step_1"]) == 0
-    assert capsys.readouterr().out.startswith("dcp, 2 ranks, step_1 → ")
-
-
 def test_dry_run_writes_nothing(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = tree(tmp_path)
     assert (
@@ -285,14 +266,6 @@ def test_damage_is_found_before_out_appears(
     shard.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
     assert "__1_0.distcp" in refused(capsys, run, tmp_path / "out")
     assert [entry.name for entry in tmp_path.iterdir()] == ["run"]
-
-
-def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        main(["--help"])
-    assert left.value.code == 0
-    said = capsys.readouterr().out
-    assert "examples:" in said and "--dry-run" in said and "from_pretrained" in said
 
 
 def test_memory_stays_flat(tmp_path: Path) -> None:

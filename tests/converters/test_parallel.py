@@ -7,13 +7,13 @@ import signal
 import threading
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
 from converters import CheckpointError
 from converters.writers import parallel
-from converters.writers.parallel import in_parallel, interleaved
+from converters.writers.parallel import in_parallel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -69,29 +69,3 @@ def test_ctrl_c_ends_all() -> None:
         in_parallel(iter([forever] * 5), lambda _: None)
     timer.join()
     assert threading.active_count() <= before  # threads of earlier tests may end meanwhile
-
-
-def test_threads_do_not_wait_for_one_file() -> None:
-    """Eight threads and as many files, in each of which one thread can write at a time, for 1 ms a run.
-
-    File by file, 8 x 48 runs take almost 384 ms; by turns, about 48. Sleeping takes no core, and the quickest
-    of three attempts was held up least by whatever else the machine does.
-    """
-    locks = [threading.Lock() for _ in range(8)]
-
-    def run(lock: threading.Lock, progress: Any) -> None:
-        with lock:
-            time.sleep(0.001)
-
-    def files() -> Any:
-        return [iter([partial(run, lock)] * 48) for lock in locks]
-
-    taken = []
-    for width in (1, 8):
-        attempts = []
-        for _ in range(3):
-            started = time.perf_counter()
-            in_parallel(interleaved(files(), width), lambda count: None, workers=8)
-            attempts.append(time.perf_counter() - started)
-        taken.append(min(attempts))
-    assert taken[0] > 2.5 * taken[1], taken

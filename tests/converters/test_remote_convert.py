@@ -20,7 +20,6 @@ import torch
 from converters import open_checkpoint, write_safetensors
 from converters.cli import main
 from converters.storage import object_store as remote
-from converters.storage import range_reader as remote_file
 from converters.storage.completion_markers import COMPLETE, INCOMPLETE
 from tests.converters.samples import Sample, all_samples, parameters
 from tests.object_store import SECRET_KEY, ObjectStore, scale_down
@@ -171,15 +170,12 @@ def test_converting_fetches_and_sends_each_byte_once(large: Path, s3: ObjectStor
     assert s3.count("PUT", "out/") < total / remote.PART_BYTES + 20
 
 
-@pytest.mark.parametrize("connections", [4, 6])
-def test_ranges_and_parts_travel_side_by_side(
-    s3: ObjectStore, monkeypatch: pytest.MonkeyPatch, connections: int
-) -> None:
+def test_ranges_and_parts_travel_side_by_side(s3: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each part waits until so many are on their way at once: with fewer, it would wait in vain."""
+    connections = 6
     state = {f"w{i}": np.full((100, 1000), i, np.float32) for i in range(2 * connections)}
     s3.put("src/model.safetensors", safetensors.numpy.save(state))
-    if connections != 4:
-        monkeypatch.setenv("PORTABLE_STORAGE_CONNECTIONS", str(connections))
+    monkeypatch.setenv("PORTABLE_STORAGE_CONNECTIONS", str(connections))
     together = threading.Barrier(connections)
     count, lock = [0, 0, 0], threading.Lock()  # ranges on their way, at most, and parts sent
     answer = s3.forward
@@ -229,16 +225,6 @@ def test_a_slice_fetches_little_more_than_itself(large: Path, s3: ObjectStore) -
     rows = slice(100, 150)  # 150 KB
     assert tensor.read(rows).tobytes() == local.read(rows).tobytes()
     assert s3.bytes_out() < 0.22 * MB
-
-
-def test_runs_are_kept_within_bounds(
-    large: Path, s3: ObjectStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(remote_file, "CACHE_BYTES", 64 << 10)
-    monkeypatch.setattr(remote_file, "RUN_BYTES", 64 << 10)
-    assert convert(s3.url("src"), tmp_path / "out") == 0
-    assert convert(large, tmp_path / "local") == 0
-    assert tree(tmp_path / "out") == tree(tmp_path / "local")
 
 
 @pytest.mark.parametrize(
@@ -292,14 +278,8 @@ def test_refusals(large: Path, s3: ObjectStore, tmp_path: Path, capsys: pytest.C
     assert "contains" in refused(capsys, s3.url("src"), s3.url())
     assert "one process only" in refused(capsys, s3.url("src"), "memory://out")
     assert "credentials do not belong" in refused(capsys, f"s3://me:{SECRET_KEY}@bucket/x", out)
-    s3.fail(status=403, method="GET", key=".safetensors")
-    assert "access denied" in refused(capsys, s3.url("src"), out)
-    s3.heal()
     s3.fail(status=403, method="POST")
     assert "access denied" in refused(capsys, s3.url("src"), s3.url("out"))
-    s3.heal()
-    s3.fail(status=403)
-    assert "access denied" in refused(capsys, s3.url("src"), out)
     s3.heal()
     assert not out.exists() and s3.names("out") == []
 

@@ -269,19 +269,6 @@ def test_follows_the_cpu_backend(
     assert steps.losses != truth.losses  # it was rounded
 
 
-@pytest.mark.parametrize(
-    "model",
-    ["llama", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in MODELS if name != "llama")],
-)
-def test_equals_the_cpu_backend_over_thirty_steps(
-    model: str, on_cpu: Callable[..., Steps], tmp_path: Path, corpus: Path, xla: XlaPool
-) -> None:
-    """With the compiler as it comes."""
-    steps = on_xla(xla, 4, tmp_path / "xla", corpus, 30, {"XLA_FLAGS": ""}, **MODELS[model])
-    assert_close(steps, on_cpu(steps=30, **MODELS[model]), 1e-6)
-    assert_frugal(steps, {"step": 1})
-
-
 @pytest.mark.parametrize("labels", ["number", pytest.param("kinds", marks=pytest.mark.exhaustive)])
 def test_labels_that_are_numbers(
     labels: str, on_cpu: Callable[..., Steps], tmp_path: Path, xla: XlaPool
