@@ -106,29 +106,6 @@ def zero3(folder: Path, ranks: int, tensors: int) -> Written:
     return ranks * tensors, (torch.arange(ranks) + (tensors - 1) * 0.5).numpy().tobytes()
 
 
-def xla(folder: Path, ranks: int, tensors: int) -> Written:
-    """Every rank has its part of every tensor, one element here, in a storage of its own."""
-    names = {
-        f"_fsdp_shard_FSDP_SHARD_SEPARATOR_layers_FSDP_SHARD_SEPARATOR_{i}_FSDP_SHARD_SEPARATOR_weight": (
-            f"layers.{i}.weight"
-        )
-        for i in range(tensors)
-    }
-    described = {key: {"_orig_name": name, "_orig_size": [ranks]} for key, name in names.items()}
-    for rank in range(ranks):
-        metadata = {
-            "shard_info": {"": described},
-            "flatten_info": {},
-            "buffer_info": {},
-            "world_size": ranks,
-            "rank": rank,
-        }
-        model = {key: torch.tensor([i * 0.5 + rank]) for i, key in enumerate(names)}
-        path = folder / f"rank{rank}-of-{ranks}-pytorch_model.bin"
-        torch.save({"model": model, "shard_metadata": metadata}, path)
-    return ranks * tensors, (torch.arange(ranks) + (tensors - 1) * 0.5).numpy().tobytes()
-
-
 def made(module: str, name: str, state: Any) -> Made:
     return Made(Name(f"{CHECKPOINT}.{module}", name), state)
 
@@ -173,7 +150,6 @@ def functions_counted(calls: Counter[str]) -> Iterator[None]:
 GROWING = {
     "dcp": (dcp, (80, 400), (320, 1600), 8),
     "zero3": (zero3, (32, 50), (128, 50), 4),
-    "xla": (xla, (32, 50), (128, 50), 4),
 }
 
 
@@ -205,7 +181,7 @@ def test_work_grows_linearly(tmp_path: Path, calls: Counter[str], kind: str) -> 
 
 @pytest.mark.parametrize(
     ("make", "files", "tensors", "planning", "converting"),
-    [(dcp, 50, 1000, 1500, 4200), (zero3, 32, 100, 500, 1000), (xla, 32, 100, 2000, 3000)],
+    [(dcp, 50, 1000, 1500, 4200), (zero3, 32, 100, 500, 1000)],
 )
 def test_memory_of_a_piece(
     tmp_path: Path,

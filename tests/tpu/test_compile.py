@@ -174,32 +174,9 @@ def test_collectives_are_counted_with_their_bytes() -> None:
     }
 
 
-def test_collectives_that_fusions_carry_on() -> None:
+@pytest.mark.parametrize("where", ["a fusion", "a loop"])
+def test_collectives_that_are_carried_on(where: str) -> None:
     """The TPU's own form: start, a product that carries it on, and end share a channel, and are one."""
-    part, whole = hlo.shape(64, 128), hlo.shape(256, 128)
-
-    def fused(number: int, *targets: str) -> bytes:
-        inside = [
-            hlo.op(number, "parameter", part, parameter_number=0),
-            hlo.op(number + 1, "all-gather", whole, number, channel_id=5, extra=hlo.group(0, 1, 2, 3)),
-            *(
-                hlo.op(number + 2 + i, "custom-call", whole, number + 1, custom_call_target=target)
-                for i, target in enumerate(targets)
-            ),
-        ]
-        return hlo.computation(number, inside, [part], whole, number + 1 + len(targets), fused=True)
-
-    others = [fused(100, "AsyncCollectiveStart"), fused(200), fused(300, "AsyncCollectiveDone")]
-    entry = [
-        hlo.op(1, "parameter", part, parameter_number=0),
-        *(hlo.op(i, "fusion", whole, 1, called=[100 * (i - 1)]) for i in (2, 3, 4)),
-        hlo.op(5, "fusion", whole, 1, called=[200]),  # nothing is open: it is a collective of its own
-    ]
-    found = analyse(hlo.module(others, entry, [part], whole, 5), 4, NEVER).collectives
-    assert found == {"all-gather": Collective(2, 2 * 3 * 64 * 128 * 4, 1, 1, 0)}
-
-
-def test_a_loop_carries_on_what_began_before_it() -> None:
     part, whole = hlo.shape(64, 128), hlo.shape(256, 128)
 
     def fused(number: int, *targets: str) -> bytes:
@@ -210,20 +187,24 @@ def test_a_loop_carries_on_what_began_before_it() -> None:
         ]
         return hlo.computation(number, inside, [part], whole, number + 1 + len(targets), fused=True)
 
+    others = [fused(100, "AsyncCollectiveStart"), fused(200), fused(300, "AsyncCollectiveDone")]
     inner = [
         hlo.op(400, "parameter", part, parameter_number=0),
         hlo.op(401, "fusion", whole, 400, called=[200]),
     ]
-    others = [fused(100, "AsyncCollectiveStart"), fused(200), fused(300, "AsyncCollectiveDone")]
     others.append(hlo.computation(400, inner, [part], whole, 401))
+    carries = ("fusion", 200) if where == "a fusion" else ("call", 400)
     entry = [
         hlo.op(1, "parameter", part, parameter_number=0),
         hlo.op(2, "fusion", whole, 1, called=[100]),
-        hlo.op(3, "call", whole, 1, called=[400]),
+        hlo.op(3, carries[0], whole, 1, called=[carries[1]]),
         hlo.op(4, "fusion", whole, 1, called=[300]),
+        hlo.op(5, "fusion", whole, 1, called=[200]),  # nothing is open: it is a collective of its own
     ]
-    found = analyse(hlo.module(others, entry, [part], whole, 4), 4, NEVER).collectives
-    assert found["all-gather"].count == 1
+    found = analyse(hlo.module(others, entry, [part], whole, 5), 4, NEVER).collectives["all-gather"]
+    assert (found.count, found.bytes) == (2, 2 * 3 * 64 * 128 * 4)
+    if where == "a fusion":
+        assert found == Collective(2, found.bytes, 1, 1, 0)
 
 
 def test_large_values_and_the_host() -> None:

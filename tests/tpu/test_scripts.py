@@ -106,41 +106,28 @@ def test_help() -> None:
 
 
 def test_a_single_host(tmp_path: Path) -> None:
+    """What differs from the pod below."""
     config = tmp_path / "run.yaml"
     config.touch()
-    ssh = "gcloud compute tpus tpu-vm ssh llama --zone=us-west4-a"
+    tpu, zone = "gcloud compute tpus tpu-vm", "--zone=us-west4-a"
     assert printed("create", *VM, "--type", "v5e-8") == [
-        "gcloud compute tpus tpu-vm create llama --zone=us-west4-a --accelerator-type=v5litepod-8 "
-        "--version=v2-alpha-tpuv5-lite"
-    ]
-    assert printed("install", *VM, "--package", "portable-trainer[tpu]==0.1.0") == [
-        f"{ssh} --worker=all '--command=mkdir -p portable'",
-        f"gcloud compute tpus tpu-vm scp {SCRIPTS}/worker.sh llama:portable/ --zone=us-west4-a --worker=all",
-        f"{ssh} --worker=all '--command=bash portable/worker.sh install "
-        "'\\''portable-trainer[tpu]==0.1.0'\\'''",
+        f"{tpu} create llama {zone} --accelerator-type=v5litepod-8 --version=v2-alpha-tpuv5-lite"
     ]
     assert printed("train", *VM, "--config", config, "--", "--train.steps", "20") == [
-        f"gcloud compute tpus tpu-vm scp {config} llama:portable/run.yaml --zone=us-west4-a --worker=all",
-        f"{ssh} --worker=all "
+        f"{tpu} scp {config} llama:portable/run.yaml {zone} --worker=all",
+        f"{tpu} ssh llama {zone} --worker=all "
         "'--command=bash portable/worker.sh start --config portable/run.yaml --train.steps 20'",
     ]
-    assert printed("status", *VM) == [
-        "gcloud compute tpus tpu-vm describe llama --zone=us-west4-a '--format=value(state)' "
-        "--verbosity=error",
-        f"{ssh} --worker=all '--command=bash portable/worker.sh status'",
+    assert printed("stop", *VM) == [
+        f"{tpu} ssh llama {zone} --worker=all '--command=bash portable/worker.sh stop'"
     ]
-    assert printed("logs", *VM) == [
-        f"{ssh} --worker=0 --ssh-flag=-t '--command=bash portable/worker.sh logs'"
-    ]
-    assert printed("stop", *VM) == [f"{ssh} --worker=all '--command=bash portable/worker.sh stop'"]
     assert printed("fetch", *VM, "--output-dir", "runs/quickstart", "--to", tmp_path / "run") == [
-        f"gcloud compute tpus tpu-vm scp --recurse llama:runs/quickstart {tmp_path}/run "
-        "--zone=us-west4-a --worker=0",
+        f"{tpu} scp --recurse llama:runs/quickstart {tmp_path}/run {zone} --worker=0",
     ]
     assert printed("convert", "--from", "run", "--to", "out", "--", "--dtype", "bfloat16") == [
         "portable-convert run out --dtype bfloat16"
     ]
-    assert printed("delete", *VM) == ["gcloud compute tpus tpu-vm delete llama --zone=us-west4-a --quiet"]
+    assert printed("delete", *VM) == [f"{tpu} delete llama {zone} --quiet"]
 
 
 def test_a_spot_pod(tmp_path: Path) -> None:
