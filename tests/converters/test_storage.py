@@ -10,13 +10,12 @@ import pytest
 
 from converters import CheckpointError
 from converters.storage import folder as folder_module
-from converters.storage.bytes import FileSpan, Joined, Slice
 from converters.storage.folder import Folder
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from converters.storage.bytes import Touched
+    from converters.storage.bytes import FileSpan, Touched
 
 DATA = random.Random(0).randbytes(3 << 20)
 
@@ -26,7 +25,7 @@ def span(folder: Path, crc32: int | None = None, *, verify: bool = True) -> File
     return Folder(folder, verify=verify).file("f").span(4, len(DATA), crc32=crc32, what="f/0")
 
 
-def read(source: FileSpan | Joined | Slice, at: int, count: int) -> bytes:
+def read(source: FileSpan, at: int, count: int) -> bytes:
     buffer = bytearray(count)
     source.read_into(memoryview(buffer), at, set())
     return bytes(buffer)
