@@ -7,13 +7,14 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from benchmarks import kills
-from benchmarks.kills import KEEP, Attack, Launch, Outcome, Run
+from benchmarks.kills import KEEP, Attack, Conversions, Launch, Outcome, Run
 from portable.reporting.metrics import METRICS_FILE
 from tests.runs import configured
 
@@ -119,3 +120,20 @@ def test_another_loss_or_a_name_too_many_is_seen(tmp_path: Path, run: Run) -> No
     rows[0]["loss"] *= 1.001
     (folder / METRICS_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert "losses differ by" in compared()
+
+
+def test_half_a_conversion_is_seen(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def written(conversions: Conversions, source: Path, to: str) -> None:
+        (tmp_path / "conversions" / "converted" / to).mkdir(exist_ok=True)
+        (tmp_path / "conversions" / "converted" / to / "config.json").write_text(source.name)
+
+    monkeypatch.setattr(Conversions, "_alone", written)
+    monkeypatch.setattr(Conversions, "_start", lambda *_: subprocess.Popen(["true"]))
+    outcome = Outcome("tried")
+    conversions = Conversions(tmp_path / "conversions", run, random.Random(0), outcome)
+    conversions.finish()
+    assert outcome.broken == []
+    for folder in conversions._out.values():
+        (folder / "config.json").write_text("half")
+    conversions.kill()
+    assert "neither the old nor the new" in outcome.broken[0]

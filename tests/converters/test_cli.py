@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -120,6 +121,14 @@ def test_refusals_are_one_line(run: Path, tmp_path: Path, capsys: pytest.Capture
     assert "--nope" in refused(capsys, step, out, "--nope")
     assert "cannot be created" in refused(capsys, step, "/proc/nope/out")
     assert tree(tmp_path) == before
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_written(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
+    told = refused(capsys, run, tmp_path / "out", "--dtype", "bfloat16")
+    assert "bytes, 10 are free on its disk" in told and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("more", [[], ["--verify", "--optimizer"]])

@@ -358,6 +358,20 @@ def test_a_chunk_that_claims_much_takes_no_room_before_its_content(monkeypatch: 
     os.close(written[0])
 
 
+def test_what_nobody_holds_any_more_takes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    import pyarrow
+
+    monkeypatch.setattr(compressed, "_kept", compressed._Kept())
+    monkeypatch.setattr(compressed, "CACHE_BYTES", 150)
+    data = pyarrow.Codec("zstd").compress(bytes(100), asbytes=True)
+    for _ in range(2):
+        chunk = compressed.Compressed(lambda: Memory(data), "zstd", 100, 100, "here")
+        assert compressed._kept.has_room(100)
+        chunk.held(1, set())
+        assert not compressed._kept.has_room(100)
+        del chunk
+
+
 def test_chunks_that_were_not_stored_hold_the_fill_value() -> None:
     """As Orbax left them out until 2024; only with `store_array_data_equal_to_fill_value` is one missing."""
     header = {"zarr_format": 2, "shape": [5], "chunks": [2], "dtype": "<f4", "compressor": None}

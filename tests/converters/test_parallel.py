@@ -7,13 +7,13 @@ import signal
 import threading
 import time
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from converters import CheckpointError
 from converters.writers import parallel
-from converters.writers.parallel import in_parallel
+from converters.writers.parallel import in_parallel, interleaved
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -69,3 +69,9 @@ def test_ctrl_c_ends_all() -> None:
         in_parallel(iter([forever] * 5), lambda _: None)
     timer.join()
     assert threading.active_count() <= before  # threads of earlier tests may end meanwhile
+
+
+def test_groups_take_turns() -> None:
+    """A group is a file, in which one thread can write at a time."""
+    groups: Any = map(iter, ("abc", "d", "efg"))
+    assert "".join(map(str, interleaved(groups, 2))) == "adbcefg"

@@ -32,6 +32,7 @@ WEIGHTS = {
     "d.empty": torch.zeros(0, 4),
     "e.bytes": torch.arange(7, dtype=torch.uint8),
     "f.f8": torch.randn(9).to(torch.float8_e5m2),
+    "g.u16": torch.tensor([1, 65535], dtype=torch.uint16),
 }
 
 

@@ -298,7 +298,7 @@ def test_what_zero_swaps_is_on_the_disk(
     ("world_size", "strategy", "settings"),
     [
         (2, "no_shard", {}),
-        (1, "no_shard", {"train__optimizer": "adamw_8bit"}),
+        (1, "no_shard", {"train__optimizer": "sgd"}),
         (2, "full_shard", {"train__optimizer": "adafactor"}),
         (3, "zero2", {"precision": "bf16"}),
         *((2, strategy, {"precision": "bf16", **PART}) for strategy in ("full_shard", "zero3")),

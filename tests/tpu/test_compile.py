@@ -81,22 +81,9 @@ def test_each_slice_has_its_devices(device: str) -> None:
     ("device", "devices", "topology", "said"),
     [
         ("v5e", 12, None, "--devices: no slice of v5e has 12 chips; the nearest have 8 and 16"),
-        ("v4", 1, None, "--devices: no slice of v4 has 1 chips; the nearest have 4 and 8"),
-        (
-            "v5e",
-            16,
-            "4x4x1",
-            "--topology: '4x4x1' does not name the chips of a v5e slice as AxB; known are ",
-        ),
-        (
-            "v5p",
-            16,
-            "4x",
-            "--topology: '4x' does not name the chips of a v5p slice as AxBxC; known are ",
-        ),
+        ("v5p", 16, "4x", "--topology: '4x' does not name the chips of a v5p slice as AxBxC; known are"),
         ("v5e", 16, "4x8", "--topology: 4x8 has 32 chips, but --devices is 16"),
         ("v3", 8, None, "--compile: needs --device v4, v5e, v5p, v6e, not v3"),
-        (None, 8, None, "--compile: needs --device v4, v5e, v5p, v6e, not none"),
     ],
 )
 def test_no_such_slice(device: str | None, devices: int, topology: str | None, said: str) -> None:
@@ -364,24 +351,11 @@ ON_TORCHTPU = ["--backend", "tpu", "--compile", "--device", "v5e", "--devices", 
     ("arguments", "said"),
     [
         (["--only-memory"], "--only-memory: has an effect only with --compile; add it"),
-        (["--topology", "4x4"], "--topology: has an effect only with --compile; add it, or "),
-        (
-            ["--compile", "--device", "h100"],
-            "--compile: backend cuda has no compiler that works without its device",
-        ),
-        (
-            [*ON_TORCHTPU, "--context_parallel_size", "2"],
-            "--compile: context_parallel_size 2 needs all ranks to run",
-        ),
-        (
-            [*ON_TORCHTPU, "--train.optimizer", "muon"],
-            "--compile: train.optimizer muon needs all ranks to run",
-        ),
+        (["--compile", "--device", "h100"], "--compile: backend cuda has no compiler that works without"),
+        ([*ON_TORCHTPU, "--context_parallel_size", "2"], "--compile: context_parallel_size 2 needs all"),
+        ([*ON_TORCHTPU, "--train.optimizer", "muon"], "--compile: train.optimizer muon needs all ranks"),
         (["--compile", "--device", "v5e", "--devices", "2"], "--devices: no slice of v5e has 2 chips"),
-        (
-            ["--compile", "--device", "v5e"],
-            "--compile: needs libtpu, the TPU's compiler; install it with: pip ",
-        ),
+        (["--compile", "--device", "v5e"], "--compile: needs libtpu, the TPU's compiler; install it with"),
     ],
 )
 def test_a_mistake_is_one_line(
