@@ -249,7 +249,7 @@ def test_what_is_offloaded_is_on_the_host(tmp_path: Path, corpus: Path, ranks: R
 def test_what_zero_offloads_is_on_the_host(
     world_size: int, strategy: str, settings: dict[str, Any], tmp_path: Path, corpus: Path, ranks: RankPool
 ) -> None:
-    host = {"memory__offload_optimizer": "cpu", "precision": "bf16"}
+    host: dict[str, Any] = {"memory__offload_optimizer": "cpu", "precision": "bf16"}
     config = config_for(tmp_path, corpus, strategy, **host, **settings)
     assert planned(config, world_size).host == ranks.run(world_size, live_host, config)
 
