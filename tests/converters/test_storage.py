@@ -10,6 +10,7 @@ import pytest
 
 from converters import CheckpointError
 from converters.storage import folder as folder_module
+from converters.storage.bytes import Joined, Memory, Slice
 from converters.storage.folder import Folder
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def span(folder: Path, crc32: int | None = None, *, verify: bool = True) -> File
     return Folder(folder, verify=verify).file("f").span(4, len(DATA), crc32=crc32, what="f/0")
 
 
-def read(source: FileSpan, at: int, count: int) -> bytes:
+def read(source: FileSpan | Joined | Slice, at: int, count: int) -> bytes:
     buffer = bytearray(count)
     source.read_into(memoryview(buffer), at, set())
     return bytes(buffer)
@@ -58,6 +59,20 @@ def test_sequential_reading_needs_no_second_pass(tmp_path: Path, monkeypatch: py
         read(source, at, min(1000, len(DATA) - at))
     monkeypatch.setattr(source.file, "read_into", lambda *args: pytest.fail("read again"))
     source.verify()
+
+
+def test_joined_and_sliced(tmp_path: Path) -> None:
+    source = span(tmp_path)
+    joined = Joined([Slice(source, 10, 5), Memory(b""), Memory(b"abc"), Slice(source, 0, 4)])
+    expected = DATA[10:15] + b"abc" + DATA[:4]
+    assert joined.nbytes == len(expected)
+    for at in range(len(expected)):
+        for count in range(len(expected) - at + 1):
+            assert read(joined, at, count) == expected[at : at + count]
+    with pytest.raises(CheckpointError):
+        read(joined, 5, 8)
+    with pytest.raises(CheckpointError):
+        Slice(source, len(DATA) - 1, 2)
 
 
 @pytest.mark.parametrize("name", ["../f", "/etc/passwd", "a/../../f", "", "a\0b", "a\\b"])
