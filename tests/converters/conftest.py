@@ -56,3 +56,9 @@ def written_universal(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of DeepSpeed runs, each made universal too, with `<name>.2.ref.pt` beside each."""
     pytest.importorskip("deepspeed")
     return written_by(MAKERS["written_universal"], tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def written_megatron(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of Megatron-LM's and Megatron-Core's checkpoints, with `<name>.logits.pt` beside."""
+    return written_by(MAKERS["written_megatron"], tmp_path_factory)

@@ -195,34 +195,6 @@ def write(out: Path, name: str, run: Run) -> None:
     torch.save(ref, out / f"{name}.ref.pt")
 
 
-def llama(out: Path, world: int = 3) -> None:
-    """A Hugging Face model as the Trainer wraps and saves it, its configuration beside."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    folder = out / "llama"
-    folder.mkdir()
-    config = LlamaConfig(
-        vocab_size=97, hidden_size=16, intermediate_size=22, num_hidden_layers=2, num_attention_heads=2,
-        tie_word_embeddings=True,
-    )  # fmt: skip
-    for rank in range(world):
-        torch.manual_seed(0)
-        model: Any = LlamaForCausalLM(config)
-        if rank == 0:
-            torch.save(model.state_dict(), out / "llama.ref.pt")
-            model.config.save_pretrained(folder)
-        every: dict[str, Any] = {
-            "sharding_groups": [list(range(world))],
-            "sharding_rank": rank,
-            "sharding_world_size": world,
-        }
-        for i, layer in enumerate(model.model.layers):
-            model.model.layers[i] = XlaFullyShardedDataParallel(checkpoint_module(layer), **every)
-        model = XlaFullyShardedDataParallel(model, **every)
-        saved = {"model": model.state_dict(), "shard_metadata": model.get_shard_metadata()}
-        xm.save(saved, str(folder / trainer(rank, world)[0]), master_only=False)
-
-
 def consolidated(folder: Path, one: str) -> dict[str, torch.Tensor]:
     """What torch_xla's own tool makes of the files."""
     suffix = "*-pytorch_model.bin" if "pytorch_model" in one else "*" + Path(one).suffix
@@ -345,4 +317,3 @@ def all_fsdp(out: Path) -> None:
     }
     for name, run in runs.items():
         write(out, name, run)
-    llama(out)

@@ -31,6 +31,7 @@ MAKERS = {
     "deepspeed_written": "make_deepspeed",
     "deepspeed_parallel": "make_deepspeed_parallel",
     "written_universal": "make_universal",
+    "written_megatron": "make_megatron",
 }
 
 
@@ -139,6 +140,14 @@ _WRITTEN = [
         )
         for run in ("zero2-bf16-3", "zero3-fp32-3")
     ),
+    Sample("megatron", "megatron", fixture="written_megatron", folder="llama-2x2"),
+    Sample(
+        "megatron-core",
+        "megatron-core",
+        fixture="written_megatron",
+        folder="core-llama-tied-2x1",
+        untouched=("metadata.json",),
+    ),
     *(
         Sample(f"xla-{run}", "xla-fsdp", fixture="written_xla", folder=run, needs=("torch_xla",))
         for run in ("flat3", "dim3")
@@ -148,9 +157,9 @@ _WRITTEN = [
 
 def all_samples() -> list[Sample]:
     """Every sample; a test that cannot have it made is skipped."""
-    from tests.converters import make_full, megatron_layout
+    from tests.converters import make_full
 
-    return [*_WRITTEN, *make_full.SAMPLES, *megatron_layout.SAMPLES]
+    return [*_WRITTEN, *make_full.SAMPLES]
 
 
 def parameters(names: Iterable[str], *values: Any) -> list[Any]:

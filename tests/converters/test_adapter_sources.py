@@ -85,14 +85,6 @@ def test_the_optimizer_comes_along_under_the_names_of_the_adapter(adapters: Path
     assert reopened.state.keys() == adapter.keys()
 
 
-def test_an_adapter_alone_has_no_base(
-    adapters: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = str(adapters / "zero1")
-    assert main([source, str(tmp_path / "out"), "--merge-into", source]) == 2
-    assert "holds the adapter alone; give its base model" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("name", ["zero2-bf16", "live"])
 def test_another_base_than_the_recorded_one_is_refused(
     name: str, adapters: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

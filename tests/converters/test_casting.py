@@ -75,12 +75,20 @@ def test_float64_to_bfloat16_rounds_once() -> None:
     [("F32", "BF16"), ("F32", "F16"), ("BF16", "F32"), ("F16", "BF16"), ("BF16", "F16"), ("F64", "F32")],
 )
 def test_as_torch_casts(source: str, target: str) -> None:
+    """Every 16-bit value; for fp32 random bits of every exponent, ties, NaN with any payload."""
     types = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
     values = torch.from_numpy(hard_cases()).to(types[source])
+    if values.element_size() == 2:
+        values = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(types[source])
+    if source == "F32":
+        draws = np.random.default_rng(0).integers(0, 1 << 32, 200_000, np.uint32)
+        nans = np.array([0x7F800001, 0xFF800001, 0x7FFFFFFF, 0x7F80FFFF], np.uint32)
+        values = torch.cat([values, *(torch.from_numpy(bits.view(np.float32)) for bits in (draws, nans))])
     raw = values.view({8: torch.int64, 4: torch.int32, 2: torch.int16}[values.element_size()]).numpy()
     ours = cast(raw, source, target).astype(np.float64)
     theirs = values.to(types[target]).double().numpy()
     assert np.array_equal(ours, theirs, equal_nan=True)
+    assert np.array_equal(np.signbit(ours[~np.isnan(ours)]), np.signbit(theirs[~np.isnan(theirs)]))
 
 
 def test_scales_of_quantized_weights_keep_their_dtype_and_losses_are_told(

@@ -86,11 +86,6 @@ def test_a_profile_of_the_aws_tools(
     assert "pip install 'portable-trainer[s3]'" in said(s3.url("x"))
 
 
-def test_without_any_the_line_names_what_was_looked_for(s3: ObjectStore, no_keys: None) -> None:
-    line = said(s3.url("x"))
-    assert "no credentials found (looked for AWS_ACCESS_KEY_ID, AWS_PROFILE and ~/.aws, a role of" in line
-
-
 def test_what_cannot_be_set_up_is_told(
     s3: ObjectStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -18,17 +18,6 @@ from tests.converters.compare import assert_model, load
 if TYPE_CHECKING:
     from pathlib import Path
 
-RUNS = ("plain1", "ddp2", "fsdp2", "fsdp3")
-
-
-@pytest.mark.parametrize("run", RUNS)
-def test_model_alone(written: Path, run: str) -> None:
-    reference = load(written / f"{run}-bare.ref.pt")
-    for folder in (f"{run}-bare", f"{run}-accelerate/pytorch_model_fsdp_0"):
-        checkpoint = open_checkpoint(written / folder)
-        assert checkpoint.optimizer is None
-        assert_model(checkpoint, reference["model"])
-
 
 def test_metadata_of_a_python_that_pickles_members_by_name(
     written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -55,25 +44,6 @@ def test_cuts_along_other_dimensions(written: Path) -> None:
         for _ in range(50):
             index = tuple(slice(*sorted(rng.integers(0, size + 1, 2).tolist())) for size in value.shape)
             assert np.array_equal(tensor.read(index), whole[index])
-
-
-def test_slices_and_out(written: Path) -> None:
-    checkpoint = open_checkpoint(written / "fsdp3-ours")
-    tensor = checkpoint.tensors["brain.weight"]
-    whole = tensor.read()
-    assert whole.dtype.name == "bfloat16"
-    out = np.empty((2, 13), np.int16)
-    assert tensor.read((slice(1, 3),), out=out) is out
-    assert out.tobytes() == whole[1:3].tobytes()
-    assert tensor.read(slice(4, None)).shape == (1, 13)
-    assert tensor.read((slice(2, 2),)).shape == (0, 13)
-    for bad in ((slice(0, 4, 2),), (slice(0, 1),) * 3):
-        with pytest.raises(ValueError, match="slices"):
-            tensor.read(bad)
-    with pytest.raises(ValueError, match="dtype"):
-        tensor.read(out=np.empty((5, 13), np.float32))
-    with pytest.raises(ValueError, match="shape"):
-        tensor.read(out=np.empty((5, 12), np.int16))
 
 
 def test_tied_names_follow_config_and_values(written: Path, tmp_path: Path) -> None:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import zipfile
-import zlib
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from converters import Tensor, open_checkpoint, write_dcp, write_safetensors
+from converters import open_checkpoint
 from converters.cli import main
-from converters.storage.bytes import Memory
-from converters.writers.conversion import Entry, PlannedFile, Trailer
-from converters.writers.torchzip_writer import pickle, saved, value_bytes
+from converters.writers.torchzip_writer import pickle, value_bytes
 from tests.converters.compare import assert_model, assert_optimizer, bits, load
-from tests.converters.test_safetensors import WEIGHTS, model
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -52,41 +47,6 @@ def test_torch_loads_what_fsdp_wrote_and_we_rewrote(written: Path, tmp_path: Pat
     assert_optimizer(again, reference)
     assert "lm_head.weight" in again.aliases
     assert_model(again, reference["model"])
-
-
-def test_there_and_back(tmp_path: Path) -> None:
-    source = model(tmp_path / "in")
-    plan = write_dcp(open_checkpoint(source), tmp_path / "dcp", progress=False, verify=True)
-    for file in plan.files:
-        assert (tmp_path / "dcp" / file.name).stat().st_size == file.nbytes
-    state = blank({"model": {k: v for k, v in WEIGHTS.items() if k != "f.f8"}})
-    dcp_load(state, checkpoint_id=tmp_path / "dcp")
-    assert all(bits(value) == bits(WEIGHTS[name]) for name, value in state["model"].items())
-    write_safetensors(open_checkpoint(tmp_path / "dcp"), tmp_path / "back", progress=False)
-    assert_model(open_checkpoint(tmp_path / "back"), WEIGHTS)
-
-
-@pytest.mark.parametrize("dtype", ["F32", "BF16", "U16", "F8_E4M3", "BOOL", "C64"])
-def test_items_are_torch_save_files(tmp_path: Path, dtype: str) -> None:
-    data = bytes(range(2)) * 48 if dtype == "BOOL" else bytes(range(96))
-    width = {"F32": 4, "BF16": 2, "U16": 2, "F8_E4M3": 1, "BOOL": 1, "C64": 8}[dtype]
-    tensor = Tensor.contiguous("x", dtype, (3, 32 // width), Memory(data))
-    entry = Entry("x", dtype, tensor)
-    parts = saved(entry)
-    path = tmp_path / "x.pt"
-    crc = zlib.crc32(data)
-    path.write_bytes(
-        b"".join(
-            part if isinstance(part, bytes) else part.make(crc) if isinstance(part, Trailer) else data
-            for part in parts
-        )
-    )
-    assert path.stat().st_size == PlannedFile("x", tuple(parts)).nbytes
-    with zipfile.ZipFile(path) as made:
-        assert made.testzip() is None
-    value = torch.load(path, weights_only=True)
-    assert bits(value) == data
-    assert tuple(value.shape) == tensor.shape
 
 
 def test_values(tmp_path: Path) -> None:

@@ -80,9 +80,6 @@ def test_what_is_refused_by_name(written_ranks: Path, tmp_path: Path) -> None:
     folder = tmp_path / "ranks"
     shutil.copytree(written_ranks / "fsdp2-3", folder)
     first, second = (folder / f"model_world_size_3_rank_{rank}.pt" for rank in (0, 1))
-    second.unlink()
-    with pytest.raises(CheckpointError, match=r"rank 1 are missing \(1 of 3\)"):
-        open_checkpoint(folder)
     shutil.copy(first, second)
     with pytest.raises(CheckpointError, match="saved as 'model_world_size_3_rank_0', so it is"):
         open_checkpoint(folder)

@@ -101,7 +101,6 @@ SETTINGS: list[tuple[str, dict[str, Any], str | None]] = [
     ("llama", {"rope_parameters": YARN}, None),
     ("llama", {"rope_parameters": {**YARN, "beta_fast": 32.0, "beta_slow": 1}}, None),
     ("llama", {"rope_parameters": {**YARN, "beta_fast": 1.5}}, "rope_parameters.beta_fast"),
-    ("llama", {"rope_parameters": {**YARN, "beta_slow": 0.1}}, "rope_parameters.beta_slow"),
     ("llama", {"rope_parameters": {**YARN, "attention_factor": 1.5}}, "rope_parameters.attention_factor"),
     ("llama", {"rope_parameters": {**YARN, "mscale": 2.0, "mscale_all_dim": 0.5}}, "rope_parameters.mscale"),
     ("llama", {"rope_parameters": {**YARN, "truncate": False}}, "rope_parameters.truncate"),
@@ -122,7 +121,6 @@ SETTINGS: list[tuple[str, dict[str, Any], str | None]] = [
     ("qwen2", {"rope_parameters": YARN}, None),
     ("qwen2", {"rope_parameters": LLAMA3}, "rope_parameters.rope_type"),
     ("qwen3", {"attention_bias": True}, "attention_bias"),
-    ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "layer_types"),
     ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob"),
     ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers"),
     ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step"),
@@ -353,8 +351,6 @@ def converted(source: Path, changes: dict[str, Any], capfd: pytest.CaptureFixtur
     ("changes", "told"),
     [
         ({"model_type": "bert"}, "not 'bert'"),
-        ({"model_type": ["llama"]}, "not ['llama']"),
-        ({"attention_sink_size": 4}, "attention_sink_size 4: not known"),
         ({"new_switch": None}, "new_switch null: not known"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "rope_scaling differs"),
@@ -362,19 +358,15 @@ def converted(source: Path, changes: dict[str, Any], capfd: pytest.CaptureFixtur
         ({"rope_parameters": {**LINEAR, "factor": -4}}, "rope_parameters.factor -4: it must be a positive"),
         ({"rope_parameters": {**LINEAR, "wavelength": 3}}, "rope_parameters.wavelength 3: not known"),
         ({"rope_parameters": [1]}, "rope_parameters [1]: it must be a table"),
-        ({"num_attention_heads": None}, "num_attention_heads null: it must be a count"),
         ({"num_attention_heads": 0}, "num_attention_heads 0: it must be a count"),
         ({"num_attention_heads": 8, "n_head": 4}, "n_head differs"),
         ({"num_attention_heads": 3}, "has 64 rows"),
-        ({"num_key_value_heads": 1}, "has 32 rows"),
         ({"num_hidden_layers": 1 << 40}, "num_hidden_layers is 1,099,511,627,776, and the tensors have 3"),
         ({"max_position_embeddings": 1 << 40}, "max_position_embeddings 1099511627776: it must be a count"),
         ({"hidden_size": 64.0}, "hidden_size 64.0: it must be a count"),
         ({"intermediate_size": True}, "intermediate_size true: it must be a count"),
-        ({"rms_norm_eps": 1e60}, "rms_norm_eps 1e+60: it must be a positive number"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps NaN"),
         ({"rms_norm_eps": "x" * 1000}, "x...: it must be a positive number"),
-        ({"head_dim": -16}, "head_dim -16"),
         ({"hidden_act": ["silu"]}, "hidden_act"),
         ({"vocab_size": 100}, "vocab_size is 100"),
         ({"rope_scaling": None, "rope_theta": 5.0, "num_key_value_heads": 2}, ""),
@@ -560,7 +552,7 @@ def test_llama_cpp_stops_where_transformers_does(
     assert reasons == ["stop"] * len(wanted) + ["length"] * len(others)
 
 
-FAMILIES = "llama3 qwen2_5 qwen3 gemma3 phi3 gptoss cohere2 glm4moe deepseekv3 lfm2 nemotron_3_nano"
+FAMILIES = "llama3 qwen3 gemma3 gptoss deepseekv3"
 
 
 @pytest.mark.parametrize("family", FAMILIES.split())

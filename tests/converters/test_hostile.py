@@ -17,10 +17,9 @@ import pytest
 import safetensors.torch
 import torch
 
-from converters import Checkpoint, CheckpointError, Tensor, open_checkpoint, write_safetensors
+from converters import CheckpointError, open_checkpoint, write_safetensors
 from converters.cli import main
 from converters.names.canonical import plain_names
-from converters.storage.bytes import Memory
 from converters.storage.path_or_url import place
 from converters.storage.safe_open import read_small
 from converters.writers import replace_folder as exchange_module
@@ -179,23 +178,6 @@ def test_holes_do_not_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "more than 8 times as many" in said(capsys, source, tmp_path / "out")
 
 
-def test_a_vocabulary_that_no_table_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shapes = {"model_type": "gpt2", "n_embd": 4, "n_layer": 1, "n_head": 1, "n_positions": 8}
-    source = model(tmp_path / "in")
-    (source / "config.json").write_text(json.dumps({**shapes, "vocab_size": 4_000_000_000}))
-    safetensors.torch.save_file({"transformer.wte.weight": torch.zeros(6, 4)}, source / "model.safetensors")
-    line = said(capsys, source, tmp_path / "out.gguf", "--to", "gguf")
-    assert "config.json: vocab_size is 4,000,000,000, and 'transformer.wte.weight' has 6 rows" in line
-
-
-def test_a_name_that_is_no_text_is_refused(tmp_path: Path) -> None:
-    tensor = Tensor.contiguous("a", "F32", (2,), Memory(bytes(8)))
-    source = Checkpoint(format="x", root=tmp_path / "x", tensors={"a\ud800": tensor})
-    with pytest.raises(CheckpointError, match="its name is not valid Unicode"):
-        write_safetensors(source, tmp_path / "out", progress=False)
-    assert not (tmp_path / "out").exists()
-
-
 def test_names_are_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of shards, of parameters in a pickle, and of those that an optimizer's groups list."""
     source = model(tmp_path / "in")
@@ -222,24 +204,6 @@ def test_names_cannot_write_to_the_terminal(tmp_path: Path, capsys: pytest.Captu
     index = {"weight_map": {evil: "model.safetensors"}}
     (source / "model.safetensors.index.json").write_text(json.dumps(index))
     said(capsys, source, tmp_path / "out")
-
-
-def test_a_tag_that_is_missing_is_not_another(
-    deepspeed_written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = tmp_path / "run"
-    run.mkdir()
-    for path in (deepspeed_written / "zero1-fp32-2").iterdir():
-        if path.is_dir():
-            (run / path.name).mkdir()
-            for file in path.iterdir():
-                os.link(file, run / path.name / file.name)
-    tags = sorted(path.name for path in run.iterdir())
-    for named in ("global_step99", "../other", "/etc", ""):
-        (run / "latest").write_text(named)
-        line = said(capsys, run, tmp_path / "out")
-        assert "latest: names" in line and all(repr(tag) in line for tag in tags)
-    assert main([str(run), str(tmp_path / "out"), "--tag", tags[0], "--quiet"]) == 0
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,7 @@
 """Megatron-LM's rank files against Megatron-Core's own logits, through transformers.
 
-The files are written by `make_megatron.py`, by Megatron-Core's parallel modules on the CPU. The damage is
-done to files of the same layout that this module writes itself: an independent splitter
-(`megatron_layout.py`), whose inverse is checked bit for bit.
+The files are written by `make_megatron.py`, by Megatron-Core's parallel modules on the CPU. Older layouts,
+and damage, are those files with other names or settings.
 """
 
 from __future__ import annotations
@@ -18,11 +17,10 @@ import transformers
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from converters import CheckpointError, open_checkpoint, write_checkpoint
-from tests.converters.compare import assert_model
-from tests.converters.making import written_by
-from tests.converters.megatron_layout import core, llama, split
+from tests.converters.compare import everything, load, rewrite
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 COMMON = {
@@ -48,11 +46,6 @@ CONFIGS: dict[str, transformers.PretrainedConfig] = {
 }
 
 
-@pytest.fixture(scope="session")
-def written_megatron(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return written_by("make_megatron", tmp_path_factory)
-
-
 @pytest.mark.parametrize("run", [*CONFIGS, *(f"core-{run}" for run in CONFIGS)])
 def test_transformers_computes_what_megatron_computed(
     written_megatron: Path, tmp_path: Path, run: str
@@ -74,29 +67,71 @@ def test_transformers_computes_what_megatron_computed(
     torch.testing.assert_close(found, theirs, rtol=1e-5, atol=2e-5)
 
 
-# -- an independent splitter ---------------------------------------------------------------------------------
+Change = Any
+"""A function of a file's content."""
 
 
-@pytest.mark.parametrize("kind", [{}, {"old": True}, {"chunks": True}])
-def test_every_layout_bit_for_bit(tmp_path: Path, kind: dict[str, bool]) -> None:
-    split(tmp_path / "iter_0000005", optimizer=True, **kind)
-    for path in (tmp_path, tmp_path / "iter_0000005" / "mp_rank_01"):
+@pytest.fixture
+def changed(written_megatron: Path, tmp_path: Path) -> Callable[..., Path]:
+    """A copy of a run, with other args in each file, or with each file's content changed."""
+
+    def make(run: str = "llama-2x2", change: Change = lambda content: None, **args: Any) -> Path:
+        copy = tmp_path / "run"
+        shutil.copytree(written_megatron / run, copy)
+        for path in copy.rglob("*.pt"):
+            rewrite(path, lambda content: (vars(content["args"]).update(args), change(content)))
+        return copy
+
+    return make
+
+
+def older(content: dict[str, Any]) -> None:
+    """The names of before Megatron-Core."""
+    names = {
+        "self_attention.linear_qkv": "self_attention.query_key_value",
+        "self_attention.linear_proj": "self_attention.dense",
+        "mlp.linear_fc1": "mlp.dense_h_to_4h",
+        "mlp.linear_fc2": "mlp.dense_4h_to_h",
+        "pre_mlp_layernorm": "post_attention_norm",
+        "input_layernorm": "input_norm",
+        "final_layernorm": "final_norm",
+    }
+    held = {key: value for key, value in content["model"].items() if isinstance(value, torch.Tensor)}
+    encoder = {key.removeprefix("decoder."): held[key] for key in held if key.startswith("decoder.")}
+    for new, before in names.items():
+        encoder = {key.replace(new, before): value for key, value in encoder.items()}
+    embedding = {"word_embeddings": {"weight": held["embedding.word_embeddings.weight"]}}
+    content["model"] = {"language_model": {"embedding": embedding, "encoder": encoder}}
+
+
+def in_chunks(content: dict[str, Any]) -> None:
+    """Two layers each, as an interleaved schedule has them."""
+    for number in range(2):
+        content[f"model{number}"] = chunk = {}
+        for key, value in content["model"].items():
+            layer = int(key.split(".")[2]) if key.startswith("decoder.layers.") else None
+            first = key.startswith("embedding.")
+            if (number == 1 - first) if layer is None else (layer // 2 == number):
+                chunk[key if layer is None else key.replace(f".{layer}.", f".{layer % 2}.", 1)] = value
+    del content["model"]
+
+
+@pytest.mark.parametrize("change", [older, in_chunks])
+def test_other_layouts_hold_the_same(
+    change: Change, written_megatron: Path, changed: Callable[..., Path]
+) -> None:
+    whole = open_checkpoint(written_megatron / "llama-tied-2x1")
+    run = changed("llama-tied-2x1", change)
+    for path in (run, run / "iter_0000007" / "mp_rank_01"):
         checkpoint = open_checkpoint(path)
-        assert checkpoint.metadata == {"world_size": 2, "step": 5}
-        assert_model(checkpoint, llama())
-        with pytest.raises(CheckpointError, match="holds no names of parameters"):
-            _ = checkpoint.optimizer
+        assert checkpoint.metadata == whole.metadata == {"world_size": 2, "step": 7}
+        assert everything(checkpoint) == everything(whole)
 
 
-def test_all_layers_in_one_tensor_bit_for_bit(tmp_path: Path) -> None:
-    (tmp_path / "iter_0000005").mkdir()
-    core(tmp_path / "iter_0000005")
-    checkpoint = open_checkpoint(tmp_path)
-    assert checkpoint.format == "megatron-core" and checkpoint.metadata == {"step": 5}
-    assert_model(checkpoint, llama())
-    (tmp_path / "iter_0000005" / "common.pt").unlink()
-    with pytest.raises(CheckpointError, match=r"common\.pt: No such file"):
-        open_checkpoint(tmp_path)
+def test_an_optimizer_has_no_names(changed: Callable[..., Path]) -> None:
+    checkpoint = open_checkpoint(changed(change=lambda content: content.update(optimizer={})))
+    with pytest.raises(CheckpointError, match="holds no names of parameters"):
+        _ = checkpoint.optimizer
 
 
 @pytest.mark.parametrize(
@@ -104,48 +139,36 @@ def test_all_layers_in_one_tensor_bit_for_bit(tmp_path: Path) -> None:
     [
         ({"num_experts": 8}, "num_experts=8 is not supported"),
         ({"rotary_interleaved": True}, "rotary_interleaved=True"),
-        ({"apply_layernorm_1p": True}, "apply_layernorm_1p=True"),
-        ({"qk_l2_norm": True}, "qk_l2_norm=True"),
         ({"no_rope_freq": [0, 1]}, "no_rope_freq=a list"),
         ({"activation_func_clamp_value": 0.2}, "activation_func_clamp_value=0.2"),
-        ({"glu_linear_offset": 1.0}, "glu_linear_offset=1.0"),
         ({"softmax_type": "off-by-one"}, "softmax_type='off-by-one'"),
-        ({"softmax_scale": 0.9}, "softmax_scale=0.9"),
         ({"window_size": (4, 0)}, "window_size=5, no config.json says so"),
         ({"use_rope_scaling": True}, "use_rope_scaling='llama3 of factor 8.0', no config"),
-        ({"quick_geglu": True}, "quick_geglu=True"),
         ({"rotary_seq_len_interpolation_factor": 4}, "rotary_seq_len_interpolation_factor=4"),
         ({"rotary_percent": 0.5}, "rotary_percent=0.5"),
         ({"a_setting_of_tomorrow": "on"}, "a_setting_of_tomorrow='on' is not supported"),
         ({"position_embedding_type": "none"}, "neither Llama- nor GPT-2-shaped"),
-        ({"num_layers": 3}, "layer 2 are missing"),
-        ({"num_layers": 1}, "holds layer 1, its args say 1"),
-        ({"num_query_groups": 1}, "not of 4 heads of 6 rows in 1 groups"),
+        ({"num_layers": 5}, "layer 4 are missing"),
+        ({"num_layers": 3}, "holds layer 3, its args say 3"),
+        ({"num_query_groups": 1}, "not of 4 heads of 8 rows in 1 groups"),
         ({"tensor_model_parallel_size": 4}, "tensor rank 2, pipeline rank 0 is missing"),
-        ({"pipeline_model_parallel_size": 2}, "tensor rank 0, pipeline rank 1 is missing"),
-        ({"vocab_size": 13}, "has 12 rows for 13 tokens"),
+        ({"pipeline_model_parallel_size": 4}, "tensor rank 0, pipeline rank 2 is missing"),
+        ({"vocab_size": 130}, "has 128 rows for 130 tokens"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, more: dict[str, Any], told: str) -> None:
-    split(tmp_path, **more)
+def test_what_does_not_fit_is_refused_by_name(
+    changed: Callable[..., Path], more: dict[str, Any], told: str
+) -> None:
+    run = changed(**more)
     with pytest.raises(CheckpointError, match=told):
-        open_checkpoint(tmp_path)
+        open_checkpoint(run)
 
 
-def test_the_vocabulary_of_a_config_that_is_given(tmp_path: Path) -> None:
-    split(tmp_path / "run")
+def test_the_vocabulary_of_a_config_that_is_given(written_megatron: Path, tmp_path: Path) -> None:
     given = tmp_path / "config.json"
-    given.write_text('{"model_type": "llama", "vocab_size": 11}')
-    found = open_checkpoint(tmp_path / "run", companions={"config.json": given})
-    assert found.tensors["lm_head.weight"].shape[0] == 11 and "config.json" in found.companions
-
-
-def llama_config(**changes: Any) -> dict[str, Any]:
-    """The config.json of `megatron_layout.llama`."""
-    sizes = {"hidden_size": 8, "intermediate_size": 6, "num_hidden_layers": 2, "num_attention_heads": 4}
-    more = {"num_key_value_heads": 2, "head_dim": 6, "vocab_size": 10, "tie_word_embeddings": False}
-    made = transformers.LlamaConfig(**sizes, **more, rms_norm_eps=1e-5).to_dict()
-    return {**made, **changes}
+    given.write_text('{"model_type": "llama", "vocab_size": 110}')
+    found = open_checkpoint(written_megatron / "llama-2x2", companions={"config.json": given})
+    assert found.tensors["lm_head.weight"].shape[0] == 110 and "config.json" in found.companions
 
 
 LLAMA3 = {
@@ -174,75 +197,75 @@ ARGS: dict[str, Any] = {
         ({}, {"sliding_window": 4}, "window_size=None, .* has sliding_window=4"),
         ({}, {"rms_norm_eps": 1e-3}, "norm_epsilon=1e-05, .* has rms_norm_eps=0.001"),
         ({}, {"num_key_value_heads": 4}, "num_query_groups=2, .* has num_key_value_heads=4"),
-        ({}, {"num_attention_heads": 8}, "num_attention_heads=4, .* has num_attention_heads=8"),
-        ({}, {"num_hidden_layers": 3}, "num_layers=2, .* has num_hidden_layers=3"),
-        ({}, {"hidden_size": 16}, "hidden_size=8, .* has hidden_size=16"),
+        ({}, {"hidden_size": 16}, "hidden_size=32, .* has hidden_size=16"),
         ({}, {"tie_word_embeddings": True}, "untie_embeddings_and_output_weights=True, .*=False"),
         ({}, {"hidden_act": "gelu"}, "swiglu='silu', .* has hidden_act='gelu'"),
-        ({}, {"vocab_size": 9}, "vocab_size=10 in its args, vocab_size=9"),
+        ({"vocab_size": 120}, {"vocab_size": 119}, "vocab_size=120 in its args, vocab_size=119"),
     ],
 )
 def test_the_config_says_what_the_args_say(
-    tmp_path: Path, args: dict[str, Any], config: dict[str, Any], told: str | None
+    changed: Callable[..., Path],
+    tmp_path: Path,
+    args: dict[str, Any],
+    config: dict[str, Any],
+    told: str | None,
 ) -> None:
-    split(tmp_path / "run", **{**ARGS, **args})
-    given = tmp_path / "config.json"
-    given.write_text(json.dumps(llama_config(**config)))
+    run, given = changed(**{**ARGS, **args}), tmp_path / "config.json"
+    given.write_text(json.dumps({**CONFIGS["llama-2x2"].to_dict(), **config}))
     if told is None:
-        assert_model(open_checkpoint(tmp_path / "run", companions={"config.json": given}), llama())
+        open_checkpoint(run, companions={"config.json": given})
         return
     with pytest.raises(CheckpointError, match=told):
-        open_checkpoint(tmp_path / "run", companions={"config.json": given})
+        open_checkpoint(run, companions={"config.json": given})
 
 
-def test_megatron_s_own_defaults_are_known_to_change_nothing(tmp_path: Path) -> None:
+def test_megatron_s_own_defaults_are_known_to_change_nothing(
+    written_megatron: Path, changed: Callable[..., Path]
+) -> None:
     config = pytest.importorskip("megatron.core.transformer.transformer_config")
     held = {each.name: each.default for each in dataclasses.fields(config.TransformerConfig)}
     plain = (int, float, str, bool, type(None))
     made = {name: value for name, value in held.items() if isinstance(value, plain)}
-    split(tmp_path / "plain", **ARGS)
-    args = torch.load(tmp_path / "plain" / "mp_rank_00" / "model_optim_rng.pt", weights_only=False)["args"]
-    split(tmp_path / "run", **{**made, **vars(args)})
-    assert_model(open_checkpoint(tmp_path / "run"), llama())
+    run = changed(change=lambda content: [vars(content["args"]).setdefault(*one) for one in made.items()])
+    whole = open_checkpoint(written_megatron / "llama-2x2")
+    assert everything(open_checkpoint(run)) == everything(whole)
 
 
-def test_a_rank_in_the_folder_of_another_is_refused(tmp_path: Path) -> None:
+def test_a_rank_in_the_folder_of_another_is_refused(changed: Callable[..., Path]) -> None:
     """The args of a file hold the rank of the process that wrote it."""
-    split(tmp_path, world_size=2)
-    paths = [tmp_path / f"mp_rank_0{tp}" / "model_optim_rng.pt" for tp in range(2)]
-    states = [torch.load(path, weights_only=False) for path in paths]
-    for tp, state in enumerate(states):
-        state["args"].rank = tp
-        torch.save(state, paths[tp])
-    assert_model(open_checkpoint(tmp_path), llama())
-    for path, state in zip(paths, reversed(states), strict=True):
-        torch.save(state, path)
+    run = changed()
+    first, second = (run / "iter_0000007" / f"mp_rank_0{tp}_000" / "model_optim_rng.pt" for tp in range(2))
+    one, other = first.read_bytes(), second.read_bytes()
+    first.write_bytes(other)
+    second.write_bytes(one)
     with pytest.raises(CheckpointError, match="was written by rank 1, whose folder is another"):
-        open_checkpoint(tmp_path)
+        open_checkpoint(run)
 
 
 @pytest.mark.timeout(60)
-def test_a_hostile_number_of_layers_is_refused_at_once(tmp_path: Path) -> None:
-    split(tmp_path / "split")
-    args = torch.load(tmp_path / "split" / "mp_rank_00" / "model_optim_rng.pt", weights_only=False)["args"]
-    args.num_layers, folder = 1 << 39, tmp_path / "core"
-    dcp_save({"decoder.layers.x.weight": torch.empty(1 << 39, 0)}, checkpoint_id=folder, no_dist=True)
-    torch.save({"args": args}, folder / "common.pt")
+def test_a_hostile_number_of_layers_is_refused_at_once(written_megatron: Path, tmp_path: Path) -> None:
+    args = load(next((written_megatron / "llama-2x2").rglob("*.pt")))["args"]
+    args.num_layers = 1 << 39
+    dcp_save({"decoder.layers.x.weight": torch.empty(1 << 39, 0)}, checkpoint_id=tmp_path, no_dist=True)
+    torch.save({"args": args}, tmp_path / "common.pt")
     with pytest.raises(CheckpointError, match="its args have no num_layers"):
-        open_checkpoint(folder)
+        open_checkpoint(tmp_path)
 
 
-def test_a_rank_of_another_step_or_value_is_refused(tmp_path: Path) -> None:
-    split(tmp_path)
-    path = tmp_path / "mp_rank_01" / "model_optim_rng.pt"
-    good = torch.load(path, weights_only=False)
-    for change, told in (
-        ("iteration", "its iteration differs"),
-        ("norm", "differs between the tensor ranks"),
-    ):
-        bad = {**good, "iteration": 6} if change == "iteration" else {**good, "model": dict(good["model"])}
-        if change == "norm":
-            bad["model"]["decoder.final_layernorm.weight"] = torch.zeros(8, dtype=torch.bfloat16)
-        torch.save(bad, path)
-        with pytest.raises(CheckpointError, match=told):
-            open_checkpoint(tmp_path)
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda content: content.update(iteration=6), "its iteration differs"),
+        (
+            lambda content: content["model"]["decoder.final_layernorm.weight"].mul_(2),
+            "differs between the tensor ranks",
+        ),
+    ],
+)
+def test_a_rank_of_another_step_or_value_is_refused(
+    change: Change, told: str, changed: Callable[..., Path]
+) -> None:
+    run = changed()
+    rewrite(run / "iter_0000007" / "mp_rank_01_001" / "model_optim_rng.pt", change)
+    with pytest.raises(CheckpointError, match=told):
+        open_checkpoint(run)

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 SAMPLES = {sample.name: sample for sample in all_samples()}
-QUICK, LONG = 60, 1000
+FLIPS, FILES = 40, 8
+"""How many bytes, and of how many files each; more: ``python -m tests.converters.fuzz``."""
 
 
 class Damaged:
@@ -83,9 +84,9 @@ def pick_byte(rng: random.Random, files: list[Path]) -> tuple[Path, int]:
     return path, at
 
 
-def flips(damaged: Damaged, count: int) -> None:
+def test_flips(damaged: Damaged) -> None:
     rng = random.Random(zlib.crc32(damaged.sample.name.encode()))
-    for _ in range(count):
+    for _ in range(FLIPS):
         path, at = pick_byte(rng, damaged.files)
         data = path.read_bytes()
         bad = bytearray(data)
@@ -96,20 +97,11 @@ def flips(damaged: Damaged, count: int) -> None:
         path.write_bytes(data)
 
 
-def test_flips(damaged: Damaged) -> None:
-    flips(damaged, QUICK)
-
-
-@pytest.mark.exhaustive
-def test_many_flips(damaged: Damaged) -> None:
-    flips(damaged, LONG)
-
-
 def test_truncations_and_foreign_bytes(damaged: Damaged) -> None:
     rng = random.Random(1)
-    for path in damaged.files:
+    for path in rng.sample(damaged.files, min(len(damaged.files), FILES)):
         data = path.read_bytes()
-        cuts = {0, len(data) - 1, *(rng.randrange(len(data)) for _ in range(4))} if data else set()
+        cuts = {0, len(data) - 1, rng.randrange(len(data))} if data else set()
         for cut in sorted(cuts):
             path.write_bytes(data[:cut])
             damaged.look(f"{path.name}: cut to {cut} of {len(data)}")
@@ -136,7 +128,7 @@ def test_missing_files(damaged: Damaged) -> None:
 def test_swapped_files(damaged: Damaged) -> None:
     rng = random.Random(2)
     pairs = [(a, b) for i, a in enumerate(damaged.files) for b in damaged.files[i + 1 :]]
-    for left, right in rng.sample(pairs, min(len(pairs), 30)):
+    for left, right in rng.sample(pairs, min(len(pairs), 15)):
         first, second = left.read_bytes(), right.read_bytes()
         left.write_bytes(second)
         right.write_bytes(first)

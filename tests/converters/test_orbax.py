@@ -97,13 +97,6 @@ def test_any_folder_above_finds_it(path: str) -> None:
     assert len(open_checkpoint(SAMPLES / path).tensors) == len(maxtext_llama())
 
 
-def test_from_a_url() -> None:
-    checkpoint = open_checkpoint(f"file://{SAMPLES}/maxtext")
-    local = open_checkpoint(SAMPLES / "maxtext")
-    for name, tensor in local.tensors.items():
-        assert checkpoint.tensors[name].read().tobytes() == tensor.read().tobytes()
-
-
 # -- MaxText's models ----------------------------------------------------------------------------------------
 
 SIZES = {"E": 8, "H": 4, "K": 2, "D": 6, "M": 12, "V": 10, "P": 12, "L": 4}
@@ -520,8 +513,9 @@ def hostile() -> Iterator[tuple[str, bytes, dict[str, Any], str]]:
     yield "files", b"\0" + craft.varint(1 << 40), {}, "data files"
     yield "order", craft.leaf({"b": b"1", "a": b"2"}), {}, "keys are out of order"
     yield "number", b"\0" + b"\xff" * 10, {}, "number is too large|ends early"
-    loop = craft.interior(2, "d/data", [("a", 0, 0, 64), ("b", 0, 0, 64)])
-    yield "loop", loop, {"height": 2}, "truncated or damaged, a length in it is wrong|two parents"
+    length = len(craft.sealed(craft.NODE, craft.interior(2, "d/data", [("a", 0, 0, 64), ("b", 0, 0, 64)])))
+    loop = craft.interior(2, "d/data", [("a", 0, 0, length), ("b", 0, 0, length)])
+    yield "loop", loop, {"height": 2}, "a node has two parents"
 
 
 @pytest.mark.parametrize(
@@ -532,14 +526,6 @@ def test_a_hostile_database_is_refused(
 ) -> None:
     craft.database(tmp_path, craft.sealed(craft.NODE, body), **more)
     with pytest.raises(CheckpointError, match=told):
-        ocdbt.read_ocdbt(Folder(tmp_path))
-
-
-def test_a_node_that_is_its_own_child_is_refused(tmp_path: Path) -> None:
-    length = len(craft.sealed(craft.NODE, craft.interior(2, "d/data", [("a", 0, 0, 64), ("b", 0, 0, 64)])))
-    body = craft.interior(2, "d/data", [("a", 0, 0, length), ("b", 0, 0, length)])
-    craft.database(tmp_path, craft.sealed(craft.NODE, body), height=2)
-    with pytest.raises(CheckpointError, match="a node has two parents"):
         ocdbt.read_ocdbt(Folder(tmp_path))
 
 
@@ -576,7 +562,7 @@ def test_any_node_under_a_right_checksum_is_refused_or_read(tmp_path: Path) -> N
     rng = random.Random(4)
     ended: set[bool] = set()
     for body, more in bodies():
-        for _ in range(300):
+        for _ in range(150):
             bad = bytearray(body)
             for _ in range(rng.choice([1, 1, 2, 8])):
                 at = rng.randrange(min(len(bad), rng.choice([40, len(bad)])))
@@ -624,13 +610,6 @@ def test_a_chunk_may_be_missing_only_in_what_older_versions_wrote(
     (newer / "a" / "0.0").unlink()
     with pytest.raises(CheckpointError, match=r"newer/a/0\.0: No such file"):
         open_checkpoint(newer)
-
-
-def test_a_header_that_is_no_json_is_named(tmp_path: Path) -> None:
-    folder = saved(tmp_path / "c", {"a.b": np.ones(2, np.float32)})
-    (folder / "a.b" / ".zarray").write_text("{")
-    with pytest.raises(CheckpointError, match=r"c: a\.b: its header: damaged, not readable as JSON"):
-        open_checkpoint(folder)
 
 
 def test_numbers_are_counters_but_for_parameters(tmp_path: Path) -> None:
@@ -682,23 +661,12 @@ def test_an_optimizer_beside_its_model(tmp_path: Path) -> None:
 
 
 def test_what_is_missing_is_told(tmp_path: Path) -> None:
-    def copy(name: str) -> Path:
-        shutil.rmtree(tmp_path / "c", ignore_errors=True)
-        return Path(shutil.copytree(SAMPLES / name, tmp_path / "c"))
-
-    (copy("ocdbt") / "_METADATA").unlink()
+    """Lost files: ``test_mutations``."""
+    shutil.copytree(SAMPLES / "ocdbt", tmp_path / "c")
+    (tmp_path / "c" / "_METADATA").unlink()
     with pytest.raises(CheckpointError, match="without _METADATA, which lists its tensors"):
         open_checkpoint(tmp_path / "c")
-    (copy("ocdbt") / "manifest.ocdbt").unlink()
-    with pytest.raises(CheckpointError, match=r"manifest\.ocdbt: No such file"):
-        open_checkpoint(tmp_path / "c")
-    shutil.rmtree(copy("zarr") / "layers.0.both")
-    with pytest.raises(CheckpointError, match=r"layers\.0\.both/\.zarray: No such file"):
-        open_checkpoint(tmp_path / "c")
-    (copy("zarr") / "layers.0.both" / "1.1").unlink()
-    with pytest.raises(CheckpointError, match=r"layers\.0\.both/1\.1: No such file"):
-        open_checkpoint(tmp_path / "c")
-    (copy("zarr")).rename(tmp_path / "7.orbax-checkpoint-tmp")
+    shutil.copytree(SAMPLES / "zarr", tmp_path / "7.orbax-checkpoint-tmp")
     with pytest.raises(CheckpointError, match="an Orbax checkpoint that was not finished"):
         open_checkpoint(tmp_path / "7.orbax-checkpoint-tmp")
 
@@ -735,16 +703,3 @@ def test_a_tree_and_a_database_that_disagree_are_refused(tmp_path: Path) -> None
     (folder / "_METADATA").write_text(json.dumps({**content, "tree_metadata": {**tree, "more": more}}))
     with pytest.raises(CheckpointError, match=r"'more/\.zarray' is missing from the database"):
         open_checkpoint(folder)
-
-
-def test_an_unknown_optimizer_is_refused_and_the_model_converts(tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(SAMPLES / "zarr", tmp_path / "c"))
-    content = json.loads((folder / "_METADATA").read_text())
-    entry = next(value for key, value in content["tree_metadata"].items() if "both" in key)
-    entry["key_metadata"] = [{"key": key, "key_type": 2} for key in ("opt_state", "v_row", "both")]
-    (folder / "_METADATA").write_text(json.dumps(content))
-    (folder / "layers.0.both").rename(folder / "opt_state.v_row.both")
-    checkpoint = open_checkpoint(folder)
-    assert len(checkpoint.tensors) == len(ODD) - 1
-    with pytest.raises(CheckpointError, match=r"'opt_state\.v_row\.both' is no moment of optax's Adam"):
-        _ = checkpoint.optimizer

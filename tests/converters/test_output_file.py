@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-from converters import CheckpointError, open_checkpoint, write_safetensors
+from converters import open_checkpoint, write_safetensors
 from converters.storage import output_file as outfile
 from converters.storage.folder import Folder
 from converters.storage.output_file import OutputFile, write_file
@@ -97,36 +95,3 @@ def test_data_keeps_its_place_in_a_block(tmp_path: Path, monkeypatch: pytest.Mon
     assert all(start % 4096 == 0 for start, _, count in calls if count > 4096)
     assert all(int.from_bytes(shard.read_bytes()[:8], "little") % 8 == 0 for shard in shards)
     _same(source, tmp_path / "out")
-
-
-@pytest.mark.skipif(
-    shutil.which("mkfs.xfs") is None or not hasattr(os, "geteuid") or os.geteuid() != 0,
-    reason="mounts an XFS file system: needs root and xfsprogs",
-)
-def test_xfs_shares_the_blocks(tmp_path: Path) -> None:
-    """Also where the disk has no room for a copy, which is refused where blocks are not shared."""
-    image, disk = tmp_path / "image", tmp_path / "disk"
-    disk.mkdir()
-    with image.open("wb") as file:
-        file.truncate(400 << 20)
-    subprocess.run(["mkfs.xfs", "-q", "-m", "reflink=1", image], check=True)
-    if subprocess.run(["mount", "-o", "loop", image, disk], check=False).returncode:
-        pytest.skip("no file system may be mounted here")
-    try:
-        source = _written_by_others(disk / "source", {"a": 5_000_000, "b": 3_000_000})
-        os.sync()
-        before = shutil.disk_usage(disk).used
-        write_safetensors(open_checkpoint(source), disk / "out", progress=False)
-        os.sync()
-        assert shutil.disk_usage(disk).used - before < 1 << 20
-        _same(source, disk / "out")
-        assert not outfile.shares_blocks(tmp_path / "image", disk)
-        with (disk / "rest").open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(disk).free - (8 << 20))
-        other = _written_by_others(tmp_path / "elsewhere", {"a": 5_000_000, "b": 3_000_000})
-        with pytest.raises(CheckpointError, match=r"needs 32,\d{3},\d{3} bytes, .* are free on its disk"):
-            write_safetensors(open_checkpoint(other), disk / "refused", progress=False)
-        write_safetensors(open_checkpoint(source), disk / "again", max_shard_size=20_000_000, progress=False)
-        _same(source, disk / "again")
-    finally:
-        subprocess.run(["umount", disk], check=True)

@@ -10,20 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from converters import CheckpointError, open_checkpoint
 from converters.cli import main
 from converters.names.module_order import MODEL_TYPES, module_order
 from tests.converters import make_peers
 from tests.converters.compare import assert_model, assert_optimizer, assert_same, bits, load
-from tests.converters.make_dcp import trained
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -82,41 +74,6 @@ def test_the_same_as_torch_and_accelerate_merge(peers: Path, tmp_path: Path, ver
     merged = load_file(tmp_path / "merged" / "model.safetensors")
     assert all(bits(merged[name]) == bits(value) for name, value in ours.items() if name in merged)
     assert set(merged) | set(checkpoint.aliases) >= set(ours)
-
-
-def test_a_get_state_dict_user_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    model, optimizer = trained(1, "plain")
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    torch.save(state, tmp_path / "last.pt")
-    out = tmp_path / "dcp"
-    assert main([str(tmp_path / "last.pt"), str(out), "--to", "dcp", "--quiet"]) == 0
-    shutil.rmtree(out)
-    assert main([str(tmp_path / "last.pt"), str(out), "--to", "dcp", "--optimizer", "--quiet"]) == 0
-
-    fresh = type(model)()
-    again = torch.optim.AdamW(fresh.parameters(), lr=0.5)
-    loaded: dict[str, Any] = {
-        "model": get_model_state_dict(fresh),
-        "optim": get_optimizer_state_dict(fresh, again),
-    }
-    stored = open_checkpoint(out)
-    for alias in stored.aliases or ("lm_head.weight",):  # written once, under its owner
-        del loaded["model"][alias]
-    dcp_load(loaded, checkpoint_id=out)
-    loaded["model"]["lm_head.weight"] = loaded["model"]["embed_tokens.weight"]
-    set_model_state_dict(fresh, loaded["model"])
-    set_optimizer_state_dict(fresh, again, loaded["optim"])
-    for step in range(2, 5):
-        losses = []
-        for net, stepper in ((model, optimizer), (fresh, again)):
-            loss = net(torch.arange(step, step + 5) % 7)
-            loss.backward()
-            stepper.step()
-            stepper.zero_grad()
-            losses.append(loss.item())
-        assert losses[0] == losses[1]
-    for name, value in model.state_dict().items():
-        assert bits(fresh.state_dict()[name]) == bits(value)
 
 
 SIZES: dict[str, Any] = {

@@ -223,11 +223,16 @@ def test_floats_of_few_bits(exponent: int, mantissa: int, kind: Any) -> None:
     assert np.array_equal(made, values.astype(kind).view(np.uint8) & mask)
 
 
+QUANTIZED = {"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}
 REFUSED: dict[str, tuple[list[str], str]] = {
     "an optimizer": (["--quantize", "fp8", "--optimizer"], "--optimizer"),
     "another format": (["--quantize", "fp8", "--to", "dcp"], "--to dcp"),
     "a base of floats": (["--quantize-like", "IN"], "config.json has no quantization_config"),
     "both": (["--quantize", "fp8", "--quantize-like", "IN"], "leave out one of them"),
+    "NaN": (["--quantize", "int8"], "holds infinite values or NaN"),
+    "no linear": (["--quantize", "int8"], "no linear layer"),
+    "quantized": (["--quantize", "int8"], "--dequantize"),
+    "no config": (["--quantize", "int8"], "--config-from"),
 }
 
 
@@ -236,34 +241,17 @@ def test_what_cannot_be_written_is_refused(
     case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options, told = REFUSED[case]
-    source = written(tmp_path / "in", weights(torch.bfloat16))
+    tensors = weights(torch.bfloat16)
+    if case == "NaN":
+        tensors[NAME][3, 4] = torch.nan
+    if case == "no linear":
+        del tensors[NAME]
+    source = written(tmp_path / "in", tensors)
+    if case == "quantized":
+        (source / "config.json").write_text(json.dumps(QUANTIZED))
+    if case == "no config":
+        (source / "config.json").unlink()
     options = [str(source) if option == "IN" else option for option in options]
     assert main([str(source), str(tmp_path / "out"), *options]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and told in line and not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("change", ["NaN", "no linear", "quantized", "no config"])
-def test_weights_that_cannot_be_quantized(
-    change: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tensors = weights(torch.bfloat16)
-    if change == "NaN":
-        tensors[NAME][3, 4] = torch.nan
-    if change == "no linear":
-        del tensors[NAME]
-    source = written(tmp_path / "in", tensors)
-    if change == "quantized":
-        config = {"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}
-        (source / "config.json").write_text(json.dumps(config))
-    if change == "no config":
-        (source / "config.json").unlink()
-    assert main([str(source), str(tmp_path / "out"), "--quantize", "int8"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    told = {
-        "NaN": "holds infinite values or NaN",
-        "no linear": "no linear layer",
-        "quantized": "--dequantize",
-    }
-    assert line.startswith("error: ") and told.get(change, "--config-from") in line
-    assert not (tmp_path / "out").exists()

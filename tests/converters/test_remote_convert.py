@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +20,6 @@ import torch
 from converters import open_checkpoint, write_safetensors
 from converters.cli import main
 from converters.storage import object_store as remote
-from converters.storage import range_reader as remote_file
 from converters.storage.completion_markers import COMPLETE, INCOMPLETE
 from tests.converters.samples import Sample, all_samples, parameters
 from tests.object_store import SECRET_KEY, ObjectStore, scale_down
@@ -32,18 +30,19 @@ if TYPE_CHECKING:
 
 SAMPLES = {sample.name: sample for sample in all_samples()}
 # One of each way of lying: several rank files, items within files, flat shards, an index, one zip.
-NAMES = ["dcp", "dcp-accelerate", "deepspeed-zero2-bf16-2", "deepspeed-zero3-fp32-2", "xla-flat3"]
-NAMES += [name for name, sample in SAMPLES.items() if sample.make is not None]
-# What is read does not depend on what is written: each is read once, and DCP is written twice.
-INTO_DCP = ("dcp", "torch-one-file")
-OTHERS = [
-    *parameters([name for name in NAMES if name not in INTO_DCP], "dcp"),
-    *parameters([name for name in NAMES if name in INTO_DCP], "safetensors"),
+NAMES = [
+    "dcp",
+    "deepspeed-zero2-bf16-2",
+    "xla-flat3",
+    "torch-sharded",
+    "safetensors-shards",
+    "torch-one-file",
 ]
+NAMES += ["megatron-core", "orbax-maxtext", "orbax-zarr"]
+# What is read does not depend on what is written: each is read once, and DCP is written twice.
 CONVERSIONS = [
-    *parameters([name for name in NAMES if name not in INTO_DCP], "safetensors"),
-    *parameters(INTO_DCP, "dcp"),
-    *(pytest.param(*other.values, marks=[*other.marks, pytest.mark.exhaustive]) for other in OTHERS),
+    *parameters([name for name in NAMES if name not in ("dcp", "torch-one-file")], "safetensors"),
+    *parameters(["dcp", "torch-one-file"], "dcp"),
 ]
 MB = 1_000_000
 # Of the shards of `large`: all it has in two, one for each large tensor. The sizes are those of `scale_down`.
@@ -144,22 +143,6 @@ def test_a_run_folder_gives_its_newest_whole_step(
     assert open_checkpoint(s3.url("run")).metadata["step"] == 3
 
 
-def test_how_to_load_what_lies_in_a_store(
-    written: Path, s3: ObjectStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """transformers takes folders and names on the hub, but no URL."""
-    step = tmp_path / "step"
-    shutil.copytree(written / "fsdp3-ours", step)
-    (step / "config.json").write_text('{"model_type": "odd"}')
-    assert main([str(step), s3.url("out")]) == 0
-    said = capsys.readouterr().out
-    assert f'portable-convert {s3.url("out")} out, then transformers.AutoModel.from_pretrained("out")' in said
-    assert main([str(step), str(tmp_path / "out")]) == 0
-    assert (
-        f'  load it with transformers.AutoModel.from_pretrained("{tmp_path}/out")' in capsys.readouterr().out
-    )
-
-
 def test_one_file_and_a_disk_on_the_other_side(large: Path, s3: ObjectStore, tmp_path: Path) -> None:
     one = sorted(path.name for path in large.glob("*.safetensors"))[0]
     assert convert(s3.url(f"src/{one}"), tmp_path / "down") == 0
@@ -187,15 +170,12 @@ def test_converting_fetches_and_sends_each_byte_once(large: Path, s3: ObjectStor
     assert s3.count("PUT", "out/") < total / remote.PART_BYTES + 20
 
 
-@pytest.mark.parametrize("connections", [4, 6])
-def test_ranges_and_parts_travel_side_by_side(
-    s3: ObjectStore, monkeypatch: pytest.MonkeyPatch, connections: int
-) -> None:
+def test_ranges_and_parts_travel_side_by_side(s3: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each part waits until so many are on their way at once: with fewer, it would wait in vain."""
+    connections = 6
     state = {f"w{i}": np.full((100, 1000), i, np.float32) for i in range(2 * connections)}
     s3.put("src/model.safetensors", safetensors.numpy.save(state))
-    if connections != 4:
-        monkeypatch.setenv("PORTABLE_STORAGE_CONNECTIONS", str(connections))
+    monkeypatch.setenv("PORTABLE_STORAGE_CONNECTIONS", str(connections))
     together = threading.Barrier(connections)
     count, lock = [0, 0, 0], threading.Lock()  # ranges on their way, at most, and parts sent
     answer = s3.forward
@@ -247,28 +227,16 @@ def test_a_slice_fetches_little_more_than_itself(large: Path, s3: ObjectStore) -
     assert s3.bytes_out() < 0.22 * MB
 
 
-def test_runs_are_kept_within_bounds(
-    large: Path, s3: ObjectStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(remote_file, "CACHE_BYTES", 64 << 10)
-    monkeypatch.setattr(remote_file, "RUN_BYTES", 64 << 10)
-    assert convert(s3.url("src"), tmp_path / "out") == 0
-    assert convert(large, tmp_path / "local") == 0
-    assert tree(tmp_path / "out") == tree(tmp_path / "local")
-
-
 @pytest.mark.parametrize(
     "faults",
     [
-        [{"status": 503, "every": 5}],
-        [{"drop": True, "every": 7}],
-        [{"cut": True, "method": "GET", "every": 4}],
+        [{"status": 503, "every": 5}, {"cut": True, "method": "GET", "every": 4}],
         [
             {"status": 500, "method": "PUT", "every": 2},
             {"after": True, "drop": True, "method": "POST", "every": 3},
         ],
     ],
-    ids=["throttled", "dropped", "broken off", "writes"],
+    ids=["reads", "writes"],
 )
 def test_failures_on_the_way_change_nothing(
     large: Path, s3: ObjectStore, tmp_path: Path, faults: list[dict[str, bool | int | str]]
@@ -310,14 +278,8 @@ def test_refusals(large: Path, s3: ObjectStore, tmp_path: Path, capsys: pytest.C
     assert "contains" in refused(capsys, s3.url("src"), s3.url())
     assert "one process only" in refused(capsys, s3.url("src"), "memory://out")
     assert "credentials do not belong" in refused(capsys, f"s3://me:{SECRET_KEY}@bucket/x", out)
-    s3.fail(status=403, method="GET", key=".safetensors")
-    assert "access denied" in refused(capsys, s3.url("src"), out)
-    s3.heal()
     s3.fail(status=403, method="POST")
     assert "access denied" in refused(capsys, s3.url("src"), s3.url("out"))
-    s3.heal()
-    s3.fail(status=403)
-    assert "access denied" in refused(capsys, s3.url("src"), out)
     s3.heal()
     assert not out.exists() and s3.names("out") == []
 
@@ -363,7 +325,9 @@ def test_the_last_line_is_a_command_that_works(
     line = capsys.readouterr().out.splitlines()[-1]
     wanted = f"portable-convert {s3.url('model')} model, then transformers.LlamaForCausalLM.from_pretrained"
     assert line == f'  load it with {wanted}("model")'
-    assert main([line.split()[4], str(tmp_path / "model"), "--quiet"]) == 0
+    assert main([line.split()[4], str(tmp_path / "model")]) == 0
+    said = capsys.readouterr().out
+    assert f'  load it with transformers.LlamaForCausalLM.from_pretrained("{tmp_path}/model")' in said
     assert tree(tmp_path / "model") == published(s3, "model")
 
 
@@ -443,53 +407,30 @@ def test_verify_reads_what_the_store_holds(
     assert "differs from the source" in said and s3.names("out/") == []
 
 
-def peaks(
-    s3: ObjectStore, folder: Path, sizes: tuple[int, int], megabytes: int, before: str = ""
-) -> list[int]:
-    """Bytes of memory at most, after models of so many tensors, of a process that converts one after another.
-
-    It runs `before`, and converts from and to the store.
-    """
-    rows = megabytes * MB // 20_000
-    for tensors in sizes:
-        state = {f"w{i}": np.full((rows, 5000), i, np.float32) for i in range(tensors)}
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_does_not_grow_with_the_model(s3: ObjectStore) -> None:
+    """Four times the bytes, with few threads and little kept, take no more memory."""
+    for tensors in (2, 8):
+        state = {f"w{i}": np.full((200, 5000), i, np.float32) for i in range(tensors)}
         s3.put(f"src-{tensors}/model.safetensors", safetensors.numpy.save(state))
     code = (
-        f"import sys\nfrom converters.cli import main\n{before}\n"
+        "import os, pytest, sys\nfrom tests.object_store import scale_down\n"
+        "scale_down(pytest.MonkeyPatch())\nfrom converters.cli import main\n"
+        "from converters.storage import range_reader\n"
+        "range_reader.CACHE_BYTES = 1 << 20\nos.environ['PORTABLE_STORAGE_CONNECTIONS'] = '1'\n"
         "for source, target in zip(sys.argv[1::2], sys.argv[2::2]):\n"
         "    assert main(['--quiet', source, target]) == 0\n"
         "    print(*(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')))"
     )
     argv = [sys.executable, "-c", code]
-    argv += [s3.url(f"{name}-{tensors}") for tensors in sizes for name in ("src", "out")]
+    argv += [s3.url(f"{name}-{tensors}") for tensors in (2, 8) for name in ("src", "out")]
     # What glibc would keep of freed blocks, in each thread's arena, is not what the program holds.
     freed = {"MALLOC_MMAP_THRESHOLD_": "1000000"}
     made = subprocess.run(
         argv, env={**os.environ, **s3.environment, **freed}, capture_output=True, text=True, check=True
     )
-    return [int(line) * 1024 for line in made.stdout.split()]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_memory_does_not_grow_with_the_model(s3: ObjectStore, tmp_path: Path) -> None:
-    """Four times the bytes, with few threads and little kept, take no more memory."""
-    few = (
-        "import pytest\nfrom tests.object_store import scale_down\nscale_down(pytest.MonkeyPatch())\n"
-        "from converters.storage import range_reader\n"
-        "range_reader.CACHE_BYTES = 1 << 20\n"
-        "import os\nos.environ['PORTABLE_STORAGE_CONNECTIONS'] = '1'"
-    )
-    small, large = peaks(s3, tmp_path, (2, 8), 4, few)
+    small, large = (int(line) * 1024 for line in made.stdout.split())
     assert large < small + 5 * MB, (small, large)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_memory_stays_flat(s3: ObjectStore, tmp_path: Path) -> None:
-    """Twice the bytes, the same peak, and well below either; with the sizes that the converter really has."""
-    small, large = peaks(s3, tmp_path, (4, 8), 40)
-    assert large < small + 40 * MB, (small, large)
-    assert large < 400 * MB, (small, large)
 
 
 def test_nothing_secret_is_printed(s3: ObjectStore, large: Path) -> None:

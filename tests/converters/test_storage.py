@@ -10,13 +10,13 @@ import pytest
 
 from converters import CheckpointError
 from converters.storage import folder as folder_module
-from converters.storage.bytes import FileSpan, Joined, Memory, Slice
+from converters.storage.bytes import Joined, Memory, Slice
 from converters.storage.folder import Folder
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from converters.storage.bytes import Touched
+    from converters.storage.bytes import FileSpan, Touched
 
 DATA = random.Random(0).randbytes(3 << 20)
 
@@ -32,7 +32,7 @@ def read(source: FileSpan | Joined | Slice, at: int, count: int) -> bytes:
     return bytes(buffer)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 def test_parts_in_any_order_make_one_checksum(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     good, bad = span(tmp_path, zlib.crc32(DATA)), span(tmp_path, zlib.crc32(DATA) ^ 1)
@@ -61,12 +61,6 @@ def test_sequential_reading_needs_no_second_pass(tmp_path: Path, monkeypatch: py
     source.verify()
 
 
-def test_verify_can_be_left_to_others(tmp_path: Path) -> None:
-    source = span(tmp_path, 1, verify=False)
-    assert read(source, 0, 10) == DATA[:10]
-    source.verify()
-
-
 def test_joined_and_sliced(tmp_path: Path) -> None:
     source = span(tmp_path)
     joined = Joined([Slice(source, 10, 5), Memory(b""), Memory(b"abc"), Slice(source, 0, 4)])
@@ -85,13 +79,6 @@ def test_joined_and_sliced(tmp_path: Path) -> None:
 def test_no_name_leaves_the_folder(tmp_path: Path, name: str) -> None:
     with pytest.raises(CheckpointError, match="leaves the checkpoint folder"):
         Folder(tmp_path).file(name)
-
-
-def test_only_regular_files(tmp_path: Path) -> None:
-    (tmp_path / "d").mkdir()
-    for name in ("d", "missing"):
-        with pytest.raises(CheckpointError, match=name):
-            Folder(tmp_path).file(name)
 
 
 def test_more_files_than_are_kept_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,9 +57,8 @@ STAGE3 = of(
 )
 PINNED = {"device": "cpu", "pin_memory": True}
 COMMON = {"fp16": FP16, "optimizer": ADAMW, "scheduler": WARMUP, **BATCHES}
-# The files of Hugging Face's DeepSpeed guide, as they stand there.
+# Files of Hugging Face's DeepSpeed guide, as they stand there. What the others say: ``test_published_json``.
 GUIDE: dict[str, dict[str, Any]] = {
-    "zero1": of("zero_optimization: {stage: 1}"),
     "zero2": of(
         "zero_optimization: {stage: 2, offload_optimizer: {device: cpu, pin_memory: true}, "
         "allgather_partitions: true, allgather_bucket_size: 5e8, overlap_comm: true, reduce_scatter: true, "
@@ -79,19 +78,7 @@ GUIDE: dict[str, dict[str, Any]] = {
             "queue_depth: 32, thread_count: 1, single_submit: false, overlap_events: true}"
         ),
     },
-    "inference": of(
-        "fp16: {enabled: false}, bf16: {enabled: false}, zero_optimization: {stage: 3, offload_param: "
-        "{device: cpu, pin_memory: true}, overlap_comm: true, contiguous_gradients: true, "
-        "reduce_bucket_size: 2304, stage3_prefetch_bucket_size: 2250.0, "
-        "stage3_param_persistence_threshold: 480}, steps_per_print: 2000, train_batch_size: 4, "
-        "train_micro_batch_size_per_gpu: 1, wall_clock_breakdown: false"
-    ),
-    "node-local": of("zero_optimization: {stage: 2}, checkpoint: {use_node_local_storage: true}"),
     "communication": of("zero_optimization: {stage: 2}, communication_data_type: fp32"),
-    "untested": of(
-        "zero_optimization: {stage: 1}, zero_allow_untested_optimizer: true, "
-        "zero_force_ds_cpu_optimizer: false"
-    ),
 }
 
 
@@ -184,12 +171,12 @@ def forced_leg(folder: Path, corpus: Path, stage: int, stop: int | None, updates
 SHORT: dict[str, Any] = {**LEARNING, "train__steps": STEPS, "train__schedule": "constant"}
 
 
-@pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.ops("cpu_adam")
 def test_deepspeeds_cpu_optimizer_where_it_is_asked_for(
-    stage: int, truth: Callable[[str], Losses], tmp_path: Path, corpus: Path, ranks: RankPool
+    truth: Callable[[str], Losses], tmp_path: Path, corpus: Path, ranks: RankPool
 ) -> None:
     """It follows torch's, goes on bit for bit, and moves."""
+    stage = 3
     whole, run, moved = tmp_path / "whole", tmp_path / "run", tmp_path / "moved"
     assert ranks.run(2, forced_leg, whole, corpus, stage, None, STEPS) == 0
     plain = [loss for loss, _ in truth("constant")]
@@ -239,14 +226,9 @@ def test_what_both_files_say_is_taken_over(tmp_path: Path, corpus: Path) -> None
 
     given = {"model": {"config": settings["model"]["config"]}, "deepspeed": {"config": document}}
     config = resolve(load_config(given), "cpu", 2).config
-    assert (config.strategy, config.precision) == ("zero3", "bf16")
-    train = config.train
-    assert (train.global_batch_size, train.micro_batch_size, train.max_grad_norm) == (12, 2, 0.5)
+    train = config.train  # what else is taken over: ``test_published_json``
     assert (train.learning_rate, train.betas, train.eps) == (0.002, (0.8, 0.9), 1e-7)
-    assert (train.schedule, train.warmup_steps, train.steps) == ("WarmupDecayLR", 5, 20)
     assert train.weight_decay == 0  # DeepSpeed's default for what its block leaves out
-    assert config.memory.offload_optimizer == "cpu"
-    assert config.memory.activation_checkpointing == "full"
     assert plan_batches(config, world_size=2, rank=0).accumulation_steps == 3
     from portable.config import dump_yaml
 
@@ -259,33 +241,22 @@ def test_what_both_files_say_is_taken_over(tmp_path: Path, corpus: Path) -> None
 CONFLICTS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
     ({"train_batch_size": 8}, {}, ["train_batch_size sets", "to 8", "train.global_batch_size is 6"]),
     ({"gradient_clipping": 0.5}, {"train__max_grad_norm": 1.0}, ["gradient_clipping", "train.max_grad_norm"]),
-    ({"zero_optimization": {"stage": 2}}, {"strategy": "zero3"}, ["stage", "zero2", "strategy", "zero3"]),
     ({"zero_optimization": {"stage": 4}}, {}, ["zero_optimization.stage", "4"]),
     ({"zero_optimization": {"stage": "auto"}}, {}, ["zero_optimization.stage is", "set strategy to zero1"]),
     ({}, {"strategy": "no_shard"}, ["zero_optimization.stage sets strategy", "strategy is", "no_shard"]),
     ({}, {"strategy": "full_shard"}, ["deepspeed.config has no effect", "full_shard"]),
     ({"zero_optimization": {"stage": 2, "cpu_offload": True, "offload_optimizer": {}}}, {}, ["cpu_offload"]),
-    ({"zero_optimization": {"stage": 2, "cpu_offload": 3}}, {}, ["zero_optimization.cpu_offload", "bool"]),
     ({"bf16": {"enabled": True}}, {}, ["bf16.enabled", "precision is", "fp32"]),
     ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, {}, ["bfloat16 and fp16", "simultaneously"]),
     ({"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}}, {}, ["optimizer.params.lr", "0.003"]),
-    ({"bf16": {"enabled": 1}}, {}, ["bf16.enabled", "precision is", "fp32"]),
     ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": 0}}}, {}, ["adam_w_mode", "remove it"]),
-    ({"optimizer": {"type": "Adam", "params": {"bias_correction": 0}}}, {}, ["bias_correction", "remove it"]),
     ({"optimizer": {"type": "Lamb"}}, {}, ["optimizer.type: 'Lamb'", "flat partitions", "AdamW"]),
     (
         {"activation_checkpointing": {"cpu_checkpointing": True}},
         {"memory__activation_checkpointing": "none"},
         ["activation_checkpointing.cpu_checkpointing", "memory.activation_checkpointing is", "none"],
     ),
-    (
-        {"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 9}}},
-        {},
-        ["optimizer.type", "OneBitAdam", "AdamW"],
-    ),
-    ({"optimizer": {"type": "AdamW", "params": {"amsgrad": True}}}, {}, ["optimizer.params.amsgrad"]),
     ({"optimizer": {"type": "AdamW", "params": {"momentum": 0.9}}}, {}, ["unknown key optimizer.params.mom"]),
-    ({"optimizer": {"type": "SGD", "params": {"nesterov": True}}}, {}, ["optimizer.params.nesterov"]),
     ({"scheduler": {"type": "OneCycle"}}, {"train__warmup_steps": 0}, ["scheduler.params.cycle_min_lr"]),
     ({"scheduler": {"type": "CosineLR"}}, {}, ["scheduler.type: 'CosineLR'", "WarmupCosineLR"]),
     ({"scheduler": {"type": "WarmupLR"}}, {"train__schedule": "linear"}, ["WarmupLR", "train.schedule"]),
@@ -295,38 +266,17 @@ CONFLICTS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
         ["scheduler.params.warmup_type"],
     ),
     (
-        {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": [1e-3, 1e-4]}}},
-        {},
-        ["scheduler.params.warmup_max_lr", "one number"],
-    ),
-    (
-        {"scheduler": {"type": "WarmupLR", "params": {"last_batch_iteration": 5}}},
-        {},
-        ["last_batch_iteration"],
-    ),
-    (
         {"zero_allow_untested_optimizer": False},
         {"train__optimizer": "sgd"},
         ["zero_allow_untested_optimizer false", "sgd"],
     ),
-    (
-        {
-            "zero_force_ds_cpu_optimizer": True,
-            "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
-        },
-        {"train__optimizer": "sgd"},
-        ["zero_force_ds_cpu_optimizer true", "sgd"],
-    ),
     ({"prescale_gradients": True}, {}, ["prescale_gradients", "reduce_scatter"]),
     ({"gradient_allreduce_op": "sum"}, {}, ["gradient_allreduce_op"]),
-    ({"torch_autocast": {"enabled": True}}, {}, ["torch_autocast.enabled"]),
     ({"train_micro_batch_size_per_gpu": 2}, {}, ["is not divisible", "2 x 2 ranks"]),
     ({"gradient_accumulation_steps": 4}, {}, ["gradient_accumulation_steps 4", "auto"]),
-    ({"gradient_accumulation_steps": "3"}, {}, ["gradient_accumulation_steps: ", "integer", "not '3'"]),
     ({"fp_16": 3, "a": 1, "fp16": {"b": 1}}, {}, ["keys fp16.b, fp_16 (did you mean fp16?), a"]),
     ({"data_types": {"grad_accum_dtype": {}}}, {}, ["data_types.grad_accum_dtype", "no dtype"]),
     ({"wandb": {"enabled": True}}, {}, ["wandb is not installed", "log.trackers"]),
-    ({"comet": {"enabled": True}}, {}, ["comet_ml is not installed"]),
     (
         {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}},
         {},
@@ -356,10 +306,7 @@ def test_contradictions_name_both_sides(
     [
         ("{", ["invalid JSON"]),
         ("[]", ["must be a mapping"]),
-        (" \n", ["is empty; write {}"]),
         ('{"fp16": {}, "fp16": {}}', ["duplicate key fp16"]),
-        ("\x00", ["invalid JSON"]),
-        ('{"zero_optimization": null}', ["zero_optimization must be a mapping, not null"]),
         ('{"zero_optimization": 2}', ["zero_optimization must be a mapping, not 2"]),
     ],
 )
@@ -397,31 +344,18 @@ def test_every_key_is_known_and_every_misspelling_found() -> None:
         except UserError as refused:
             assert "unknown key" not in str(refused)
         *around, name = path
-        for wrong in (f"{name}x", name[:-1] + "1" + name[-1], f"{name}_{name}"):
-            if wrong in names_at(schema, tuple(around)):
-                continue
-            with pytest.raises(UserError, match=f"unknown key {'.'.join((*around, wrong))}"):
-                check(nested((*around, wrong)), "ds.json")
+        wrong = name[:-1] + "1" + name[-1]
+        with pytest.raises(UserError, match=f"unknown key {'.'.join((*around, wrong))}"):
+            check(nested((*around, wrong)), "ds.json")
 
 
 MISSPELT = {
     "zero_optimisation": "zero_optimization",
-    "schedular": "scheduler",
-    "communication_datatype": "communication_data_type",
-    "train_batchsize": "train_batch_size",
-    "zero_force_cpu_optimizer": "zero_force_ds_cpu_optimizer",
     "zero_optimization.overlapp_comm": "zero_optimization.overlap_comm",
-    "zero_optimization.stage3_max_live_params": "zero_optimization.stage3_max_live_parameters",
-    "zero_optimization.offload_optimiser": "zero_optimization.offload_optimizer",
-    "zero_optimization.offload_params": "zero_optimization.offload_param",
     "zero_optimization.offload_optimizer.nvme_paht": "zero_optimization.offload_optimizer.nvme_path",
-    "fp16.initial_scale_pwoer": "fp16.initial_scale_power",
-    "aio.que_depth": "aio.queue_depth",
     "optimizer.params.weight_decai": "optimizer.params.weight_decay",
     "scheduler.typ": "scheduler.type",
     "checkpoint.writer.io_buffersize": "checkpoint.writer.io_buffer_size",
-    "activation_checkpointing.cpu_checkpoint": "activation_checkpointing.cpu_checkpointing",
-    "data_types.grad_accumulation_dtype": "data_types.grad_accum_dtype",
 }
 
 
@@ -434,38 +368,20 @@ def test_a_near_miss_gets_a_suggestion(wrong: str, right: str) -> None:
 WRONG_VALUES: dict[str, tuple[Any, str]] = {
     "zero_optimization.stage": ({"stage": "two"}, "0, 1, 2, 3"),
     "zero_optimization.overlap_comm": ({"overlap_comm": "maybe"}, "boolean"),
-    "zero_optimization.reduce_bucket_size": ({"reduce_bucket_size": -1}, "greater"),
     "zero_optimization.offload_optimizer.device": ({"offload_optimizer": {"device": "disk"}}, "'nvme'"),
-    "zero_optimization.offload_param.buffer_count": ({"offload_param": {"buffer_count": -2}}, "greater"),
-    "zero_optimization.offload_optimizer": ({"offload_optimizer": "cpu"}, "dictionary"),
     "bf16": (True, "dictionary"),
-    "fp16.hysteresis": ({"hysteresis": "often"}, "integer"),
     "fp16.loss_scale": ({"loss_scale": "dynamic"}, "number"),
     "gradient_clipping": (-1, "greater than or equal to 0"),
-    "prescale_gradients": ("yes", "boolean"),
-    "gradient_predivide_factor": ("half", "number"),
     "gradient_allreduce_op": ("max", "mean"),
     "communication_data_type": ("fp64", "bf16"),
-    "wall_clock_breakdown": (1, "boolean"),
     "zero_allow_untested_optimizer": ("true", "boolean"),
-    "aio": ([1], "dictionary"),
     "aio.block_size": ({"block_size": "1M"}, "number"),
-    "activation_checkpointing.cpu_checkpointing": ({"cpu_checkpointing": "yes"}, "boolean"),
     "checkpoint.tag_validation": ({"tag_validation": "Never"}, "'warn'"),
-    "checkpoint.use_node_local_storage": ({"use_node_local_storage": 1}, "boolean"),
     "data_types.grad_accum_dtype": ({"grad_accum_dtype": "fp12"}, "fp12"),
     "optimizer": ("AdamW", "dictionary"),
     "optimizer.params.lr": ({"type": "AdamW", "params": {"lr": "fast"}}, "must be number > 0"),
     "optimizer.params.betas": ({"type": "AdamW", "params": {"betas": [0.9]}}, "must be two of"),
-    "scheduler.params.warmup_num_steps": (
-        {"type": "WarmupLR", "params": {"warmup_num_steps": "ten"}},
-        "must be integer",
-    ),
     "flops_profiler.profile_step": ({"profile_step": "first"}, "number"),
-    "comms_logger.enabled": ({"enabled": 3}, "boolean"),
-    "wandb.project": ({"project": 3}, "string"),
-    "timers": (3, "dictionary"),
-    "compile.deepcompile": ({"deepcompile": "perhaps"}, "boolean"),
 }
 
 
@@ -481,38 +397,36 @@ def test_a_value_that_deepspeed_would_not_take_is_named(path: str, tmp_path: Pat
     assert "\n" not in line
 
 
-def test_words_are_read_as_deepspeed_reads_them(tmp_path: Path, corpus: Path) -> None:
-    document = {"zero_optimization": {"stage": 2, "overlap_comm": "no"}, "bf16": {"enabled": "true"}}
+def test_values_are_read_as_deepspeed_reads_them(tmp_path: Path, corpus: Path) -> None:
+    """Its parser takes 2.0, which some programs write."""
+    document = {"zero_optimization": {"stage": 2.0, "overlap_comm": "no"}, "bf16": {"enabled": "true"}}
     config = resolved(tmp_path, corpus, document, precision="auto")
-    assert config.precision == "bf16"
+    assert (config.precision, config.strategy) == ("bf16", "zero2")
 
 
-def test_a_stage_with_a_point_is_a_whole_one(tmp_path: Path, corpus: Path) -> None:
-    """DeepSpeed's parser takes 2.0, which some programs write."""
-    assert resolved(tmp_path, corpus, {"zero_optimization": {"stage": 2.0}}).strategy == "zero2"
-
-
-def test_params_without_an_optimizer_have_no_effect(tmp_path: Path, corpus: Path) -> None:
-    document = {"zero_optimization": {"stage": 1}, "optimizer": {"params": {"lr": 0.1}}}
-    config = resolved(tmp_path, corpus, document)
-    assert config.train.learning_rate != 0.1
+@pytest.mark.parametrize(
+    ("more", "rate", "told"),
+    [
+        ({"optimizer": {"params": {"lr": 0.1}}}, 0.003, "params: has no effect without optimizer.type"),
+        # As in DeepSpeed, where the scheduler writes over what the optimizer was given.
+        (
+            {
+                "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
+                "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.003}},
+            },
+            0.003,
+            "params.lr: has no effect",
+        ),
+    ],
+)
+def test_a_rate_without_effect(
+    more: dict[str, Any], rate: float, told: str, tmp_path: Path, corpus: Path
+) -> None:
+    config = resolved(tmp_path, corpus, {"zero_optimization": {"stage": 1}, **more})
+    assert config.train.learning_rate == rate
     read = deepspeed_json.read(config)
     assert read is not None
-    assert "optimizer.params: has no effect without optimizer.type" in read.imported.notes[-1]
-
-
-def test_the_schedulers_rate_is_the_runs(tmp_path: Path, corpus: Path) -> None:
-    """As in DeepSpeed, where the scheduler writes over what the optimizer was given."""
-    document = {
-        "zero_optimization": {"stage": 1},
-        "optimizer": {"type": "Adam", "params": {"lr": 0.1}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.003}},
-    }
-    config = resolved(tmp_path, corpus, document)
-    assert config.train.learning_rate == 0.003
-    read = deepspeed_json.read(config)
-    assert read is not None
-    assert "optimizer.params.lr: has no effect" in read.imported.notes[-1]
+    assert f"optimizer.{told}" in read.imported.notes[-1]
 
 
 def test_old_places_are_mended_and_told(tmp_path: Path, corpus: Path) -> None:

@@ -30,7 +30,6 @@ CYCLE: dict[str, Any] = {"cycle_min_lr": 1e-4, "cycle_max_lr": 0.01, "cycle_firs
 BLOCKS: list[tuple[str, dict[str, Any]]] = [
     ("WarmupLR", WARMUP),
     ("WarmupLR", WARMUP | {"warmup_type": "linear", "warmup_min_lr": 0.001}),
-    ("WarmupLR", {"warmup_num_steps": 1, "warmup_min_lr": 0.001}),
     ("WarmupLR", {}),
     ("WarmupDecayLR", WARMUP | {"total_num_steps": STEPS}),
     ("WarmupDecayLR", WARMUP | {"total_num_steps": STEPS, "warmup_type": "linear", "warmup_min_lr": 0.002}),
@@ -38,10 +37,6 @@ BLOCKS: list[tuple[str, dict[str, Any]]] = [
     (
         "WarmupCosineLR",
         {"total_num_steps": STEPS, "warmup_num_steps": 20, "warmup_min_ratio": 0.1, "cos_min_ratio": 0.05},
-    ),
-    (
-        "WarmupCosineLR",
-        {"total_num_steps": STEPS, "warmup_num_steps": 7, "warmup_type": "linear", "cos_min_ratio": 0.0},
     ),
     ("OneCycle", CYCLE),
     ("OneCycle", CYCLE | {"cycle_momentum": False, "decay_step_size": 5, "decay_lr_rate": 0.3}),
@@ -60,7 +55,6 @@ BLOCKS: list[tuple[str, dict[str, Any]]] = [
         },
     ),
     ("OneCycle", CYCLE | {"cycle_second_step_size": 0, "cycle_first_stair_count": 4}),
-    ("LRRangeTest", {"lr_range_test_min_lr": 1e-4, "lr_range_test_step_size": 7}),
     (
         "LRRangeTest",
         {
@@ -102,7 +96,7 @@ def test_rates_and_betas_are_deepspeeds(kind: str, params: dict[str, Any]) -> No
 
 
 def test_a_resolved_config_has_the_schedule_without_the_json() -> None:
-    kind, params = BLOCKS[5]
+    kind, params = BLOCKS[4]
     config = taken_over(kind, params, steps=STEPS)
     settings = config.train.model_dump()
     elsewhere = load_config({"strategy": "full_shard", "precision": "fp32", "train": settings})
@@ -122,8 +116,7 @@ def rates_of_engine(config: RunConfig) -> list[tuple[float, tuple[float, float]]
         return seen
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
-def test_the_optimizer_goes_by_them(strategy: str, tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
+def test_the_optimizer_goes_by_them(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
     params = {"cycle_min_lr": 0.001, "cycle_first_step_size": 2}
     settings = {
         "train__schedule": "OneCycle",
@@ -131,7 +124,7 @@ def test_the_optimizer_goes_by_them(strategy: str, tmp_path: Path, corpus: Path,
         "train__warmup_steps": 0,
         "train__micro_batch_size": 1,
     }
-    config = configured(tmp_path, corpus, strategy=strategy, **settings)
+    config = configured(tmp_path, corpus, strategy="zero3", **settings)
     seen = ranks.run(2, rates_of_engine, config)
     assert [rate for rate, _ in seen] == pytest.approx([0.001, 0.002, 0.003, 0.002])
     assert [betas[0] for _, betas in seen] == pytest.approx([0.8, 0.85, 0.8, 0.85])

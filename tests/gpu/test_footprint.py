@@ -173,7 +173,6 @@ def config_for(
     return configured(folder, corpus, **{"strategy": strategy, "model__config": MODEL, **sizes, **settings})
 
 
-SLOW = pytest.mark.slow
 PART: dict[str, Any] = {
     "train__frozen": ["embed_tokens", r"layers\.0\.mlp", "norm"],
     "train__parameter_groups": [{"pattern": "q_proj", "learning_rate": 1e-3}],
@@ -193,22 +192,16 @@ CASES = [
     (4, "hybrid_shard", {"fsdp__shard_group_size": 2}),
     (3, "full_shard", {"train__optimizer": "adafactor"}),
     (3, "full_shard", {"train__optimizer": "adamw_8bit"}),
-    (2, "full_shard", {"train__optimizer": "sgd"}),
-    (3, "full_shard", {"train__optimizer": "muon"}),
     (3, "zero2", {"precision": "bf16", "train__optimizer": "muon"}),
     (2, "zero3", {"train__optimizer": "muon"}),
     (2, "zero1", {"precision": "bf16"}),
     (3, "zero2", {"precision": "bf16"}),
     (3, "zero3", {"precision": "bf16"}),
-    pytest.param(3, "zero1", {}, marks=SLOW),
-    pytest.param(2, "zero2", {}, marks=SLOW),
-    (2, "zero3", {}),
+    (2, "zero1", {}),
     (2, "zero2", {"precision": "bf16", "train__optimizer": "sgd"}),
-    *((2, strategy, {"precision": "bf16", **PART}) for strategy in ("no_shard", "zero1", "zero2")),
+    *((2, strategy, {"precision": "bf16", **PART}) for strategy in ("no_shard", "zero2")),
     *((3, strategy, {"precision": "bf16", **PART}) for strategy in ("full_shard", "zero3")),
-    *((2, strategy, {"precision": "bf16", **LORA}) for strategy in ("no_shard", "zero1", "zero2")),
-    *((3, strategy, {"precision": "bf16", **LORA}) for strategy in ("shard_grad_op", "zero3")),
-    (2, "no_shard", {"precision": "bf16", **LORA, "adapter__base": "nf4"}),
+    *((2, strategy, {"precision": "bf16", **LORA}) for strategy in ("no_shard", "zero1", "zero3")),
     (3, "full_shard", {"precision": "bf16", **LORA, "adapter__base": "nf4"}),
     (2, "full_shard", {**LORA, "adapter__base": "int8"}),
     (2, "full_shard", SHARED_LAYERS),
@@ -231,47 +224,33 @@ def test_what_stays_is_exact(
     )
 
 
-@pytest.mark.parametrize(
-    ("world_size", "settings"),
-    [
-        (2, {"memory__offload_params": "cpu"}),
-        (3, {"memory__offload_optimizer": "cpu"}),
-    ],
-)
-def test_what_is_offloaded_is_on_the_host(
-    world_size: int, settings: dict[str, Any], tmp_path: Path, corpus: Path, ranks: RankPool
-) -> None:
-    config = config_for(tmp_path, corpus, "full_shard", **settings)
-    kept = ranks.run(world_size, live, config)
-    found = planned(config, world_size)
-    if "memory__offload_params" in settings:
-        assert found.parameters == found.gradients == found.optimizer == 0
-        assert found.host == kept["parameters"] + kept["gradients"] + kept["optimizer"]
-    else:
-        assert (found.parameters, found.gradients) == (kept["parameters"], kept["gradients"])
-        # Copies, their gradients once they are fetched, and the moments. A copy has no padding.
-        assert found.optimizer == 0
-        assert found.host == pytest.approx(2 * kept["copies"] + kept["optimizer"], rel=0.01)
+def test_what_is_offloaded_is_on_the_host(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
+    config = config_for(tmp_path, corpus, "full_shard", memory__offload_params="cpu")
+    kept, found = ranks.run(2, live, config), planned(config, 2)
+    assert found.parameters == found.gradients == found.optimizer == 0
+    assert found.host == kept["parameters"] + kept["gradients"] + kept["optimizer"]
+
+    config = config_for(tmp_path, corpus, "full_shard", memory__offload_optimizer="cpu")
+    kept, found = ranks.run(3, live, config), planned(config, 3)
+    assert (found.parameters, found.gradients) == (kept["parameters"], kept["gradients"])
+    # Copies, their gradients once they are fetched, and the moments. A copy has no padding.
+    assert found.optimizer == 0
+    assert found.host == pytest.approx(2 * kept["copies"] + kept["optimizer"], rel=0.01)
 
 
 @pytest.mark.parametrize(
     ("world_size", "strategy", "settings"),
     [
-        (2, "zero1", {"memory__offload_optimizer": "cpu", "precision": "bf16"}),
-        (3, "zero2", {"memory__offload_optimizer": "cpu", "precision": "bf16"}),
-        (2, "zero3", {"memory__offload_optimizer": "cpu", "precision": "bf16"}),
-        (
-            3,
-            "zero3",
-            {"memory__offload_optimizer": "cpu", "memory__offload_params": "cpu", "precision": "bf16"},
-        ),
-        (2, "zero3", {"memory__offload_optimizer": "cpu", "precision": "bf16", **PART}),
+        (3, "zero2", {}),
+        (3, "zero3", {"memory__offload_params": "cpu"}),
+        (2, "zero3", PART),
     ],
 )
 def test_what_zero_offloads_is_on_the_host(
     world_size: int, strategy: str, settings: dict[str, Any], tmp_path: Path, corpus: Path, ranks: RankPool
 ) -> None:
-    config = config_for(tmp_path, corpus, strategy, **settings)
+    host: dict[str, Any] = {"memory__offload_optimizer": "cpu", "precision": "bf16"}
+    config = config_for(tmp_path, corpus, strategy, **host, **settings)
     assert planned(config, world_size).host == ranks.run(world_size, live_host, config)
 
 
@@ -319,12 +298,11 @@ def test_what_zero_swaps_is_on_the_disk(
     ("world_size", "strategy", "settings"),
     [
         (2, "no_shard", {}),
+        (1, "no_shard", {"train__optimizer": "sgd"}),
         (2, "full_shard", {"train__optimizer": "adafactor"}),
-        (2, "zero1", {"precision": "bf16"}),
         (3, "zero2", {"precision": "bf16"}),
-        (2, "zero3", {"precision": "bf16"}),
-        *((2, strategy, {"precision": "bf16", **PART}) for strategy in ("full_shard", "zero2", "zero3")),
-        *((2, strategy, {"precision": "bf16", **LORA}) for strategy in ("full_shard", "zero1", "zero3")),
+        *((2, strategy, {"precision": "bf16", **PART}) for strategy in ("full_shard", "zero3")),
+        *((2, strategy, {"precision": "bf16", **LORA}) for strategy in ("full_shard", "zero1")),
     ],
 )
 def test_a_checkpoint_on_disk_has_the_planned_bytes(
@@ -339,19 +317,6 @@ def test_a_checkpoint_on_disk_has_the_planned_bytes(
     )
     beside = ranks.run(world_size, saved, config) - tensors
     assert 0 <= beside <= METADATA * world_size * len(list(model.parameters()))
-
-
-def test_a_checkpoint_has_the_bytes_that_the_live_state_has(
-    tmp_path: Path, corpus: Path, ranks: RankPool
-) -> None:
-    for optimizer in ("adamw", "adafactor", "adamw_8bit", "sgd"):
-        config = config_for(tmp_path, corpus, "no_shard", train__optimizer=optimizer)
-        kept = ranks.run(1, live, config)
-        model = training_model(models.model_config(config.model), resolved(config))
-        assert (
-            inspect(model, config.train).checkpoint_bytes(config.train)
-            == kept["parameters"] + kept["optimizer"]
-        )
 
 
 def test_each_setting_saves_more_than_the_one_before(tmp_path: Path, corpus: Path) -> None:

@@ -204,7 +204,7 @@ def searching(folder: Path, corpus: Path, strategy: str, total: int, **fp16: Any
     return configured(folder, corpus, strategy=strategy, **settings)
 
 
-KINDS = ("full_shard", "zero2", "zero3")
+KINDS = ("full_shard", "zero3")
 
 
 def saved(folder: Path, step: int) -> dict[str, Any]:
@@ -241,32 +241,15 @@ def test_at_its_floor_the_run_ends_with_advice(
 
 
 # Each class of engines, with its own way to keep the search, is moved to and from.
-CLASSES = (("no_shard", 2), ("zero2", 2), ("full_shard", 2), ("zero3", 2), ("no_shard", 1))
-# Each strategy is, ZeRO from and to each of the others' kind.
-STRATEGIES = (
-    ("no_shard", 2),
-    ("full_shard", 3),
-    ("zero2", 2),
-    ("shard_grad_op", 2),
-    ("zero3", 3),
-    ("zero1", 2),
-    ("no_shard", 1),
-)
+ROUTE = (("no_shard", 2), ("zero2", 2), ("full_shard", 2), ("zero3", 2), ("no_shard", 1))
 
 
-@pytest.mark.parametrize(
-    "route",
-    [CLASSES, pytest.param(STRATEGIES, marks=pytest.mark.exhaustive)],
-    ids=["classes", "strategies"],
-)
-def test_the_scale_and_its_counters_move_along(
-    route: tuple[tuple[str, int], ...], tmp_path: Path, corpus: Path, ranks: RankPool
-) -> None:
+def test_the_scale_and_its_counters_move_along(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
     pytest.importorskip("deepspeed")
     before: dict[str, Any] = {}
     scales = []
-    for number, (strategy, world_size) in enumerate(route, 1):
-        config = searching(tmp_path, corpus, strategy, 3 * len(route))
+    for number, (strategy, world_size) in enumerate(ROUTE, 1):
+        config = searching(tmp_path, corpus, strategy, 3 * len(ROUTE))
         done = ranks.run(world_size, leg, config, 3 * number)
         if before:
             assert done.loaded == before, f"moved to {strategy} on {world_size}"

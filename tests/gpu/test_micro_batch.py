@@ -34,7 +34,7 @@ MIB = 1 << 20
 M_MMAP_THRESHOLD = -3  # of mallopt, in glibc's malloc.h
 
 
-@pytest.mark.parametrize("share", [1, 2, 7, 8, 12, 60, 64, 1024, 5040])
+@pytest.mark.parametrize("share", [1, 7, 12, 64, 5040])
 def test_the_largest_is_found_with_few_tries(share: int) -> None:
     sizes = divisors(share)
     assert sizes == [n for n in range(1, share + 1) if share % n == 0]
@@ -112,17 +112,7 @@ def micro_batch(folder: Path) -> int:
 
 @pytest.mark.parametrize(
     ("world_size", "settings"),
-    [
-        (1, {}),
-        pytest.param(2, {"strategy": "no_shard"}, marks=pytest.mark.exhaustive),
-        (2, {"strategy": "full_shard"}),
-        (2, {"strategy": "full_shard", "context_parallel_size": 2}),
-        pytest.param(
-            4, {"strategy": "hybrid_shard", "fsdp__shard_group_size": 2}, marks=pytest.mark.exhaustive
-        ),
-        pytest.param(2, {"strategy": "zero2"}, marks=pytest.mark.exhaustive),
-        (2, {"strategy": "zero3"}),
-    ],
+    [(1, {}), (2, {"strategy": "full_shard", "context_parallel_size": 2}), (2, {"strategy": "zero3"})],
 )
 def test_auto_is_the_run_with_the_number_that_it_finds(
     world_size: int, settings: dict[str, Any], tmp_path: Path, corpus: Path, ranks: RankPool

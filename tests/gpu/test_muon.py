@@ -39,8 +39,7 @@ MUON: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("rule", ["match_rms_adamw", "original"])
-@pytest.mark.parametrize("decay", [0.0, 0.3])
+@pytest.mark.parametrize(("rule", "decay"), [("match_rms_adamw", 0.3), ("original", 0.0)])
 def test_muon_is_torchs(rule: Any, decay: float) -> None:
     torch.manual_seed(0)
     shapes = [(7, 5), (4, 9), (2, 2)]
@@ -85,7 +84,7 @@ def test_a_masked_step_changes_nothing() -> None:
         assert all(torch.equal(now[key], value) for key, value in kept.items()) == (masked or not kept)
 
 
-@pytest.mark.parametrize("length", [1, 4, 7, 15, 23, 100])
+@pytest.mark.parametrize("length", [1, 7, 23, 100])
 @pytest.mark.parametrize("first", [0, -3])
 def test_every_element_of_a_matrix_is_with_one_rank(length: int, first: int) -> None:
     shape, ranks = (3, 2, 4), 100 // length + 4
@@ -107,7 +106,7 @@ def truth(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Losses:
 
 
 SHARDED = ("full_shard", "zero2", "xla")
-ONCE = (*SHARDED, "hybrid_shard", "full_shard, shared", "zero1", "zero3, offload", "xla, shared")
+ONCE = (*SHARDED, "full_shard, shared", "zero1", "zero3, offload")
 """The others update as one of these does; on a TPU: ``torchtpu/test_torchtpu.py``."""
 # Refused; and ranks that run different programs, which the slice of tests.torchtpu cannot.
 LEFT_OUT = ("full_shard, layers shared", "tpu, no_shard")
@@ -197,7 +196,7 @@ LORA: dict[str, Any] = {
     ("settings", "route"),
     [
         ({}, [("full_shard", 3, 1), ("zero2", 2, 2), ("xla", 2, 4), ("zero3", 3, 5)]),
-        (LORA, [("zero1", 2, 2), ("full_shard", 2, 3), ("xla", 2, 5)]),
+        (LORA, [("zero1", 2, 2), ("xla", 2, 5)]),
     ],
     ids=["", "lora"],
 )

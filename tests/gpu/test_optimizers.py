@@ -17,7 +17,7 @@ from portable.engines.fsdp.optimizer_state import restore
 from portable.optim.adafactor import RULES, Adafactor
 from portable.optim.adamw_8bit import AdamW8bit, decode, encode, levels
 from portable.optim.block_size import block_size
-from tests.gpu.test_fsdp import leg, shares
+from tests.gpu.test_fsdp import HYBRID, leg, shares
 from tests.gpu.test_parity import Losses, assert_close, our_losses
 from tests.runs import TINY_MODEL, configured, losses
 from tests.tpu.test_run import on_xla
@@ -50,43 +50,34 @@ def test_state_of_another_shape_is_refused(tmp_path: Path) -> None:
     assert (optimizer.state[vector]["exp_avg"] == 1).all()
 
 
-def test_adafactor_is_torchs() -> None:
+@pytest.mark.parametrize(("rule", "size"), [("torch", 1.0), ("transformers", 1.0), ("transformers", 1e-6)])
+def test_adafactor_is_that_of(rule: str, size: float) -> None:
+    """Of transformers also with gradients that are smaller than the floors of torch's rule."""
     ours = [nn.Parameter(value) for value in gradients(99)]
     theirs = [nn.Parameter(p.detach().clone()) for p in ours]
     groups = [{"params": ours[:3], "weight_decay": 0.1}, {"params": ours[3:], "weight_decay": 0.0}]
     expected = [{"params": theirs[:3], "weight_decay": 0.1}, {"params": theirs[3:], "weight_decay": 0.0}]
-    optimizer, reference = Adafactor(groups, lr=0.3), torch.optim.Adafactor(expected, lr=0.3)
-    for step in range(12):
-        for p, q, gradient in zip(ours, theirs, gradients(step), strict=True):
-            p.grad, q.grad = gradient, gradient.clone()
-        optimizer.step()
-        reference.step()
-    for p, q in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(p, q, rtol=2e-5, atol=1e-6)
-        assert optimizer.state[p].keys() == reference.state[q].keys()
-        for key, value in optimizer.state[p].items():
-            torch.testing.assert_close(value, reference.state[q][key].view(value.shape), rtol=1e-5, atol=0)
-
-
-@pytest.mark.parametrize("size", [1.0, 1e-6])
-def test_adafactor_is_that_of_the_trainer(size: float) -> None:
-    """Also of gradients that are smaller than the floors of torch's rule."""
-    ours = [nn.Parameter(value) for value in gradients(99)]
-    theirs = [nn.Parameter(p.detach().clone()) for p in ours]
-    groups = [{"params": ours[:3], "weight_decay": 0.1}, {"params": ours[3:], "weight_decay": 0.0}]
-    expected = [{"params": theirs[:3], "weight_decay": 0.1}, {"params": theirs[3:], "weight_decay": 0.0}]
-    optimizer = Adafactor(groups, lr=0.3, rule=RULES["transformers"])
-    reference = transformers.Adafactor(expected, lr=0.3, scale_parameter=False, relative_step=False)
+    optimizer = Adafactor(groups, lr=0.3, rule=RULES[rule])
+    reference: Any = (
+        torch.optim.Adafactor(expected, lr=0.3)
+        if rule == "torch"
+        else transformers.Adafactor(expected, lr=0.3, scale_parameter=False, relative_step=False)
+    )
     for step in range(12):
         for p, q, gradient in zip(ours, theirs, gradients(step), strict=True):
             gradient = gradient * size
-            if gradient.dim() == 2:
+            if rule == "transformers" and gradient.dim() == 2:
                 gradient[0] = 0.0  # a token that is not there
             p.grad, q.grad = gradient, gradient.clone()
         optimizer.step()
         reference.step()
     for p, q in zip(ours, theirs, strict=True):
         torch.testing.assert_close(p, q, rtol=2e-5, atol=1e-6)
+        if rule == "torch":
+            assert optimizer.state[p].keys() == reference.state[q].keys()
+            for key, value in optimizer.state[p].items():
+                other = reference.state[q][key].view(value.shape)
+                torch.testing.assert_close(value, other, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("name", ["adafactor", "adafactor of transformers", "adamw_8bit"])
@@ -122,9 +113,8 @@ def truth(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Losses:
 @pytest.mark.parametrize(
     ("world_size", "settings"),
     [
-        (2, {"strategy": "full_shard"}),
-        (4, {"strategy": "hybrid_shard", "fsdp__shard_group_size": 2}),
         (2, {"memory__offload_optimizer": "cpu"}),
+        (4, HYBRID),
     ],
 )
 def test_adafactor_on_shards(
@@ -148,8 +138,7 @@ def test_adafactor_goes_on(tmp_path: Path, corpus: Path, ranks: RankPool) -> Non
     assert ranks.run(2, adafactor_leg, same, corpus, {"train__stop_after": 2}) == 0
     shutil.copytree(same, other)
     assert ranks.run(2, adafactor_leg, same, corpus, {}) == 0
-    hybrid = {"strategy": "hybrid_shard", "fsdp__shard_group_size": 2, "train__stop_after": 4}
-    assert ranks.run(4, adafactor_leg, other, corpus, hybrid) == 0
+    assert ranks.run(4, adafactor_leg, other, corpus, {**HYBRID, "train__stop_after": 4}) == 0
     assert ranks.run(1, adafactor_leg, other, corpus, {"strategy": "no_shard"}) == 0
     assert losses(same) == losses(whole)
     assert losses(other) == pytest.approx(losses(whole), rel=1e-5)
@@ -214,14 +203,7 @@ def test_8bit_adamw_follows_adamw() -> None:
 
 @pytest.mark.parametrize(
     ("shape", "block"),
-    [
-        ((4096, 4096), 256),
-        ((4096, 11008), 256),
-        ((64, 688), 172),
-        ((4096,), None),
-        ((60, 60), None),
-        ((64, 67), 67),
-    ],
+    [((4096, 11008), 256), ((64, 688), 172), ((4096,), None), ((60, 60), None), ((64, 67), 67)],
 )
 def test_blocks_stay_inside_a_row(shape: tuple[int, ...], block: int | None) -> None:
     assert block_size(shape) == block
@@ -246,7 +228,7 @@ def test_8bit_adamw_on_shards_and_in_checkpoints(tmp_path: Path, corpus: Path, r
     }  # fmt: skip
     assert state.state["model.embed_tokens.weight"].keys() == {"step", "exp_avg", "exp_avg_sq"}
     assert ranks.run(1, leg, tmp_path / "one", corpus, settings | {"strategy": "no_shard"}) == 0
-    hybrid = {"strategy": "hybrid_shard", "fsdp__shard_group_size": 2, "memory__offload_params": "cpu"}
+    hybrid = HYBRID | {"memory__offload_params": "cpu"}
     assert ranks.run(4, leg, four, corpus, settings | hybrid) == 0
     for other in ("one", "four"):
         assert losses(tmp_path / other) == pytest.approx(losses(whole), rel=1e-4)

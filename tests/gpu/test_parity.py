@@ -190,8 +190,7 @@ def test_equals_a_hand_written_loop(packing: bool, truth: Truth, tmp_path: Path,
     assert_close(ours, truth[packing], 1e-6)
 
 
-@pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
-@pytest.mark.parametrize("micro_batch_size", [1, 2, 3])
+@pytest.mark.parametrize(("packing", "micro_batch_size"), [(True, 1), (True, 3), (False, 2)])
 def test_micro_batches_do_not_change_the_loss(
     packing: bool,
     micro_batch_size: int,
@@ -255,7 +254,7 @@ SWITCH: dict[str, Any] = {
 def test_experts_that_no_token_of_a_rank_chooses(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
     pytest.importorskip("deepspeed")
     truth = our_losses(configured(tmp_path, corpus, **SWITCH))
-    for strategy in ("full_shard", "zero1", "zero3"):
+    for strategy in ("full_shard", "zero3"):
         config = configured(tmp_path, corpus, strategy=strategy, **SWITCH)
         assert_close(ranks.run(2, our_losses, config), truth, 1e-5, falls=0.1)
 
@@ -276,14 +275,7 @@ def test_activation_checkpointing_does_not_change_the_loss(
     assert_close(our_losses(config), truth[True], 1e-5)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "momentum"),
-    [
-        ("no_shard", 0.0),
-        ("full_shard", 0.9),
-        ("hybrid_shard_zero2", 0.9),
-    ],
-)
+@pytest.mark.parametrize(("strategy", "momentum"), [("no_shard", 0.0), ("full_shard", 0.9)])
 def test_sgd_on_shards_equals_torchs(
     strategy: str, momentum: float, tmp_path: Path, corpus: Path, ranks: RankPool
 ) -> None:
@@ -297,15 +289,8 @@ def test_sgd_on_shards_equals_torchs(
     assert_close(ranks.run(3, our_losses, config), plain_losses(config), 1e-5, falls=0.2)
 
 
-@pytest.mark.parametrize("strategy", ["no_shard", "full_shard"])
-def test_bf16_follows_fp32(
-    strategy: str,
-    truth: Truth,
-    tmp_path: Path,
-    corpus: Path,
-    ranks: RankPool,
-) -> None:
-    config = configured(tmp_path, corpus, precision="bf16", strategy=strategy)
+def test_bf16_follows_fp32(truth: Truth, tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
+    config = configured(tmp_path, corpus, precision="bf16", strategy="full_shard")
     losses = ranks.run(2, our_losses, config)
     assert_close(losses, truth[True], 1e-2)
     assert [loss for loss, _ in losses] != [loss for loss, _ in truth[True]]  # it did compute in bf16

@@ -110,12 +110,6 @@ def test_the_precision_of_fp32_products_is_set_and_put_back(
         torch.set_float32_matmul_precision(usual)
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_the_attention_that_is_asked_for(attention: str, tmp_path: Path, corpus: Path) -> None:
-    config = configured(tmp_path, corpus, model__attention=attention)
-    assert prepare(resolve(config, "cpu"), TorchBackend(CPU)).model.config._attn_implementation == attention
-
-
 def test_flash_attention_that_is_not_installed(
     tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

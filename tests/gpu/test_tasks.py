@@ -19,7 +19,6 @@ BATCH: dict[str, Any] = {"train__global_batch_size": 8, "train__micro_batch_size
 BERT: dict[str, Any] = MODELS["bert"]
 CLASSIFIER: dict[str, Any] = {**BERT, "model__task": "sequence-classification"}
 TASKS: dict[str, dict[str, Any]] = {
-    "causal-lm": MODELS["llama"],
     "masked-lm": BERT,
     "seq2seq-lm": MODELS["t5"],
     "sequence-classification": CLASSIFIER,

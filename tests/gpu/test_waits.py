@@ -33,12 +33,9 @@ if TYPE_CHECKING:
     "settings",
     [
         {},
-        {"precision": "bf16"},
         {"precision": "fp16"},
-        {"train__optimizer": "sgd"},
         {"train__optimizer": "adafactor"},
         {"train__optimizer": "adamw_8bit"},
-        {"memory__activation_checkpointing": "full"},
         {"memory__activation_checkpointing": "selective"},
         {"memory__loss_chunk_tokens": 7},
     ],

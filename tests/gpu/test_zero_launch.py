@@ -6,8 +6,6 @@ import asyncio
 import io
 import json
 import os
-import signal
-import sys
 from contextlib import redirect_stderr, redirect_stdout
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +15,6 @@ pytest.importorskip("deepspeed")
 
 from portable.ranks.launch import joined
 from portable.run.rank import run_rank
-from tests.portable.test_launch import AT_MOST, ranks_of, start, steps_logged, wait_for
 from tests.ranks import free_port
 from tests.runs import configured, flags, tiny
 
@@ -45,14 +42,7 @@ def check(folder: Path, strategy: str, done: subprocess.CompletedProcess[str]) -
 
 def test_the_ranks_of_deepspeed_train_together(tmp_path: Path, corpus: Path, zygote: Zygote) -> None:
     # What the command deepspeed does; it starts a process on each node, which starts the ranks.
-    # Of the ranks, one is a process of its own from the start, the other a fork that has its imports.
-    script = tmp_path / "python"
-    script.write_text(
-        f'#!/bin/sh\n[ "$LOCAL_RANK" = 1 ] && exec "{sys.executable}" "$@"\n'
-        f'exec "{zygote.folder / "python"}" "$@"\n'
-    )
-    script.chmod(0o755)
-    python = str(script)
+    python = str(zygote.folder / "python")
     launcher = f"import sys; from deepspeed.launcher.runner import main; sys.executable = {python!r}; main()"
     command = ["python", "-c", launcher, "--num_gpus", "2", "--master_port", str(free_port())]
     command += ["--module", "portable.cli"]
@@ -98,26 +88,3 @@ def test_one_process_of_a_notebook(tmp_path: Path, corpus: Path, ranks: RankPool
     assert not {"RANK", "LOCAL_RANK", "WORLD_SIZE"} & set(left)
     for name in ("first", "second", "third"):
         assert (tmp_path / name / "final" / "model.safetensors").exists()
-
-
-def test_a_single_rank_that_offloads_is_missed_when_it_is_killed(
-    tmp_path: Path, corpus: Path, zygote: Zygote
-) -> None:
-    """Killed by hand: the kernel's counters do not rise, and the message says so. The advice is the run's."""
-    scratch, folder = tmp_path / "scratch", tmp_path / "run"
-    settings = tiny(
-        folder,
-        corpus,
-        strategy="zero3",
-        memory__offload_optimizer="cpu",
-        train__steps=100_000,
-        train__micro_batch_size=1,
-    )
-    run = start(scratch, settings, begin=zygote.start)
-    wait_for(lambda: steps_logged(folder) >= 2 or run.poll() is not None)
-    os.kill(ranks_of(scratch)[0], signal.SIGKILL)
-    _, errors = run.communicate(timeout=AT_MOST)
-    assert run.returncode == 1, errors
-    (told,) = (line for line in errors.splitlines() if line.startswith("error: "))
-    assert "rank 0 failed first: it was killed by SIGKILL" in told
-    assert "memory.offload_optimizer nvme, with memory.nvme_path on a local disk, instead of cpu" in told

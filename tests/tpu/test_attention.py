@@ -13,7 +13,7 @@ from portable.config import load_config
 from portable.errors import UserError
 from tests.parity import Steps, take_steps
 from tests.runs import configured
-from tests.tpu.test_parity import BATCH, MODELS, ONE_LAYER, assert_close, assert_frugal, cpu_steps, on_xla
+from tests.tpu.test_parity import BATCH, MODELS, ONE_LAYER, assert_close, cpu_steps
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -137,27 +137,6 @@ def test_no_mask_exists_as_a_whole(
     steps, text = xla.run(4, steps_and_graph, config)
     assert_close(steps, cpu_steps(tmp_path / "cpu", corpus, 4, **both), 1e-6)
     assert f"{LENGTH},8]" in text and f"{LENGTH},{LENGTH}]" not in text
-
-
-LOOPED = {
-    "xla__scan_layers": True,
-    "model__config": {**ONE_LAYER["model__config"], "num_hidden_layers": 2},
-}
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [{"xla__scan_layers": False}, LOOPED, {**LOOPED, "memory__activation_checkpointing": "full"}],
-    ids=["alone", "within the loop over layers", "within the loop, recomputed"],
-)
-def test_the_loss_is_that_of_all_rows(
-    settings: dict[str, Any], tmp_path: Path, corpus: Path, xla: XlaPool
-) -> None:
-    wanted = {**ONE_LAYER, "xla__attention_rows": 8, **settings}
-    truth = {"model__config": wanted["model__config"]}
-    steps = on_xla(xla, 4, tmp_path / "xla", corpus, 4, **wanted)
-    assert_close(steps, cpu_steps(tmp_path / "cpu", corpus, 4, **truth), 1e-6)
-    assert_frugal(steps, {"step": 1})
 
 
 def with_a_bias(device: str) -> list[torch.Tensor]:

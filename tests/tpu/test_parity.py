@@ -192,22 +192,17 @@ CASES: dict[str, Case] = {
     "first dim, and a rule": Case(ONE_LAYER, {"xla__shard_param_on_dim_0": True, **RULES}),
     # No input of the first layer needs a gradient, but its parameters do.
     "recomputation after frozen parameters": Case({**UNTIED, "train__frozen": "embed_tokens"}, RECOMPUTED),
-    "recomputation in an encoder-decoder": Case(MODELS["t5"], RECOMPUTED),
     "without clipping": Case({**ONE_LAYER, "train__max_grad_norm": None}),
-    "SGD": Case({**SGD, "train__betas": [0.0, 0.9]}),
     "SGD with momentum": Case({**SGD, "train__betas": [0.9, 0.9]}),
-    "muon": Case(MUON, {}, 1e-5),
     "muon, hybrid_shard": Case(MUON, HYBRID, 1e-5),
     # Of so little that it changes nothing, by the lengths of documents, which are not read.
     "noise": Case({**ONE_LAYER, "data__packing": False}, {"train__neftune_noise_alpha": 1e-7}),
-    "two devices a sequence": Case(WINDOWS, TWO_A_SEQUENCE, devices=2, graphs=TWO),
     "two devices a sequence, twice": Case(WINDOWS, TWO_A_SEQUENCE, graphs=TWO),
     "four devices a sequence, recomputed": Case(WINDOWS, {**FOUR_A_SEQUENCE, **RECOMPUTED}, graphs=TWO),
     "two devices a sequence, experts": Case(MODELS["mixtral"], TWO_A_SEQUENCE, graphs=TWO),
     "two devices a sequence, learned positions": Case(MODELS["gpt2"], TWO_A_SEQUENCE, graphs=TWO),
     "two devices a sequence, hybrid_shard": Case(WINDOWS, {**TWO_A_SEQUENCE, **HYBRID}, graphs=TWO),
     "two devices a sequence, muon": Case(MUON, TWO_A_SEQUENCE, 1e-5, graphs=TWO),
-    "noise, packed": Case({**ONE_LAYER, "data__packing": "documents"}, {"train__neftune_noise_alpha": 1e-7}),
 }
 ROUNDED: dict[str, dict[str, Any]] = {
     "buffers in a type of their own": {"xla__buffer_dtype": "bfloat16"},
@@ -269,25 +264,9 @@ def test_follows_the_cpu_backend(
     assert steps.losses != truth.losses  # it was rounded
 
 
-@pytest.mark.parametrize(
-    "model",
-    ["llama", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in MODELS if name != "llama")],
-)
-def test_equals_the_cpu_backend_over_thirty_steps(
-    model: str, on_cpu: Callable[..., Steps], tmp_path: Path, corpus: Path, xla: XlaPool
-) -> None:
-    """With the compiler as it comes."""
-    steps = on_xla(xla, 4, tmp_path / "xla", corpus, 30, {"XLA_FLAGS": ""}, **MODELS[model])
-    assert_close(steps, on_cpu(steps=30, **MODELS[model]), 1e-6)
-    assert_frugal(steps, {"step": 1})
-
-
-@pytest.mark.parametrize("labels", ["number", pytest.param("kinds", marks=pytest.mark.exhaustive)])
-def test_labels_that_are_numbers(
-    labels: str, on_cpu: Callable[..., Steps], tmp_path: Path, xla: XlaPool
-) -> None:
+def test_labels_that_are_numbers(on_cpu: Callable[..., Steps], tmp_path: Path, xla: XlaPool) -> None:
     source = write_labelled(tmp_path, 80)
-    settings = {**MODELS["bert"], "model__task": "sequence-classification", "data__label_field": labels}
+    settings = {**MODELS["bert"], "model__task": "sequence-classification", "data__label_field": "number"}
     truth = on_cpu(source, **settings)
     steps = on_xla(xla, 4, tmp_path, source, **settings)
     assert steps.losses == pytest.approx(truth.losses, rel=1e-5)

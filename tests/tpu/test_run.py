@@ -1,10 +1,12 @@
-"""Whole runs on virtual XLA devices: moving between numbers of devices, checkpoints, conversion, refusals."""
+"""Runs on virtual XLA devices: what is compiled, read and reported, and what is refused.
+
+What holds of any engine: ``tests/test_engines.py`` and ``tests/portable/test_moves.py``.
+"""
 
 from __future__ import annotations
 
 import io
 import itertools
-import json
 import os
 import subprocess
 import sys
@@ -20,7 +22,6 @@ import pytest
 import torch
 
 from converters import open_checkpoint
-from converters.cli import main as convert
 from portable.errors import UserError
 from portable.loop import train_step
 from portable.registry import create_backend
@@ -31,7 +32,7 @@ from portable.run.rank import run_rank
 from portable.run.resolve import resolve
 from portable.run.restore import restore
 from tests.ranks import RankError, free_port
-from tests.runs import TINY_MODEL, configured, flags, tiny, weights
+from tests.runs import TINY_MODEL, configured, flags, tiny
 from tests.xla import QUICK
 
 if TYPE_CHECKING:
@@ -59,205 +60,15 @@ def on_xla(xla: XlaPool, devices: int, folder: Path, corpus: Path, **settings: A
     return code
 
 
-def losses(folder: Path) -> list[float]:
-    rows = [row for row in read_metrics(folder) if "loss" in row]
-    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
-    return [row["loss"] for row in rows]
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, corpus: Path, xla: XlaPool) -> Path:
-    """A run of eight steps on four devices that nothing disturbed."""
-    folder = tmp_path_factory.mktemp("finished") / "run"
-    assert on_xla(xla, 4, folder, corpus, train__eval_every=4) == 0
-    return folder
-
-
-def test_is_the_run_that_the_cpu_makes(finished: Path, tmp_path: Path, corpus: Path) -> None:
-    assert run_rank("cpu", configured(tmp_path, corpus, **BATCH, train__eval_every=4)) == 0
-    assert losses(finished) == pytest.approx(losses(tmp_path), rel=1e-6)
-    ours, theirs = (
-        [row["eval_loss"] for row in read_metrics(folder) if "eval_loss" in row]
-        for folder in (finished, tmp_path)
-    )
-    assert ours == pytest.approx(theirs, rel=1e-6)
-
-
-def test_counts_graphs_and_transfers_in_the_metrics(finished: Path) -> None:
-    rows = [row for row in read_metrics(finished) if "loss" in row]
+def test_counts_graphs_and_transfers_in_the_metrics(tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
+    assert on_xla(xla, 4, tmp_path, corpus, train__eval_every=4) == 0
+    rows = [row for row in read_metrics(tmp_path) if "loss" in row]
     compiled = [row["graphs_compiled"] - rows[0]["graphs_compiled"] for row in rows]
     # Nothing more to compile, but for the evaluation after step 4 (if no earlier test in the process had it).
     assert compiled in ([0] * 4 + [1] * 4, [0] * 8)
     read = [row["transfers_from_device"] for row in rows]
     # Two reads a logged step: loss and norm, and the account of masked updates.
     assert [b - a for a, b in itertools.pairwise(read[:4])] == [2, 2, 2]
-
-
-def test_a_stopped_run_goes_on_bit_for_bit(
-    finished: Path, tmp_path: Path, corpus: Path, xla: XlaPool
-) -> None:
-    settings = {"train__eval_every": 4, "checkpoint__async": False}
-    assert on_xla(xla, 4, tmp_path / "run", corpus, train__stop_after=3, **settings) == 0
-    assert on_xla(xla, 4, tmp_path / "run", corpus, **settings) == 0
-    assert losses(tmp_path / "run") == losses(finished)
-    assert weights(tmp_path / "run") == weights(finished)
-
-
-def test_moves_from_four_devices_to_one_to_the_cpu_and_back(
-    finished: Path, tmp_path: Path, corpus: Path, xla: XlaPool
-) -> None:
-    folder = tmp_path / "run"
-    for devices, stop_after in ((4, 2), (1, 5)):
-        assert on_xla(xla, devices, folder, corpus, train__stop_after=stop_after) == 0
-    assert run_rank("cpu", configured(folder, corpus, **BATCH, train__stop_after=7)) == 0
-    assert on_xla(xla, 4, folder, corpus, strategy="hybrid_shard", fsdp__shard_group_size=2) == 0
-    assert losses(folder) == pytest.approx(losses(finished), rel=1e-6)
-
-
-def test_checkpoints_have_the_keys_of_fsdp(finished: Path, tmp_path: Path, corpus: Path) -> None:
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-
-    assert run_rank("cpu", configured(tmp_path, corpus, **BATCH, train__stop_after=4)) == 0
-    metadata = [
-        FileSystemReader(folder / "checkpoints" / "step-000004").read_metadata()
-        for folder in (finished, tmp_path)
-    ]
-    ours, theirs = (set(data.state_dict_metadata) for data in metadata)
-    # The CPU's optimizer is torch's own, which also keeps how it was built.
-    assert ours == theirs
-    stored: Any = metadata[0].state_dict_metadata["model.model.embed_tokens.weight"]
-    assert [list(chunk.sizes) for chunk in stored.chunks] == [[384, 12]] * 4  # a shard of each device
-
-
-def live_logits(config: RunConfig, tokens: list[list[int]]) -> Any:
-    """Go on from the checkpoint in ``config``'s folder, and compute with the model as it stands there."""
-    backend = create_backend("xla")
-    run = prepare(resolve(config, backend.name), backend)
-    engine = restore(run, Path(config.output_dir) / "checkpoints" / "step-000008").engine
-    batch = backend.place({"input_ids": torch.tensor(tokens)})
-    with torch.no_grad():
-        return engine.model(**batch).logits.cpu().numpy()
-
-
-def test_a_converted_checkpoint_computes_what_the_live_model_does(
-    finished: Path, tmp_path: Path, corpus: Path, xla: XlaPool
-) -> None:
-    from transformers import AutoModelForCausalLM
-
-    checkpoint = finished / "checkpoints" / "step-000008"
-    assert convert([str(checkpoint), str(tmp_path / "out"), "--optimizer"]) == 0
-    tokens = [[(7 * i + j) % 384 for j in range(16)] for i in range(4)]
-    live = xla.run(2, live_logits, configured(finished, corpus, backend="xla", **BATCH), tokens)
-    load: Any = AutoModelForCausalLM.from_pretrained
-    model, info = load(tmp_path / "out", output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    with torch.no_grad():
-        converted = model(input_ids=torch.tensor(tokens)).logits.numpy()
-    np.testing.assert_allclose(live, converted, rtol=1e-5, atol=1e-5)
-    names = set(open_checkpoint(tmp_path / "out").tensors)
-    assert "lm_head.weight" not in names
-    state = json.loads((tmp_path / "out" / "optimizer.json").read_text())
-    assert {name for group in state["param_groups"] for name in group["params"]} == names
-
-
-def adafactor_beside_torchs(config: RunConfig, steps: int) -> tuple[list[float], list[float]]:
-    """Losses on XLA, and of torch's Adafactor in a plain loop from the same weights."""
-    from transformers import AutoModelForCausalLM
-
-    from portable.data.samples.loader import TrainLoader
-
-    backend = create_backend("xla")
-    resolved = resolve(config, backend.name)
-    run = prepare(resolved, backend)
-    engine = restore(run, None).engine
-    model = AutoModelForCausalLM.from_config(run.model_config, attn_implementation="sdpa")
-    model.load_state_dict({name: tensor.cpu() for name, tensor in engine.model.state_dict().items()})
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
-    groups = [
-        {"params": matrices, "weight_decay": config.train.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.Adafactor(groups, lr=0.1)
-    size = config.train.global_batch_size
-    loader = iter(
-        TrainLoader(run.data.train, seed=config.seed, global_batch_size=size, micro_batch_size=size)
-    )
-    batches = iter(train_loader(run, 0))
-    ours, theirs = [], []
-    for step in range(steps):
-        rate = run.schedule(step)
-        result = train_step(
-            backend, engine, batches, plan=run.plan, first_sample=0, learning_rate=rate, max_grad_norm=1.0
-        )
-        ours += backend.read([result.loss])
-        batch: dict[str, Any] = next(loader)
-        labels = batch.pop("labels")
-        loss = torch.nn.functional.cross_entropy(
-            model(**batch, use_cache=False).logits.flatten(0, 1), labels.flatten(), ignore_index=-100
-        )
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        optimizer.step()
-        optimizer.zero_grad()
-        theirs.append(float(loss.detach()))
-    loader.close()
-    batches.close()
-    return ours, theirs
-
-
-def test_adafactor_is_torchs(tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
-    settings = {"train__optimizer": "adafactor", "train__learning_rate": 0.03, "train__steps": 20}
-    config = configured(tmp_path, corpus, backend="xla", **{**ONE_LAYER, **settings})
-    ours, theirs = xla.run(4, adafactor_beside_torchs, config, 20)
-    assert ours == pytest.approx(theirs, rel=1e-5)
-    assert ours[-1] < ours[0] - 0.3
-
-
-def test_adafactor_resumes(tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
-    settings = {**ONE_LAYER, "train__optimizer": "adafactor"}
-    assert on_xla(xla, 4, tmp_path / "whole", corpus, **settings) == 0
-    assert on_xla(xla, 4, tmp_path / "run", corpus, **settings, train__stop_after=4) == 0
-    assert on_xla(xla, 2, tmp_path / "run", corpus, **settings) == 0
-    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "whole"), rel=1e-6)
-
-
-def poisoned_steps(config: RunConfig) -> tuple[Any, Any, bool]:
-    """Four steps, the third with a weight of infinity in the way; health before and after, and whether the
-    weights stayed."""
-    backend = create_backend("xla")
-    run = prepare(resolve(config, backend.name), backend)
-    engine = restore(run, None).engine
-    batches = iter(train_loader(run, 0))
-
-    def step(rate: float) -> None:
-        train_step(
-            backend, engine, batches, plan=run.plan, first_sample=0, learning_rate=rate, max_grad_norm=1.0
-        )
-
-    step(1e-3)
-    step(1e-3)
-    healthy = engine.health()
-    norm: Any = engine.model.get_submodule("model.norm")
-    norm.weight.data.fill_(float("inf"))
-    layer: Any = engine.model.get_submodule("model.layers.0.mlp.up_proj")
-    before = layer.weight.detach().cpu().clone()
-    step(1e-3)
-    step(1e-3)
-    after = layer.weight.detach().cpu()
-    batches.close()
-    return healthy, engine.health(), bool(torch.equal(before, after))
-
-
-def test_a_step_that_is_not_finite_changes_nothing(tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
-    config = configured(tmp_path, corpus, backend="xla", **BATCH)
-    healthy, sick, same = xla.run(4, poisoned_steps, config)
-    assert (healthy.skipped_updates, healthy.first_bad_update) == (0, None)
-    assert (sick.skipped_updates, sick.first_bad_update) == (2, 2)
-    assert same
 
 
 def reports_of_odd_steps(config: RunConfig) -> list[str]:

@@ -36,14 +36,8 @@ def deeper(name: str, layers: int = 3) -> dict[str, Any]:
 DEEP: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "gpt2": deeper("gpt2"),
-    "bert": deeper("bert"),
-    "qwen3": deeper("qwen3"),
     "mixtral": deeper("mixtral", 2),
     "t5": deeper("t5"),  # its first layers have a table that the others take their bias from
-    **{
-        name: {"model__config": {**LLAMA["model__config"], "model_type": name}}
-        for name in ("qwen2", "mistral")
-    },
     "opt": {
         "model__config": {
             **WIDTHS,
@@ -77,9 +71,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "no_shard": {"strategy": "no_shard"},
     "hybrid_shard": {"strategy": "hybrid_shard", "fsdp__shard_group_size": 2},
     "adafactor": {"train__optimizer": "adafactor"},
-    "sgd": {"train__optimizer": "sgd", "train__betas": [0.9, 0.9], "train__learning_rate": 0.1},
     "rules": {"xla__shard_param_on_dim_0": True, "xla__sharding": {"mlp": 1, "k_proj|v_proj": None}},
-    "padded": {"data__packing": False},
     # A rate for each layer, in one loop; of the first two, which are alike, part is frozen.
     "groups": {
         "model__config": {**TINY_MODEL, "num_hidden_layers": 4, "tie_word_embeddings": False},

@@ -96,51 +96,38 @@ def test_shellcheck() -> None:
     assert (checked.returncode, checked.stdout) == (0, "")
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help(command: str) -> None:
-    result = cloud(command, "--help")
-    assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout.startswith(f"usage: cloud.sh {command} [OPTIONS]")
-    assert "--print" in result.stdout
-    assert f"\n  {command} " in cloud("--help").stdout
+def test_help() -> None:
+    known = cloud("--help").stdout
+    for command in COMMANDS:
+        result = cloud(command, "--help")
+        assert (result.returncode, result.stderr) == (0, "")
+        assert result.stdout.startswith(f"usage: cloud.sh {command} [OPTIONS]")
+        assert "--print" in result.stdout and f"\n  {command} " in known
 
 
 def test_a_single_host(tmp_path: Path) -> None:
+    """What differs from the pod below."""
     config = tmp_path / "run.yaml"
     config.touch()
-    ssh = "gcloud compute tpus tpu-vm ssh llama --zone=us-west4-a"
+    tpu, zone = "gcloud compute tpus tpu-vm", "--zone=us-west4-a"
     assert printed("create", *VM, "--type", "v5e-8") == [
-        "gcloud compute tpus tpu-vm create llama --zone=us-west4-a --accelerator-type=v5litepod-8 "
-        "--version=v2-alpha-tpuv5-lite"
-    ]
-    assert printed("install", *VM, "--package", "portable-trainer[tpu]==0.1.0") == [
-        f"{ssh} --worker=all '--command=mkdir -p portable'",
-        f"gcloud compute tpus tpu-vm scp {SCRIPTS}/worker.sh llama:portable/ --zone=us-west4-a --worker=all",
-        f"{ssh} --worker=all '--command=bash portable/worker.sh install "
-        "'\\''portable-trainer[tpu]==0.1.0'\\'''",
+        f"{tpu} create llama {zone} --accelerator-type=v5litepod-8 --version=v2-alpha-tpuv5-lite"
     ]
     assert printed("train", *VM, "--config", config, "--", "--train.steps", "20") == [
-        f"gcloud compute tpus tpu-vm scp {config} llama:portable/run.yaml --zone=us-west4-a --worker=all",
-        f"{ssh} --worker=all "
+        f"{tpu} scp {config} llama:portable/run.yaml {zone} --worker=all",
+        f"{tpu} ssh llama {zone} --worker=all "
         "'--command=bash portable/worker.sh start --config portable/run.yaml --train.steps 20'",
     ]
-    assert printed("status", *VM) == [
-        "gcloud compute tpus tpu-vm describe llama --zone=us-west4-a '--format=value(state)' "
-        "--verbosity=error",
-        f"{ssh} --worker=all '--command=bash portable/worker.sh status'",
+    assert printed("stop", *VM) == [
+        f"{tpu} ssh llama {zone} --worker=all '--command=bash portable/worker.sh stop'"
     ]
-    assert printed("logs", *VM) == [
-        f"{ssh} --worker=0 --ssh-flag=-t '--command=bash portable/worker.sh logs'"
-    ]
-    assert printed("stop", *VM) == [f"{ssh} --worker=all '--command=bash portable/worker.sh stop'"]
     assert printed("fetch", *VM, "--output-dir", "runs/quickstart", "--to", tmp_path / "run") == [
-        f"gcloud compute tpus tpu-vm scp --recurse llama:runs/quickstart {tmp_path}/run "
-        "--zone=us-west4-a --worker=0",
+        f"{tpu} scp --recurse llama:runs/quickstart {tmp_path}/run {zone} --worker=0",
     ]
     assert printed("convert", "--from", "run", "--to", "out", "--", "--dtype", "bfloat16") == [
         "portable-convert run out --dtype bfloat16"
     ]
-    assert printed("delete", *VM) == ["gcloud compute tpus tpu-vm delete llama --zone=us-west4-a --quiet"]
+    assert printed("delete", *VM) == [f"{tpu} delete llama {zone} --quiet"]
 
 
 def test_a_spot_pod(tmp_path: Path) -> None:
@@ -194,18 +181,13 @@ def test_a_spot_pod(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "version"),
-    [
-        ("v2-8", "tpu-ubuntu2204-base"),
+def test_runtime_versions() -> None:
+    for kind, version in (
         ("v4-32", "tpu-ubuntu2204-base"),
-        ("v5litepod-4", "v2-alpha-tpuv5-lite"),
         ("v5p-8", "v2-alpha-tpuv5"),
         ("v6e-4", "v2-alpha-tpuv6e"),
-    ],
-)
-def test_runtime_versions(kind: str, version: str) -> None:
-    assert f"--version={version}" in printed("create", *VM, "--type", kind)[0].split()
+    ):
+        assert f"--version={version}" in printed("create", *VM, "--type", kind)[0].split()
 
 
 def test_a_clone_is_installed_from_its_last_commit() -> None:
@@ -219,9 +201,6 @@ def test_a_clone_is_installed_from_its_last_commit() -> None:
     assert f"{folder}/portable-trainer.tar.gz" in lines[3].split()
     assert lines[4] == f"rm -r {folder}"
     assert "'portable/portable-trainer.tar.gz[tpu]'" in shlex.split(lines[5])[-1]
-
-
-def test_torchtpu_is_another_extra() -> None:
     assert "portable-trainer.tar.gz[torchtpu]'" in printed("install", *VM, "--backend", "tpu")[5]
 
 
@@ -264,37 +243,20 @@ def test_printing_runs_nothing_and_running_runs_what_was_printed(gcloud: Path, t
         (["fly"], "fly: no such command; use one of: create install"),
         (["create", "--zone", "us-west4-a"], "--name: missing"),
         (["create", "--name", "Llama 2", "--zone", "us-west4-a"], "--name: Llama 2 must be lower-case"),
-        (["create", "--name", "llama"], "--zone: missing"),
-        (
-            ["create", "--name", "llama", "--zone", "here"],
-            "--zone: here is no zone; write it like us-west4-a",
-        ),
+        (["create", "--name", "llama", "--zone", "here"], "--zone: here is no zone; write it like"),
         (["create", *VM], "--type: missing; for example v5e-8"),
         (["create", *VM, "--type", "a100-8"], "--type: a100-8 is unknown; write a generation of v2"),
-        (
-            ["create", *VM, "--type", "tpu7x-8"],
-            "--type: tpu7x is not offered by the Cloud TPU API; create it",
-        ),
-        (["create", *VM, "--type"], "--type: needs a value after it"),
+        (["create", *VM, "--type", "tpu7x-8"], "--type: tpu7x is not offered by the Cloud TPU API; create"),
         (["create", *VM, "--type", "--spot"], "--type: needs a value after it"),
         (["create", *VM, "--type", "v5e-8", "--spot=yes"], "--spot: takes no value; leave out =yes"),
         (["create", *VM, "--type", "v5e-8", "--poll", "often"], "--poll: often is no number of seconds"),
-        (["create", *VM, "--type", "v5e-8", "--", "x"], "--: create takes no arguments"),
         (["train", *VM, "--train.steps", "20"], "--train.steps: not an option of train; see: cloud.sh train"),
         (["train", *VM, "run.yaml"], "run.yaml: not an option; arguments for another program come after --"),
         (["train", *VM, "--config", "no.yaml"], "--config: there is no no.yaml"),
-        (
-            ["fetch", *VM, "--output-dir", "gs://b/run", "--to", "x"],
-            "--output-dir: gs://b/run is a URL, so it",
-        ),
-        (["install", *VM, "--backend", "jax"], "--backend: jax is not one of xla, tpu"),
-        (["install", *VM, "--setup", "no.sh"], "--setup: there is no no.sh"),
-        (["install", *VM, "--package", "dist/no.whl"], "--package: there is no dist/no.whl"),
+        (["fetch", *VM, "--output-dir", "gs://b/run", "--to", "x"], "--output-dir: gs://b/run is a URL"),
         (["logs", *VM, "--worker", "all"], "--worker: all is no worker; give one number, from 0"),
         (["keep", *VM, "--type", "v5e-8"], "--output-dir: keep needs what outlives the TPU: a URL"),
-        (["fetch", *VM, "--output-dir", "runs/a"], "--to: missing; name a new folder"),
         (["fetch", *VM, "--output-dir", "runs/a", "--to", "/tmp"], "--to: /tmp exists; name a new folder"),
-        (["convert", "--to", "out"], "--from: missing; name the fetched folder"),
         (["delete", *VM], "--yes: needed where nobody can be asked"),
     ],
 )
@@ -347,7 +309,7 @@ def test_keep_goes_through_a_preemption(gcloud: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("code", [1, 2, 75])
+@pytest.mark.parametrize("code", [2, 75])
 def test_keep_ends_with_a_run_that_ends_by_itself(gcloud: Path, code: int) -> None:
     play(gcloud, "ACTIVE", "running", *("ACTIVE", f"ended-{code}") * 2)
     result = cloud(*KEEP, path=gcloud)
@@ -462,15 +424,11 @@ def test_torchtpu_on_one_host_and_on_several(hosts: str, told: str, worker: Work
     assert worker("status").splitlines()[-1] == told
 
 
-@pytest.mark.parametrize("code", [0, 2])
-def test_a_worker_keeps_the_exit_code(worker: Worker, code: int) -> None:
-    worker.install(f"exit {code}\n")
+def test_a_worker_keeps_the_exit_code_until_its_machine_is_restarted(worker: Worker) -> None:
+    """The run's process id may since have been given to another process; here, to this one."""
+    worker.install("exit 2\n")
     worker("start")
-    worker.wait_for(f"ended-{code}")
-
-
-def test_a_restarted_machine_has_lost_its_run(worker: Worker) -> None:
-    """Its process id may since have been given to another process; here, to this one."""
-    worker.install("exit 0\n")
+    worker.wait_for("ended-2")
+    (worker.home / "run.exit").unlink(missing_ok=True)
     (worker.home / "run.pid").write_text(str(os.getpid()))
     assert worker("state") == "lost"

@@ -169,11 +169,3 @@ def test_shards_an_untied_head_like_the_table(tmp_path: Path, corpus: Path) -> N
     assert rules.dim("model.embed_tokens.weight", [384, 48]) == 1
     assert rules.dim("model.layers.0.mlp.up_proj.weight", [80, 48]) == 0
     assert rules.dim("lm_head.weight", [384, 48]) == 1
-
-
-@pytest.mark.xla
-@pytest.mark.exhaustive
-def test_hands_on_the_error_of_its_process(tmp_path: Path, corpus: Path) -> None:
-    config = configured(tmp_path / "run", corpus, backend="xla", data__seq_len=128)
-    with pytest.raises(UserError, match=r"^data\.seq_len: 128 tokens exceed"):
-        trace_graphs(config, 2, tmp_path)
