@@ -122,13 +122,10 @@ def measured(model: nn.Module, request: Request) -> int:
 
 QUICK = [
     ("llama", "bf16", "cast", "none"),
-    ("llama", "fp32", "plain", "full"),
     ("llama", "bf16", "autocast", "selective"),
     ("gpt2", "bf16", "cast", "full"),
     ("bert", "fp32", "plain", "none"),
-    ("bert", "bf16", "autocast", "full"),
     ("t5", "bf16", "cast", "none"),
-    ("mixtral", "fp32", "plain", "none"),
     ("mixtral", "bf16", "cast", "full"),
     ("gemma2", "bf16", "autocast", "none"),
     ("gemma2", "bf16", "cast", "full"),
@@ -147,8 +144,10 @@ def test_within_a_tenth_of_what_is_allocated(
     record([planned], [allocated], 0.1)
 
 
-@pytest.mark.parametrize("frozen", [["embed_tokens", r"layers\.[012]\."], ["mlp"], ["layers"]])
-@pytest.mark.parametrize("compute", ["cast", "autocast"])
+@pytest.mark.parametrize(
+    ("frozen", "compute"),
+    [(["embed_tokens", r"layers\.[012]\."], "cast"), (["mlp"], "autocast"), (["layers"], "cast")],
+)
 def test_frozen_parameters_keep_less(frozen: list[str], compute: Compute) -> None:
     config = config_of("llama", "bf16", "none", **{"train.frozen": frozen})
     model = built(config)
@@ -237,11 +236,6 @@ def test_autocast_on_a_gpu_normalises_in_fp32() -> None:
         with planner._CudaAutocast(torch.bfloat16):
             assert nn.functional.layer_norm(values, (8,)).dtype == torch.float32
             assert nn.functional.linear(values, values).dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_parameter_of_a_usual_model_counts(family: str) -> None:
-    assert every_parameter_gets_gradient(built(config_of(family, "fp32", "none")))
 
 
 OPT = {

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from portable.checkpoint.store import Checkpoints
 from portable.checkpoint.trainer_state import TrainerState
 from portable.cli import main
 from portable.commands.init import tasks
 from portable.config import load_config
-from portable.errors import RunError, UserError
+from portable.errors import UserError
 from portable.formatting import human_bytes
 from portable.model import build as models
 from portable.output.lock import locked
@@ -143,15 +142,10 @@ def llama(**keys: Any) -> dict[str, Any]:
 
 
 REFUSED: list[tuple[dict[str, Any] | str, str]] = [
-    ({"train.learning_rat": 1}, "train.learning_rat|did you mean|train.learning_rate"),
-    ({"train.steps": "many"}, "train.steps|many"),
-    ({"train.stop_after": 9}, "train.stop_after|train.steps"),
     ({"train.micro_batch_size": 4}, "train.micro_batch_size|use 3"),
-    ({"train.optimizer": "adafactor", "strategy": "zero1"}, "train.optimizer|full_shard"),
     ({"train.epochs": 1e308, "train.steps": None}, "train.epochs|1e+308"),
     ({"data.source": "no/such/file.jsonl"}, "data.source|no/such/file.jsonl"),
     ({"data.source": "x" * 300}, "data.source|too long"),
-    ({"data.source": "/tmp/" + "x" * 300 + ".txt"}, "data.source|too long"),
     ({"data.source": "a\0b.txt"}, "data.source|NUL"),
     ({"data.text_field": "txt"}, "txt|text"),
     ({"data.seq_len": 65}, "data.seq_len|max_position_embeddings"),
@@ -161,41 +155,24 @@ REFUSED: list[tuple[dict[str, Any] | str, str]] = [
     ({"model.config": None, "model.name_or_path": "no/such/model"}, "no such folder"),
     (llama(hiden_size=3), "model.config.hiden_size|did you mean hidden_size?"),
     (llama(hidden_size=0), "model.config|hidden_size is 0"),
-    (llama(hidden_size=-8), "model.config|hidden_size is -8"),
-    (llama(hidden_size=20), "model.config|head_dim"),
-    (llama(hidden_size=33), "error: model.config: The hidden size (33)"),
     (llama(hidden_size="big"), "error: model.config: Field 'hidden_size' expected int"),
-    (llama(num_attention_heads=0), "model.config|num_attention_heads is 0"),
     (llama(num_attention_heads=0, pad_token_id=0), "model.config: num_attention_heads is 0"),
-    (llama(intermediate_size=-1), "model.config"),
     (llama(hidden_act="nonsense"), "model.config|hidden_act|nonsense"),
-    (llama(num_key_value_heads=3), "model.config|heads"),
-    (llama(num_hidden_layers=0), "model.config|num_hidden_layers is 0"),
     (llama(vocab_size=10**12), "data.vocab_size|1000000"),
     ({"checkpoint.resume": "no/such/step"}, "checkpoint.resume|no/such/step"),
     ({"strategy": "hybrid_shard", "fsdp.shard_group_size": 2}, "fsdp.shard_group_size|of 2"),
-    ({"precision": "tf32"}, "precision|tf32"),
     ({"log.trackers": ["wandb"]}, "log.trackers|pip install wandb"),
     ({"output_dir": "a\0b"}, "output_dir"),
-    ({"backend": "gpu"}, "backend|did you mean cuda?"),
     ({"backend": "gpu"}, "backend|did you mean cuda?"),
     ({"backend": "cuda"}, "backend: cuda needs a GPU|--backend cpu"),
     ("--nproc 1000", "--nproc|1000"),
     ("--nproc 4", "train.global_batch_size|4 ranks|4 or 8"),
-    ("--nproc 0", "--nproc"),
     ("--backend xla --nproc 2", "--nproc|XLA"),
     ("--profile --eval-only", "--profile|--eval-only"),
     ("--json values.json", "--json|add --eval-only"),
-    ("--eval-only --json no/such/values.json", "--json|make it first"),
     ("--eval-only --json .", "--json|is a folder; name a file"),
     (f"--eval-only --json {__file__}", "--json|has no evaluation; name another file"),
-    ("--eval-only --json=", "--json needs a value|FILE"),
-    ("--eval-only --json values.json --dry-run", "--json|--dry-run evaluates nothing"),
     ("--accelerate-config no-such.yaml", "no-such.yaml"),
-    ("--deepspeed.config ds.json", "deepspeed.config"),
-    ("--memory.offload_params cpu --strategy no_shard", "memory.offload_params"),
-    ("--nproc 1000 --dry-run", "--nproc|1000"),
-    ("--confg x.yaml", "--confg|--config"),
     ("--config no-such.yaml", "no-such.yaml"),
 ]
 
@@ -303,12 +280,10 @@ def test_a_launched_dry_run_writes_nothing_either(
     ("variables", "message"),
     [
         ({"WORLD_SIZE": "4"}, "WORLD_SIZE is set, as by a launcher of ranks, but RANK is not; `unset "),
-        ({"RANK": "0"}, "RANK is set, as by a launcher of ranks, but WORLD_SIZE is not; `unset "),
         (
             {"RANK": "4", "WORLD_SIZE": "4"},
             "RANK=4 and WORLD_SIZE=4 are set, but ranks go from 0 to WORLD_SIZE - 1; ",
         ),
-        ({"RANK": "0", "WORLD_SIZE": "many"}, "RANK=0 and WORLD_SIZE=many are set, but ranks go from 0 "),
         (
             {"RANK": "0", "WORLD_SIZE": "2"},
             "but MASTER_ADDR and MASTER_PORT are not; `unset RANK WORLD_SIZE`",
@@ -399,17 +374,6 @@ def test_what_can_take_a_checkpoint_on(
     refused = refusal(capsys, [*settings, "--strategy", "zero1", "--dry-run"])
     assert rows["zero1"] == "no: " + refused.removeprefix("error: --").strip()  # the flag's name
     assert told[-1].startswith(f"to go on: portable-train --config {tmp_path}/config.yaml --backend cpu ")
-
-
-def test_the_log_lines_and_the_summary(
-    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(flags(tiny(tmp_path, corpus, train__steps=2, log__trackers=["tensorboard"]))) == 0
-    printed = capsys.readouterr().err
-    assert "step 2/2  loss" in printed
-    for word in ("samples/s", "tokens/s", "peak memory", "evaluation     loss", "report", "final"):
-        assert word in printed
-    assert list((tmp_path / "tensorboard").iterdir())
 
 
 def test_a_run_that_is_over_says_so_and_tells_no_rates(
@@ -509,11 +473,3 @@ def test_an_output_folder_that_cannot_be_written_to(
     for folder in (tmp_path / ("x" * 300), tmp_path / "a\0b"):
         with pytest.raises(UserError, match="output_dir"), locked(folder):
             raise AssertionError("the lock was given")
-
-
-def test_a_checkpoint_folder_that_cannot_be_made(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints").touch()
-    folder = Checkpoints(tmp_path / "checkpoints", keep=None)
-    unused: Any = None
-    with pytest.raises(RunError, match=r"step-000004: could not be written .*last good checkpoint: none"):
-        folder.begin(unused, TrainerState(**STATE), unused, unused)

@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerFast
 
 from portable.config import load_config
 from portable.data.dataset import build_data, inspect_data
-from portable.data.samples.tasks import longest_first
 from portable.data.sources.opening import recognise_format
 from portable.errors import UserError
 from tests.portable.data_support import Settings, write_jsonl
@@ -116,17 +115,6 @@ def test_pairs_are_what_the_tokenizer_makes_of_them(tmp_path: Path, kind: str, s
         assert int(ours.pop("labels")) == row["label"]
         assert set(ours) == set(theirs)
         assert all(torch.equal(ours[name], theirs[name][0]) for name in ours)
-
-
-@pytest.mark.parametrize("room", range(14))
-def test_the_longer_one_gives_way_as_in_the_tokenizers_library(room: int) -> None:
-    words = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    words.enable_truncation(max(1, room))
-    for first in range(8):
-        for second in range(8):
-            encoded = words.encode("a " * first, "b " * second).ids
-            assert longest_first(first, second, max(1, room)) == (encoded.count(0), encoded.count(1))
 
 
 def test_a_pair_that_has_no_room_is_refused(tmp_path: Path) -> None:
