@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from portable.config import RunConfig
 
+pytestmark = pytest.mark.usefixtures("brief_runs")
 PAGE = Path(__file__).parents[2] / "docs" / "migrate.md"
 Rows = list[dict[str, "Tensor"]]
 

@@ -129,36 +129,25 @@ def test_loading_fails_in_one_line(tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_vocabulary_of_a_causal_model() -> None:
-    llama = word_tokenizer("<s> $A", bos_token="<s>", eos_token="</s>")
-    vocabulary = Vocabulary.of(llama)
-    assert (vocabulary.size, vocabulary.end, vocabulary.pad) == (6, 1, 1)
-    assert (vocabulary.prefix, vocabulary.suffix) == ((0,), ())
-    assert special_token_frame("causal-lm", vocabulary) == Frame((0,), (1,))
-    gpt = Vocabulary.of(word_tokenizer("", bos_token="<|e|>", eos_token="<|e|>"))
-    assert special_token_frame("causal-lm", gpt) == Frame((), (0,))
+BERT = {"cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]", "mask_token": "[MASK]"}
+GLM = {"eos_token": "<|e|>", "bos_token": "<sop>", "cls_token": "[gMASK]"}
 
 
-def test_vocabulary_of_an_encoder() -> None:
-    special = {"cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]", "mask_token": "[MASK]"}
-    bert = Vocabulary.of(word_tokenizer("[CLS] $A [SEP]", **special))
-    assert (bert.prefix, bert.suffix, bert.mask, bert.pad) == ((0,), (1,), 3, 2)
-    assert (
-        special_token_frame("masked-lm", bert)
-        == special_token_frame("sequence-classification", bert)
-        == Frame((0,), (1,))
-    )
-    assert special_token_frame("causal-lm", bert) == Frame((0,), (1,))
-    t5 = Vocabulary.of(word_tokenizer("$A </s>", eos_token="</s>", pad_token="<pad>"))
-    assert special_token_frame("seq2seq-lm", t5) == Frame((), (0,))
-
-
-def test_all_of_a_template_stands_before_a_document() -> None:
-    """As a GLM's: more than a token for the beginning, or one that is none."""
-    special = {"eos_token": "<|e|>", "bos_token": "<sop>", "cls_token": "[gMASK]"}
-    glm = word_tokenizer("[gMASK] <sop> $A", **special)
-    assert glm("a b")["input_ids"][:2] == [2, 1]
-    assert special_token_frame("causal-lm", Vocabulary.of(glm)) == Frame((2, 1), (0,))
+@pytest.mark.parametrize(
+    ("template", "special", "task", "frame"),
+    [
+        ("<s> $A", {"bos_token": "<s>", "eos_token": "</s>"}, "causal-lm", Frame((0,), (1,))),
+        ("", {"bos_token": "<|e|>", "eos_token": "<|e|>"}, "causal-lm", Frame((), (0,))),
+        ("[CLS] $A [SEP]", BERT, "masked-lm", Frame((0,), (1,))),
+        ("[CLS] $A [SEP]", BERT, "sequence-classification", Frame((0,), (1,))),
+        ("[CLS] $A [SEP]", BERT, "causal-lm", Frame((0,), (1,))),
+        ("$A </s>", {"eos_token": "</s>", "pad_token": "<pad>"}, "seq2seq-lm", Frame((), (0,))),
+        # More than a token for the beginning, or one that is none.
+        ("[gMASK] <sop> $A", GLM, "causal-lm", Frame((2, 1), (0,))),
+    ],
+)
+def test_what_stands_around_a_text(template: str, special: dict[str, str], task: str, frame: Frame) -> None:
+    assert special_token_frame(task, Vocabulary.of(word_tokenizer(template, **special))) == frame
 
 
 class TwoSides(PreTrainedTokenizerFast):  # type: ignore[misc, unused-ignore]

@@ -148,18 +148,6 @@ def test_a_kill_at_any_moment_loses_nothing(
 # -- in an object store --------------------------------------------------------------------------------------
 
 
-def test_in_a_store_it_replaces_its_own(
-    checkpoint: Path, s3: ObjectStore, capsys: pytest.CaptureFixture[str]
-) -> None:
-    final = RemotePath.of(s3.url("run/final"))
-    for _ in range(2):
-        export(checkpoint, final)
-    found = s3.names("run/")
-    assert "final/model.safetensors" in found and f"final/{COMPLETE}" in found
-    assert all(name.startswith("final/") for name in found)
-    assert not capsys.readouterr().err
-
-
 def test_in_a_store_it_keeps_what_a_person_put_there(
     checkpoint: Path, s3: ObjectStore, capsys: pytest.CaptureFixture[str]
 ) -> None:

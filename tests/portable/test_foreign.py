@@ -33,6 +33,8 @@ from portable.run.restore import restore
 from tests.converters.compare import assert_same
 from tests.converters.making import once
 from tests.portable.make_external import BETAS, DECAY, RATE, STEPS, llama, trainer_arguments
+from tests.portable.test_beside_trainer import Given, Ordered
+from tests.portable.test_command_line import refusal
 from tests.promises import record
 from tests.runs import TINY_MODEL, configured, flags, tiny
 
@@ -247,29 +249,10 @@ def test_goes_on_as_the_writing_run_would(
     record(losses, truth, TOLERANCE)
 
 
-class InOrder(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Samples that the Trainer takes as they stand."""
-
-    def __init__(self, samples: list[dict[str, torch.Tensor]]) -> None:
-        self._samples = samples
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return self._samples[index]
-
-
 def test_goes_on_as_the_trainer_itself_does(
     trainer: Path, oracle: Oracle, corpus: Path, tmp_path: Path
 ) -> None:
     """transformers' own `resume_from_checkpoint`, on the samples that this run takes."""
-    from transformers import Trainer
-
-    class Sequential(Trainer):  # type: ignore[misc]
-        def _get_train_sampler(self, *_: Any) -> Any:
-            return torch.utils.data.SequentialSampler(self.train_dataset)
-
     taken = [
         {**{name: tensor[at] for name, tensor in batch.items()}, "shift_labels": batch["labels"][at]}
         for batch in oracle.batches(STEPS * BATCH)
@@ -278,8 +261,9 @@ def test_goes_on_as_the_trainer_itself_does(
     arguments = trainer_arguments(tmp_path / "peer", remove_unused_columns=False)
     arguments.max_steps = STEPS + GOES_ON
     arguments.per_device_train_batch_size = BATCH
-    skipped = taken[: STEPS * BATCH]  # as many as stand before the checkpoint
-    peer: Any = Sequential(model=llama(), args=arguments, train_dataset=InOrder(skipped + taken))
+    samples = taken[: STEPS * BATCH] + taken  # as many as stand before the checkpoint come first
+    order = list(range(len(samples)))
+    peer: Any = Ordered(orders=[order], model=llama(), args=arguments, train_dataset=Given(samples))
     peer.model_accepts_loss_kwargs = False  # or it divides by the labels that it would have shifted itself
     peer.train(resume_from_checkpoint=str(trainer / f"checkpoint-{STEPS}"))
     theirs = {row["step"]: row["loss"] for row in peer.state.log_history if "loss" in row}
@@ -295,13 +279,6 @@ def test_goes_on_as_the_trainer_itself_does(
 
 def command(path: Path, corpus: Path, folder: Path, **settings: Any) -> list[str]:
     return flags(begun(path, corpus, folder, **{**AS_BEFORE, **settings}))
-
-
-def refusal(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
-    assert main(arguments) == 2
-    lines = [line for line in capsys.readouterr().err.splitlines() if line]
-    assert len(lines) == 1 and lines[0].startswith("error: "), lines
-    return lines[0]
 
 
 @pytest.fixture
