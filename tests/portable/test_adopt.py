@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from portable.config import RunConfig
+
 pytestmark = pytest.mark.usefixtures("brief_runs")
 
 LLAMA = {key: value for key, value in TINY_MODEL.items() if key != "model_type"} | {"num_hidden_layers": 1}
@@ -62,6 +64,15 @@ def words(folder: Path, rows: Sequence[dict[str, Any]]) -> Path:
     return path
 
 
+def run_of(model: Path, rows: Sequence[dict[str, Any]], **settings: Any) -> RunConfig:
+    """Of a pretrained model on these records, in the folder beside it."""
+    folder = model.parent
+    named = {"model__config": None, "model__name_or_path": str(model), "train__warmup_steps": 0}
+    return configured(
+        folder / "run", words(folder, rows), **named, **{"train__micro_batch_size": 6} | settings
+    )
+
+
 TEXT = [{"text": " ".join("abcd"[(i * j) % 4] for j in range(1, 4 + i % 9))} for i in range(40)]
 
 
@@ -70,11 +81,9 @@ def test_padding_that_is_the_end_token_still_trains_its_row(packing: bool, tmp_p
     """The end token stands between packed documents: transformers builds first and aligns then."""
     tokenizer = word_tokenizer("<s> $A", **WORDS, pad_token="</s>")
     folder = pretrained(tmp_path / "model", tokenizer, bos_token_id=1, eos_token_id=2)
-    config = configured(
-        tmp_path / "run",
-        words(tmp_path, TEXT),
-        model__config=None,
-        model__name_or_path=str(folder),
+    config = run_of(
+        folder,
+        TEXT,
         data__packing=packing,
         data__seq_len=8,
         train__micro_batch_size=2,
@@ -162,16 +171,12 @@ def test_a_model_fine_tuned_to_stop_stops_and_keeps_how_it_generates(
     folder = pretrained(tmp_path / "model", tokenizer, bos_token_id=1, eos_token_id=5)
     told = {"eos_token_id": [5, 6], "temperature": 0.5, "do_sample": False, "max_length": 17}
     (folder / "generation_config.json").write_text(json.dumps(told))
-    config = configured(
-        tmp_path / "run",
-        words(tmp_path, TEXT),
-        model__config=None,
-        model__name_or_path=str(folder),
+    config = run_of(
+        folder,
+        TEXT,
         data__seq_len=4,
         data__packing=False,
         train__steps=1,
-        train__warmup_steps=0,
-        train__micro_batch_size=6,
         log__sample_tokens=0,
     )
     assert run_rank("cpu", config) == 0
@@ -471,14 +476,11 @@ def test_a_trained_classifier_goes_on_with_its_own_classes_at_the_last_token(
     theirs.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     rows = [row | {"label": ("positive", "negative")[i % 2]} for i, row in enumerate(TEXT)]
-    given = configured(
-        tmp_path / "run",
-        words(tmp_path, rows),
-        model__config=None,
-        model__name_or_path=str(tmp_path / "model"),
+    given = run_of(
+        tmp_path / "model",
+        rows,
         model__task="sequence-classification",
         data__seq_len=16,
-        train__micro_batch_size=6,
     )
     with opened(given) as trial:
         data, model = trial.run.data, trial.run.model.eval()
@@ -550,18 +552,14 @@ def test_a_translation_model_begins_to_write_in_the_target_language(kind: str, t
     theirs: Any = AutoModelForSeq2SeqLM.from_config(config)
     theirs.save_pretrained(tmp_path / "model")
     own.save_pretrained(tmp_path / "model")
-    given = configured(
-        tmp_path / "run",
-        words(tmp_path, [row | {"target": row["text"][::-1]} for row in TEXT]),
-        model__config=None,
-        model__name_or_path=str(tmp_path / "model"),
+    given = run_of(
+        tmp_path / "model",
+        [row | {"target": row["text"][::-1]} for row in TEXT],
         model__task="seq2seq-lm",
         data__source_language=languages["source"],
         data__target_language=languages["target"],
         data__seq_len=8,
         train__steps=1,
-        train__warmup_steps=0,
-        train__micro_batch_size=6,
     )
     with opened(given) as trial:
         data = trial.run.data.train

@@ -104,17 +104,6 @@ def test_a_wide_vocabulary_takes_four_bytes(tmp_path: Path) -> None:
         assert cache.tokens["text"].tolist() == [0, size - 1]
 
 
-def test_labels_are_numbered_in_order(tmp_path: Path) -> None:
-    names = token_cache(tmp_path / "names", [[1]] * 4, labels=["b", "c", "a", "b"])
-    assert names.label_names == ["a", "b", "c"]
-    assert names.labels is not None
-    assert names.labels.tolist() == [1, 2, 0, 1]
-    numbers = token_cache(tmp_path / "numbers", [[1]] * 3, labels=[10, 9, 10])
-    assert numbers.label_names == [9, 10]
-    with pytest.raises(UserError, match="some labels are numbers and some are strings"):
-        token_cache(tmp_path / "both", [[1]] * 2, labels=[1, "1"])
-
-
 def test_the_fingerprint_is_of_the_content(tmp_path: Path) -> None:
     one = token_cache(tmp_path / "one", [[1, 2], [3]])
     assert token_cache(tmp_path / "same", [[1, 2], [3]]).fingerprint == one.fingerprint

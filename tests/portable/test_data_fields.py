@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerFast
 
 from portable.config import load_config
 from portable.data.dataset import build_data, inspect_data
-from portable.data.sources.opening import recognise_format
 from portable.errors import UserError
 from tests.portable.data_support import Settings, write_jsonl
 from tests.runs import TINY_MODEL, checked
@@ -72,18 +71,6 @@ def pairs(count: int) -> list[dict[str, Any]]:
         return " ".join(chosen.choices(WORDS, k=chosen.randint(1, most)))
 
     return [{"text": text(12), "other": text(12), "label": i % 3} for i in range(count)]
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [("", "no text"), ('{"question": "a", "answer": "b"}\n', "the fields are question, answer")],
-)
-def test_a_template_beside_a_wrong_file(content: str, said: str, tmp_path: Path) -> None:
-    """What the file lacks comes before a setting that texts have no use for."""
-    source = tmp_path / "data.jsonl"
-    source.write_text(content)
-    with pytest.raises(UserError, match=said):
-        recognise_format(Settings(source=str(source), chat_template="chatml"), "causal-lm")
 
 
 @pytest.mark.parametrize("kind", KINDS)
