@@ -139,7 +139,7 @@ def translations(tmp_path: Path, **more: Any) -> Settings:
 
 def test_fields_in_fields_a_prefix_and_a_length_for_targets(tmp_path: Path) -> None:
     settings = translations(tmp_path, source_prefix="w1 w2 : ", seq_len=8, target_seq_len=4)
-    data = build_data(settings, task="seq2seq-lm")
+    data = build_data(settings, task="seq2seq-lm", decoder_start_token_id=7)
     lengths = set()
     for index in range(30):
         row = TRANSLATIONS[data.train.documents(index)[0]]["translation"]
@@ -151,11 +151,13 @@ def test_fields_in_fields_a_prefix_and_a_length_for_targets(tmp_path: Path) -> N
         kept = sum(theirs["attention_mask"])
         assert sample["labels"].tolist() == theirs["input_ids"][:kept] + [-100] * (4 - kept)
         assert sample["decoder_input_ids"].shape == (4,)
+        assert sample["decoder_input_ids"][:kept].tolist() == [7, *theirs["input_ids"][: kept - 1]]
         lengths.add(kept)
     assert lengths == {3, 4}
     plain = build_data(translations(tmp_path, seq_len=8), task="seq2seq-lm")
     assert plain.fingerprint != data.fingerprint
     assert plain.train[0]["labels"].shape == (8,)
+    assert plain.train[0]["decoder_input_ids"][0] == data.tokenizer.pad_token_id
 
 
 def test_a_field_with_a_dot_in_its_name_comes_first(tmp_path: Path) -> None:

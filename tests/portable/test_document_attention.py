@@ -11,12 +11,15 @@ import torch
 from torch.nn import functional
 
 from portable.errors import UserError
+from portable.evaluation.evaluate import evaluate
 from portable.model.activation_checkpointing import checkpoint_activations
 from portable.model.build import build_model, model_config
 from portable.model.document_attention import KEEP_DOCUMENTS_APART, READ_THEIR_MASK, check_documents
 from portable.model.loss import token_loss
 from portable.private.of_transformers import no_value_checks
+from portable.run.batches import eval_batches
 from tests.architectures import pairs
+from tests.parity import opened
 from tests.runs import configured
 from tests.tiny_models import tiny_config
 
@@ -154,6 +157,19 @@ def test_the_comparison_notices_what_a_document_sees() -> None:
     blind = {name: batch[name] for name in ("input_ids", "labels")}
     assert gap(model, blind, documents) > 1e-2
     assert gap(tiny("mamba"), batch, documents) > 1e-2
+
+
+def test_an_evaluation_is_that_of_padded_documents(tmp_path: Path, corpus: Path) -> None:
+    """Which hold out the same documents."""
+    found = []
+    for packing in ("documents", False):
+        with opened(configured(tmp_path, corpus, data__packing=packing, data__seq_len=64)) as trial:
+            run = trial.run
+            assert run.data.eval is not None
+            found.append(
+                evaluate(trial.backend, trial.engine, eval_batches(run, run.data.eval), run.measures)
+            )
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
 def test_recomputed_layers_attend_alike() -> None:
