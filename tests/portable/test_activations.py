@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 
 SIZES = {"vocab_size": 512, "max_position_embeddings": 128}
 WIDE = {**SIZES, "hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4}
+GROUPED = {**WIDE, "num_hidden_layers": 4, "num_key_value_heads": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {**WIDE, "model_type": "llama", "num_hidden_layers": 4, "num_key_value_heads": 2},
+    "llama": {**GROUPED, "model_type": "llama"},
     "gpt2": {
         "model_type": "gpt2",
         "vocab_size": 512,
@@ -54,20 +55,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_decoder_layers": 3,
         "num_heads": 4,
     },
-    "mixtral": {
-        **WIDE,
-        "model_type": "mixtral",
-        "num_hidden_layers": 4,
-        "num_key_value_heads": 2,
-        "num_local_experts": 4,
-    },
-    "gemma2": {
-        **WIDE,
-        "model_type": "gemma2",
-        "num_hidden_layers": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-    },
+    "mixtral": {**GROUPED, "model_type": "mixtral", "num_local_experts": 4},
+    "gemma2": {**GROUPED, "model_type": "gemma2", "head_dim": 16},
 }
 TASKS = {"bert": "masked-lm", "t5": "seq2seq-lm"}
 BATCH = 4

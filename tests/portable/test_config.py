@@ -458,12 +458,6 @@ def test_python_overrides() -> None:
     assert config.model.config["n"] == 1
 
 
-def test_a_mapping_passed_in_is_left_alone() -> None:
-    values: dict[str, Any] = {"model": {"config": {"model_type": "gpt2"}}}
-    load_config(values, {"model.config.n_layer": 2})
-    assert values == {"model": {"config": {"model_type": "gpt2"}}}
-
-
 def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     with pytest.raises(SystemExit) as caught:
         parse_args(argv)
