@@ -171,9 +171,8 @@ def test_a_quantized_base_takes_a_weight_at_a_time(kind: str) -> None:
     assert -largest <= found[kind] - found["auto"] <= 2 * largest
 
 
-@pytest.mark.parametrize("chunk", [0, 32])
-def test_the_loss_in_parts_counts(chunk: int) -> None:
-    config = config_of("llama", "bf16", "full", **{"memory.loss_chunk_tokens": chunk})
+def test_the_loss_in_parts_counts() -> None:
+    config = config_of("llama", "bf16", "full", **{"memory.loss_chunk_tokens": 32})
     model = built(config)
     request = Request.of(config, micro_batch=BATCH, compute="cast", on_gpu=False)
     assert activations(model, request).total == pytest.approx(measured(model, request), rel=0.1)

@@ -27,6 +27,8 @@ from tests.runs import TINY_MODEL, flags, tiny
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+pytestmark = pytest.mark.usefixtures("brief_runs")
+
 
 def refusal(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
     """Run, and return the one line of the refusal."""
@@ -309,29 +311,23 @@ def test_what_a_launcher_left_over_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_the_dry_run_knows_the_bytes_of_a_checkpoint(
-    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_questions_about_a_run(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And what it says once it is over: no rates."""
     from converters import Tensor, open_checkpoint
 
-    settings = tiny(tmp_path, corpus, train__steps=2)
-    assert main(flags(settings)) == 0
+    settings = flags(tiny(tmp_path, corpus, train__steps=2))
+    assert main(settings) == 0
+    said = capsys.readouterr().err
+    assert "tokens/s" in said and "nothing left to train" not in said
+    recorded = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    before = snapshot(tmp_path)
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint.optimizer is not None
     stored = sum(t.nbytes for t in checkpoint.tensors.values())
     for state in checkpoint.optimizer.state.values():
         stored += sum(value.nbytes if isinstance(value, Tensor) else 4 for value in state.values())
-    capsys.readouterr()
-    assert main([*flags(settings), "--dry-run"]) == 0
+    assert main([*settings, "--dry-run"]) == 0
     assert human_bytes(stored) in capsys.readouterr().out
-
-
-def test_questions_about_a_run(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    settings = flags(tiny(tmp_path, corpus, train__steps=2))
-    assert main(settings) == 0
-    recorded = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    capsys.readouterr()
-    before = snapshot(tmp_path)
     values = tmp_path.parent / "values.json"
     assert main([*settings, "--eval-only", "--json", str(values)]) == 0
     assert f"{recorded[-1]['eval_loss']:.6f}" in capsys.readouterr().out
@@ -346,6 +342,9 @@ def test_questions_about_a_run(tmp_path: Path, corpus: Path, capsys: pytest.Capt
     assert "missing" in refusal(capsys, ["--resume-info", str(tmp_path / "nowhere")])
     assert main([*settings, "--eval-only", "--output_dir", str(tmp_path / "nowhere")]) == 0
     assert "has no checkpoint; evaluating the model that a run would start with" in capsys.readouterr().err
+    assert main(settings) == 0
+    said = capsys.readouterr().err
+    assert "tokens/s" not in said and "nothing left to train" in said
 
 
 def test_what_can_take_a_checkpoint_on(
@@ -374,17 +373,6 @@ def test_what_can_take_a_checkpoint_on(
     refused = refusal(capsys, [*settings, "--strategy", "zero1", "--dry-run"])
     assert rows["zero1"] == "no: " + refused.removeprefix("error: --").strip()  # the flag's name
     assert told[-1].startswith(f"to go on: portable-train --config {tmp_path}/config.yaml --backend cpu ")
-
-
-def test_a_run_that_is_over_says_so_and_tells_no_rates(
-    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    settings = flags(tiny(tmp_path, corpus, train__steps=2))
-    for over in (False, True):
-        assert main(settings) == 0
-        printed = capsys.readouterr().err
-        assert ("nothing left to train" in printed) == over
-        assert ("tokens/s" in printed) != over
 
 
 # Models and folders that cannot be

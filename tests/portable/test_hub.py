@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from portable import Run
     from tests.ranks import RankPool
 
+pytestmark = pytest.mark.usefixtures("brief_runs")
 MODEL = {**TINY_MODEL, "num_hidden_layers": 1}
 
 
