@@ -166,13 +166,22 @@ def test_each_key_of_the_file(text: str, key: str, value: Any, tmp_path: Path) -
 REFUSED = [
     ("distributed_type: MEGATRON_LM", "distributed_type MEGATRON_LM FSDP"),
     ("mixed_precision: fp8", "mixed_precision fp8 BF16"),
+    ("num_machines: 2", "num_machines torchrun"),
     ("mixed_precison: bf16", "mixed_precison mixed_precision?"),
+    ("compute_environment: AMAZON_SAGEMAKER", "compute_environment LOCAL_MACHINE"),
+    ("distributed_type: XLA\ntpu_env: [A=1]", "tpu_env docs/tpu.md"),
+    ("distributed_type: XLA\ndowncast_bf16: true", "downcast_bf16 mixed_precision"),
     (f"{FSDP}3", "fsdp_config mapping"),
+    (f"{FSDP}{{fsdp_state_dict_type: LOCAL_STATE_DICT}}", "SHARDED_STATE"),
     *(
         (f"distributed_type: XLA\n{more}xla_fsdp_settings: {{{given}}}", told)
         for more, given, told in (
             ("", "flatten_parameters: true", ":2: flatten_parameters SPMD"),
+            ("", "disable_reshard_on_root: true", "disable_reshard_on_root no root"),
+            ("", "pin_layout_in_collective_ops: true", "pin_layout_in_collective_ops SPMD"),
+            ("", "optimization_barrier_in_forward: true", "optimization_barrier_in_forward SPMD"),
             ("", "execute_sharding_on_init: false", "execute_sharding_on_init always sharded"),
+            ("", "fp32_reduce_scatter: true", "fp32_reduce_scatter compute type"),
             ("mixed_precision: bf16\n", "compute_dtype: float32", "compute_dtype mixed_precision"),
             (
                 "fsdp_config: {fsdp_sharding_strategy: FULL_SHARD}\n",
@@ -180,6 +189,10 @@ REFUSED = [
                 "reshard_after_forward fsdp_sharding_strategy",
             ),
         )
+    ),
+    (
+        "distributed_type: XLA\nfsdp_config: {fsdp_auto_wrap_policy: SIZE_BASED_WRAP}",
+        "auto_wrap_policy nothing is wrapped",
     ),
     (f"{ZERO}\n  deepspeed_config_file: none.json", ":3: deepspeed_config_file none.json does not exist"),
     (
@@ -192,7 +205,11 @@ REFUSED = [
 ]
 NOTED = [
     ("gpu_ids: 0,1", ":1: gpu_ids CUDA_VISIBLE_DEVICES 0,1"),
+    ("downcast_bf16: true", "downcast_bf16 for TPUs"),
+    ("tpu_name: a", "tpu_name for TPUs"),
+    ("debug: true", "debug no effect"),
     ("use_cpu: true\ndistributed_type: MULTI_GPU", ":1: use_cpu MULTI_GPU"),
+    ("dynamo_config: {dynamo_use_dynamic: true}", "dynamo_use_dynamic no effect"),
     (f"{FSDP}\n  fsdp_use_orig_params: false", ":3: fsdp_use_orig_params FSDP2"),
     (f"{FSDP}\n  reshard_after_forward: false", ":3: fsdp_reshard_after_forward fsdp_sharding_strategy"),
     ("distributed_type: XLA", ":1: distributed_type replicates"),
