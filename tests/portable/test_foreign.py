@@ -502,6 +502,7 @@ def test_no_pickle_is_executed(
     assert main(["--resume-info", str(trainer)]) == 0
     assert main([*command(trainer, corpus, tmp_path / "run"), "--dry-run"]) == 0
     torch.save(Trap(tmp_path / "sprung"), step / "optimizer.pt")
+    capsys.readouterr()
     assert "allow-list" in refusal(capsys, command(trainer, corpus, tmp_path / "run"))
     assert not (tmp_path / "sprung").exists()
 
