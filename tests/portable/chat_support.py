@@ -71,7 +71,6 @@ FAMILIES = {
         "<|END_OF_TURN_TOKEN|>",
     ),
     "mistral": Family("<s>", "</s>", ("[INST]", "[/INST]"), "</s>", marked=False),
-    "smollm2": Family("<|im_start|>", "<|im_end|>", ("<|endoftext|>",), "<|im_end|>", marked=False),
     "chatml": Family(None, "<|endoftext|>", _IM, "<|im_end|>", marked=False),
 }
 GREETING = [{"role": "user", "content": "What is 2 + 3?"}, {"role": "assistant", "content": "It is 5."}]

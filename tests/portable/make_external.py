@@ -167,11 +167,11 @@ def sharded(rank: int, world: int, out: Path) -> None:
         wait_for_everyone=dist.barrier,
         is_main_process=not rank,
     )
-    for folder, kind in (("accelerate-fsdp-full", "FULL"), ("accelerate-fsdp", "SHARDED")):
-        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=f"{kind}_STATE_DICT")
-        save_fsdp_model(plugin, accelerator, model, str(out / folder))
-        save_fsdp_optimizer(plugin, accelerator, optimizer, model, str(out / folder))
-        save_reference(model, optimizer, out / folder)
+    folder = out / "accelerate-fsdp"
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
+    save_fsdp_model(plugin, accelerator, model, str(folder))
+    save_fsdp_optimizer(plugin, accelerator, optimizer, model, str(folder))
+    save_reference(model, optimizer, folder)
     flat = get_optimizer_state_dict(
         model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True)
     )
@@ -276,25 +276,6 @@ def deepspeed_alone(out: Path) -> None:
         shutil.copy(out / "trainer-zero2.ref.pt", out / f"{name}.ref.pt")
 
 
-def accelerate_zero(rank: int, world: int, out: Path) -> None:
-    from tests.converters.make_deepspeed import gather, start
-
-    start(rank, world)
-    from accelerate import Accelerator, DeepSpeedPlugin
-
-    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-    accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=settings(3, "fp32")))
-    model = llama()
-    model, optimizer = accelerator.prepare(model, adamw(model))
-    for step in range(STEPS):
-        accelerator.backward(model(**batch(step, rank)).loss)
-        optimizer.step()
-    accelerator.save_state(str(out / "accelerate-zero3"))
-    reference = gather(model, 3)
-    if rank == 0:
-        torch.save(reference, out / "accelerate-zero3.ref.pt")
-
-
 def xla(out: Path) -> None:
     """Two ranks' files of the v1 FSDP, named as the Trainer names them."""
     from tests.converters import make_xla
@@ -322,7 +303,6 @@ def main() -> None:
     launch(2, out, sharded)
     launch(2, out, trainer_zero)
     deepspeed_alone(out)
-    launch(2, out, accelerate_zero)
 
 
 if __name__ == "__main__":

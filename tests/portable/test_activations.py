@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 
 SIZES = {"vocab_size": 512, "max_position_embeddings": 128}
 WIDE = {**SIZES, "hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4}
+GROUPED = {**WIDE, "num_hidden_layers": 4, "num_key_value_heads": 2}
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {**WIDE, "model_type": "llama", "num_hidden_layers": 4, "num_key_value_heads": 2},
+    "llama": {**GROUPED, "model_type": "llama"},
     "gpt2": {
         "model_type": "gpt2",
         "vocab_size": 512,
@@ -54,20 +55,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_decoder_layers": 3,
         "num_heads": 4,
     },
-    "mixtral": {
-        **WIDE,
-        "model_type": "mixtral",
-        "num_hidden_layers": 4,
-        "num_key_value_heads": 2,
-        "num_local_experts": 4,
-    },
-    "gemma2": {
-        **WIDE,
-        "model_type": "gemma2",
-        "num_hidden_layers": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-    },
+    "mixtral": {**GROUPED, "model_type": "mixtral", "num_local_experts": 4},
+    "gemma2": {**GROUPED, "model_type": "gemma2", "head_dim": 16},
 }
 TASKS = {"bert": "masked-lm", "t5": "seq2seq-lm"}
 BATCH = 4
@@ -122,13 +111,10 @@ def measured(model: nn.Module, request: Request) -> int:
 
 QUICK = [
     ("llama", "bf16", "cast", "none"),
-    ("llama", "fp32", "plain", "full"),
     ("llama", "bf16", "autocast", "selective"),
     ("gpt2", "bf16", "cast", "full"),
     ("bert", "fp32", "plain", "none"),
-    ("bert", "bf16", "autocast", "full"),
     ("t5", "bf16", "cast", "none"),
-    ("mixtral", "fp32", "plain", "none"),
     ("mixtral", "bf16", "cast", "full"),
     ("gemma2", "bf16", "autocast", "none"),
     ("gemma2", "bf16", "cast", "full"),
@@ -147,8 +133,10 @@ def test_within_a_tenth_of_what_is_allocated(
     record([planned], [allocated], 0.1)
 
 
-@pytest.mark.parametrize("frozen", [["embed_tokens", r"layers\.[012]\."], ["mlp"], ["layers"]])
-@pytest.mark.parametrize("compute", ["cast", "autocast"])
+@pytest.mark.parametrize(
+    ("frozen", "compute"),
+    [(["embed_tokens", r"layers\.[012]\."], "cast"), (["mlp"], "autocast"), (["layers"], "cast")],
+)
 def test_frozen_parameters_keep_less(frozen: list[str], compute: Compute) -> None:
     config = config_of("llama", "bf16", "none", **{"train.frozen": frozen})
     model = built(config)
@@ -183,9 +171,8 @@ def test_a_quantized_base_takes_a_weight_at_a_time(kind: str) -> None:
     assert -largest <= found[kind] - found["auto"] <= 2 * largest
 
 
-@pytest.mark.parametrize("chunk", [0, 32])
-def test_the_loss_in_parts_counts(chunk: int) -> None:
-    config = config_of("llama", "bf16", "full", **{"memory.loss_chunk_tokens": chunk})
+def test_the_loss_in_parts_counts() -> None:
+    config = config_of("llama", "bf16", "full", **{"memory.loss_chunk_tokens": 32})
     model = built(config)
     request = Request.of(config, micro_batch=BATCH, compute="cast", on_gpu=False)
     assert activations(model, request).total == pytest.approx(measured(model, request), rel=0.1)
@@ -237,11 +224,6 @@ def test_autocast_on_a_gpu_normalises_in_fp32() -> None:
         with planner._CudaAutocast(torch.bfloat16):
             assert nn.functional.layer_norm(values, (8,)).dtype == torch.float32
             assert nn.functional.linear(values, values).dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_parameter_of_a_usual_model_counts(family: str) -> None:
-    assert every_parameter_gets_gradient(built(config_of(family, "fp32", "none")))
 
 
 OPT = {

@@ -41,10 +41,6 @@ def another_rate(_: Path, __: Path) -> dict[str, Any]:
     return {"train__learning_rate": 1e-4}
 
 
-def another_strategy(_: Path, __: Path) -> dict[str, Any]:
-    return {"strategy": "no_shard"}
-
-
 def another_text(_: Path, corpus: Path) -> dict[str, Any]:
     text = corpus.with_name("other") / corpus.name
     text.parent.mkdir(exist_ok=True)
@@ -64,7 +60,6 @@ def another_checkpoint(folder: Path, corpus: Path) -> dict[str, Any]:
     ("differ", "named"),
     [
         (another_rate, "train.learning_rate: 0.003 on rank 0, but 0.0001 on rank 1"),
-        (another_strategy, "strategy: 'full_shard' on rank 0, but 'no_shard' on rank 1"),
         (another_text, "the text of data.source"),
     ],
 )

@@ -12,7 +12,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from portable import Result, UserError, load_config, train
+from portable import Result, train
 from portable.loop import train_step
 from tests.runs import configured
 
@@ -54,14 +54,6 @@ def test_an_interrupt_saves_and_the_same_call_goes_on(
     assert first.stopped and first.final is None
     assert first.checkpoint is not None and first.checkpoint.name == "step-000003"
     assert not train(configured(tmp_path / "run", corpus)).stopped
-
-
-def test_what_is_refused_is_an_exception(tmp_path: Path, corpus: Path) -> None:
-    with pytest.raises(UserError, match=r"did you mean train\.learning_rate"):
-        load_config(None, {"train.learning_rat": 1e-3})
-    with pytest.raises(UserError, match="--nproc"):
-        train(configured(tmp_path / "run", corpus), nproc=1000)
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from portable.config import RunConfig
 
+pytestmark = pytest.mark.usefixtures("brief_runs")
 PAGE = Path(__file__).parents[2] / "docs" / "migrate.md"
 Rows = list[dict[str, "Tensor"]]
 
@@ -268,18 +269,6 @@ def test_the_losses_are_the_trainers(name: str, tmp_path: Path, corpus: Path, la
     assert evaluations == pytest.approx(their_evaluations, rel=1e-5)
     assert (len(losses), len(evaluations)) == (6, 2)
     assert losses[-1] != pytest.approx(losses[0], rel=1e-3)  # equal losses then mean equal updates
-
-
-@pytest.mark.parametrize("name", ["seq2seq", "classification"])
-def test_means_that_the_trainer_adds_up(name: str, tmp_path: Path, corpus: Path, labelled: Path) -> None:
-    """Under accumulation, where the model does not take the number of labels; the page says so."""
-    source = labelled if name == "classification" else corpus
-    sizes = {"train__steps": 1, "train__global_batch_size": 6, "train__micro_batch_size": 3}
-    settings = {**page_settings(), **CASES[name].settings, **sizes, "data__eval_fraction": 0}
-    config = configured(tmp_path / "ours", source, **settings)
-    theirs, _ = beside(config, tmp_path / "theirs", 2)
-    losses, _ = ours(config)
-    assert theirs[0] == pytest.approx(2 * losses[0], rel=0.05)
 
 
 def test_the_pages_file_does_what_the_trainer_does(tmp_path: Path, labelled: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import transformers
@@ -20,12 +20,9 @@ from portable.run.rank import run_rank
 from tests.parity import opened
 from tests.portable.chat_support import NO_FRAME, TALK, record, template, tokenizer
 from tests.portable.data_support import write_jsonl
-from tests.portable.test_beside_trainer import Ordered, arguments, page_settings
+from tests.portable.test_beside_trainer import Ordered
 from tests.portable.test_chat_masks import MARKED, THOUGHTS, encode, talks
-from tests.runs import TINY_MODEL, configured
-
-if TYPE_CHECKING:
-    from portable.config import RunConfig
+from tests.runs import TINY_MODEL
 
 trl: Any = pytest.importorskip("trl")
 
@@ -99,7 +96,7 @@ def test_templates_that_show_earlier_turns_otherwise(name: str, rewrites: bool) 
 
 def test_labels_of_completions(tmp_path: Path) -> None:
     """Of every family at once would take a trainer each; the rule does not look at the template."""
-    for name in ("mistral", "smollm2", "chatml", "deepseekv3", "qwen3"):
+    for name in ("mistral", "chatml", "deepseekv3", "qwen3"):
         row = {"prompt": TALK[:3], "completion": TALK[3:4]}
         (theirs,) = trainer(name, [row], tmp_path, max_length=None).train_dataset
         encoded = encode(name, tokenizer(name).chat_template, row, "prompt_completion")
@@ -125,7 +122,10 @@ LOGGED = ("mean_token_accuracy", "entropy")
 
 
 class OrderedSFT(Ordered, trl.SFTTrainer):  # type: ignore[misc]
-    """TRL's trainer with a given order of samples, and what it logs of each micro-batch beside its labels."""
+    """TRL's trainer with a given order of samples, and what it logs of each micro-batch beside its labels.
+
+    Its accuracy and entropy are means of micro-batches; here they are weighed by their labels.
+    """
 
     def __init__(self, **given: Any) -> None:
         self.logged: list[tuple[int, dict[str, float]]] = []
@@ -136,70 +136,6 @@ class OrderedSFT(Ordered, trl.SFTTrainer):  # type: ignore[misc]
         found = super().compute_loss(model, inputs, *given, **more)
         self.logged.append((labels, {name: self._metrics["train"][name][-1] for name in LOGGED}))
         return found
-
-
-def beside_trl(
-    config: RunConfig, rows: list[dict[str, Any]], folder: Path, accumulation: int
-) -> list[dict[str, float]]:
-    """TRL's numbers of each step: it reads the records, renders, masks, truncates, pads and trains.
-
-    Its accuracy and entropy are means of micro-batches; here they are weighed by their labels.
-    """
-    with opened(config) as trial:
-        data, batch = trial.run.data, config.train.global_batch_size
-        model = transformers.AutoModelForCausalLM.from_config(trial.run.model_config)
-        model.load_state_dict(trial.engine.model.state_dict())
-        places = [locate(at, len(data.train), config.seed) for at in range(trial.run.steps * batch)]
-        order = [data.train.documents(index)[0] for _, index in places]
-        options = {
-            "assistant_only_loss": True,
-            "max_length": config.data.seq_len + 1,
-            "bf16": False,
-            "gradient_checkpointing": False,
-            "shuffle_dataset": False,
-        }
-        trained = OrderedSFT(
-            orders=[order],
-            model=model,
-            args=arguments(config, folder, accumulation, trl.SFTConfig, **options),
-            train_dataset=Dataset.from_list(rows),
-            processing_class=tokenizer("llama3"),
-        )
-    assert len(trained.train_dataset) == len(rows)
-    trained.train()
-    steps = []
-    for at in range(0, len(trained.step_losses), accumulation):
-        parts = trained.logged[at : at + accumulation]
-        total = sum(labels for labels, _ in parts)
-        means = {name: sum(labels * found[name] for labels, found in parts) / total for name in LOGGED}
-        steps.append({"loss": sum(trained.step_losses[at : at + accumulation]), **means})
-    return steps
-
-
-def test_the_losses_are_trls(tmp_path: Path) -> None:
-    rows = answers(80)
-    source = write_jsonl(tmp_path / "chat.jsonl", rows)
-    tokenizer("llama3").save_pretrained(tmp_path / "tokenizer")
-    sizes = {"train__global_batch_size": 6, "train__micro_batch_size": 3, "train__steps": 10}
-    settings: dict[str, Any] = {**page_settings(), "train__learning_rate": 3e-3, **sizes}
-    config = configured(
-        tmp_path / "ours",
-        source,
-        **settings,
-        model__config={**TINY_MODEL, "num_hidden_layers": 1, "vocab_size": 512},
-        data__tokenizer=str(tmp_path / "tokenizer"),
-        data__packing=False,
-        data__seq_len=60,
-        checkpoint__export=False,
-    )
-    theirs = beside_trl(config, rows, tmp_path / "theirs", 2)
-    assert run_rank("cpu", config) == 0
-    ours = [row for row in read_metrics(tmp_path / "ours") if "loss" in row]
-    assert len(ours) == len(theirs) == 10
-    for one, other in zip(ours, theirs, strict=True):
-        assert {name: one[name] for name in other} == pytest.approx(other, rel=1e-5)
-    assert ours[-1]["loss"] != pytest.approx(ours[0]["loss"], rel=1e-2)
-    assert ours[-1]["mean_token_accuracy"] > ours[0]["mean_token_accuracy"]
 
 
 PUBLISHED = {
@@ -220,22 +156,26 @@ PUBLISHED = {
 @pytest.mark.parametrize(
     "more",
     [
-        {},
-        {"gradient_accumulation_steps": 2, "lr_scheduler_type": "cosine", "warmup_steps": 2},
-        {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 2, "seed": 7},
+        {
+            "gradient_accumulation_steps": 2,
+            "lr_scheduler_type": "cosine",
+            "warmup_steps": 2,
+            "max_length": 61,
+        },
         {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}},
-        {"weight_decay": 0.1, "adam_beta2": 0.95, "adam_epsilon": 1e-6},
-        {"max_grad_norm": 0.1},
-        {"optim": "adamw_torch", "adam_beta1": 0.8, "warmup_steps": 1},
-        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
-        {"optim": "adafactor", "learning_rate": 1e-3},
-        {"max_steps": -1, "num_train_epochs": 1, "gradient_accumulation_steps": 4, "warmup_steps": 0},
+        {"weight_decay": 0.1, "adam_beta1": 0.8, "adam_epsilon": 1e-6, "max_grad_norm": 0.1},
+        {"lr_scheduler_type": "constant_with_warmup", "warmup_steps": 2, "gradient_checkpointing": True},
     ],
     ids=str,
 )
 def test_a_file_of_trl_that_is_imported_trains_as_there(
-    more: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    more: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    brief_runs: None,
 ) -> None:
+    """TRL reads the records, renders, masks, truncates, pads and trains."""
     monkeypatch.chdir(tmp_path)
     rows = answers(24)
     write_jsonl(tmp_path / "chat.jsonl", rows)
@@ -248,6 +188,7 @@ def test_a_file_of_trl_that_is_imported_trains_as_there(
     assert import_files(["theirs.yaml"]) == 0
     Path("run.yaml").write_text(capsys.readouterr().out)
     always = {"backend": "cpu", "precision": "fp32", "log.every_steps": 1, "log.sample_tokens": 0}
+    always |= {"data.seq_len": given["max_length"] - 1}  # TRL counts the token that is only a label, too
     run = load_config("run.yaml", {**always, "data.cache_dir": "cache", "checkpoint.export": False})
     with opened(run) as trial:
         count = trial.run.steps * run.train.global_batch_size
@@ -266,8 +207,15 @@ def test_a_file_of_trl_that_is_imported_trains_as_there(
         processing_class=tokenizer("llama3"),
     )
     theirs.train()
+    expected = []
     steps = given.get("gradient_accumulation_steps", 1)
-    expected = [sum(theirs.step_losses[at : at + steps]) for at in range(0, len(theirs.step_losses), steps)]
+    for at in range(0, len(theirs.step_losses), steps):
+        parts = theirs.logged[at : at + steps]
+        total = sum(labels for labels, _ in parts)
+        means = {name: sum(labels * found[name] for labels, found in parts) / total for name in LOGGED}
+        expected.append({"loss": sum(theirs.step_losses[at : at + steps]), **means})
     assert run_rank("cpu", run) == 0
-    ours = [row["loss"] for row in read_metrics(tmp_path / "out") if "loss" in row]
-    assert ours == pytest.approx(expected[: len(ours)], rel=1e-5) and len(ours) >= 2
+    ours = [row for row in read_metrics(tmp_path / "out") if "loss" in row]
+    assert len(ours) >= 2
+    for one, other in zip(ours, expected, strict=False):
+        assert {name: one[name] for name in other} == pytest.approx(other, rel=1e-5)

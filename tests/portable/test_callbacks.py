@@ -98,7 +98,7 @@ class Failing:
             raise OSError("disk\nfull")
 
 
-@pytest.mark.parametrize("hook", ["on_start", "on_step", "on_save", "on_end"])
+@pytest.mark.parametrize("hook", ["on_start", "on_save"])
 def test_one_that_fails_ends_the_run_with_its_name(
     hook: str, tmp_path: Path, corpus: Path, brief_runs: None
 ) -> None:
@@ -122,8 +122,7 @@ class Odd:
         elif self.kind == "exit":
             sys.exit(3)
         else:
-            odd: dict[str, Any] = {"text": {"x": "y"}, "vector": {"x": torch.ones(2)}, "number": {3: 1.0}}
-            run.log(odd[self.kind])
+            run.log({"x": "y"})  # type: ignore[dict-item]
 
 
 @pytest.mark.parametrize(
@@ -132,8 +131,6 @@ class Odd:
         ("weights", "on_step: changes parameters of the model, which ranks and the optimizer do not know of"),
         ("exit", r"on_step: fails \(SystemExit: 3; test_callbacks\.py, line"),
         ("text", r"on_step: fails \(TypeError: log\({'x': 'y'}\): give numbers or scalar tensors, by name"),
-        ("vector", "give numbers or scalar tensors, by name"),
-        ("number", "give numbers or scalar tensors, by name"),
     ],
 )
 def test_what_a_callback_may_not_do(kind: str, told: str, tmp_path: Path, corpus: Path) -> None:
@@ -159,20 +156,6 @@ def test_one_that_generates_changes_nothing(
     given = {"train__steps": 3, "train__callbacks": f"{HERE}:Generating", "log__sample_tokens": 0}
     config = configured(tmp_path / "run", corpus, **given, **ENGINES[name].settings)
     assert engines.run(name, 2, generating, config) == 0
-
-
-@pytest.mark.slow
-def test_one_that_fails_on_one_rank_alone(tmp_path: Path, corpus: Path) -> None:
-    """Two ranks that are really started: the error of the one ends both, in a line."""
-    config = configured(
-        tmp_path / "run",
-        corpus,
-        train__callbacks=f"{HERE}:Failing(hook='on_step', rank=1)",
-        log__hang_timeout=60,
-    )
-    with pytest.raises(UserError, match=r"on_step: fails \(OSError: disk full; test_callbacks") as caught:
-        train(config, nproc=2)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

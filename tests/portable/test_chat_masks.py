@@ -133,59 +133,7 @@ def test_everything() -> None:
     assert (encoded.stopping, len(encoded.ends)) == (1, 1)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_a_completion_of_messages(name: str) -> None:
-    """The rule of TRL: all that follows the tokens that prompt and whole have in common."""
-    row = {"prompt": TALK[:3], "completion": TALK[3:4]}
-    whole = tokenizer(name).apply_chat_template(TALK[:4], return_dict=False)
-    prompt = tokenizer(name).apply_chat_template(TALK[:3], return_dict=False, add_generation_prompt=True)
-    common = next(at for at, (a, b) in enumerate(zip([*prompt, None], whole, strict=False)) if a != b)
-    encoded = encode(name, tokenizer(name).chat_template, row, "prompt_completion")
-    assert encoded.tokens[0].tolist() == whole
-    assert np.flatnonzero(encoded.trained[0]).tolist() == list(range(common, len(whole)))
-    assert 0 < common < len(whole)
-
-
-def test_a_completion_of_text() -> None:
-    name = "llama3"
-    from portable.data.sources.documents import Fields, read_rows
-    from portable.data.tokens.tokenize import Frame
-
-    row = {"prompt": "what is it", "completion": ", and more?"}
-    (document,) = read_rows(row, Fields(format="prompt_completion"), "x")
-    assert document is not None
-    end = tokenizer(name).eos_token_id
-    encoded = ChatTemplate(tokenizer(name), None, Frame((0,), (end,))).encode([document])
-    assert (
-        tokenizer(name).decode(encoded.tokens[0]) == "<|begin_of_text|>what is it, and more?<|end_of_text|>"
-    )
-    assert trained(name, encoded) == ", and more?<|end_of_text|>"
-    assert encoded.ends == {end: 1}
-
-
 THOUGHTS = [{**one, "reasoning_content": f"hm {at}"} if at % 2 else one for at, one in enumerate(TALK)]
-
-
-@pytest.mark.parametrize("messages", [TALK, SYSTEM + TALK, THOUGHTS, [*TALK, GREETING[0]]])
-def test_earlier_turns_that_show_otherwise_become_samples(messages: list[dict[str, Any]]) -> None:
-    """Each answer in the context that the model will see: Qwen3 leaves out the thinking of earlier turns."""
-    encoded = encode("qwen3", template("qwen3"), {"messages": messages})
-    apart = encode("qwen3", template("qwen3"), {"messages": messages}, split_turns=True)
-    ends = [at + 1 for at, message in enumerate(messages) if message["role"] == "assistant"]
-    assert (encoded.samples, encoded.counts["apart"], encoded.counts["turns"]) == ([3], 1, 3)
-    for number, end in enumerate(ends):
-        whole = tokenizer("qwen3").apply_chat_template(messages[:end], return_dict=False)
-        assert encoded.tokens[number].tolist() == apart.tokens[number].tolist() == whole
-        assert encoded.trained[number].tolist() == apart.trained[number].tolist()
-        answer = messages[end - 1]
-        thought = answer.get("reasoning_content", "")
-        said = f"<think>\n{thought}\n</think>\n\n{answer['content']}<|im_end|>\n"
-        assert trained("qwen3", encoded, number) == said
-    (line,) = notes(encoded.counts, "")
-    assert "1 of 1 conversations became 3 samples, one for each answer" in line
-    last = encode("qwen3", template("qwen3"), {"messages": TALK}, train_on="last_assistant")
-    assert trained("qwen3", last) == "<think>\n\n</think>\n\nYou are welcome<|im_end|>\n"
-    assert encode("qwen3", template("qwen3"), {"messages": GREETING}).counts["apart"] == 0
 
 
 def test_marks_that_leave_out_the_reasoning_of_earlier_turns() -> None:
@@ -267,17 +215,6 @@ def test_the_token_that_ends_an_answer(name: str) -> None:
     assert (encoded.stopping, encoded.unstopped) == (1, "")
 
 
-def test_marks_that_leave_out_the_end() -> None:
-    text = template("llama3_training").replace(
-        "trim + '<|eot_id|>' }}\n        {%- endgen", "trim }}\n        {%- endgen"
-    )
-    text = text.replace("{%- endgeneration %}", "{%- endgeneration %}{{ '<|eot_id|>' }}")
-    assert text.count("<|eot_id|>") == 2
-    encoded = encode("llama3", text, {"messages": GREETING})
-    assert encoded.stopping == 0
-    assert encoded.unstopped == "'It is 5.', and then comes '<|eot_id|>'"
-
-
 def test_marks_whose_answers_end_with_another_added_token() -> None:
     """Only the token that ends the turn makes a model stop."""
     text = (
@@ -349,11 +286,6 @@ def test_the_template_sees_every_key() -> None:
     assert trained("chatml", encoded).startswith("I add.5{") and '"value": 5}}]user' in trained(
         "chatml", encoded
     )
-    turns = [
-        {"from": "human", "value": "Add", "recipient": "all", "tool_plan": "", "tool_responses": []},
-        {"from": "gpt", "value": "5", **answer, "tool_plan": "I add.", "recipient": "user"},
-    ]
-    assert encode("chatml", text, {"conversations": turns}, "sharegpt").tokens[0].tolist() == whole
 
 
 LATE = [*GREETING, {"role": "system", "content": "Be long."}, *TALK[4:]]
@@ -537,10 +469,3 @@ def test_a_template_that_shows_only_lists_of_parts() -> None:
         encoded.tokens[0].tolist() == encode("chatml", plain_chatml(), {"messages": TALK}).tokens[0].tolist()
     )
     assert trained("chatml", encoded).count("<|im_end|>") == 3
-    dated = encode(
-        "chatml",
-        "{{ strftime_now('%Y') }}" + parts,
-        {"messages": TALK},
-        kwargs={"strftime_now": "2026-01-01"},
-    )
-    assert trained("chatml", dated) == trained("chatml", encoded)

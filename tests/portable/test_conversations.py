@@ -16,7 +16,7 @@ import transformers
 
 from converters.cli import main as convert
 from portable.cli import main
-from portable.config import RunConfig
+from portable.config import RunConfig, load_config
 from portable.data.dataset import build_data, inspect_data
 from portable.data.samples.base import IGNORED
 from portable.data.sources.conversations import Completion, Conversation, read_conversation, recognise
@@ -28,7 +28,7 @@ from portable.paths import REPORT_FILE
 from portable.run.rank import run_rank
 from tests.portable.chat_support import GREETING, SYSTEM, TALK, template, tokenizer
 from tests.portable.data_support import Settings, replace, write_jsonl
-from tests.portable.parallel_work import wait_for_the_last, work
+from tests.portable.parallel_work import work
 from tests.runs import TINY_MODEL, checked, configured, flags, tiny
 
 if TYPE_CHECKING:
@@ -157,30 +157,6 @@ def test_strings_stay_strings(settings: Settings) -> None:
     assert (whole, answer) == ("what is it, and more?", ", and more?<|end_of_text|>")
 
 
-@pytest.mark.parametrize("suffix", ["json", "parquet", "csv"])
-def test_files_of_other_kinds(suffix: str, settings: Settings, tmp_path: Path) -> None:
-    path = tmp_path / f"chat.{suffix}"
-    if suffix == "json":
-        path.write_text(json.dumps([{"messages": GREETING}, {"messages": TALK}]))
-    elif suffix == "parquet":
-        pq.write_table(pa.Table.from_pylist([{"messages": GREETING}, {"messages": TALK}]), path)
-    else:
-        path.write_text("instruction,input,output\nWhat is 2 + 3?,,It is 5.\nAnd more?,,No.\n")
-    found = texts(replace(settings, source=str(path)))
-    assert len(found) == 2
-    assert ("It is 5.<|eot_id|>" in [answer for _, answer in found]) or suffix != "csv"
-
-
-def test_cells_of_a_csv_file_are_text(settings: Settings, tmp_path: Path) -> None:
-    path = tmp_path / "chat.csv"
-    path.write_text("\ufeffprompt,completion\n2 + 3?,5.10\nnone?,None\nanswer?,007\n", "utf-8")
-    found = texts(replace(settings, source=str(path)))
-    assert {whole for whole, _ in found} == {"2 + 3?5.10", "none?None", "answer?007"}
-    quoted = json.dumps(GREETING).replace('"', '""')
-    path.write_text(f'messages\n"{quoted}"\n')
-    assert texts(replace(settings, source=str(path)))[0][1] == "It is 5.<|eot_id|>"
-
-
 def test_json_is_read_as_it_stands(
     settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,9 +173,6 @@ def test_json_is_read_as_it_stands(
     for broken, message in (
         (json.dumps(rows)[:-1], "its list does not end"),
         (json.dumps(rows)[:-9], "row 6: not JSON"),
-        (json.dumps(rows).replace(", {", ", [", 1), "row 1: not JSON"),
-        ("[5]", "row 1: a int, not an object"),
-        (json.dumps([rows[0], {"messages": [QUESTION, {**ANSWER, "content": 5}]}]), "row 2: message 2"),
     ):
         path.write_text(broken)
         with pytest.raises(UserError, match=message):
@@ -242,12 +215,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "an empty conversation": ({"messages": []}, "2: the conversation is empty"),
     "no answer": ({"messages": [QUESTION]}, "2: the assistant says nothing"),
     "a missing column": ({"text": "hello"}, "2: messages is missing; a record of data.format messages"),
-    "another format": (SHAREGPT, "2: message 1 has no role; a record of data.format messages"),
-    "content that is a number": (
-        {"messages": [QUESTION, {"role": "assistant", "content": 5}]},
-        "2: message 2: content is of type int; make it a string",
-    ),
-    "no content": ({"messages": [QUESTION, {"role": "assistant"}]}, "2: message 2: content is null"),
     "an unknown role": (
         {"messages": [QUESTION, {"role": "robot", "content": "5"}]},
         "2: message 2 has role 'robot'; use system, developer, user, assistant, tool, ipython",
@@ -255,10 +222,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a picture": (
         {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}, ANSWER]},
         "2: message 1 has a part of type image; only text",
-    ),
-    "thoughts that are no text": (
-        {"messages": [QUESTION, {**ANSWER, "reasoning_content": 5}]},
-        "2: message 2: reasoning_content is of type int",
     ),
     "no answer that shall count": (
         {"messages": [QUESTION, {**ANSWER, "weight": 0}]},
@@ -272,9 +235,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"messages": [QUESTION, {**ANSWER, "tool_calls": [{"name": "look"}]}]},
         "2: the template leaves out the call of 'look'",
     ),
-    "messages that are text": ({"messages": "hello"}, "2: messages is of type str"),
     "tools that are no JSON": ({"messages": GREETING, "tools": "{"}, "2: tools is not JSON"),
-    "tools that are no list": ({"messages": GREETING, "tools": 5}, "2: tools is not a list"),
 }  # fmt: skip
 
 
@@ -292,17 +253,11 @@ def test_a_bad_record_is_named_by_its_line(name: str, settings: Settings, tmp_pa
     ("row", "values", "message"),
     [
         ({"messages": GREETING, "text": "x"}, {}, ":1: the fields messages, text fit both text and messages"),
-        ({"question": "x"}, {}, "no field 'text'; the fields are question"),
-        ({"messages": GREETING}, {"chat_template": "nothing"}, "'nothing' is no file and no name"),
         ({"messages": GREETING}, {"chat_template": "no.jinja"}, "no.jinja: cannot read it"),
         ({"messages": GREETING}, {"train_on": "completion"}, ":1: completion is for records with a prompt"),
         ({"messages": GREETING}, {"roles_to_train": ("tool",)}, ":1: tool says nothing, or context only"),
         ({"conversations": [{"from": "alien", "value": "x"}]}, {}, "message 1 is from 'alien'; use human"),
-        ({"prompt": "a", "completion": 5}, {}, "they are of type str and of type int"),
-        ({"instruction": "a", "output": None}, {}, "output is null"),
-        ({"messages": GREETING}, {"format": "alpaca"}, "instruction is missing"),
         ({**ALPACA, "history": 5}, {}, "history is not a list of pairs of strings"),
-        ({**SHAREGPT, "system": 5}, {}, "system is of type int; make it a string"),
     ],
 )  # fmt: skip
 def test_refusals_at_the_start(
@@ -343,13 +298,6 @@ def test_answers_whose_end_is_not_trained(settings: Settings, tmp_path: Path) ->
     with pytest.raises(UserError, match=r"they end in 'It is 5.', and then comes '<\|eot_id\|>'"):
         build_data(given)
     assert build_data(replace(given, train_on="all")).end_of_turn is not None
-
-
-def test_a_record_of_megabytes(settings: Settings) -> None:
-    long = [QUESTION, {"role": "assistant", "content": "and more " * 300_000}]
-    data = build_data(written(settings, {"messages": long}, {"messages": GREETING}))
-    assert len(data.train) == 2
-    assert "1 of 2 lose their end" in data.sizes.warnings[0]
 
 
 # -- templates -----------------------------------------------------------------------------------------------
@@ -399,13 +347,6 @@ def test_the_day_does_not_matter(settings: Settings, tmp_path: Path) -> None:
     assert texts(other)[0][0].startswith("2026-02-03 ")
 
 
-def test_a_trained_tokenizer_has_a_template_and_its_tokens(settings: Settings) -> None:
-    given = written(settings, *[{"messages": TALK}] * 3, tokenizer=None, vocab_size=300)
-    data = build_data(given)
-    assert data.tokenizer.decode([data.end_of_turn]) == "<|im_end|>"
-    assert texts(given)[0][1].startswith("It is 5.<|im_end|>\n7")
-
-
 # -- truncation ----------------------------------------------------------------------------------------------
 
 
@@ -446,12 +387,6 @@ def test_truncation_is_said(mode: Any, samples: int, warning: str, settings: Set
             assert data.tokenizer.decode(kept) == "It is 5.<|eot_id|>"
 
 
-def test_truncation_may_be_an_error(settings: Settings) -> None:
-    with pytest.raises(UserError, match=r"2 samples are longer than data.seq_len 64, the longest has"):
-        build_data(long_and_short(settings, truncation="error"))
-    build_data(long_and_short(settings, truncation="error", seq_len=1000))
-
-
 def test_truncation_that_takes_the_end_of_every_answer(settings: Settings) -> None:
     """A model of such samples would never stop."""
     long = [QUESTION, {"role": "assistant", "content": "and more " * 60}]
@@ -478,14 +413,6 @@ def test_the_cache_knows_the_mask(settings: Settings) -> None:
     assert first.tokens is not None
     assert first.fingerprint != build_data(replace(given, train_on="last_assistant")).fingerprint
     assert build_data(given).fingerprint == first.fingerprint
-    again = pickle.loads(pickle.dumps(first.tokens))  # noqa: S301
-    start = 0
-    for number in range(2):
-        trained = again.trained("text", number)
-        assert len(trained) == len(again.document("text", number))
-        assert (again.trained_between(start, start + len(trained)) == trained).all()
-        start += len(trained)
-    assert first.sizes.trained == sum(again.trained("text", n).sum() for n in (0, 1)) / start
 
 
 @pytest.mark.parametrize("packing", [False, True, "documents"])
@@ -541,11 +468,6 @@ def test_any_number_of_processes_writes_the_same(
     monkeypatch.setattr(tokenizing, "cores", lambda: 2)
     others = build_data(replace(given, cache_dir=tmp_path / "elsewhere"))
     assert others.fingerprint == alone.fingerprint
-
-
-def test_a_process_that_is_done_takes_the_next_batch(tmp_path: Path) -> None:
-    items = ((number, str(tmp_path / "last")) for number in range(7))
-    assert list(ordered_map(wait_for_the_last, items, processes=2)) == [*range(7)]
 
 
 def test_processes_that_are_done_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -624,6 +546,8 @@ def test_a_model_learns_to_stop(learned: Path) -> None:
     stops = json.loads((final / "generation_config.json").read_text())["eos_token_id"]
     assert stops[0] == transformers.AutoTokenizer.from_pretrained(final).convert_tokens_to_ids("<|im_end|>")
     assert said(final) == "the sky<|im_end|>"
+    resolved = load_config(learned / "run" / "config.yaml")
+    assert (resolved.data.format, resolved.data.packing) == ("messages", "documents")
 
 
 def test_a_merged_adapter_stops_where_the_adapter_does(learned: Path, tmp_path: Path) -> None:
@@ -653,13 +577,6 @@ def test_a_merged_adapter_stops_where_the_adapter_does(learned: Path, tmp_path: 
     assert convert([str(merged), str(file), "--to", "gguf", "--quiet"]) == 0
     assert said(tmp_path / "run" / "final") == said(merged) == "the sky<|im_end|>"
     assert said(file, gguf_file="model.gguf") == "the sky<|im_end|>"
-
-
-def test_the_settled_config_has_the_format(learned: Path) -> None:
-    from portable.config import load_config
-
-    resolved = load_config(learned / "run" / "config.yaml")
-    assert (resolved.data.format, resolved.data.packing) == ("messages", "documents")
 
 
 def test_the_report_shows_samples(learned: Path) -> None:
@@ -717,9 +634,7 @@ def test_show_data(settings: Settings, tmp_path: Path, capsys: pytest.CaptureFix
         ({"data.format": "messages", "model.task": "masked-lm"}, "data.format is for model.task causal-lm"),
         ({"data.train_on": "all", "data.format": "text"}, "data.train_on is for conversations"),
         ({"data.truncation": "drop", "data.format": "text"}, "has no effect with data.packing true"),
-        ({"data.train_on": "completion", "data.split_turns": True}, "does not work with data.split_turns"),
         ({"data.roles_to_train": ["user", "gpt"]}, "data.roles_to_train must be list of: system .*'gpt'"),
-        ({"data.roles_to_train": "user", "data.train_on": "all"}, "all does not work with data.roles_to_tr"),
         ({"data.roles_to_train": "user", "data.format": "text"}, "data.roles_to_train is for conversations"),
     ],
 )
@@ -728,19 +643,3 @@ def test_settings_that_contradict_each_other(values: dict[str, Any], message: st
     with pytest.raises(UserError, match=message):
         checked(None, values)
     assert RunConfig().data.truncation == "end"
-
-
-def test_an_evaluation_source_has_its_own_format(settings: Settings, tmp_path: Path) -> None:
-    held = write_jsonl(tmp_path / "held.jsonl", [SHAREGPT, SHAREGPT])
-    config = configured(
-        tmp_path / "run",
-        write_jsonl(tmp_path / "chat.jsonl", [{"messages": TALK}]),
-        data__tokenizer=settings.tokenizer,
-        data__packing=False,
-        data__seq_len=64,
-        data__eval={"source": str(held)},
-    )
-    data = build_data(config.data)
-    assert data.eval is not None and len(data.eval) == 2
-    labels = data.eval[0]["labels"]
-    assert data.tokenizer.decode(labels[labels != IGNORED]) == "It is 5.<|eot_id|>"

@@ -166,10 +166,8 @@ def test_an_object_store_has_the_same(
 TALKS, WEB = "conversations.jsonl", "web/*.jsonl"
 RUNS: dict[str, dict[str, Any]] = {
     "texts": {},
-    "texts apart": {"data__packing": False},
     "conversations": {"data__source": TALKS},
     "what users say": {"data__source": TALKS, "data__roles_to_train": ["user"], "data__packing": True},
-    "last answers": {"data__source": TALKS, "data__train_on": "last_assistant", "data__packing": False},
     "a stream": {"data__source": WEB, "data__stream": True, "data__eval_fraction": 0.0},
     "a mixture": {
         "data__sources": [

@@ -12,8 +12,6 @@ from transformers import PreTrainedTokenizerFast
 
 from portable.config import load_config
 from portable.data.dataset import build_data, inspect_data
-from portable.data.samples.tasks import longest_first
-from portable.data.sources.opening import recognise_format
 from portable.errors import UserError
 from tests.portable.data_support import Settings, write_jsonl
 from tests.runs import TINY_MODEL, checked
@@ -75,18 +73,6 @@ def pairs(count: int) -> list[dict[str, Any]]:
     return [{"text": text(12), "other": text(12), "label": i % 3} for i in range(count)]
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [("", "no text"), ('{"question": "a", "answer": "b"}\n', "the fields are question, answer")],
-)
-def test_a_template_beside_a_wrong_file(content: str, said: str, tmp_path: Path) -> None:
-    """What the file lacks comes before a setting that texts have no use for."""
-    source = tmp_path / "data.jsonl"
-    source.write_text(content)
-    with pytest.raises(UserError, match=said):
-        recognise_format(Settings(source=str(source), chat_template="chatml"), "causal-lm")
-
-
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seq_len", [6, 8, 13, 40])
 def test_pairs_are_what_the_tokenizer_makes_of_them(tmp_path: Path, kind: str, seq_len: int) -> None:
@@ -116,17 +102,6 @@ def test_pairs_are_what_the_tokenizer_makes_of_them(tmp_path: Path, kind: str, s
         assert int(ours.pop("labels")) == row["label"]
         assert set(ours) == set(theirs)
         assert all(torch.equal(ours[name], theirs[name][0]) for name in ours)
-
-
-@pytest.mark.parametrize("room", range(14))
-def test_the_longer_one_gives_way_as_in_the_tokenizers_library(room: int) -> None:
-    words = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    words.enable_truncation(max(1, room))
-    for first in range(8):
-        for second in range(8):
-            encoded = words.encode("a " * first, "b " * second).ids
-            assert longest_first(first, second, max(1, room)) == (encoded.count(0), encoded.count(1))
 
 
 def test_a_pair_that_has_no_room_is_refused(tmp_path: Path) -> None:
@@ -164,7 +139,7 @@ def translations(tmp_path: Path, **more: Any) -> Settings:
 
 def test_fields_in_fields_a_prefix_and_a_length_for_targets(tmp_path: Path) -> None:
     settings = translations(tmp_path, source_prefix="w1 w2 : ", seq_len=8, target_seq_len=4)
-    data = build_data(settings, task="seq2seq-lm")
+    data = build_data(settings, task="seq2seq-lm", decoder_start_token_id=7)
     lengths = set()
     for index in range(30):
         row = TRANSLATIONS[data.train.documents(index)[0]]["translation"]
@@ -176,11 +151,13 @@ def test_fields_in_fields_a_prefix_and_a_length_for_targets(tmp_path: Path) -> N
         kept = sum(theirs["attention_mask"])
         assert sample["labels"].tolist() == theirs["input_ids"][:kept] + [-100] * (4 - kept)
         assert sample["decoder_input_ids"].shape == (4,)
+        assert sample["decoder_input_ids"][:kept].tolist() == [7, *theirs["input_ids"][: kept - 1]]
         lengths.add(kept)
     assert lengths == {3, 4}
     plain = build_data(translations(tmp_path, seq_len=8), task="seq2seq-lm")
     assert plain.fingerprint != data.fingerprint
     assert plain.train[0]["labels"].shape == (8,)
+    assert plain.train[0]["decoder_input_ids"][0] == data.tokenizer.pad_token_id
 
 
 def test_a_field_with_a_dot_in_its_name_comes_first(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import threading
 import time
 from itertools import islice
@@ -15,7 +14,6 @@ import torch
 from portable.data.samples.base import IGNORED, Arrays, PackedCausal, PaddedCausal, Part, Samples
 from portable.data.samples.loader import BatchIterator, EvalLoader, TrainLoader
 from portable.data.samples.order import locate
-from portable.errors import UserError
 from tests.portable.data_support import token_cache
 
 if TYPE_CHECKING:
@@ -48,73 +46,6 @@ def expected(position: int, count: int, seed: int = 3) -> list[int]:
 
 
 # --- training
-
-
-def test_shapes(samples: PackedCausal) -> None:
-    loader = TrainLoader(samples, seed=3, global_batch_size=6, micro_batch_size=3)
-    assert loader.micro_batches_per_step == 2
-    batch = next(iter(loader))
-    assert set(batch) == {"input_ids", "labels"}
-    for value in batch.values():
-        assert value.shape == (3, LENGTH)
-        assert value.dtype == torch.int64
-        assert value.device.type == "cpu"
-        assert value.is_contiguous()
-    assert torch.equal(batch["labels"], batch["input_ids"] + 1)
-
-
-@pytest.mark.parametrize(
-    ("world_size", "accumulation"),
-    [(1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (3, 2), (4, 1), (6, 1), (6, 2), (12, 1)],
-)
-def test_the_global_batch_is_the_same_in_every_world(
-    samples: PackedCausal, world_size: int, accumulation: int
-) -> None:
-    share = 12 // world_size
-    found: list[list[int]] = [[] for _ in range(8)]  # 8 steps of 12: over two epochs and into a third
-    for rank in range(world_size):
-        loader = TrainLoader(
-            samples,
-            seed=3,
-            global_batch_size=12,
-            micro_batch_size=share // accumulation,
-            rank=rank,
-            world_size=world_size,
-        )
-        mine = take(loader, 8)
-        for step in range(8):
-            found[step] += mine[step * share : (step + 1) * share]
-    for step in range(8):
-        assert found[step] == expected(step * 12, 12)
-
-
-@pytest.mark.parametrize("position", [0, 6, 36, 37, 600, 10**12])
-def test_resuming_is_going_on(samples: PackedCausal, position: int) -> None:
-    loader = TrainLoader(samples, seed=3, position=position, global_batch_size=6, micro_batch_size=2)
-    assert take(loader, 5) == expected(position, 30)
-
-
-def test_worker_processes_give_the_same(samples: PackedCausal) -> None:
-    before = set(multiprocessing.active_children())
-    loader = TrainLoader(samples, seed=3, position=5, global_batch_size=6, micro_batch_size=3, num_workers=1)
-    state = torch.get_rng_state()
-    assert take(loader, 4) == expected(5, 24)
-    assert torch.equal(torch.get_rng_state(), state)  # reading data leaves dropout's randomness alone
-    assert set(multiprocessing.active_children()) <= before
-
-
-def test_sizes_that_do_not_divide(samples: PackedCausal) -> None:
-    def refused(**sizes: int) -> str:
-        with pytest.raises(UserError) as caught:
-            TrainLoader(samples, seed=0, **sizes)  # type: ignore[arg-type]
-        return str(caught.value)
-
-    assert "train.global_batch_size: 10 is not divisible by 4 ranks" in refused(
-        global_batch_size=10, micro_batch_size=1, world_size=4
-    )
-    assert "train.micro_batch_size: 3 does not divide the 4 samples per rank" in refused(
-        global_batch_size=8, micro_batch_size=3, world_size=2
-    )
 
 
 # --- reading ahead
@@ -231,13 +162,6 @@ def test_evaluation_sees_every_sample_once(samples: PackedCausal, world_size: in
     assert sorted(seen) == list(range(COUNT))
     assert len(lengths) == 1
     assert ignored == next(iter(lengths)) * batch_size * world_size - COUNT
-
-
-def test_evaluation_is_in_order_and_repeats(samples: PackedCausal) -> None:
-    loader = EvalLoader(samples, batch_size=5)
-    first = list(loader)
-    assert indices(first)[:COUNT] == list(range(COUNT))
-    assert all(torch.equal(a["labels"], b["labels"]) for a, b in zip(first, loader, strict=True))
 
 
 def test_padded_evaluation_keeps_its_mask(tmp_path: Path) -> None:

@@ -47,13 +47,3 @@ def test_position_is_one_integer() -> None:
         assert index == permutation(n, 5, epoch)(position % n)
     for start in range(0, 4 * n, n):
         assert {locate(p, n, 5)[1] for p in range(start, start + n)} == set(range(n))
-
-
-def test_outside_the_range_is_refused() -> None:
-    order = Permutation(5, 0)
-    with pytest.raises(IndexError):
-        order(5)
-    with pytest.raises(IndexError):
-        order.array([0, -1])
-    with pytest.raises(ValueError, match="1 <= n"):
-        Permutation(0, 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import pickle
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,7 +14,6 @@ from portable.data.samples.base import (
     PackedCausal,
     PaddedCausal,
     Part,
-    Samples,
     packed_samples,
     split_blocks,
     split_documents,
@@ -157,18 +155,3 @@ def test_masking_is_keyed_by_seed_epoch_and_sample(cache: TokenCache) -> None:
     assert not torch.equal(together["labels"][:count], together["labels"][count : 2 * count])
     other = masked(cache, packed=True, seed=-1).batch(places)
     assert not torch.equal(other["labels"], together["labels"])
-
-
-# --- seq2seq and classification
-
-
-def test_data_sets_pickle_small(cache: TokenCache) -> None:
-    data_sets: list[Samples] = [
-        PackedCausal(cache, Part(0, 3), 8),
-        PaddedCausal(cache, split_documents(cache.documents, 0.1)[1], 8, PAD),
-        masked(cache, packed=False),
-    ]
-    for samples in data_sets:
-        carried = pickle.dumps(samples)
-        assert len(carried) < 2000
-        assert torch.equal(pickle.loads(carried)[1]["labels"], samples[1]["labels"])  # noqa: S301

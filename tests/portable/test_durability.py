@@ -73,8 +73,10 @@ def leg_watched(folder: Path, corpus: Path, backend: str, settings: dict[str, An
 SETTINGS: dict[str, Any] = {"train__steps": 4, "checkpoint__every_steps": 4, "data__eval_fraction": 0}
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard", "zero2", "zero3", "xla"])
-@pytest.mark.parametrize("background", [True, False], ids=["background", "foreground"])
+@pytest.mark.parametrize(
+    ("strategy", "background"),
+    [*((name, True) for name in ("full_shard", "no_shard", "zero2", "zero3", "xla")), ("full_shard", False)],
+)
 def test_all_is_synced_before_the_name(
     strategy: str,
     background: bool,
@@ -231,26 +233,14 @@ def test_half_a_checkpoint_never_passes_for_one(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002"]
 
 
-def test_the_last_good_one_stays(tmp_path: Path, corpus: Path) -> None:
-    """Of one kept checkpoint the next is complete first; one that was damaged counts as none."""
+def test_the_last_good_one_stays(tmp_path: Path) -> None:
+    """Of one kept checkpoint the next is complete first."""
     seen: list[list[int]] = []
     checkpoints = Checkpoints(tmp_path / "alone", keep=1)
     for step in (1, 2, 3):
         save(checkpoints, step)
         seen.append([step for step, _ in checkpoints.complete()])
     assert seen == [[1], [2], [3]]
-
-    folder = tmp_path / "run"
-    kept: dict[str, Any] = {"checkpoint__every_steps": 2, "checkpoint__keep": 2, "train__steps": 12}
-    assert run_rank("cpu", configured(folder, corpus, **kept, train__stop_after=6)) == 0
-    newest = folder / "checkpoints" / "step-000006"
-    shard = next(newest.glob("*.distcp"))
-    shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2])
-    assert run_rank("cpu", configured(folder, corpus, **kept, train__stop_after=7)) == 0
-    names = sorted(path.name for path in (folder / "checkpoints").iterdir())
-    assert names == ["step-000006", "step-000006.damaged", "step-000007"]
-    good = [step for step, _ in Checkpoints(folder / "checkpoints", keep=None).complete()]
-    assert good == [6, 7]  # 6 was made once more, from 4
 
 
 def test_a_disk_that_is_full_is_one_line(

@@ -1,4 +1,4 @@
-"""The files in ``configs/``: each passes a dry run as it is but for the machine and the hub, and trains.
+"""The files in ``configs/``: each trains as it is, but for the machine and the hub.
 
 What comes from a hub is replaced (a model of the same kind with small layers, a text on disk), and what needs
 an accelerator runs on CPU ranks or virtual XLA devices.
@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from portable.cli import main
 from portable.config import load_config
 from portable.config.reference import ROOT
 from portable.data.dataset import build_data
-from portable.formatting import human_count
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
 from tests.runs import configured
@@ -27,7 +25,6 @@ if TYPE_CHECKING:
     from portable.config import RunConfig
     from tests.engines import Engines
 
-pytestmark = pytest.mark.usefixtures("passes_known")
 CONFIGS = [
     pytest.param(path, id=path.stem, marks=pytest.mark.ops("async_io") if "nvme" in path.stem else ())
     for path in sorted((ROOT / "configs").glob("*.yaml"))
@@ -128,29 +125,6 @@ def test_the_command_at_its_top_names_the_file(path: Path) -> None:
     head = path.read_text().split("\n\n")[0]
     assert f"configs/{path.name}" in head or "--config ..." in head
     assert head.startswith("# yaml-language-server: $schema=schema.json\n")
-
-
-@pytest.mark.parametrize("path", CONFIGS)
-def test_a_dry_run(
-    path: Path,
-    tmp_path: Path,
-    models: dict[str, Path],
-    corpus: Path,
-    reviews: Path,
-    capfd: pytest.CaptureFixture[str],  # DeepSpeed's builder asks for the number of the standard error stream
-) -> None:
-    settings = here(path, tmp_path / "run", models, corpus, reviews)
-    if settings["backend"] == "xla":
-        settings["backend"] = "cpu"  # XLA's runtime starts once in a process, elsewhere
-    require_what_it_needs(load_config(path, settings))
-    arguments = [
-        part for key, value in settings.items() for part in (f"--{key}", json.dumps(value).strip('"'))
-    ]
-    ranks = RANKS.get(load_config(path).strategy, 2)
-    assert main(["--config", str(path), *arguments, "--nproc", str(ranks), "--dry-run"]) == 0
-    told = capfd.readouterr().out
-    assert "# What this run will do" in told and f"{human_count(ranks, 'rank')} x" in told
-    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("path", TRAINED)

@@ -10,7 +10,7 @@ import torch
 from converters import open_checkpoint
 from portable.errors import UserError
 from portable.model.build import model_config, training_model
-from portable.model.freezing import freeze, frozen_names, keep_as_stored, tie_notes
+from portable.model.freezing import freeze, frozen_names, tie_notes
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
 from tests.runs import configured, write_pretrained
@@ -71,14 +71,12 @@ def test_a_tied_parameter_is_one(run_of: Any) -> None:
             {"train__frozen": "embed_token$"},
             "train.frozen: 'embed_token$' matches no parameter; did you mean embed_tokens?",
         ),
-        ({"train__trainable": ["lm_hea$"]}, "train.trainable: 'lm_hea$' matches no parameter"),
         (
             {"train__frozen": r"layers\.7\."},
             r"train.frozen: 'layers\\.7\\.' matches no parameter; parameters are named like model.layers.1.",
         ),
         ({"train__frozen": "(("}, "train.frozen: '((' is not a regular expression"),
         ({"train__frozen": "."}, "train.frozen: nothing is left to train"),
-        ({"train__trainable": "norm", "train__frozen": "norm"}, "train.frozen: nothing is left to train"),
     ],
 )
 def test_what_fits_no_parameter_is_refused(settings: dict[str, Any], message: str, run_of: Any) -> None:
@@ -86,29 +84,6 @@ def test_what_fits_no_parameter_is_refused(settings: dict[str, Any], message: st
         model_of(run_of(**settings))
     assert str(raised.value).startswith(message)
     assert "\n" not in str(raised.value)
-
-
-class Stored:
-    def __init__(self, dtype: str) -> None:
-        self.dtype = dtype
-
-
-def test_values_stay_exact(run_of: Any) -> None:
-    """A weight is kept in 16 bits only where its file has exactly those."""
-    model = model_of(run_of(train__trainable="norm"))
-    name, *others = frozen_names(model)
-    files = {name: Stored("BF16"), **dict.fromkeys(others, Stored("F16")), others[0]: Stored("F32")}
-
-    def kept(tensors: Any, precision: str) -> dict[str, torch.dtype]:
-        keep_as_stored(model, tensors, precision)
-        return {name: p.dtype for name, p in model.named_parameters() if not p.requires_grad}
-
-    found = kept(files, "bf16")
-    assert found.pop(name) == torch.bfloat16
-    assert set(found.values()) == {torch.float32}
-    assert set(kept({}, "bf16").values()) == {torch.float32}
-    assert set(kept(files, "fp32").values()) == {torch.float32}
-    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
 
 
 def test_a_run_from_start_to_end(tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:

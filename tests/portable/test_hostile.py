@@ -18,7 +18,6 @@ import pytest
 from pyarrow import parquet
 
 from converters.cli import main as convert
-from converters.storage.object_store import RemotePath
 from portable.adapters.settings import folder_of
 from portable.cli import main
 from portable.data.sources.source import TokenSource
@@ -35,7 +34,6 @@ from tests.runs import SENTENCE, flags, tiny
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from tests.object_store import ObjectStore
 
 SECRET = "the password"
 
@@ -361,14 +359,6 @@ def test_a_template_has_little_time_and_memory(name: str, monkeypatch: pytest.Mo
     status = Path(f"/proc/{limited._kept[os.getpid()]._process.pid}/status").read_text()
     peak = int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0])
     assert peak < 2 << 20
-
-
-def test_a_folder_in_place_of_a_config(s3: ObjectStore, capsys: pytest.CaptureFixture[str]) -> None:
-    place = RemotePath.of(s3.url("strange"))
-    (place / "config.yaml" / "x").write_bytes(b"")
-    assert main(["--output_dir", str(place), "--backend", "cpu"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: output_dir: ") and "config.yaml: " in line
 
 
 # -- the terminal --------------------------------------------------------------------------------------------

@@ -11,8 +11,6 @@ import sys
 import tempfile
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,15 +20,13 @@ import torch
 from portable.errors import RunError, UserError
 from portable.loop import stop_signals
 from portable.output.output_dir import locked
-from portable.ranks.launch import STOP_REQUESTED, _stopped, failing, launch
+from portable.ranks.launch import STOP_REQUESTED, failing, launch
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
 from tests.runs import configured, flags, tiny
-from tests.zygote import stands_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from concurrent.futures import Future
+    from collections.abc import Callable
 
     from tests.zygote import Zygote
 
@@ -197,12 +193,6 @@ def test_a_refusal_on_one_rank_ends_the_others_quietly(tmp_path: Path, corpus: P
     assert_told_once(done.stderr, "in use")
 
 
-def test_a_failure_on_one_rank_ends_the_others_quietly(tmp_path: Path, corpus: Path, zygote: Zygote) -> None:
-    (tmp_path / "checkpoints").touch()  # a file, where rank 0 makes a folder
-    done = zygote.run(*TORCHRUN, *flags(tiny(tmp_path, corpus, train__micro_batch_size=3)))
-    assert_told_once(done.stderr, "could not be written")
-
-
 def test_a_port_in_use_is_named(tmp_path: Path, corpus: Path, zygote: Zygote) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
@@ -213,120 +203,30 @@ def test_a_port_in_use_is_named(tmp_path: Path, corpus: Path, zygote: Zygote) ->
     assert "Traceback" not in done.stderr
 
 
-IMPATIENT_TORCHRUN = """
-import os
-from torch.distributed import run
-from torch.distributed.elastic.multiprocessing.api import PContext
-PContext.close.__defaults__ = (None, 3)  # seconds that a rank has to obey SIGTERM; 30 otherwise
-print(os.getpid(), flush=True)
-run.main()
-"""
-
-
-@dataclass
-class Halted:
-    """A run of two ranks whose second one was sent a signal, as it will end.
-
-    Attributes:
-        folder: of the run.
-        process: its launcher.
-        output: what the launcher prints, to be waited for.
-        workers: the process id of each rank.
-    """
-
-    folder: Path
-    process: subprocess.Popen[str]
-    output: Future[tuple[str, str]]
-    workers: dict[int, int]
-
-    def errors(self) -> str:
-        """The standard error stream, when the run has ended."""
-        return self.output.result(AT_MOST)[1]
-
-
-@pytest.fixture(scope="module")
-def halted(
-    tmp_path_factory: pytest.TempPathFactory, corpus: Path, zygote: Zygote
-) -> Iterator[dict[str, Halted]]:
-    """A rank killed and one stopped under torchrun, and one stopped under our launcher.
-
-    All at the same time: what takes long is that nothing happens.
-    """
-    base = tmp_path_factory.mktemp("halted")
-    own, scratch = "stopped under ours", base / "scratch"
-    signals = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP, own: signal.SIGSTOP}
-    processes, launchers = {}, {}
-    with ThreadPoolExecutor(len(signals)) as readers:
-        for name in signals:
-            settings = tiny(
-                base / name,
-                corpus,
-                train__steps=1_000_000,
-                train__micro_batch_size=3,
-                log__hang_timeout=4,
-                checkpoint__every_steps=None,
-            )
-            if name == own:
-                processes[name] = start(scratch, settings, "--nproc", "2", begin=zygote.start)
-            else:
-                command = ["python", "-c", IMPATIENT_TORCHRUN, *TORCHRUN[1:], *flags(settings)]
-                processes[name] = zygote.start(*command)
-        for name, process in processes.items():
-            assert process.stdout is not None
-            launchers[name] = 0 if name == own else int(process.stdout.readline())
-        try:
-            outputs = {name: readers.submit(process.communicate) for name, process in processes.items()}
-            runs = {}
-            for name, process in processes.items():
-                wait_for(
-                    lambda name=name, process=process: (  # type: ignore[misc]
-                        steps_logged(base / name) > 3 or process.poll() is not None
-                    )
-                )
-                workers = ranks_of(scratch) if name == own else ranks_under(launchers[name])
-                assert sorted(workers) == [0, 1]
-                os.kill(workers[1], signals[name])
-                runs[name] = Halted(base / name, process, outputs[name], workers)
-            yield runs
-        finally:
-            for process in processes.values():
-                process.terminate()
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["killed", "stopped"])
-def test_all_end_within_a_set_time_under_torchrun(how: str, halted: dict[str, Halted]) -> None:
-    run = halted[how]
-    errors = run.errors()
-    assert run.process.returncode != 0
-    assert not any(alive(pid) for pid in run.workers.values())
-    if how == "stopped":
-        assert "error: no progress for " in errors
-        # In the step, or in what ranks ask one another around it.
-        assert "portable/loop.py" in (run.folder / "hang" / "rank-0.txt").read_text()
-
-
-def test_one_rank_that_stops_ends_all_and_it_is_said_which(halted: dict[str, Halted]) -> None:
-    run = halted["stopped under ours"]
-    errors = run.errors()
-    assert run.process.returncode == 1
+def test_one_rank_that_stops_ends_all_and_it_is_said_which(
+    tmp_path: Path, corpus: Path, zygote: Zygote
+) -> None:
+    folder, scratch = tmp_path / "run", tmp_path / "scratch"
+    settings = tiny(
+        folder,
+        corpus,
+        train__steps=1_000_000,
+        train__micro_batch_size=3,
+        log__hang_timeout=4,
+        checkpoint__every_steps=None,
+    )
+    run = start(scratch, settings, "--nproc", "2", begin=zygote.start)
+    wait_for(lambda: steps_logged(folder) > 3 or run.poll() is not None)
+    workers = ranks_of(scratch)
+    os.kill(workers[1], signal.SIGSTOP)
+    _, errors = run.communicate(timeout=AT_MOST)
+    assert run.returncode == 1
+    assert not any(alive(pid) for pid in workers.values())
     told = next(line for line in errors.splitlines() if line.startswith("error: "))
-    assert "no progress for " in told
-    assert "rank 0 was in " in told
-    assert "rank 1 did not respond" in told
-    assert "portable/loop.py" in (run.folder / "hang" / "rank-0.txt").read_text()
-
-
-def ranks_under(launcher: int) -> dict[int, int]:
-    """The process id of each rank that ``launcher`` has started."""
-    found = {}
-    for task in Path(f"/proc/{launcher}/task").iterdir():
-        for pid in (task / "children").read_text().split():
-            entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            variables = dict(entry.split(b"=", 1) for entry in entries if b"=" in entry)
-            if b"RANK" in variables:
-                found[int(variables[b"RANK"])] = stands_for(int(pid))
-    return found
+    for words in ("no progress for ", "rank 0 was in ", "rank 1 did not respond"):
+        assert words in told
+    assert "portable/loop.py" in (folder / "hang" / "rank-0.txt").read_text()
 
 
 def _rank_function(how: str) -> int:
@@ -337,8 +237,6 @@ def _rank_function(how: str) -> int:
         raise ValueError("a bug of ours")
     if rank == 1 and how == "exits":
         os._exit(9)
-    if rank == 1 and how == "leaves":
-        os._exit(0)
     if how == "killed":
         # Rank 1 is killed, and the other fails in its wake, as soon as it can notice.
         note = Path(os.environ["NOTES"], "1")
@@ -462,7 +360,6 @@ def notes(tmp_path: Path) -> Path:
         ("refuses", "UserError: data.source: nothing there"),
         ("breaks", "RunError: rank 1 failed first: ValueError: a bug of ours (traceback above)"),
         ("exits", "RunError: rank 1 failed first: it exited with code 9"),
-        ("leaves", "RunError: rank 1 failed first: it exited with code 0"),
         ("slow to end", "RunError: rank 0 failed first: the disk is full"),
     ],
 )
@@ -487,12 +384,8 @@ def test_a_second_signal_acts_at_once(notes: Path, zygote: Zygote) -> None:
     [
         ((0, 1), "killed by SIGKILL by the kernel, which ran out of host memory; set this lower"),
         ((3, 3), "but not by the kernel's OOM killer"),
-        (
-            (None, None),
-            "killed by SIGKILL, most likely by the kernel because host memory ran out; set this lower",
-        ),
     ],
-    ids=["counted", "not counted", "no counter"],
+    ids=["counted", "not counted"],
 )
 def test_what_a_kill_most_likely_means(
     counted: tuple[int | None, ...], words: str, notes: Path, zygote: Zygote
@@ -516,13 +409,6 @@ def test_a_refusal_in_a_rank_is_one_line(tmp_path: Path, corpus: Path, zygote: Z
 def test_a_signal_before_the_ranks_are_up_is_not_lost(notes: Path, zygote: Zygote) -> None:
     told, _ = reported(zygote, notes, "asked early")
     assert told.startswith("StoppedError: stopped by a signal before the first step; there is no checkpoint")
-
-
-@pytest.mark.parametrize("requests", [[signal.SIGINT], [signal.SIGINT, signal.SIGINT], [signal.SIGTERM]])
-def test_what_a_stopped_run_goes_on_from_is_there(requests: list[int]) -> None:
-    assert "resumes from runs/a/step-000004" in str(_stopped(requests, "runs/a/step-000004"))
-    assert "there is no checkpoint yet" in str(_stopped(requests, None))
-    assert _stopped(requests, None).exit_code == 128 + requests[0]
 
 
 def test_the_ranks_exit_code_is_handed_on(notes: Path, zygote: Zygote) -> None:

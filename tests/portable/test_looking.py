@@ -51,10 +51,8 @@ def larger(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"data__added_tokens": CHATML, **TARGETS}, "data.added_tokens: adds rows to"),
         ({}, 'set data.added_tokens to ["<|im_start|>", "<|im_end|>"]'),
         ({"data__tokenizer": "LARGER"}, "name its last 2 in data.added_tokens, so that they get rows, or"),
-        ({"data__tokenizer": "LARGER", "data__added_tokens": CHATML}, None),
         ({"data__added_tokens": CHATML, "data__eval": {"source": "BROKEN"}}, "data.eval.source: "),
         ({"data__added_tokens": CHATML, "train__loss": "no.such:loss"}, "train.loss"),
-        ({"data__added_tokens": CHATML, "train__trainable": ["nothing"]}, "train.trainable"),
     ],
 )
 def test_what_one_refuses_the_others_refuse(
