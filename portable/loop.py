@@ -29,7 +29,11 @@ if TYPE_CHECKING:
 class StepResult:
     """The global mean loss and the gradient norm of an optimizer step, as scalars on the device.
 
-    ``numbers`` are those that ``train.loss`` logs beside it, ``[numbers]``.
+    Attributes:
+        loss: the mean over the valid tokens of the global batch.
+        grad_norm: before clipping.
+        numbers: what ``train.loss`` logs beside the loss, in one tensor ``[numbers]``; None if nothing.
+        learning_rate: of the step.
     """
 
     loss: Tensor
@@ -44,7 +48,7 @@ class Progress:
 
     Attributes:
         step: optimizer steps done.
-        samples: sequences consumed, which is the position in the data.
+        samples: samples consumed, which is the position in the data.
         skipped: steps with a skipped update, as of the last read from the device.
         eval_history: what the evaluations came to.
         ended: whether they ended the run early.
@@ -62,8 +66,8 @@ class Callback:
 
     One of the user's, such as ``my_package.my_module:MyCallback`` in ``train.callbacks``, has some of the
     methods that begin with ``on_``, and need not be of this class. All are called on every rank. An exception
-    in one ends the run on all ranks. None may change the model, and only those after :meth:`on_step` may read
-    from the device.
+    in one ends the run on all ranks. None may change the model. :meth:`on_step` comes after every step, so it
+    must not read from the device.
     """
 
     def on_start(self, run: Run) -> None:
@@ -84,7 +88,7 @@ class Callback:
     def on_end(self, run: Run) -> None:
         """After the last step of a launch, before the export."""
 
-    # -- of the run's own alone --------------------------------------------------------------------------
+    # -- not for the user's ------------------------------------------------------------------------------
 
     def over(self, batches: Iterable[Batch]) -> Iterable[Batch]:
         """``batches`` of the steps or of an evaluation, looked after on their way."""
@@ -116,7 +120,7 @@ def train_step(
     first_sample: int,
     learning_rate: float,
     max_grad_norm: float,
-    measures: bool = True,
+    with_token_metrics: bool = True,
 ) -> StepResult:
     """Take one optimizer step over the global batch that starts at ``first_sample``, without a host sync.
 
@@ -124,7 +128,7 @@ def train_step(
     and ranks. They are counted (or weighed, as ``train.loss`` says) while the batches are still on the host,
     and every micro-batch's summed loss is divided by the count.
     """
-    engine.objective.measures = measures
+    engine.objective.with_token_metrics = with_token_metrics
     batches = [next(micro_batches) for _ in range(plan.accumulation_steps)]
     valid = backend.total(sum(engine.objective.weight(batch) for batch in batches))
     losses = []
@@ -139,33 +143,33 @@ def train_step(
 
 
 def steps(
-    run: Prepared,
+    prepared: Prepared,
     engine: Engine,
     micro_batches: Iterator[Batch],
     progress: Progress,
     until: int,
-    measures: Callable[[int], bool] = lambda step: True,
+    logs: Callable[[int], bool] = lambda step: True,
 ) -> Iterator[StepResult]:
     """Take optimizer steps until ``progress.step`` is ``until`` or ``progress.ended``; all ranks do alike.
 
     Yields what came of each, once ``progress`` has moved on. Without a host sync.
 
     Args:
-        measures: whether a step, from 1, measures hits and entropy beside its loss.
+        logs: whether a step, from 1, is logged, and so measures hits and entropy beside its loss.
     """
     while progress.step < until and not progress.ended:
         result = train_step(
-            run.backend,
+            prepared.backend,
             engine,
             micro_batches,
-            plan=run.plan,
+            plan=prepared.plan,
             first_sample=progress.samples,
-            learning_rate=run.schedule(progress.step),
-            max_grad_norm=run.config.train.max_grad_norm or 0.0,
-            measures=measures(progress.step + 1),
+            learning_rate=prepared.schedule(progress.step),
+            max_grad_norm=prepared.config.train.max_grad_norm or 0.0,
+            with_token_metrics=logs(progress.step + 1),
         )
         progress.step += 1
-        progress.samples += run.plan.global_batch_size
+        progress.samples += prepared.plan.global_batch_size
         yield result
 
 
@@ -183,8 +187,8 @@ def train(run: Run, micro_batches: Iterable[Batch]) -> bool:
             run.stopped = run.backend.any(stop_requested())
             run.call("on_step")
             if run.stopped:
-                return run.step < run.until and not run.progress.ended
-    return False
+                break
+    return run.stopped and run.step < run.until and not run.progress.ended
 
 
 _STOPPING = b"\nstopping after this step and saving a checkpoint; again to stop now without saving\n"
@@ -198,14 +202,15 @@ def stop_signals() -> Iterator[Callable[[], bool]]:
     def request(number: int, _: object) -> None:
         nonlocal received
         received = True
-        signal.signal(number, previous[signal.Signals(number)])
+        signal.signal(number, previous[number])
         if at_a_terminal():
             os.write(2, _STOPPING)  # print is not safe in a signal handler
 
-    numbers = (signal.SIGTERM, signal.SIGINT)
+    found = {int(number): signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    previous = {number: handler for number, handler in found.items() if handler is not signal.SIG_IGN}
     try:
-        ours = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
-        previous = {number: signal.signal(number, request) for number in ours}
+        for number in previous:
+            signal.signal(number, request)
     except ValueError:  # only the main thread can set signal handlers
         yield lambda: False
         return

@@ -84,7 +84,7 @@ def _exercise(
         losses = backend.read([result.loss for result in results])
         norms = backend.read([result.grad_norm for result in results])
         assert run.data.eval is not None
-        evaluated = evaluate(backend, engine, eval_batches(run, run.data.eval), run.measures)
+        evaluated = evaluate(backend, engine, eval_batches(run, run.data.eval), run.metrics)
         prompt = torch.arange(8)[None]
         continued = engine.generate(prompt, max_new_tokens=4, seed=0)[0].tolist()
         save(engine, folder / "trained")

@@ -196,7 +196,7 @@ class ZeroEngine:
         self._sharded = stage == 3
         self._device = machine.device
         # The loss is already divided by the global batch; DeepSpeed averages gradients over the ranks on top.
-        self._loss_scale = float(machine.world_size)
+        self._averaging = float(machine.world_size)
         names: dict[nn.Parameter, str] = {p: name for name, p in self.model.named_parameters()}
         self._partitions: FlatPartitions | ShardedPartitions
         if self._sharded:
@@ -224,7 +224,7 @@ class ZeroEngine:
         loss, numbers = self.objective(self._engine, batch, valid)
         # DeepSpeed checks gradients only, and an infinite loss can have finite ones: make them NaN.
         finite = torch.where(torch.isfinite(loss.detach()), 1.0, torch.nan)
-        self._engine.backward(loss * (finite * self._loss_scale), scale_wrt_gas=False)
+        self._engine.backward(loss * (finite * self._averaging), scale_wrt_gas=False)
         return shares(loss, numbers)
 
     def update(self, learning_rate: float, max_norm: float, loss: Tensor) -> Tensor:

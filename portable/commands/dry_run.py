@@ -26,7 +26,7 @@ from portable.planner.memory_model import Setting as Strategy
 from portable.planner.tables import Plan, hours_rows
 from portable.planner.this_machine import memory_rows, planner_here
 from portable.registry import create_backend
-from portable.run.callbacks import order
+from portable.run.callbacks import callback_order
 from portable.run.evaluation import judge_of
 from portable.run.finish import ranks_in_words
 from portable.run.prepare import notes_on
@@ -138,7 +138,7 @@ def _plan_rows(
         ("tokens a step", f"{plan.global_batch_size * config.data.seq_len:,}"),
         ("steps", _unknown_steps(config, data) if steps is None else f"{steps:,}"),
         ("start", f"resume from {source}" if source is not None else "step 0"),
-        ("beside each step", ", ".join(order(config))),
+        ("beside each step", ", ".join(callback_order(config))),
         *begun,
     ]
 

@@ -89,7 +89,7 @@ class Objective:
         self._head = head
         self._loss = loss
         self._checked = False
-        self.measures = False
+        self.with_token_metrics = False
         """Whether steps measure hits and entropy beside the loss; on XLA, in one graph, they always do."""
         self._measured: tuple[str, ...] = ()
         self._attention = DocumentAttention(model)
@@ -159,10 +159,10 @@ class Objective:
         labels = batch["labels"]
         share = labels.shape[0] / self._sequences
         divisor = torch.where(valid > 0, valid, 1).float()
-        measures = labels.dim() > 1 and not labels.is_floating_point()
-        measures = measures and (self.measures or labels.device.type == "xla")
+        measured = labels.dim() > 1 and not labels.is_floating_point()
+        measured = measured and (self.with_token_metrics or labels.device.type == "xla")
         if self._head is not None:
-            self._head.with_hits = measures
+            self._head.with_hits = measured
         numbers: dict[str, Tensor] = {}
         if self._loss is None:
             total, output = _passed(model, batch, self._head, self._attention, self._criterion, self._terms)
@@ -173,8 +173,8 @@ class Objective:
             output = outputs.model
         loss = self._terms.added(total / divisor, output, share=share)
         in_parts = self._head is not None and self._head.gave
-        measures = measures and output.logits.dim() > 2  # of a class for a whole sequence nothing is measured
-        found = _measured(output.logits.detach(), labels, in_parts=in_parts) if measures else {}
+        measured = measured and output.logits.dim() > 2  # of a class for a whole sequence there is nothing
+        found = _measured(output.logits.detach(), labels, in_parts=in_parts) if measured else {}
         numbers = found | numbers
         self._measured = tuple(name for name in found if numbers[name] is found[name])
         return loss, torch.stack(list(numbers.values())) / divisor if numbers else None

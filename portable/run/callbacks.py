@@ -86,7 +86,7 @@ class Run:
 
     @property
     def samples(self) -> int:
-        """Sequences consumed."""
+        """Samples consumed."""
         return self.progress.samples
 
     @property
@@ -186,7 +186,7 @@ class Run:
         return {**numbers, **dict(zip(tensors, read, strict=True))}
 
 
-def order(config: RunConfig, *, profile: bool = False) -> list[str]:
+def callback_order(config: RunConfig, *, profile: bool = False) -> list[str]:
     """What happens beside the steps, in the order in which it does: ours by name, the user's by setting.
 
     The user's come before what logs, so that the row of a step has what they log; an evaluation comes before
@@ -232,7 +232,7 @@ class UserCallback(Callback):
             )
 
 
-def check(names: Sequence[str]) -> dict[str, UserCallback]:
+def load_callbacks(names: Sequence[str]) -> dict[str, UserCallback]:
     """The callbacks that ``train.callbacks`` names, by what they are called in messages.
 
     Raises:

@@ -39,7 +39,7 @@ def evaluate_all(
         engine.swap_ema_weights()
     for source, samples in prepared.data.evals.items():
         batches = over(eval_batches(prepared, samples))
-        values = evaluate(prepared.backend, engine, batches, prepared.measures)
+        values = evaluate(prepared.backend, engine, batches, prepared.metrics)
         found |= {_name(value, source): number for value, number in values.items()}
     if averaged:
         engine.swap_ema_weights()
@@ -50,11 +50,11 @@ def _name(value: str, source: str) -> str:
     return f"{EVALUATION}{value}/{source}" if source else f"{EVALUATION}{value}"
 
 
-def judge_of(config: RunConfig, sources: Collection[str], measures: MetricSet) -> BestTracker | None:
+def judge_of(config: RunConfig, sources: Collection[str], metrics: MetricSet) -> BestTracker | None:
     """What compares evaluations; None if nothing follows from them.
 
     Args:
-        config: of the run. sources: the names of what it evaluates on. measures: its metrics.
+        config: of the run. sources: the names of what it evaluates on. metrics: its metrics.
 
     Raises:
         UserError: if no evaluation has ``checkpoint.best_metric``, or nothing tells which way it is better.
@@ -66,7 +66,7 @@ def judge_of(config: RunConfig, sources: Collection[str], measures: MetricSet) -
         raise UserError("data.eval_fraction: the data is too small to hold any out; set data.eval")
     metric = checkpoint.best_metric or _name("loss", next(iter(sources)))
     value, _, source = metric.removeprefix(EVALUATION).partition("/")
-    names = measures.names
+    names = metrics.names
     known = [_name(name, one) for one in sources for name in names or ("loss",)]
     own = names is None and metric.startswith(EVALUATION) and source in sources
     if metric not in known and not own:
@@ -74,7 +74,7 @@ def judge_of(config: RunConfig, sources: Collection[str], measures: MetricSet) -
         raise UserError(
             f"checkpoint.best_metric: no evaluation of this run has {metric}; it has {', '.join(known)}{more}"
         )
-    mode = measures.mode(value) if checkpoint.best_mode == "auto" else checkpoint.best_mode
+    mode = metrics.mode(value) if checkpoint.best_mode == "auto" else checkpoint.best_mode
     if mode is None:
         raise UserError(
             f"checkpoint.best_mode: nothing tells whether a higher {metric} is better; set min or max"

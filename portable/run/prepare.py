@@ -63,11 +63,11 @@ def prepare(resolved: Resolved, backend: Backend) -> Prepared:
     adopt_labels(model_config, data.classes)
     of_task = config.model.task if data.classes is None else data.classes.problem
     setting = Setting(of_task, data.label_names, data.tokenizer, user_loss=config.train.loss is not None)
-    measures = build_metrics(config.train.metrics, setting)
-    if measures.texts is not None and backend.one_program and backend.world_size > 1:
-        names = " and ".join(measures.texts.names)
+    metrics = build_metrics(config.train.metrics, setting)
+    if metrics.texts is not None and backend.one_program and backend.world_size > 1:
+        names = " and ".join(metrics.texts.names)
         raise UserError(f"train.metrics: on several hosts, XLA generates no texts; remove {names}")
-    best_tracker = judge_of(config, data.evals, measures)
+    best_tracker = judge_of(config, data.evals, metrics)
     assembled = assemble(config, model_config, special_tokens, data.tokenizer, data)
     model, adapter = assembled.model, assembled.adapter
     architecture, parameters = type(model).__name__, parameter_count(model)
@@ -113,7 +113,7 @@ def prepare(resolved: Resolved, backend: Backend) -> Prepared:
         steps=length,
         until=min(length, config.train.stop_after or length),
         schedule=build_schedule(config.train, length),
-        measures=measures,
+        metrics=metrics,
         best_tracker=best_tracker,
         reference=reference,
         notes=tuple(notes),

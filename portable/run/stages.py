@@ -62,7 +62,7 @@ class Prepared:
         steps: length of the schedule.
         until: the step at which this launch ends.
         schedule: learning rate by step.
-        measures: the metrics of an evaluation.
+        metrics: the metrics of an evaluation.
         best_tracker: compares evaluations; None if nothing follows from them.
         reference: a digest of the weights that the loss compares with; None without such.
         notes: what may surprise the user, one line each.
@@ -84,7 +84,7 @@ class Prepared:
     steps: int
     until: int
     schedule: Schedule
-    measures: MetricSet
+    metrics: MetricSet
     best_tracker: BestTracker | None
     reference: str | None
     notes: tuple[str, ...]

@@ -24,7 +24,7 @@ from portable.ranks.collectives import agree, all_or_none
 from portable.ranks.watchdog import Watchdog
 from portable.reporting.reporter import Reporter
 from portable.run.batches import train_loader
-from portable.run.callbacks import Beats, Run, check, order
+from portable.run.callbacks import Beats, Run, load_callbacks, callback_order
 from portable.run.evaluation import Evaluations, why_ended
 from portable.run.finish import export_with_card, finish, headline, sample
 from portable.run.restore import restore
@@ -78,8 +78,8 @@ def train_run(prepared: Prepared, output: Output, log: RunLog, *, profile: bool 
         watchdog = _watchdog(run, output)
         profiler = _profiler(run, output) if profile else None
         uploads = None if hub is None else _uploads(run, output, hub)
-        beside: dict[str, Callback | None] = {
-            **check(run.config.train.callbacks),
+        by_name: dict[str, Callback | None] = {
+            **load_callbacks(run.config.train.callbacks),
             "watchdog": Beats(watchdog),
             "profile": profiler,
             "report": reporter,
@@ -87,15 +87,15 @@ def train_run(prepared: Prepared, output: Output, log: RunLog, *, profile: bool 
             "save": Saving(run, watchdog),
             "upload": uploads,
         }
-        names = order(run.config, profile=profile)
-        run.callbacks = [one for name in names if (one := beside[name]) is not None]
+        names = callback_order(run.config, profile=profile)
+        run.callbacks = [callback for name in names if (callback := by_name[name]) is not None]
         for line in (*prepared.notes, headline(prepared, restored)):
             reporter.say(line)
-        with _kept_in_memory(), ExitStack() as opened:
+        with _gc_frozen(), ExitStack() as opened:  # closes the last first
             for callback in run.callbacks:
                 opened.callback(callback.close)
             opened.callback(batches.close)
-            with _told(run), watchdog:
+            with _named_errors(run), watchdog:
                 stopped = train(run, batches)
             run.call("on_end")
             if stopped:
@@ -133,7 +133,7 @@ def _hold(prepared: Prepared, output: Output, held: ExitStack) -> Hub | None:
 def _begin(prepared: Prepared, output: Output, log: RunLog) -> tuple[Run, Restored]:
     """Open the folder, and restore the run that is to go on there."""
     config, backend = prepared.config, prepared.backend
-    output.open(lambda: _shard_bytes(prepared))
+    output.open(lambda: _shard_bytes(prepared))  # which only a bucket needs
     checkpoints = output.checkpoints(keep=config.checkpoint.keep)
     source = resume_source(config, checkpoints)
     agree(backend, {"the checkpoint to go on from": source.name if source is not None else "none"})
@@ -202,7 +202,7 @@ def _uploads(run: Run, output: Output, hub: Hub) -> Uploads:
 
 
 @contextmanager
-def _kept_in_memory() -> Iterator[None]:
+def _gc_frozen() -> Iterator[None]:
     """Within this context the model and the libraries stay: no collection need visit them."""
     gc.collect()
     gc.freeze()
@@ -213,7 +213,7 @@ def _kept_in_memory() -> Iterator[None]:
 
 
 @contextmanager
-def _told(run: Run) -> Iterator[None]:
+def _named_errors(run: Run) -> Iterator[None]:
     """Within this context, tell memory that has run out and dead workers from other errors."""
     try:
         yield

@@ -39,9 +39,9 @@ def prepare_code(config: RunConfig) -> None:
             "step and total_steps, or a class of such objects",
         )
     if config.train.callbacks:
-        from portable.run.callbacks import check
+        from portable.run.callbacks import load_callbacks
 
-        check(config.train.callbacks)
+        load_callbacks(config.train.callbacks)
 
 
 def named_code(config: RunConfig) -> dict[str, str]:

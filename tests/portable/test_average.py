@@ -43,7 +43,7 @@ def averaged(folder: Path, config: Any) -> dict[str, Any]:
         assert run.data.eval is not None
         for what in ("weights", "average", "weights again"):
             found[what] = evaluate(
-                trial.backend, trial.engine, eval_batches(run, run.data.eval), run.measures
+                trial.backend, trial.engine, eval_batches(run, run.data.eval), run.metrics
             )["loss"]
             trial.engine.swap_ema_weights()
         trial.engine.swap_ema_weights()

@@ -167,7 +167,7 @@ def test_an_evaluation_is_that_of_padded_documents(tmp_path: Path, corpus: Path)
             run = trial.run
             assert run.data.eval is not None
             found.append(
-                evaluate(trial.backend, trial.engine, eval_batches(run, run.data.eval), run.measures)
+                evaluate(trial.backend, trial.engine, eval_batches(run, run.data.eval), run.metrics)
             )
     assert found[0] == pytest.approx(found[1], rel=1e-5)
 

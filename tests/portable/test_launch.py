@@ -303,7 +303,7 @@ def report(how: str, counted: tuple[int | None, ...] = ()) -> None:
     patch = pytest.MonkeyPatch()  # for good: this process ends with it
     if counted:
         readings = iter([{} if value is None else {"/proc/vmstat": value} for value in counted])
-        patch.setattr("portable.ranks.launch.oom_kills", lambda: next(readings))
+        patch.setattr("portable.ranks.oom_kills.oom_kills", lambda: next(readings))
     if how == "breaks":
         patch.setattr("portable.ranks.launch.REPORTING", 1.0)  # the other rank never reports
     if how == "returns":

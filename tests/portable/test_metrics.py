@@ -220,7 +220,7 @@ def evaluated(config: RunConfig) -> dict[str, Any]:
             trial.step()
         run = trial.run
         assert run.data.eval is not None
-        return evaluate(trial.backend, trial.engine, eval_batches(run, run.data.eval), run.measures)
+        return evaluate(trial.backend, trial.engine, eval_batches(run, run.data.eval), run.metrics)
 
 
 @pytest.fixture(scope="module")
@@ -326,7 +326,7 @@ def translated(config: RunConfig) -> dict[str, Any]:
             trial.step()
         run = trial.run
         assert run.data.eval is not None
-        found = evaluate(trial.backend, trial.engine, eval_batches(run, run.data.eval), run.measures)
+        found = evaluate(trial.backend, trial.engine, eval_batches(run, run.data.eval), run.metrics)
         if config.strategy != "no_shard":
             compiled: Any = getattr(trial.engine, "graphs", None)
             return found | ({} if compiled is None else {"graphs": compiled.distinct})

@@ -153,7 +153,7 @@ def seen(config: RunConfig) -> tuple[list[Any], dict[str, float], dict[str, floa
         numbers = results[-1].numbers
         assert numbers is not None and trial.run.data.eval is not None
         batches = eval_batches(trial.run, trial.run.data.eval)
-        evaluated = evaluate(backend, trial.engine, batches, trial.run.measures)
+        evaluated = evaluate(backend, trial.engine, batches, trial.run.metrics)
         graphs: Any = getattr(trial.engine, "graphs", None)
         assert graphs is None or all(count == 1 for count in graphs.distinct.values()), graphs.distinct
         return found, objective.named(backend.read([numbers])), evaluated

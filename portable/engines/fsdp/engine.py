@@ -123,7 +123,7 @@ class TorchEngine:
         with self._sharded.accumulating(last=last):
             with self._sharded.autocast(), no_value_checks():
                 loss, numbers = self.objective(self._sharded.forward, batch, valid)
-            scaled = loss * self._sharded.loss_scale
+            scaled = loss * self._sharded.averaging
             (scaled if self._scaler is None else scaled * self._scaler.scale).backward()
         self._captured.keep_gradients(self._parameters, last=last)
         return shares(loss, numbers)

@@ -48,7 +48,7 @@ class ShardedModel:
         model: the transformers model with its plain names; its parameters are DTensors if sharded.
         forward: the module to call: the model, or DDP around it.
         autocast_dtype: the compute type; None if FSDP casts the parameters, or in fp32.
-        loss_scale: the factor of the loss that makes gradients sums over the ranks, since DDP averages. (A
+        averaging: the factor of the loss that makes gradients sums over the ranks, since DDP averages. (A
             communication hook could sum them, but a Python hook may deadlock with gloo's threads when the
             process group is destroyed.)
     """
@@ -57,7 +57,7 @@ class ShardedModel:
     forward: nn.Module
     device: torch.device
     autocast_dtype: torch.dtype | None
-    loss_scale: float = 1.0
+    averaging: float = 1.0
 
     def autocast(self) -> AbstractContextManager[Any]:
         if self.autocast_dtype is None:
