@@ -24,7 +24,7 @@ from portable.ranks.collectives import agree, all_or_none
 from portable.ranks.watchdog import Watchdog
 from portable.reporting.reporter import Reporter
 from portable.run.batches import train_loader
-from portable.run.callbacks import Beats, Run, load_callbacks, callback_order
+from portable.run.callbacks import Beats, Run, callback_order, load_callbacks
 from portable.run.evaluation import Evaluations, why_ended
 from portable.run.finish import export_with_card, finish, headline, sample
 from portable.run.restore import restore

@@ -16,7 +16,7 @@ from portable import Callback, UserError, plugins, train
 from portable.api import with_objects
 from portable.commands.dry_run import dry_run
 from portable.reporting.metrics import read_metrics
-from portable.run.callbacks import order
+from portable.run.callbacks import callback_order
 from portable.run.rank import run_rank
 from portable.run.resolve import resolve
 from tests.engines import ENGINES
@@ -187,7 +187,7 @@ def test_the_order_is_told_before_the_run(
         hub__repo="me/model",
     )  # fmt: skip
     names = ["watchdog", f"train.callbacks: {HERE}:OfTheClass", "report", "evaluate", "save"]
-    assert order(config, profile=True) == [*names[:2], "profile", *names[2:], "upload"]
+    assert callback_order(config, profile=True) == [*names[:2], "profile", *names[2:], "upload"]
     config = config.replaced({"hub.push": None, "hub.repo": None})
     dry_run(resolve(config, "cpu"))
     assert ", ".join(names) in " ".join(capsys.readouterr().out.split())

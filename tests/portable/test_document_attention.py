@@ -166,9 +166,7 @@ def test_an_evaluation_is_that_of_padded_documents(tmp_path: Path, corpus: Path)
         with opened(configured(tmp_path, corpus, data__packing=packing, data__seq_len=64)) as trial:
             run = trial.run
             assert run.data.eval is not None
-            found.append(
-                evaluate(trial.backend, trial.engine, eval_batches(run, run.data.eval), run.metrics)
-            )
+            found.append(evaluate(trial.backend, trial.engine, eval_batches(run, run.data.eval), run.metrics))
     assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
