@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import yaml
 
 from portable.cli import main
+from portable.config import dump_yaml
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
 from tests import slurm
@@ -101,8 +101,8 @@ def test_srun(tmp_path: Path, corpus: Path, truth: list[float], cluster: Slurm) 
 def test_the_template_stops_with_a_checkpoint_and_is_queued_again(
     tmp_path: Path, corpus: Path, cluster: Slurm
 ) -> None:
-    settings = tiny(tmp_path / "run", corpus, **{**HYBRID, "backend": "auto", "train__steps": 4000})
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
+    config = configured(tmp_path / "run", corpus, **{**HYBRID, "backend": "auto", "train__steps": 4000})
+    (tmp_path / "run.yaml").write_text(dump_yaml(config))
     assert main(["init", str(tmp_path / "run.yaml"), "--for", "slurm", "--device", "h100:16"]) == 0
     output = tmp_path / "job.out"
     template = tmp_path / "run.slurm.sbatch"
