@@ -130,7 +130,7 @@ def text_of(path: Path) -> str:
     return path.read_text(errors="replace") if path.exists() else ""
 
 
-def wait_for(condition: Any, output: Path, seconds: float = 180) -> None:
+def wait_for(condition: Any, output: Path, seconds: float = 400) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, text_of(output)
