@@ -33,6 +33,7 @@ _CONDITIONS = ("several", "mixed", "alike", "selected")
 _PLACEHOLDER = re.compile(r"@(\w+)@")
 _PACKAGE = re.compile(r"[^\w .,@:/+=\[\]~<>!-]|: |^-| #")
 """What would end a word in quotes, in the shell or in YAML."""
+_VERSION = metadata.version("portable-trainer")
 _NAME = re.compile(r"[^\w./:@+=,-]|^[^\w./]|:$", re.ASCII)
 """The same of a word that stands without quotes, also within others'."""
 _ANY_OF = ("sky", "dstack")
@@ -142,6 +143,8 @@ def launch_file(
         require(odd is None, f"{key}: {text}: {odd and odd[0]!r} would need quotes; give it another name")
     for key, there in () if target == "slurm" else _local_files(config):
         tell(f"note: {key}: {there} is on this machine; put it into a bucket, or on the hub")
+    if install is None and target != "slurm":
+        tell(f"note: --install: pip has portable-trainer {_VERSION} once it is published; else give a URL")
     if not config.checkpoint.saves_on_the_way:
         tell("note: checkpoint.every_steps: nothing is saved on the way, and not every machine gives notice")
     values = _values(target, config, config_file, machines, install, spot=spot)
@@ -243,8 +246,13 @@ def _local_files(config: RunConfig) -> list[tuple[str, Any]]:
     return found
 
 
-def _package(config: RunConfig, *, tpu: bool) -> str:
-    """What pip is to install for ``config``: this version, with the extras that it needs."""
+def _package(config: RunConfig, install: str | None, *, tpu: bool) -> str:
+    """What pip is to install for ``config``: this version or what a URL gives, with the extras that it needs.
+
+    ``install`` is taken as it is if it names a package.
+    """
+    if install is not None and not re.match(r"[\w+.-]+://", install):
+        return install
     scheme = str(config.output_dir).partition("://")[0]
     extras = [{"s3": "s3", "gs": "gcs"}.get(scheme, "azure")] if is_url(str(config.output_dir)) else []
     if tpu:
@@ -253,7 +261,8 @@ def _package(config: RunConfig, *, tpu: bool) -> str:
         extras.append("deepspeed")
     if config.adapter.base in ("nf4", "int8") and not tpu:
         extras.append("qlora")
-    return f"portable-trainer[{','.join(extras)}]=={metadata.version('portable-trainer')}"
+    named = f"portable-trainer[{','.join(extras)}]"
+    return f"{named}=={_VERSION}" if install is None else f"{named} @ {install}"
 
 
 def _values(
@@ -277,7 +286,7 @@ def _values(
     )
     place = str(config.output_dir)
     secrets = ("HF_TOKEN", *_SECRETS.get(place.partition("://")[0], ()))
-    packages = {tpu: install or _package(config, tpu=tpu) for tpu in (False, True)}
+    packages = {tpu: _package(config, install, tpu=tpu) for tpu in (False, True)}
     of_text, of_labels = _INDENTS.get(target, (0, 0))
     # Kubernetes fills in $(NAME), and reads $$ as $.
     text = config_file.read_text("utf-8").replace("$", "$$").removesuffix("\n").split("\n")

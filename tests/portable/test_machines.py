@@ -93,6 +93,18 @@ def test_a_file_passes_its_programs_schema(target: str, devices: list[str], fold
         assert (folder / "run.yaml").read_text() in _values_of(yaml.safe_load(text))
 
 
+@pytest.mark.parametrize(
+    ("install", "package"),
+    [
+        ("git+https://host/me/fork", "portable-trainer[s3] @ git+https://host/me/fork"),
+        ("portable-trainer[s3] @ https://host/w.whl", "portable-trainer[s3] @ https://host/w.whl"),
+    ],
+)
+def test_a_url_is_installed_with_the_extras_of_the_config(install: str, package: str, folder: Path) -> None:
+    made = yaml.safe_load(written("sky", "--device", "h100:8", "--install", install).read_text())
+    assert f"package='{package}'\n" in made["setup"]
+
+
 @pytest.mark.parametrize("target", ["jobset", "trainjob"])
 def test_kubernetes_gets_the_config_as_it_is(target: str, folder: Path) -> None:
     text = "  # of mine\noutput_dir: s3://bucket/run\nlog: {name: a$$b $(HF_TOKEN)}\n"
