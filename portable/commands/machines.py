@@ -143,11 +143,11 @@ def launch_file(
         require(odd is None, f"{key}: {text}: {odd and odd[0]!r} would need quotes; give it another name")
     for key, there in () if target == "slurm" else _local_files(config):
         tell(f"note: {key}: {there} is on this machine; put it into a bucket, or on the hub")
-    if install is None and target != "slurm":
-        tell(f"note: --install: pip has portable-trainer {_VERSION} once it is published; else give a URL")
     if not config.checkpoint.saves_on_the_way:
         tell("note: checkpoint.every_steps: nothing is saved on the way, and not every machine gives notice")
     values = _values(target, config, config_file, machines, install, spot=spot)
+    if install is None and target != "slurm":
+        tell(f"note: --install: pip has portable-trainer {_VERSION} once it is published; else give a URL")
     out = config_file.with_suffix(f".{template.name}")
     holds = {
         "several": machines[0].nodes > 1 and not machines[0].tpu,
