@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import converters
 from converters.errors import CheckpointError, printable
-from converters.options import ADAPTER_CONFIG
 from converters.storage.places import in_store, unused_name
 from converters.writers.replace_folder import recover, swap
 from portable.errors import UserError, one_line
@@ -94,7 +93,7 @@ def _write(
     if average:
         opened = opened.with_state_as_weights(AVERAGE)
     options["progress"] = at_a_terminal()
-    adapter = converters.find_adapter(opened) if (checkpoint / ADAPTER_CONFIG).is_file() else None
+    adapter = converters.find_adapter(opened)
     if adapter is not None and base is None:
         converters.write_adapter(adapter, out, **options)
         return
