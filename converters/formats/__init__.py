@@ -1,8 +1,8 @@
 """Checkpoint formats, one module each: a name, what finds its files at a path, and what opens them.
 
 To add one: write `converters/formats/<name>.py` with a module-level `FORMAT = Format(...)`, and list the
-module in `_MODULES`, or `module:NAME` for a second one. Formats are tried in that order, so one that holds more
-(fp32 masters, optimizer state) comes before one that may lie beside it.
+module in `_MODULES`, or `module:NAME` for a second one. Formats are tried in that order, so one that holds
+more (fp32 masters, optimizer state) comes before one that may lie beside it.
 """
 
 from __future__ import annotations
