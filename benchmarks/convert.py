@@ -109,22 +109,20 @@ def portable(source: Path, out: Path, *more: str) -> list[str]:
     return python("-m", "converters.cli", str(source), str(out), "--quiet", *more)
 
 
-def copies(file: Path) -> list[Contestant]:
-    """`cp` of one file, without and with a wait for the disk."""
-    copied, flushed = shlex.quote(str(file)), 'sync "$0"/*'
-    return [
-        Contestant(COPY, lambda _, out: ["cp", str(file), str(out)], makes_folder=False, writes=False),
-        Contestant(
-            COPY_SYNCED,
-            lambda _, out: ["sh", "-c", f'cp {copied} "$0" && {flushed}', str(out)],
-            makes_folder=False,
-            writes=False,
-        ),
-    ]
+def copies(result: Path) -> list[Contestant]:
+    """`cp` of the weights of a result, without and with a wait for the disk."""
+    copy = f'cp {shlex.quote(str(result))}/*.safetensors "$0"'
+
+    def shell(name: str, script: str) -> Contestant:
+        return Contestant(
+            name, lambda _, out: ["sh", "-c", script, str(out)], makes_folder=False, writes=False
+        )
+
+    return [shell(COPY, copy), shell(COPY_SYNCED, f'{copy} && sync "$0"/*')]
 
 
 def contestants(kind: str, result: Path) -> list[Contestant]:
-    """All contestants for a checkpoint of `kind`; `cp` copies the finished `result`."""
+    """All contestants for a checkpoint of `kind`; `cp` copies the weights of the finished `result`."""
     more = MORE.get(kind, ())
     everyone = [
         *copies(result),
@@ -238,7 +236,7 @@ def compete(kind: str, source: Path, work: Path, rounds: int) -> list[Result]:
         if contestant.writes:
             assert digest(out) == expected, f"{contestant.name} and {OURS} differ on {kind}"
 
-    results = take_turns(contestants(kind, reference / "model.safetensors"), source, work, rounds, check)
+    results = take_turns(contestants(kind, reference), source, work, rounds, check)
     shutil.rmtree(reference)
     return results
 

@@ -40,8 +40,8 @@ from benchmarks.inotify import CREATED, RENAMED, Watch
 from benchmarks.machine import command_line, describe_machine, print_machine
 from benchmarks.small_disk import SmallDisk, small_disk
 from converters import CheckpointError, open_checkpoint
-from converters.storage.path_or_url import place
-from converters.storage.places import files_below, in_store
+from converters.storage.path_or_url import in_store, place
+from converters.storage.places import files_below
 from portable.checkpoint.store import Checkpoints
 from portable.checkpoint.trainer_state import STATE_FILE, TrainerState
 from portable.errors import DamagedError, UserError

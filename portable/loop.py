@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from converters.storage.path_or_url import Place
     from portable.backend import Backend, Batch, Engine
     from portable.batch_plan import BatchPlan
-    from portable.paths import Place
     from portable.run.callbacks import Run
     from portable.run.stages import Prepared
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import CheckpointError
-from converters.storage.path_or_url import Place, place
-from converters.storage.places import in_store, sync
+from converters.storage.path_or_url import in_store, place
+from converters.storage.places import sync
 from converters.storage.safe_open import (
     LinkError,
     open_new,
@@ -32,13 +32,14 @@ from portable.errors import RunError, UserError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from converters.storage.path_or_url import Place
+
 CONFIG_FILE, FINAL, REPORT_FILE = "config.yaml", "final", "report.html"
 """In the folder of a run: its config, the folder of the exported model, and the report."""
 __all__ = [
     "CONFIG_FILE",
     "FINAL",
     "REPORT_FILE",
-    "Place",
     "check_folder",
     "check_link",
     "default_cache_dir",

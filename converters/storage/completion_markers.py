@@ -21,7 +21,6 @@ import socket
 import time
 from typing import TYPE_CHECKING, Any
 
-from converters.storage.object_store import abort_uploads
 from converters.storage.store_errors import RemoteError
 
 if TYPE_CHECKING:
@@ -100,6 +99,8 @@ def remove_tree(folder: RemotePath) -> None:
     The marker of completion goes first. To clear a folder that may be read meanwhile, `begin` it before:
     `_INCOMPLETE` goes last.
     """
+    from converters.storage.object_store import abort_uploads
+
     abort_uploads(folder)
     names = folder.objects()
     markers = (COMPLETE, INCOMPLETE)

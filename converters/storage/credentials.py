@@ -14,7 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converters.storage.store_errors import AccessDeniedError, RemoteError, reason_of, redact
+from converters.errors import redact
+from converters.storage.store_errors import AccessDeniedError, RemoteError, reason_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from converters.errors import CheckpointError
 from converters.storage.bytes import Descriptor, SourceFile
-from converters.storage.object_store import RemotePath
+from converters.storage.path_or_url import in_store
 from converters.storage.safe_open import real_path, stays_inside
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Folder:
             raise CheckpointError(
                 f"{self.path}: the file name {name!r} leaves the checkpoint folder or is not valid Unicode"
             )
-        if isinstance(self.path, RemotePath):
+        if in_store(self.path):
             from converters.storage.range_reader import RemoteFile
 
             remote = self.path / name

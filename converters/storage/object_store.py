@@ -38,16 +38,10 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from urllib.parse import quote
 
-from converters.errors import CheckpointError, printable
+from converters.errors import CheckpointError, printable, redact
 from converters.storage.credentials import LOOKED_FOR, options_of
-from converters.storage.store_errors import (
-    LostUploadError,
-    RemoteError,
-    broke_off,
-    reason_of,
-    redact,
-    translated,
-)
+from converters.storage.store_errors import LostUploadError, RemoteError, broke_off, reason_of, translated
+from converters.storage.urls import Object, is_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -60,7 +54,6 @@ _log = logging.getLogger(__name__)
 
 FIRST_WAIT, _LONGEST_WAIT = 0.1, 15.0  # seconds between two attempts
 
-_URL = re.compile(r"(?!file:|local:)[a-z][a-z0-9+.:-]*://", re.IGNORECASE)
 # Other names of the same stores.
 _PROTOCOLS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az"}
 _REFUSED = {
@@ -77,11 +70,6 @@ _MAGIC = re.compile(r"[*?[]")
 PART_BYTES = 8 << 20
 _MAX_PARTS = 9_000
 _MAX_COPY = 5 << 30
-
-
-def is_url(text: object) -> bool:
-    """Whether `text` is a URL of a store (`s3://bucket/run`) rather than a path."""
-    return isinstance(text, str) and _URL.match(text) is not None
 
 
 def timeout() -> float:
@@ -131,18 +119,6 @@ class Status(NamedTuple):
 
     st_mode: int
     st_size: int
-
-
-class Object(NamedTuple):
-    """An object as it is listed.
-
-    Attributes:
-        size: in bytes.
-        version: changes with the content: the store's ETag or version; empty where the path names a version.
-    """
-
-    size: int
-    version: str
 
 
 class _Entry(NamedTuple):
@@ -651,7 +627,7 @@ def _parsed(url: str) -> tuple[Bucket, str]:
     """The bucket and the key of a URL."""
     protocol, found, rest = url.partition("://")
     protocol = protocol.lower()
-    if not found or not _URL.match(url):
+    if not found or not is_url(url):
         raise RemoteError(f"{redact(url)}: not a URL")
     bucket, _, key = rest.partition("/")
     if "@" in bucket and not (protocol in ("abfs", "abfss") and _AZURE_HOST.fullmatch(bucket)):

@@ -9,7 +9,7 @@ import threading
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from converters.storage.object_store import RemotePath
+from converters.storage.path_or_url import in_store
 from converters.storage.safe_open import open_new, open_regular
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ def shares_blocks(path: Path, folder: Path) -> bool:
 
 def write_file(path: Place, data: bytes) -> None:
     """Write and fsync a small new file; OSError if it exists or writing fails."""
-    if isinstance(path, RemotePath):
+    if in_store(path):
         path.write_bytes(data)
         return
     piece = OutputFile(path).piece(0)

@@ -5,11 +5,19 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Union
+from typing import TYPE_CHECKING, Union
 
-from converters.errors import CheckpointError
-from converters.storage.object_store import RemotePath, is_url
-from converters.storage.store_errors import RemoteError, redact
+from converters.errors import CheckpointError, redact
+from converters.storage.store_errors import RemoteError
+from converters.storage.urls import is_url
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
+
+    from converters.storage.object_store import RemotePath
+
+    # Both have the same methods for reading: exists, is_file, is_dir, iterdir, stat, read_text, `/` ...
+    Place = Union[Path, RemotePath]  # noqa: UP007
 
 _ALMOST_URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:(/|$)|(s3a?|gs|gcs|az|abfss?|hdfs):")
 
@@ -17,8 +25,10 @@ _LOCAL_URL = re.compile(r"^(?:file|local)://(?=/)", re.IGNORECASE)
 
 _VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))")
 
-# Both have the same methods for reading: exists, is_file, is_dir, iterdir, stat, read_text, `/` ...
-Place = Union[Path, RemotePath]  # noqa: UP007
+
+def in_store(place: Place) -> TypeIs[RemotePath]:
+    """Whether a place is in an object store."""
+    return not isinstance(place, Path)
 
 
 def place(named: str | Place) -> Place:
@@ -32,6 +42,8 @@ def place(named: str | Place) -> Place:
         return named
     named = expanded(named)
     if is_url(named):
+        from converters.storage.object_store import RemotePath  # a run on a disk never loads it
+
         return RemotePath.of(named)
     named = without_file(named)
     # `s3:/bucket` would create a local folder, and its name could hold a secret key.

@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from converters.storage.completion_markers import INCOMPLETE, begin, is_unfinished, remove_tree
-from converters.storage.object_store import Object, RemotePath, connections
+from converters.storage.path_or_url import in_store
 from converters.storage.safe_open import open_new, open_regular, real_path
+from converters.storage.urls import Object
 
 if TYPE_CHECKING:
-    from typing_extensions import TypeIs
-
+    from converters.storage.object_store import RemotePath
     from converters.storage.path_or_url import Place
 
-P = TypeVar("P", Path, RemotePath)
+P = TypeVar("P", Path, "RemotePath")
 """Both or neither of two places are in a store."""
 
 PARTIAL = ".partial"
@@ -32,14 +32,9 @@ DAMAGED = "_DAMAGED"
 """An object in a folder that was set aside."""
 
 
-def in_store(place: Place) -> TypeIs[RemotePath]:
-    """Whether a place is in an object store, for choosing what writes or mirrors a folder."""
-    return isinstance(place, RemotePath)
-
-
 def files_below(folder: Place) -> dict[str, Object]:
     """Every regular file below a folder, by its name relative to it; links to folders are not followed."""
-    if isinstance(folder, RemotePath):
+    if in_store(folder):
         return folder.objects()
     found = {}
     for where, _, names in os.walk(folder):
@@ -54,7 +49,7 @@ def files_below(folder: Place) -> dict[str, Object]:
 
 def folders_in(folder: P) -> list[P]:
     """The folders directly in a folder as it is now, hidden ones too; none where it does not exist."""
-    if isinstance(folder, RemotePath):
+    if in_store(folder):
         folder.refresh()
     with suppress(FileNotFoundError, NotADirectoryError):
         return sorted(entry for entry in folder.iterdir() if entry.is_dir())
@@ -76,7 +71,7 @@ def files_in(folder: Place) -> list[str]:
 
 def inside(path: Place, within: Place) -> Place:
     """`path`, or what it is a link to; LinkError where that is not in `within`. A store has no links."""
-    if isinstance(path, RemotePath) or isinstance(within, RemotePath):
+    if in_store(path) or in_store(within):
         return path
     real = real_path(path, within)
     return Path(real) if path.is_symlink() else path
@@ -84,14 +79,14 @@ def inside(path: Place, within: Place) -> Place:
 
 def copy_file(source: Place, target: Place) -> None:
     """Copy a file into a new one in chunks, on a disk fsynced; OSError if that fails."""
-    if isinstance(target, RemotePath):
-        if isinstance(source, RemotePath):
+    if in_store(target):
+        if in_store(source):
             source.copy_to(target)
         else:
             target.upload_file(source)
         return
     with os.fdopen(open_new(target), "wb") as written:
-        if isinstance(source, RemotePath):
+        if in_store(source):
             source.download(written.write)
         else:
             with os.fdopen(open_regular(source), "rb") as read:
@@ -118,7 +113,7 @@ def copy_folder(folder: Place, target: Path) -> None:
 
 def make_folder(folder: Place) -> None:
     """Make a folder with those above it; a store needs none."""
-    if not isinstance(folder, RemotePath):
+    if not in_store(folder):
         folder.mkdir(parents=True, exist_ok=True)
 
 
@@ -128,7 +123,7 @@ def put_folder(written: Path, folder: Place, *, last: str = "") -> None:
     Args:
         last: the file that goes last, by whose presence a folder of a store is known to be whole.
     """
-    if isinstance(folder, RemotePath):
+    if in_store(folder):
         for name in sorted(files_below(written), key=lambda name: (name == last, name)):
             (folder / name).upload_file(written / name)
         shutil.rmtree(written, ignore_errors=True)
@@ -140,7 +135,11 @@ def put_folder(written: Path, folder: Place, *, last: str = "") -> None:
 
 def side_by_side(place: Place) -> int | None:
     """How many files to read at a time; None for as many as there are cores."""
-    return connections() if isinstance(place, RemotePath) else None
+    if not in_store(place):
+        return None
+    from converters.storage.object_store import connections
+
+    return connections()
 
 
 # -- folders that are whole or not ---------------------------------------------------------------------------
@@ -157,19 +156,19 @@ def unused_name(path: P) -> P:
 
 def is_taken(path: Place) -> bool:
     """Whether something has this name, be it a link to nothing."""
-    return path.exists() if isinstance(path, RemotePath) else os.path.lexists(path)
+    return path.exists() if in_store(path) else os.path.lexists(path)
 
 
 def is_left_over(folder: Place) -> bool:
     """Whether an interrupted write or deletion left this folder behind."""
-    if isinstance(folder, RemotePath):
+    if in_store(folder):
         return is_unfinished(folder) and not (folder / DAMAGED).is_file()
     return folder.name.startswith(".") and folder.name.endswith(PARTIAL)
 
 
 def set_aside(folder: P) -> P:
     """Mark a damaged folder, which stays but no longer counts; where it is now, or the mark."""
-    if not isinstance(folder, RemotePath):
+    if not in_store(folder):
         return move_folder(folder, unused_name(folder.with_name(f"{folder.name}.damaged")))
     aside = folder / DAMAGED
     aside.write_bytes(b"")
@@ -179,7 +178,7 @@ def set_aside(folder: P) -> P:
 
 def move_folder(folder: P, target: P) -> P:
     """Rename a folder durably, in a store object by object; the new place."""
-    if isinstance(folder, RemotePath):
+    if in_store(folder):
         for name in folder.objects():
             (folder / name).move_to(target / name)
         return target
@@ -190,7 +189,7 @@ def move_folder(folder: P, target: P) -> P:
 
 def remove_folder(folder: Place) -> None:
     """Delete a folder, which no longer counts from the first deletion on."""
-    if isinstance(folder, RemotePath):
+    if in_store(folder):
         folder.refresh()
         if folder.exists() and not (folder / INCOMPLETE).is_file():
             begin(folder)  # so that it is found if the deletion is interrupted

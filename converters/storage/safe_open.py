@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import CheckpointError
-from converters.storage.object_store import RemotePath
+from converters.storage.path_or_url import in_store
 
 if TYPE_CHECKING:
     from converters.storage.path_or_url import Place
@@ -56,7 +56,7 @@ def stays_inside(name: str) -> bool:
 def child(folder: Place, name: str) -> Place:
     """What is called `name` in `folder`; LinkError where it is a link that leaves `folder`."""
     path = folder / name
-    if not isinstance(path, RemotePath) and not isinstance(folder, RemotePath):
+    if not in_store(path) and not in_store(folder):
         real_path(path, folder)
     return path
 
@@ -123,12 +123,12 @@ def read_small(path: Place, within: Place | None = None, *, limit: int = SMALL, 
         LinkError: a link leaves `within`.
         OSError: missing, not a regular file, or too large.
     """
-    if isinstance(path, RemotePath):
+    if in_store(path):
         size = path.stat().st_size
         if size > limit and not head:
             raise OSError(errno.EFBIG, "is too large", str(path))
         return path.read_range(0, limit) if size > limit else path.read_bytes()
-    folder = path.parent if within is None or isinstance(within, RemotePath) else within
+    folder = path.parent if within is None or in_store(within) else within
     with os.fdopen(open_regular(real_path(path, folder)), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit and not head:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
-from pathlib import Path
 
-from converters.errors import CheckpointError, printable
+from converters.errors import CheckpointError, printable, redact
 
 _STATUS = re.compile(r"non-2xx status code: (\d{3})|status: (\d{3})")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
@@ -103,43 +101,3 @@ def reason_of(error: Exception) -> str:
     else:
         text = head.rpartition(" - ")[2]
     return printable(redact(text[:300])) or type(error).__name__
-
-
-_USERINFO = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*://)[^\s/@]*@", re.IGNORECASE)
-_QUERY = re.compile(r"(?P<url>[a-z][a-z0-9+.-]*://[^\s?'\"<>]*)\?[^\s'\"<>]*", re.IGNORECASE)
-_ACCESS_KEY_ID = re.compile(r"\b(?:AKIA|ASIA|AROA|AIDA)[A-Z0-9]{12,}\b")
-_PARAMETER = re.compile(
-    r"(?P<name>\b[\w-]*(?:secret|token|password|passwd|signature|credential|api_?key|access_?key)[\w-]*"
-    r"['\"]?\s*[=:]\s*['\"]?)(?P<value>[^\s'\",;&)}]+)",
-    re.IGNORECASE,
-)
-_SECRET_NAME = re.compile(
-    r"SECRET|TOKEN(?!IZER)|PASSWORD|PASSWD|CREDENTIAL|ACCESS_KEY|API_KEY|SAS|ACCOUNT_KEY|STORAGE_KEY"
-    r"|CONNECTION_STRING"
-)
-
-
-def redact(text: str) -> str:
-    """`text` without credentials: those in URLs, in `name=value` pairs, and those set in the environment."""
-    text = _USERINFO.sub(r"\g<scheme>***@", text)
-    text = _QUERY.sub(r"\g<url>?***", text)
-    text = _PARAMETER.sub(r"\g<name>***", text)
-    text = _ACCESS_KEY_ID.sub("***", text)
-    for secret in _secrets():
-        text = text.replace(secret, "***")
-    return text
-
-
-def _secrets() -> list[str]:
-    """Values of the environment to redact, longest first."""
-    found = {
-        value
-        for name, value in os.environ.items()
-        if len(value) >= 6 and _SECRET_NAME.search(name.upper()) and not _is_path(value)
-    }
-    return sorted(found, key=len, reverse=True)
-
-
-def _is_path(value: str) -> bool:
-    """Whether a variable such as GOOGLE_APPLICATION_CREDENTIALS names a file, which may be shown."""
-    return value.startswith(("/", "~", "./")) and Path(value).expanduser().exists()

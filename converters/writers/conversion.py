@@ -23,7 +23,8 @@ from converters.limits import MAX_GROUP_VALUES
 from converters.options import EXPANSION
 from converters.storage.bytes import Memory
 from converters.storage.output_file import FLUSH_BYTES
-from converters.storage.places import files_below, in_store, side_by_side
+from converters.storage.path_or_url import in_store
+from converters.storage.places import files_below, side_by_side
 from converters.storage.safe_open import open_regular
 from converters.tensors.casting import BLOCK_BYTES, Losses, cast_blocks, cast_dtype, parse_dtype
 from converters.tensors.dtypes import QUANTIZED, itemsize

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from converters.errors import CheckpointError
 from converters.storage.output_file import BLOCK_BYTES, OutputFile, shares_blocks, write_file
-from converters.storage.places import copy_file, in_store, sync
+from converters.storage.path_or_url import in_store
+from converters.storage.places import copy_file, sync
 from converters.writers.replace_folder import (
     check_replaceable,
     let_go,

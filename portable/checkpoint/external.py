@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from converters import Checkpoint, OptimizerState
+    from converters.storage.path_or_url import Place
     from portable.adapters.adapter import Adapter
-    from portable.paths import Place
 
 # The names of this program's checkpoints, including unfinished and damaged ones.
 _OUR_FOLDERS = re.compile(r"\.?step-\d{6,}(\.partial|\.damaged)?")

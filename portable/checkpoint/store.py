@@ -46,10 +46,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from converters.manifest import Entries
+    from converters.storage.path_or_url import Place
     from portable.backend import Backend, SaveHandle
     from portable.config import RunConfig
     from portable.output.mirror import Mirror
-    from portable.paths import Place
 
 NO_CHECKPOINT = f"has no {STATE_FILE}, so it is not a checkpoint"
 _AGAIN = 5.0  # seconds between two attempts at the last save of a run

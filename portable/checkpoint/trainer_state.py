@@ -17,7 +17,7 @@ from portable.paths import read_json, write_durably
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from portable.paths import Place
+    from converters.storage.path_or_url import Place
 
 FORMAT_VERSION = 2
 """Version 1 had no manifest."""

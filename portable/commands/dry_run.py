@@ -36,13 +36,13 @@ from portable.terminal import tell
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from converters.storage.path_or_url import Place
     from portable.adapters.adapter import Adapter
     from portable.adapters.assemble import Assembled
     from portable.backend import Backend
     from portable.batch_plan import BatchPlan
     from portable.config import RunConfig
     from portable.data.sizes import DataSizes
-    from portable.paths import Place
     from portable.run.stages import Resolved
 
 _LABELLED = ("sequence-classification",)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, get_args
 
 from converters import CheckpointError
 from converters.console import fitted, say
-from converters.storage.places import files_below, in_store
+from converters.storage.path_or_url import in_store
+from converters.storage.places import files_below
 from portable import plugins
 from portable.batch_plan import plan_batches
 from portable.checkpoint.external import open_external
@@ -24,8 +25,8 @@ from portable.paths import CONFIG_FILE, exists, place_of, storage_errors
 from portable.registry import backend_package, resolve_backend
 
 if TYPE_CHECKING:
+    from converters.storage.path_or_url import Place
     from portable.config import RunConfig
-    from portable.paths import Place
 
 
 def _rows(folder: Place, state: TrainerState, config: RunConfig) -> list[tuple[str, str]]:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
 
-from converters.storage.path_or_url import Place
 from portable.config import flags, keys, yaml_text
 from portable.config.origins import Origin, shown
 from portable.config.problems import build, unknown_key
@@ -17,14 +16,16 @@ from portable.config.run_config import RunConfig
 from portable.errors import UserError, one_line
 
 if TYPE_CHECKING:
+    from converters.storage.path_or_url import Place
     from portable.config.importing.rows import Imported
+
+    Source = Union[str, Place, Mapping[str, Any]]  # noqa: UP007
+    """A YAML file, or its content."""
 
 MAX_BYTES = 1 << 20
 _AFTER_THE_FILES = sys.maxsize // 2
 
 Keys = tuple[str, ...]
-Source = Union[str, Place, Mapping[str, Any]]  # noqa: UP007
-"""A YAML file, or its content."""
 
 
 @dataclass

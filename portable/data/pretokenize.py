@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from converters.storage.places import files_below, in_store, make_folder, put_folder
+from converters.storage.path_or_url import in_store
+from converters.storage.places import files_below, make_folder, put_folder
 from portable.data.sources.documents import NoTextError
 from portable.data.sources.prepared import BEGUN, INDEX, LAST, TOKENIZER, Index, shard_folder
 from portable.data.tokens.cache import TokenCache

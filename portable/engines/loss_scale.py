@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from portable.paths import Place
+    from converters.storage.path_or_url import Place
 
 _FILE = "loss_scale.json"
 STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")

@@ -13,8 +13,8 @@ from portable.errors import UserError, one_line
 from portable.paths import CONFIG_FILE, exists, storage_errors
 
 if TYPE_CHECKING:
+    from converters.storage.path_or_url import Place
     from portable.config import RunConfig
-    from portable.paths import Place
 
 PREVIEW_FILE = "data_samples.json"
 """Samples to look at."""

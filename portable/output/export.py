@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import converters
 from converters.errors import CheckpointError, printable
-from converters.storage.places import in_store, unused_name
+from converters.storage.path_or_url import in_store
+from converters.storage.places import unused_name
 from converters.writers.replace_folder import recover, swap
 from portable.errors import UserError, one_line
 from portable.optim.average import AVERAGE
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
     from converters import Checkpoint
     from converters.storage.object_store import RemotePath
-    from portable.paths import Place
+    from converters.storage.path_or_url import Place
 
 MARKER = ".export.json"
 EXPORTED = "exported"

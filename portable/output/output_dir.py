@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import CheckpointError
-from converters.storage.places import in_store
+from converters.storage.path_or_url import in_store
 from converters.storage.safe_open import open_without_links
 from converters.writers.replace_folder import recover
 from portable.checkpoint.store import Checkpoints
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from pathlib import Path
 
+    from converters.storage.path_or_url import Place
     from portable.config import RunConfig
     from portable.output.mirror import Mirror
-    from portable.paths import Place
 
 
 def open_output(config: RunConfig, rank: int = 0) -> Output:

@@ -8,8 +8,8 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converters.storage.object_store import is_url
-from converters.storage.store_errors import redact
+from converters.errors import redact
+from converters.storage.urls import is_url
 from converters.writers.gguf_models import MODELS
 from portable import plugins
 from portable.adapters.settings import KINDS

@@ -21,7 +21,7 @@ from converters.commands import DONE, FAILED, REFUSED, Parser, ShowVersion, comm
 from converters.console import complain, say
 from converters.containers.pickle_reader import plain
 from converters.errors import printable
-from converters.storage.places import in_store
+from converters.storage.path_or_url import in_store
 from converters.storage.safe_open import LinkError, read_small
 from portable.config.flags import path_given
 from portable.config.yaml_text import parse
@@ -36,7 +36,7 @@ from portable.reporting.run_log import LOG_FILE
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Sequence
 
-    from portable.paths import Place
+    from converters.storage.path_or_url import Place
 
 Point = tuple[int, "int | None", "float | None", float]
 """step, tokens, hours, value."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from portable.paths import Place
+    from converters.storage.path_or_url import Place
 
 # The largest exact integer in JavaScript, which draws the page.
 MOST = 1 << 53

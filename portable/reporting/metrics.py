@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
-    from portable.paths import Place
+    from converters.storage.path_or_url import Place
 
 
 METRICS_FILE = "metrics.jsonl"

@@ -28,10 +28,10 @@ from portable.terminal import LOG, at_a_terminal, tell
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from converters.storage.path_or_url import Place
     from portable.backend import Batch
     from portable.loop import Progress
     from portable.output.output_dir import Output
-    from portable.paths import Place
     from portable.reporting.metrics import Kind
     from portable.run.callbacks import Run
 

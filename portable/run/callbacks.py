@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from converters.storage.path_or_url import Place
     from portable.backend import Batch, Engine
     from portable.checkpoint.store import Checkpoints
     from portable.config import RunConfig
     from portable.loop import StepResult
-    from portable.paths import Place
     from portable.ranks.watchdog import Watchdog
     from portable.run.stages import Prepared, Restored
 

@@ -25,9 +25,9 @@ from portable.temporary_folder import scratch_folder
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from converters.storage.path_or_url import Place
     from portable.backend import Engine
     from portable.output.output_dir import Output
-    from portable.paths import Place
     from portable.reporting.profiling import Profiler
     from portable.reporting.reporter import Reporter
     from portable.run.callbacks import Run

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from converters.storage.path_or_url import Place
     from portable.backend import Backend, Batch, Engine
     from portable.loop import Progress
-    from portable.paths import Place
     from portable.run.stages import Prepared
 
 _SHOWN = 160  # characters of a sample's text

@@ -22,13 +22,13 @@ from portable.terminal import tell
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from converters.storage.path_or_url import Place
     from portable.backend import Engine
     from portable.checkpoint.resume_external import AdoptedCheckpoint
     from portable.checkpoint.store import Checkpoints
     from portable.data.samples.base import Samples
     from portable.model.pretrained import PretrainedWeights
     from portable.model.tensors import ReadableTensor
-    from portable.paths import Place
     from portable.run.stages import Prepared
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
+    from converters.storage.path_or_url import Place
     from portable.adapters.adapter import Adapter
     from portable.backend import Backend, Engine
     from portable.batch_plan import BatchPlan
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from portable.loop import Progress
     from portable.optim.schedule import Schedule
     from portable.output.existing_run import ExistingRun
-    from portable.paths import Place
     from portable.registry import World
 
 

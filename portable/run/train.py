@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
-from converters.storage.places import in_store
+from converters.storage.path_or_url import in_store
 from portable.checkpoint.store import resume_source
 from portable.config import dump_yaml
 from portable.data.preview import SHOWN, preview

@@ -6,7 +6,7 @@ import shutil
 import threading
 from typing import TYPE_CHECKING
 
-from converters.storage.places import in_store
+from converters.storage.path_or_url import in_store
 from portable.checkpoint.store import in_background
 from portable.checkpoint.trainer_state import step_of
 from portable.errors import one_line
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
     from pathlib import Path
 
+    from converters.storage.path_or_url import Place
     from portable.output.hub import Hub
-    from portable.paths import Place
     from portable.run.callbacks import Run
 
 

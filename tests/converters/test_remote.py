@@ -12,18 +12,13 @@ from typing import TYPE_CHECKING, Any
 import obstore
 import pytest
 
-from converters.errors import CheckpointError
+from converters.errors import CheckpointError, redact
 from converters.storage import completion_markers as completion
 from converters.storage import object_store as remote
-from converters.storage.object_store import RemotePath, is_url, matching
+from converters.storage.object_store import RemotePath, matching
 from converters.storage.places import copy_file, copy_folder
-from converters.storage.store_errors import (
-    AccessDeniedError,
-    ConflictError,
-    RemoteError,
-    RetriesUsedUpError,
-    redact,
-)
+from converters.storage.store_errors import AccessDeniedError, ConflictError, RemoteError, RetriesUsedUpError
+from converters.storage.urls import is_url
 from tests.object_store import ObjectStore, scale_down
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from abc import abstractmethod
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from converters.storage.places import in_store
+from converters.storage.path_or_url import in_store
 from portable.data.sources.documents import digest_of
 from portable.data.sources.parquet_rows import parquet_file, rows_of
 from portable.data.sources.rows import json_row, reading
@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
-    from converters.storage.object_store import Object, RemotePath
+    from converters.storage.object_store import RemotePath
     from converters.storage.path_or_url import Place
+    from converters.storage.urls import Object
 
 _BUFFER = 4 << 20  # bytes of a request for lines
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from converters.storage.object_store import Object, RemotePath
+from converters.storage.object_store import RemotePath
 from converters.storage.safe_open import read_small_text
+from converters.storage.urls import Object
 from portable.data.sources.compression import FORMATS, format_of
 from portable.data.sources.documents import listed
 from portable.data.sources.library import cannot_load, datasets_library

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from converters.storage.places import copy_folder, files_below, in_store
+from converters.storage.path_or_url import in_store
+from converters.storage.places import copy_folder, files_below
 from portable.data.sources.documents import Format, digest_of
 from portable.data.sources.listing import place_with
 from portable.data.sources.source import Shard, SourceSettings, TokenSource

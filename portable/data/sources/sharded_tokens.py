@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from converters.storage.places import in_store
+from converters.storage.path_or_url import in_store
 from portable.data.sources.compression import check_expanded
 from portable.data.sources.documents import digest_of, listed
 from portable.data.sources.files import file_digest
