@@ -8,8 +8,9 @@ checkpoint.tensors["model.embed_tokens.weight"].read((slice(0, 16),))
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from converters.lazy import at_first_use
 
 if TYPE_CHECKING:
     from converters.adapters.adapter import Adapter, find_adapter
@@ -54,28 +55,4 @@ __all__ = [
     "write_shard_checksums",
 ]
 
-# Imported at the first use (PEP 562): importing numpy takes longer than converting a small checkpoint, and
-# neither `portable-convert --help` nor a mistyped option needs it.
-_MODULES = {
-    "converters.adapters.adapter": ("Adapter", "find_adapter"),
-    "converters.adapters.merging": ("merge",),
-    "converters.checkpoint": ("Checkpoint", "OptimizerState"),
-    "converters.errors": ("CheckpointError",),
-    "converters.fingerprints": ("fingerprint",),
-    "converters.formats.dcp.checksums": ("item_checksums", "write_shard_checksums"),
-    "converters.manifest": ("check_manifest", "manifest_entries", "manifest_text"),
-    "converters.opening": ("open_checkpoint", "read_pickled"),
-    "converters.quantization.dequantize": ("dequantized", "dequantizes", "quantization_of"),
-    "converters.quantization.quantize": ("layout_of", "quantized", "quantized_like"),
-    "converters.tensors.tensor": ("Tensor",),
-    "converters.writers.safetensors_writer": ("write_adapter",),
-    "converters.writers.targets": ("write_checkpoint", "write_dcp", "write_safetensors"),
-}
-
-
-def __getattr__(name: str) -> Any:
-    module = next((module for module, names in _MODULES.items() if name in names), None)
-    if module is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(module), name)
-    return value
+__getattr__ = at_first_use(__name__)

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import os
 import sys
-from importlib import import_module
 from importlib.machinery import PathFinder
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Sequence
     from importlib.machinery import ModuleSpec
 
     from portable.api import Result, train
@@ -80,36 +79,6 @@ _refuse_others()
 sys.meta_path.insert(0, _Beside)
 
 
-def at_first_use(package: str, homes: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
-    """A ``__getattr__`` for ``package`` that imports its names at their first use (PEP 562).
+from converters.lazy import at_first_use  # noqa: E402  (of the folder beside this one)
 
-    Every module of a package passes its ``__init__``, and few need all that it offers.
-
-    Args:
-        package: its name.
-        homes: modules, each with the names in it.
-    """
-    modules = {name: module for module, names in homes.items() for name in names}
-
-    def found(name: str) -> Any:
-        if name not in modules:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = vars(sys.modules[package])[name] = getattr(import_module(modules[name]), name)
-        return value
-
-    return found
-
-
-__getattr__ = at_first_use(
-    __name__,
-    {
-        "portable.api": ("Result", "train"),
-        "portable.config": ("RunConfig", "load_config"),
-        "portable.errors": ("RunError", "UserError"),
-        "portable.evaluation.metrics": ("Metric",),
-        "portable.loop": ("Callback",),
-        "portable.model.training_loss": ("Loss", "Outputs"),
-        "portable.optim.user_optimizer": ("MakesOptimizer",),
-        "portable.run.callbacks": ("Run",),
-    },
-)
+__getattr__ = at_first_use(__name__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portable import at_first_use
+from converters.lazy import at_first_use
 
 if TYPE_CHECKING:
     from portable.config.arguments import Invocation, parse_args
@@ -48,14 +48,4 @@ __all__ = [
     "parse_args",
 ]
 
-__getattr__ = at_first_use(
-    __name__,
-    {
-        "portable.config.arguments": ("Invocation", "parse_args"),
-        "portable.config.yaml_text": ("dump_yaml",),
-        "portable.config.load": ("load_config",),
-        "portable.config.same_run": ("difference",),
-        "portable.config.sections": [name for name in __all__ if name.endswith("Config")],
-        "portable.config.run_config": ("RunConfig",),  # which ends in Config, too
-    },
-)
+__getattr__ = at_first_use(__name__)

@@ -1,0 +1,39 @@
+"""Names of a package that are imported at their first use (PEP 562)."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def at_first_use(package: str) -> Callable[[str], Any]:
+    """A `__getattr__` for `package`: a name of its `__all__` comes from where `if TYPE_CHECKING` imports it.
+
+    Every module of a package passes its `__init__`, and few need all that it offers: importing numpy takes
+    longer than converting a small checkpoint.
+    """
+
+    def found(name: str) -> Any:
+        module = sys.modules[package]
+        if name not in module.__all__:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = vars(module)[name] = getattr(import_module(_homes(str(module.__file__))[name]), name)
+        return value
+
+    return found
+
+
+@cache
+def _homes(file: str) -> dict[str, str]:
+    """The modules that a file imports names from, by name."""
+    import ast  # only where a name is asked for
+
+    with open(file, encoding="utf-8") as source:  # noqa: PTH123  (pathlib is slow)
+        tree = ast.walk(ast.parse(source.read()))
+    imports = [node for node in tree if isinstance(node, ast.ImportFrom)]
+    return {alias.name: str(node.module) for node in imports for alias in node.names}
