@@ -10,7 +10,7 @@ import numpy as np
 
 from converters.errors import CheckpointError
 from converters.tensors.casting import rounded
-from converters.tensors.dtypes import itemsize, numpy_dtype
+from converters.tensors.dtypes import FROM_NUMPY, itemsize, numpy_dtype
 from converters.tensors.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -27,6 +27,12 @@ class Rows(Protocol):
         ...
 
 
+class Fill(Protocol):
+    def __call__(self, out: Array, matrix: Shape, first: int, touched: Touched) -> None:
+        """Write rows of one matrix of a stack, from `first` on, into `out`, which has the tensor's dtype."""
+        ...
+
+
 _last = threading.local()
 
 
@@ -34,15 +40,16 @@ class ComputedRows:
     """The row-major bytes of matrices whose rows are computed; each thread keeps the last block of them all.
 
     Args:
+        fill: computes rows; `filled_from` makes one.
         align: rows are made from multiples of this on.
         elements: how many are made at once, where `align` rows have no more.
     """
 
-    def __init__(self, shape: Shape, dtype: str, rows: Rows, align: int, elements: int) -> None:
+    def __init__(self, shape: Shape, dtype: str, fill: Fill, align: int, elements: int) -> None:
         self.lead, self.rows, self.columns = shape[:-2], shape[-2], shape[-1]
         self.dtype = dtype
         self.nbytes = prod(shape) * itemsize(dtype)
-        self._make = rows
+        self._fill = fill
         self._step = max(1, elements // max(1, self.columns) // align) * align
 
     def read_into(self, buffer: memoryview, at: int, touched: Touched) -> None:
@@ -52,29 +59,49 @@ class ComputedRows:
             index, start = divmod(at + done, row)
             matrix, inside = divmod(index, self.rows)
             number, skipped = divmod(inside, self._step)
-            block = self._block(matrix, number, touched)[skipped * row + start :]
+            whole = min(self._step, self.rows - number * self._step) * row
+            if not (skipped or start) and out.size - done >= whole:
+                self._compute(matrix, number, out[done : done + whole], touched)
+                done += whole
+                continue
+            block = self._block(matrix, number, whole, touched)[skipped * row + start :]
             part = block[: out.size - done]
             out[done : done + part.size] = part
             done += part.size
 
-    def _block(self, matrix: int, number: int, touched: Touched) -> Array:
+    def _block(self, matrix: int, number: int, nbytes: int, touched: Touched) -> Array:
+        """The bytes of a block, of which a part is wanted: the rest comes next."""
         if getattr(_last, "key", None) != (self, matrix, number):
             _last.key = _last.block = None  # or two would be in memory
-            first = number * self._step
-            place = tuple(int(n) for n in np.unravel_index(matrix, self.lead)) if self.lead else ()
-            with np.errstate(all="ignore"):
-                made = self._make(place, first, min(self._step, self.rows - first), touched)
-            _last.block = rounded(np.ascontiguousarray(made), self.dtype).view(np.uint8).reshape(-1)
-            _last.key = self, matrix, number
-        block: Array = _last.block
-        return block
+            block = np.empty(nbytes, np.uint8)
+            self._compute(matrix, number, block, touched)
+            _last.key, _last.block = (self, matrix, number), block
+        found: Array = _last.block
+        return found
+
+    def _compute(self, matrix: int, number: int, out: Array, touched: Touched) -> None:
+        place = tuple(int(n) for n in np.unravel_index(matrix, self.lead)) if self.lead else ()
+        with np.errstate(all="ignore"):
+            made = out.view(numpy_dtype(self.dtype)).reshape(-1, self.columns)
+            self._fill(made, place, number * self._step, touched)
+
+
+def filled_from(rows: Rows) -> Fill:
+    """Writes what `rows` computes."""
+
+    def fill(out: Array, matrix: Shape, first: int, touched: Touched) -> None:
+        made = rows(matrix, first, len(out), touched).reshape(out.shape)
+        out[...] = rounded(made, FROM_NUMPY[out.dtype]) if made.dtype == np.float64 else made
+
+    return fill
 
 
 def tensor_of(
-    name: str, dtype: str, shape: Shape, rows: Rows, *, align: int = 1, elements: int | None = None
+    name: str, dtype: str, shape: Shape, rows: Rows, *, align: int = 1, elements: int = BLOCK
 ) -> Tensor:
     """A tensor of `ComputedRows`."""
-    return Tensor.contiguous(name, dtype, shape, ComputedRows(shape, dtype, rows, align, elements or BLOCK))
+    source = ComputedRows(shape, dtype, filled_from(rows), align, elements)
+    return Tensor.contiguous(name, dtype, shape, source)
 
 
 def part_of(tensor: Tensor, lows: Shape, sizes: Shape, touched: Touched) -> Array:

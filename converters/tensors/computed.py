@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from converters.storage.bytes import Memory
-from converters.tensors.by_rows import ComputedRows
+from converters.tensors.by_rows import ComputedRows, filled_from
 from converters.tensors.dtypes import itemsize, numpy_dtype
 from converters.tensors.tensor import Box, Tensor, View, row_major
 
@@ -105,7 +105,7 @@ def computed(tensor: Tensor, dtype: str, lead: int, edits: Sequence[Edit]) -> Te
 
     def view() -> View:
         rows = _EditedRows(tensor, lead, edits)
-        source = ComputedRows((*rows.lead, rows.columns), dtype, rows, 1, _BLOCK)
+        source = ComputedRows((*rows.lead, rows.columns), dtype, filled_from(rows), 1, _BLOCK)
         return View(source, 0, row_major(tensor.shape, itemsize(dtype)))
 
     return Tensor(tensor.name, dtype, tensor.shape, [Box((0,) * len(tensor.shape), tensor.shape, view)])

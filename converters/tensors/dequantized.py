@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from converters.errors import CheckpointError
-from converters.tensors.by_rows import BLOCK, ComputedRows, part_of, require, rows_of, tensor_of
-from converters.tensors.casting import rounded
+from converters.tensors.by_rows import BLOCK, ComputedRows, filled_from, part_of, require, rows_of, tensor_of
 from converters.tensors.dtypes import numpy_dtype
 from converters.tensors.tensor import Tensor
 
@@ -103,24 +102,23 @@ class _Grid:
         picked: Array = found[np.arange(first, first + count) // self.height - low]
         return picked
 
-    def looked_up(
-        self, table: Array, codes: Array, matrix: Shape, first: int, touched: Touched, dtype: str
-    ) -> Array:
-        """Bytes as `dtype`: the 256 products of each block are made once, and its codes look them up."""
+    def look_up(
+        self, table: Array, codes: Array, out: Array, matrix: Shape, first: int, touched: Touched
+    ) -> None:
+        """Bytes into floats: the 256 products of each block are made once, and its codes look them up."""
         count = len(codes)
         scale = _as_scale(self.tensor, self.rows(matrix, first, count, touched))
         if not scale.all():
-            return _scaled(table.take(codes, mode="wrap"), scale, self.width, self.tensor)
-        made = np.empty(codes.shape, numpy_dtype(dtype))
+            out[...] = _scaled(table.take(codes, mode="wrap"), scale, self.width, self.tensor)
+            return
         low = 0
         while low < count:
             high = min(count, ((first + low) // self.height + 1) * self.height - first)
-            products = rounded(table * scale[low, :, None], dtype)
+            products = (table * scale[low, :, None]).astype(out.dtype)
             for number, of_block in enumerate(products):
                 place = slice(low, high), slice(number * self.width, (number + 1) * self.width)
-                made[place] = of_block.take(codes[place], mode="clip")
+                out[place] = of_block.take(codes[place], mode="clip")
             low = high
-        return made
 
     def apply(
         self, values: Array, matrix: Shape, first: int, touched: Touched, times: np.float32 | None = None
@@ -158,17 +156,19 @@ def scaled_bytes(
     zeros = None if zero is None else _Grid(zero, shape, block)
 
     def rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
-        held = rows_of(weight, matrix, first, count, touched)
-        if zeros is None and by_table:
-            return grid.looked_up(table, held.view(np.uint8), matrix, first, touched, dtype)
-        values = table.take(held.view(np.uint8), mode="wrap")
+        values = table.take(rows_of(weight, matrix, first, count, touched).view(np.uint8), mode="wrap")
         if zeros is not None:
             below = zeros.rows(matrix, first, count, touched).astype(np.float32)
             values -= np.repeat(below, zeros.width, axis=1)[:, : shape[-1]]
         return grid.apply(values, matrix, first, touched)
 
-    by_table = grid.height * grid.width >= _WORTH_A_TABLE
-    return tensor_of(name, dtype, shape, rows, elements=_WITH_TABLES if by_table else None)
+    def look_up(out: Array, matrix: Shape, first: int, touched: Touched) -> None:
+        codes = rows_of(weight, matrix, first, len(out), touched).view(np.uint8)
+        grid.look_up(table, codes, out, matrix, first, touched)
+
+    if zeros is not None or grid.height * grid.width < _WORTH_A_TABLE:
+        return tensor_of(name, dtype, shape, rows)
+    return Tensor.contiguous(name, dtype, shape, ComputedRows(shape, dtype, look_up, 1, _WITH_TABLES))
 
 
 _PAIRS = np.stack([_FP4[np.arange(256) & 15], _FP4[np.arange(256) >> 4]], axis=-1)
@@ -464,7 +464,7 @@ def four_bits(
         return values.reshape(count, columns)
 
     whole = (prod(shape[:-1]), columns)
-    source = ComputedRows(whole, dtype, rows, 1, BLOCK)
+    source = ComputedRows(whole, dtype, filled_from(rows), 1, BLOCK)
     return Tensor.contiguous(name, dtype, shape, source)
 
 
