@@ -120,24 +120,20 @@ def read_rows(row: Mapping[str, Any], fields: Fields, where: str) -> list[Docume
         UserError: if a field is missing or has the wrong type. ``where`` names the row.
     """
     try:
-        return _documents(row, fields, where)
+        columns = tuple(_number_of(row, name, where) for name in fields.columns)
+        if fields.format not in (None, "text"):
+            from portable.data.sources.conversations import documents_in
+
+            return documents_in(row, fields.format, where, fields.roles, columns)
+        text = _text_of(row, "text_field", fields.text, where)
+        target = None if fields.target is None else _text_of(row, "target_field", fields.target, where)
+        label = None if fields.label is None else _label_of(row, fields.label, where)
+        pair = None if fields.pair is None else _text_of(row, "text_pair_field", fields.pair, where)
     except UserError as error:
         if fields.bad is None:
             raise
         fields.bad.skip(error)
         return []
-
-
-def _documents(row: Mapping[str, Any], fields: Fields, where: str) -> list[Document]:
-    columns = tuple(_number_of(row, name, where) for name in fields.columns)
-    if fields.format not in (None, "text"):
-        from portable.data.sources.conversations import documents_in
-
-        return documents_in(row, fields.format, where, fields.roles, columns)
-    text = _text_of(row, "text_field", fields.text, where)
-    target = None if fields.target is None else _text_of(row, "target_field", fields.target, where)
-    label = None if fields.label is None else _label_of(row, fields.label, where)
-    pair = None if fields.pair is None else _text_of(row, "text_pair_field", fields.pair, where)
     if not text.strip() or (target is not None and not target.strip()):
         return []
     return [Document(fields.prefix + text, target, label, pair=pair, columns=columns)]

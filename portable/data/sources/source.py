@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 from portable.config.sections import DataConfig, SourceConfig
 from portable.data.sources.documents import (
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 
-T = TypeVar("T")
 STREAMS = "streams"
 """The folder of the cache with the files and tokens of streams, of which old ones are removed."""
 CAUSAL, MASKED, SEQ2SEQ, CLASSIFICATION = TASKS = (
@@ -234,15 +233,16 @@ class Source(ABC):
         for where, row in islice(self.rows(), self.settings.data.max_samples):
             yield from read_rows(row, self.fields, where)
 
-    def checked(self, read: Iterator[T]) -> Iterator[T]:
-        """Yield what is read of it, and check at the end that it is what ``key`` says.
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Read it within this context, which checks at the end that it is what ``key`` says.
 
         Raises:
             UserError: at the end, if another program has changed it. Results must not be cached then.
         """
         before, refusal = self.key, None
         try:
-            yield from read
+            yield
         except (UserError, RunError) as error:  # may come from a file that is being written
             refusal = error
         if self._changed(before):

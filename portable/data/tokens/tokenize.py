@@ -155,19 +155,17 @@ class TokenizeJob:
             desc="tokenizing",
             disable=not progress,
         )
-        with closing(writer), parallel_tokenizers(), bar:
+        with closing(writer), parallel_tokenizers(), bar, source.unchanged():
             facts: dict[str, Any] = {}
             if isinstance(source, TokenSource):
-                for tokens, lengths in source.checked(
-                    source.tokens(self.vocabulary.size, self.vocabulary.end)
-                ):
+                for tokens, lengths in source.tokens(self.vocabulary.size, self.vocabulary.end):
                     writer.add("text", tokens, lengths)
                     bar.update(len(tokens))
             elif self.chat is not None:
                 facts = _write_conversations(source, self.chat, writer, bar)
             else:
                 within = False
-                for batch in _batches(source.checked(source.documents())):
+                for batch in _batches(source.documents()):
                     within = _write(batch, self, writer, within)
                     bar.update(sum(map(_size, batch)))
             if not writer.documents:
@@ -194,7 +192,7 @@ def _write_conversations(source: Source, chat: ChatTemplate, writer: TokenWriter
     columns: deque[list[tuple[float, ...]]] = deque()
 
     def batches() -> Iterator[list[Document]]:
-        for batch in _batches(source.checked(source.documents()), _CHAT_CHARS, whole=True):
+        for batch in _batches(source.documents(), _CHAT_CHARS, whole=True):
             sizes.append(sum(_size(document) for document in batch))
             columns.append([document.columns for document in batch])
             yield batch
