@@ -66,8 +66,6 @@ def model_card(
         data: the data in words.
         metrics: the rows of ``metrics.jsonl`` up to the exported checkpoint.
     """
-    from huggingface_hub import ModelCardData
-
     name = config.model.name_or_path
     local = name is not None and (Path(name).exists() or Path(name).is_absolute())
     base = Path(name).name if name is not None and local else name
@@ -75,14 +73,6 @@ def model_card(
     kind = None if adapter is None else str(config.adapter.type)
     alone, rows = is_adapter(config), None if adapter is None else adapter.rows
     on_hub = None if local or config.model.from_scratch else name
-    head = ModelCardData(
-        base_model=on_hub,
-        base_model_relation=None if on_hub is None else ("adapter" if alone else "finetune"),
-        datasets=_datasets(config) or None,
-        library_name="peft" if alone else "transformers",
-        pipeline_tag=pipeline,
-        tags=["portable-trainer", *([] if kind is None else [kind])],
-    )
     settings = (
         [] if kind is None else [(f"adapter.{key}", getattr(config.adapter, key)) for key in KINDS[kind]]
     )
@@ -96,7 +86,7 @@ def model_card(
     return "\n".join(
         [
             "---",
-            head.to_yaml(),
+            _head(config, on_hub, pipeline, kind, alone=alone),
             "---",
             "",
             f"# {Path(config.output_dir).name}",
@@ -131,6 +121,19 @@ def model_card(
             "",
         ]
     )
+
+
+def _head(config: RunConfig, on_hub: str | None, pipeline: str, kind: str | None, *, alone: bool) -> str:
+    from huggingface_hub import ModelCardData
+
+    return ModelCardData(
+        base_model=on_hub,
+        base_model_relation=None if on_hub is None else ("adapter" if alone else "finetune"),
+        datasets=_datasets(config) or None,
+        library_name="peft" if alone else "transformers",
+        pipeline_tag=pipeline,
+        tags=["portable-trainer", *([] if kind is None else [kind])],
+    ).to_yaml()
 
 
 def _origin(config: RunConfig, adapter: Adapter | None, architecture: str, *, alone: bool) -> str:

@@ -33,6 +33,8 @@ from portable.run.stages import Prepared
 from portable.terminal import shows_bars
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from transformers import PretrainedConfig
 
     from portable.backend import Backend
@@ -53,13 +55,12 @@ def prepare(resolved: Resolved, backend: Backend) -> Prepared:
     model_config = models.model_config(config.model)
     models.check_length(model_config, config)
     special_tokens = SpecialTokens(model_config, config.model)
-    problem = problem_of(model_config, config.model)  # before the labels decide it
-    known = known_classes(model_config, config.model)
     if config.checkpoint.export == "like_base":
         from portable.model.pretrained import layout_to_export
 
         layout_to_export(config.model)  # refused now, not after the last step
     data = open_data(config, model_config, special_tokens)
+    label_notes = list(_label_notes(model_config, config, data))  # before the labels decide the problem
     adopt_labels(model_config, data.classes)
     of_task = config.model.task if data.classes is None else data.classes.problem
     setting = Setting(of_task, data.label_names, data.tokenizer, user_loss=config.train.loss is not None)
@@ -70,8 +71,6 @@ def prepare(resolved: Resolved, backend: Backend) -> Prepared:
     best_tracker = judge_of(config, data.evals, metrics)
     assembled = assemble(config, model_config, special_tokens, data.tokenizer, data)
     model, adapter = assembled.model, assembled.adapter
-    architecture, parameters = type(model).__name__, parameter_count(model)
-    flops = flops_per_token(model, model_config, data.train.context or config.data.seq_len)
     reference = None
     if config.train.loss is not None:
         from portable.run.precompute import add_computed, reference_of
@@ -88,14 +87,7 @@ def prepare(resolved: Resolved, backend: Backend) -> Prepared:
             "note: the base model has random weights, which follow from the seed and are not saved; for an "
             "adapter to use elsewhere, set model.name_or_path"
         )
-    notes += [f"note: {note}" for note in tie_notes(model, config.train)]
-    if problem is None and (found := data.classes) is not None and found.problem != SINGLE:
-        notes.append(f"note: problem_type is {found.problem}, as the labels and num_labels have it")
-    if known is not None and known.renamed(data.label_names):
-        notes.append(
-            f"note: {known.key} does not name its classes; they are taken for {listed(data.label_names)}, in "
-            "this order"
-        )
+    notes += [f"note: {note}" for note in (*tie_notes(model, config.train), *label_notes)]
     return Prepared(
         resolved=resolved,
         config=config,
@@ -105,10 +97,10 @@ def prepare(resolved: Resolved, backend: Backend) -> Prepared:
         model=model,
         adapter=adapter,
         grown_from=assembled.grown_from,
-        architecture=architecture,
-        parameters=parameters,
+        architecture=type(model).__name__,
+        parameters=parameter_count(model),
         trained=trained_count(model),
-        flops_per_token=flops,
+        flops_per_token=flops_per_token(model, model_config, data.train.context or config.data.seq_len),
         plan=batch_plan(config, backend),
         steps=length,
         until=min(length, config.train.stop_after or length),
@@ -164,6 +156,18 @@ def _with_micro_batch(
         search = micro_batch.Search(backend, config, model_config, data.train, resolved.world)
         size = micro_batch.largest(search)
     return micro_batch.with_micro_batch(config, size)
+
+
+def _label_notes(model_config: PretrainedConfig, config: RunConfig, data: Data) -> Iterator[str]:
+    """What the labels decide that the settings leave open."""
+    problem, known = problem_of(model_config, config.model), known_classes(model_config, config.model)
+    if problem is None and (found := data.classes) is not None and found.problem != SINGLE:
+        yield f"problem_type is {found.problem}, as the labels and num_labels have it"
+    if known is not None and known.renamed(data.label_names):
+        yield (
+            f"{known.key} does not name its classes; they are taken for {listed(data.label_names)}, in this "
+            "order"
+        )
 
 
 def notes_on(

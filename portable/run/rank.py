@@ -79,20 +79,7 @@ def _run(
     if isinstance(resolved, Resolved):  # otherwise settling does
         prepare_code(config)
     output = open_output(config, backend.rank)
-    prepared: Prepared | UserError
-    try:
-        if not isinstance(resolved, Resolved):
-            writes = not eval_only and replay is None
-            resolved = resolve(config, backend.name, writes=writes)
-        if replay is not None:  # compiled layers cannot be looked into
-            resolved = replace(
-                resolved, config=resolved.config.replaced({"compile": False, "xla.scan_layers": False})
-            )
-        prepared = prepare(resolved, backend)
-    except UserError as error:
-        if backend.world_size == 1:
-            raise
-        prepared = error
+    prepared = _prepared(backend, resolved, eval_only, replay)
     try:
         backend.start()
         prepared = all_or_none(prepared)
@@ -137,6 +124,25 @@ def _run(
         backend.stop()
     # The engine is freed only here: the error's traceback referenced it.
     raise _out_of_device_memory(search, sequences, step, output, snapshot)
+
+
+def _prepared(
+    backend: Backend, resolved: Resolved | RunConfig, eval_only: bool, replay: int | None
+) -> Prepared | UserError:
+    """The run, or of several ranks why this one has none: they end together."""
+    try:
+        if not isinstance(resolved, Resolved):
+            writes = not eval_only and replay is None
+            resolved = resolve(resolved, backend.name, writes=writes)
+        if replay is not None:  # compiled layers cannot be looked into
+            resolved = replace(
+                resolved, config=resolved.config.replaced({"compile": False, "xla.scan_layers": False})
+            )
+        return prepare(resolved, backend)
+    except UserError as error:
+        if backend.world_size == 1:
+            raise
+        return error
 
 
 def _agree(prepared: Prepared, output: Output) -> None:

@@ -137,10 +137,9 @@ class Rendering:
         plain, conversation = conversation, self._with_arguments(self._with_parts(conversation))
         messages = conversation.messages
         marked = train_on in ("assistant", "last_assistant") and _MARKED.search(self._template(conversation))
-        if marked:
-            text, spans = self._marked(conversation, messages)
-        else:
-            text = self._render(conversation, messages)
+        text, spans = (
+            self._marked(conversation, messages) if marked else (self._render(conversation, messages), [])
+        )
         self._check_shown(plain, text)
         begin = conversation.prompt if train_on == "completion" else 0
         answers = tuple(at for at in conversation.answers if at >= (begin or 0))
@@ -148,21 +147,7 @@ class Rendering:
         thoughts = (_thought(plain.messages[at]) for at in answers)
         shown = tuple(valid(thought) in text for thought in thoughts if thought)
         if train_on in ("all", "completion"):
-            if begin is None:
-                raise UserError(
-                    f"data.train_on: {conversation.where}: completion is for records with a prompt and a "
-                    "completion; use assistant or last_assistant"
-                )
-            if any(map(context_only, messages[begin:])):
-                raise UserError(
-                    f"data.train_on: {conversation.where}: a message is context only, but {train_on} trains "
-                    "whole texts; use assistant"
-                )
-            if train_on == "all":
-                return Draft(text, conversation, whole=True, thoughts=shown)
-            opened = self._render(conversation, messages[:begin], prompted=True)
-            start = self._start(conversation, text, begin, opened)
-            return Draft(text, conversation, (), (begin,), (start,), (len(text),), thoughts=shown)
+            return self._whole_draft(conversation, text, begin, train_on, shown)
         if not answers:
             raise UserError(
                 f"data.source: {conversation.where}: {conversation.speakers} says nothing; remove the record"
@@ -177,8 +162,6 @@ class Rendering:
             if said and not spans:
                 raise failure(conversation, "{% generation %} marks nothing in it")
             answers = tuple(at for at in answers if at not in said)
-        else:
-            spans = []
         if 2 * len(answers) * len(text) > _MOST_RENDERED:
             raise failure(
                 conversation,
@@ -205,6 +188,31 @@ class Rendering:
             thoughts=shown,
             turns=turns,
         )
+
+    def _whole_draft(
+        self,
+        conversation: Conversation,
+        text: str,
+        begin: int | None,
+        train_on: TrainOn,
+        shown: tuple[bool, ...],
+    ) -> Draft:
+        """A text that is trained from message ``begin`` to its end."""
+        if begin is None:
+            raise UserError(
+                f"data.train_on: {conversation.where}: completion is for records with a prompt and a "
+                "completion; use assistant or last_assistant"
+            )
+        if any(map(context_only, conversation.messages[begin:])):
+            raise UserError(
+                f"data.train_on: {conversation.where}: a message is context only, but {train_on} trains "
+                "whole texts; use assistant"
+            )
+        if train_on == "all":
+            return Draft(text, conversation, whole=True, thoughts=shown)
+        opened = self._render(conversation, conversation.messages[:begin], prompted=True)
+        start = self._start(conversation, text, begin, opened)
+        return Draft(text, conversation, (), (begin,), (start,), (len(text),), thoughts=shown)
 
     def _start(self, conversation: Conversation, text: str, at: int, opened: str) -> int | Start:
         found = _prefix(text, opened)
