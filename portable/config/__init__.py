@@ -11,37 +11,11 @@ if TYPE_CHECKING:
     from portable.config.load import load_config
     from portable.config.run_config import RunConfig
     from portable.config.same_run import difference
-    from portable.config.sections import (
-        AdapterConfig,
-        CheckpointConfig,
-        DataConfig,
-        DeepSpeedConfig,
-        Fp16Config,
-        FsdpConfig,
-        HubConfig,
-        LogConfig,
-        MemoryConfig,
-        ModelConfig,
-        TrainConfig,
-        XlaConfig,
-    )
     from portable.config.yaml_text import dump_yaml
 
 __all__ = [
-    "AdapterConfig",
-    "CheckpointConfig",
-    "DataConfig",
-    "DeepSpeedConfig",
-    "Fp16Config",
-    "FsdpConfig",
-    "HubConfig",
     "Invocation",
-    "LogConfig",
-    "MemoryConfig",
-    "ModelConfig",
     "RunConfig",
-    "TrainConfig",
-    "XlaConfig",
     "difference",
     "dump_yaml",
     "load_config",
@@ -55,7 +29,6 @@ __getattr__ = at_first_use(
         "portable.config.yaml_text": ("dump_yaml",),
         "portable.config.load": ("load_config",),
         "portable.config.same_run": ("difference",),
-        "portable.config.sections": [name for name in __all__ if name.endswith("Config")],
-        "portable.config.run_config": ("RunConfig",),  # which ends in Config, too
+        "portable.config.run_config": ("RunConfig",),
     },
 )
