@@ -77,6 +77,21 @@ def test_devices_that_share_a_sequence_or_a_layer_take_one_batch(
     assert counts[1] == counts[0] // 2
 
 
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ({}, {"data.seq_len": 1023, "train.learning_rate": 2e-5}),
+        ({"beta": 0.2, "max_length": 64}, {"data.seq_len": 63, "train.learning_rate": 1e-6}),
+        ({"max_length": 64, "context_parallel_size": 2}, {"data.seq_len": 64}),  # whose parts are equal
+        ({"truncation_mode": "keep_end"}, {"data.truncation": "start"}),
+    ],
+)
+def test_what_trl_does_where_a_file_is_silent(more: dict[str, Any], expected: dict[str, Any]) -> None:
+    given = {"model_name_or_path": "org/model", "dataset_name": "org/data", **more}
+    found = read(Document(given, {}), "trl.yaml")
+    assert {key: found.values[key] for key in expected} == expected
+
+
 def test_several_files_and_a_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.yaml").write_text(ACCELERATE)
     script = ["train.py", "--model_name_or_path", "org/model", "--dataset-name=org/data", "--bf16", "True"]

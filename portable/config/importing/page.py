@@ -16,9 +16,9 @@ _PAGE = """\
 
 <!-- Written by `python -m portable.config.reference` from portable/config/importing/. Edit those. -->
 
-What `portable-train import` makes of each key of a file of another program, and of the arguments of its
-script ([how to call it](migrate.md)). An Accelerate YAML and a DeepSpeed JSON that a run names mean the same
-at each launch. `tests/gpu/test_published_json.py` and `tests/portable/test_published_yaml.py` compare more
+What `portable-train import` makes of each key of another program's file, and of its script's arguments
+([how to call it](migrate.md)). An Accelerate YAML and a DeepSpeed JSON that a run names mean the same at each
+launch. `tests/gpu/test_published_json.py` and `tests/portable/test_published_yaml.py` compare more
 than two hundred files of public repositories with DeepSpeed's parser and Accelerate's launcher, leaf by leaf.
 
 A key whose name is a setting's, or its last part, becomes that setting and is not listed; nor is one without

@@ -31,6 +31,7 @@ _NO_REWARDS = "training on rewards of generated answers is not supported; leave 
 _LIGER = "Liger kernels are not used; leave it out (memory.loss_chunk_tokens saves the logits' memory)"
 
 WORDS: dict[str, dict[str, str]] = {
+    "adapter": {"qlora": "{type: lora, base: nf4}"},
     "log.trackers": {"none": "[], which is none", "all": "a list of those to use"},
     "memory.activation_checkpointing": {"true": "full", "block": "full", "offload": "full"},
     "model.attention": dict.fromkeys(("fa2", "flash_attn", "flash_attention"), "flash_attention_2"),
@@ -66,8 +67,7 @@ WORDS: dict[str, dict[str, str]] = {
         "cosine_with_warmup": "cosine, which warms up over train.warmup_steps",
     },
 }
-"""Other trainers' words for values, by setting."""
-IN_PLACE_OF_A_SECTION = {"adapter": {"qlora": "{type: lora, base: nf4}"}}
+"""Other trainers' words for values, by setting or section."""
 
 
 TAKEN = {
@@ -92,8 +92,7 @@ TAKEN = {
     "data.config_name": "dataset_config_name dataset_config",
     "data.split": "dataset_train_split",
     "data.max_samples": "max_samples max_train_samples",
-    "data.seq_len": "block_size cutoff_len max_length max_seq_len max_seq_length max_source_length "
-    "model_max_length sequence_len",
+    "data.seq_len": "block_size max_seq_len max_seq_length max_source_length model_max_length",
     "data.target_seq_len": "max_target_length",
     "data.source_prefix": "source_prefix",
     "data.text_field": "dataset_text_field text_column text_column_name",
@@ -102,7 +101,6 @@ TAKEN = {
     "data.target_language": "target_lang",
     "data.tokenizer": "tokenizer_name tokenizer_config",
     "data.chat_template": "chat_template_path chat_template_jinja",
-    "data.truncation": "truncation_mode",
     "data.roles_to_train": "roles_to_train",
     "data.num_workers": "dataloader_num_workers",
     "train.learning_rate": "learning_rate lr",
@@ -258,6 +256,14 @@ FAMILIES = {
 def _take(value: Any, _: File) -> Any:
     negative = isinstance(value, int | float) and not isinstance(value, bool) and value < 0
     return None if nothing(value) or negative or value == "auto" else value
+
+
+def _positions(value: Any, file: File) -> dict[str, Any]:
+    """Their length of a text counts its last token, which is only a label."""
+    length = _take(value, file)
+    parts = ("context_parallel_size", "sequence_parallel_degree", "context_parallel_dim")
+    divided = any(file.get(name, 1) != 1 for name in parts)  # into equal parts
+    return {} if length is None else {"data.seq_len": length if divided else length - 1}
 
 
 def _word(key: str, last: Callable[[Any], Any] = lambda value: value) -> Row:
@@ -468,6 +474,7 @@ def _table(
     return found
 
 
+_POSITIONS = Row(how=_positions, why="data.seq_len, one less")
 _SHARDING = {
     name.rpartition(".")[2]: row for name, row in ACCELERATE.items() if name.startswith("fsdp_config.")
 }
@@ -555,6 +562,8 @@ TRAINERS: Rows = {
     "stage": Row(
         how=_lf_stage, why="leave it out for sft and pt; set train.loss for dpo, model.task for a classifier"
     ),
+    **dict.fromkeys(("cutoff_len", "max_length", "sequence_len"), _POSITIONS),
+    "truncation_mode": Row("data.truncation", {"keep_start": "end", "keep_end": "start", None: None}),
     "excess_length_strategy": Row("data.truncation", {"drop": "drop", "truncate": "end", None: None}),
     **dict.fromkeys(("chat_template", "template"), Row("data.chat_template", _template)),
     "push_to_hub": _pushed(
@@ -652,7 +661,6 @@ TORCHTUNE: Rows = {
             "adapter.alpha": "model.lora_alpha",
             "adapter.dropout": "model.lora_dropout",
             "adapter.use_dora": "model.use_dora",
-            "data.seq_len": "tokenizer.max_seq_len",
             "context_parallel_size": "context_parallel_dim",
             "tensor_parallel_size": "tensor_parallel_dim",
             "train.micro_batch_size": "batch_size",
@@ -698,6 +706,7 @@ TORCHTUNE: Rows = {
         },
     ),
     "shuffle": free("samples are always shuffled", True, None),
+    "tokenizer.max_seq_len": _POSITIONS,
     "checkpointer._component_": Row(how=_tune_files, why="model.name_or_path"),
     "model._component_": Row(how=_tune_model, why="adapter.type"),
     "model.lora_attn_modules": Row("adapter.target_modules", _tune_targets),
@@ -787,7 +796,9 @@ def finish(file: File, devices: int) -> None:
     for key, value in DEFAULTS[program].items():
         spared = (key.startswith("train.warmup") and of_warmup) or (key.startswith("adapter.") and not lora)
         if not spared and not (key == "train.epochs" and "train.steps" in found):
-            file.default(key, value, f"default of {program}")
+            settings = _positions(value, file) if key == "data.seq_len" else {key: value}
+            for name, item in settings.items():
+                file.default(name, item, f"default of {program}")
     for one, other in _INSTEAD.items():
         if found.get(one) is not None:
             found.pop(other, None)
@@ -805,6 +816,7 @@ def _preferences(file: File) -> None:
         more = "" if kind in (None, "sigmoid") else f", loss_type={kind!r}"
         more += f", sft={file.get('rpo_alpha')}" if file.get("rpo_alpha") else ""
         file.put(("beta",), "train.loss", f"dpo(beta={file.get('beta', 0.1)}{more})")
+        file.default("train.learning_rate", 1e-6, "default of TRL's DPO")
         file.note(("beta",), "read as TRL's DPO; of another of its trainers, such as ORPO, change train.loss")
     if "train.loss" in found:
         file.default("data.format", "preference", "a loss of pairs")
