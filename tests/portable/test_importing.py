@@ -92,6 +92,24 @@ def test_what_trl_does_where_a_file_is_silent(more: dict[str, Any], expected: di
     assert {key: found.values[key] for key in expected} == expected
 
 
+FOR_PAIRS = {"finetuning_type": "full", "stage": "dpo", "pref_ftx": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("given", "loss"),
+    [
+        ({**FOR_PAIRS, "pref_loss": "hinge"}, "dpo(beta=0.1, loss_type='hinge', sft=0.5)"),
+        ({**FOR_PAIRS, "pref_loss": "ipo", "pref_beta": 0.2}, "ipo(beta=0.2, sft=0.5)"),
+        ({**FOR_PAIRS, "pref_loss": "orpo"}, "orpo"),
+        ({"base_model": "a", "rl": "simpo", "rl_beta": 3}, "simpo(beta=3)"),
+        ({"model_name_or_path": "a", "dataset_name": "b", "beta": 0.2}, "dpo(beta=0.2)"),
+    ],
+)
+def test_a_loss_of_pairs_keeps_its_arguments(given: dict[str, Any], loss: str) -> None:
+    assert read(Document(given, {}), "theirs.yaml").values["train.loss"] == loss
+    load_config({"train": {"loss": loss}, "data": {"format": "preference"}})
+
+
 def test_several_files_and_a_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.yaml").write_text(ACCELERATE)
     script = ["train.py", "--model_name_or_path", "org/model", "--dataset-name=org/data", "--bf16", "True"]

@@ -262,8 +262,9 @@ def _positions(value: Any, file: File) -> dict[str, Any]:
     """Their length of a text counts its last token, which is only a label."""
     length = _take(value, file)
     parts = ("context_parallel_size", "sequence_parallel_degree", "context_parallel_dim")
-    divided = any(file.get(name, 1) != 1 for name in parts)  # into equal parts
-    return {} if length is None else {"data.seq_len": length if divided else length - 1}
+    # Not where it is divided into equal parts, or is that of blocks of one long text.
+    whole = file.get("stage") == "pt" or any(file.get(name, 1) != 1 for name in parts)
+    return {} if length is None else {"data.seq_len": length if whole else length - 1}
 
 
 def _word(key: str, last: Callable[[Any], Any] = lambda value: value) -> Row:
@@ -417,13 +418,21 @@ def _axolotl_sources(value: Any, file: File) -> dict[str, Any]:
     return sources(found)
 
 
+def _loss(kind: Any, beta: Any, sft: Any = None) -> str:
+    """``train.loss`` for a formula, by the names that its programs share."""
+    if kind in ("orpo", "simpo"):
+        return kind if beta is None or kind == "orpo" else f"{kind}(beta={beta})"
+    name = "ipo" if kind == "ipo" else "dpo"
+    more = "" if kind in (None, "sigmoid", name) else f", loss_type={kind!r}"
+    return f"{name}(beta={0.1 if beta is None else beta}{more}{f', sft={sft}' if sft else ''})"
+
+
 def _rl(value: Any, file: File) -> dict[str, Any]:
     if nothing(value):
         return {}
     if value not in _RL:
         raise NoCounterpart(f"{shown(value)} has no counterpart: {_LOSSES}")
-    beta = file.get("rl_beta", file.get("dpo_beta", 0.1))
-    return {"train.loss": f"{value}(beta={beta})" if value in ("dpo", "ipo") else value}
+    return {"train.loss": _loss(value, file.get("rl_beta", file.get("dpo_beta")))}
 
 
 def _lf_names(value: Any, file: File) -> dict[str, Any]:
@@ -439,11 +448,8 @@ def _lf_names(value: Any, file: File) -> dict[str, Any]:
 def _lf_stage(value: Any, file: File) -> dict[str, Any]:
     kinds: dict[str, dict[str, Any]] = {"sft": {}, "pt": {"data.format": "text", "data.packing": True}}
     if value == "dpo":
-        loss = {"sigmoid": "dpo"}.get(file.get("pref_loss", "sigmoid"), file.get("pref_loss"))
-        more = f", sft={file.get('pref_ftx')}" if loss == "dpo" and file.get("pref_ftx") else ""
-        loss, more = (loss, more) if loss in ("dpo", "ipo", "simpo") else ("dpo", f", loss_type={loss!r}")
-        kinds["dpo"] = {"train.loss": f"{loss}(beta={file.get('pref_beta', 0.1)}{more})"}
-        kinds["dpo"] = {"train.loss": "orpo"} if file.get("pref_loss") == "orpo" else kinds["dpo"]
+        loss = _loss(file.get("pref_loss"), file.get("pref_beta", 0.1), file.get("pref_ftx"))
+        kinds["dpo"] = {"train.loss": loss}
     if value not in kinds:
         raise NoCounterpart(f"{shown(value)} has no counterpart: {_LOSSES}")
     return kinds[value]
@@ -813,9 +819,7 @@ def _preferences(file: File) -> None:
     found, kind = file.result.values, file.get("loss_type")
     if file.program == "TRL" and (file.get("beta") is not None or file.get("max_prompt_length") is not None):
         kind = kind[0] if isinstance(kind, list) and len(kind) == 1 else kind
-        more = "" if kind in (None, "sigmoid") else f", loss_type={kind!r}"
-        more += f", sft={file.get('rpo_alpha')}" if file.get("rpo_alpha") else ""
-        file.put(("beta",), "train.loss", f"dpo(beta={file.get('beta', 0.1)}{more})")
+        file.put(("beta",), "train.loss", _loss(kind, file.get("beta"), file.get("rpo_alpha")))
         file.default("train.learning_rate", 1e-6, "default of TRL's DPO")
         file.note(("beta",), "read as TRL's DPO; of another of its trainers, such as ORPO, change train.loss")
     if "train.loss" in found:
