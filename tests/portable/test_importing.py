@@ -84,9 +84,10 @@ def test_devices_that_share_a_sequence_or_a_layer_take_one_batch(
         ({"beta": 0.2, "max_length": 64}, {"data.seq_len": 63, "train.learning_rate": 1e-6}),
         ({"max_length": 64, "context_parallel_size": 2}, {"data.seq_len": 64}),  # whose parts are equal
         ({"truncation_mode": "keep_end"}, {"data.truncation": "start"}),
+        ({"activation_checkpointing": True}, {"memory.activation_checkpointing": "full"}),
     ],
 )
-def test_what_trl_does_where_a_file_is_silent(more: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_what_trl_does_and_its_defaults(more: dict[str, Any], expected: dict[str, Any]) -> None:
     given = {"model_name_or_path": "org/model", "dataset_name": "org/data", **more}
     found = read(Document(given, {}), "trl.yaml")
     assert {key: found.values[key] for key in expected} == expected

@@ -103,6 +103,7 @@ TAKEN = {
     "data.chat_template": "chat_template_path chat_template_jinja",
     "data.roles_to_train": "roles_to_train",
     "data.num_workers": "dataloader_num_workers",
+    "data.stream": "dataset_streaming",
     "train.learning_rate": "learning_rate lr",
     "train.weight_decay": "weight_decay",
     "train.warmup_ratio": "warmup_ratio",
@@ -129,6 +130,7 @@ TAKEN = {
     "fsdp.transformer_layer_cls_to_wrap": "fsdp_transformer_layer_cls_to_wrap",
     "deepspeed.config": "deepspeed",
     "log.name": "run_name wandb_name wandb_run_id",
+    "log.project": "project",
 }
 """Settings, and the names under which they are taken as they are."""
 WORDED = {
@@ -187,7 +189,9 @@ FREE = {
     _LIGER: "lora_mlp_kernel lora_qkv_kernel lora_o_kernel use_kernels enable_liger_kernel use_v1_kernels",
     "": "torchdistx_path gptq_groupsize gptq_model_v1 push_dataset_to_hub ddp_find_unused_parameters "
     "lora_fan_in_fan_out dp_shard_size fsdp_version double_quantization quantization_method save_first_step "
-    "base_model_config",
+    "base_model_config dataloader_persistent_workers dataloader_prefetch_factor ddp_bucket_cap_mb "
+    "ddp_broadcast_buffers eval_accumulation_steps eval_do_concat_batches logging_nan_inf_filter "
+    "log_on_each_node pad_to_multiple_of skip_memory_metrics torch_empty_cache_steps use_cache",
 }
 """Reasons why names have no effect here, or what does the same."""
 REFUSED = {
@@ -522,10 +526,13 @@ TRAINERS: Rows = {
     "evals_per_epoch": _per_epoch("train.eval_every_epochs"),
     "saves_per_epoch": _per_epoch("checkpoint.every_epochs"),
     "logging_steps": Row("log.every_steps", lambda value, _: max(1, int(value))),
-    "gradient_checkpointing": Row(
-        "memory.activation_checkpointing",
-        {True: "full", "unsloth": "full", "offload": "full", False: "none", None: None},
-        "set memory.activation_checkpointing to full or selective",
+    **dict.fromkeys(
+        ("gradient_checkpointing", "activation_checkpointing"),  # the second since transformers 5.23
+        Row(
+            "memory.activation_checkpointing",
+            {True: "full", "unsloth": "full", "offload": "full", False: "none", None: None},
+            "set memory.activation_checkpointing to full or selective",
+        ),
     ),
     "disable_gradient_checkpointing": Row(
         "memory.activation_checkpointing", {True: "none", False: "full", None: "full"}
@@ -595,7 +602,8 @@ TRAINERS: Rows = {
             "data.tokenizer": "tokenizer_type",
             "log.hang_timeout": "ddp_timeout",
             "log.every_steps": "logging_first_step logging_strategy",
-            "memory.activation_checkpointing": "gradient_checkpointing_kwargs",
+            "memory.activation_checkpointing": "gradient_checkpointing_kwargs "
+            "activation_checkpointing_kwargs",
         }.items()
         for name in names.split()
     },
