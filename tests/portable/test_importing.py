@@ -86,6 +86,10 @@ OF_PAIRS = {"finetuning_type": "full", "stage": "dpo", "pref_ftx": 0.5}
     [
         (OF_TRL, {"data.seq_len": 1023, "train.learning_rate": 2e-5}),
         (OF_TRL | {"beta": 0.2}, {"train.loss": "dpo(beta=0.2)", "train.learning_rate": 1e-6}),
+        (
+            OF_TRL | {"loss_type": ["hinge", "sft"], "loss_weights": [1, 0.5]},
+            {"train.loss": "dpo(beta=0.1, loss_type='hinge', sft=0.5)"},
+        ),
         (OF_TRL | {"max_length": 64, "context_parallel_size": 2}, {"data.seq_len": 64}),  # in equal parts
         (OF_TRL | {"truncation_mode": "keep_end"}, {"data.truncation": "start"}),
         (OF_TRL | {"activation_checkpointing": True}, {"memory.activation_checkpointing": "full"}),

@@ -18,7 +18,7 @@ _PAGE = """\
 
 What `portable-train import` makes of each key of another program's file, and of its script's arguments
 ([how to call it](migrate.md)). An Accelerate YAML and a DeepSpeed JSON that a run names mean the same at each
-launch. `tests/gpu/test_published_json.py` and `tests/portable/test_published_yaml.py` compare over
+launch. `tests/gpu/test_published_json.py` and `tests/portable/test_published_yaml.py` compare
 two hundred public files with DeepSpeed's parser and Accelerate's launcher, leaf by leaf.
 
 A key named as a setting, or its last part, becomes that setting and is not listed; nor is one without

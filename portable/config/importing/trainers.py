@@ -595,7 +595,7 @@ TRAINERS: Rows = {
             _BETA: "beta pref_beta rl_beta dpo_beta",
             _LOSSES: "pref_loss",
             "an argument of the loss: train.loss: dpo(loss_type='hinge'); or ipo, simpo, orpo": "loss_type",
-            "an argument of the loss: train.loss: dpo(sft=1.0)": "pref_ftx rpo_alpha",
+            "an argument of the loss: train.loss: dpo(sft=1.0)": "pref_ftx rpo_alpha loss_weights",
             "data.seq_len and data.truncation": "max_prompt_length",
             "data.source": "dataset_dir",
             "data.cache_dir": "dataset_prepared_path tokenized_path",
@@ -824,10 +824,17 @@ def finish(file: File, devices: int) -> None:
 
 def _preferences(file: File) -> None:
     """TRL's losses of pairs, whose files do not name their trainer."""
-    found, kind = file.result.values, file.get("loss_type")
-    if file.program == "TRL" and (file.get("beta") is not None or file.get("max_prompt_length") is not None):
-        kind = kind[0] if isinstance(kind, list) and len(kind) == 1 else kind
-        file.put(("beta",), "train.loss", _loss(kind, file.get("beta"), file.get("rpo_alpha")))
+    found, of_dpo = file.result.values, ("beta", "max_prompt_length", "loss_weights")
+    if file.program == "TRL" and any(file.get(name) is not None for name in of_dpo):
+        kinds, weights = file.get("loss_type", "sigmoid"), file.get("loss_weights")
+        kinds = [str(kind) for kind in (kinds if isinstance(kinds, list) else [kinds])]
+        shares = dict(zip(kinds, weights if isinstance(weights, list) else [1] * len(kinds), strict=False))
+        sft = shares.pop("sft", file.get("rpo_alpha"))
+        if [*shares.values()] == [1]:
+            file.put(("beta",), "train.loss", _loss(*shares, file.get("beta"), sft))
+        else:
+            told = "has no counterpart: one formula with the weight 1 is trained, and sft beside it"
+            file.refuse(("loss_type",), f"{shown(kinds)} {told}; set train.loss to dpo")
         file.default("train.learning_rate", 1e-6, "default of TRL's DPO")
         file.note(("beta",), "read as TRL's DPO; of another of its trainers, such as ORPO, change train.loss")
     if "train.loss" in found:
