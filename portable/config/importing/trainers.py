@@ -831,7 +831,7 @@ def _preferences(file: File) -> None:
         shares = dict(zip(kinds, weights if isinstance(weights, list) else [1] * len(kinds), strict=False))
         sft = shares.pop("sft", file.get("rpo_alpha"))
         if [*shares.values()] == [1]:
-            file.put(("beta",), "train.loss", _loss(*shares, file.get("beta"), sft))
+            file.put(("beta",), "train.loss", _loss(next(iter(shares)), file.get("beta"), sft))
         else:
             told = "has no counterpart: one formula with the weight 1 is trained, and sft beside it"
             file.refuse(("loss_type",), f"{shown(kinds)} {told}; set train.loss to dpo")
