@@ -102,27 +102,19 @@ def no_effect(key: str, without: str, applies: Callable[[RunConfig], Any], remed
                  f" has no effect without {without}; {remedy}")  # fmt: skip
 
 
-def needs(key: str, other: str, applies: Callable[[RunConfig], Any], what: str) -> Check:
-    """A setting that another one has to accompany."""
-    return Check(f"{key} {other}", applies, f" needs {what}")
-
-
-def only_for(key: str, other: str, value: str, remedy: str = "remove it") -> Check:
+def only_for(key: str, other: str, value: str) -> Check:
     """A setting of one value of another."""
     return Check(
         f"{key} {other}",
         lambda config: given(config, key) and config.get(other) != value,
-        f" is for {other} {value}, not {{{other}}}; {remedy}",
+        f" is for {other} {value}, not {{{other}}}; remove it",
     )
 
 
-def not_with(
-    names: str, applies: Callable[[RunConfig], Any], remedy: str, why: str = "", value: str = ""
-) -> Check:
+def not_with(names: str, applies: Callable[[RunConfig], Any], remedy: str) -> Check:
     """Two settings whose values do not work together."""
     key, other = names.split()
-    shown = f" {value}" if value else f" {{{key}}}"
-    return Check(names, applies, f"{shown} does not work with {other} {{{other}}}{why}; {remedy}")
+    return Check(names, applies, f" {{{key}}} does not work with {other} {{{other}}}; {remedy}")
 
 
 def both(one: str, other: str, message: str) -> Check:
@@ -624,17 +616,15 @@ CHECKS: tuple[Check | Several, ...] = (
     Several(_fsdp),
     Several(_context_parallel),
     Several(_tensor_parallel),
-    needs(
-        "fsdp.shard_group_size",
-        "strategy",
+    Check(
+        "fsdp.shard_group_size strategy",
         lambda c: c.fsdp.shard_group_size is not None and c.strategy not in HYBRID,
-        "strategy hybrid_shard or hybrid_shard_zero2, not {strategy}",
+        " needs strategy hybrid_shard or hybrid_shard_zero2, not {strategy}",
     ),
-    needs(
-        "fsdp.auto_wrap_policy",
-        "fsdp.min_num_params",
+    Check(
+        "fsdp.auto_wrap_policy fsdp.min_num_params",
         lambda c: c.fsdp.auto_wrap_policy == "size_based_wrap" and c.fsdp.min_num_params is None,
-        "fsdp.min_num_params where it is size_based_wrap",
+        " needs fsdp.min_num_params where it is size_based_wrap",
     ),
     Check(
         "fsdp.min_num_params fsdp.auto_wrap_policy",
@@ -684,11 +674,10 @@ CHECKS: tuple[Check | Several, ...] = (
             if key is not None and c.data.eval is None and c.data.eval_fraction == 0
         ]
     ),
-    needs(
-        "checkpoint.export_best",
-        "checkpoint.keep_best",
+    Check(
+        "checkpoint.export_best checkpoint.keep_best",
         lambda c: c.checkpoint.export_best and c.checkpoint.keep_best is None,
-        "a checkpoint that is kept; set checkpoint.keep_best to 1",
+        " needs a checkpoint that is kept; set checkpoint.keep_best to 1",
     ),
     *each(
         "checkpoint.best_metric checkpoint.best_mode",
@@ -702,15 +691,14 @@ CHECKS: tuple[Check | Several, ...] = (
         lambda c: c.train.early_stopping_patience is None,
         "set it",
     ),
-    needs(
-        "train.early_stopping_patience",
-        "train.eval_every",
+    Check(
+        "train.early_stopping_patience train.eval_every",
         lambda c: (
             c.train.early_stopping_patience is not None
             and c.train.eval_every is None
             and c.train.eval_every_epochs is None
         ),
-        "evaluations during training; set train.eval_every",
+        " needs evaluations during training; set train.eval_every",
     ),
 )
 """In the order in which they are asked; rows of the backend follow."""

@@ -30,7 +30,8 @@ from portable.plugins import names_code
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from portable.config import RunConfig, TrainConfig
+    from portable.config import RunConfig
+    from portable.config.sections import TrainConfig
     from portable.planner.inventory import Inventory, Weight
 
 

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
     from converters.checkpoint import OptimizerState
     from gpu.zero.config import Document
-    from portable.config import RunConfig, TrainConfig
+    from portable.config import RunConfig
+    from portable.config.sections import TrainConfig
     from portable.optim.optimizers import Group
 
 _KEY = "zero_force_ds_cpu_optimizer"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from portable.private import Package
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
 
@@ -279,14 +279,6 @@ def config_classes() -> dict[str, Any]:
     from deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig
 
     return {"flops_profiler": DeepSpeedFlopsProfilerConfig, "autotuning": DeepSpeedAutotuningConfig}
-
-
-def removed_keys() -> Iterable[str]:
-    """Top-level keys of earlier releases, which DeepSpeed refuses with a message of its own."""
-    from deepspeed.runtime.config import _REMOVED_TOP_LEVEL_CONFIG_KEYS
-
-    keys: Iterable[str] = _REMOVED_TOP_LEVEL_CONFIG_KEYS
-    return keys
 
 
 def removed_key_error(values: Mapping[str, Any]) -> Exception | None:

@@ -11,37 +11,11 @@ if TYPE_CHECKING:
     from portable.config.load import load_config
     from portable.config.run_config import RunConfig
     from portable.config.same_run import difference
-    from portable.config.sections import (
-        AdapterConfig,
-        CheckpointConfig,
-        DataConfig,
-        DeepSpeedConfig,
-        Fp16Config,
-        FsdpConfig,
-        HubConfig,
-        LogConfig,
-        MemoryConfig,
-        ModelConfig,
-        TrainConfig,
-        XlaConfig,
-    )
     from portable.config.yaml_text import dump_yaml
 
 __all__ = [
-    "AdapterConfig",
-    "CheckpointConfig",
-    "DataConfig",
-    "DeepSpeedConfig",
-    "Fp16Config",
-    "FsdpConfig",
-    "HubConfig",
     "Invocation",
-    "LogConfig",
-    "MemoryConfig",
-    "ModelConfig",
     "RunConfig",
-    "TrainConfig",
-    "XlaConfig",
     "difference",
     "dump_yaml",
     "load_config",

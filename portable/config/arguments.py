@@ -13,7 +13,7 @@ from converters.commands import version_line
 from converters.console import say
 from portable.config import flags
 from portable.config.flags import Option
-from portable.config.load import assemble, read_accelerate_config
+from portable.config.load import assemble, parse_file
 from portable.config.run_config import RunConfig
 
 if TYPE_CHECKING:
@@ -157,7 +157,9 @@ def read_command(
 
         accelerate.append(read_environment(os.environ))
     if (path := parsed.options.pop("accelerate_config", None)) is not None:
-        accelerate.append(file := read_accelerate_config(Path(path)))
+        from portable.config.importing.importer import read_accelerate
+
+        accelerate.append(file := read_accelerate(parse_file(Path(path)), path))
         if file.processes is not None:
             parsed.options.setdefault("nproc", file.processes)
         if file.gpu_ids is not None:

@@ -97,7 +97,7 @@ def settings(model: type[BaseModel]) -> dict[str, Setting]:
 def sections(model: type[BaseModel]) -> dict[str, str]:
     """Every section of ``model`` with its description."""
     return {
-        _shown(name, field): one_line(field.annotation.__doc__ or "")
+        field.alias or name: one_line(field.annotation.__doc__ or "")
         for name, field in model.model_fields.items()
         if _is_section(field)
     }
@@ -105,16 +105,12 @@ def sections(model: type[BaseModel]) -> dict[str, str]:
 
 def _walk(model: type[BaseModel], prefix: str) -> Iterator[Setting]:
     for name, field in model.model_fields.items():
-        key = prefix + _shown(name, field)
+        key = prefix + (field.alias or name)
         if _is_section(field):
             assert isinstance(field.annotation, type)
             yield from _walk(field.annotation, f"{key}.")
         else:
             yield Setting(key, name, field)
-
-
-def _shown(name: str, field: FieldInfo) -> str:
-    return field.alias or name
 
 
 def _is_section(field: FieldInfo) -> bool:

@@ -101,13 +101,6 @@ def assemble(
     return config
 
 
-def read_accelerate_config(path: Path) -> Imported:
-    """Map an Accelerate config file. Raises ``UserError`` for keys without a counterpart."""
-    from portable.config.importing.importer import read_accelerate
-
-    return read_accelerate(parse_file(path), str(path))
-
-
 def _merge(draft: _Draft, later: _Draft) -> None:
     """Merge ``later`` into ``draft``: mappings key by key, other values as a whole."""
 

@@ -86,7 +86,7 @@ def _setting_of(detail: Any) -> object:
 def _problem(
     model: type[BaseModel], values: Mapping[str, Any], origins: Mapping[Path, Origin], detail: Any
 ) -> _Problem:
-    from portable.config.importing.trainers import IN_PLACE_OF_A_SECTION
+    from portable.config.importing.trainers import WORDS
 
     path = _without_marks(tuple(map(str, detail["loc"])), detail["type"])
     cause = detail.get("ctx", {}).get("error")
@@ -109,7 +109,7 @@ def _problem(
             message = f"{key} must be a mapping of {inside}, got {shown(given)}"
             if isinstance(given, str):
                 inner = next((name for name in ("type", "config") if f"{key}.{name}" in table), None)
-                written = IN_PLACE_OF_A_SECTION.get(key, {}).get(given, f"{{{inner}: {shown(given)}}}")
+                written = WORDS.get(key, {}).get(given, f"{{{inner}: {shown(given)}}}")
                 message += "" if inner is None else f"; write {key}: {written}"
             return _Problem(origin, message + what_to_do(key))
     return _Problem(None, f"{'.'.join(path)}: {detail['msg']}")

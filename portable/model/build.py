@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from portable.config import ModelConfig, RunConfig
+    from portable.config import RunConfig
+    from portable.config.sections import ModelConfig
 
 AUTO_CLASSES = {
     "causal-lm": "AutoModelForCausalLM",

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from portable.config import TrainConfig
+    from portable.config.sections import TrainConfig
 
 COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """The compute type by ``precision``; fp32 where it is not listed."""

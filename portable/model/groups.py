@@ -12,7 +12,7 @@ from portable.optim.optimizers import Group
 from portable.private import of_transformers
 
 if TYPE_CHECKING:
-    from portable.config import TrainConfig
+    from portable.config.sections import TrainConfig
 
 _SPARED = r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)"
 

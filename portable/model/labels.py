@@ -12,7 +12,7 @@ from portable.private.of_transformers import model_class
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from portable.config import ModelConfig
+    from portable.config.sections import ModelConfig
     from portable.data.samples.classes import Classes, Problem
 
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from converters import Checkpoint
     from converters import Tensor as StoredTensor
-    from portable.config import ModelConfig
+    from portable.config.sections import ModelConfig
 
 PLAIN_FLOATS = {"F64", "F32", "F16", "BF16"}
 _NAMES_SHOWN = 8

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from portable.config import ModelConfig
+    from portable.config.sections import ModelConfig
     from portable.data.tokens.tokenize import Frame
 
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")

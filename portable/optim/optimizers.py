@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from portable.config import TrainConfig
+    from portable.config.sections import TrainConfig
     from portable.optim.adafactor import Adafactor
     from portable.optim.adamw_8bit import AdamW8bit
     from portable.optim.muon import Muon

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from converters.checkpoint import OptimizerState
-    from portable.config import RunConfig, TrainConfig
+    from portable.config import RunConfig
+    from portable.config.sections import TrainConfig
 
 KEY = "train.optimizer"
 Number = bool | int | float

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal
 from portable.planner.memory_model import moment_bytes
 
 if TYPE_CHECKING:
-    from portable.config import TrainConfig
+    from portable.config.sections import TrainConfig
     from portable.optim.optimizers import Group
 
 

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from portable.config import RunConfig, TrainConfig
+    from portable.config import RunConfig
+    from portable.config.sections import TrainConfig
     from portable.planner.inventory import Inventory
     from portable.planner.passes import Compiler, Compute
 

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
-    from portable.config import RunConfig, TrainConfig
+    from portable.config import RunConfig
+    from portable.config.sections import TrainConfig
     from portable.planner.passes import Request
 
 

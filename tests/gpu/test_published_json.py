@@ -273,6 +273,15 @@ def test_batches_that_say_less(config: dict[str, Any], sizes: tuple[int, ...], t
         assert (plan.global_batch_size, plan.micro_batch_size, plan.accumulation_steps) == sizes
 
 
+def test_a_micro_batch_that_is_searched_follows_from_accumulation() -> None:
+    given = {"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": 2}
+    train = {"micro_batch_size": "auto", "global_batch_size": 32}
+    config = load_config({"deepspeed": {"config": given}, "train": train})
+    document = deepspeed_json.read(config)
+    assert document is not None
+    assert deepspeed_json.adopt(config, document, 8).train.micro_batch_size == 2
+
+
 def test_a_floor_of_zero_for_the_loss_scale(tmp_path: Path) -> None:
     scale = {"enabled": "auto", "loss_scale": 0, "min_loss_scale": 0}
     zero = {"zero_optimization": {"stage": 2}}

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from portable.config import ModelConfig
+from portable.config.sections import ModelConfig
 from portable.model.build import build_model, model_config
 from portable.model.parameters import replace_tensors
 from portable.optim.adafactor import Adafactor

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portable.config import DataConfig
+from portable.config.sections import DataConfig
 from portable.data.sources.opening import open_source
 from portable.data.sources.source import SourceSettings
 from portable.data.tokens.cache import TokenCache, TokenWriter

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portable.config import DataConfig
+from portable.config.sections import DataConfig
 from portable.data.dataset import build_data
 from portable.data.samples.loader import TrainLoader
 from tests.portable.data_support import write_jsonl

@@ -306,8 +306,8 @@ def test_each_setting_of_the_launcher(
     ("given", "more", "message", "refused"),
     [
         ("--use_fsdp", {"FSDP_NEW_THING": "1"}, "FSDP_NEW_THING: not a key of Accelerate's", True),
-        ("--debug", {}, "ACCELERATE_DEBUG_MODE: 'true' has no effect: collectives", False),
-        ("--use_fsdp --fsdp_use_orig_params false", {}, "FSDP_USE_ORIG_PARAMS: 'false' has no", False),
+        ("--debug", {}, "ACCELERATE_DEBUG_MODE: true has no effect: collectives", False),
+        ("--use_fsdp --fsdp_use_orig_params false", {}, "FSDP_USE_ORIG_PARAMS: false has no", False),
     ],
 )
 def test_the_rest_of_the_launcher_is_refused_or_noted(

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from portable.config import DataConfig, load_config
+from portable.config import load_config
 from portable.data.dataset import build_data, inspect_data
 from portable.data.samples import packing
 from portable.data.samples.base import IGNORED, PaddedCausal, Part, split_documents
@@ -28,6 +28,7 @@ from tests.runs import configured, write_corpus
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from portable.config.sections import DataConfig
     from portable.data.tokens.cache import TokenCache
 
 PAD = 0

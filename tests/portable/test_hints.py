@@ -14,7 +14,7 @@ import portable
 from portable.config import RunConfig, keys, load_config, parse_args
 from portable.config.arguments import TRAIN_OPTIONS
 from portable.config.importing.accelerate import WERE_SETTINGS
-from portable.config.importing.trainers import FAMILIES, IN_PLACE_OF_A_SECTION, TRAINERS, WORDS
+from portable.config.importing.trainers import FAMILIES, TRAINERS, WORDS
 from portable.errors import UserError
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ def test_a_pasted_value_says_what_was_meant(given: dict[str, Any], remedy: str) 
 
 @pytest.mark.parametrize(
     ("key", "word", "meant"),
-    [(k, w, m) for k, one in {**WORDS, **IN_PLACE_OF_A_SECTION}.items() for w, m in one.items()],
+    [(k, w, m) for k, one in WORDS.items() for w, m in one.items()],
 )
 def test_a_word_that_is_meant_is_one(key: str, word: str, meant: str) -> None:
     with pytest.raises(UserError) as refused:

@@ -77,6 +77,34 @@ def test_devices_that_share_a_sequence_or_a_layer_take_one_batch(
     assert counts[1] == counts[0] // 2
 
 
+OF_TRL = {"model_name_or_path": "org/model", "dataset_name": "org/data"}
+OF_PAIRS = {"finetuning_type": "full", "stage": "dpo", "pref_ftx": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (OF_TRL, {"data.seq_len": 1023, "train.learning_rate": 2e-5}),
+        (OF_TRL | {"beta": 0.2}, {"train.loss": "dpo(beta=0.2)", "train.learning_rate": 1e-6}),
+        (
+            OF_TRL | {"loss_type": ["hinge", "sft"], "loss_weights": [1, 0.5]},
+            {"train.loss": "dpo(beta=0.1, loss_type='hinge', sft=0.5)"},
+        ),
+        (OF_TRL | {"max_length": 64, "context_parallel_size": 2}, {"data.seq_len": 64}),  # in equal parts
+        (OF_TRL | {"truncation_mode": "keep_end"}, {"data.truncation": "start"}),
+        (OF_TRL | {"activation_checkpointing": True}, {"memory.activation_checkpointing": "full"}),
+        (OF_PAIRS | {"pref_loss": "hinge"}, {"train.loss": "dpo(beta=0.1, loss_type='hinge', sft=0.5)"}),
+        (OF_PAIRS | {"pref_loss": "ipo"}, {"train.loss": "ipo(beta=0.1, sft=0.5)"}),
+        (OF_PAIRS | {"pref_loss": "orpo"}, {"train.loss": "orpo"}),
+        ({"base_model": "a", "rl": "simpo", "rl_beta": 3}, {"train.loss": "simpo(beta=3)"}),
+    ],
+)
+def test_what_a_file_means_to_its_program(given: dict[str, Any], expected: dict[str, Any]) -> None:
+    found = read(Document(given, {}), "theirs.yaml").values
+    assert {key: found[key] for key in expected} == expected
+    load_config(None, {"data.format": "preference" if "train.loss" in expected else "auto", **expected})
+
+
 def test_several_files_and_a_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.yaml").write_text(ACCELERATE)
     script = ["train.py", "--model_name_or_path", "org/model", "--dataset-name=org/data", "--bf16", "True"]

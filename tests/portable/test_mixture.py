@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from portable.config import DataConfig
+from portable.config.sections import DataConfig
 from portable.data.dataset import build_data
 from portable.data.samples.base import PackedCausal, Part
 from portable.data.samples.mixture import Interleave, Mixture, Schedule, Share

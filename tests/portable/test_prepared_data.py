@@ -21,7 +21,7 @@ from tests.portable.test_stream import files, settings
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from portable.config import DataConfig
+    from portable.config.sections import DataConfig
     from tests.object_store import ObjectStore
 
 __all__ = ["files"]

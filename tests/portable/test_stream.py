@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from portable.config import DataConfig
+from portable.config.sections import DataConfig
 from portable.data.dataset import build_data
 from portable.data.samples.loader import TrainLoader
 from portable.data.sources import opening

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from portable.config import DataConfig
+from portable.config.sections import DataConfig
 from portable.data.dataset import build_data
 from portable.data.sources import file_parts, opening
 from portable.data.sources.documents import Fields

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from portable.config import DataConfig
+from portable.config.sections import DataConfig
 from portable.data.dataset import build_data
 from portable.data.sources import token_files
 from portable.data.tokens.tokenizer import Vocabulary, train_tokenizer

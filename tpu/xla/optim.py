@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from converters.checkpoint import OptimizerState
-    from portable.config import TrainConfig
+    from portable.config.sections import TrainConfig
     from portable.optim.optimizers import Group
     from tpu.xla.layout import Layout
     from tpu.xla.parameters import Parameters

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from converters.checkpoint import OptimizerState
-    from portable.config import TrainConfig
+    from portable.config.sections import TrainConfig
     from tpu.xla.layout import Layout, Spec
     from tpu.xla.parameters import Parameters
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpu.zero import private_api
 from gpu.zero.config.document import KEY, Document
 from gpu.zero.config.schema import check
-from portable.config.importing.deepspeed import AUTO, modernise, parse_json, without_comments
-from portable.config.importing.importer import read_deepspeed
+from portable.config.importing.deepspeed import AUTO, parse_json
+from portable.config.importing.importer import open_deepspeed, read_deepspeed
 from portable.config.load import read_text
 from portable.config.origins import shown
 from portable.errors import UserError, one_line, require
@@ -33,34 +32,23 @@ def read(config: RunConfig) -> Document | None:
     if (known := config.documents.get(KEY)) is not None:
         return known  # type: ignore[no-any-return]
     name = KEY if isinstance(given, dict) else str(given)
-    values = deepcopy(given) if isinstance(given, dict) else parse_json(read_text(Path(given), KEY), name)
-    values = without_comments(values)
-    notes: list[str] = []
-
-    def note(path: tuple[str, ...], text: str) -> None:
-        notes.append(f"{name}: {'.'.join(path)}: {text}")
-
-    modernise(values, note)
-    zero = values.get("zero_optimization", {})
+    values = given if isinstance(given, dict) else parse_json(read_text(Path(given), KEY), name)
+    file = open_deepspeed(values, name)
+    zero = file.values.setdefault("zero_optimization", {})
     require(
         isinstance(zero, dict),
         f"{name}: zero_optimization must be a mapping, not {shown(zero)}; remove it, or set its stage in it",
     )
-    if (error := private_api.removed_key_error(values)) is not None:
+    if (error := private_api.removed_key_error(file.values)) is not None:
         raise UserError(f"{name}: {one_line(error)}") from error
-    check(values, name)
-    values["zero_optimization"] = {
-        **values.get("zero_optimization", {}),
-        "stage": _stage(config, values, name),
-    }
-    imported = read_deepspeed(values, name)
-    imported.notes[:0] = notes
-    return Document(values, name, imported)
+    check(file.values, name)
+    zero["stage"] = _stage(config, zero, name)
+    return Document(file.values, name, read_deepspeed(file))
 
 
-def _stage(config: RunConfig, values: dict[str, Any], name: str) -> int:
+def _stage(config: RunConfig, zero: dict[str, Any], name: str) -> int:
     """The stage of the JSON, or of the run's strategy; without one, as in DeepSpeed, nothing is sharded."""
-    stage = values.get("zero_optimization", {}).get("stage", 0)
+    stage = zero.get("stage", 0)
     if stage in (0, AUTO) and config.is_set("strategy"):
         return int(config.strategy[-1]) if config.strategy.startswith("zero") else 0
     if stage not in (0, 1, 2, 3):

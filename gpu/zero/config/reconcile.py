@@ -112,10 +112,7 @@ def _batch(
     config: RunConfig, document: Document, world_size: int, put: Callable[[str, Any, str], None]
 ) -> None:
     """Check that batch size = micro-batch x accumulation x ranks; compute the one that is missing."""
-
-    def at(path: str) -> str:
-        return f"{document.name}: {path}"
-
+    origin = f"{document.name}: gradient_accumulation_steps"
     total = document.get("train_batch_size")
     micro = document.get("train_micro_batch_size_per_gpu")
     steps = document.get("gradient_accumulation_steps")
@@ -127,39 +124,30 @@ def _batch(
         micro = None  # computed from the other two, or searched
         total = config.train.global_batch_size if total is None else total
     named = document.get("train_micro_batch_size_per_gpu") is not None
+    chosen = named or config.is_set("train.micro_batch_size")
+    others = {"train_micro_batch_size_per_gpu", "gradient_accumulation_steps"} & document.values.keys()
+    alone = document.get("train_batch_size") is not None and not others and not chosen
+    if steps is None and ((named and total is None) or (alone and total % world_size == 0)):
+        steps = 1  # DeepSpeed accumulates only if asked to, and does not split a batch
     if steps is None:
-        if named and total is None:  # DeepSpeed accumulates only if asked to
-            put("train.global_batch_size", micro * world_size, at("train_micro_batch_size_per_gpu"))
-        elif _only_batch_size(config, document) and total % world_size == 0:  # nor does it split a batch
-            put("train.micro_batch_size", total // world_size, at("train_batch_size"))
-        elif named and total % (micro * world_size):
+        if named and total % (micro * world_size):
             raise UserError(
                 f"{document.name}: a batch of {total} is not divisible by train_micro_batch_size_per_gpu "
                 f"{micro} x {world_size} ranks; set one of them to auto"
             )
         return
     if total is None:
-        put("train.global_batch_size", micro * steps * world_size, at("gradient_accumulation_steps"))
-        put("train.micro_batch_size", micro, at("gradient_accumulation_steps"))
-        return
-    if total % (steps * world_size):
+        total = micro * steps * world_size
+        put("train.global_batch_size", total, origin)
+    fitting, left = divmod(total, steps * world_size)
+    if left:
         raise UserError(
             f"{document.name}: a batch of {total} is not divisible by gradient_accumulation_steps {steps} x "
             f"{world_size} ranks; set gradient_accumulation_steps to auto"
         )
-    fitting = total // (steps * world_size)
-    if (named or config.is_set("train.micro_batch_size")) and micro != fitting:
+    if chosen and micro not in (None, fitting):
         raise UserError(
             f"{document.name}: a batch of {total} is not train_micro_batch_size_per_gpu {micro} x "
             f"gradient_accumulation_steps {steps} x {world_size} ranks; set one of them to auto"
         )
-    put("train.micro_batch_size", fitting, at("gradient_accumulation_steps"))
-
-
-def _only_batch_size(config: RunConfig, document: Document) -> bool:
-    others = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    return (
-        document.get("train_batch_size") is not None
-        and not any(key in document.values for key in others)
-        and not config.is_set("train.micro_batch_size")
-    )
+    put("train.micro_batch_size", fitting, origin)

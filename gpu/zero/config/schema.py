@@ -18,7 +18,6 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
-    WrapValidator,
     create_model,
 )
 
@@ -29,19 +28,13 @@ from portable.config.suggest import did_you_mean
 from portable.errors import UserError, one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
 _STRICT = ConfigDict(extra="forbid", strict=True)
 
 
-def _unchanged(value: Any, check: Callable[[Any], Any]) -> Any:
-    check(value)
-    return value
-
-
 def _number(least: float) -> Any:
-    """A number, which stays whole if it is."""
-    return Annotated[float, Field(ge=least), WrapValidator(_unchanged)]
+    return Annotated[float, Field(ge=least)]
 
 
 _Number = _number(0)
@@ -70,8 +63,6 @@ def _model(name: str, known: _Known) -> type[BaseModel]:
     """A strict model; each key may be missing or null."""
     fields: _Known = {
         key: ((_model(key, kind) if isinstance(kind, dict) else kind) | None, None)
-        if kind is not Any
-        else (Any, None)
         for key, kind in known.items()
     }
     return create_model(name, __config__=_STRICT, **fields)
@@ -124,7 +115,6 @@ _PLAIN: _Known = {
 def schema_of(document: Mapping[str, Any]) -> type[BaseModel]:
     """The model of ``document``; ``params`` of optimizer and scheduler depend on their types in it."""
     known = {
-        **dict.fromkeys(private_api.removed_keys(), Any),  # DeepSpeed refuses them in its own words
         **_PLAIN,
         **{
             section: {"enabled": bool, **{name: _type_of(value) for name, value in vars(made({})).items()}}
@@ -149,6 +139,7 @@ def check(document: dict[str, Any], where: str) -> None:
     schema, given = schema_of(document), without_auto(document)
     try:
         schema(**given)
+        private_api.parse({key: value for key, value in given.items() if key not in _OURS} | _ONE)
     except ValidationError as error:
         details = error.errors()
         unknown = [
@@ -163,11 +154,7 @@ def check(document: dict[str, Any], where: str) -> None:
         told = re.sub(r", (\w+) or \1$", r", \1", first["msg"])  # of an enum with two names for a value
         told = re.sub(r" or instance of \w+$", "", told)
         raise UserError(one_line(f"{where}: {'.'.join(path)}: {told}{got}")) from error
-    except Exception as error:  # of one of its validators
-        raise UserError(one_line(f"{where}: {error or type(error).__name__}")) from error
-    try:
-        private_api.parse({key: value for key, value in given.items() if key not in _OURS} | _ONE)
-    except Exception as error:
+    except Exception as error:  # of one of its validators, or of DeepSpeed's parser
         raise UserError(one_line(f"{where}: {error or type(error).__name__}")) from error
 
 

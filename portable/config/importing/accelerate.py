@@ -23,6 +23,7 @@ from portable.config.importing.rows import (
 )
 from portable.config.origins import shown
 from portable.config.types import truth
+from portable.config.yaml_text import parse_value
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -510,16 +511,6 @@ def of_environment(environment: Mapping[str, str]) -> tuple[dict[str, Any], dict
             continue
         around, _, name = dotted.rpartition(".")
         target = values.setdefault(around, {}) if around else values
-        target[name] = _scalar(text)
+        target[name] = None if text == "None" else parse_value(text)
         variables[tuple(dotted.split("."))] = variable
     return values, variables
-
-
-def _scalar(text: str) -> Any:
-    """Parse numbers as in YAML. Other words depend on the key."""
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return None if text == "None" else text

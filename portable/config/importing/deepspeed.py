@@ -9,15 +9,16 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from portable.config.importing.rows import NoCounterpart, NoEffect, Row, choose, free, never_off, refused
 from portable.config.origins import shown
-from portable.config.types import truth
 from portable.errors import UserError, one_line, require
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from portable.config.importing.rows import File, Path, Rows
+    from portable.config.importing.rows import File, Rows
 
 AUTO = "auto"
 SHARED = {
@@ -38,8 +39,7 @@ SCHEDULED = {
     "lr_range_test_min_lr": "train.learning_rate",
 }
 """Params of schedulers that are settings; the others are ``train.schedule_params``."""
-_WORDS = {"1": True, "t": True, "y": True, "0": False, "f": False, "n": False}
-"""What pydantic takes for a boolean besides the words of YAML."""
+_BOOLEAN = TypeAdapter(bool)
 _RATES = ("warmup_max_lr", "cycle_max_lr", "lr_range_test_min_lr")
 _ADAM = {"lr": 0.001, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -151,10 +151,10 @@ def _without_repeats(pairs: list[tuple[str, Any]], name: str) -> dict[str, Any]:
     return dict(pairs)
 
 
-def without_comments(values: dict[str, Any]) -> dict[str, Any]:
-    """``values`` without the keys that serve as comments."""
+def _without_comments(values: dict[str, Any]) -> dict[str, Any]:
+    """A copy of ``values`` without the keys that serve as comments."""
     return {
-        key: without_comments(value) if isinstance(value, dict) else value
+        key: _without_comments(value) if isinstance(value, dict) else value
         for key, value in values.items()
         if not _is_comment(key)
     }
@@ -164,50 +164,43 @@ def _is_comment(key: object) -> bool:
     return str(key).startswith(("_", "//"))
 
 
-def modernise(values: dict[str, Any], note: Callable[[Path, str], None]) -> None:
-    """Move what DeepSpeed's models do not rename themselves to its present name and place.
-
-    Args:
-        values: the configuration, changed in place.
-        note: is called with the path of each change, and with what it is.
-    """
+def prepare(file: File) -> None:
+    """Bring the file into its present form, where DeepSpeed's models do not rename keys themselves."""
+    file.values = values = _without_comments(file.values)
     zero = values.get("zero_optimization")
     if isinstance(zero, bool):  # the form before stages existed
         zero = values["zero_optimization"] = {"stage": int(zero)}
         size = values.pop("allgather_size", None)
         if size is not None and zero["stage"]:
             zero["allgather_bucket_size"] = size
-        note(("zero_optimization",), "true or false is deprecated: read as zero_optimization.stage 1 or 0")
+        file.note(
+            ("zero_optimization",), "true or false is deprecated: read as zero_optimization.stage 1 or 0"
+        )
     if isinstance(zero, dict) and "aio" in zero:
         values.setdefault("aio", zero.pop("aio"))
-        note(("aio",), "in zero_optimization is deprecated: moved to the top level")
+        file.note(("aio",), "in zero_optimization is deprecated: moved to the top level")
     if isinstance(aio := values.get("aio"), dict):
         for old in ("thread_count", "num_threads"):  # DeepSpeed 0.16's name, and the one ds_nvme_tune prints
             if old in aio:
                 aio.setdefault("intra_op_parallelism", aio.pop(old))
-                note(("aio", old), "is deprecated: read as aio.intra_op_parallelism")
+                file.note(("aio", old), "is deprecated: read as aio.intra_op_parallelism")
         # ds_nvme_tune prints strings, all of which are true to DeepSpeed
         for switch in ("single_submit", "overlap_events"):
             aio |= {switch: aio[switch] == "true"} if aio.get(switch) in ("true", "false") else {}
     if "bfloat16" in values:
         values.setdefault("bf16", values.pop("bfloat16"))
-
-
-def prepare(file: File) -> None:
-    """Bring the file into its present form."""
-    file.values = without_comments(file.values)
-    modernise(file.values, file.note)
-    optimizer = file.values.get("optimizer")
+    optimizer = values.get("optimizer")
     if isinstance(optimizer, dict) and optimizer.get("params") and not optimizer.get("type"):
         del optimizer["params"]
         file.note(("optimizer", "params"), "has no effect without optimizer.type, as in DeepSpeed")
 
 
 def switched(value: Any) -> Any:
-    """The boolean that DeepSpeed's models read ``value`` as; other values as they are."""
-    if isinstance(value, str):
-        return truth(_WORDS.get(value.lower(), value))
-    return bool(value) if isinstance(value, int | float) and value in (0, 1) else value
+    """The boolean that DeepSpeed's models, which are pydantic's, read ``value`` as; others as they are."""
+    try:
+        return _BOOLEAN.validate_python(value)
+    except ValidationError:
+        return value
 
 
 def _stage_of(file: File) -> Any:

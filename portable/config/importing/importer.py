@@ -108,7 +108,8 @@ def read(document: Document, name: str, *, devices: int = 1) -> Imported:
     if program is None:
         known = ", ".join(program.name for program in PROGRAMS)
         raise UserError(f"{name}: not a config of {known}; name one")
-    return _read(program, _resolved(document.value), _origin(document, name), devices=devices)
+    file = _opened(program, _resolved(document.value), _origin(document, name))
+    return _read(program, file, devices=devices)
 
 
 def read_accelerate(document: Document, name: str) -> Imported:
@@ -119,15 +120,17 @@ def read_accelerate(document: Document, name: str) -> Imported:
     """
     if not isinstance(document.value, dict):
         raise UserError(f"{name}: not an Accelerate config; accelerate config writes one")
-    return _read(ACCELERATE, document.value, _origin(document, name)).demand()
+    return _read(ACCELERATE, _opened(ACCELERATE, document.value, _origin(document, name))).demand()
 
 
-def read_deepspeed(values: Mapping[str, Any], name: str) -> Imported:
-    """What the content of a DeepSpeed JSON comes to; ``name`` is its file or setting, for messages.
+def open_deepspeed(values: Mapping[str, Any], name: str) -> File:
+    """The content of a DeepSpeed JSON in its present form; ``name`` is its file or setting, for messages."""
+    return _opened(DEEPSPEED, values, lambda path: Origin(f"{name}: {'.'.join(path)}", 0))
 
-    A batch size that needs the number of ranks is not among the settings.
-    """
-    return _read(DEEPSPEED, values, lambda path: Origin(f"{name}: {'.'.join(path)}", 0), devices=0)
+
+def read_deepspeed(file: File) -> Imported:
+    """What it comes to. A batch size that needs the number of ranks is not among the settings."""
+    return _read(DEEPSPEED, file, devices=0)
 
 
 def read_environment(environment: Mapping[str, str]) -> Imported:
@@ -141,7 +144,9 @@ def read_environment(environment: Mapping[str, str]) -> Imported:
     def origin(path: Path) -> Origin:
         return Origin(f"accelerate launch: {variables.get(path, path[-1])}", 0)
 
-    return _read(ACCELERATE, values, origin, launched=True).demand()
+    file = _opened(ACCELERATE, values, origin)
+    file.take()
+    return file.result.demand()
 
 
 def _origin(document: Document, name: str) -> Callable[[Path], Origin]:
@@ -152,21 +157,17 @@ def _origin(document: Document, name: str) -> Callable[[Path], Origin]:
     return origin
 
 
-def _read(
-    program: Program,
-    values: Mapping[str, Any],
-    origin: Callable[[Path], Origin],
-    *,
-    devices: int = 1,
-    launched: bool = False,
-) -> Imported:
+def _opened(program: Program, values: Mapping[str, Any], origin: Callable[[Path], Origin]) -> File:
     name = "TRL" if program is TRAINER else program.name
     unknown = deepspeed.passed_on if program is DEEPSPEED else _unknown
     file = File(name, dict(values), program.rows, origin, unknown)
     program.prepare(file)
+    return file
+
+
+def _read(program: Program, file: File, *, devices: int = 1) -> Imported:
     file.take()
-    if not launched:
-        program.finish(file, devices)
+    program.finish(file, devices)
     return file.result
 
 

@@ -16,12 +16,12 @@ _PAGE = """\
 
 <!-- Written by `python -m portable.config.reference` from portable/config/importing/. Edit those. -->
 
-What `portable-train import` makes of each key of a file of another program, and of the arguments of its
-script ([how to call it](migrate.md)). An Accelerate YAML and a DeepSpeed JSON that a run names mean the same
-at each launch. `tests/gpu/test_published_json.py` and `tests/portable/test_published_yaml.py` compare more
-than two hundred files of public repositories with DeepSpeed's parser and Accelerate's launcher, leaf by leaf.
+What `portable-train import` makes of each key of another program's file, and of its script's arguments
+([how to call it](migrate.md)). An Accelerate YAML and a DeepSpeed JSON that a run names mean the same at each
+launch. `tests/gpu/test_published_json.py` and `tests/portable/test_published_yaml.py` compare
+two hundred public files with DeepSpeed's parser and Accelerate's launcher, leaf by leaf.
 
-A key whose name is a setting's, or its last part, becomes that setting and is not listed; nor is one without
+A key named as a setting, or its last part, becomes that setting and is not listed; nor is one without
 effect that needs nothing in its place. `import` names each. What is refused has to be left out.
 """
 _OF_DEEPSPEED = """
@@ -30,10 +30,10 @@ missing has the run's value, and a default of the run yields to the JSON. As in 
 size without a batch size means no accumulation, and a batch size alone is not split. Comments, trailing
 commas (Hjson), keys that begin with `_` or `//`, deprecated names and `zero_optimization: true` are read as
 DeepSpeed reads them. Unknown keys are refused, all at once: DeepSpeed ignores a misspelt one at its top
-level. All parameters of a scheduler that are not listed become `train.schedule_params`.
+level. Parameters of a scheduler that are not listed become `train.schedule_params`.
 """
 _OF_ACCELERATE = """
-`num_processes` is the number of ranks. Names without `fsdp_` are understood, and `xla_fsdp_settings` also
+`num_processes` is the number of ranks. Names without `fsdp_` are understood, `xla_fsdp_settings` also
 inside `fsdp_config`. Sections count only if `distributed_type` names them, as in Accelerate. Any other key is
 refused.
 """

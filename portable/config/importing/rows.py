@@ -113,25 +113,19 @@ class Imported:
         return self
 
 
+@dataclass
 class File:
     """A file of another program while its keys are taken over, one by one."""
 
-    def __init__(
-        self,
-        program: str,
-        values: dict[str, Any],
-        rows: Rows,
-        origin: Callable[[Path], Origin],
-        unknown: Callable[[File, Any], None],
-    ) -> None:
-        self.program = program
-        self.values = values
-        self.rows = rows
-        self.origin = origin
-        self.result = Imported()
-        self._unknown = unknown
-        self.path: Path = ()
-        """Of the key whose row is being applied."""
+    program: str
+    values: dict[str, Any]
+    rows: Rows
+    origin: Callable[[Path], Origin]
+    unknown: Callable[[File, Any], None]
+    """What is done with a key that has no row."""
+    result: Imported = field(default_factory=Imported)
+    path: Path = ()
+    """Of the key whose row is being applied."""
 
     def get(self, dotted: str, default: Any = None) -> Any:
         """The value at a dotted path of the file."""
@@ -181,7 +175,7 @@ class File:
             self.path = path
             try:
                 if (row := self.rows.get(".".join(path))) is None:
-                    self._unknown(self, value)
+                    self.unknown(self, value)
                 else:
                     self._take(path, row, value)
             except NoEffect as reason:

@@ -31,6 +31,7 @@ _NO_REWARDS = "training on rewards of generated answers is not supported; leave 
 _LIGER = "Liger kernels are not used; leave it out (memory.loss_chunk_tokens saves the logits' memory)"
 
 WORDS: dict[str, dict[str, str]] = {
+    "adapter": {"qlora": "{type: lora, base: nf4}"},
     "log.trackers": {"none": "[], which is none", "all": "a list of those to use"},
     "memory.activation_checkpointing": {"true": "full", "block": "full", "offload": "full"},
     "model.attention": dict.fromkeys(("fa2", "flash_attn", "flash_attention"), "flash_attention_2"),
@@ -66,8 +67,7 @@ WORDS: dict[str, dict[str, str]] = {
         "cosine_with_warmup": "cosine, which warms up over train.warmup_steps",
     },
 }
-"""Other trainers' words for values, by setting."""
-IN_PLACE_OF_A_SECTION = {"adapter": {"qlora": "{type: lora, base: nf4}"}}
+"""Other trainers' words for values, by setting or section."""
 
 
 TAKEN = {
@@ -92,8 +92,7 @@ TAKEN = {
     "data.config_name": "dataset_config_name dataset_config",
     "data.split": "dataset_train_split",
     "data.max_samples": "max_samples max_train_samples",
-    "data.seq_len": "block_size cutoff_len max_length max_seq_len max_seq_length max_source_length "
-    "model_max_length sequence_len",
+    "data.seq_len": "block_size max_seq_len max_seq_length max_source_length model_max_length",
     "data.target_seq_len": "max_target_length",
     "data.source_prefix": "source_prefix",
     "data.text_field": "dataset_text_field text_column text_column_name",
@@ -102,9 +101,9 @@ TAKEN = {
     "data.target_language": "target_lang",
     "data.tokenizer": "tokenizer_name tokenizer_config",
     "data.chat_template": "chat_template_path chat_template_jinja",
-    "data.truncation": "truncation_mode",
     "data.roles_to_train": "roles_to_train",
     "data.num_workers": "dataloader_num_workers",
+    "data.stream": "dataset_streaming",
     "train.learning_rate": "learning_rate lr",
     "train.weight_decay": "weight_decay",
     "train.warmup_ratio": "warmup_ratio",
@@ -131,6 +130,7 @@ TAKEN = {
     "fsdp.transformer_layer_cls_to_wrap": "fsdp_transformer_layer_cls_to_wrap",
     "deepspeed.config": "deepspeed",
     "log.name": "run_name wandb_name wandb_run_id",
+    "log.project": "project",
 }
 """Settings, and the names under which they are taken as they are."""
 WORDED = {
@@ -189,7 +189,9 @@ FREE = {
     _LIGER: "lora_mlp_kernel lora_qkv_kernel lora_o_kernel use_kernels enable_liger_kernel use_v1_kernels",
     "": "torchdistx_path gptq_groupsize gptq_model_v1 push_dataset_to_hub ddp_find_unused_parameters "
     "lora_fan_in_fan_out dp_shard_size fsdp_version double_quantization quantization_method save_first_step "
-    "base_model_config",
+    "base_model_config dataloader_persistent_workers dataloader_prefetch_factor ddp_bucket_cap_mb "
+    "ddp_broadcast_buffers eval_accumulation_steps eval_do_concat_batches logging_nan_inf_filter "
+    "log_on_each_node pad_to_multiple_of skip_memory_metrics torch_empty_cache_steps use_cache",
 }
 """Reasons why names have no effect here, or what does the same."""
 REFUSED = {
@@ -258,6 +260,15 @@ FAMILIES = {
 def _take(value: Any, _: File) -> Any:
     negative = isinstance(value, int | float) and not isinstance(value, bool) and value < 0
     return None if nothing(value) or negative or value == "auto" else value
+
+
+def _positions(value: Any, file: File) -> dict[str, Any]:
+    """Their length of a text counts its last token, which is only a label."""
+    length = _take(value, file)
+    parts = ("context_parallel_size", "sequence_parallel_degree", "context_parallel_dim")
+    # Not where it is divided into equal parts, or is that of blocks of one long text.
+    whole = file.get("stage") == "pt" or any(file.get(name, 1) != 1 for name in parts)
+    return {} if length is None else {"data.seq_len": length if whole else length - 1}
 
 
 def _word(key: str, last: Callable[[Any], Any] = lambda value: value) -> Row:
@@ -411,13 +422,21 @@ def _axolotl_sources(value: Any, file: File) -> dict[str, Any]:
     return sources(found)
 
 
+def _loss(kind: Any, beta: Any, sft: Any = None) -> str:
+    """``train.loss`` for a formula, by the names that its programs share."""
+    if kind in ("orpo", "simpo"):
+        return kind if beta is None or kind == "orpo" else f"{kind}(beta={beta})"
+    name = "ipo" if kind == "ipo" else "dpo"
+    more = "" if kind in (None, "sigmoid", name) else f", loss_type={kind!r}"
+    return f"{name}(beta={0.1 if beta is None else beta}{more}{f', sft={sft}' if sft else ''})"
+
+
 def _rl(value: Any, file: File) -> dict[str, Any]:
     if nothing(value):
         return {}
     if value not in _RL:
         raise NoCounterpart(f"{shown(value)} has no counterpart: {_LOSSES}")
-    beta = file.get("rl_beta", file.get("dpo_beta", 0.1))
-    return {"train.loss": f"{value}(beta={beta})" if value in ("dpo", "ipo") else value}
+    return {"train.loss": _loss(value, file.get("rl_beta", file.get("dpo_beta")))}
 
 
 def _lf_names(value: Any, file: File) -> dict[str, Any]:
@@ -433,11 +452,8 @@ def _lf_names(value: Any, file: File) -> dict[str, Any]:
 def _lf_stage(value: Any, file: File) -> dict[str, Any]:
     kinds: dict[str, dict[str, Any]] = {"sft": {}, "pt": {"data.format": "text", "data.packing": True}}
     if value == "dpo":
-        loss = {"sigmoid": "dpo"}.get(file.get("pref_loss", "sigmoid"), file.get("pref_loss"))
-        more = f", sft={file.get('pref_ftx')}" if loss == "dpo" and file.get("pref_ftx") else ""
-        loss, more = (loss, more) if loss in ("dpo", "ipo", "simpo") else ("dpo", f", loss_type={loss!r}")
-        kinds["dpo"] = {"train.loss": f"{loss}(beta={file.get('pref_beta', 0.1)}{more})"}
-        kinds["dpo"] = {"train.loss": "orpo"} if file.get("pref_loss") == "orpo" else kinds["dpo"]
+        loss = _loss(file.get("pref_loss"), file.get("pref_beta", 0.1), file.get("pref_ftx"))
+        kinds["dpo"] = {"train.loss": loss}
     if value not in kinds:
         raise NoCounterpart(f"{shown(value)} has no counterpart: {_LOSSES}")
     return kinds[value]
@@ -468,6 +484,7 @@ def _table(
     return found
 
 
+_POSITIONS = Row(how=_positions, why="data.seq_len, one less")
 _SHARDING = {
     name.rpartition(".")[2]: row for name, row in ACCELERATE.items() if name.startswith("fsdp_config.")
 }
@@ -509,10 +526,13 @@ TRAINERS: Rows = {
     "evals_per_epoch": _per_epoch("train.eval_every_epochs"),
     "saves_per_epoch": _per_epoch("checkpoint.every_epochs"),
     "logging_steps": Row("log.every_steps", lambda value, _: max(1, int(value))),
-    "gradient_checkpointing": Row(
-        "memory.activation_checkpointing",
-        {True: "full", "unsloth": "full", "offload": "full", False: "none", None: None},
-        "set memory.activation_checkpointing to full or selective",
+    **dict.fromkeys(
+        ("gradient_checkpointing", "activation_checkpointing"),  # the second since transformers 5.23
+        Row(
+            "memory.activation_checkpointing",
+            {True: "full", "unsloth": "full", "offload": "full", False: "none", None: None},
+            "set memory.activation_checkpointing to full or selective",
+        ),
     ),
     "disable_gradient_checkpointing": Row(
         "memory.activation_checkpointing", {True: "none", False: "full", None: "full"}
@@ -555,6 +575,8 @@ TRAINERS: Rows = {
     "stage": Row(
         how=_lf_stage, why="leave it out for sft and pt; set train.loss for dpo, model.task for a classifier"
     ),
+    **dict.fromkeys(("cutoff_len", "max_length", "sequence_len"), _POSITIONS),
+    "truncation_mode": Row("data.truncation", {"keep_start": "end", "keep_end": "start", None: None}),
     "excess_length_strategy": Row("data.truncation", {"drop": "drop", "truncate": "end", None: None}),
     **dict.fromkeys(("chat_template", "template"), Row("data.chat_template", _template)),
     "push_to_hub": _pushed(
@@ -573,14 +595,15 @@ TRAINERS: Rows = {
             _BETA: "beta pref_beta rl_beta dpo_beta",
             _LOSSES: "pref_loss",
             "an argument of the loss: train.loss: dpo(loss_type='hinge'); or ipo, simpo, orpo": "loss_type",
-            "an argument of the loss: train.loss: dpo(sft=1.0)": "pref_ftx rpo_alpha",
+            "an argument of the loss: train.loss: dpo(sft=1.0)": "pref_ftx rpo_alpha loss_weights",
             "data.seq_len and data.truncation": "max_prompt_length",
             "data.source": "dataset_dir",
             "data.cache_dir": "dataset_prepared_path tokenized_path",
             "data.tokenizer": "tokenizer_type",
             "log.hang_timeout": "ddp_timeout",
             "log.every_steps": "logging_first_step logging_strategy",
-            "memory.activation_checkpointing": "gradient_checkpointing_kwargs",
+            "memory.activation_checkpointing": "gradient_checkpointing_kwargs "
+            "activation_checkpointing_kwargs",
         }.items()
         for name in names.split()
     },
@@ -652,7 +675,6 @@ TORCHTUNE: Rows = {
             "adapter.alpha": "model.lora_alpha",
             "adapter.dropout": "model.lora_dropout",
             "adapter.use_dora": "model.use_dora",
-            "data.seq_len": "tokenizer.max_seq_len",
             "context_parallel_size": "context_parallel_dim",
             "tensor_parallel_size": "tensor_parallel_dim",
             "train.micro_batch_size": "batch_size",
@@ -698,6 +720,7 @@ TORCHTUNE: Rows = {
         },
     ),
     "shuffle": free("samples are always shuffled", True, None),
+    "tokenizer.max_seq_len": _POSITIONS,
     "checkpointer._component_": Row(how=_tune_files, why="model.name_or_path"),
     "model._component_": Row(how=_tune_model, why="adapter.type"),
     "model.lora_attn_modules": Row("adapter.target_modules", _tune_targets),
@@ -787,7 +810,9 @@ def finish(file: File, devices: int) -> None:
     for key, value in DEFAULTS[program].items():
         spared = (key.startswith("train.warmup") and of_warmup) or (key.startswith("adapter.") and not lora)
         if not spared and not (key == "train.epochs" and "train.steps" in found):
-            file.default(key, value, f"default of {program}")
+            settings = _positions(value, file) if key == "data.seq_len" else {key: value}
+            for name, item in settings.items():
+                file.default(name, item, f"default of {program}")
     for one, other in _INSTEAD.items():
         if found.get(one) is not None:
             found.pop(other, None)
@@ -799,12 +824,18 @@ def finish(file: File, devices: int) -> None:
 
 def _preferences(file: File) -> None:
     """TRL's losses of pairs, whose files do not name their trainer."""
-    found, kind = file.result.values, file.get("loss_type")
-    if file.program == "TRL" and (file.get("beta") is not None or file.get("max_prompt_length") is not None):
-        kind = kind[0] if isinstance(kind, list) and len(kind) == 1 else kind
-        more = "" if kind in (None, "sigmoid") else f", loss_type={kind!r}"
-        more += f", sft={file.get('rpo_alpha')}" if file.get("rpo_alpha") else ""
-        file.put(("beta",), "train.loss", f"dpo(beta={file.get('beta', 0.1)}{more})")
+    found, of_dpo = file.result.values, ("beta", "max_prompt_length", "loss_weights")
+    if file.program == "TRL" and any(file.get(name) is not None for name in of_dpo):
+        kinds, weights = file.get("loss_type", "sigmoid"), file.get("loss_weights")
+        kinds = [str(kind) for kind in (kinds if isinstance(kinds, list) else [kinds])]
+        shares = dict(zip(kinds, weights if isinstance(weights, list) else [1] * len(kinds), strict=False))
+        sft = shares.pop("sft", file.get("rpo_alpha"))
+        if [*shares.values()] == [1]:
+            file.put(("beta",), "train.loss", _loss(next(iter(shares)), file.get("beta"), sft))
+        else:
+            told = "has no counterpart: one formula with the weight 1 is trained, and sft beside it"
+            file.refuse(("loss_type",), f"{shown(kinds)} {told}; set train.loss to dpo")
+        file.default("train.learning_rate", 1e-6, "default of TRL's DPO")
         file.note(("beta",), "read as TRL's DPO; of another of its trainers, such as ORPO, change train.loss")
     if "train.loss" in found:
         file.default("data.format", "preference", "a loss of pairs")

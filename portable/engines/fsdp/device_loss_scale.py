@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from portable.config import Fp16Config
+    from portable.config.sections import Fp16Config
 
 
 class DeviceScaler(LossScale):
