@@ -81,8 +81,8 @@ class Stream(Samples):
         self._samples = samples
         self._seed = seed
         self._window = window
-        self._limit = limit
         self._processes = processes
+        self._disk = _TokensOnDisk(job.cache / TOKENS, limit if processes else None, window)
         self.num_samples = len(self._shards) << _SHIFT
         self._manifest: dict[int, tuple[int, str]] = {}
         """Samples and fingerprint of each shard that was read, or is known."""
@@ -90,18 +90,12 @@ class Stream(Samples):
             if (known := count(shard)) is not None:
                 self._manifest[number] = (known, shard.fingerprint[:_PRINT])
         self._open: OrderedDict[int, Samples | None] = OrderedDict()
-        self._folders: dict[int, Path] = {}
-        """The tokens of what is open."""
-        self._coming: deque[Path] = deque(maxlen=_WINDOWS_AHEAD * window)
-        """Those that were made ahead last."""
         self._epoch = -1
         self._order: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         self._ends: list[int] = []
         """For the epoch, how many samples the shards up to each in order have, as far as they are known."""
         self._total: int | None = None
         self._told = -1
-        self._free = 0
-        """Bytes of tokens that may come until the limit is looked at again."""
         self._ahead: BackgroundTokenizer | None = None
         self._lock = threading.RLock()
         self.fingerprint = ""
@@ -120,7 +114,7 @@ class Stream(Samples):
         return {
             **self.__dict__,
             "_open": OrderedDict(),
-            "_folders": {},
+            "_disk": _TokensOnDisk(self._job.cache / TOKENS, None, self._window),
             "_ahead": None,
             "_processes": 0,
             "_lock": None,
@@ -216,23 +210,14 @@ class Stream(Samples):
             return
         self._told = window
         if self._ahead is None:
-            own = weakref.ref(self)
-            self._ahead = BackgroundTokenizer(
-                self._job, lambda folder: _arrived(own(), folder), self._processes
-            )
+            # Not a method of this object, which the tokenizer's thread would keep alive.
+            self._ahead = BackgroundTokenizer(self._job, self._disk.arrived, self._processes)
             weakref.finalize(self, self._ahead.close)
         first = (window + 1) * self._window
-        numbers = range(first, first + min(_WINDOWS_AHEAD * self._window, self._room()))
+        numbers = range(first, first + min(_WINDOWS_AHEAD * self._window, self._disk.shards()))
         count = len(self._order)
         coming = [self._at(epoch + number // count, number % count) for number in numbers]
         self._ahead.want([self._shards[shard] for shard in coming])
-
-    def _room(self) -> int:
-        """How many shards the limit allows besides those of two windows, as long as those that are open."""
-        sizes = [_size(folder) for folder in self._folders.values()]
-        if self._limit is None or not sum(sizes):
-            return _WINDOWS_AHEAD * self._window
-        return max(1, self._limit * len(sizes) // sum(sizes) - 2 * self._window)
 
     def _shard_samples(self, shard: int) -> Samples | None:
         """The samples of a shard, tokenized if they are not in the cache."""
@@ -252,11 +237,11 @@ class Stream(Samples):
             if known != (length, print_):
                 raise self._changed(shard, "the run read it")
             self._open[shard] = found
-            self._folders[shard] = tokens.folder
+            self._disk.used[shard] = tokens.folder
             while len(self._open) > 2 * self._window:
                 closed, _ = self._open.popitem(last=False)
-                del self._folders[closed]
-            self._came(tokens.folder)
+                del self._disk.used[closed]
+            self._disk.came(tokens.folder)
             return found
 
     def _tokens(self, shard: int) -> TokenCache:
@@ -266,44 +251,12 @@ class Stream(Samples):
             cause = error.__cause__
             if not isinstance(cause, OSError) or cause.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
-            self._make_room(0)  # the disk is full: keep only what is in use
+            self._disk.make_room(0)  # the disk is full: keep only what is in use
             tokens = self._job.tokens_of_shard(self._shards[shard])
         if tokens.folder.parent == self._job.cache / TOKENS:  # not where the user's tokens are
             with suppress(OSError):
                 os.utime(tokens.folder)  # used last
         return tokens
-
-    def _came(self, folder: Path) -> None:
-        """Look at the limit again, once so many tokens came that it may be exceeded."""
-        if self._processes and self._limit is not None:
-            self._free -= _size(folder)
-            if self._free <= 0:
-                self._make_room(self._limit)
-
-    def _make_room(self, limit: int) -> None:
-        """Remove the tokens that were not used for the longest time, if all exceed the limit.
-
-        A cache may have very many folders: a little more is removed, so that the next look is not soon.
-        """
-        used = {*dict(self._folders).values(), *tuple(self._coming)}
-        folders = []
-        with suppress(OSError):
-            for folder in (self._job.cache / TOKENS).iterdir():
-                with suppress(OSError):
-                    if folder.is_dir() and folder.suffix != ".draft":
-                        folders.append((folder.stat().st_mtime_ns, _size(folder), folder))
-        total = sum(size for _, size, _ in folders)
-        most = limit if total <= limit else limit - limit // _SPARE
-        for _, size, folder in sorted(folders)[: -self._window - 1]:  # another process may use the newest
-            if total <= most:
-                break
-            if folder not in used:
-                gone = folder.with_name(f"{folder.name}.gone-{os.getpid()}")
-                with suppress(OSError):
-                    folder.rename(gone)
-                    shutil.rmtree(gone, ignore_errors=True)
-                    total -= size
-        self._free = (limit - total) // 2  # another run may write as much
 
     # -- samples ----------------------------------------------------------------------------------------
 
@@ -378,11 +331,67 @@ class Stream(Samples):
         return digest_of(repr(sorted(known.items())))
 
 
-def _arrived(stream: Stream | None, folder: Path) -> None:
-    """Called in another thread for each shard that was made ahead; it does not keep the stream alive."""
-    if stream is not None:
-        stream._coming.append(folder)
-        stream._came(folder)
+class _TokensOnDisk:
+    """Keeps the tokens in the cache within a limit, which those in use may exceed.
+
+    Args:
+        cache: the folder with a folder for the tokens of each shard.
+        limit: bytes of them all; None for no limit.
+        window: shards whose samples are mixed.
+    """
+
+    def __init__(self, cache: Path, limit: int | None, window: int) -> None:
+        self._cache, self._limit, self._window = cache, limit, window
+        self.used: dict[int, Path] = {}
+        """Of the shards that are open."""
+        self._coming: deque[Path] = deque(maxlen=_WINDOWS_AHEAD * window)
+        """Those that were made ahead last."""
+        self._free = 0
+        """Bytes of tokens that may come until the limit is looked at again."""
+
+    def shards(self) -> int:
+        """How many shards the limit allows besides those of two windows, as long as those that are open."""
+        sizes = [_size(folder) for folder in self.used.values()]
+        if self._limit is None or not sum(sizes):
+            return _WINDOWS_AHEAD * self._window
+        return max(1, self._limit * len(sizes) // sum(sizes) - 2 * self._window)
+
+    def arrived(self, folder: Path) -> None:
+        """The tokens of a shard were made ahead; called in another thread."""
+        self._coming.append(folder)
+        self.came(folder)
+
+    def came(self, folder: Path) -> None:
+        """Look at the limit again, once so many tokens came that it may be exceeded."""
+        if self._limit is not None:
+            self._free -= _size(folder)
+            if self._free <= 0:
+                self.make_room(self._limit)
+
+    def make_room(self, limit: int) -> None:
+        """Remove the tokens that were not used for the longest time, if all exceed the limit.
+
+        A cache may have very many folders: a little more is removed, so that the next look is not soon.
+        """
+        used = {*dict(self.used).values(), *tuple(self._coming)}
+        folders = []
+        with suppress(OSError):
+            for folder in self._cache.iterdir():
+                with suppress(OSError):
+                    if folder.is_dir() and folder.suffix != ".draft":
+                        folders.append((folder.stat().st_mtime_ns, _size(folder), folder))
+        total = sum(size for _, size, _ in folders)
+        most = limit if total <= limit else limit - limit // _SPARE
+        for _, size, folder in sorted(folders)[: -self._window - 1]:  # another process may use the newest
+            if total <= most:
+                break
+            if folder not in used:
+                gone = folder.with_name(f"{folder.name}.gone-{os.getpid()}")
+                with suppress(OSError):
+                    folder.rename(gone)
+                    shutil.rmtree(gone, ignore_errors=True)
+                    total -= size
+        self._free = (limit - total) // 2  # another run may write as much
 
 
 def _size(folder: Path) -> int:
