@@ -303,7 +303,7 @@ class Checkpoints(Generic[P]):
         final = Path(str(save.final))
         (save.written / MANIFEST).write_text(save.manifest(entries), "utf-8")
         sync_tree(save.written)
-        self._make_way(save.final)
+        _make_way(save.final)
         if os.path.lexists(final) and exchange(save.written, final):
             shutil.rmtree(save.written, ignore_errors=True)
         else:
@@ -318,7 +318,7 @@ class Checkpoints(Generic[P]):
         def begin() -> Entries:
             ours = save.entries
             if self._rank == 0:
-                self._make_way(save.final)
+                _make_way(save.final)
                 remove_folder(final)
                 mirror.begin(final)
             return ours
@@ -344,12 +344,6 @@ class Checkpoints(Generic[P]):
             self.prune(save.best)
         except RetriesUsedUpError as error:  # this checkpoint is complete
             tell(f"warning: older checkpoints are not deleted yet: {one_line(error)}")
-
-    def _make_way(self, final: P) -> None:
-        """Move away what has the name of a checkpoint and is none."""
-        if is_taken(final) and not (final / STATE_FILE).is_file() and not is_unfinished(final):
-            aside = move_folder(final, unused_name(final.with_name(f"{final.name}.kept")))
-            tell(f"warning: {final}: had no {STATE_FILE}, so it was not a checkpoint; moved to {aside}")
 
     @cached_property
     def _group(self) -> Any:
@@ -390,6 +384,13 @@ class Checkpoints(Generic[P]):
             if not away:
                 raise RunError(f"rank {rank}: {text}")
         return {name: entry for _, _, found in everyone for name, entry in found.items()}
+
+
+def _make_way(final: P) -> None:
+    """Move away what has the name of a checkpoint and is none."""
+    if is_taken(final) and not (final / STATE_FILE).is_file() and not is_unfinished(final):
+        aside = move_folder(final, unused_name(final.with_name(f"{final.name}.kept")))
+        tell(f"warning: {final}: had no {STATE_FILE}, so it was not a checkpoint; moved to {aside}")
 
 
 def _cause(error: BaseException) -> BaseException:
