@@ -135,6 +135,8 @@ def test_a_model_that_looks_at_values_is_reported_once(tmp_path: Path, corpus: P
 
 def odd_state(config: RunConfig) -> tuple[float, float, int]:
     """Train a model that has a parameter which no loss reaches, and a counter; what became of both."""
+    from tpu.xla.saving import staged_shards
+
     backend = create_backend("xla")
     run = prepare(resolve(config, backend.name), backend)
     run.model.register_parameter("spare", torch.nn.Parameter(torch.empty(8, 8, device="meta")))
@@ -147,7 +149,7 @@ def odd_state(config: RunConfig) -> tuple[float, float, int]:
             backend, engine, batches, plan=run.plan, first_sample=0, learning_rate=1e-2, max_grad_norm=1.0
         )
     batches.close()
-    staged = engine._staged({"spare": engine.model.spare, "counter": engine.model.counter})
+    staged = staged_shards(engine.layout, {"spare": engine.model.spare, "counter": engine.model.counter})
     spare = min(float(shard.data.min()) for shard in staged["spare"].shards)
     (counter,) = staged["counter"].shards
     return spare, float(engine._optimizer.scalars()["spare"]["step"]), int(counter.data)

@@ -17,20 +17,22 @@ from portable.optim.average import exchange
 from portable.optim.non_finite import NEW_COUNTERS, Health, allowed_streak, count_update
 from portable.private.of_transformers import no_value_checks
 from tpu.xla.activation_checkpointing import recompute
+from tpu.xla.activations import along_batch, constrain_activations
 from tpu.xla.attention import attend_by_rows
 from tpu.xla.calling import Caller
 from tpu.xla.checks import GATHERED_ONCE
-from tpu.xla.gather import gathered
+from tpu.xla.gather import gather_matrices
+from tpu.xla.generation import sampled
 from tpu.xla.head import shard_gradient
 from tpu.xla.layout import another, constrain
 from tpu.xla.of_torch_xla import xla
 from tpu.xla.parameters import Parameters
-from tpu.xla.saving import Staged, StagedPlanner
+from tpu.xla.saving import StagedPlanner, apart, staged_shards
 from tpu.xla.scan_layers import LoopedLayers, Segment, find_segments
 from tpu.xla.user_optimizer import optimizer_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from torch import Tensor
@@ -76,14 +78,15 @@ class XlaEngine:
         self.held = Parameters(model, layout, {names[0]: names for names in stacks})
         self._parameters = self.held.by_name
         self._caller = _Caller(model, self.held)
-        self._constrain_activations(model, segments)
+        constrain_activations(model, layout, segments)
         for segment in segments:
             self._loop(model, segment, recompute=self._recomputed)
         in_loops = {name for segment in segments for name in segment.names}
         for name, layer in transformer_layers(model):
             if name in in_loops:
                 continue  # a loop gathers and recomputes its layers itself, and does not interleave them
-            self._gather(name, layer)
+            if not self._gather_once:
+                gather_matrices(layer, name, self._spec_of, layout)
             if self._recomputed:
                 recompute(layer)
             if config.xla.optimization_barrier_in_backward:
@@ -130,56 +133,7 @@ class XlaEngine:
             whole = layout.sharding(layout.replicated(stack.dim() - 1))
             computed = partial(self._caller.stack, names[0])
             stacks.append((computed, (whole, cut)))
-        LoopedLayers(model, segment, stacks, self._along_batch, recompute=recompute)
-
-    def _gather(self, prefix: str, layer: nn.Module) -> None:
-        """Gather each sharded matrix of ``layer`` as a whole, once a pass; see :meth:`_loop`."""
-        layout = self.layout
-        if self._gather_once:
-            return
-        places: dict[str, tuple[Any, Any]] = {}
-        for path, module in layer.named_modules():
-            for own, parameter in module.named_parameters(path, recurse=False):
-                spec = self._spec_of(f"{prefix}.{own}", parameter)
-                # Lookup tables are read where they lie.
-                if any(spec) and not isinstance(module, nn.Embedding):
-                    whole = layout.sharding(layout.replicated(parameter.dim()))
-                    places[own] = whole, layout.sharding(spec)
-        if places:
-            gathered(layer, places, alone=layout.sums_whole)
-
-    def _constrain_activations(self, model: nn.Module, segments: Iterable[Segment]) -> None:
-        """Keep activations and logits sharded along batch and tokens. Propagation from the parameters would
-        choose otherwise: with a tied table, each device would hold the logits of all tokens."""
-        whole: Any = model
-        in_loops = {name for segment in segments for name in segment.names}
-        layers = [layer for name, layer in transformer_layers(model) if name not in in_loops]
-        for layer in layers:  # the first input may be a sum with a replicated tensor
-            layer.register_forward_pre_hook(self._constrain_input)
-        for _, layer in transformer_layers(model):
-            for module in layer.modules():
-                weight = module._parameters.get("weight")
-                if weight is not None and weight.dim() == 2:
-                    module.register_forward_hook(self._constrain_output)
-        for module in (*layers, whole.get_input_embeddings(), whole.get_output_embeddings()):
-            if module is not None:
-                module.register_forward_hook(self._constrain_output)
-        if (head := whole.get_output_embeddings()) is not None:
-            head.register_forward_hook(_keep_apart)
-
-    def _constrain_input(self, _: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (self._along_batch(arguments[0]), *arguments[1:]) if arguments else arguments
-
-    def _constrain_output(self, _: nn.Module, __: Any, output: Any) -> Any:
-        if isinstance(output, tuple):
-            return (self._along_batch(output[0]), *output[1:])
-        return self._along_batch(output)
-
-    def _along_batch(self, tensor: Any) -> Any:
-        if not isinstance(tensor, torch.Tensor) or tensor.dim() < 2:
-            return tensor
-        sharding = self.layout.sharding(self.layout.activation(tensor.dim()))
-        return constrain(tensor, sharding, sharding)
+        LoopedLayers(model, segment, stacks, partial(along_batch, layout), recompute=recompute)
 
     # -- the step ----------------------------------------------------------------------------------------
 
@@ -329,32 +283,17 @@ class XlaEngine:
     def generate(self, prompt: Tensor, *, max_new_tokens: int, seed: int) -> Tensor:
         """See the protocol. One graph over the full length samples every token: one compilation."""
         self.model.eval()
-        start = prompt.shape[1]
-        padded = torch.nn.functional.pad(prompt, (0, max_new_tokens))
-        # One identical row for each part of a batch: activations are sharded along it.
-        tokens = self.layout.whole(padded.repeat(self.layout.rows, 1))
-        draws = torch.Generator().manual_seed(seed)
-        for position in range(start, start + max_new_tokens):
-            noise = -torch.log(-torch.log(torch.rand(1, 50, generator=draws).clamp(1e-9, 1 - 1e-7)))
-            tokens = self._with_sampled_token(tokens, self.layout.whole(torch.tensor([position])), noise)
-            self.graphs.run("sampled token", [tokens])
+
+        def logits(tokens: Tensor) -> Tensor:
+            passed: Tensor = self._with_compute_copies(
+                lambda: self.model(input_ids=tokens, use_cache=False).logits
+            )
+            return passed
+
+        tokens = sampled(prompt, max_new_tokens, seed, logits, self.layout, self.graphs)
         self.model.train()
         result: Tensor = self.layout.read([tokens])[0][:1]
         return result
-
-    def _with_sampled_token(self, tokens: Tensor, position: Tensor, noise: Tensor) -> Tensor:
-        """``tokens`` with a sampled token at ``position``: temperature 0.8, top-k 50."""
-        logits = self._with_compute_copies(lambda: self.model(input_ids=tokens, use_cache=False).logits)
-        before = logits.index_select(1, position - 1).squeeze(1).float()
-        top = torch.topk(before, min(noise.shape[1], before.shape[1]))
-        chosen = (top.values / 0.8 + self.layout.whole(noise)[:, : top.values.shape[1]]).argmax(
-            dim=1, keepdim=True
-        )
-        drawn = top.indices.gather(1, chosen)
-        here = torch.arange(tokens.shape[1], device=tokens.device)[None, :] == position
-        extended = torch.where(here, drawn, tokens)
-        xla.mark_sharding(extended, self.layout.sharding(self.layout.replicated(2)))
-        return extended
 
     # -- weights and checkpoints -------------------------------------------------------------------------
 
@@ -379,32 +318,17 @@ class XlaEngine:
         for name, tensors in self._optimizer.tensors().items():
             for one in self.held.names(name):
                 moments[one] = dict(scalars.get(one, {}))
-            for key, staged in self._staged(tensors).items():
-                for one, part in self._apart(name, staged).items():
+            for key, staged in staged_shards(self.layout, tensors).items():
+                for one, part in apart(self.held, name, staged).items():
                     moments[one][key] = part
-        model = self._staged(self.held.stored())
+        model = staged_shards(self.layout, self.held.stored())
         state = {
-            "model": {one: part for name, s in model.items() for one, part in self._apart(name, s).items()},
+            "model": {
+                one: part for name, s in model.items() for one, part in apart(self.held, name, s).items()
+            },
             "optim": {"state": moments, "param_groups": self._optimizer.groups(self._rate)},
         }
         return self._saver.save(state, folder, background=background)
-
-    def _staged(self, tensors: Mapping[str, Tensor]) -> dict[str, Staged]:
-        if not tensors:
-            return {}
-        shards = self.layout.local_shards(list(tensors.values()))
-        return {
-            name: Staged(tensor.shape, tensor.dtype, parts)
-            for (name, tensor), parts in zip(tensors.items(), shards, strict=True)
-        }
-
-    def _apart(self, name: str, staged: Staged) -> dict[str, Staged]:
-        stacked = name in self.held.stacks
-        shape = staged.shape[1:] if stacked else staged.shape
-        return {
-            one: Staged(shape, staged.dtype, shards)
-            for one, shards in self.held.apart(name, staged.shards).items()
-        }
 
 
 class _Caller(Caller):
@@ -424,13 +348,6 @@ class _Caller(Caller):
         """The stack called ``name``, as it is at present."""
         value: Tensor = getattr(self, self._places[name])
         return value
-
-
-def _keep_apart(_: nn.Module, __: Any, logits: Any) -> None:
-    """Keep the compiler from fusing the product that makes the logits with the loss. Logits that come out of
-    such a fusion are not overwritten by their gradients: both would exist."""
-    if torch.is_grad_enabled() and isinstance(logits, torch.Tensor):
-        xla.barrier_([logits])
 
 
 def _barrier(_: nn.Module, gradients: Any, __: Any) -> None:

@@ -11,25 +11,39 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from tpu.xla.calling import Caller
 from tpu.xla.layout import constrain
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable
 
-    from torch import nn
+    from torch import Tensor
+
+    from tpu.xla.layout import Layout, Spec
 
 
-def gathered(layer: nn.Module, places: Mapping[str, tuple[Any, Any]], *, alone: bool) -> None:
-    """Make ``layer`` compute with gathered copies of its parameters.
+def gather_matrices(
+    layer: nn.Module, prefix: str, spec_of: Callable[[str, Tensor], Spec], layout: Layout
+) -> None:
+    """Make ``layer`` compute with gathered copies of its sharded parameters, made once a pass.
 
     Args:
         layer: its ``forward`` is replaced.
-        places: for the parameters to gather, the sharding of the copy and that of the gradient, in the
-            bindings' form.
-        alone: see :func:`tpu.xla.layout.constrain`.
+        prefix: its name in the model.
+        spec_of: how a parameter of the model is sharded.
     """
+    places: dict[str, tuple[Any, Any]] = {}
+    for path, module in layer.named_modules():
+        for name, parameter in module.named_parameters(path, recurse=False):
+            spec = spec_of(f"{prefix}.{name}", parameter)
+            # Lookup tables are read where they lie.
+            if any(spec) and not isinstance(module, nn.Embedding):
+                whole = layout.sharding(layout.replicated(parameter.dim()))
+                places[name] = whole, layout.sharding(spec)
+    if not places:
+        return
     forward = layer.forward
     caller = Caller(layer)
 
@@ -39,7 +53,8 @@ def gathered(layer: nn.Module, places: Mapping[str, tuple[Any, Any]], *, alone: 
         parameters = dict(layer.named_parameters())
         here = {name: to for name, to in places.items() if name in parameters}
         copies = {
-            f"module.{name}": constrain(parameters[name], *to, alone=alone) for name, to in here.items()
+            f"module.{name}": constrain(parameters[name], *to, alone=layout.sums_whole)
+            for name, to in here.items()
         }
         return torch.func.functional_call(caller, copies, (functools.partial(forward, *args, **kwargs),))
 

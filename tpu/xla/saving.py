@@ -15,7 +15,12 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 if TYPE_CHECKING:
-    from tpu.xla.layout import Shard
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+    from tpu.xla.layout import Layout, Shard
+    from tpu.xla.parameters import Parameters
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,25 @@ class Staged:
     shape: torch.Size
     dtype: torch.dtype
     shards: list[Shard]
+
+
+def staged_shards(layout: Layout, tensors: Mapping[str, Tensor]) -> dict[str, Staged]:
+    """Copies of what this host saves of each tensor."""
+    if not tensors:
+        return {}
+    shards = layout.local_shards(list(tensors.values()))
+    return {
+        name: Staged(tensor.shape, tensor.dtype, parts)
+        for (name, tensor), parts in zip(tensors.items(), shards, strict=True)
+    }
+
+
+def apart(held: Parameters, name: str, staged: Staged) -> dict[str, Staged]:
+    """A stack as the parameters that it holds; another tensor as it is."""
+    shape = staged.shape[1:] if name in held.stacks else staged.shape
+    return {
+        one: Staged(shape, staged.dtype, shards) for one, shards in held.apart(name, staged.shards).items()
+    }
 
 
 class StagedPlanner(DefaultSavePlanner):

@@ -1,0 +1,69 @@
+"""Activations and logits stay sharded along batch and tokens.
+
+Propagation from the parameters would choose otherwise: with a tied table, each device would hold the logits
+of all tokens.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from portable.model.layers import transformer_layers
+from tpu.xla.layout import constrain
+from tpu.xla.of_torch_xla import xla
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import nn
+
+    from tpu.xla.layout import Layout
+    from tpu.xla.scan_layers import Segment
+
+
+def constrain_activations(model: nn.Module, layout: Layout, segments: Iterable[Segment]) -> None:
+    """Constrain what the modules of ``model`` take and return; a loop over a segment does so itself."""
+    whole: Any = model
+    of_input, of_output = partial(_constrain_input, layout), partial(_constrain_output, layout)
+    in_loops = {name for segment in segments for name in segment.names}
+    layers = [layer for name, layer in transformer_layers(model) if name not in in_loops]
+    for layer in layers:  # the first input may be a sum with a replicated tensor
+        layer.register_forward_pre_hook(of_input)
+    for _, layer in transformer_layers(model):
+        for module in layer.modules():
+            weight = module._parameters.get("weight")
+            if weight is not None and weight.dim() == 2:
+                module.register_forward_hook(of_output)
+    for module in (*layers, whole.get_input_embeddings(), whole.get_output_embeddings()):
+        if module is not None:
+            module.register_forward_hook(of_output)
+    if (head := whole.get_output_embeddings()) is not None:
+        head.register_forward_hook(_keep_apart)
+
+
+def along_batch(layout: Layout, tensor: Any) -> Any:
+    """``tensor`` sharded along batch and tokens, and so its gradient; what has neither, as it is."""
+    if not isinstance(tensor, torch.Tensor) or tensor.dim() < 2:
+        return tensor
+    sharding = layout.sharding(layout.activation(tensor.dim()))
+    return constrain(tensor, sharding, sharding)
+
+
+def _constrain_input(layout: Layout, _: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (along_batch(layout, arguments[0]), *arguments[1:]) if arguments else arguments
+
+
+def _constrain_output(layout: Layout, _: nn.Module, __: Any, output: Any) -> Any:
+    if isinstance(output, tuple):
+        return (along_batch(layout, output[0]), *output[1:])
+    return along_batch(layout, output)
+
+
+def _keep_apart(_: nn.Module, __: Any, logits: Any) -> None:
+    """Keep the compiler from fusing the product that makes the logits with the loss. Logits that come out of
+    such a fusion are not overwritten by their gradients: both would exist."""
+    if torch.is_grad_enabled() and isinstance(logits, torch.Tensor):
+        xla.barrier_([logits])
