@@ -67,6 +67,7 @@ class _Zero:
 
     def __init__(self, model: Inventory, config: RunConfig, cluster: Cluster) -> None:
         self._config, self._cluster = config, cluster
+        self._section = _section_of(config)
         self._ranks = cluster.devices
         self._stage = int(config.strategy[-1])
         self._compute = COMPUTE_BYTES[config.precision]
@@ -342,17 +343,17 @@ class _Zero:
     # -- its JSON ------------------------------------------------------------------------------------------
 
     def _size(self, name: str) -> int:
-        given: Any = self._document
+        given: Any = self._section
         for part in name.split("."):
             given = given.get(part) if isinstance(given, dict) else None
         if given is None:
             return buckets.DEFAULTS[name]
         return buckets.automatic(self._hidden)[name] if given == "auto" else int(given)
 
-    @cached_property
-    def _document(self) -> dict[str, Any]:
-        """The section zero_optimization of the run's DeepSpeed JSON; the run checks it."""
-        document, given = self._config.documents.get("deepspeed.config"), self._config.deepspeed.config
-        values = given if document is None else document.values
-        zero = values.get("zero_optimization") if isinstance(values, dict) else None
-        return {k: v for k, v in zero.items() if v is not None} if isinstance(zero, dict) else {}
+
+def _section_of(config: RunConfig) -> dict[str, Any]:
+    """The section zero_optimization of the run's DeepSpeed JSON; the run checks it."""
+    document, given = config.documents.get("deepspeed.config"), config.deepspeed.config
+    values = given if document is None else document.values
+    zero = values.get("zero_optimization") if isinstance(values, dict) else None
+    return {k: v for k, v in zero.items() if v is not None} if isinstance(zero, dict) else {}
