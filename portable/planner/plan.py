@@ -13,7 +13,7 @@ import yaml
 from portable.checks import check
 from portable.config.derived import largest_divisor
 from portable.errors import UserError
-from portable.planner.memory_model import SOME_DISK, Cluster, Footprint, Setting, exchanging
+from portable.planner.memory_model import SOME_DISK, Cluster, Footprint, Setting
 from portable.planner.passes import Activations, Request
 from portable.registry import backend_package
 
@@ -189,8 +189,7 @@ class Planner:
             fits = found.total <= device.usable(cluster.devices)
             if self.target.host_memory is not None:
                 fits = fits and host <= self.target.host_memory
-        width = self.meta_model.exchanged_width(config.context_parallel_size)
-        exchanged = exchanging(width, config, cluster)
+        exchanged = self.meta_model.exchanged(config, cluster)
         links, network = (
             traffic.of(micro_batches) + more * micro_batches
             for traffic, more in zip((footprint.links, footprint.network), exchanged, strict=True)
