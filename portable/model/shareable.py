@@ -22,7 +22,7 @@ def check_sharing(model: Any, config: RunConfig) -> None:
     """Raise UserError if the ranks or devices of a run cannot share the sequences or layers of ``model``."""
     size = config.context_parallel_size
     if size > 1 and config.backend != "xla":
-        _check_attention(model, padded=not config.data.packing)
+        _check_attention(model, config)
     if size > 1 and (config.backend != "xla" or attention_kernel(model.config) == "sdpa"):
         # Other attention XLA's compiler divides as it likes.
         heads, keys = heads_of(model)
@@ -36,12 +36,8 @@ def check_sharing(model: Any, config: RunConfig) -> None:
         check_layers(model, config.tensor_parallel_size)
 
 
-def _check_attention(model: Any, *, padded: bool) -> None:
-    """Raise UserError if ranks cannot share the attention of ``model``.
-
-    Args:
-        padded: whether samples have padding, which a router loss must know of, and a part of them does not.
-    """
+def _check_attention(model: Any, config: RunConfig) -> None:
+    """Raise UserError if ranks cannot share the attention of ``model``."""
     text = model.config.get_text_config()
     name, kernel = type(model).__name__, attention_kernel(text)
     require(
@@ -54,7 +50,7 @@ def _check_attention(model: Any, *, padded: bool) -> None:
     )
     routed = getattr(text, "output_router_logits", False)
     require(
-        not (routed and padded),
+        not routed or bool(config.data.packing),  # a part of a sample does not tell of its padding
         f"{KEY}: the router loss of {name} needs samples without padding; set data.packing to true or "
         "documents, or model.config.output_router_logits to false",
     )

@@ -23,7 +23,7 @@ from portable.planner import device_lookup as devices
 from portable.planner.hours import hours_of, prices_of, prices_of_sky, rounded, work_of
 from portable.planner.memory_model import Cluster, Setting
 from portable.planner.plan import Planner, Target
-from portable.planner.tables import Plan, Shared, as_json, as_text, next_reductions
+from portable.planner.tables import Plan, as_json, as_text, next_reductions
 from portable.registry import PLANNED_FOR_AUTO, CompileTarget, backend_package
 from portable.terminal import loading, tell
 
@@ -215,13 +215,13 @@ def _with_adapter(planner: Planner) -> Planned | None:
     return _with(planner, {"adapter.type": "lora"})
 
 
-def _with_shared_sequences(planner: Planner) -> Shared | None:
-    """The smallest ``context_parallel_size`` with which a sequence fits; None if there is none."""
+def _with_shared_sequences(planner: Planner) -> Planned | None:
+    """What the smallest ``context_parallel_size`` takes with which a sequence fits; None if there is none."""
     devices, own = planner.target.cluster.devices, planner.config.context_parallel_size
     for size in range(own + 1, devices + 1):
         best = None if devices % size else _with(planner, {"context_parallel_size": size})
         if best is not None:
-            return Shared(size, best)
+            return best
     return None
 
 

@@ -102,6 +102,7 @@ class Option:
     communication_bytes: int
     """Bytes that a device sends in a step."""
     fits: bool | None
+    context_parallel_size: int
 
     def yaml(self, config: RunConfig) -> str:
         """The YAML lines to add to the run's file."""
@@ -196,9 +197,8 @@ class Planner:
         )
         saved = self._checkpoint + footprint.also_saved
         disk = footprint.disk * ranks
-        return Option(
-            setting, micro_batch, recompute, found, host, disk, saved, int(max(links, network)), fits
-        )
+        sent, sharing = int(max(links, network)), config.context_parallel_size
+        return Option(setting, micro_batch, recompute, found, host, disk, saved, sent, fits, sharing)
 
     def _activations(self, config: RunConfig, footprint: Footprint, micro_batch: int) -> Activations:
         request = Request.of(
