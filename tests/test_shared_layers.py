@@ -217,7 +217,7 @@ def _beside_one(model_type: str) -> str:
         values = state_tensors(plain)
         for name, tensor in state_tensors(model).items():
             fill_shard(tensor, ComputedTensor.of(values[name].detach()))
-        found = loss_and_gradients(model, batch, sharded.average)
+        found = loss_and_gradients(model, batch, sharded.average_gradients)
         apart = off(found, loss_and_gradients(plain, batch))
     except Exception as error:
         return one_line(error)

@@ -102,7 +102,7 @@ class Option:
     communication_bytes: int
     """Bytes that a device sends in a step."""
     fits: bool | None
-    context_parallel_size: int
+    context_parallel_size: int = 1
 
     def yaml(self, config: RunConfig) -> str:
         """The YAML lines to add to the run's file."""

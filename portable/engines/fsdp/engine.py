@@ -126,7 +126,7 @@ class TorchEngine:
         if self._scaler is not None and gradients:
             parts = [local(gradient) for gradient in gradients]
             of_torch.scale_(parts, self._scaler.scale.reciprocal().to(parts[0].device))
-        self._sharded.average()
+        self._sharded.average_gradients()
         norm = torch.nn.utils.get_total_norm(gradients)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()

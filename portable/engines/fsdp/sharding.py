@@ -51,7 +51,7 @@ class ShardedModel:
         averaging: the factor of the loss that makes gradients sums over the ranks, since DDP averages. (A
             communication hook could sum them, but a Python hook may deadlock with gloo's threads when the
             process group is destroyed.)
-        average: averages the gradients that ranks which share layers have each whole.
+        average_gradients: of what each of the ranks that share layers has whole; before an update.
     """
 
     model: nn.Module
@@ -59,7 +59,7 @@ class ShardedModel:
     device: torch.device
     autocast_dtype: torch.dtype | None
     averaging: float = 1.0
-    average: Callable[[], None] = lambda: None
+    average_gradients: Callable[[], None] = lambda: None
 
     def autocast(self) -> AbstractContextManager[Any]:
         if self.autocast_dtype is None:
@@ -144,7 +144,7 @@ def shard(model: nn.Module, config: RunConfig, machine: Machine) -> ShardedModel
     replace_tensors(model, lambda _, parameter: parameter, lambda _, buffer: buffer.to(device))
     ordered = units(model, config)  # of the plain model: it is tried
     mesh = _mesh(config, machine, group)
-    average = ShardedModel.average
+    average = ShardedModel.average_gradients
     if size > 1:
         *others, tensor = mesh.mesh_dim_names or ()
         from portable.engines.fsdp.tensor_parallel import split_layers
@@ -153,7 +153,7 @@ def shard(model: nn.Module, config: RunConfig, machine: Machine) -> ShardedModel
         mesh = mesh[tuple(others)]
     _fully_shard(model, config, ordered, mesh, compute, _offload_policy(offload, device))
     materialize(model, device, parameters=torch.device("cpu") if offload else device)
-    return ShardedModel(model, model, device, None, average=average)
+    return ShardedModel(model, model, device, None, average_gradients=average)
 
 
 def stands_alone(machine: Machine, *, offload: bool) -> bool:
