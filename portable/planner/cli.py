@@ -296,7 +296,7 @@ def _target(config: RunConfig, given: dict[str, Any], *, notes: bool = True) -> 
     backend = PLANNED_FOR_AUTO if backend == "auto" else backend
     target = Target(backend, Cluster(count, device.per_node if device is not None else 8), device, host)
     dividing = config.replaced({"train.micro_batch_size": 1})
-    plan_batches(dividing, world_size=count, rank=0)  # refuses a batch or groups that devices cannot divide
+    plan_batches(dividing, world_size=1, rank=0, devices_per_rank=count)  # refuses what cannot be divided
     config = backend_package(backend).footprint().adopt(config.replaced({"backend": backend}), target.cluster)
     for note in backend_package(backend).notes(config) if notes else ():
         tell(f"note: {note}")
