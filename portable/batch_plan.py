@@ -35,10 +35,8 @@ class BatchPlan:
     seed: int
     one_program: bool = False
     """Whether all ranks draw the same random numbers; see ``Backend.one_program``."""
-    parts: int = 1
-    """Ranks that share each sequence."""
-    part: int = 0
-    """Which of its parts this rank takes."""
+    part: tuple[int, int] = (0, 1)
+    """Which part of each sequence this rank takes, of how many."""
     groups: int = 1
     """Devices of a rank, or groups of them that share sequences."""
 
@@ -57,7 +55,7 @@ class BatchPlan:
         """
         rank = 0 if self.one_program else self.rank
         sample = first_sample + rank * self.sequences_per_rank + micro_batch * self.micro_batch_size
-        part = f"/{self.part}" if self.part else ""
+        part = f"/{self.part[0]}" if self.part[0] else ""
         digest = hashlib.blake2b(f"{self.seed}/{sample}{part}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 1
 
@@ -89,8 +87,6 @@ def plan_batches(
     groups = max(1, devices_per_rank // parts)
     if parts > 1:
         unit = f"group of {parts} {unit}"
-    if one_program or devices_per_rank > 1 or config.context_parallel_size == 1:
-        part, parts = 0, 1
     if total % devices:
         lower, upper = total - total % devices, total + -total % devices
         choices = " or ".join(str(n) for n in (lower, upper) if n)
@@ -108,7 +104,8 @@ def plan_batches(
             f"each {unit} takes; use {fitting} or another divisor of {share}"
         )
     micro_batch = fitting * groups
-    return BatchPlan(total, micro_batch, world_size, rank, config.seed, one_program, parts, part, groups)
+    cut = (0, 1) if one_program or config.context_parallel_size == 1 else (part, parts)
+    return BatchPlan(total, micro_batch, world_size, rank, config.seed, one_program, cut, groups)
 
 
 def batch_plan(config: RunConfig, backend: Backend) -> BatchPlan:

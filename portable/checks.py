@@ -306,48 +306,40 @@ def _fsdp(c: RunConfig) -> Iterator[tuple[str, str]]:
                 yield f"fsdp.{name} strategy", f"fsdp.{name} {reason}"
 
 
-def _context_parallel(c: RunConfig) -> Iterator[tuple[str, str]]:
+def _together(c: RunConfig) -> Iterator[tuple[str, str]]:
     size, key = c.context_parallel_size, "context_parallel_size"
-    if size > 1 and c.data.seq_len % size:
+    if c.data.seq_len % size:
         reason = f"cannot be divided by {key} {size}; use a multiple of {size}"
         yield f"data.seq_len {key}", f"data.seq_len {{data.seq_len}} {reason}"
-    own = [name for name in c.train.metrics or () if ":" in name]
-    for name, whole in (
+    of_both = (
         ("model.task", c.model.task != "causal-lm"),
         ("data.format", c.data.format == "samples"),
         ("train.loss", c.train.loss is not None),
-        ("train.metrics", own),
+        ("train.metrics", any(":" in name for name in c.train.metrics or ())),
         ("train.neftune_noise_alpha", c.train.neftune_noise_alpha > 0),
-        ("deepspeed.config", c.deepspeed.config is not None),
-    ):
-        if size > 1 and whole:
-            yield f"{name} {key}", f"{name} {{{name}}} needs whole sequences; set {key} to 1"
-
-
-def _tensor_parallel(c: RunConfig) -> Iterator[tuple[str, str]]:
-    size, key = c.tensor_parallel_size, "tensor_parallel_size"
-    own = [name for name in c.train.metrics or () if ":" in name]
-    for name, untried in (
+    )
+    of_sequences = (*of_both, ("deepspeed.config", c.deepspeed.config is not None))
+    of_layers = (
         ("backend", c.backend in ("xla", "tpu")),
         ("strategy", c.strategy == "no_shard" or c.strategy in ZERO),
-        ("context_parallel_size", c.context_parallel_size > 1),
+        ("context_parallel_size", size > 1),
         ("precision", c.precision == "fp16"),
         ("compile", c.compile),
-        ("model.task", c.model.task != "causal-lm"),
+        *of_both,
         ("model.function", c.model.function is not None),
         ("adapter.base", c.adapter.base in ("nf4", "int8")),
         ("adapter.target_parameters", c.adapter.target_parameters),
-        ("data.format", c.data.format in ("samples", "preference")),
         ("train.optimizer", c.train.optimizer not in ("adamw", "sgd")),
-        ("train.loss", c.train.loss is not None),
-        ("train.metrics", own),
         ("train.callbacks", c.train.callbacks),
         ("train.micro_batch_size", c.train.micro_batch_size == "auto"),
-        ("train.neftune_noise_alpha", c.train.neftune_noise_alpha > 0),
+    )
+    for key, refused, why in (
+        ("context_parallel_size", of_sequences, "needs whole sequences"),
+        ("tensor_parallel_size", of_layers, "does not work with ranks that share layers"),
     ):
-        if size > 1 and untried:
-            reason = f"does not work with ranks that share layers; set {key} to 1"
-            yield f"{name} {key}", f"{name} {{{name}}} {reason}"
+        for name, applies in refused if c.get(key) > 1 else ():
+            if applies:
+                yield f"{name} {key}", f"{name} {{{name}}} {why}; set {key} to 1"
 
 
 CHECKS: tuple[Check | Several, ...] = (
@@ -614,8 +606,7 @@ CHECKS: tuple[Check | Several, ...] = (
         "deepspeed.config",
     ),
     Several(_fsdp),
-    Several(_context_parallel),
-    Several(_tensor_parallel),
+    Several(_together),
     Check(
         "fsdp.shard_group_size strategy",
         lambda c: c.fsdp.shard_group_size is not None and c.strategy not in HYBRID,

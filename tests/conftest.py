@@ -33,6 +33,8 @@ from tests.zygote import Zygote
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from tests.parity import Beside
+
 ops.prepare_environment()
 
 # Here, so that whoever starts the server first, ranks are forks of it.
@@ -161,6 +163,14 @@ def traces_in_forks(zygote: Zygote, monkeypatch: pytest.MonkeyPatch) -> None:
 def engines(request: pytest.FixtureRequest) -> Engines:
     """Where each engine lives."""
     return Engines(request)
+
+
+@pytest.fixture(scope="session")
+def beside(engines: Engines, conversations: Path, tmp_path_factory: pytest.TempPathFactory) -> Beside:
+    """Short runs on several ranks, beside the same on one."""
+    from tests.parity import Beside  # which imports torch
+
+    return Beside(engines, conversations, tmp_path_factory.mktemp)
 
 
 @pytest.fixture(scope="session")

@@ -22,9 +22,10 @@ from portable.run.prepare import prepare
 from portable.run.rank import run_rank
 from portable.run.resolve import resolve
 from portable.run.restore import restore
+from tests.runs import configured
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from portable.config import RunConfig
     from portable.loop import StepResult
@@ -141,12 +142,49 @@ def numbers_of(engines: Engines, size: int, config: RunConfig) -> list[float]:
     return [row[name] for row in rows for name in ("loss", "eval_loss", "grad_norm") if name in row]
 
 
-def loss_and_gradients(model: Any, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    """The loss, and the whole gradients."""
+class Beside:
+    """Short runs on several ranks that share sequences or layers, beside the same on one rank.
+
+    Args:
+        engines: where they run.
+        source: their data.
+        folder: makes a new one.
+    """
+
+    def __init__(self, engines: Engines, source: Path, folder: Callable[[str], Path]) -> None:
+        self._engines, self._source, self._folder = engines, source, folder
+        self._alone: dict[str, list[float]] = {}
+
+    def ranks(self, size: int, settings: dict[str, Any], folder: Path | None = None) -> list[float]:
+        """The numbers of five steps of four sequences, two at a time where a rank has as many."""
+        sharing = settings.get("tensor_parallel_size", 1) * settings.get("context_parallel_size", 1)
+        given = {
+            "data__seq_len": 64,
+            "train__steps": 5,
+            "train__global_batch_size": 4,
+            "train__micro_batch_size": 4 // (size // sharing) // 2 or 1,
+            "train__dropout": False,
+            "precision": "fp32",
+        }
+        config = configured(folder or self._folder("ranks"), self._source, **{**given, **settings})
+        return numbers_of(self._engines, size, config)
+
+    def one(self, settings: dict[str, Any]) -> list[float]:
+        """The numbers of one rank, computed once."""
+        if str(settings) not in self._alone:
+            self._alone[str(settings)] = self.ranks(1, {"strategy": "no_shard", **settings})
+        return self._alone[str(settings)]
+
+
+def loss_and_gradients(
+    model: Any, batch: dict[str, torch.Tensor], summed: Callable[[], Any] = lambda: None
+) -> list[torch.Tensor]:
+    """The loss, and the whole gradients, once ``summed`` has been called."""
     model.zero_grad()
     with no_value_checks():
         loss = token_loss(model, batch)
     loss.backward()
+    summed()
     found = [loss.detach().clone()]
     for parameter in model.parameters():
         gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()

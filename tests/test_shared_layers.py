@@ -17,21 +17,20 @@ from portable.commands.convert import main as convert
 from portable.config import RunConfig
 from portable.engines.fsdp.optimizer_state import fill_shard
 from portable.engines.fsdp.sharding import shard, shard_group_size
-from portable.engines.fsdp.tensor_parallel import averaged
+from portable.engines.fsdp.tensor_parallel import average
 from portable.engines.machine import Machine
 from portable.errors import UserError, one_line
 from portable.model.loss import without_dropout
 from portable.model.parameters import replace_tensors, state_tensors
 from portable.model.shared_layers import COMPARED, check_layers, cut_dims
 from portable.model.tensors import ComputedTensor
-from tests.parity import loss_and_gradients, numbers_of, off
+from tests.parity import Beside, loss_and_gradients, off
 from tests.promises import record
 from tests.runs import TINY_MODEL, configured
 from tests.tiny_models import VOCABULARY, tiny_config
 from tests.views import assert_same_view, view
 
 if TYPE_CHECKING:
-    from tests.engines import Engines
     from tests.ranks import RankPool
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -40,13 +39,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "norms of heads": {**TINY_MODEL, "model_type": "qwen3", "head_dim": 8},
     "experts": {**TINY_MODEL, "model_type": "mixtral", "num_local_experts": 4},
 }
-STEPS: dict[str, Any] = {
-    "data__seq_len": 64,
-    "train__steps": 5,
-    "train__global_batch_size": 4,
-    "train__dropout": False,
-    "precision": "fp32",
-}
+SHARED: dict[str, Any] = {"strategy": "full_shard", "tensor_parallel_size": 2}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "FSDP2, a group": (2, {}),
     "FSDP2, four ranks a layer": (4, {"tensor_parallel_size": 4}),
@@ -56,27 +49,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "recomputed": (2, {"memory__activation_checkpointing": "full"}),
     "update on the host": (4, {"memory__offload_optimizer": "cpu"}),
 }
-
-
-def losses(engines: Engines, size: int, folder: Path, corpus: Path, settings: dict[str, Any]) -> list[float]:
-    micro = 4 // (size // settings.get("tensor_parallel_size", 1)) // 2 or 1
-    config = configured(folder, corpus, **{**STEPS, "train__micro_batch_size": micro, **settings})
-    return numbers_of(engines, size, config)
-
-
-@pytest.fixture(scope="module")
-def alone(engines: Engines, conversations: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The numbers of one rank, by its settings, computed once."""
-    known: dict[str, list[float]] = {}
-
-    def of(settings: dict[str, Any]) -> list[float]:
-        if str(settings) not in known:
-            folder = tmp_path_factory.mktemp("alone")
-            given = {"strategy": "no_shard", **settings}
-            known[str(settings)] = losses(engines, 1, folder, conversations, given)
-        return known[str(settings)]
-
-    return of
 
 
 PACKED: dict[str, Any] = {"data__packing": "documents"}
@@ -94,28 +66,17 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("layout", "model", "given"), CASES)
-def test_equals_one_rank(
-    layout: str,
-    model: str,
-    given: dict[str, Any],
-    alone: Any,
-    engines: Engines,
-    conversations: Path,
-    tmp_path: Path,
-) -> None:
+def test_equals_one_rank(layout: str, model: str, given: dict[str, Any], beside: Beside) -> None:
     size, settings = LAYOUTS[layout]
     given = {"model__config": {**MODELS[model], "num_key_value_heads": 4}, **given}
-    settings = {"strategy": "full_shard", "tensor_parallel_size": 2, **given, **settings}
-    found = losses(engines, size, tmp_path, conversations, settings)
-    assert found == pytest.approx(alone(given), rel=2e-5, abs=2e-6)
-    record(found, alone(given), 2e-5)
+    found, expected = beside.ranks(size, {**SHARED, **given, **settings}), beside.one(given)
+    assert found == pytest.approx(expected, rel=2e-5, abs=2e-6)
+    record(found, expected, 2e-5)
 
 
-def test_follows_one_rank_in_bf16(alone: Any, engines: Engines, conversations: Path, tmp_path: Path) -> None:
+def test_follows_one_rank_in_bf16(beside: Beside) -> None:
     given = {"model__config": {**MODELS["norms of heads"], "num_key_value_heads": 4}, "precision": "bf16"}
-    settings = {"strategy": "full_shard", "tensor_parallel_size": 2, **given}
-    found = losses(engines, 4, tmp_path, conversations, settings)
-    assert found == pytest.approx(alone(given), rel=1e-2)
+    assert beside.ranks(4, {**SHARED, **given}) == pytest.approx(beside.one(given), rel=1e-2)
 
 
 @pytest.mark.parametrize(
@@ -123,40 +84,45 @@ def test_follows_one_rank_in_bf16(alone: Any, engines: Engines, conversations: P
     [{"intermediate_size": 82}, {"model_type": "mixtral", "num_local_experts": 2}],
     ids=["uneven rows", "an expert for two ranks"],
 )
-def test_a_checkpoint_has_what_one_rank_has(
-    changed: dict[str, Any], engines: Engines, corpus: Path, tmp_path: Path
-) -> None:
+def test_a_checkpoint_has_what_one_rank_has(changed: dict[str, Any], beside: Beside, tmp_path: Path) -> None:
     """And the converter opens it, moments too."""
     settings = {"model__config": {**TINY_MODEL, **changed}, "train__steps": 2}
-    losses(engines, 1, tmp_path / "one", corpus, {"strategy": "no_shard", **settings})
-    shared = {"strategy": "full_shard", "tensor_parallel_size": 2, **settings}
-    losses(engines, 4, tmp_path / "shared", corpus, shared)
+    beside.ranks(1, {"strategy": "no_shard", **settings}, tmp_path / "one")
+    beside.ranks(4, {**SHARED, **settings}, tmp_path / "shared")
     one, found = (tmp_path / run / "checkpoints" / "step-000002" for run in ("one", "shared"))
     assert_same_view(view(found), view(one), 1e-3)
     assert convert([str(found), str(tmp_path / "out"), "--optimizer", "--verify"]) == 0
 
 
 def gradients_apart() -> list[float]:
-    """On a rank of four: the norm, and a whole gradient of which two ranks have 1 and 3."""
+    """On a rank of four: the norm, and gradients of which two ranks have 1 and 3, whole ones and parts."""
     dist.init_process_group("gloo")
     try:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
         mine = 1.0 + 2 * (dist.get_rank() % 2)
-        parts = (
-            (torch.full((2,), mine), [Shard(0), Replicate()]),
-            (torch.full((2, 1), 3.0), [Shard(0), Shard(1)]),
-            (torch.full((1, 3), 2.0), [Replicate(), Shard(0)]),
-        )
-        given = [DTensor.from_local(part, mesh, places, run_check=False) for part, places in parts]
-        return [float(averaged(given)), *given[0].full_tensor().tolist()]
+        parts: dict[str, tuple[torch.Tensor, list[Any]]] = {
+            "whole": (torch.full((2,), mine), [Shard(0), Replicate()]),
+            "of heads": (torch.full((1,), mine), [Shard(0), Replicate()]),
+            "columns": (torch.full((2, 1), 3.0), [Shard(0), Shard(1)]),
+            "copies": (torch.full((1, 3), 2.0), [Replicate(), Shard(0)]),
+        }
+        model = torch.nn.ParameterDict()
+        for name, (part, places) in parts.items():
+            model[name] = torch.nn.Parameter(DTensor.from_local(part, mesh, places, run_check=False))
+            model[name].grad = model[name].detach().clone()
+        average(model, {"of heads"})
+        gradients: dict[str, Any] = {name: parameter.grad for name, parameter in model.items()}
+        norm: Any = torch.nn.utils.get_total_norm(gradients.values())
+        of_heads = gradients["of heads"].to_local()
+        return [float(norm.full_tensor()), *gradients["whole"].full_tensor().tolist(), float(of_heads)]
     finally:
         dist.destroy_process_group()
 
 
 def test_what_ranks_have_whole_is_averaged_and_counts_once(ranks: RankPool) -> None:
-    norm, *whole = ranks.run(4, gradients_apart)
-    assert whole == [2.0] * 4
-    assert norm == pytest.approx((4 * 2**2 + 8 * 3**2 + 6 * 2**2) ** 0.5)
+    norm, *whole, of_heads = ranks.run(4, gradients_apart)
+    assert (whole, of_heads) == ([2.0] * 4, 4.0)
+    assert norm == pytest.approx((4 * 2**2 + 2 * 4**2 + 8 * 3**2 + 6 * 2**2) ** 0.5)
 
 
 def test_nodes_smaller_than_the_ranks_that_share_a_layer_hold_one_copy_each() -> None:
@@ -247,11 +213,12 @@ def _beside_one(model_type: str) -> str:
         model = copy.deepcopy(plain)
         replace_tensors(model, lambda _, p: torch.nn.Parameter(p.to("meta")), lambda _, buffer: buffer)
         settings = RunConfig(strategy="full_shard", tensor_parallel_size=2, precision="fp32")
-        shard(model, settings, Machine(torch.device("cpu"), dist.get_rank(), 2, 2))
+        sharded = shard(model, settings, Machine(torch.device("cpu"), dist.get_rank(), 2, 2))
         values = state_tensors(plain)
         for name, tensor in state_tensors(model).items():
             fill_shard(tensor, ComputedTensor.of(values[name].detach()))
-        apart = off(loss_and_gradients(model, batch), loss_and_gradients(plain, batch))
+        found = loss_and_gradients(model, batch, sharded.average_gradients)
+        apart = off(found, loss_and_gradients(plain, batch))
     except Exception as error:
         return one_line(error)
     return apart or ("" if cut_dims(plain, 2) else "nothing is cut")

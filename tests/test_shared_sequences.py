@@ -11,13 +11,13 @@ import torch.distributed as dist
 
 from portable.config import RunConfig
 from portable.data.samples.shared import part_of
-from portable.engines.machine import Machine
 from portable.engines.shared_sequences import share_sequences
 from portable.errors import UserError
 from portable.model.document_attention import KEEP_DOCUMENTS_APART
-from portable.model.shareable import check, exchanged_width
-from portable.planner.memory_model import Cluster, exchanging
-from tests.parity import loss_and_gradients, numbers_of, off
+from portable.model.shareable import check_sharing
+from portable.planner.memory_model import Cluster
+from portable.planner.meta_model import MetaModel
+from tests.parity import Beside, loss_and_gradients, off
 from tests.promises import record
 from tests.runs import TINY_MODEL, configured
 from tests.tiny_models import VOCABULARY, tiny_config
@@ -25,7 +25,6 @@ from tests.tiny_models import VOCABULARY, tiny_config
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.engines import Engines
     from tests.ranks import RankPool
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -40,13 +39,6 @@ MODELS: dict[str, dict[str, Any]] = {
         "router_aux_loss_coef": 0.5,
     },
 }
-STEPS: dict[str, Any] = {
-    "data__seq_len": 64,
-    "train__steps": 4,
-    "train__global_batch_size": 4,
-    "train__dropout": False,
-    "precision": "fp32",
-}
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "DDP": (2, {"strategy": "no_shard"}),
     "FSDP2, four ranks a sequence": (4, {"strategy": "full_shard", "context_parallel_size": 4}),
@@ -55,28 +47,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "ZeRO-2, recomputed": (2, {"strategy": "zero2", "memory__activation_checkpointing": "full"}),
     "ZeRO-3, two sequences at a time": (4, {"strategy": "zero3"}),
 }
-
-
-def losses(engines: Engines, size: int, folder: Path, corpus: Path, settings: dict[str, Any]) -> list[float]:
-    parts = settings.get("context_parallel_size", 1)
-    micro = 4 // (size // parts) // 2 or 1
-    config = configured(folder, corpus, **{**STEPS, "train__micro_batch_size": micro, **settings})
-    return numbers_of(engines, size, config)
-
-
-@pytest.fixture(scope="module")
-def alone(engines: Engines, conversations: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The numbers of one rank, by model and settings, computed once."""
-    known: dict[tuple[str, str], list[float]] = {}
-
-    def of(model: str, given: dict[str, Any]) -> list[float]:
-        if (model, str(given)) not in known:
-            settings = {"strategy": "no_shard", "model__config": MODELS[model], **given}
-            folder = tmp_path_factory.mktemp("alone")
-            known[model, str(given)] = losses(engines, 1, folder, conversations, settings)
-        return known[model, str(given)]
-
-    return of
 
 
 PACKED: dict[str, Any] = {"data__packing": "documents"}
@@ -94,20 +64,12 @@ CASES = [
 
 
 @pytest.mark.parametrize(("layout", "model", "given"), CASES)
-def test_equals_one_rank(
-    layout: str,
-    model: str,
-    given: dict[str, Any],
-    alone: Any,
-    engines: Engines,
-    conversations: Path,
-    tmp_path: Path,
-) -> None:
+def test_equals_one_rank(layout: str, model: str, given: dict[str, Any], beside: Beside) -> None:
     size, settings = LAYOUTS[layout]
-    settings = {"context_parallel_size": 2, "model__config": MODELS[model], **given, **settings}
-    found = losses(engines, size, tmp_path, conversations, settings)
-    assert found == pytest.approx(alone(model, given), rel=2e-5, abs=2e-6)
-    record(found, alone(model, given), 2e-5)
+    given = {"model__config": MODELS[model], **given}
+    found, expected = beside.ranks(size, {"context_parallel_size": 2, **given, **settings}), beside.one(given)
+    assert found == pytest.approx(expected, rel=2e-5, abs=2e-6)
+    record(found, expected, 2e-5)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -142,8 +104,9 @@ def test_models_whose_attention_cannot_be_shared(changed: dict[str, Any], told: 
     config = AutoConfig.for_model(**{**TINY_MODEL, "num_key_value_heads": 4, **changed})
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
+    settings: Any = {"context_parallel_size": 2, "data": {"packing": config.model_type != "mixtral"}}
     with pytest.raises(UserError, match=f"^context_parallel_size: .*{told}"):
-        check(model, 2, padded=config.model_type == "mixtral")
+        check_sharing(model, RunConfig(**settings))
 
 
 def beside_whole_sequences(types: list[str]) -> dict[str, str]:
@@ -169,14 +132,14 @@ def _beside_whole(model_type: str) -> str:
     packed = {**batch, "position_ids": positions, "document_lengths": torch.tensor([[10, 15, 7, 0]] * 2)}
     for kind, whole in (("plain", batch), ("packed", packed)):
         expected = loss_and_gradients(model, whole)
+        settings = RunConfig(context_parallel_size=2)
+        try:
+            check_sharing(model, settings)
+        except UserError as error:
+            return str(error)
         with ExitStack() as at_stop:
-            machine = Machine(torch.device("cpu"), dist.get_rank(), 2, 2)
-            try:
-                share_sequences(model, RunConfig(context_parallel_size=2), machine, at_stop)
-            except UserError as error:
-                return str(error)
-            part = part_of(whole, dist.get_rank(), 2)
-            found = loss_and_gradients(model, part)
+            share_sequences(model, settings, at_stop)
+            found = loss_and_gradients(model, part_of(whole, (dist.get_rank(), 2)))
         for value in found:
             dist.all_reduce(value)
         if apart := off(found, expected):
@@ -199,17 +162,17 @@ def sent_and_planned(model_type: str, parts: int) -> tuple[int, float]:
     config = AutoConfig.for_model(**tiny_config(model_type, "causal-lm"))
     model: Any = AutoModelForCausalLM.from_config(config).float()
     settings: Any = {"context_parallel_size": parts, "data": {"seq_len": 32}, "precision": "fp32"}
-    run = RunConfig(**settings | {"train": {"micro_batch_size": 2}})
+    run = RunConfig(**settings | {"backend": "cpu", "train": {"micro_batch_size": 2}})
     batch = {name: torch.randint(5, VOCABULARY, (2, 32)) for name in ("input_ids", "labels")}
     try:
         dist.all_to_all_single = counted  # type: ignore[assignment]
         with ExitStack() as at_stop:
-            share_sequences(model, run, Machine(torch.device("cpu"), dist.get_rank(), parts, parts), at_stop)
-            loss_and_gradients(model, part_of(batch, dist.get_rank(), parts))
+            share_sequences(model, run, at_stop)
+            loss_and_gradients(model, part_of(batch, (dist.get_rank(), parts)))
     finally:
         dist.all_to_all_single = exchange
         dist.destroy_process_group()
-    return sum(sent), exchanging(exchanged_width(model, parts), run, Cluster(parts, parts))[0]
+    return sum(sent), MetaModel(model, run).exchanged(run, Cluster(parts, parts))[0]
 
 
 @pytest.mark.parametrize(("model_type", "parts"), [("mistral", 4), ("deepseek_v3", 2)])

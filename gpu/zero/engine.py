@@ -28,7 +28,7 @@ from portable.engines.experts import called_by_choice, routed, zero_missing_grad
 from portable.engines.generation import continue_text
 from portable.engines.loss_scale import LossScale
 from portable.engines.machine import COMPUTE_DTYPES
-from portable.engines.shared_sequences import SharedSequences, share_sequences
+from portable.engines.shared_sequences import share_sequences
 from portable.errors import require
 from portable.model.activation_checkpointing import checkpoint_activations
 from portable.model.freezing import frozen_names
@@ -93,7 +93,7 @@ def prepare(model: nn.Module, config: RunConfig, machine: Machine, at_stop: Exit
     stage = STAGES[config.strategy]
     deepspeed = zero_runtime.import_deepspeed(machine.device.type)
     zero_runtime.start(deepspeed, machine.device, at_stop)
-    sequences = share_sequences(model, config, machine, at_stop)
+    share_sequences(model, config, at_stop)
     plan = plan_batches(config, world_size=machine.world_size, rank=machine.rank)
     document = deepspeed_json.read(config)
     settings = settings_for(config, plan, ModelSizes.of(model), document, machine.device.type)
@@ -132,7 +132,7 @@ def prepare(model: nn.Module, config: RunConfig, machine: Machine, at_stop: Exit
     at_stop.callback(_destroy, engine)
     if config.memory.offload_params == "nvme":
         nvme.release_buffers_after_forward(engine)
-    return ZeroEngine(engine, stage, config, machine, sequences, rounded)
+    return ZeroEngine(engine, stage, config, machine, rounded)
 
 
 def _destroy(engine: Any) -> None:
@@ -184,12 +184,10 @@ class ZeroEngine:
         stage: int,
         config: RunConfig,
         machine: Machine,
-        sequences: SharedSequences,
         rounded: Collection[str] = (),
     ) -> None:
         self.model: nn.Module = engine.module
         self._engine = engine
-        self._sequences = sequences
         self.objective = Objective.of(self.model, config)
         self._settings = config.train
         self._cycle = cycle_of(config.train)
@@ -281,15 +279,14 @@ class ZeroEngine:
     def generate(self, prompt: Tensor, *, max_new_tokens: int, seed: int) -> Tensor:
         self._partitions.refresh()
         self._engine.eval()
-        with self._sequences.whole():
-            tokens = continue_text(
-                self.model,
-                prompt,
-                self._device,
-                max_new_tokens=max_new_tokens,
-                seed=seed,
-                collective=self._sharded,
-            )
+        tokens = continue_text(
+            self.model,
+            prompt,
+            self._device,
+            max_new_tokens=max_new_tokens,
+            seed=seed,
+            collective=self._sharded,
+        )
         self._engine.train()
         return tokens
 

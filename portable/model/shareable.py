@@ -1,27 +1,47 @@
-"""Whether ranks or devices can share the sequences of a model: ``context_parallel_size``."""
+"""Whether ranks or devices can share the sequences or the layers of a model, and its heads."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from portable.errors import require
 from portable.model.document_attention import READ_THEIR_MASK, check_documents
-from portable.private.of_transformers import attention_kernel, router_loss_of
+from portable.private.of_transformers import attention_kernel, module_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from portable.config import RunConfig
 
 KEY = "context_parallel_size"
+ROUTER_LOSS = "load_balancing_loss_func"
+"""The function in a model's module that computes its router loss from the logits of every layer's gate."""
 
 
-def check(model: Any, size: int, *, padded: bool = False) -> None:
-    """Raise UserError if ``size`` ranks cannot share the attention of ``model``.
+def check_sharing(model: Any, config: RunConfig) -> None:
+    """Raise UserError if the ranks or devices of a run cannot share the sequences or layers of ``model``."""
+    size = config.context_parallel_size
+    if size > 1 and config.backend != "xla":
+        _check_attention(model, config)
+    if size > 1 and (config.backend != "xla" or attention_kernel(model.config) == "sdpa"):
+        # Other attention XLA's compiler divides as it likes.
+        heads, keys = heads_of(model)
+        require(
+            heads % size == 0 and (keys % size == 0 or size % keys == 0),
+            f"{KEY}: {heads} heads ({keys} of keys) cannot be divided among {size} ranks; use a divisor",
+        )
+    if config.tensor_parallel_size > 1:
+        from portable.model.shared_layers import check_layers
 
-    Args:
-        padded: whether samples have padding, which a router loss must know of, and a part of them does not.
-    """
-    config = model.config
-    text = config.get_text_config()
+        check_layers(model, config.tensor_parallel_size)
+
+
+def _check_attention(model: Any, config: RunConfig) -> None:
+    """Raise UserError if ranks cannot share the attention of ``model``."""
+    text = model.config.get_text_config()
     name, kernel = type(model).__name__, attention_kernel(text)
     require(
-        text is config and config.model_type not in READ_THEIR_MASK,
+        text is model.config and text.model_type not in READ_THEIR_MASK,
         f"{KEY}: {name} has attention that ranks cannot share; set it to 1",
     )
     require(
@@ -30,40 +50,25 @@ def check(model: Any, size: int, *, padded: bool = False) -> None:
     )
     routed = getattr(text, "output_router_logits", False)
     require(
-        not (routed and padded),
+        not routed or bool(config.data.packing),  # a part of a sample does not tell of its padding
         f"{KEY}: the router loss of {name} needs samples without padding; set data.packing to true or "
         "documents, or model.config.output_router_logits to false",
     )
     require(
-        not routed or router_loss_of(model) is not None,
+        not routed or ROUTER_LOSS in module_of(model),
         f"{KEY}: the router loss of {name} needs whole sequences; set "
         "model.config.output_router_logits to false",
     )
     check_documents(model, KEY)
-    check_heads(model, size)
 
 
-def exchanged_width(model: Any, size: int) -> int:
-    """Elements of a token that ``size`` ranks exchange in a pass forward through all layers of ``model``:
-    of its queries, keys, values and results."""
-    text = model.config.get_text_config()
-    heads, keys = _heads(model)
-    keys = max(keys, size)  # repeated, so that each has one
-    head = getattr(text, "head_dim", None) or text.hidden_size // heads
-    query, value = getattr(text, "qk_head_dim", head), getattr(text, "v_head_dim", head)
-    return int(text.num_hidden_layers * (heads + keys) * (query + value))
+def a_head_for_each(size: int, tensor: Tensor) -> Tensor:
+    """``tensor``, ``[batch, heads of keys, ...]``, repeated so that ``size`` ranks have a head each."""
+    heads = tensor.shape[1]
+    return tensor.repeat_interleave(size // heads, 1) if heads % size else tensor
 
 
-def check_heads(model: Any, size: int) -> None:
-    """Raise UserError if the heads of ``model`` cannot be divided among ``size`` ranks or devices."""
-    heads, keys = _heads(model)
-    require(
-        heads % size == 0 and (keys % size == 0 or size % keys == 0),
-        f"{KEY}: {heads} heads ({keys} of keys) cannot be divided among {size} ranks; use a divisor",
-    )
-
-
-def _heads(model: Any) -> tuple[int, int]:
+def heads_of(model: Any) -> tuple[int, int]:
     """The heads of queries, and of keys."""
     text = model.config.get_text_config()
     heads: int = text.num_attention_heads

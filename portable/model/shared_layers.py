@@ -7,20 +7,15 @@ whole.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
 from portable.errors import UserError, one_line, require
-from portable.model.parameters import adapted
-from portable.private.of_transformers import parallel_plans
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from portable.model.parameters import adapted, replace_tensors
+from portable.private.of_transformers import parallel_plan
 
 KEY = "tensor_parallel_size"
-Plan = dict[str, str]
-"""A style by the name of a module or parameter."""
 
 _COMPARED = """
 afmoe arcee aria_text axk1 axk2 beam codegen cohere cohere2 cohere2_moe cohere_compass_text cwm
@@ -82,10 +77,9 @@ def cut_dims(model: Any, size: int) -> dict[str, int]:
     Raises:
         UserError: if ``model`` has no plan for it.
     """
-    layers, experts = plans(model, size)
-    found = {}
+    plan, found = styles(model, size), {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        style = layers.get(name) or experts.get(name)
+        style = plan.get(name)
         if style in _COLUMNS:
             found[name] = max(0, parameter.dim() - 2)
         elif style in _ROWS and not name.endswith(".bias"):
@@ -100,36 +94,37 @@ def keep_part(model: Any, size: int) -> None:
 
     Where ranks gather what they compute, it is computed whole.
     """
-    if size == 1:
-        return
-    layers, experts = plans(model, size)
-    for name, dim in cut_dims(model, size).items():
-        path, _, own = name.rpartition(".")
-        module = model.get_submodule(path)
-        if layers.get(name) in ("colwise", "rowwise") or name in experts:
-            whole = model.get_parameter(name)
-            part = whole.detach().narrow(dim, 0, whole.shape[dim] // size)
-            setattr(module, own, nn.Parameter(part, whole.requires_grad))
-    for name, style in experts.items():
+    plan, cut = styles(model, size), cut_dims(model, size)
+
+    def part(name: str, whole: nn.Parameter) -> nn.Parameter:
+        if name not in cut or plan[name] in (_COLUMNS[1], _ROWS[1]):
+            return whole
+        own = whole.detach().narrow(cut[name], 0, whole.shape[cut[name]] // size)
+        return nn.Parameter(own, whole.requires_grad)
+
+    replace_tensors(model, part, lambda _, buffer: buffer)
+    for name, style in plan.items():
         if style == "ep_dispatch_experts":
             model.get_submodule(name).num_experts //= size
 
 
-def plans(model: Any, size: int) -> tuple[Plan, Plan]:
-    """How transformers divides the layers, and the experts, of ``model`` among ``size`` ranks.
+def styles(model: Any, size: int) -> dict[str, str]:
+    """How transformers divides ``model`` among ``size`` ranks: a style by the name of a module or parameter.
 
     Raises:
         UserError: if it has no plan, or one that cannot be carried out here.
     """
+    if size == 1:
+        return {}
     try:
-        layers, experts = parallel_plans(model, size)
+        plan = parallel_plan(model, size)
     except ValueError as error:
         raise UserError(f"{KEY}: {type(model).__name__}: {one_line(error)}; set it to 1") from error
     modules = dict(model.named_modules())
-    ends = [one for one in (model.get_input_embeddings(), model.get_output_embeddings()) if one is not None]
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
     whole = {name for name, module in modules.items() if any(module is end for end in ends)}
-    layers = {name: style for name, style in layers.items() if not {name, name.rpartition(".")[0]} & whole}
-    for name, style in (layers | experts).items():
+    plan = {name: style for name, style in plan.items() if not {name, name.rpartition(".")[0]} & whole}
+    for name, style in plan.items():
         require(
             style in (*_COLUMNS, *_ROWS, _EXPERTS, *_OF_A_MODULE),
             f"{KEY}: {type(model).__name__} has a plan with {style} for {name}, which cannot be carried out; "
@@ -137,34 +132,23 @@ def plans(model: Any, size: int) -> tuple[Plan, Plan]:
         )
     for name, module in modules.items():
         layer, _, own = name.rpartition(".")
-        if own in _NORMS_OF_HEADS and layers.get(f"{layer}.q_proj") == "colwise":
+        if own in _NORMS_OF_HEADS and plan.get(f"{layer}.q_proj") == "colwise":
             require(
                 all(parameter.dim() == 1 for parameter in module.parameters()),
                 f"{KEY}: {type(model).__name__} has a norm for each head ({name}), which is not cut; "
                 "set it to 1",
             )
-            layers.setdefault(name, USED_IN_PART)
-        if own == "q_proj" and layers.get(f"{layer}.kv_b_proj") == "colwise":  # without q_lora_rank
-            names = (name, *(own for own, _ in module.named_parameters(name, recurse=False)))
-            layers = {**dict.fromkeys(names, "colwise"), **layers}
-    adapted = {name: module for name, module in modules.items() if hasattr(module, "base_layer")}
-    for name in adapted.keys() & layers.keys():
-        layers |= dict(_with_adapter(name, layers.pop(name), adapted[name]))
-    return layers, experts
-
-
-def _with_adapter(name: str, style: str, module: Any) -> Iterator[tuple[str, str]]:
-    """The styles of the parts of a module with LoRA, so that results are cut as those of the module alone."""
-    parts = {"base_layer": style}
-    if style == "colwise":
-        parts |= {f"lora_B.{adapter}": style for adapter in module.lora_B}
-    elif style == "rowwise":
-        parts |= {f"lora_A.{adapter}": style for adapter in module.lora_A}
-    elif style not in (*_COLUMNS, *_ROWS):
-        parts = {"": style}
-    for part, own in parts.items():
-        at = f"{name}.{part}".rstrip(".")
-        if part:
-            for parameter, _ in module.get_submodule(part).named_parameters(recurse=False):
-                yield f"{at}.{parameter}", own
-        yield at, own
+            plan.setdefault(name, USED_IN_PART)
+        if own == "q_proj" and plan.get(f"{layer}.kv_b_proj") == "colwise":  # without q_lora_rank
+            plan.setdefault(name, "colwise")
+    for name in [name for name in plan if hasattr(modules.get(name), "base_layer")]:
+        # Of LoRA's two matrices one is cut, so that results are cut as those of the module alone.
+        if (style := plan[name]) in (*_COLUMNS, *_ROWS):
+            cut = {"colwise": "lora_B", "rowwise": "lora_A"}.get(style)
+            adapters = getattr(modules[name], cut) if cut else ()
+            del plan[name]
+            plan |= dict.fromkeys((f"{name}.base_layer", *(f"{name}.{cut}.{one}" for one in adapters)), style)
+    for name in [name for name in plan if name in modules]:
+        for parameter, _ in modules[name].named_parameters(recurse=False):
+            plan.setdefault(f"{name}.{parameter}", plan[name])
+    return plan

@@ -25,6 +25,7 @@ from portable.model.chunked_loss import chunked_head
 from portable.model.layers import LayerKinds, layer_kinds, shortened, transformer_layers
 from portable.model.loss import token_loss
 from portable.model.parameters import replace_tensors
+from portable.model.shareable import a_head_for_each
 from portable.model.shared_layers import keep_part
 from portable.planner.fused import Tape
 from portable.planner.passes import Activations, Peak
@@ -259,9 +260,7 @@ def _of_whole(parts: int, inner: Any) -> Any:
     """Attention over whole sequences with a share of the heads, in place of a part with all heads."""
 
     def attention(query: Any, key: Any, value: Any, attn_mask: Any = None, *rest: Any, **options: Any) -> Any:
-        if key.shape[1] % parts:  # each device needs a head of keys
-            times = parts // key.shape[1]
-            key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+        key, value = a_head_for_each(parts, key), a_head_for_each(parts, value)
         batch, heads, tokens, _ = query.shape
         tokens *= parts
         given = [t.reshape(batch, -1, tokens, t.shape[-1]) for t in (query, key, value)]

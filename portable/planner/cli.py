@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.commands import DONE, REFUSED, command, exit_codes
 from converters.console import say
+from portable.batch_plan import plan_batches
 from portable.checks import check
 from portable.config.arguments import CONFIG_OPTIONS, read_command
 from portable.config.flags import Option
@@ -22,7 +23,7 @@ from portable.planner import device_lookup as devices
 from portable.planner.hours import hours_of, prices_of, prices_of_sky, rounded, work_of
 from portable.planner.memory_model import Cluster, Setting
 from portable.planner.plan import Planner, Target
-from portable.planner.tables import Plan, Shared, as_json, as_text, next_reductions
+from portable.planner.tables import Plan, as_json, as_text, next_reductions
 from portable.registry import PLANNED_FOR_AUTO, CompileTarget, backend_package
 from portable.terminal import loading, tell
 
@@ -211,33 +212,29 @@ def _with_adapter(planner: Planner) -> Planned | None:
     """What training an adapter instead of all weights takes; None if that does not fit or is not possible."""
     if planner.config.adapter.type is not None:
         return None
+    return _with(planner, {"adapter.type": "lora"})
+
+
+def _with_shared_sequences(planner: Planner) -> Planned | None:
+    """What the smallest ``context_parallel_size`` takes with which a sequence fits; None if there is none."""
+    devices, own = planner.target.cluster.devices, planner.config.context_parallel_size
+    for size in range(own + 1, devices + 1):
+        best = None if devices % size else _with(planner, {"context_parallel_size": size})
+        if best is not None:
+            return best
+    return None
+
+
+def _with(planner: Planner, changed: dict[str, Any]) -> Planned | None:
+    """What fits with other settings, without offloading; None if nothing does, or they are refused."""
     try:
-        config = planner.config.replaced({"adapter.type": "lora"})
+        config = planner.config.replaced(changed)
         check(config)
         instead = Planner(config, _meta_model(config)[0], planner.target)
         best = instead.best(instead.options())
-    except UserError:  # of a model that cannot have one, or beside another setting
+    except UserError:  # of the model, or beside another setting
         return None
     return best if _fits_as_it_is(best) else None
-
-
-def _with_shared_sequences(planner: Planner) -> Shared | None:
-    """The smallest ``context_parallel_size`` with which a sequence fits; None if there is none."""
-    devices, own = planner.target.cluster.devices, planner.config.context_parallel_size
-    for size in range(own + 1, devices + 1):
-        if devices % size or planner.config.data.longest % size:
-            continue
-        try:
-            planner.meta_model.check_shared(size)
-            config = planner.config.replaced({"context_parallel_size": size})
-            check(config)
-            instead = Planner(config, planner.meta_model, planner.target)
-            best = instead.best(instead.options())
-        except UserError:  # of heads that it does not divide, or beside another setting
-            continue
-        if best is not None and _fits_as_it_is(best):
-            return Shared(size, best)
-    return None
 
 
 def _check_compile_options(given: dict[str, Any]) -> None:
@@ -298,19 +295,8 @@ def _target(config: RunConfig, given: dict[str, Any], *, notes: bool = True) -> 
         )
     backend = PLANNED_FOR_AUTO if backend == "auto" else backend
     target = Target(backend, Cluster(count, device.per_node if device is not None else 8), device, host)
-    parts = config.ranks_together
-    key = "context_parallel_size" if config.context_parallel_size > 1 else "tensor_parallel_size"
-    require(
-        count % parts == 0,
-        f"--devices: {count} cannot be divided into groups of {key} {parts}; use a multiple of {parts}",
-    )
-    groups = count // parts
-    if config.train.global_batch_size % groups:
-        raise UserError(
-            f"train.global_batch_size: {config.train.global_batch_size} sequences do not divide evenly "
-            f"among {groups} {'devices' if parts == 1 else f'groups of {parts} devices'}; "
-            f"set it to {-(-config.train.global_batch_size // groups) * groups}"
-        )
+    dividing = config.replaced({"train.micro_batch_size": 1})
+    plan_batches(dividing, world_size=1, rank=0, devices_per_rank=count)  # refuses what cannot be divided
     config = backend_package(backend).footprint().adopt(config.replaced({"backend": backend}), target.cluster)
     for note in backend_package(backend).notes(config) if notes else ():
         tell(f"note: {note}")
@@ -327,6 +313,7 @@ def _meta_model(config: RunConfig) -> tuple[MetaModel, Work | None]:
         from portable.adapters.settings import resolved
         from portable.data.sources.opening import recognise_format
         from portable.model.build import model_config
+        from portable.model.shareable import check_sharing
         from portable.model.training_loss import training_loss
         from portable.planner.meta_model import MetaModel
     config = resolved(config)
@@ -339,6 +326,7 @@ def _meta_model(config: RunConfig) -> tuple[MetaModel, Work | None]:
         model = assembled.model
     except MissingDataError:  # a machine without the data plans as well
         model = training_model(model_config(config.model), config)
+        check_sharing(model, config)
     return MetaModel(model, config), work_of(config, sizes)
 
 

@@ -153,23 +153,6 @@ class FootprintModule(Protocol):
         """The footprint of ``model`` under ``config``."""
 
 
-def exchanging(width: int, config: RunConfig, cluster: Cluster) -> tuple[float, float]:
-    """Bytes that a device which shares sequences sends in a micro-batch, and of these between nodes.
-
-    Each of ``context_parallel_size`` devices sends the others their share of its activations: forward, once
-    more if layers are recomputed, and of their gradients backward.
-
-    Args:
-        width: elements of a token that are exchanged in a pass forward.
-    """
-    parts, data, micro = config.context_parallel_size, config.data, config.train.micro_batch_size
-    assert micro != "auto"
-    tokens = micro * data.sequences * data.longest // parts
-    passes = 2 if config.memory.activation_checkpointing == "none" else 3
-    share = passes * width * tokens * COMPUTE_BYTES[config.precision] / parts
-    return share * (parts - 1), share * max(0, parts - cluster.per_node)
-
-
 def orthogonalizing(model: Inventory, compute: int, ranks: int, *, replicated: bool) -> tuple[int, float]:
     """Bytes that Muon's update takes beside its state, and that a device sends in it; 0 for others.
 

@@ -10,8 +10,10 @@ from portable.model.flops import flops_per_token, parameter_count
 from portable.model.groups import groups_of
 from portable.model.layers import transformer_layers
 from portable.model.parameters import embeddings, stored_tensors
-from portable.model.shareable import check, exchanged_width
+from portable.model.shareable import heads_of
+from portable.model.shared_layers import cut_dims
 from portable.planner.inventory import Inventory, Weight
+from portable.planner.memory_model import COMPUTE_BYTES
 from portable.planner.passes import Activations, Peak
 from portable.registry import backend_package
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
     from portable.config import RunConfig
     from portable.config.sections import TrainConfig
+    from portable.planner.memory_model import Cluster
     from portable.planner.passes import Request
 
 
@@ -36,10 +39,6 @@ class MetaModel:
 
     def __init__(self, model: PreTrainedModel, config: RunConfig) -> None:
         sharing = config.tensor_parallel_size
-        if sharing > 1:
-            from portable.model.shared_layers import check_layers
-
-            check_layers(model, sharing)
         try:
             self.inventory = inspect(
                 model,
@@ -51,16 +50,29 @@ class MetaModel:
             self.inventory = replace(inspect(model, config.train, sharing=sharing), no_units=str(error))
         self.flops_per_token = flops_per_token(model, model.config, config.data.seq_len)
         """Forward and backward, without recomputation."""
-        self._model, self._padded = model, not config.data.packing
+        self._model = model
         self._found: dict[Request, Activations] = {}
 
-    def check_shared(self, size: int) -> None:
-        """Raise UserError if ``size`` devices cannot share the sequences of the model."""
-        check(self._model, size, padded=self._padded)
+    def exchanged(self, config: RunConfig, cluster: Cluster) -> tuple[float, float]:
+        """Bytes that a device which shares sequences sends in a micro-batch, and of these between nodes.
 
-    def exchanged_width(self, size: int) -> int:
-        """Elements of a token that ``size`` devices exchange in a pass forward if they share sequences."""
-        return exchanged_width(self._model, size) if size > 1 else 0
+        Each of ``context_parallel_size`` devices sends the others their share of the queries, keys, values
+        and results of all layers: forward, once more if layers are recomputed, and of gradients backward.
+        """
+        parts, data, micro = config.context_parallel_size, config.data, config.train.micro_batch_size
+        if parts == 1:
+            return 0.0, 0.0
+        text = self._model.config.get_text_config()
+        heads, keys = heads_of(self._model)
+        head = getattr(text, "head_dim", None) or text.hidden_size // heads
+        query, value = getattr(text, "qk_head_dim", head), getattr(text, "v_head_dim", head)
+        # Heads of keys are repeated, so that each device has one.
+        width = text.num_hidden_layers * (heads + max(keys, parts)) * (query + value)
+        assert micro != "auto"
+        tokens = micro * data.sequences * data.longest // parts
+        passes = 2 if config.memory.activation_checkpointing == "none" else 3
+        share = passes * width * tokens * COMPUTE_BYTES[config.precision] / parts
+        return share * (parts - 1), share * max(0, parts - cluster.per_node)
 
     def activations(self, request: Request) -> Activations:
         """Peaks of a pass; an estimate if control flow depends on values, which the meta device lacks."""
@@ -92,11 +104,7 @@ def inspect(
     layer_of = {id(p): i for i, layer in reversed(list(enumerate(layers))) for p in layer.parameters()}
     unit_of = {id(p): i for i, unit in enumerate(units) for p in unit.parameters()}
     groups = groups_of(model, train)
-    cut: dict[str, int] = {}
-    if sharing > 1:
-        from portable.model.shared_layers import cut_dims
-
-        cut = cut_dims(model, sharing)
+    cut = cut_dims(model, sharing)
     tables = {id(parameter) for parameter in embeddings(model)}
     head: Any = model.get_output_embeddings()
     weights = tuple(

@@ -13,7 +13,7 @@ import yaml
 from portable.checks import check
 from portable.config.derived import largest_divisor
 from portable.errors import UserError
-from portable.planner.memory_model import SOME_DISK, Cluster, Footprint, Setting, exchanging
+from portable.planner.memory_model import SOME_DISK, Cluster, Footprint, Setting
 from portable.planner.passes import Activations, Request
 from portable.registry import backend_package
 
@@ -102,6 +102,7 @@ class Option:
     communication_bytes: int
     """Bytes that a device sends in a step."""
     fits: bool | None
+    context_parallel_size: int = 1
 
     def yaml(self, config: RunConfig) -> str:
         """The YAML lines to add to the run's file."""
@@ -189,17 +190,15 @@ class Planner:
             fits = found.total <= device.usable(cluster.devices)
             if self.target.host_memory is not None:
                 fits = fits and host <= self.target.host_memory
-        width = self.meta_model.exchanged_width(config.context_parallel_size)
-        exchanged = exchanging(width, config, cluster)
+        exchanged = self.meta_model.exchanged(config, cluster)
         links, network = (
             traffic.of(micro_batches) + more * micro_batches
             for traffic, more in zip((footprint.links, footprint.network), exchanged, strict=True)
         )
         saved = self._checkpoint + footprint.also_saved
         disk = footprint.disk * ranks
-        return Option(
-            setting, micro_batch, recompute, found, host, disk, saved, int(max(links, network)), fits
-        )
+        sent, sharing = int(max(links, network)), config.context_parallel_size
+        return Option(setting, micro_batch, recompute, found, host, disk, saved, sent, fits, sharing)
 
     def _activations(self, config: RunConfig, footprint: Footprint, micro_batch: int) -> Activations:
         request = Request.of(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from portable.formatting import aligned, human_bytes, human_count, table
 from portable.planner.hours import hours_of, rounded
@@ -22,13 +22,6 @@ _PARTS = ("parameters", "gathered", "gradients", "optimizer", "activations")
 """The columns of device memory, in a wide table only."""
 
 
-class Shared(NamedTuple):
-    """What fits where ``size`` devices share each sequence, and nothing does where fewer do."""
-
-    size: int
-    option: Option
-
-
 @dataclass(frozen=True)
 class Plan:
     """What a run takes on a target, and what is recommended.
@@ -38,7 +31,7 @@ class Plan:
         options: all ways to run the config.
         best: the recommended one; None if none fits, or the memory is unknown.
         adapter: what fits with an adapter, where without one nothing does, or only with offloading.
-        shared: the same of devices that share sequences.
+        shared: the same of the fewest devices that share sequences.
         work: the tokens, if they are known.
         price: of a device for an hour.
     """
@@ -47,7 +40,7 @@ class Plan:
     options: Sequence[Option]
     best: Option | None
     adapter: Option | None = None
-    shared: Shared | None = None
+    shared: Option | None = None
     work: Work | None = None
     price: float | None = None
 
@@ -69,7 +62,6 @@ def as_json(plan: Plan) -> dict[str, Any]:
     planner, target, hours = plan.planner, plan.planner.target, plan.hours
     device, devices = target.device, target.cluster.devices
     reached = device.reached if device and hours else None
-    shared = plan.shared and {"context_parallel_size": plan.shared.size, **_option(plan.shared.option)}
     return {
         "model": planner.model.architecture,
         "parameters": planner.model.parameters,
@@ -89,7 +81,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "cost": plan.cost and [plan.cost.least, plan.cost.most],
         "best": plan.best and _option(plan.best) | {"reason": reason(plan)},
         "with_adapter": plan.adapter and _option(plan.adapter),
-        "with_shared_sequences": shared,
+        "with_shared_sequences": plan.shared and _option(plan.shared),
         "options": [_option(option) for option in plan.options],
     }
 
@@ -97,6 +89,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
 def _option(option: Option) -> dict[str, Any]:
     return {
         **asdict(option.setting),
+        "context_parallel_size": option.context_parallel_size,
         "micro_batch_size": option.micro_batch,
         "activation_checkpointing": option.recompute,
         "device_bytes": {**asdict(option.device_bytes), "total": option.device_bytes.total},
@@ -239,8 +232,8 @@ def reason(plan: Plan) -> str:
     instead = ""
     others = [("an adapter (adapter.type lora)", plan.adapter)]
     if plan.shared is not None:
-        name = f"context_parallel_size {plan.shared.size}, the smallest that fits"
-        others.insert(0, (name, plan.shared.option))
+        name = f"context_parallel_size {plan.shared.context_parallel_size}, the smallest that fits"
+        others.insert(0, (name, plan.shared))
     for name, other in others:
         if other is None:
             continue

@@ -122,8 +122,6 @@ def replace_attention(wrap: Callable[[Any], Any]) -> Callable[[], None]:
 
 # -- modules -----------------------------------------------------------------------------------------------
 
-parameters = _torch.attribute("_parameters", "tensor_parallel_size")
-"""The parameters of a module itself by name, a dict to change."""
 children = _torch.attribute("_modules", "model")
 """The submodules of a module by name, a dict to change."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import sys
 from contextlib import contextmanager
@@ -98,18 +97,9 @@ def mask_functions() -> Any:
     return ALL_MASK_ATTENTION_FUNCTIONS
 
 
-@_transformers.needed_for("context_parallel_size")
-def router_loss_of(model: Any) -> tuple[Any, str] | None:
-    """The module and the name of the function that computes the router loss of ``model``, if it is Mixtral's.
-
-    Each model type has a function of its own, most of them the same. None if it has another or none.
-    """
-    from transformers.models.mixtral import modeling_mixtral
-
-    name, module = "load_balancing_loss_func", sys.modules[type(model).__module__]
-    codes = [inspect.unwrap(getattr(one, name, _none)).__code__ for one in (module, modeling_mixtral)]
-    ours, theirs = ((code.co_code, code.co_names) for code in codes)
-    return (module, name) if ours == theirs else None
+def module_of(model: Any) -> dict[str, Any]:
+    """The functions and classes of the module that ``model`` is written in, by name."""
+    return vars(sys.modules[type(model).__module__])
 
 
 def share_heads_of_keys() -> None:
@@ -118,7 +108,7 @@ def share_heads_of_keys() -> None:
 
 
 @_transformers.needed_for("tensor_parallel_size")
-def parallel_plans(model: Any, size: int) -> tuple[dict[str, str], dict[str, str]]:
+def parallel_plan(model: Any, size: int) -> dict[str, str]:
     """The styles by which ``size`` ranks share layers and experts, by the names of modules and parameters.
 
     Raises:
@@ -128,26 +118,27 @@ def parallel_plans(model: Any, size: int) -> tuple[dict[str, str], dict[str, str
     from transformers.utils import logging
 
     # Whole experts go to ranks: parts of gates and products in one matrix have no place in a checkpoint.
-    experts = size if model.ep_plan else 1
-    config = DistributedConfig(tp_size=size, ep_size=experts)
+    config = DistributedConfig(tp_size=size, ep_size=size if model.ep_plan else 1)
     level = logging.get_verbosity()
     logging.set_verbosity_error()  # it warns of rules for layers that a model may have, and this one has not
     try:
-        plan, of_experts, _ = model._resolve_parallel_plans(config)
+        layers, experts, _ = model._resolve_parallel_plans(config)
     finally:
         logging.set_verbosity(level)
-    return plan, of_experts
+    return {**layers, **experts}
 
 
 @_transformers.needed_for("tensor_parallel_size")
-def split_by_plans(model: Any, mesh: Any, plan: Mapping[str, str], of_experts: Mapping[str, str]) -> None:
-    """Apply the styles of :func:`parallel_plans` on the ranks of ``mesh``."""
+def split_by_plan(model: Any, mesh: Any, plan: Mapping[str, str]) -> None:
+    """Apply the styles of ``plan`` on the ranks of ``mesh``."""
     from transformers.distributed.expert_parallel import apply_expert_parallelism
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-    apply_tensor_parallelism(model, mesh, plan)
-    if of_experts:
-        apply_expert_parallelism(model, mesh, mesh, of_experts, ep_implementation="all_reduce")
+    experts = {
+        name: style for name, style in plan.items() if style in ("grouped_gemm", "ep_dispatch_experts")
+    }
+    apply_tensor_parallelism(model, mesh, {name: plan[name] for name in plan if name not in experts})
+    apply_expert_parallelism(model, mesh, mesh, experts, ep_implementation="all_reduce")
 
 
 # -- models ------------------------------------------------------------------------------------------------

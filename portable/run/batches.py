@@ -31,7 +31,6 @@ def train_loader(prepared: Prepared, position: int) -> TrainLoader:
         rank=plan.rank,
         world_size=plan.world_size,
         part=plan.part,
-        parts=plan.parts,
         num_workers=prepared.config.data.num_workers,
         pin_memory=_pins_memory(prepared),
     )
@@ -46,7 +45,6 @@ def eval_batches(prepared: Prepared, samples: Samples) -> Iterator[Batch]:
         rank=plan.rank,
         world_size=plan.world_size,
         part=plan.part,
-        parts=plan.parts,
         pin_memory=_pins_memory(prepared),
     )
     limit = prepared.config.train.eval_batches

@@ -169,7 +169,7 @@ def _two_steps(engine: Engine, search: Search, plan: BatchPlan, size: int) -> No
     samples = search.samples
     for sequences, accumulated in ((1, 1), (size, 2 if size < plan.sequences_per_rank else 1)):
         batch = samples.batch([(0, i % len(samples)) for i in range(sequences)])
-        batch = part_of(batch, plan.part, plan.parts)
+        batch = part_of(batch, plan.part)
         train_step(
             search.backend,
             engine,

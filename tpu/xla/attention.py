@@ -25,7 +25,7 @@ from portable.model.document_attention import (
     READ_THEIR_MASK,
     WithinDocuments,
 )
-from portable.model.shareable import check_heads
+from portable.model.shareable import a_head_for_each
 from portable.private import of_torch
 from portable.private.of_transformers import attention_kernel, mask_functions, share_heads_of_keys
 from tpu.xla.layout import constrain
@@ -58,16 +58,13 @@ def attend_by_rows(model: Any, rows: int | None, layout: Layout, *, pads_last: b
         pads_last: whether padding follows a sequence, where causal attention does not see it.
 
     Raises:
-        UserError: if it does not go through ``scaled_dot_product_attention``, or its heads cannot be divided
-            among the devices that share a sequence.
+        UserError: if it does not go through ``scaled_dot_product_attention``.
     """
     used = attention_kernel(model.config)
     require(
         rows is None or used == "sdpa",
         f"xla.attention_rows: {model.config.model_type} computes its attention itself ({used}); remove it",
     )
-    if layout.sequence > 1 and used == "sdpa":
-        check_heads(model, layout.sequence)
     _Setting.rows, _Setting.layout, _Setting.loops = rows, layout, {}
     # These hand the mask on as it is; others compute with it.
     _Setting.spans = rows is not None and model.config.model_type in KEEP_DOCUMENTS_APART - {*READ_THEIR_MASK}
@@ -136,8 +133,7 @@ def _over_heads(inner: Any) -> Any:
         query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *rest: Any, **options: Any
     ) -> Tensor:
         layout = _Setting.layout
-        parts = 1 if layout is None else layout.sequence
-        if layout is None or parts == 1 or query.device.type != "xla" or query.dim() != 4:
+        if layout is None or layout.sequence == 1 or query.device.type != "xla" or query.dim() != 4:
             result: Tensor = inner(query, key, value, attn_mask, *rest, **options)
             return result
         if len(query) > layout.rows and len(query) % layout.rows == 0:
@@ -152,9 +148,7 @@ def _over_heads(inner: Any) -> Any:
             ]
             found = [attention(*one, *rest, **options) for one in zip(*each, strict=True)]
             return torch.stack(found, 1).flatten(0, 1)
-        if key.shape[1] % parts:  # each device needs a head of keys
-            times = parts // key.shape[1]
-            key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+        key, value = (a_head_for_each(layout.sequence, one) for one in (key, value))
         apart, whole = (layout.sharding(layout.of_heads(whole=one)) for one in (False, True))
         query, key, value = (
             constrain(constrain(tensor, apart, apart), whole, whole) for tensor in (query, key, value)

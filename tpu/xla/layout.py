@@ -73,14 +73,12 @@ class Layout:
             f"divided into groups of {self.sequence}; use a divisor of {self.group}",
         )
         self.rows = devices // self.sequence
-        axes = {REPLICA: devices // self.group, FSDP: self.group // self.sequence, SEQUENCE: self.sequence}
-        if self.group == devices:
-            del axes[REPLICA]
-        if self.sequence == 1:
-            del axes[SEQUENCE]
-        self.mesh = xs.Mesh(order, tuple(axes.values()), tuple(axes))
+        sizes = {REPLICA: devices // self.group, FSDP: self.group // self.sequence, SEQUENCE: self.sequence}
+        axes = self._axes = tuple(axis for axis, size in sizes.items() if axis == FSDP or size > 1)
+        self.mesh = xs.Mesh(order, tuple(sizes[axis] for axis in axes), axes)
         self._batch_axes = tuple(axis for axis in axes if axis != SEQUENCE)
-        self.shard: str | tuple[str, ...] = (FSDP, SEQUENCE) if SEQUENCE in axes else FSDP
+        self._token_axis = SEQUENCE if SEQUENCE in axes else None
+        self.shard = tuple(axis for axis in axes if axis != REPLICA)
 
     # -- specs -------------------------------------------------------------------------------------------
 
@@ -113,18 +111,15 @@ class Layout:
 
     def activation(self, dims: int) -> Spec:
         """The spec of ``[batch, tokens, ...]``, or of ``[tokens of all sequences, ...]`` with two dims."""
-        if self.sequence == 1:
-            return self.batch(dims)
         if dims == 2:
-            return ((*self._batch_axes, SEQUENCE), None)
-        return (self._batch_axes, SEQUENCE, *(None,) * (dims - 2))
+            return (self._axes, None)
+        return (self._batch_axes, self._token_axis, *(None,) * (dims - 2))
 
     def of_heads(self, *, whole: bool) -> Spec:
         """The spec of ``[batch, heads, tokens, width]``: of whole sequences with a share of the heads, or of
         parts of them with all heads."""
-        if self.sequence == 1:
-            return self.batch(4)
-        return (self._batch_axes, *((SEQUENCE, None) if whole else (None, SEQUENCE)), None)
+        last = (self._token_axis, None) if whole else (None, self._token_axis)
+        return (self._batch_axes, *last, None)
 
     def replicated(self, dims: int) -> Spec:
         """The spec of a replicated tensor."""
@@ -148,14 +143,10 @@ class Layout:
 
         Hosts that share sequences all have them.
         """
-        if self.sequence > 1 and xr.process_count() > 1:
-            parts = tensor.chunk(max(1, self._local_devices // self.sequence))
-            shards = [parts[at * len(parts) // self._local_devices] for at in range(self._local_devices)]
-            shape = (self.rows * len(parts[0]), *tensor.shape[1:])
-            return self._assembled(shards, self.batch(tensor.dim()), shape)
-        spec = xs.ShardingSpec(self.mesh, self.batch(tensor.dim()), minibatch=xr.process_count() > 1)
-        placed: Tensor = xla.from_host([tensor], [str(self.device)], [spec.xla_spec(tensor)])[0]
-        return placed
+        parts = tensor.chunk(max(1, self._local_devices // self.sequence))
+        shards = [parts[at * len(parts) // self._local_devices] for at in range(self._local_devices)]
+        shape = (self.rows * len(parts[0]), *tensor.shape[1:])
+        return self._assembled(shards, self.batch(tensor.dim()), shape)
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype, spec: Spec) -> Tensor:
         """A tensor of zeros. The host allocates one shard, each device its own."""

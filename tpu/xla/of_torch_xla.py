@@ -34,7 +34,6 @@ class _Bindings:
     debug_info = _Binding("_get_xla_tensor_debug_info")
     device_data = _Binding("_get_tensors_xla_device_data_node")
     from_cpu_shards = _Binding("_global_tensor_from_cpu_shards")
-    from_host = _Binding("_xla_tensors_from_aten")
     graph_hash = _Binding("_get_graph_hash")
     graph_text = _Binding("_get_xla_tensors_text")
     local_shards = _Binding("_get_local_shards")

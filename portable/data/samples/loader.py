@@ -80,8 +80,7 @@ class TrainLoader:
     micro_batch_size: int
     rank: int = 0
     world_size: int = 1
-    part: int = 0
-    parts: int = 1
+    part: tuple[int, int] = (0, 1)
     num_workers: int = 0
     pin_memory: bool = False
 
@@ -104,7 +103,7 @@ class TrainLoader:
     def __iter__(self) -> BatchIterator:
         locate, seed = self.dataset.locate, self.seed
         places = ([locate(position, seed) for position in batch] for batch in self._positions())
-        batch = partial(fetch, self.dataset, part=self.part, parts=self.parts)
+        batch = partial(fetch, self.dataset, part=self.part)
         return BatchIterator(batch, places, self.num_workers, self.pin_memory)
 
 
@@ -121,8 +120,7 @@ class EvalLoader:
     batch_size: int
     rank: int = 0
     world_size: int = 1
-    part: int = 0
-    parts: int = 1
+    part: tuple[int, int] = (0, 1)
     pin_memory: bool = False
 
     def __len__(self) -> int:
@@ -134,7 +132,7 @@ class EvalLoader:
         places = (
             [(EVAL_EPOCH, index) for index in range(start, start + self.batch_size)] for start in starts
         )
-        batch = partial(fetch, self.dataset, part=self.part, parts=self.parts)
+        batch = partial(fetch, self.dataset, part=self.part)
         return BatchIterator(batch, places, 0, self.pin_memory)
 
 
@@ -142,14 +140,14 @@ EVAL_EPOCH = (1 << 63) - 1
 """The epoch for the masking of evaluation samples, so that it is the same in every evaluation."""
 
 
-def fetch(dataset: Samples, places: Places, *, part: int = 0, parts: int = 1) -> Batch:
+def fetch(dataset: Samples, places: Places, *, part: tuple[int, int] = (0, 1)) -> Batch:
     """Fetch a batch, or a part of its samples. Places beyond the end become rows without valid labels."""
     count = len(dataset)
     batch = dataset.batch([(epoch, index if index < count else 0) for epoch, index in places])
     for row, (_, index) in enumerate(places):
         if index >= count:
             batch["labels"][row] = torch.nan if batch["labels"].is_floating_point() else IGNORED
-    return batch if parts == 1 else part_of(batch, part, parts)
+    return part_of(batch, part)
 
 
 class BatchIterator(Iterator[Batch]):

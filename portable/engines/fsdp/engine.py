@@ -17,7 +17,7 @@ from portable.engines.fsdp.sharding import shard
 from portable.engines.generation import continue_text
 from portable.engines.loss_scale import LossScale
 from portable.engines.machine import COMPUTE_DTYPES
-from portable.engines.shared_sequences import SharedSequences, share_sequences
+from portable.engines.shared_sequences import share_sequences
 from portable.model.chunked_loss import chunked_head
 from portable.model.groups import groups_of
 from portable.model.loss import Objective, added, shares
@@ -51,31 +51,24 @@ if TYPE_CHECKING:
 
 def prepare(model: nn.Module, config: RunConfig, machine: Machine, at_stop: ExitStack) -> MeasuredEngine:
     """See :class:`portable.engines.machine.EngineModule`."""
-    sequences = share_sequences(model, config, machine, at_stop)
+    share_sequences(model, config, at_stop)
     head = chunked_head(model, config.memory.loss_chunk_tokens)
     sharded = shard(model, config, machine)
     at_stop.callback(sharded.release_process_group)
-    return TorchEngine(sharded, head, config, machine.device, sequences)
+    return TorchEngine(sharded, head, config, machine.device)
 
 
 class TorchEngine:
     """Implements :class:`portable.backend.Engine`; see there for the contracts."""
 
     def __init__(
-        self,
-        sharded: ShardedModel,
-        head: ChunkedHead | None,
-        config: RunConfig,
-        device: torch.device,
-        sequences: SharedSequences,
+        self, sharded: ShardedModel, head: ChunkedHead | None, config: RunConfig, device: torch.device
     ) -> None:
         self.model: nn.Module = sharded.model
         self._settings = config.train
         self._head = head
         self.objective = Objective.of(self.model, config, head)
         self._sharded = sharded
-        self._sequences = sequences
-        self._layers_shared = config.tensor_parallel_size > 1
         self._device = device
         parameters = dict(self.model.named_parameters())
         memory = config.memory
@@ -133,12 +126,8 @@ class TorchEngine:
         if self._scaler is not None and gradients:
             parts = [local(gradient) for gradient in gradients]
             of_torch.scale_(parts, self._scaler.scale.reciprocal().to(parts[0].device))
-        if self._layers_shared:
-            from portable.engines.fsdp.tensor_parallel import averaged
-
-            norm = averaged(gradients)
-        else:
-            norm = torch.nn.utils.get_total_norm(gradients)
+        self._sharded.average_gradients()
+        norm = torch.nn.utils.get_total_norm(gradients)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
         norm = norm.to(self._device)  # gradients of offloaded parameters are in host memory
@@ -188,7 +177,7 @@ class TorchEngine:
 
     def generate(self, prompt: Tensor, *, max_new_tokens: int, seed: int) -> Tensor:
         self.model.eval()
-        with self._sharded.autocast(), self._sequences.whole():
+        with self._sharded.autocast():
             tokens = continue_text(
                 self.model, prompt, self._device, max_new_tokens=max_new_tokens, seed=seed, collective=False
             )

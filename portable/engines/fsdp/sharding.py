@@ -51,6 +51,7 @@ class ShardedModel:
         averaging: the factor of the loss that makes gradients sums over the ranks, since DDP averages. (A
             communication hook could sum them, but a Python hook may deadlock with gloo's threads when the
             process group is destroyed.)
+        average_gradients: of what each of the ranks that share layers has whole; before an update.
     """
 
     model: nn.Module
@@ -58,6 +59,7 @@ class ShardedModel:
     device: torch.device
     autocast_dtype: torch.dtype | None
     averaging: float = 1.0
+    average_gradients: Callable[[], None] = lambda: None
 
     def autocast(self) -> AbstractContextManager[Any]:
         if self.autocast_dtype is None:
@@ -142,15 +144,16 @@ def shard(model: nn.Module, config: RunConfig, machine: Machine) -> ShardedModel
     replace_tensors(model, lambda _, parameter: parameter, lambda _, buffer: buffer.to(device))
     ordered = units(model, config)  # of the plain model: it is tried
     mesh = _mesh(config, machine, group)
+    average = ShardedModel.average_gradients
     if size > 1:
         *others, tensor = mesh.mesh_dim_names or ()
         from portable.engines.fsdp.tensor_parallel import split_layers
 
-        split_layers(model, mesh[tensor])
+        average = split_layers(model, mesh[tensor])
         mesh = mesh[tuple(others)]
     _fully_shard(model, config, ordered, mesh, compute, _offload_policy(offload, device))
     materialize(model, device, parameters=torch.device("cpu") if offload else device)
-    return ShardedModel(model, model, device, autocast_dtype=None)
+    return ShardedModel(model, model, device, None, average_gradients=average)
 
 
 def stands_alone(machine: Machine, *, offload: bool) -> bool:
@@ -164,17 +167,13 @@ def _mesh(config: RunConfig, machine: Machine, group: int) -> DeviceMesh:
     Where ranks share layers, they are the last axis, so neighbors.
     """
     size = config.tensor_parallel_size
-    shape: tuple[int, ...] = (group,)
-    names: tuple[str, ...] = ("shard",)
-    if config.strategy in HYBRID:
-        shape, names = (machine.world_size // size // group, group), ("replicate", "shard")
-    if size > 1:
-        shape, names = (*shape, size), (*names, "tensor")
+    axes = {"replicate": machine.world_size // size // group} if config.strategy in HYBRID else {}
+    axes |= {"shard": group} | ({"tensor": size} if size > 1 else {})
     # DTensor caches by mesh for the life of the process, and meshes of one shape and name are equal. A new
     # name keeps it from finding the mesh of an earlier engine, whose process group is destroyed.
     number = next(_meshes)
-    named = tuple(f"{name}{number}" for name in names)
-    return init_device_mesh(machine.device.type, shape, mesh_dim_names=named)
+    names = tuple(f"{name}{number}" for name in axes)
+    return init_device_mesh(machine.device.type, tuple(axes.values()), mesh_dim_names=names)
 
 
 _meshes = itertools.count()
