@@ -56,10 +56,11 @@ class TorchPackage:
         return {}
 
     def checks(self) -> Sequence[Check | Several]:
+        from portable.checks import NO_ZERO
         from portable.engines import checks  # which knows optimizers, and so torch
 
         of_device = () if self.runs_cuda else checks.NOT_CUDA
-        return (*checks.CHECKS, *of_device, *(() if self.runs_zero else (checks.NO_ZERO,)))
+        return (*checks.CHECKS, *of_device, *(() if self.runs_zero else (NO_ZERO,)))
 
     def adopt(self, config: RunConfig, world: World) -> RunConfig:
         if config.deepspeed.config is None or not self.runs_zero:

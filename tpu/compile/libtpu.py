@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from tpu.compile.messages import messages, partitions
+from tpu.compile.messages import messages, place_on
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -352,8 +352,8 @@ def compile_options(device_ids: Sequence[int], *, tupled: bool) -> bytes:
         use_spmd_partitioning=True,
         # Shardings may reach the results; else each is replicated.
         allow_spmd_sharding_propagation_to_output=[True],
-        **partitions(device_ids),
     )
+    place_on(build, device_ids)
     options = messages.CompileOptions(parameter_is_tupled_arguments=tupled, executable_build_options=build)
     return bytes(options.SerializeToString())
 

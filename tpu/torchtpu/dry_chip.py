@@ -19,7 +19,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from tpu.compile.libtpu import CompileError
-from tpu.compile.messages import messages, partitions
+from tpu.compile.messages import messages, place_on
 from tpu.compile.worker import measured
 
 if TYPE_CHECKING:
@@ -63,8 +63,8 @@ class Program:
 
     graph: CompiledGraph
     outputs: list[Buffer]
-    assignment: bytes
-    runs: int = 0
+    assignment: tuple[int, ...]
+    """As torch_tpu reads it: where it is, its size, and what frees it."""
 
 
 class DryChip:
@@ -79,6 +79,8 @@ class DryChip:
     def __init__(self, topology: Topology, large: int, refuse: Callable[[CompileError], None]) -> None:
         self._topology, self._large, self._refuse = topology, large, refuse
         self.programs: dict[int, Program] = {}
+        self.runs: Counter[int] = Counter()
+        """How often each program has run."""
         self._held: dict[int, Buffer] = {}
         self.live = 0
         """Bytes of buffers."""
@@ -89,7 +91,6 @@ class DryChip:
         self._libc.aligned_alloc.restype = ctypes.c_void_p
         self._handles = count(_ALIGNED, _ALIGNED)
         self._memory, self._event = (self._kept_at(*[0] * 8) for _ in range(2))
-        self._numbers = dict(zip(topology.devices.values(), topology.devices, strict=True))
         allocator = self._kept_at(32, _HOST_ALLOCATOR, 0, self._callback(self._allocate))
         replaced = {position: self._callback(answer) for position, answer in self._answers().items()}
         topology.library.replace(replaced, extensions=allocator)
@@ -106,8 +107,10 @@ class DryChip:
             size = ctypes.c_size_t.from_address(address).value
             try:
                 given = (ctypes.c_uint64 * (-(-size // 8) - 2)).from_address(address + 16)
-                fields = answer(given) or ()
+                fields: list[Any] = list(answer(given) or ())
                 given[1 : 1 + len(fields)] = fields
+            except CompileError as error:
+                self._refuse(error)
             except BaseException:  # nothing may be raised into C code
                 traceback.print_exc()
                 os._exit(70)
@@ -124,17 +127,21 @@ class DryChip:
         self._kept.append(ctypes.create_string_buffer(text))
         return ctypes.addressof(self._kept[-1]), len(text)
 
-    def runs(self) -> Counter[int]:
-        """How often each program has run, by its handle."""
-        return Counter({handle: program.runs for handle, program in self.programs.items()})
-
     def _answers(self) -> dict[int, Callable[[Any], Sequence[int] | None]]:
         """By position in PJRT's table, which only grows at its end. See pjrt_c_api.h for the structs."""
         topology, held, memory = self._topology, self._held, self._memory
-        chips = list(topology.devices.values())
+        numbers = {chip: number for number, chip in topology.devices.items()}
+        chips = list(numbers)
         here = _always(self._kept_at(chips[0]), 1)
         memories = _always(self._kept_at(memory), 1)
         kind = _always(*self._text(b"device"))
+
+        def looked_up(given: Any) -> Sequence[int]:
+            return given[1], topology.devices[given[1] & 0xFFFFFFFF]
+
+        def copied(given: Any) -> Sequence[int]:
+            return given[1], self._made(held[given[0]])
+
         return {
             # Events: all have happened.
             5: _always(),  # Event_Destroy
@@ -143,17 +150,17 @@ class DryChip:
             8: _always(),  # Event_Await
             9: lambda given: _WHEN_READY(given[1])(None, given[2]),  # Event_OnReady
             # The client, its devices and their memory.
-            10: self._client_create,
+            10: lambda given: [*given[1:6], topology.handle],  # Client_Create
             11: _always(),  # Client_Destroy
             12: _always(*self._text(b"tpu")),  # Client_PlatformName
             13: _always(0),  # Client_ProcessIndex
             14: _always(*self._text(topology.compiler.encode())),  # Client_PlatformVersion
             15: _always(self._kept_at(*chips), len(chips)),  # Client_Devices
             16: here,  # Client_AddressableDevices
-            17: self._looked_up,  # Client_LookupDevice
-            18: self._looked_up,  # Client_LookupAddressableDevice
+            17: looked_up,  # Client_LookupDevice
+            18: looked_up,  # Client_LookupAddressableDevice
             19: memories,  # Client_AddressableMemories
-            24: lambda given: [self._numbers[given[0]]],  # DeviceDescription_ProcessIndex: a process a chip
+            24: lambda given: [numbers[given[0]]],  # DeviceDescription_ProcessIndex: a process a chip
             29: lambda given: [given[0]],  # Device_GetDescription
             30: lambda given: [given[0] == chips[0]],  # Device_IsAddressable
             31: _always(0),  # Device_LocalHardwareId
@@ -176,7 +183,7 @@ class DryChip:
             53: _always(),  # LoadedExecutable_Delete
             54: _always(0),  # LoadedExecutable_IsDeleted
             55: self._execute,  # LoadedExecutable_Execute
-            117: self._assignment,  # LoadedExecutable_GetDeviceAssignment
+            117: lambda given: self.programs[given[0]].assignment,  # LoadedExecutable_GetDeviceAssignment
             130: _always(self._kept_at(0), 1),  # LoadedExecutable_AddressableDeviceLogicalIds
             # Buffers.
             22: self._from_host,  # Client_BufferFromHostBuffer
@@ -190,20 +197,14 @@ class DryChip:
             66: _always(memory),  # Buffer_Memory
             67: _always(),  # Buffer_Delete
             68: _always(0),  # Buffer_IsDeleted
-            69: self._copied,  # Buffer_CopyToDevice
+            69: copied,  # Buffer_CopyToDevice
             70: self._to_host,  # Buffer_ToHostBuffer
             71: _always(0),  # Buffer_IsOnCpu
             72: _always(self._event),  # Buffer_ReadyEvent
-            92: self._copied,  # Buffer_CopyToMemory
+            92: copied,  # Buffer_CopyToMemory
         }
 
     # -- the client ---------------------------------------------------------------------------------------
-
-    def _client_create(self, given: Any) -> None:
-        given[6] = self._topology.handle
-
-    def _looked_up(self, given: Any) -> None:
-        given[2] = self._topology.devices[given[1] & 0xFFFFFFFF]
 
     def _attributes(self, given: Any) -> Sequence[int]:
         _, size, array = self._topology.library.call("PJRT_DeviceDescription_Attributes", given[0])[:3]
@@ -222,27 +223,21 @@ class DryChip:
         options = messages.CompileOptions.FromString(ctypes.string_at(given[2], given[3]))
         build = options.executable_build_options
         chips = build.num_partitions or 1
-        place_on(options, self._topology.device_ids[:chips])
+        place_on(build, self._topology.device_ids[:chips])
         start = time.monotonic()
-        try:
-            executable = self._topology.compile(code, form="mlir", options=options.SerializeToString())
-        except CompileError as error:
-            self._refuse(error)
-            raise
+        executable = self._topology.compile(code, form="mlir", options=options.SerializeToString())
+        seconds = time.monotonic() - start
+        assignment, size = self._text(build.device_assignment.SerializeToString())
         self.programs[executable.handle] = Program(
-            measured(executable, "a program", chips, self._large, time.monotonic() - start),
+            measured(executable, "a program", chips, self._large, seconds),
             [Buffer.of(*result) for result in executable.results()],
-            build.device_assignment.SerializeToString(),
+            (assignment, size, assignment, _address(_FREES_NOTHING)),
         )
         given[4] = executable.handle
 
-    def _assignment(self, given: Any) -> Sequence[int]:
-        address, size = self._text(self.programs[given[0]].assignment)
-        return address, size, address, _address(_FREES_NOTHING)
-
     def _execute(self, given: Any) -> None:
         program = self.programs[given[0]]
-        program.runs += 1
+        self.runs[given[0]] += 1
         self.peak = max(self.peak, self.live + program.graph.working_bytes)
         values = b""
         if program.graph.collectives and given[4] == 1:  # what the others send is zero
@@ -286,9 +281,6 @@ class DryChip:
         else:
             given[3] = buffer.bytes
 
-    def _copied(self, given: Any) -> None:
-        given[2] = self._made(self._held[given[0]])
-
 
 def _always(*fields: int) -> Callable[[Any], Sequence[int]]:
     return lambda given: fields
@@ -301,10 +293,3 @@ def _address(function: Any) -> int:
 def _row(addresses: int, length: int) -> Any:
     """What the first of the rows behind ``addresses``, a device's, holds."""
     return (ctypes.c_uint64 * length).from_address(ctypes.c_uint64.from_address(addresses).value)
-
-
-def place_on(options: Any, chips: Sequence[int]) -> None:
-    """Have ``options``, ``CompileOptions``, ask for one program, a partition on each of ``chips``."""
-    build = options.executable_build_options
-    build.ClearField("device_assignment")
-    build.MergeFrom(messages.ExecutableBuildOptions(**partitions(chips)))

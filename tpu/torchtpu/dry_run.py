@@ -18,19 +18,31 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from portable.adapters.adapter import training_model
+from portable.adapters.settings import resolved
+from portable.batch_plan import batch_plan
 from portable.checks import check
+from portable.engines.backend import TorchBackend
 from portable.errors import UserError, one_line, require
-from portable.planner.compiled import Collective, Compiled, CompiledGraph, LargeValue
+from portable.loop import train_step
+from portable.model import build as models
+from portable.model.parameters import state_tensors
+from portable.model.tensors import ComputedTensor
+from portable.planner.activations import fake_batch
+from portable.planner.compiled import Collective, Compiled, CompiledGraph
+from portable.planner.passes import Request
 from portable.temporary_folder import scratch_folder
 from tpu.compile.child import answers, ask, last_words
 from tpu.compile.compiler import NO_VALUES, find_library, summary
 from tpu.compile.libtpu import CompileError, Libtpu
 from tpu.compile.slices import Slice, find_slice
+from tpu.torchtpu import of_torch_tpu
 from tpu.torchtpu.dry_chip import DryChip
+from tpu.torchtpu.package import TorchTpuPackage
 
 if TYPE_CHECKING:
-    import torch
-
     from portable.config import RunConfig
     from portable.registry import CompileTarget
     from tpu.compile.libtpu import Topology
@@ -43,6 +55,11 @@ _NOTE = (
 
 def compile_run(config: RunConfig, target: CompileTarget) -> Compiled:
     """See :meth:`portable.registry.BackendPackage.compile`."""
+    # Others send parts of several sizes, of which torch_tpu's ranks tell each other at each exchange.
+    require(
+        config.train.optimizer in ("adamw", "adafactor", "sgd") or target.devices == 1,
+        f"--compile: train.optimizer {config.train.optimizer} needs all ranks to run; leave it out",
+    )
     require(not target.only_memory, "--only-memory: backend tpu compiles many small programs; leave it out")
     check(config, late=True)
     wanted = find_slice(target.device, target.devices, target.topology)
@@ -99,11 +116,20 @@ def main() -> None:
         chip = DryChip(topology, large, refuse)
         step = dry_run(config, topology, chip)
         end({"graphs": [asdict(step)], "programs": len(chip.programs)})
-    except UserError as error:
-        end({"refused": one_line(error)})
     except Exception as error:  # not past here: Python would end beneath threads that call it
-        text = one_line(str(error).strip().splitlines()[0])
-        end({"refused": f"--compile: a step of {config.model.key} cannot be traced ({text})"})
+        said = one_line(str(error).strip().splitlines()[0])
+        if not isinstance(error, UserError):
+            said = f"--compile: a step of {config.model.key} cannot be traced ({said})"
+        end({"refused": said})
+
+
+class DryPackage(TorchTpuPackage):
+    """The record, for a chip that this machine does not have."""
+
+    def open(self, local_rank: int, local_world_size: int) -> torch.device:
+        of_torch_tpu.load()
+        of_torch_tpu.wait_without_the_lock()
+        return torch.device("tpu", 0)
 
 
 def dry_run(config: RunConfig, topology: Topology, chip: DryChip) -> CompiledGraph:
@@ -114,28 +140,6 @@ def dry_run(config: RunConfig, topology: Topology, chip: DryChip) -> CompiledGra
         topology: a device of which is each rank's.
         chip: is in libtpu's table already.
     """
-    import torch
-
-    from portable.adapters.adapter import training_model
-    from portable.adapters.settings import resolved
-    from portable.batch_plan import batch_plan
-    from portable.engines.backend import TorchBackend
-    from portable.loop import train_step
-    from portable.model import build as models
-    from portable.model.parameters import state_tensors
-    from portable.model.tensors import ComputedTensor
-    from portable.optim.sharded import local
-    from portable.planner.activations import fake_batch
-    from portable.planner.passes import Request
-    from tpu.torchtpu import of_torch_tpu
-    from tpu.torchtpu.package import TorchTpuPackage
-
-    class DryPackage(TorchTpuPackage):
-        def open(self, local_rank: int, local_world_size: int) -> torch.device:
-            of_torch_tpu.load()
-            of_torch_tpu.wait_without_the_lock()
-            return torch.device("tpu", 0)
-
     start = time.monotonic()
     backend = TorchBackend(DryPackage("tpu", compiler="tpu"))
     if backend.world_size > 1:
@@ -151,11 +155,10 @@ def dry_run(config: RunConfig, topology: Topology, chip: DryChip) -> CompiledGra
     zero = torch.zeros(())
     shapes = {name: tensor.shape for name, tensor in state_tensors(model).items()}
     engine.load_weights({name: ComputedTensor.of(zero.expand(shape)) for name, shape in shapes.items()})
-    last = list(engine.model.parameters())[-1]
     counts = []
     # The first makes the optimizer's state, and the second DDP's buckets.
     for micro_batches in (1, 1, 1, min(2, plan.accumulation_steps)):
-        runs = chip.runs()
+        runs = Counter(chip.runs)
         train_step(
             backend,
             engine,
@@ -165,9 +168,8 @@ def dry_run(config: RunConfig, topology: Topology, chip: DryChip) -> CompiledGra
             learning_rate=config.train.learning_rate,
             max_grad_norm=config.train.max_grad_norm or 0.0,
         )
-        # Waits for the step. torch.accelerator.synchronize would keep the lock that compiling needs.
-        local(last).flatten()[:1].cpu()
-        counts.append(chip.runs() - runs)
+        torch.accelerator.synchronize()
+        counts.append(chip.runs - runs)
     once, twice = counts[-2:]
     repeated = plan.accumulation_steps - 1
     runs = Counter({key: once[key] + repeated * (twice[key] - once[key]) for key in twice | once})
@@ -183,14 +185,13 @@ def _whole(chip: DryChip, runs: Counter[int], seconds: float) -> CompiledGraph:
         seconds: that it took.
     """
     graphs = [(program.graph, runs[handle]) for handle, program in chip.programs.items()]
-    collectives: dict[str, Collective] = {}
-    values: Counter[LargeValue] = Counter()
+    values = {value for graph, _ in graphs for value in graph.large_values}
     calls: Counter[str] = Counter()
+    collectives: dict[str, Collective] = {}
     for graph, times in graphs:
+        calls.update(graph.custom_calls)
         for kind, found in graph.collectives.items():
             collectives[kind] = collectives.get(kind, Collective()) + found * times
-        values.update(graph.large_values)
-        calls.update(graph.custom_calls)
     return CompiledGraph(
         name="step",
         argument_bytes=chip.live,

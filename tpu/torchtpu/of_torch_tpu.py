@@ -118,6 +118,6 @@ def start_alone(topology: Topology) -> None:
         )
 
     dist.Backend.register_backend("tpu_dist", create, extended_api=True, devices=["tpu"])
-    # One group has one backend of a kind. For the host: in gloo's place, since its ranks would have to meet.
+    # torch keeps one backend of a type, and both are of the same. gloo's own ranks would have to meet.
     dist.Backend.backend_type_map["fake"] = dist.ProcessGroup.BackendType.GLOO
     dist.init_process_group("cpu:fake,tpu:tpu_dist", store=store, rank=0, world_size=ranks)

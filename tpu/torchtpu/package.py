@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from portable.engines.package import TorchPackage
-from portable.errors import UserError, require
+from portable.errors import require
 from portable.registry import World
 from portable.temporary_folder import scratch_folder
 from tpu import device_specs
@@ -37,8 +37,9 @@ class TorchTpuPackage(TorchPackage):
     def check_ranks(self, ranks: int) -> None:
         chips = device_specs.chips()
         require(chips > 0, _NO_TPU)  # torch_tpu would end the process
-        if ranks > chips:
-            raise UserError(f"--nproc: {ranks} ranks need as many TPU chips, and this machine has {chips}")
+        require(
+            ranks <= chips, f"--nproc: {ranks} ranks need as many TPU chips, and this machine has {chips}"
+        )
 
     def default_precision(self, *, in_rank: bool) -> str | None:
         return "bf16"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portable.checks import Check, Several, nvidia_only
+from portable.checks import NO_ZERO, Check, Several, nvidia_only
 from portable.optim import user_optimizer
 from portable.plugins import names_code
 
