@@ -171,6 +171,13 @@ def nvidia_only() -> list[Check]:
     ]
 
 
+NO_ZERO = Check(
+    "strategy backend",
+    lambda c: c.strategy in ZERO,
+    " {strategy} is DeepSpeed's, which does not run on backend {backend}; use full_shard",
+)
+
+
 # -- what rows ask ------------------------------------------------------------------------------------------
 
 

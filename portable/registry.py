@@ -84,6 +84,8 @@ class BackendPackage(Protocol):
     """The device that a plan assumes where only the memory is given."""
     runs_cuda: bool
     """Whether models run with CUDA's kernels and autocast rules, which activations depend on."""
+    runs_zero: bool
+    """Whether DeepSpeed runs on it."""
 
     def is_here(self) -> bool:
         """Whether this machine has the devices, so that ``backend: auto`` may choose them."""

@@ -92,14 +92,14 @@ def generation(accelerator_type: str) -> Generation | None:
     return GENERATIONS.get("v5e" if name == "v5litepod" else name)
 
 
-def peak_flops(accelerator_type: str, precision: str) -> float | None:
+def peak_flops(accelerator_type: str | None, precision: str) -> float | None:
     """Dense peak FLOP/s of one device, as the runtime counts devices, or None where unknown.
 
     Args:
-        accelerator_type: as :func:`accelerator_type` returns it.
+        accelerator_type: as :func:`accelerator_type` returns it; None if unknown.
         precision: ``bf16``; or ``fp32``, whose products take six bf16 passes at the highest precision.
     """
-    found = generation(accelerator_type)
+    found = None if accelerator_type is None else generation(accelerator_type)
     passes = {"bf16": 1, "fp32": FP32_PASSES}.get(precision)
     if found is None or passes is None:
         return None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from portable.config.derived import ZERO
 from portable.engines.fsdp import footprint as fsdp
 from portable.planner.memory_model import Cluster, Footprint, Setting
-from portable.registry import engine_part
+from portable.registry import backend_package, engine_part
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def adopt(config: RunConfig, cluster: Cluster) -> RunConfig:
     """See :class:`portable.planner.memory_model.FootprintModule`."""
-    if config.deepspeed.config is None:
+    if config.deepspeed.config is None or not backend_package(config.backend).runs_zero:
         return config
     adopted: RunConfig = engine_part(ZERO[0], "engine").adopt(config, "cpu", cluster.devices)
     return adopted

@@ -45,6 +45,7 @@ class TorchPackage:
     extra: str | None = None
     typical_device: str = "h100"
     runs_cuda: bool = False
+    runs_zero: bool = True
     compiler: str = "inductor"
     """What the default of ``compile_backend`` means on it."""
 
@@ -55,12 +56,14 @@ class TorchPackage:
         return {}
 
     def checks(self) -> Sequence[Check | Several]:
+        from portable.checks import NO_ZERO
         from portable.engines import checks  # which knows optimizers, and so torch
 
-        return (*checks.CHECKS, *(() if self.runs_cuda else checks.NOT_CUDA))
+        of_device = () if self.runs_cuda else checks.NOT_CUDA
+        return (*checks.CHECKS, *of_device, *(() if self.runs_zero else (NO_ZERO,)))
 
     def adopt(self, config: RunConfig, world: World) -> RunConfig:
-        if config.deepspeed.config is None:
+        if config.deepspeed.config is None or not self.runs_zero:
             return config
         adopted: RunConfig = engine_part(ZERO[0], "engine").adopt(config, self.name, world.ranks)
         return adopted
@@ -86,6 +89,8 @@ class TorchPackage:
     def notes(self, config: RunConfig) -> list[str]:
         if config.deepspeed.config is None:
             return []
+        if not self.runs_zero:
+            return [f"deepspeed.config has no effect: DeepSpeed does not run on backend {self.name}"]
         told: list[str] = engine_part(ZERO[0], "engine").notes(config, self.name)
         return told
 

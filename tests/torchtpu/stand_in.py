@@ -24,8 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tpu.compile.messages import messages
-from tpu.torchtpu.dry_chip import place_on
+from tpu.compile.messages import messages, place_on
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -145,7 +144,7 @@ def for_cpu(options: bytes, chip: int | None = None) -> bytes:
     del found.env_option_overrides[:]
     found.env_option_overrides.extend(kept)
     if chip is not None:
-        place_on(found, [chip])
+        place_on(found.executable_build_options, [chip])
     return bytes(found.SerializeToString())
 
 

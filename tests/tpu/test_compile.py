@@ -352,7 +352,6 @@ ON_TORCHTPU = ["--backend", "tpu", "--compile", "--device", "v5e", "--devices", 
     [
         (["--only-memory"], "--only-memory: has an effect only with --compile; add it"),
         (["--compile", "--device", "h100"], "--compile: backend cuda has no compiler that works without"),
-        ([*ON_TORCHTPU, "--context_parallel_size", "2"], "--compile: context_parallel_size 2 needs all"),
         ([*ON_TORCHTPU, "--train.optimizer", "muon"], "--compile: train.optimizer muon needs all ranks"),
         (["--compile", "--device", "v5e", "--devices", "2"], "--devices: no slice of v5e has 2 chips"),
         (["--compile", "--device", "v5e"], "--compile: needs libtpu, the TPU's compiler; install it with"),

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from portable.registry import CompileTarget
 
 _EXHAUSTED = 8
-_NO_VALUES = 1 << 62
+NO_VALUES = 1 << 62
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -85,7 +85,7 @@ def compile_run(config: RunConfig, target: CompileTarget) -> Compiled:
         traced = trace_graphs(config, target.devices, folder / "graphs")
         _say("")
         files = {graph.name: graph.path for graph in traced}
-        large = target.large or _NO_VALUES
+        large = target.large or NO_VALUES
         return compile_graphs(files, wanted, library, large, only_memory=target.only_memory)
 
 
@@ -106,6 +106,15 @@ def compile_graphs(
     """
     batches = [{name: path} for name, path in graphs.items()] if only_memory else [graphs]
     told = [_answer(Job(library.path, wanted, batch, large, only_memory)) for batch in batches]
+    return summary(wanted, library, told)
+
+
+def summary(wanted: Slice, library: Library, told: Sequence[dict[str, Any]]) -> Compiled:
+    """What the processes that compiled for a slice have answered, together.
+
+    Raises:
+        UserError: libtpu refused a graph, and not for want of memory.
+    """
     compiled, problems, needed = [], [], 0
     for graph in (graph for answer in told for graph in answer["graphs"]):
         if "error" not in graph:

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from tpu.compile.messages import messages, partitions
+from tpu.compile.messages import messages, place_on
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     Value: TypeAlias = str | int | float | bool | list[int]
@@ -180,15 +180,18 @@ class Libtpu:
         error = self._functions[function](ctypes.addressof(slots))
         return list(slots[2:]), error or 0
 
-    def replace(self, position: int, function: Any) -> None:
-        """Put ``function`` into the table, for another user of the library in this process."""
-        address = self._table + ctypes.sizeof(_Api) + position * ctypes.sizeof(ctypes.c_void_p)
-        if position < self._count:
-            ctypes.c_void_p.from_address(address).value = ctypes.cast(function, ctypes.c_void_p).value
+    def replace(self, functions: Mapping[int, int], *, extensions: int) -> None:
+        """Change the table for another user of the library in this process.
 
-    def without_extensions(self) -> None:
-        """Take the extensions from the table: their functions cannot be replaced."""
-        _Api.from_address(self._table).extensions = None
+        Args:
+            functions: the address of each, by position.
+            extensions: the address of the first in place of libtpu's, whose functions cannot be replaced.
+        """
+        _Api.from_address(self._table).extensions = extensions
+        for position, function in functions.items():
+            if position < self._count:
+                at = self._table + ctypes.sizeof(_Api) + position * ctypes.sizeof(ctypes.c_void_p)
+                ctypes.c_void_p.from_address(at).value = function
 
     def topology(self, name: str, **options: Value) -> Topology:
         """A slice by libtpu's name for it, such as ``v5e:4x4``.
@@ -349,8 +352,8 @@ def compile_options(device_ids: Sequence[int], *, tupled: bool) -> bytes:
         use_spmd_partitioning=True,
         # Shardings may reach the results; else each is replicated.
         allow_spmd_sharding_propagation_to_output=[True],
-        **partitions(device_ids),
     )
+    place_on(build, device_ids)
     options = messages.CompileOptions(parameter_is_tupled_arguments=tupled, executable_build_options=build)
     return bytes(options.SerializeToString())
 

@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["DecodeError", "buffer_donors", "messages", "partitions"]
+__all__ = ["DecodeError", "buffer_donors", "messages", "place_on"]
 
 _FIELDS = """
 LayoutProto memory_space:8:int64
@@ -92,15 +92,13 @@ class _Messages:
 messages: Any = _Messages()
 
 
-def partitions(device_ids: Sequence[int]) -> dict[str, Any]:
-    """Fields of ``ExecutableBuildOptions`` for one program, of which each device runs a partition."""
+def place_on(build: Any, device_ids: Sequence[int]) -> None:
+    """Have ``build``, ``ExecutableBuildOptions``, ask for one program, a partition on each device."""
     each = [messages.ComputationDevices(replica_device_ids=[one]) for one in device_ids]
-    assignment = {"replica_count": 1, "computation_count": len(each), "computation_devices": each}
-    return {
-        "num_replicas": 1,
-        "num_partitions": len(each),
-        "device_assignment": messages.DeviceAssignment(**assignment),
-    }
+    build.num_replicas, build.num_partitions = 1, len(each)
+    build.device_assignment.CopyFrom(
+        messages.DeviceAssignment(replica_count=1, computation_count=len(each), computation_devices=each)
+    )
 
 
 def buffer_donors(parameters: Sequence[int]) -> bytes:

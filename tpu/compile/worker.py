@@ -28,6 +28,7 @@ from tpu.compile.report import analyse
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from tpu.compile.libtpu import Executable
     from tpu.compile.slices import Slice
 
 DUMP = "dump"
@@ -111,10 +112,23 @@ def compile_graph(topology: Topology, name: str, module: bytes, large: int) -> C
     """
     start = time.monotonic()
     executable = topology.compile(module)
-    seconds = time.monotonic() - start
-    memory, (flops, accessed) = executable.memory(), executable.cost()
-    report = analyse(executable.program(), len(topology.device_ids), large)
+    found = measured(executable, name, len(topology.device_ids), large, time.monotonic() - start)
     executable.close()
+    return found
+
+
+def measured(executable: Executable, name: str, devices: int, large: int, seconds: float) -> CompiledGraph:
+    """What became of a graph.
+
+    Args:
+        executable: the compiled graph.
+        name: of the graph.
+        devices: that it is partitioned for.
+        large: elements from which a value is listed.
+        seconds: that it took to compile.
+    """
+    memory, (flops, accessed) = executable.memory(), executable.cost()
+    report = analyse(executable.program(), devices, large)
     notes = []
     if report.unknown_loops:
         notes.append(f"{report.unknown_loops} loops of unknown length count as one pass")

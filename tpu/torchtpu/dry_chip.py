@@ -2,8 +2,8 @@
 
 torch_tpu opens its chips through libtpu's table of functions (PJRT). Here those functions are replaced that
 would need a chip. A program goes to the real compiler, for the slice. A buffer has a type, a shape and a
-size, but no values, which read as zero. So the engines run as they are, and what they would take of a chip's
-memory is counted, program for program.
+size, but no values, which read as zero, unless it is small. So the engines run as they are, and what they
+would take of a chip's memory is counted, program for program.
 """
 
 from __future__ import annotations
@@ -11,35 +11,42 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+import time
 import traceback
 from collections import Counter
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from tpu.compile.libtpu import CompileError
-from tpu.compile.messages import messages, partitions
+from tpu.compile.messages import messages, place_on
+from tpu.compile.worker import measured
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from tpu.compile.libtpu import Executable, Topology
+    from portable.planner.compiled import CompiledGraph
+    from tpu.compile.libtpu import Topology
 
 _FUNCTION = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
 _WHEN_READY = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p)
 _FREES_NOTHING = _FUNCTION(lambda address: None)
+_HOST_ALLOCATOR = 23  # PJRT_Extension_Type_HostMemoryAllocator
+_ALIGNED = 64  # bytes
 # Bits of an element, by PJRT_Buffer_Type from PRED, its first: xla/pjrt/c/pjrt_c_api.h.
 _BITS = (8, 8, 16, 32, 64, 8, 16, 32, 64, 16, 32, 64, 16, 64, 128, 8, 8, 8, 8, 8, 4, 4, 0, 2, 2, 8, 8, 8, 4)
-_HANDLE = 64  # bytes behind a handle, all zero
+_SMALL = 1 << 16  # bytes up to which a buffer that comes from the host keeps its values
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """Device memory without values."""
+    """Device memory."""
 
     kind: int
     shape: Any
     rank: int
+    values: bytes = b""
+    """Its first bytes; all others are zero."""
 
     @classmethod
     def of(cls, kind: int, sizes: Sequence[int]) -> Buffer:
@@ -54,16 +61,10 @@ class Buffer:
 class Program:
     """A compiled program."""
 
-    executable: Executable
+    graph: CompiledGraph
     outputs: list[Buffer]
-    working: int
-    """Bytes that it takes beside its arguments while it runs, its results among them."""
-    code: int
-    flops: float
-    accessed: float
-    partitions: int
-    assignment: bytes
-    runs: int = 0
+    assignment: tuple[int, ...]
+    """As torch_tpu reads it: where it is, its size, and what frees it."""
 
 
 class DryChip:
@@ -71,280 +72,224 @@ class DryChip:
 
     Args:
         topology: the slice. This process is its first chip.
+        large: elements from which a value of a program is listed.
         refuse: ends the process when libtpu does not compile a program.
     """
 
-    def __init__(self, topology: Topology, refuse: Callable[[CompileError], None]) -> None:
-        self._topology = topology
-        self._refuse = refuse
-        self._library = topology.library
+    def __init__(self, topology: Topology, large: int, refuse: Callable[[CompileError], None]) -> None:
+        self._topology, self._large, self._refuse = topology, large, refuse
         self.programs: dict[int, Program] = {}
-        self._held: dict[int, tuple[Buffer, Any]] = {}
+        self.runs: Counter[int] = Counter()
+        """How often each program has run."""
+        self._held: dict[int, Buffer] = {}
         self.live = 0
         """Bytes of buffers."""
         self.peak = 0
         """The most bytes of buffers and of the program that ran beside them."""
         self._kept: list[Any] = []
-        self._event_handle, self._memory_handle = self._handle(self._kept), self._handle(self._kept)
-        self._chips = (ctypes.c_uint64 * len(topology.devices))(*topology.devices.values())
-        self._numbers = dict(zip(topology.devices.values(), topology.devices, strict=True))
-        self._first = (ctypes.c_uint64 * 1)(self._chips[0])
-        self._memories = (ctypes.c_uint64 * 1)(self._memory_handle)
-        self._logical = (ctypes.c_int * 2)(0, 0)  # the replica and the partition of this chip
-        self._library.without_extensions()
-        for position, function in _REPLACED.items():
-            self._library.replace(position, self._callback(partial(function, self)))
+        self._libc = ctypes.CDLL(None)
+        self._libc.aligned_alloc.restype = ctypes.c_void_p
+        self._handles = count(_ALIGNED, _ALIGNED)
+        self._memory, self._event = (self._kept_at(*[0] * 8) for _ in range(2))
+        allocator = self._kept_at(32, _HOST_ALLOCATOR, 0, self._callback(self._allocate))
+        replaced = {position: self._callback(answer) for position, answer in self._answers().items()}
+        topology.library.replace(replaced, extensions=allocator)
 
-    def _callback(self, function: Callable[[Any], int | None]) -> Any:
-        def called(address: int) -> int | None:
+    def _callback(self, answer: Callable[[Any], Sequence[int] | None]) -> int:
+        """A function of the table.
+
+        Args:
+            answer: from the fields after the two that all structs begin with; returns those from the second
+                on, or has filled them in.
+        """
+
+        def called(address: int) -> None:
             size = ctypes.c_size_t.from_address(address).value
             try:
-                error: int | None = function(
-                    (ctypes.c_uint64 * (-(-size // 8) - 2)).from_address(address + 16)
-                )
-                return error
+                given = (ctypes.c_uint64 * (-(-size // 8) - 2)).from_address(address + 16)
+                fields: list[Any] = list(answer(given) or ())
+                given[1 : 1 + len(fields)] = fields
+            except CompileError as error:
+                self._refuse(error)
             except BaseException:  # nothing may be raised into C code
                 traceback.print_exc()
                 os._exit(70)
 
-        callback = _FUNCTION(called)
-        self._kept.append(callback)
-        return callback
+        self._kept.append(_FUNCTION(called))
+        return _address(self._kept[-1])
 
-    def _handle(self, kept: list[Any]) -> int:
-        kept.append(ctypes.create_string_buffer(_HANDLE))
-        return ctypes.addressof(kept[-1])
+    def _kept_at(self, *values: int) -> int:
+        """The address of ``values``, eight bytes each."""
+        self._kept.append((ctypes.c_uint64 * len(values))(*values))
+        return ctypes.addressof(self._kept[-1])
 
-    def _text(self, given: Any, text: bytes) -> None:
-        buffer = ctypes.create_string_buffer(text)
-        self._kept.append(buffer)
-        given[1], given[2] = ctypes.addressof(buffer), len(text)
+    def _text(self, text: bytes) -> tuple[int, int]:
+        self._kept.append(ctypes.create_string_buffer(text))
+        return ctypes.addressof(self._kept[-1]), len(text)
 
-    def runs(self) -> Counter[int]:
-        """How often each program has run, by its handle."""
-        return Counter({handle: program.runs for handle, program in self.programs.items()})
+    def _answers(self) -> dict[int, Callable[[Any], Sequence[int] | None]]:
+        """By position in PJRT's table, which only grows at its end. See pjrt_c_api.h for the structs."""
+        topology, held, memory = self._topology, self._held, self._memory
+        numbers = {chip: number for number, chip in topology.devices.items()}
+        chips = list(numbers)
+        here = _always(self._kept_at(chips[0]), 1)
+        memories = _always(self._kept_at(memory), 1)
+        kind = _always(*self._text(b"device"))
 
-    # -- the client, its device and its memory: see the structs of pjrt_c_api.h for the fields -----------
+        def looked_up(given: Any) -> Sequence[int]:
+            return given[1], topology.devices[given[1] & 0xFFFFFFFF]
 
-    def _nothing(self, given: Any) -> None:
-        pass
+        def copied(given: Any) -> Sequence[int]:
+            return given[1], self._made(held[given[0]])
 
-    def _client_create(self, given: Any) -> None:
-        given[6] = self._topology.handle
+        return {
+            # Events: all have happened.
+            5: _always(),  # Event_Destroy
+            6: _always(1),  # Event_IsReady
+            7: _always(),  # Event_Error
+            8: _always(),  # Event_Await
+            9: lambda given: _WHEN_READY(given[1])(None, given[2]),  # Event_OnReady
+            # The client, its devices and their memory.
+            10: lambda given: [*given[1:6], topology.handle],  # Client_Create
+            11: _always(),  # Client_Destroy
+            12: _always(*self._text(b"tpu")),  # Client_PlatformName
+            13: _always(0),  # Client_ProcessIndex
+            14: _always(*self._text(topology.compiler.encode())),  # Client_PlatformVersion
+            15: _always(self._kept_at(*chips), len(chips)),  # Client_Devices
+            16: here,  # Client_AddressableDevices
+            17: looked_up,  # Client_LookupDevice
+            18: looked_up,  # Client_LookupAddressableDevice
+            19: memories,  # Client_AddressableMemories
+            24: lambda given: [numbers[given[0]]],  # DeviceDescription_ProcessIndex: a process a chip
+            29: lambda given: [given[0]],  # Device_GetDescription
+            30: lambda given: [given[0] == chips[0]],  # Device_IsAddressable
+            31: _always(0),  # Device_LocalHardwareId
+            32: memories,  # Device_AddressableMemories
+            33: _always(memory),  # Device_DefaultMemory
+            35: _always(0),  # Memory_Id
+            36: kind,  # Memory_Kind
+            37: kind,  # Memory_DebugString
+            38: kind,  # Memory_ToString
+            39: here,  # Memory_AddressableByDevices
+            95: _always(topology.handle),  # Client_TopologyDescription
+            97: _always(0),  # Memory_Kind_Id
+            128: self._attributes,  # Device_GetAttributes
+            # Programs.
+            20: self._compile,  # Client_Compile
+            40: _always(),  # Executable_Destroy
+            50: _always(),  # LoadedExecutable_Destroy
+            51: lambda given: [given[0]],  # LoadedExecutable_GetExecutable
+            52: here,  # LoadedExecutable_AddressableDevices
+            53: _always(),  # LoadedExecutable_Delete
+            54: _always(0),  # LoadedExecutable_IsDeleted
+            55: self._execute,  # LoadedExecutable_Execute
+            117: lambda given: self.programs[given[0]].assignment,  # LoadedExecutable_GetDeviceAssignment
+            130: _always(self._kept_at(0), 1),  # LoadedExecutable_AddressableDeviceLogicalIds
+            # Buffers.
+            22: self._from_host,  # Client_BufferFromHostBuffer
+            58: self._destroy,  # Buffer_Destroy
+            59: lambda given: [held[given[0]].kind],  # Buffer_ElementType
+            60: self._shape,  # Buffer_Dimensions
+            61: self._shape,  # Buffer_UnpaddedDimensions
+            62: _always(0, 0),  # Buffer_DynamicDimensionIndices
+            64: lambda given: [held[given[0]].bytes],  # Buffer_OnDeviceSizeInBytes
+            65: _always(chips[0]),  # Buffer_Device
+            66: _always(memory),  # Buffer_Memory
+            67: _always(),  # Buffer_Delete
+            68: _always(0),  # Buffer_IsDeleted
+            69: copied,  # Buffer_CopyToDevice
+            70: self._to_host,  # Buffer_ToHostBuffer
+            71: _always(0),  # Buffer_IsOnCpu
+            72: _always(self._event),  # Buffer_ReadyEvent
+            92: copied,  # Buffer_CopyToMemory
+        }
 
-    def _client_topology(self, given: Any) -> None:
-        given[1] = self._topology.handle
+    # -- the client ---------------------------------------------------------------------------------------
 
-    def _client_platform(self, given: Any) -> None:
-        self._text(given, b"tpu")
+    def _attributes(self, given: Any) -> Sequence[int]:
+        _, size, array = self._topology.library.call("PJRT_DeviceDescription_Attributes", given[0])[:3]
+        return array, size, array, _address(_FREES_NOTHING)
 
-    def _client_version(self, given: Any) -> None:
-        self._text(given, self._topology.compiler.encode())
-
-    def _zero(self, given: Any) -> None:
-        given[1] = 0
-
-    def _one(self, given: Any) -> None:
-        given[1] = 1
-
-    def _every_chip(self, given: Any) -> None:
-        given[1], given[2] = ctypes.addressof(self._chips), len(self._chips)
-
-    def _first_chip(self, given: Any) -> None:
-        given[1], given[2] = ctypes.addressof(self._first), 1
-
-    def _of_first_chip(self, given: Any) -> None:
-        given[1] = self._first[0]
-
-    def _is_first_chip(self, given: Any) -> None:
-        given[1] = given[0] == self._first[0]
-
-    def _number(self, given: Any) -> None:
-        given[1] = self._numbers[given[0]]  # a process a chip
-
-    def _looked_up(self, given: Any) -> None:
-        given[2] = self._topology.devices[given[1] & 0xFFFFFFFF]
-
-    def _same(self, given: Any) -> None:
-        given[1] = given[0]
-
-    def _attributes(self, given: Any) -> None:
-        _, count, array = self._library.call("PJRT_DeviceDescription_Attributes", given[0])[:3]
-        given[1], given[2], given[3] = array, count, array
-        given[4] = ctypes.cast(_FREES_NOTHING, ctypes.c_void_p).value or 0
-
-    def _memories_of(self, given: Any) -> None:
-        given[1], given[2] = ctypes.addressof(self._memories), 1
-
-    def _memory(self, given: Any) -> None:
-        given[1] = self._memory_handle
-
-    def _memory_kind(self, given: Any) -> None:
-        self._text(given, b"device")
-
-    # -- events: all have happened ------------------------------------------------------------------------
-
-    def _when_ready(self, given: Any) -> None:
-        _WHEN_READY(given[1])(None, given[2])
-
-    def _event(self, given: Any) -> None:
-        given[1] = self._event_handle
+    def _allocate(self, given: Any) -> None:
+        """Memory of the host, from which a chip can copy."""
+        size = ctypes.c_size_t(-(-given[1] // _ALIGNED) * _ALIGNED)
+        given[3:6] = self._libc.aligned_alloc(_ALIGNED, size) or 0, _address(self._libc.free), 0
 
     # -- programs -----------------------------------------------------------------------------------------
 
-    def _compile(self, given: Any) -> int | None:
+    def _compile(self, given: Any) -> None:
         program = (ctypes.c_uint64 * 4).from_address(given[1] + 16)
         code = ctypes.string_at(program[0], program[1])
         options = messages.CompileOptions.FromString(ctypes.string_at(given[2], given[3]))
         build = options.executable_build_options
-        count = build.num_partitions or 1
-        place_on(options, self._topology.device_ids[:count])
-        try:
-            executable = self._topology.compile(code, form="mlir", options=options.SerializeToString())
-        except CompileError as error:
-            self._refuse(error)
-            raise
-        memory, (flops, accessed) = executable.memory(), executable.cost()
+        chips = build.num_partitions or 1
+        place_on(build, self._topology.device_ids[:chips])
+        start = time.monotonic()
+        executable = self._topology.compile(code, form="mlir", options=options.SerializeToString())
+        seconds = time.monotonic() - start
+        assignment, size = self._text(build.device_assignment.SerializeToString())
         self.programs[executable.handle] = Program(
-            executable,
+            measured(executable, "a program", chips, self._large, seconds),
             [Buffer.of(*result) for result in executable.results()],
-            memory.results - memory.aliased + memory.temporary,
-            memory.code,
-            flops,
-            accessed,
-            count,
-            build.device_assignment.SerializeToString(),
+            (assignment, size, assignment, _address(_FREES_NOTHING)),
         )
         given[4] = executable.handle
-        return None
-
-    def _one_partition(self, given: Any) -> None:
-        given[1], given[2] = ctypes.addressof(self._logical), 1
-
-    def _assignment(self, given: Any) -> None:
-        assignment = self.programs[given[0]].assignment
-        self._text(given, assignment)
-        given[3], given[4] = given[1], ctypes.cast(_FREES_NOTHING, ctypes.c_void_p).value or 0
 
     def _execute(self, given: Any) -> None:
         program = self.programs[given[0]]
-        program.runs += 1
-        self.peak = max(self.peak, self.live + program.working)
-        if given[3]:
-            row = (ctypes.c_uint64 * len(program.outputs)).from_address(
-                ctypes.c_uint64.from_address(given[5]).value
-            )
-            for index, output in enumerate(program.outputs):
-                row[index] = self._made(output)
+        self.runs[given[0]] += 1
+        self.peak = max(self.peak, self.live + program.graph.working_bytes)
+        values = b""
+        if program.graph.collectives and given[4] == 1:  # what the others send is zero
+            (argument,) = _row(given[2], 1)
+            values = self._held[argument].values
+        row = _row(given[5], len(program.outputs))
+        for index, output in enumerate(program.outputs):
+            row[index] = self._made(replace(output, values=values))
         if given[6]:
-            ctypes.c_uint64.from_address(given[6]).value = self._event_handle
+            ctypes.c_uint64.from_address(given[6]).value = self._event
 
     # -- buffers ------------------------------------------------------------------------------------------
 
     def _made(self, buffer: Buffer) -> int:
-        block = ctypes.create_string_buffer(_HANDLE)
-        handle = ctypes.addressof(block)
-        self._held[handle] = (buffer, block)
+        handle = next(self._handles)
+        self._held[handle] = buffer
         self.live += buffer.bytes
         self.peak = max(self.peak, self.live)
         return handle
 
     def _from_host(self, given: Any) -> None:
-        rank = given[4]
-        shape = (ctypes.c_int64 * max(rank, 1))()
-        if rank:
-            ctypes.memmove(shape, given[3], 8 * rank)
-        given[11], given[12] = self._event_handle, self._made(Buffer(given[2] & 0xFFFFFFFF, shape, rank))
+        sizes = (ctypes.c_int64 * given[4]).from_address(given[3]) if given[4] else ()
+        buffer = Buffer.of(given[2] & 0xFFFFFFFF, sizes)
+        if buffer.bytes <= _SMALL:
+            buffer = replace(buffer, values=ctypes.string_at(given[1], buffer.bytes))
+        given[11], given[12] = self._event, self._made(buffer)
 
     def _destroy(self, given: Any) -> None:
-        self.live -= self._held.pop(given[0])[0].bytes
+        self.live -= self._held.pop(given[0]).bytes
 
-    def _kind(self, given: Any) -> None:
-        given[1] = self._held[given[0]][0].kind
-
-    def _shape(self, given: Any) -> None:
-        buffer, _ = self._held[given[0]]
-        given[1], given[2] = ctypes.addressof(buffer.shape), buffer.rank
-
-    def _no_dynamic_sizes(self, given: Any) -> None:
-        given[1], given[2] = 0, 0
-
-    def _size(self, given: Any) -> None:
-        given[1] = self._held[given[0]][0].bytes
+    def _shape(self, given: Any) -> Sequence[int]:
+        buffer = self._held[given[0]]
+        return ctypes.addressof(buffer.shape), buffer.rank
 
     def _to_host(self, given: Any) -> None:
+        buffer = self._held[given[0]]
         if given[2]:
             ctypes.memset(given[2], 0, given[3])
-            given[4] = self._event_handle
+            ctypes.memmove(given[2], buffer.values, min(given[3], len(buffer.values)))
+            given[4] = self._event
         else:
-            given[3] = self._held[given[0]][0].bytes
-
-    def _copied(self, given: Any) -> None:
-        given[2] = self._made(self._held[given[0]][0])
+            given[3] = buffer.bytes
 
 
-def place_on(options: Any, chips: Sequence[int]) -> None:
-    """Have ``options``, ``CompileOptions``, ask for one program, a partition on each of ``chips``."""
-    build = options.executable_build_options
-    build.ClearField("device_assignment")
-    build.MergeFrom(messages.ExecutableBuildOptions(**partitions(chips)))
+def _always(*fields: int) -> Callable[[Any], Sequence[int]]:
+    return lambda given: fields
 
 
-# By position in PJRT's table, which only grows at its end.
-_REPLACED: dict[int, Callable[[DryChip, Any], Any]] = {
-    5: DryChip._nothing,  # Event_Destroy
-    6: DryChip._one,  # Event_IsReady
-    7: DryChip._nothing,  # Event_Error
-    8: DryChip._nothing,  # Event_Await
-    9: DryChip._when_ready,
-    10: DryChip._client_create,
-    11: DryChip._nothing,  # Client_Destroy
-    12: DryChip._client_platform,
-    13: DryChip._zero,  # Client_ProcessIndex
-    14: DryChip._client_version,
-    15: DryChip._every_chip,  # Client_Devices
-    16: DryChip._first_chip,  # Client_AddressableDevices
-    17: DryChip._looked_up,  # Client_LookupDevice
-    18: DryChip._looked_up,  # Client_LookupAddressableDevice
-    19: DryChip._memories_of,  # Client_AddressableMemories
-    20: DryChip._compile,
-    22: DryChip._from_host,  # Client_BufferFromHostBuffer
-    24: DryChip._number,  # DeviceDescription_ProcessIndex
-    29: DryChip._same,  # Device_GetDescription
-    30: DryChip._is_first_chip,  # Device_IsAddressable
-    31: DryChip._zero,  # Device_LocalHardwareId
-    32: DryChip._memories_of,  # Device_AddressableMemories
-    33: DryChip._memory,  # Device_DefaultMemory
-    35: DryChip._zero,  # Memory_Id
-    36: DryChip._memory_kind,
-    37: DryChip._memory_kind,  # Memory_DebugString
-    38: DryChip._memory_kind,  # Memory_ToString
-    39: DryChip._first_chip,  # Memory_AddressableByDevices
-    40: DryChip._nothing,  # Executable_Destroy
-    50: DryChip._nothing,  # LoadedExecutable_Destroy
-    51: DryChip._same,  # LoadedExecutable_GetExecutable
-    52: DryChip._first_chip,  # LoadedExecutable_AddressableDevices
-    53: DryChip._nothing,  # LoadedExecutable_Delete
-    54: DryChip._zero,  # LoadedExecutable_IsDeleted
-    55: DryChip._execute,
-    58: DryChip._destroy,
-    59: DryChip._kind,
-    60: DryChip._shape,
-    61: DryChip._shape,  # Buffer_UnpaddedDimensions
-    62: DryChip._no_dynamic_sizes,
-    64: DryChip._size,
-    65: DryChip._of_first_chip,
-    66: DryChip._memory,
-    67: DryChip._nothing,  # Buffer_Delete
-    68: DryChip._zero,  # Buffer_IsDeleted
-    69: DryChip._copied,  # Buffer_CopyToDevice
-    70: DryChip._to_host,
-    71: DryChip._zero,  # Buffer_IsOnCpu
-    72: DryChip._event,  # Buffer_ReadyEvent
-    117: DryChip._assignment,
-    130: DryChip._one_partition,
-    97: DryChip._zero,  # Memory_Kind_Id
-    92: DryChip._copied,  # Buffer_CopyToMemory
-    95: DryChip._client_topology,
-    128: DryChip._attributes,  # Device_GetAttributes
-}
+def _address(function: Any) -> int:
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+def _row(addresses: int, length: int) -> Any:
+    """What the first of the rows behind ``addresses``, a device's, holds."""
+    return (ctypes.c_uint64 * length).from_address(ctypes.c_uint64.from_address(addresses).value)

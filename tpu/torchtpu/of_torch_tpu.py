@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+import pickle
+import sys
 import warnings
 from contextlib import redirect_stderr
 from io import StringIO
+from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from portable.private import Package
+from tpu.compile.child import answers
 
 if TYPE_CHECKING:
-    from torch.distributed import HashStore  # type: ignore[attr-defined, unused-ignore]
+    from collections.abc import Callable
 
     from tpu.compile.libtpu import Topology
 
@@ -32,13 +37,18 @@ def load() -> None:
 
 
 @PACKAGE.needed_for(_FEATURE)
-def launch_environment(ranks: int) -> dict[str, str]:
-    """The variables that the ranks of this host must share, which name their ports and how chips connect."""
+def answer_launch_environment() -> None:
+    """The variables that the ranks of this host must share, which name their ports and how chips connect.
+
+    See :func:`tpu.compile.child.ask`, which gives the number of ranks.
+    """
     load()
     import torch
 
+    ranks = pickle.load(sys.stdin.buffer)  # noqa: S301  (from the parent)
     torch.tpu.distributed.set_tpu_launch_env(nproc_per_node=ranks)  # type: ignore[attr-defined, unused-ignore]
-    return {name: value for name, value in os.environ.items() if name.startswith("TORCH_TPU_")}
+    found = {name: value for name, value in os.environ.items() if name.startswith("TORCH_TPU_")}
+    answers(Path(sys.argv[1]), found)
 
 
 @PACKAGE.needed_for("--compile on backend tpu")
@@ -64,22 +74,50 @@ def wait_without_the_lock() -> None:
 
 
 @PACKAGE.needed_for("--compile on backend tpu")
-def other_ranks(topology: Topology) -> HashStore:
-    """A store in which the other ranks of a slice have said who they are, for rank 0 that is alone.
+def start_alone(topology: Topology) -> None:
+    """Start the process group of a slice in its rank 0, which is alone: a store has the others' answers.
 
-    Each rank adds an entry, its chip and its place, to a list that all of them read.
+    Of each group of ranks that FSDP and DDP make, all ranks of the slice must say to which one they belong.
+    Ranks of a group are at equal distances, and the others of its kind are the same ranks, shifted.
 
     Args:
         topology: the slice; rank r has its r-th device.
     """
-    from torch.distributed import HashStore  # type: ignore[attr-defined, unused-ignore]
+    import torch.distributed as dist
+    from torch_tpu._internal.distributed import tpu_distributed
 
-    store, ranks = HashStore(), len(topology.devices)
-    listed = f"0//tpu//nlag:world_topo:0:{ranks}"
-    for rank in range(1, ranks):
-        place: Any = topology.attributes_of(rank)
-        name, where = f"world_topo:{rank}", (*place["coords"], place["core_on_chip"], -1)
-        entry = f"{len(name)}:{name}" + ",".join(map(str, (rank, rank, *where, topology.kind)))
-        store.set(f"{listed}:node:{rank - 1}", f"{len(entry)}:{entry}")
-        store.add(f"{listed}:count", 1)
-    return store
+    store, ranks, groups = dist.HashStore(), len(topology.devices), count()  # type: ignore[attr-defined, unused-ignore]
+
+    def others_say(where: Any, what: str, answer: Callable[[int], tuple[Any, ...]]) -> None:
+        """Fill a list that all ranks read, to which each adds its name and its answer."""
+        for rank in range(1, ranks):
+            name, said = f"{what}:{rank}", ",".join(map(str, answer(rank)))
+            entry = f"{len(name)}:{name}{said}"
+            where.set(f"nlag:{what}:0:{ranks}:node:{rank - 1}", f"{len(entry)}:{entry}")
+            where.add(f"nlag:{what}:0:{ranks}:count", 1)
+
+    def place(rank: int) -> tuple[Any, ...]:
+        found: Any = topology.attributes_of(rank)
+        return rank, rank, *found["coords"], found["core_on_chip"], -1, topology.kind
+
+    def create(given: Any, _: Any) -> Any:
+        members = given.global_ranks_in_group or range(ranks)
+        step = members[1] - members[0] if len(members) > 1 else 1
+
+        def place_in_group(rank: int) -> tuple[Any, ...]:
+            block, inside = divmod(rank, step * len(members))
+            group = block * step + inside % step
+            return inside // step, f"{rank}:0//{given.group_id}//tpu/{group or ''}"
+
+        if len(members) == ranks:
+            others_say(given.store, "world_topo", place)
+        else:
+            others_say(store, f"pg_sub:{next(groups)}", place_in_group)
+        return tpu_distributed.create_process_group(
+            given.store, given.group_rank, given.group_size, given.timeout
+        )
+
+    dist.Backend.register_backend("tpu_dist", create, extended_api=True, devices=["tpu"])
+    # torch keeps one backend of a type, and both are of the same. gloo's own ranks would have to meet.
+    dist.Backend.backend_type_map["fake"] = dist.ProcessGroup.BackendType.GLOO
+    dist.init_process_group("cpu:fake,tpu:tpu_dist", store=store, rank=0, world_size=ranks)

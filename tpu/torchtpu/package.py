@@ -2,37 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from portable.config.derived import ZERO
 from portable.engines.package import TorchPackage
-from portable.errors import UserError, one_line, require
-from portable.plugins import new_python
+from portable.errors import require
 from portable.registry import World
+from portable.temporary_folder import scratch_folder
 from tpu import device_specs
+from tpu.compile.child import ask, last_words
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import torch
 
-    from portable.checks import Check, Several
     from portable.config import RunConfig
     from portable.planner.compiled import Compiled
     from portable.planner.device_lookup import Device
-    from portable.planner.memory_model import FootprintModule
     from portable.registry import CompileTarget
 
 _ADDRESSES = "TORCH_TPU_SLICEBUILDER_ADDRESSES"
 _NO_TPU = "backend: tpu needs a TPU, and this machine has none; use --backend cpu"
-_ASK = (
-    "import json, sys; from tpu.torchtpu.of_torch_tpu import launch_environment; "
-    "print(json.dumps(launch_environment(int(sys.argv[1]))))"
-)
 
 
 class TorchTpuPackage(TorchPackage):
@@ -47,8 +37,9 @@ class TorchTpuPackage(TorchPackage):
     def check_ranks(self, ranks: int) -> None:
         chips = device_specs.chips()
         require(chips > 0, _NO_TPU)  # torch_tpu would end the process
-        if ranks > chips:
-            raise UserError(f"--nproc: {ranks} ranks need as many TPU chips, and this machine has {chips}")
+        require(
+            ranks <= chips, f"--nproc: {ranks} ranks need as many TPU chips, and this machine has {chips}"
+        )
 
     def default_precision(self, *, in_rank: bool) -> str | None:
         return "bf16"
@@ -56,31 +47,11 @@ class TorchTpuPackage(TorchPackage):
     def devices(self) -> tuple[Device, ...]:
         return tuple(device_specs.accelerators())
 
-    def checks(self) -> Sequence[Check | Several]:
-        from portable.checks import Check
-
-        of_zero = Check(
-            "strategy backend",
-            lambda c: c.strategy in ZERO,
-            ": {strategy} is DeepSpeed's, which does not run on backend tpu; use full_shard",
-        )
-        return (of_zero, *super().checks())
-
     def adopt(self, config: RunConfig, world: World) -> RunConfig:
         # torch_tpu refuses inductor; its own compiler is what the default means there.
         if config.compile and config.compile_backend == "inductor":
             return config.replaced({"compile_backend": self.compiler})
         return config
-
-    def notes(self, config: RunConfig) -> list[str]:
-        if config.deepspeed.config is None:
-            return []
-        return ["deepspeed.config has no effect: DeepSpeed does not run on backend tpu"]
-
-    def footprint(self) -> FootprintModule:
-        from tpu.torchtpu import footprint
-
-        return footprint
 
     def compile(self, config: RunConfig, target: CompileTarget) -> Compiled:
         from tpu.torchtpu.dry_run import compile_run
@@ -91,13 +62,16 @@ class TorchTpuPackage(TorchPackage):
         if ranks == 1 or _ADDRESSES in os.environ:
             return {}
         # In a process of its own: it loads torch_tpu, which the launcher has no use for.
-        asked = subprocess.run(new_python(_ASK, str(ranks)), capture_output=True, text=True, check=False)
-        lines = asked.stdout.splitlines()
-        if asked.returncode or not lines:
-            said = one_line((asked.stderr.strip().splitlines() or ["it ended without a word"])[-1])
-            raise UserError(f"backend: tpu: torch_tpu cannot start {ranks} ranks here ({said})")
-        environment: dict[str, str] = json.loads(lines[-1])
-        return environment
+        with scratch_folder("portable-launch") as folder:
+            return ask(
+                "from tpu.torchtpu.of_torch_tpu import answer_launch_environment as main; main()",
+                folder / "answer.json",
+                given=ranks,
+                environment=os.environ,
+                failure=lambda *ended: (
+                    f"backend: tpu: torch_tpu cannot start {ranks} ranks here ({last_words(*ended)})"
+                ),
+            )
 
     def open(self, local_rank: int, local_world_size: int) -> torch.device:
         require(device_specs.chips() > 0, _NO_TPU)
@@ -115,8 +89,7 @@ class TorchTpuPackage(TorchPackage):
         return torch.device("tpu", 0)  # a rank sees its own chip alone
 
     def peak_flops(self, device: torch.device, precision: str) -> float | None:
-        kind = device_specs.accelerator_type()
-        return None if kind is None else device_specs.peak_flops(kind, precision)
+        return device_specs.peak_flops(device_specs.accelerator_type(), precision)
 
 
-TPU = TorchTpuPackage("tpu", extra="torchtpu", typical_device="v6e", compiler="tpu")
+TPU = TorchTpuPackage("tpu", extra="torchtpu", typical_device="v6e", runs_zero=False, compiler="tpu")

@@ -149,8 +149,7 @@ class XlaBackend:
     def peak_flops(self, precision: str) -> float | None:
         if not runtime.on_tpu():
             return None
-        kind = devices.accelerator_type()
-        return None if kind is None else devices.peak_flops(kind, precision)
+        return devices.peak_flops(devices.accelerator_type(), precision)
 
     def metrics(self) -> dict[str, float]:
         return graphs.counted()

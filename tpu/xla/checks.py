@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portable.checks import Check, Several, nvidia_only
-from portable.config.derived import ZERO
+from portable.checks import NO_ZERO, Check, Several, nvidia_only
 from portable.optim import user_optimizer
 from portable.plugins import names_code
 
@@ -46,11 +45,7 @@ CHECKS: tuple[Check | Several, ...] = (
         lambda c: c.model.experts is not None,
         ": XLA has one way of its own to compute experts, with fixed shapes; leave it out",
     ),
-    Check(
-        "strategy backend",
-        lambda c: c.strategy in ZERO,
-        " {strategy} is DeepSpeed's, which does not run on backend xla; use full_shard",
-    ),
+    NO_ZERO,
     Check(
         "memory.loss_chunk_tokens backend",
         _chunk,

@@ -31,7 +31,7 @@ class XlaPackage:
     name = "xla"
     extra = "xla"
     typical_device = "v5e"
-    runs_cuda = False
+    runs_cuda = runs_zero = False
 
     def is_here(self) -> bool:
         from tpu.device_specs import uses_tpu
