@@ -22,18 +22,19 @@ def at_first_use(package: str) -> Callable[[str], Any]:
         module = sys.modules[package]
         if name not in module.__all__:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = vars(module)[name] = getattr(import_module(_homes(str(module.__file__))[name]), name)
+        value = vars(module)[name] = getattr(import_module(_homes(package)[name]), name)
         return value
 
     return found
 
 
 @cache
-def _homes(file: str) -> dict[str, str]:
-    """The modules that a file imports names from, by name."""
+def _homes(package: str) -> dict[str, str]:
+    """The modules that the source of a package imports names from, by name."""
     import ast  # only where a name is asked for
 
-    with open(file, encoding="utf-8") as source:  # noqa: PTH123  (pathlib is slow)
-        tree = ast.walk(ast.parse(source.read()))
-    imports = [node for node in tree if isinstance(node, ast.ImportFrom)]
+    loader: Any = sys.modules[package].__loader__  # which reads archives, too
+    imports = [
+        node for node in ast.walk(ast.parse(loader.get_source(package))) if isinstance(node, ast.ImportFrom)
+    ]
     return {alias.name: str(node.module) for node in imports for alias in node.names}

@@ -23,7 +23,7 @@ BLOCK = 1 << 16
 
 class Rows(Protocol):
     def __call__(self, matrix: Shape, first: int, count: int, touched: Touched) -> Array:
-        """The rows [first, first + count) of one matrix of a stack, in float32 or in the tensor's dtype."""
+        """The rows [first, first + count) of one matrix of a stack, as float32, float64 or the tensor's."""
         ...
 
 

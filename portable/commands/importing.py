@@ -71,6 +71,9 @@ def import_files(argv: Sequence[str]) -> int:
                 found.assumed = found.assumed - {key} | (one.assumed & {key})
         found.notes += one.notes
         found.refused += one.refused
+    parts, length = (found.values.get(key) for key in ("context_parallel_size", "data.seq_len"))
+    if isinstance(parts, int) and isinstance(length, int) and length % parts and not (length + 1) % parts:
+        found.values["data.seq_len"] = length + 1  # another file says that ranks divide it
     text, mistakes = config_text(found)
     say(text.rstrip())
     if mistakes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any
 
 from portable.errors import require
@@ -55,11 +56,17 @@ def _check_attention(model: Any, config: RunConfig) -> None:
         "documents, or model.config.output_router_logits to false",
     )
     require(
-        not routed or ROUTER_LOSS in module_of(model),
+        not routed or _is_mixtrals(module_of(model).get(ROUTER_LOSS)),
         f"{KEY}: the router loss of {name} needs whole sequences; set "
         "model.config.output_router_logits to false",
     )
     check_documents(model, KEY)
+
+
+def _is_mixtrals(loss: Any) -> bool:
+    """Whether a router loss takes what that of transformers' Mixtral takes: the logits of each layer."""
+    names = ["gate_logits", "num_experts", "top_k", "attention_mask"]
+    return loss is not None and [*inspect.signature(inspect.unwrap(loss)).parameters] == names
 
 
 def a_head_for_each(size: int, tensor: Tensor) -> Tensor:

@@ -275,6 +275,7 @@ CONFLICTS: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
     ({"train_micro_batch_size_per_gpu": 2}, {}, ["is not divisible", "2 x 2 ranks"]),
     ({"gradient_accumulation_steps": 4}, {}, ["gradient_accumulation_steps 4", "auto"]),
     ({"fp_16": 3, "a": 1, "fp16": {"b": 1}}, {}, ["keys fp16.b, fp_16 (did you mean fp16?), a"]),
+    ({"weight_quantization": {"enabled": 5}}, {}, ["WeightQuantConfig"]),
     ({"data_types": {"grad_accum_dtype": {}}}, {}, ["data_types.grad_accum_dtype", "no dtype"]),
     ({"wandb": {"enabled": True}}, {}, ["wandb is not installed", "log.trackers"]),
     (

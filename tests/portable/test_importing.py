@@ -113,6 +113,10 @@ def test_several_files_and_a_command_line(tmp_path: Path, capsys: pytest.Capture
     assert found["train.global_batch_size"] == 8  # on the four devices of Accelerate's file
     assert found["strategy"] == "shard_grad_op" and found["train.learning_rate"] == 1e-5
     assert "# command line:0: " not in printed and "# command line: learning_rate" in printed
+    shares = "parallelism_config: {parallelism_config_cp_size: 2}\n"
+    (tmp_path / "b.yaml").write_text(f"compute_environment: LOCAL_MACHINE\nnum_processes: 4\n{shares}")
+    both = str(tmp_path / "b.yaml"), "--", *script, "--max_length", "64"
+    assert imported(*both, capsys=capsys)[0]["data.seq_len"] == 64  # which two ranks divide
 
 
 @pytest.mark.parametrize(

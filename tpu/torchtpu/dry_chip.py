@@ -115,17 +115,20 @@ class DryChip:
                 traceback.print_exc()
                 os._exit(70)
 
-        self._kept.append(_FUNCTION(called))
-        return _address(self._kept[-1])
+        function = _FUNCTION(called)
+        self._kept.append(function)
+        return _address(function)
 
     def _kept_at(self, *values: int) -> int:
         """The address of ``values``, eight bytes each."""
-        self._kept.append((ctypes.c_uint64 * len(values))(*values))
-        return ctypes.addressof(self._kept[-1])
+        kept = (ctypes.c_uint64 * len(values))(*values)
+        self._kept.append(kept)
+        return ctypes.addressof(kept)
 
     def _text(self, text: bytes) -> tuple[int, int]:
-        self._kept.append(ctypes.create_string_buffer(text))
-        return ctypes.addressof(self._kept[-1]), len(text)
+        kept = ctypes.create_string_buffer(text)
+        self._kept.append(kept)
+        return ctypes.addressof(kept), len(text)
 
     def _answers(self) -> dict[int, Callable[[Any], Sequence[int] | None]]:
         """By position in PJRT's table, which only grows at its end. See pjrt_c_api.h for the structs."""

@@ -139,7 +139,6 @@ def check(document: dict[str, Any], where: str) -> None:
     schema, given = schema_of(document), without_auto(document)
     try:
         schema(**given)
-        private_api.parse({key: value for key, value in given.items() if key not in _OURS} | _ONE)
     except ValidationError as error:
         details = error.errors()
         unknown = [
@@ -154,7 +153,11 @@ def check(document: dict[str, Any], where: str) -> None:
         told = re.sub(r", (\w+) or \1$", r", \1", first["msg"])  # of an enum with two names for a value
         told = re.sub(r" or instance of \w+$", "", told)
         raise UserError(one_line(f"{where}: {'.'.join(path)}: {told}{got}")) from error
-    except Exception as error:  # of one of its validators, or of DeepSpeed's parser
+    except Exception as error:  # of one of its validators
+        raise UserError(one_line(f"{where}: {error or type(error).__name__}")) from error
+    try:
+        private_api.parse({key: value for key, value in given.items() if key not in _OURS} | _ONE)
+    except Exception as error:  # its sections do not say where in the file they are
         raise UserError(one_line(f"{where}: {error or type(error).__name__}")) from error
 
 

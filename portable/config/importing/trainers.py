@@ -268,7 +268,8 @@ def _positions(value: Any, file: File) -> dict[str, Any]:
     parts = ("context_parallel_size", "sequence_parallel_degree", "context_parallel_dim")
     # Not where it is divided into equal parts, or is that of blocks of one long text.
     whole = file.get("stage") == "pt" or any(file.get(name, 1) != 1 for name in parts)
-    return {} if length is None else {"data.seq_len": length if whole else length - 1}
+    counted = type(length) is int and length > 1 and not whole
+    return {} if length is None else {"data.seq_len": length - 1 if counted else length}
 
 
 def _word(key: str, last: Callable[[Any], Any] = lambda value: value) -> Row:
@@ -484,7 +485,7 @@ def _table(
     return found
 
 
-_POSITIONS = Row(how=_positions, why="data.seq_len, one less")
+_POSITIONS = Row(how=_positions, why="data.seq_len")
 _SHARDING = {
     name.rpartition(".")[2]: row for name, row in ACCELERATE.items() if name.startswith("fsdp_config.")
 }
@@ -825,18 +826,23 @@ def finish(file: File, devices: int) -> None:
 def _preferences(file: File) -> None:
     """TRL's losses of pairs, whose files do not name their trainer."""
     found, of_dpo = file.result.values, ("beta", "max_prompt_length", "loss_weights")
-    if file.program == "TRL" and any(file.get(name) is not None for name in of_dpo):
+    if file.program == "TRL" and (told_by := [name for name in of_dpo if file.get(name) is not None]):
         kinds, weights = file.get("loss_type", "sigmoid"), file.get("loss_weights")
         kinds = [str(kind) for kind in (kinds if isinstance(kinds, list) else [kinds])]
-        shares = dict(zip(kinds, weights if isinstance(weights, list) else [1] * len(kinds), strict=False))
+        weights = [1] * len(kinds) if weights is None else weights
+        fits = isinstance(weights, list) and len(weights) == len(kinds)
+        shares = dict(zip(kinds, weights, strict=True)) if fits else {}
         sft = shares.pop("sft", file.get("rpo_alpha"))
         if [*shares.values()] == [1]:
-            file.put(("beta",), "train.loss", _loss(next(iter(shares)), file.get("beta"), sft))
+            loss = _loss(next(iter(shares)), file.get("beta"), sft)
+            file.put((told_by[0],), "train.loss", loss)
         else:
             told = "has no counterpart: one formula with the weight 1 is trained, and sft beside it"
             file.refuse(("loss_type",), f"{shown(kinds)} {told}; set train.loss to dpo")
         file.default("train.learning_rate", 1e-6, "default of TRL's DPO")
-        file.note(("beta",), "read as TRL's DPO; of another of its trainers, such as ORPO, change train.loss")
+        file.note(
+            (told_by[0],), "read as TRL's DPO; of another of its trainers, such as ORPO, change train.loss"
+        )
     if "train.loss" in found:
         file.default("data.format", "preference", "a loss of pairs")
         found.pop("data.packing", None)

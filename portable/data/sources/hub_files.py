@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from converters.storage.object_store import RemotePath
 from converters.storage.safe_open import read_small_text
 from converters.storage.urls import Object
 from portable.data.sources.compression import FORMATS, format_of
@@ -39,6 +38,8 @@ def hub_files(name: str, config_name: str | None, split: str) -> dict[Place, Obj
     Raises:
         UserError: if there is no such data set or split, or its files cannot be read as a stream.
     """
+    from converters.storage.object_store import RemotePath  # a run on a disk does without
+
     found: dict[Place, Object | None] = {}
     with storage_errors("data.source"):
         wanted: dict[str, list[str]] = {}

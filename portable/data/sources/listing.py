@@ -7,7 +7,6 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from converters.storage.object_store import RemotePath, matching
 from converters.storage.urls import is_url
 from portable.data.sources.compression import FORMATS, format_of
 from portable.data.sources.documents import listed
@@ -81,6 +80,8 @@ def remote_files(url: str) -> dict[Place, Object]:
     Raises:
         UserError: if there is no readable file.
     """
+    from converters.storage.object_store import RemotePath, matching  # a run on a disk does without
+
     with storage_errors("data.source"):
         path = RemotePath.of(url)
         found: dict[Any, Object] = dict(matching(path))

@@ -155,19 +155,20 @@ class TokenizeJob:
             desc="tokenizing",
             disable=not progress,
         )
-        with closing(writer), parallel_tokenizers(), bar, source.unchanged():
+        with closing(writer), parallel_tokenizers(), bar:
             facts: dict[str, Any] = {}
-            if isinstance(source, TokenSource):
-                for tokens, lengths in source.tokens(self.vocabulary.size, self.vocabulary.end):
-                    writer.add("text", tokens, lengths)
-                    bar.update(len(tokens))
-            elif self.chat is not None:
-                facts = _write_conversations(source, self.chat, writer, bar)
-            else:
-                within = False
-                for batch in _batches(source.documents()):
-                    within = _write(batch, self, writer, within)
-                    bar.update(sum(map(_size, batch)))
+            with source.unchanged():
+                if isinstance(source, TokenSource):
+                    for tokens, lengths in source.tokens(self.vocabulary.size, self.vocabulary.end):
+                        writer.add("text", tokens, lengths)
+                        bar.update(len(tokens))
+                elif self.chat is not None:
+                    facts = _write_conversations(source, self.chat, writer, bar)
+                else:
+                    within = False
+                    for batch in _batches(source.documents()):
+                        within = _write(batch, self, writer, within)
+                        bar.update(sum(map(_size, batch)))
             if not writer.documents:
                 raise source.no_text()
             if fields.bad is not None:
