@@ -70,8 +70,8 @@ def test_equals_one_rank(layout: str, model: str, given: dict[str, Any], beside:
     size, settings = LAYOUTS[layout]
     given = {"model__config": {**MODELS[model], "num_key_value_heads": 4}, **given}
     found, expected = beside.ranks(size, {**SHARED, **given, **settings}), beside.one(given)
-    assert found == pytest.approx(expected, rel=2e-5, abs=2e-6)
-    record(found, expected, 2e-5)
+    assert found == pytest.approx(expected, rel=2e-6, abs=2e-6)
+    record(found, expected, 2e-6)
 
 
 def test_follows_one_rank_in_bf16(beside: Beside) -> None:

@@ -34,7 +34,7 @@ def constrain_activations(model: nn.Module, layout: Layout, segments: Iterable[S
         layer.register_forward_pre_hook(of_input)
     for _, layer in transformer_layers(model):
         for module in layer.modules():
-            weight = module._parameters.get("weight")
+            weight = dict(module.named_parameters(recurse=False)).get("weight")
             if weight is not None and weight.dim() == 2:
                 module.register_forward_hook(of_output)
     for module in (*layers, whole.get_input_embeddings(), whole.get_output_embeddings()):
