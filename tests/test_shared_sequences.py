@@ -68,8 +68,10 @@ def test_equals_one_rank(layout: str, model: str, given: dict[str, Any], beside:
     size, settings = LAYOUTS[layout]
     given = {"model__config": MODELS[model], **given}
     found, expected = beside.ranks(size, {"context_parallel_size": 2, **given, **settings}), beside.one(given)
-    assert found == pytest.approx(expected, rel=2e-6, abs=2e-6)
-    record(found, expected, 2e-6)
+    # The gradient of a router loss is summed over the ranks in another order.
+    within = 1e-5 if model == "experts" else 2e-6
+    assert found == pytest.approx(expected, rel=within, abs=2e-6)
+    record(found, expected, within)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
