@@ -9,7 +9,6 @@ from portable.model import build as models
 from portable.model.document_attention import check_documents
 from portable.model.groups import groups_of
 from portable.model.labels import classifies_end_token, problem_of
-from portable.model.shareable import check_sharing
 from portable.model.special_tokens import SpecialTokens
 from portable.model.training_loss import training_loss
 
@@ -73,7 +72,10 @@ def assemble(
     groups_of(model, config.train)  # refuses patterns that do not fit
     if config.data.packing == "documents":
         check_documents(model)
-    check_sharing(model, config)
+    if max(config.context_parallel_size, config.tensor_parallel_size) > 1:
+        from portable.model.shareable import check_sharing
+
+        check_sharing(model, config)
     # A new model has no special tokens to lose.
     return Assembled(model, adapter, grown_from, [] if config.model.name_or_path is None else aligned)
 
