@@ -219,18 +219,27 @@ def _with_shared_sequences(planner: Planner) -> Planned | None:
     """What the smallest ``context_parallel_size`` takes with which a sequence fits; None if there is none."""
     devices, own = planner.target.cluster.devices, planner.config.context_parallel_size
     for size in range(own + 1, devices + 1):
-        best = None if devices % size else _with(planner, {"context_parallel_size": size})
+        shared = {"context_parallel_size": size}
+        best = None if devices % size else _with(planner, shared, planner.meta_model)
         if best is not None:
             return best
     return None
 
 
-def _with(planner: Planner, changed: dict[str, Any]) -> Planned | None:
-    """What fits with other settings, without offloading; None if nothing does, or they are refused."""
+def _with(planner: Planner, changed: dict[str, Any], model: MetaModel | None = None) -> Planned | None:
+    """What fits with other settings, without offloading; None if nothing does, or they are refused.
+
+    Args:
+        model: where they leave it as it is.
+    """
     try:
         config = planner.config.replaced(changed)
         check(config)
-        instead = Planner(config, _meta_model(config)[0], planner.target)
+        if model is None:
+            model = _meta_model(config)[0]
+        else:
+            model.check_sharing(config)
+        instead = Planner(config, model, planner.target)
         best = instead.best(instead.options())
     except UserError:  # of the model, or beside another setting
         return None

@@ -10,7 +10,7 @@ from portable.model.flops import flops_per_token, parameter_count
 from portable.model.groups import groups_of
 from portable.model.layers import transformer_layers
 from portable.model.parameters import embeddings, stored_tensors
-from portable.model.shareable import heads_of
+from portable.model.shareable import check_sharing, heads_of
 from portable.model.shared_layers import cut_dims
 from portable.planner.inventory import Inventory, Weight
 from portable.planner.memory_model import COMPUTE_BYTES
@@ -52,6 +52,10 @@ class MetaModel:
         """Forward and backward, without recomputation."""
         self._model = model
         self._found: dict[Request, Activations] = {}
+
+    def check_sharing(self, config: RunConfig) -> None:
+        """Raise UserError if the devices of ``config`` cannot share the sequences or layers of the model."""
+        check_sharing(self._model, config)
 
     def exchanged(self, config: RunConfig, cluster: Cluster) -> tuple[float, float]:
         """Bytes that a device which shares sequences sends in a micro-batch, and of these between nodes.
