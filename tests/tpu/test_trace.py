@@ -40,7 +40,7 @@ CASES: dict[str, dict[str, Any]] = {
         "strategy": "shard_grad_op",
         "train__optimizer": "adafactor",
         "train__global_batch_size": 8,
-        "data__packing": False,
+        "data__packing": "documents",
         "data__eval_fraction": 0,
         "model__config": ONE_LAYER,
     },

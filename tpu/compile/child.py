@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import resource
 import subprocess
+import sys
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from portable.errors import UserError, one_line
 from portable.plugins import new_python
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-    from pathlib import Path
 
 _DIES_WITH_US = "from portable.ranks.parent_death import die_with_parent; die_with_parent(); "
 
@@ -30,9 +33,9 @@ def ask(
     """Run ``code`` in another process, which dies with this one, and read what it :func:`answers`.
 
     Args:
-        code: finds the path of its answer and ``arguments`` in ``sys.argv``.
+        code: calls :func:`answers`; finds ``arguments`` in ``sys.argv``, from 2 on.
         answer: does not exist.
-        given: it unpickles this from its standard input.
+        given: what its :func:`given` returns.
         environment: of the process.
         failure: what to say if it leaves no answer, from its exit code, the negative number of a signal, and
             what it wrote on standard error.
@@ -74,8 +77,22 @@ def last_words(code: int, log: str) -> str:
     return one_line(lines[-1]) if lines else f"its process ended with {code}"
 
 
-def answers(answer: Path, found: Mapping[str, Any]) -> None:
-    """Leave ``found`` as the answer of this process, whole or not at all."""
+def given() -> Any:
+    """What this process was asked with."""
+    return pickle.load(sys.stdin.buffer)  # noqa: S301  (from the parent)
+
+
+def answers(found: Mapping[str, Any]) -> None:
+    """Leave ``found`` as the answer of this process, whole or not at all, with the memory that it took."""
+    answer = Path(sys.argv[1])
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     partial = answer.with_name(f"{answer.name}.partial")
-    partial.write_text(json.dumps(found), "utf-8")
+    partial.write_text(json.dumps({"host_bytes": peak, **found}), "utf-8")
     partial.rename(answer)
+
+
+def answers_and_ends(found: Mapping[str, Any]) -> NoReturn:
+    """The same, and end this process: the threads of a runtime or compiler would keep it for long."""
+    answers(found)
+    sys.stderr.flush()
+    os._exit(0)

@@ -6,10 +6,7 @@ process of their own (:mod:`tpu.compile.child`). It prints the name of each grap
 
 from __future__ import annotations
 
-import os
-import pickle
 import re
-import resource
 import sys
 import threading
 import time
@@ -19,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from portable.planner.compiled import CompiledGraph
-from tpu.compile.child import answers
+from tpu.compile.child import answers, answers_and_ends, given
 from tpu.compile.hlo import Module
 from tpu.compile.libtpu import CompileError, InterfaceError, Libtpu, Topology
 from tpu.compile.messages import messages
@@ -54,14 +51,14 @@ class Job:
 
 def main() -> None:
     """Compile what standard input asks for."""
-    path, job = Path(sys.argv[1]), pickle.load(sys.stdin.buffer)  # noqa: S301  (from the parent)
+    job: Job = given()
     try:
-        answer = run(job, path.with_name(DUMP) if job.only_memory else None)
+        answer = run(job, Path(sys.argv[1]).with_name(DUMP) if job.only_memory else None)
     except (CompileError, InterfaceError) as error:
         answer = {"error": str(error)}
-    answers(path, answer)
     if job.only_memory:
-        os._exit(0)  # the compiler goes on
+        answers_and_ends(answer)  # the compiler goes on
+    answers(answer)
 
 
 def run(job: Job, dumped: Path | None) -> dict[str, Any]:
@@ -93,7 +90,6 @@ def run(job: Job, dumped: Path | None) -> dict[str, Any]:
         "compiler": topology.compiler,
         "devices": len(topology.device_ids),
         "hbm_bytes": job.wanted.hbm(topology),
-        "host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "graphs": answers,
     }
 

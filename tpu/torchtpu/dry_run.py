@@ -9,35 +9,26 @@ leave in a chip's memory.
 from __future__ import annotations
 
 import os
-import pickle
-import resource
-import sys
 import time
 from collections import Counter
 from dataclasses import asdict, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from portable.adapters.adapter import training_model
-from portable.adapters.settings import resolved
-from portable.batch_plan import batch_plan
 from portable.checks import check
 from portable.engines.backend import TorchBackend
 from portable.errors import UserError, one_line, require
 from portable.loop import train_step
-from portable.model import build as models
 from portable.model.parameters import state_tensors
 from portable.model.tensors import ComputedTensor
-from portable.planner.activations import fake_batch
 from portable.planner.compiled import Collective, Compiled, CompiledGraph
-from portable.planner.passes import Request
 from portable.temporary_folder import scratch_folder
-from tpu.compile.child import answers, ask, last_words
+from tpu.compile.child import answers_and_ends, ask, given, last_words
 from tpu.compile.compiler import NO_VALUES, find_library, summary
 from tpu.compile.libtpu import CompileError, Libtpu
 from tpu.compile.slices import Slice, find_slice
+from tpu.compile.traced_step import traced_step
 from tpu.torchtpu import of_torch_tpu
 from tpu.torchtpu.dry_chip import DryChip
 from tpu.torchtpu.package import TorchTpuPackage
@@ -98,29 +89,25 @@ def _launch_environment(wanted: Slice) -> dict[str, str]:
 
 
 def main() -> None:
-    answer = Path(sys.argv[1])
-    config, wanted, library, large = pickle.load(sys.stdin.buffer)  # noqa: S301  (from the parent)
+    config, wanted, library, large = given()
     os.environ["TPU_LIBRARY_PATH"] = str(library)
     topology = Libtpu(library).topology(wanted.name, **wanted.options)
-
-    def end(found: dict[str, Any]) -> None:
-        found |= {"compiler": topology.compiler, "hbm_bytes": wanted.hbm(topology)}
-        found["host_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        answers(answer, found)
-        os._exit(0)  # the runtime's threads would wait for the other ranks
+    answer = {"compiler": topology.compiler, "hbm_bytes": wanted.hbm(topology)}
 
     def refuse(error: CompileError) -> None:
-        end({"graphs": [{"name": "a program", "error": str(error), "code": error.code, "place": ""}]})
+        graph = {"name": "a program", "error": str(error), "code": error.code, "place": ""}
+        answers_and_ends(answer | {"graphs": [graph]})
 
     try:
         chip = DryChip(topology, large, refuse)
         step = dry_run(config, topology, chip)
-        end({"graphs": [asdict(step)], "programs": len(chip.programs)})
+        answer |= {"graphs": [asdict(step)], "programs": len(chip.programs)}
     except Exception as error:  # not past here: Python would end beneath threads that call it
         said = one_line(str(error).strip().splitlines()[0])
         if not isinstance(error, UserError):
             said = f"--compile: a step of {config.model.key} cannot be traced ({said})"
-        end({"refused": said})
+        answer = {"refused": said}
+    answers_and_ends(answer)  # the runtime's threads would wait for the other ranks
 
 
 class DryPackage(TorchTpuPackage):
@@ -144,13 +131,7 @@ def dry_run(config: RunConfig, topology: Topology, chip: DryChip) -> CompiledGra
     backend = TorchBackend(DryPackage("tpu", compiler="tpu"))
     if backend.world_size > 1:
         of_torch_tpu.start_alone(topology)
-    model_config = models.model_config(config.model)
-    models.check_length(model_config, config)
-    config = resolved(config)
-    model = training_model(model_config, config)
-    plan = batch_plan(config, backend)
-    request = Request.of(config, micro_batch=plan.micro_batch_size, compute="cast", on_gpu=True)
-    batch = fake_batch(model, request)
+    config, _, model, plan, batch = traced_step(config, backend, parts=config.context_parallel_size)
     engine = backend.prepare(model, config)
     zero = torch.zeros(())
     shapes = {name: tensor.shape for name, tensor in state_tensors(model).items()}

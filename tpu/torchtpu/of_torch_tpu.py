@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import os
-import pickle
-import sys
-import warnings
 from contextlib import redirect_stderr
 from io import StringIO
 from itertools import count
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from portable.private import Package
-from tpu.compile.child import answers
+from tpu.compile.child import answers, given
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,15 +18,13 @@ if TYPE_CHECKING:
 
 PACKAGE = Package("torch-tpu", "0.2.0")
 _FEATURE = "backend: tpu"
-_SAID_AT_LOADING = r"<TorchTpu/Performance/TcMalloc/>"
 
 
 @PACKAGE.needed_for(_FEATURE)
 def load() -> None:
     """Import torch_tpu and register torch's device ``tpu``. Opens no chip."""
     os.environ.setdefault("ABSL_MIN_LOG_LEVEL", "2")
-    with warnings.catch_warnings(), redirect_stderr(StringIO()):  # four lines, of what it registers
-        warnings.filterwarnings("ignore", _SAID_AT_LOADING)
+    with redirect_stderr(StringIO()):  # four lines of what it registers, and a warning about malloc
         from torch_tpu import _loader
 
         _loader._init_device("tpu")
@@ -45,10 +39,9 @@ def answer_launch_environment() -> None:
     load()
     import torch
 
-    ranks = pickle.load(sys.stdin.buffer)  # noqa: S301  (from the parent)
-    torch.tpu.distributed.set_tpu_launch_env(nproc_per_node=ranks)  # type: ignore[attr-defined, unused-ignore]
+    torch.tpu.distributed.set_tpu_launch_env(nproc_per_node=given())  # type: ignore[attr-defined, unused-ignore]
     found = {name: value for name, value in os.environ.items() if name.startswith("TORCH_TPU_")}
-    answers(Path(sys.argv[1]), found)
+    answers({"environment": found})
 
 
 @PACKAGE.needed_for("--compile on backend tpu")

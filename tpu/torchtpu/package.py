@@ -63,7 +63,7 @@ class TorchTpuPackage(TorchPackage):
             return {}
         # In a process of its own: it loads torch_tpu, which the launcher has no use for.
         with scratch_folder("portable-launch") as folder:
-            return ask(
+            answer = ask(
                 "from tpu.torchtpu.of_torch_tpu import answer_launch_environment as main; main()",
                 folder / "answer.json",
                 given=ranks,
@@ -72,6 +72,7 @@ class TorchTpuPackage(TorchPackage):
                     f"backend: tpu: torch_tpu cannot start {ranks} ranks here ({last_words(*ended)})"
                 ),
             )
+        return dict(answer["environment"])
 
     def open(self, local_rank: int, local_world_size: int) -> torch.device:
         require(device_specs.chips() > 0, _NO_TPU)

@@ -142,9 +142,10 @@ class XlaEngine:
             # The gradients of lookup tables gather tokens. The compiler would do so inside the product that
             # makes the logits, and what comes out of such a fusion is not overwritten: logits would lie
             # beside their gradients. So tokens wait for the loss. If layers are recomputed, they are gathered
-            # late anyway.
-            waiting = {} if self._recomputed else {name: another(tensor) for name, tensor in batch.items()}
-            loss, numbers = self.objective(self.model, waiting or batch, valid)
+            # late anyway. Lengths would become an input of the graph; here, masks keep documents apart.
+            waits = () if self._recomputed else batch.keys() - {"document_lengths"}
+            waiting = {name: another(batch[name]) for name in waits}
+            loss, numbers = self.objective(self.model, {**batch, **waiting}, valid)
             # The backward pass waits for the loss. The compiler would put it off, and keep the logits for it.
             start = torch.ones_like(loss)
             # Sorted: the graph is one, in whatever order a sample has its tensors.

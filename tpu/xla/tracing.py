@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
-import pickle
 import re
-import resource
 import sys
 import time
 from pathlib import Path
@@ -19,9 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from portable.adapters.adapter import training_model
-from portable.adapters.settings import resolved
-from portable.batch_plan import batch_plan
 from portable.data.samples.classes import SINGLE
 from portable.data.sources.source import CLASSIFICATION
 from portable.errors import UserError, one_line
@@ -30,11 +25,10 @@ from portable.loop import train_step
 from portable.model import build as models
 from portable.model.labels import problem_of
 from portable.model.parameters import state_tensors
-from portable.planner.activations import fake_batch
-from portable.planner.passes import Request
 from portable.terminal import tell
-from tpu.compile.child import answers
+from tpu.compile.child import answers_and_ends, given
 from tpu.compile.messages import buffer_donors
+from tpu.compile.traced_step import traced_step
 from tpu.xla.backend import XlaBackend
 from tpu.xla.graphs import Graphs
 from tpu.xla.layout import Layout
@@ -208,14 +202,8 @@ def trace(config: RunConfig, folder: Path, hardware: str) -> list[dict[str, Any]
     # The client is up. What torch_xla asks from here on is for which hardware to lower: layouts, gathers and
     # scatters are others on a TPU.
     os.environ["PJRT_DEVICE"] = hardware
-    model_config = models.model_config(config.model)
-    models.check_length(model_config, config)
-    config = resolved(config)
-    model = training_model(model_config, config)
-    plan = batch_plan(config, backend)
-    whole = config.replaced({"context_parallel_size": 1})  # sequences, which the compiler cuts
-    request = Request.of(whole, micro_batch=plan.micro_batch_size, compute="cast", on_gpu=False)
-    batch = fake_batch(model, request)
+    # Whole sequences, which the compiler cuts.
+    config, model_config, model, plan, batch = traced_step(config, backend, parts=1)
     engine = backend.prepare(model, config)
     _trace_step(backend, engine, batch, plan, config)
     if config.data.eval_fraction or config.data.eval is not None:
@@ -275,19 +263,15 @@ class _OneMicroBatch:
         return self._engine.update(*args, **kwargs)
 
 
-def main() -> int:
-    path, hardware = Path(sys.argv[1]), sys.argv[2]
-    config: RunConfig = pickle.load(sys.stdin.buffer)  # noqa: S301  (from the parent)
+def main() -> None:
+    config: RunConfig = given()
     gc.freeze()  # what was imported holds no tensor of a device: no search need visit it
     answer: dict[str, Any]
     try:
-        answer = {"graphs": trace(config, path.parent, hardware)}
-        answer["host_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        answer = {"graphs": trace(config, Path(sys.argv[1]).parent, sys.argv[2])}
     except UserError as error:
         answer = {"refused": one_line(error)}
-    answers(path, answer)
-    sys.stderr.flush()
-    os._exit(0)  # the runtime's threads take seconds to end
+    answers_and_ends(answer)
 
 
 if __name__ == "__main__":
