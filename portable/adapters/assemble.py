@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from portable.adapters.settings import resolved
 from portable.data.dataset import inspect_data
+from portable.data.sources.opening import recognise_format
+from portable.errors import MissingDataError
 from portable.model import build as models
 from portable.model.document_attention import check_documents
 from portable.model.groups import groups_of
 from portable.model.labels import classifies_end_token, problem_of
+from portable.model.shareable import check_sharing
 from portable.model.special_tokens import SpecialTokens
 from portable.model.training_loss import training_loss
 
@@ -73,8 +77,6 @@ def assemble(
     if config.data.packing == "documents":
         check_documents(model)
     if max(config.context_parallel_size, config.tensor_parallel_size) > 1:
-        from portable.model.shareable import check_sharing
-
         check_sharing(model, config)
     # A new model has no special tokens to lose.
     return Assembled(model, adapter, grown_from, [] if config.model.name_or_path is None else aligned)
@@ -92,6 +94,29 @@ def looked_at(config: RunConfig) -> tuple[Assembled, DataSizes]:
     special_tokens = SpecialTokens(model_config, config.model)
     data = inspect_data(config.data, task=config.model.task, **tokenizer_hints(config, model_config))
     return assemble(config, model_config, special_tokens, data.opened, data), data
+
+
+def planned(config: RunConfig) -> tuple[RunConfig, PreTrainedModel, DataSizes | None]:
+    """``config`` as far as its files settle it, its model, and what is known of its data if that is here.
+
+    Raises:
+        UserError: for what a run refuses.
+    """
+    config = resolved(config)
+    training_loss(config)  # refuses one that is not there
+    try:
+        kind = recognise_format(config.data, config.model.task, downloads=False)
+        config = config.replaced({"data.format": kind})
+        assembled, sizes = looked_at(config)
+    except MissingDataError:  # a machine without the data plans as well
+        from portable.adapters.adapter import training_model
+
+        model_config = models.model_config(config.model)
+        models.check_length(model_config, config)
+        model = training_model(model_config, config)
+        check_sharing(model, config)
+        return config, model, None
+    return config, assembled.model, sizes
 
 
 def tokenizer_hints(config: RunConfig, model_config: PretrainedConfig) -> dict[str, Any]:

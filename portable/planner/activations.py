@@ -142,14 +142,15 @@ def fake_batch(model: nn.Module, request: Request) -> Batch:
     """A micro-batch with the shapes of the real data; see :data:`portable.backend.Batch`."""
     shape = (request.micro_batch, request.seq_len)
     tokens = torch.zeros(shape, dtype=torch.int64)
-    batch = {"input_ids": tokens, "labels": torch.zeros(shape, dtype=torch.int64)}
+    targets = torch.zeros(request.micro_batch, request.target_seq_len, dtype=torch.int64)
+    batch = {"input_ids": tokens, "labels": targets}
     if not request.packed:
         batch["attention_mask"] = torch.ones(shape, dtype=torch.int64)
     # A CPU attends to one document at a time, at most to a whole sample. Elsewhere there is a mask.
     if request.packed == "documents" and (request.on_gpu or request.compiler):
         batch["position_ids"] = torch.zeros(shape, dtype=torch.int64)
     if request.task == "seq2seq-lm":
-        batch["decoder_input_ids"] = torch.zeros(shape, dtype=torch.int64)
+        batch["decoder_input_ids"] = torch.zeros_like(targets)
     if request.task == "sequence-classification":
         batch["labels"] = torch.zeros(request.micro_batch, dtype=torch.int64)
     return batch

@@ -16,7 +16,7 @@ from portable.batch_plan import plan_batches
 from portable.checks import check
 from portable.config.arguments import CONFIG_OPTIONS, read_command
 from portable.config.flags import Option
-from portable.errors import MissingDataError, UserError, report, require
+from portable.errors import UserError, report, require
 from portable.formatting import table
 from portable.planner import compiled as compiled_report
 from portable.planner import device_lookup as devices
@@ -317,25 +317,9 @@ def _target(config: RunConfig, given: dict[str, Any], *, notes: bool = True) -> 
 def _meta_model(config: RunConfig) -> tuple[MetaModel, Work | None]:
     """The model on the meta device, and what the run trains it on."""
     with loading():
-        from portable.adapters.adapter import training_model
-        from portable.adapters.assemble import looked_at
-        from portable.adapters.settings import resolved
-        from portable.data.sources.opening import recognise_format
-        from portable.model.build import model_config
-        from portable.model.shareable import check_sharing
-        from portable.model.training_loss import training_loss
+        from portable.adapters.assemble import planned
         from portable.planner.meta_model import MetaModel
-    config = resolved(config)
-    training_loss(config)  # refuses one that is not there
-    sizes = None
-    try:
-        kind = recognise_format(config.data, config.model.task, downloads=False)
-        config = config.replaced({"data.format": kind})
-        assembled, sizes = looked_at(config)
-        model = assembled.model
-    except MissingDataError:  # a machine without the data plans as well
-        model = training_model(model_config(config.model), config)
-        check_sharing(model, config)
+    config, model, sizes = planned(config)
     return MetaModel(model, config), work_of(config, sizes)
 
 

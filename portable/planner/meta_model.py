@@ -144,7 +144,7 @@ def _estimate(model: Inventory, request: Request, why: str) -> Activations:
     Recomputation in Large Transformer Models", without attention scores), 2 for recomputed layers, and three
     copies of the logits in fp32.
     """
-    tokens = request.micro_batch * request.seq_len
+    tokens = request.micro_batch * max(request.seq_len, request.target_seq_len)
     width = 2 if request.compute == "plain" else 1
     a_layer = 34 * tokens * model.hidden_size * width
     recomputed = 2 * tokens * model.hidden_size * width

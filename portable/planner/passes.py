@@ -82,6 +82,8 @@ class Request:
 
     micro_batch: int
     seq_len: int
+    target_seq_len: int
+    """Of the labels: of a decoder's input, where there is an encoder."""
     task: str
     packed: bool | Literal["documents"]
     compute: Compute
@@ -115,11 +117,13 @@ class Request:
 
             own = training_loss(config)
             in_parts = own is not None and LOGITS not in own.needs
+        data, parts = config.data, config.context_parallel_size
         return cls(
-            micro_batch * config.data.sequences,
-            config.data.longest // config.context_parallel_size,
+            micro_batch * data.sequences,
+            data.seq_len // parts,
+            (data.target_seq_len or data.seq_len) // parts,
             config.model.task,
-            config.data.packing,
+            data.packing,
             "plain" if precision == "fp32" else compute,
             precision,
             config.memory.activation_checkpointing,

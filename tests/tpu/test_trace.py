@@ -11,7 +11,10 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from portable.errors import UserError
 from portable.run.rank import run_rank
+from tests.portable.data_support import write_jsonl
+from tests.portable.test_preferences import PAIRS, pairs
 from tests.runs import TINY_MODEL, configured
+from tests.tpu.test_parity import MODELS
 from tests.xla import QUICK
 from tpu.compile.hlo import Module
 from tpu.compile.messages import messages
@@ -44,6 +47,13 @@ CASES: dict[str, dict[str, Any]] = {
         "data__eval_fraction": 0,
         "model__config": ONE_LAYER,
     },
+    "pairs": {**PAIRS, "data__eval_fraction": 0, "model__config": ONE_LAYER},
+    "targets of another length": {
+        **MODELS["t5"],
+        "data__target_seq_len": 16,
+        "data__eval_fraction": 0,
+        "train__global_batch_size": 8,
+    },
 }
 
 
@@ -59,20 +69,24 @@ def traced(config: RunConfig, folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_is_what_a_run_compiles(case: str, tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
-    settings = {"train__steps": 2, "train__micro_batch_size": 2, "checkpoint__export": False, **CASES[case]}
+    settings = {"checkpoint__export": False, **CASES[case], "train__steps": 2, "train__micro_batch_size": 2}
+    if case == "pairs":
+        settings |= {"train__global_batch_size": 8, "data__format": "preference"}
+        corpus = write_jsonl(tmp_path / "pairs.jsonl", pairs(40))
     config = configured(tmp_path / "run", corpus, backend="xla", log__sample_tokens=0, **settings)
     dumped, folder = tmp_path / "dumped", tmp_path / "traced"
     folder.mkdir()
     dump = f"{QUICK} --xla_dump_to={dumped} --xla_dump_hlo_as_proto --xla_dump_hlo_module_re=SyncTensors"
     assert xla.run(DEVICES, run, config, environment={"XLA_FLAGS": dump}) == 0
     names = xla.run(DEVICES, traced, config, folder, environment={"XLA_HLO_DEBUG": "1"})
-    assert names == (["step"] if case == "one graph" else ["micro-batch", "update", "evaluation"])
+    assert names == (["micro-batch", "update", "evaluation"] if case == "accumulated" else ["step"])
     compiled = [path.read_bytes() for path in dumped.glob("*before_optimizations.hlo.pb")]
     theirs = [identity(messages.HloProto.FromString(one).hlo_module) for one in compiled]
     ours = {name: identity((folder / f"{name}.hlo.pb").read_bytes()) for name in names}
     assert {name: found in theirs for name, found in ours.items()} == dict.fromkeys(names, True)
-    assert len(theirs) == len(names)  # and the run compiles no other
-    updated = ours["step" if case == "one graph" else "update"]
+    # And the run compiles no other, but for what the reference says of all pairs before it begins.
+    assert len(theirs) == len(names) + (case == "pairs")
+    updated = ours["update" if case == "accumulated" else "step"]
     assert len(updated[1]) > 2 * 12  # donated: parameters, their state, the counters
 
 

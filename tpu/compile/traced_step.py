@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from portable.adapters.adapter import training_model
-from portable.adapters.settings import resolved
+import torch
+
+from portable.adapters.assemble import planned
 from portable.batch_plan import batch_plan
-from portable.model import build as models
+from portable.errors import UserError
+from portable.model.training_loss import STATISTICS, Outputs, TrainingLoss, training_loss
 from portable.planner.activations import fake_batch
 from portable.planner.passes import Request
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from collections.abc import Mapping
+
+    from transformers import PreTrainedModel
 
     from portable.backend import Backend, Batch
     from portable.batch_plan import BatchPlan
@@ -23,7 +27,6 @@ class TracedStep(NamedTuple):
     """What a step takes."""
 
     config: RunConfig
-    model_config: PretrainedConfig
     model: PreTrainedModel
     """On the meta device, with its adapter."""
     plan: BatchPlan
@@ -40,12 +43,32 @@ def traced_step(config: RunConfig, backend: Backend, *, parts: int) -> TracedSte
     Raises:
         UserError: if a run would refuse the config.
     """
-    model_config = models.model_config(config.model)
-    models.check_length(model_config, config)
-    config = resolved(config)
-    model = training_model(model_config, config)
+    config, model, _ = planned(config)
     plan = batch_plan(config, backend)
     shown = config.replaced({"context_parallel_size": parts})
     # Not as on a CPU, which attends to each document by itself: here a mask keeps them apart.
     request = Request.of(shown, micro_batch=plan.micro_batch_size, compute="cast", on_gpu=True)
-    return TracedStep(config, model_config, model, plan, fake_batch(model, request))
+    batch = fake_batch(model, request)
+    if config.data.sequences > 1:
+        batch = {name: rows.unflatten(0, (-1, config.data.sequences)) for name, rows in batch.items()}
+    loss = training_loss(config)
+    if loss is not None and loss.once is not None:
+        batch |= _computed_once(loss, batch)
+    return TracedStep(config, model, plan, batch)
+
+
+def _computed_once(loss: TrainingLoss, batch: Batch) -> Mapping[str, torch.Tensor]:
+    """Zeros, shaped as what ``loss`` computes of each sample before a run."""
+    shapes = {name: rows.to("meta") for name, rows in batch.items()}
+    value = torch.zeros(shapes["labels"].shape, device="meta")
+
+    def outputs(*_: Any, **__: Any) -> Outputs:
+        return Outputs(**dict.fromkeys(STATISTICS, value))
+
+    try:
+        found = loss.once(outputs, shapes)  # type: ignore[misc]
+    except Exception as error:  # code of the user, which may read values or need logits
+        raise UserError(
+            f"--compile: {loss.key}: what it computes once is not known here; leave out --compile"
+        ) from error
+    return {name: torch.zeros(rows.shape, dtype=rows.dtype) for name, rows in found.items()}

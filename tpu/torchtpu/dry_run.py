@@ -131,7 +131,7 @@ def dry_run(config: RunConfig, topology: Topology, chip: DryChip) -> CompiledGra
     backend = TorchBackend(DryPackage("tpu", compiler="tpu"))
     if backend.world_size > 1:
         of_torch_tpu.start_alone(topology)
-    config, _, model, plan, batch = traced_step(config, backend, parts=config.context_parallel_size)
+    config, model, plan, batch = traced_step(config, backend, parts=config.context_parallel_size)
     engine = backend.prepare(model, config)
     zero = torch.zeros(())
     shapes = {name: tensor.shape for name, tensor in state_tensors(model).items()}

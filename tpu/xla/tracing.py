@@ -203,13 +203,13 @@ def trace(config: RunConfig, folder: Path, hardware: str) -> list[dict[str, Any]
     # scatters are others on a TPU.
     os.environ["PJRT_DEVICE"] = hardware
     # Whole sequences, which the compiler cuts.
-    config, model_config, model, plan, batch = traced_step(config, backend, parts=1)
+    config, model, plan, batch = traced_step(config, backend, parts=1)
     engine = backend.prepare(model, config)
     _trace_step(backend, engine, batch, plan, config)
     if config.data.eval_fraction or config.data.eval is not None:
-        measures = build_metrics(config.train.metrics, _setting(config, model_config))
+        measures = build_metrics(config.train.metrics, _setting(config, model.config))
         engine.evaluate(backend.place(batch), measures, {})
-    bound = models.positions(model_config)
+    bound = models.positions(model.config)
     tokens = config.log.sample_tokens
     tokens = tokens if bound is None else min(tokens, bound - PROMPT_TOKENS)
     if tokens > 0 and config.model.task == "causal-lm":
