@@ -38,7 +38,7 @@ PROGRAMS = (
     "torchrun",
 )
 
-MARK = "for "
+MARK = "for-"  # no space: SLURM reads names in /proc as one word
 LIBRARY = "TESTS_STANDARD_LIBRARY"
 """A variable with a folder that stands in for the standard library, of which runs without a source read
 megabytes."""
