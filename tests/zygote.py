@@ -14,8 +14,7 @@ import socket
 import sys
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import subprocess
@@ -38,7 +37,7 @@ PROGRAMS = (
     "torchrun",
 )
 
-MARK = "for "
+MARK = "for-"  # no space: SLURM reads names in /proc as one word
 LIBRARY = "TESTS_STANDARD_LIBRARY"
 """A variable with a folder that stands in for the standard library, of which runs without a source read
 megabytes."""
@@ -202,6 +201,7 @@ def execute(words: list[str]) -> object:
     """Do what the program ``words[0]`` does, as far as tests and pages need of ``python``."""
     import importlib
     import runpy
+    import sysconfig
     import tempfile
     from importlib.metadata import entry_points
 
@@ -210,8 +210,8 @@ def execute(words: list[str]) -> object:
     # What was read from the environment once, when it was loaded.
     importlib.reload(constants)
     if library := os.environ.get(LIBRARY):
-        source: Any = importlib.import_module("portable.data.sources.opening")
-        source.sysconfig = SimpleNamespace(get_path=lambda _: library)
+        place = sysconfig.get_path
+        sysconfig.get_path = lambda name, *more: library if name == "stdlib" else place(name, *more)
     tempfile.tempdir = None
     sys.argv = words
     if words[0] != "python":

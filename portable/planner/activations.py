@@ -193,7 +193,7 @@ class Watch:
         kind = _WORK
         if func is _TO_COPY and self._kind_of(args[0]) == _MODEL:
             kind = _COPY
-        for result in of_torch.tree_leaves(results):
+        for result in [results] if isinstance(results, torch.Tensor) else of_torch.tree_leaves(results):
             if isinstance(result, torch.Tensor):
                 self._see(result, kind)
         if sum(self._peak) < self._live[_WORK] + self._live[_COPY]:

@@ -240,7 +240,7 @@ def _with(planner: Planner, changed: dict[str, Any], model: MetaModel | None = N
         else:
             model.check_sharing(config)
         instead = Planner(config, model, planner.target)
-        best = instead.best(instead.options())
+        best = instead.best(instead.options(offloading=False))
     except UserError:  # of the model, or beside another setting
         return None
     return best if _fits_as_it_is(best) else None

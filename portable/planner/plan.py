@@ -143,7 +143,7 @@ class Planner:
         self.micro_batch = largest_divisor(share, 1 if wanted == "auto" else wanted)
         self.config = config.replaced({"train.micro_batch_size": self.micro_batch})
         self.share = share
-        self._footprints: dict[tuple[Setting, int, str], Footprint] = {}
+        self._footprints: dict[tuple[Setting, int | str, str], Footprint] = {}
         self.failure: str | None = None
         """Why activations are estimated by formula; None if they were run."""
         self._checkpoint = self.model.checkpoint_bytes(config.train)
@@ -175,10 +175,7 @@ class Planner:
         check(config)
         recompute = config.memory.activation_checkpointing
         cluster = self.target.cluster
-        key = setting, micro_batch, recompute
-        if key not in self._footprints:
-            self._footprints[key] = self._footprint_module.footprint(self.model, config, cluster)
-        footprint = self._footprints[key]
+        footprint = self._footprint(config)
         working = self._activations(config, footprint, micro_batch)
         found = _device_bytes(footprint, working)
         ranks = min(cluster.per_node, cluster.devices)
@@ -200,6 +197,12 @@ class Planner:
         sent, sharing = int(max(links, network)), config.context_parallel_size
         return Option(setting, micro_batch, recompute, found, host, disk, saved, sent, fits, sharing)
 
+    def _footprint(self, config: RunConfig) -> Footprint:
+        key = Setting.of(config), config.train.micro_batch_size, config.memory.activation_checkpointing
+        if key not in self._footprints:
+            self._footprints[key] = self._footprint_module.footprint(self.model, config, self.target.cluster)
+        return self._footprints[key]
+
     def _activations(self, config: RunConfig, footprint: Footprint, micro_batch: int) -> Activations:
         request = Request.of(
             config,
@@ -214,8 +217,13 @@ class Planner:
 
     # -- all of them ---------------------------------------------------------------------------------------
 
-    def options(self) -> list[Option]:
-        """Every setting as configured otherwise: those that fit, then the rest, both in order."""
+    def options(self, *, offloading: bool = True) -> list[Option]:
+        """Every setting as configured otherwise: those that fit, then the rest, both in order.
+
+        Args:
+            offloading: False for those alone that do without, and fit if everything is recomputed of
+                micro-batches of one. No pass is run of what has no room for the state alone.
+        """
         own = Setting.of(self.config)
         settings = list(self._footprint_module.settings(self.config, self.target.cluster))
         if own not in settings:
@@ -223,7 +231,8 @@ class Planner:
         found = []
         for setting in sorted(settings, key=self._rank):
             try:
-                found.append(self.option(setting))
+                if offloading or (not setting.offloaded and self._can_fit(setting)):
+                    found.append(self.option(setting))
             except UserError:
                 if setting == own:
                     raise
@@ -269,7 +278,10 @@ class Planner:
         return None
 
     def _ladder(self, options: list[Option]) -> Iterator[Option]:
-        ordered = sorted(filter(self._may_fit, options), key=lambda option: self._rank(option.setting))
+        ordered = sorted(
+            (option for option in options if self._may_fit(option.setting)),
+            key=lambda option: self._rank(option.setting),
+        )
         plain = [
             o for o in ordered if (o.setting.offload_optimizer, o.setting.offload_params) == ("none",) * 2
         ]
@@ -284,12 +296,18 @@ class Planner:
         for option in offloaded:
             yield from self._largest_that_fits(option.setting, [self.micro_batch, *sizes], "full")
 
-    def _may_fit(self, option: Option) -> bool:
+    def _may_fit(self, setting: Setting) -> bool:
         """Whether the part fits that neither a smaller micro-batch nor recomputation reduces."""
-        assert self.target.device is not None
-        host = self.target.host_memory
-        usable = self.target.device.usable(self.target.cluster.devices)
-        return option.device_bytes.resident <= usable and (host is None or option.host_bytes <= host)
+        target, footprint = self.target, self._footprint(setting.into(self.config))
+        assert target.device is not None
+        resident = footprint.parameters + footprint.gradients + footprint.optimizer
+        host = footprint.host * min(target.cluster.per_node, target.cluster.devices)
+        return resident <= target.device.usable(target.cluster.devices) and (
+            target.host_memory is None or host <= target.host_memory
+        )
+
+    def _can_fit(self, setting: Setting) -> bool:
+        return self._may_fit(setting) and bool(self.option(setting, micro_batch=1, recompute="full").fits)
 
     def _largest_that_fits(
         self, setting: Setting, sizes: list[int], recompute: str | None

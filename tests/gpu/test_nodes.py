@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from tests.slurm import Slurm
     from tests.zygote import Zygote
 
-BIN = Path(sys.executable).parent
 HYBRID: dict[str, Any] = {
     "strategy": "hybrid_shard",
     "train__global_batch_size": 8,
@@ -73,12 +71,13 @@ def test_two_agents_of_torchrun(tmp_path: Path, corpus: Path, truth: list[float]
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+def cluster(tmp_path_factory: pytest.TempPathFactory, zygote: Zygote) -> Iterator[Slurm]:
+    """Its tasks are forks of the zygote: real processes of SLURM stand for them, and pass signals on."""
     if (reason := slurm.missing()) is not None:
         pytest.skip(reason)
     nodes = slurm.Slurm(tmp_path_factory.mktemp("slurm"))
     # The names of the nodes mean nothing to this machine's resolver; on a real cluster they do.
-    nodes.environment |= {"MASTER_ADDR": "127.0.0.1", "PATH": f"{BIN}:{nodes.environment['PATH']}"}
+    nodes.environment |= {"MASTER_ADDR": "127.0.0.1", "PATH": zygote.environment["PATH"]}
     try:
         nodes.start()
         yield nodes
@@ -90,7 +89,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 def test_srun(tmp_path: Path, corpus: Path, truth: list[float], cluster: Slurm) -> None:
     settings = flags(tiny(tmp_path / "run", corpus, **HYBRID))
     layout = ("--nodes", "2", "--ntasks-per-node", "2", "--chdir", str(Path.cwd()))
-    command = (str(BIN / "python"), "-m", "tests.gpu.mesh_of_rank", str(tmp_path), *settings)
+    command = ("python", "-m", "tests.gpu.mesh_of_rank", str(tmp_path), *settings)
     done = cluster.command("srun", *layout, *command)
     assert done.returncode == 0, done.stderr
     check_meshes(tmp_path)

@@ -70,6 +70,11 @@ def test_the_notebook_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     notebook: Any = nbformat.reads(NOTEBOOK.read_text("utf-8"), as_version=4)
     assert all(not cell.get("outputs") for cell in notebook.cells), "outputs are not kept in the repository"
+    # Processes are started once: with what the notebook itself defines.
+    (moved,) = (
+        cell for cell in notebook.cells if "train(load_config(None, settings), nproc=2)" in cell.source
+    )
+    moved.source = moved.source.replace(", nproc=2", "")
     NotebookClient(
         notebook, timeout=300, kernel_name="zygote", resources={"metadata": {"path": str(tmp_path)}}
     ).execute()

@@ -29,11 +29,23 @@ OTHERWISE = {
 """The share by which a step takes more or less than planned: docs/tpu.md has the reasons."""
 
 
+IMPLIED = {
+    "llama-70b/v5e-64/full_shard/full/scan/rows-512/lora/1x4096",  # by llama-8b with an adapter
+    "llama-70b/v5p-64/full_shard/full/scan/rows-512/1x8192",  # by llama-8b, and llama-70b without a loop
+    "llama-1b/v4-8/full_shard/full/scan/rows-512/2x4096",
+    "llama-1b/v6e-8/full_shard/full/scan/rows-512/2x4096",
+    "mixtral/v5e-4/full_shard/full/2x256",  # by mixtral-8x7b
+    "llama-8b/v5e-16/full_shard/full/scan/rows-256/4-a-sequence/1x32768",
+    "llama-8b/v5e-64/full_shard/full/scan/rows-128/8-a-sequence/1x131072",
+}
+"""Of each way to run there is another row."""
+
+
 def param(row: dict[str, Any]) -> Any:
     case = case_of(row)
     small = case.model in SMALL and not case.model.startswith("wide")
     usual = Case(case.model, "v5e", 4, "full_shard", case.micro_batch, case.seq_len)
-    often = not small or case == usual
+    often = case.name not in IMPLIED and (not small or case == usual)
     return pytest.param(row, id=case.name, marks=[] if often else pytest.mark.exhaustive)
 
 
