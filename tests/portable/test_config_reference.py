@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from portable.config import RunConfig, keys, load_config
-from portable.config.reference import ROOT, json_schema, main, pages
+from portable.config.reference import ROOT, json_schema, main
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,12 +28,6 @@ def test_check_notices_a_stale_page(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert main([]) == 0
     assert main(["--check"]) == 0
     assert main(["--wrong"]) == 2
-
-
-def test_the_page_explains_every_setting() -> None:
-    (page,) = (text for path, text in pages().items() if path.name == "config.md")
-    for key in keys.settings(RunConfig):
-        assert f'| <a id="{key}" href="#{key}">`{key}`</a>' in page
 
 
 def test_the_schema_knows_every_setting() -> None:

@@ -142,13 +142,7 @@ def test_a_setting_of_an_earlier_release_says_what_to_write(name: str) -> None:
     ("given", "remedy"),
     [
         ({"train": {"schedule": "constant_with_warmup"}}, "did you mean constant, which warms up"),
-        ({"train": {"optimizer": "adamw_torch"}}, "did you mean adamw?"),
-        ({"train": {"optimizer": "paged_adamw_8bit"}}, "did you mean adamw_8bit?"),
-        ({"precision": "bfloat16"}, "did you mean bf16?"),
-        ({"precision": "no"}, "did you mean fp32?"),
-        ({"strategy": "ddp"}, "did you mean no_shard?"),
         ({"strategy": "full_shard auto_wrap"}, "did you mean full_shard, "),
-        ({"model": {"attention": "fa2"}}, "did you mean flash_attention_2?"),
         ({"adapter": "qlora"}, "; write adapter: {type: lora, base: nf4}"),
         ({"deepspeed": "ds.json"}, "; write deepspeed: {config: 'ds.json'}"),
     ],

@@ -13,12 +13,11 @@ from portable.config.sections import DataConfig
 from portable.data.dataset import build_data
 from portable.data.samples.base import PackedCausal, Part
 from portable.data.samples.mixture import Interleave, Mixture, Schedule, Share
-from portable.data.samples.order import seed_of
 from portable.errors import UserError
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
 from tests.portable.data_support import token_cache, write_jsonl
-from tests.runs import checked, configured, write_conversations, write_corpus
+from tests.runs import configured, write_conversations, write_corpus
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,10 +35,6 @@ WEIGHTS: list[Sequence[float]] = [
 
 
 # -- the interleave -----------------------------------------------------------------------------------------
-
-
-def test_each_source_has_a_seed_of_its_own() -> None:
-    assert len({seed_of(name, seed) for name in ("a", "b") for seed in (0, 1)}) == 4
 
 
 @pytest.mark.parametrize("weights", WEIGHTS, ids=str)
@@ -161,38 +156,6 @@ def test_the_share_of_a_source_is_part_of_the_data(tmp_path: Path) -> None:
     first = [data.train.locate(position, 0) for position in range(60)]
     assert [later.train.locate(position, 0) for position in range(20)] == first[:20]
     assert all(later.train.source_name(later.train.locate(p, 0)[1]) == "code" for p in range(20, 60))
-
-
-WRONG = [
-    ([{"source": "web.jsonl"}], "data.sources.1: has no name"),
-    ([{"name": "a/b", "source": "web.jsonl"}], "the name 'a/b'"),
-    ([{"name": "a", "source": "x"}, {"name": "a", "source": "y"}], "two sources are named a"),
-    ([{"name": "a", "source": "x", "weight": 1}, {"name": "b", "source": "y"}], "and b has none"),
-    ([{"name": "a", "source": "x", "weight": 0}], "all weights are 0"),
-    ([{"name": "a", "source": "x", "weight": 1, "epochs": 1}], "has a weight and epochs"),
-    ([{"name": "a", "weight": 1}], "names no data of its own"),
-]
-
-
-@pytest.mark.parametrize(("sources", "said"), WRONG, ids=str)
-def test_wrong_sources_are_refused_in_one_line(sources: list[dict[str, Any]], said: str) -> None:
-    with pytest.raises(UserError) as refused:
-        checked(None, {"data.sources": sources})
-    assert said in str(refused.value) and "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "said"),
-    [
-        ([{"step": 5, "weights": {"web": 1, "cod": 1}}], "there is no source cod; did you mean"),
-        ([{"step": 5, "weights": {"web": 1}}, {"step": 5, "weights": {"web": 1}}], "not come after"),
-        ([{"at": 5}], "data.weight_schedule.1: has no step; set step, integer >= 0"),
-    ],
-)
-def test_a_wrong_schedule_is_refused_in_one_line(schedule: list[dict[str, Any]], said: str) -> None:
-    sources = [{"name": "web", "source": "x"}, {"name": "code", "source": "y"}]
-    with pytest.raises(UserError, match=said):
-        checked(None, {"data.sources": sources, "data.weight_schedule": schedule})
 
 
 def test_the_same_data_twice_is_refused(tmp_path: Path) -> None:

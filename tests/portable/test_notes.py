@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -35,17 +34,11 @@ def test_a_dry_run_prints_the_notes_of_the_run(
     model = pretrained(tmp_path / "model", word_tokenizer("$A </s>", **WORDS), eos_token_id=3)
     weights = load_file(model / "model.safetensors")
     save_file({**weights, "of.another": torch.ones(2)}, model / "model.safetensors", {"format": "pt"})
-    (tmp_path / "ds.json").write_text(
-        json.dumps({"zero_optimization": {"stage": 0}, "wall_clock_breakdown": True})
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 0}, "wall_clock_breakdown": true}')
+    (tmp_path / "accelerate.yaml").write_text(
+        "{distributed_type: DEEPSPEED, gpu_ids: '0,1', num_processes: 1,"
+        f" deepspeed_config: {{deepspeed_config_file: {tmp_path / 'ds.json'}}}}}"
     )
-    accelerate = {
-        "distributed_type": "DEEPSPEED",
-        "gpu_ids": "0,1",
-        "debug": True,
-        "deepspeed_config": {"deepspeed_config_file": str(tmp_path / "ds.json")},
-        "num_processes": 1,
-    }
-    (tmp_path / "accelerate.yaml").write_text(json.dumps(accelerate))
     settings: dict[str, Any] = tiny(
         tmp_path / "run", corpus, model__name_or_path=str(model), train__steps=1, log__sample_tokens=0
     )
@@ -59,12 +52,5 @@ def test_a_dry_run_prints_the_notes_of_the_run(
     assert not (tmp_path / "run").exists()
     assert main(command) == 0
     assert told(capsys) == before
-    for words in (
-        "gpu_ids",
-        "debug",
-        "no effect: wall_clock_breakdown",
-        "special tokens",
-        "of.another",
-        "a step takes 6 samples and the data has 4",
-    ):
+    for words in ("gpu_ids", "wall_clock_breakdown", "special tokens", "of.another", "the data has 4"):
         assert any(words in line for line in before)

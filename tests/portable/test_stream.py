@@ -17,7 +17,6 @@ from portable.data.sources.file_parts import FilePart
 from portable.data.stream import Stream
 from portable.errors import RunError, UserError
 from tests.portable.data_support import source, write_jsonl
-from tests.runs import checked
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -187,21 +186,6 @@ def _die(self: Any, source: Any) -> bool:
     import os
 
     os._exit(3)
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"data.stream": True, "data.source": "x.jsonl", "train.epochs": 1}, "train.epochs needs the length"),
-        ({"data.stream": True, "data.source": "x.jsonl", "model.task": "masked-lm"}, "causal-lm alone"),
-        ({"data.stream": True, "data.source": "x.jsonl", "data.eval_fraction": 0.1}, "holds nothing out"),
-        ({"data.sources": [{"name": "a", "source": "x", "stream": True}]}, "give it a weight"),
-        ({"data.stream": True, "data.source": "x.jsonl", "data.max_samples": 5}, "max_samples does not work"),
-    ],
-)
-def test_what_a_stream_cannot_do_is_refused(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        checked(None, given)
 
 
 # -- whole runs ---------------------------------------------------------------------------------------------
