@@ -100,13 +100,13 @@ def test_a_run_ends_when_it_gets_no_better(told: Any, tmp_path: Path, corpus: Pa
 def test_a_resumed_run_ends_at_the_same_step(told: Any, tmp_path: Path, corpus: Path) -> None:
     """Also in another folder: it is as patient as before; the best there are its own."""
     assert leg(tmp_path, corpus, **PATIENT, train__stop_after=4) == 0
+    assert told == dict.fromkeys(range(1, 5), 1)
     moved = PATIENT | {"checkpoint__resume": str(tmp_path / "checkpoints" / "step-000004")}
     assert leg(tmp_path / "two", corpus, **moved, checkpoint__export_best=True) == 0
     assert kept(tmp_path / "two") == [5] and (tmp_path / "two" / "final").exists()
-    told.pop(5)
+    told.clear()
     assert leg(tmp_path, corpus, **PATIENT) == 0
-    assert kept(tmp_path)[-1] == 5 and 3 in kept(tmp_path)
-    assert told == dict.fromkeys(range(1, 6), 1)
+    assert kept(tmp_path)[-1] == 5 and 3 in kept(tmp_path) and told == {5: 1}
 
 
 def test_the_evaluation_where_a_launch_ends_does_not_count(told: Any, tmp_path: Path, corpus: Path) -> None:
