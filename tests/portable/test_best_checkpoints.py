@@ -182,32 +182,6 @@ def test_the_judge() -> None:
         assert EvalHistory.of(damaged) == EvalHistory()
 
 
-def test_it_waits_as_transformers_does() -> None:
-    """Random curves: the evaluation after which EarlyStoppingCallback ends a run."""
-    import random
-    from types import SimpleNamespace
-
-    from transformers import EarlyStoppingCallback, TrainerControl
-
-    draws = random.Random(0)
-    for _ in range(300):
-        patience, threshold = draws.randint(1, 3), draws.choice([0.0, 0.1, 0.3])
-        values = [3 - 0.05 * i + draws.gauss(0, 0.2) for i in range(12)]
-        eval_history, best_tracker = EvalHistory(), BestTracker("eval_loss", "min", 0, patience, threshold)
-        ours = [
-            best_tracker(eval_history, step, {"eval_loss": v}).stop for step, v in enumerate(values, start=1)
-        ]
-        callback, control = EarlyStoppingCallback(patience, threshold), TrainerControl()
-        state: Any = SimpleNamespace(best_metric=None)
-        arguments: Any = SimpleNamespace(greater_is_better=False, metric_for_best_model="loss")
-        theirs = []
-        for value in values:
-            callback.on_evaluate(arguments, state, control, {"eval_loss": value})
-            theirs.append(control.should_training_stop)
-            state.best_metric = value if state.best_metric is None else min(state.best_metric, value)
-        assert ours.index(True) == theirs.index(True) if True in theirs else True not in ours
-
-
 # -- data of its own ---------------------------------------------------------------------------------------
 
 

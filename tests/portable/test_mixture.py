@@ -6,7 +6,6 @@ import math
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 
 from portable.config.sections import DataConfig
@@ -57,15 +56,6 @@ def test_positions_are_dealt_out_exactly(weights: Sequence[float]) -> None:
     assert number == counts[source]
 
 
-def test_weights_are_kept_in_every_window() -> None:
-    deal = Interleave((0.7, 0.2, 0.1))
-    sources = np.array([deal(position)[0] for position in range(20_000)])
-    for window in (100, 300):
-        for source, share in enumerate((0.7, 0.2, 0.1)):
-            inside = np.convolve(sources == source, np.ones(window), "valid")
-            assert np.abs(inside - share * window).max() <= 2
-
-
 def test_a_schedule_changes_weights_and_goes_on() -> None:
     deal = Schedule([(0, (1, 1)), (100, (0, 1)), (1000, (3, 1))])
     seen = [0, 0]
@@ -92,22 +82,6 @@ def mixture(folder: Path, shares: Sequence[Share]) -> Mixture:
 
 def places(samples: Samples, first: int, count: int) -> list[tuple[int, int]]:
     return [samples.locate(position, 7) for position in range(first, first + count)]
-
-
-def test_each_source_has_epochs_of_its_own(tmp_path: Path) -> None:
-    """No sample of a source comes twice within its epoch, and none is left out."""
-    mixed = mixture(tmp_path, [Share(weight=0.5), Share(weight=0.3), Share(weight=0.2)])
-    seen: dict[int, list[tuple[int, int]]] = {0: [], 1: [], 2: []}
-    for epoch, index in places(mixed, 0, 3000):
-        source, number = mixed.source_of(index)
-        seen[source].append((epoch, number))
-    assert [len(of) for of in seen.values()] == [1500, 900, 600]
-    for source, count in enumerate((300, 120, 7)):
-        taken = seen[source]
-        for epoch in range(len(taken) // count):
-            assert sorted(taken[epoch * count : (epoch + 1) * count]) == [(epoch, n) for n in range(count)]
-    orders = [[n for _, n in seen[2][at : at + 7]] for at in range(0, 560, 7)]
-    assert len({tuple(order) for order in orders}) > 60  # shuffled anew each time
 
 
 def test_epochs_are_exact_over_a_pass(tmp_path: Path) -> None:

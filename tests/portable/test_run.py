@@ -171,18 +171,6 @@ def test_killed_in_the_middle_of_a_save(moment: str, tmp_path: Path, corpus: Pat
     assert not list((folder / "checkpoints").glob(".*"))
 
 
-def test_an_evaluation_that_a_kill_prevented_is_made_up_for(
-    finished: Path, tmp_path: Path, corpus: Path
-) -> None:
-    folder = tmp_path / "run"
-    leg(folder, corpus, train__eval_every=4, train__stop_after=4)
-    rows = [row for row in read_metrics(folder) if "eval_loss" not in row]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    leg(folder, corpus, train__eval_every=4)
-    evals = {row["step"]: row["eval_loss"] for row in read_metrics(folder) if "eval_loss" in row}
-    assert evals == {row["step"]: row["eval_loss"] for row in read_metrics(finished) if "eval_loss" in row}
-
-
 def test_sgd_without_momentum_goes_on(tmp_path: Path, corpus: Path) -> None:
     """It keeps no state at all, which a checkpoint must be able to say."""
     settings: dict[str, Any] = {"train__optimizer": "sgd", "train__betas": [0.0, 0.9]}

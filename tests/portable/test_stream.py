@@ -11,7 +11,6 @@ import pytest
 
 from portable.config.sections import DataConfig
 from portable.data.dataset import build_data
-from portable.data.samples.loader import TrainLoader
 from portable.data.sources import opening
 from portable.data.sources.file_parts import FilePart
 from portable.data.stream import Stream
@@ -100,30 +99,6 @@ def test_a_resume_reads_nothing_that_was_consumed(files: Path, monkeypatch: pyte
     other.batch(expected)
     needed = {index >> 32 for _, index in expected}
     assert first == 1 and len(read) - first <= len(needed)
-
-
-def test_samples_are_those_of_the_files(files: Path) -> None:
-    """Blocks of the tokens of each file; on other numbers of ranks: ``test_sample_order.py``."""
-    data = build_data(settings(files, shuffle_window=3))
-    stream, batch = data.train, 12
-    plain = {
-        shard: build_data(settings(files, source=str(files / f"part-{shard}.jsonl"), stream=False,
-                                   tokenizer=_saved(data, files), vocab_size=None)).train
-        for shard in range(FILES)
-    }  # fmt: skip
-
-    loader = iter(TrainLoader(stream, seed=0, global_batch_size=batch, micro_batch_size=batch))
-    for step in range(60):
-        rows = next(loader)["input_ids"].tolist()
-        for row, (_, index) in zip(rows, ids(stream, step * batch, batch), strict=True):
-            assert row == plain[index >> 32][index & 0xFFFFFFFF]["input_ids"].tolist()
-    loader.close()
-
-
-def _saved(data: Any, files: Path) -> str:
-    folder = files.parent / "tokenizer"
-    data.tokenizer.save_pretrained(folder)
-    return str(folder)
 
 
 # -- the disk -----------------------------------------------------------------------------------------------
