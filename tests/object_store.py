@@ -11,9 +11,7 @@ pointed to by `AWS_ENDPOINT_URL`, so a test sees every request and can answer so
 
 from __future__ import annotations
 
-import io
 import os
-import sys
 import threading
 import time
 import urllib.parse
@@ -120,11 +118,12 @@ class ObjectStore:
 
     def __init__(self) -> None:
         from moto.moto_server.werkzeug_app import create_backend_app
+        from werkzeug.test import Client
 
         _share_values()
         # Called as a function: a server behind the proxy would pass each byte through two more sockets, and
         # moto's would look through its folders for each request to find out that it is one of S3.
-        self._moto: Any = create_backend_app("s3")
+        self._moto: Any = Client(create_backend_app("s3"), use_cookies=False)
         store = self
 
         class Handler(_Handler):
@@ -258,40 +257,9 @@ class ObjectStore:
         self, method: str, path: str, headers: Mapping[str, str], body: bytes
     ) -> tuple[int, list[tuple[str, str]], bytes]:
         """Have the server answer, by way of WSGI."""
-        place, _, query = path.partition("?")
-        environ: dict[str, Any] = {
-            "wsgi.version": (1, 0),
-            "wsgi.url_scheme": "http",
-            "wsgi.input": io.BytesIO(body),
-            "wsgi.errors": sys.stderr,
-            "wsgi.multithread": True,
-            "wsgi.multiprocess": False,
-            "wsgi.run_once": False,
-            "REQUEST_METHOD": method,
-            "SCRIPT_NAME": "",
-            "PATH_INFO": urllib.parse.unquote(place, "latin-1"),
-            "QUERY_STRING": query,
-            "REQUEST_URI": path,
-            "RAW_URI": path,
-            "REMOTE_ADDR": "127.0.0.1",
-            "SERVER_NAME": "127.0.0.1",
-            "SERVER_PORT": "80",
-            "SERVER_PROTOCOL": "HTTP/1.1",
-        }
-        for name, value in headers.items():
-            if name.lower() not in _HOP_BY_HOP:
-                known = _environ_name(name)
-                environ[known] = f"{environ[known]},{value}" if known in environ else value
-        environ["CONTENT_LENGTH"] = str(len(body))
-        begun: list[tuple[str, list[tuple[str, str]]]] = []
-        answer = self._moto(environ, lambda status, headers, _=None: begun.append((status, headers)))
-        try:
-            data = b"".join(answer)
-        finally:
-            if hasattr(answer, "close"):
-                answer.close()
-        ((status, answered),) = begun
-        return int(status.split()[0]), answered, data
+        passed = {name: value for name, value in headers.items() if name.lower() not in _HOP_BY_HOP}
+        answer = self._moto.open(path, method=method, headers=passed, data=body)
+        return answer.status_code, list(answer.headers), answer.get_data()
 
     def note(self, request: Request) -> None:
         with self._lock:
@@ -300,12 +268,6 @@ class ObjectStore:
     def fault(self, method: str, key: str, query: str) -> Fault | None:
         with self._lock:
             return next((fault for fault in self.faults if fault.applies(method, key, query)), None)
-
-
-def _environ_name(header: str) -> str:
-    """What WSGI calls a header."""
-    name = header.upper().replace("-", "_")
-    return name if name in ("CONTENT_TYPE", "CONTENT_LENGTH") else f"HTTP_{name}"
 
 
 def _share_values() -> None:

@@ -145,7 +145,6 @@ REFUSED: list[tuple[dict[str, Any] | str, str]] = [
     ("--eval-only --json .", "--json|is a folder; name a file"),
     (f"--eval-only --json {__file__}", "--json|has no evaluation; name another file"),
     ("--accelerate-config no-such.yaml", "no-such.yaml"),
-    ("--config no-such.yaml", "no-such.yaml"),
 ]
 
 

@@ -180,7 +180,6 @@ def test_metrics_by_import_path() -> None:
     ("name", "told"),
     [
         ("f2", "'f2' is no metric of single_label_classification; it has "),
-        (f"{__name__}:long_wrds", "has no long_wrds; did you mean long_words?"),
         (f"{__name__}:NO_METRIC", "is neither a function nor a class with the methods sums and values"),
         (f"{__name__}:failing", "failing: fails (ValueError: not so; test_metrics.py, line "),
         (f"{__name__}:loss_again", "loss_again: another metric has a value 'loss', too"),

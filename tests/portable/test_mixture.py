@@ -12,6 +12,7 @@ from portable.config.sections import DataConfig
 from portable.data.dataset import build_data
 from portable.data.samples.base import PackedCausal, Part
 from portable.data.samples.mixture import Interleave, Mixture, Schedule, Share
+from portable.data.samples.order import seed_of
 from portable.errors import UserError
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
@@ -34,6 +35,10 @@ WEIGHTS: list[Sequence[float]] = [
 
 
 # -- the interleave -----------------------------------------------------------------------------------------
+
+
+def test_each_source_has_a_seed_of_its_own() -> None:
+    assert len({seed_of(name, seed) for name in ("a", "b") for seed in (0, 1)}) == 4
 
 
 @pytest.mark.parametrize("weights", WEIGHTS, ids=str)

@@ -57,9 +57,7 @@ def of_tensors() -> list[dict[str, Any]]:
         ("data.source", "nothing", "gives a NoneType, not an iterable of records"),
         ("data.source", "failing", "fails (ValueError: no more; test_user_code.py, line"),
         ("data.source", "of_tensors", "record 1 is not of plain values"),
-        ("data.source", "recrds", "did you mean records?"),
         ("model.function", "no_model", "no_model: returns a str, not a transformers model or None"),
-        ("model.function", "with_valu", "did you mean with_value?"),
     ],
 )
 def test_what_gives_no_records_or_no_model_is_refused_in_a_line(
