@@ -150,6 +150,27 @@ def test_reasoning_that_the_template_leaves_out_is_counted() -> None:
             assert f"leaves out the reasoning of {lost} of the {lost} answers" in told[0]
 
 
+@pytest.mark.parametrize("name", ["qwen3", "llama3"])
+def test_a_sample_of_each_answer(name: str) -> None:
+    """What the model is shown and has to say at that point, as at inference."""
+    encoded = encode(name, template(name), {"messages": SYSTEM + TALK}, split_turns=True)
+    assert len(encoded.tokens) == 3
+    for number, stop in enumerate((3, 5, 7)):
+        messages = (SYSTEM + TALK)[:stop]
+        prompt = tokenizer(name).apply_chat_template(
+            messages[:-1], return_dict=False, add_generation_prompt=True
+        )
+        whole = tokenizer(name).apply_chat_template(messages, return_dict=False)
+        assert encoded.tokens[number].tolist() == whole
+        assert np.flatnonzero(encoded.trained[number]).tolist() == list(range(len(prompt), len(whole)))
+
+
+def test_everything() -> None:
+    encoded = encode("qwen3", template("qwen3"), {"messages": TALK}, train_on="all")
+    assert encoded.trained[0].all()
+    assert (encoded.stopping, len(encoded.ends)) == (1, 1)
+
+
 def test_a_switched_off_thought_is_not_trained() -> None:
     """With enable_thinking false the prompt has the empty thought already."""
     encoded = encode("qwen3", template("qwen3"), {"messages": GREETING}, kwargs={"enable_thinking": False})
@@ -177,6 +198,17 @@ def test_arguments_of_calls_are_objects_or_text_as_the_template_needs() -> None:
     messages[1] = {**messages[1], "content": ""}
     found = encode("deepseekv3", template("deepseekv3"), {"messages": messages}, train_on="all")
     assert '```json\n{"a": 2}\n```' in trained("deepseekv3", found)
+
+
+def test_arguments_are_json_wherever_the_template_writes_them() -> None:
+    text = (
+        "{% for message in messages %}<|im_start|>{{ message.role + '\n' + message.content }}"
+        "{% for call in message.tool_calls %}{{ call.function.name + ' ' }}{{ call.function.arguments }}"
+        "{% endfor %}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    call = {"function": {"name": "add", "arguments": {"a": "é"}}}
+    messages = [GREETING[0], {**GREETING[1], "tool_calls": [call]}]
+    assert 'add {"a": "é"}<|im_end|>' in trained("qwen3", encode("qwen3", text, {"messages": messages}))
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -111,6 +111,16 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
+def test_equals_it_under_autocast() -> None:
+    model, head = built(*MODELS["llama, tied"], 10)
+    with torch.autocast("cpu", torch.bfloat16):
+        whole, expected = loss_and_gradients(model, None, "causal-lm")
+        loss, gradients = loss_and_gradients(model, head, "causal-lm")
+    assert float(loss) == pytest.approx(float(whole), rel=1e-5)
+    for ours, theirs in zip(gradients, expected, strict=True):
+        assert (ours - theirs).norm() <= 0.01 * theirs.norm()
+
+
 def test_never_holds_all_logits() -> None:
     wide = TINY_MODEL | {"vocab_size": 30_000, "hidden_size": 8, "tie_word_embeddings": False}
     model, head = built("causal-lm", wide, 2)

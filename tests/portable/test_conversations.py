@@ -267,6 +267,9 @@ def test_answers_whose_end_is_not_trained(settings: Settings, tmp_path: Path) ->
     with pytest.raises(UserError, match=r"they end in 'It is 5.', and then comes '<\|eot_id\|>'"):
         build_data(given)
     assert build_data(replace(given, train_on="all")).end_of_turn is not None
+    (tmp_path / "bad.jinja").write_text("{% for x %}")
+    with pytest.raises(UserError, match="it is no valid template"):
+        build_data(replace(given, chat_template=str(tmp_path / "bad.jinja")))
 
 
 # -- templates -----------------------------------------------------------------------------------------------

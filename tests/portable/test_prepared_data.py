@@ -79,6 +79,21 @@ def test_the_samples_are_those_of_the_text(
         build_data(prepared.model_copy(update={"format": "messages"}))
 
 
+def test_columns_that_nobody_asks_for_are_in_no_batch(config: Path, tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "scored.jsonl", [{"text": f"text {i}", "score": i} for i in range(40)])
+    settings = json.loads(config.read_text())
+    settings["data"] |= {"source": str(source), "columns": "score", "packing": False}
+    settings["train"] = {"loss": "tests.portable.test_user_loss:by_column"}
+    config.write_text(json.dumps(settings))
+    out = tmp_path / "tokens"
+    assert main(["--config", str(config), "--out", str(out), "--processes", "1"]) == 0
+    for columns in ([], ["score"]):
+        train = build_data(given(tmp_path, source=str(out), packing=False, columns=columns)).train
+        assert isinstance(train, Stream)
+        train._processes = 0
+        assert ("score" in train.batch([train.locate(0, 0)])) == bool(columns)
+
+
 def test_it_goes_on_where_it_was_killed(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

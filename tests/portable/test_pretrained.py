@@ -90,6 +90,15 @@ def test_weights_are_those_of_from_pretrained(
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+def test_slices_of_stacked_experts_are_slices_of_the_whole(tmp_path: Path) -> None:
+    theirs = state_tensors(saved(tmp_path, "mixtral", *ARCHITECTURES["mixtral"]))
+    settings = chosen("causal-lm", name_or_path=str(tmp_path))
+    found = pretrained_weights(settings, built(settings)).found
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    part = found[name].read((slice(1, 3), slice(5, 9), slice(0, 32)))
+    assert torch.equal(torch.from_numpy(part), theirs[name][1:3, 5:9])
+
+
 def test_a_table_that_cannot_be_read_leaves_the_work_to_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

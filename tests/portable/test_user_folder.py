@@ -94,6 +94,12 @@ def void(_: object) -> None:
     """No value."""
 
 
+def test_a_plug_in_has_its_own_configs(mine: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    mine("from configs import VALUE\ndef loss(): return VALUE\n")
+    assert plugins.load("train.loss", "plugged:loss")() == 7
+    monkeypatch.delitem(sys.modules, "configs")
+
+
 @pytest.mark.parametrize(
     ("setting", "text"),
     [
