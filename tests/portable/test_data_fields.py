@@ -70,7 +70,7 @@ def pairs(count: int) -> list[dict[str, Any]]:
     def text(most: int) -> str:
         return " ".join(chosen.choices(WORDS, k=chosen.randint(1, most)))
 
-    return [{"text": text(12), "other": text(12), "label": i % 3} for i in range(count)]
+    return [{"text": text(12), "other": text(12), "label": i % 12} for i in range(count)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
