@@ -245,6 +245,7 @@ FILES_REFUSED: list[tuple[str | bytes, str]] = [
     ("", "run.yaml: the config is empty"),
     ("- 1", "run.yaml: a config must be a mapping"),
     ("seed: !!python/object:os.system x", "run.yaml:1: the tag tag:yaml.org,2002:python/object"),
+    ("data: {source: !mine [a]}", "run.yaml:1: the tag !mine is not allowed"),
     ("? [a, b]\n: 1", "run.yaml:1: a key must be a word"),
     ("model: &a {config: {model_type: x, b: *a}}", "run.yaml:1: "),
     ('"\\e[31m": 1', "run.yaml:1: unknown key '\\x1b[31m'"),
