@@ -41,41 +41,6 @@ TASKS = {
     "sequence-classification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
 }
 BF16_TOLERANCE = 5e-2
-NAMES = {
-    "llama": (
-        "Llama 2, Llama 3, 3.1, 3.2 and 3.3, Code Llama, TinyLlama, Vicuna, Yi, SmolLM, SmolLM2, Falcon3, "
-        "DeepSeek-R1-Distill-Llama"
-    ),
-    "mllama": "Llama 3.2 Vision, its language model",
-    "qwen2": "Qwen1.5, Qwen2, Qwen2.5, Qwen2.5-Coder, QwQ, DeepSeek-R1-Distill-Qwen",
-    "qwen2_moe": "Qwen1.5-MoE, Qwen2-57B-A14B",
-    "qwen3_moe": "Qwen3-30B-A3B, Qwen3-235B-A22B",
-    "mistral": "Mistral 7B, Mistral Nemo, Zephyr",
-    "ministral": "Ministral 8B",
-    "gemma3_text": "Gemma 3 270M and 1B",
-    "gemma3": "Gemma 3 4B, 12B and 27B",
-    "phi": "Phi-1, Phi-1.5, Phi-2",
-    "phi3": "Phi-3, Phi-3.5-mini, Phi-4",
-    "phimoe": "Phi-3.5-MoE",
-    "deepseek_v3": "DeepSeek-V3, DeepSeek-R1",
-    "gpt2": "GPT-2, DistilGPT2, DialoGPT",
-    "gpt_neox": "GPT-NeoX, Pythia, Dolly 2",
-    "gpt_bigcode": "StarCoder, SantaCoder",
-    "glm": "GLM-4-9B",
-    "glm4": "GLM-4-0414",
-    "glm4_moe": "GLM-4.5",
-    "granite": "Granite 3",
-    "granitemoe": "Granite 3 with experts",
-    "granitemoehybrid": "Granite 4",
-    "cohere": "Command R",
-    "cohere2": "Command R7B, Command A",
-    "rwkv": "RWKV-4",
-    "deberta-v2": "DeBERTa-v2, DeBERTa-v3",
-    "t5": "T5, T5 v1.1, Flan-T5",
-    "marian": "Marian, OPUS-MT",
-    "m2m_100": "M2M-100, NLLB-200",
-}
-"""The names that people know, by the ``model_type`` in their ``config.json``, where it is another."""
 
 
 class Pair(NamedTuple):
@@ -363,20 +328,8 @@ saved of `emu3` and `mllama` (the class that `config.json` names does). ProphetN
 next token alone, and told so."""
 
 
-def by_name() -> str:
-    """A table of the models that people search for."""
-    rows = [f"| {names} | `{model_type}` |" for model_type, names in NAMES.items()]
-    lines = [
-        "## By name",
-        "",
-        "The `model_type` in a model's `config.json` decides, not its name or size.",
-        "",
-    ]
-    return "\n".join([*lines, "| models | `model_type` |", "| --- | --- |", *rows, ""])
-
-
 def page(everything: Mapping[str, Findings]) -> str:
-    """The page of the docs: the types of which all held, by their tasks, and what did not hold."""
+    """The page of the docs: the names that it has, the types of which all held, and what did not hold."""
     import transformers
 
     held: dict[str, list[str]] = {}
@@ -400,7 +353,8 @@ def page(everything: Mapping[str, Findings]) -> str:
     by_tasks: dict[str, list[str]] = {}
     for model_type, tasks in held.items():
         by_tasks.setdefault(", ".join(task for task in TASKS if task in tasks), []).append(f"`{model_type}`")
-    lines = [by_name(), "## By type", "", "All of it held for", ""]
+    by_name = PAGE.read_text("utf-8").partition("## By name")[2].partition("## By type")[0]
+    lines = [f"## By name{by_name}## By type", "", "All of it held for", ""]
     lines += [f"- {tasks}: {', '.join(types)}" for tasks, types in sorted(by_tasks.items())]
     lines += ["", "## What does not hold", "", NOTES, ""]
     lines += [f"- {', '.join(names)}: {line}" for line, names in sorted(notes.items())]

@@ -11,13 +11,10 @@ pointed to by `AWS_ENDPOINT_URL`, so a test sees every request and can answer so
 
 from __future__ import annotations
 
-import io
 import os
-import sys
 import threading
 import time
 import urllib.parse
-import xml.etree.ElementTree as ET
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -121,11 +118,12 @@ class ObjectStore:
 
     def __init__(self) -> None:
         from moto.moto_server.werkzeug_app import create_backend_app
+        from werkzeug.test import Client
 
         _share_values()
         # Called as a function: a server behind the proxy would pass each byte through two more sockets, and
         # moto's would look through its folders for each request to find out that it is one of S3.
-        self._moto: Any = create_backend_app("s3")
+        self._moto: Any = Client(create_backend_app("s3"), use_cookies=False)
         store = self
 
         class Handler(_Handler):
@@ -164,7 +162,7 @@ class ObjectStore:
         self.least_part(LEAST_PART)
         self._buckets += 1
         self.bucket = f"test-{os.getpid()}-{self._buckets}"  # runs in it have folders of that name here
-        self._ask("PUT", f"/{self.bucket}")
+        self._backend.create_bucket(self.bucket, "us-east-1")
         self.requests.clear()
 
     def least_part(self, nbytes: int) -> None:
@@ -208,8 +206,7 @@ class ObjectStore:
         return sum(request.sent for request in self._matching(method, key, ""))
 
     def by_method(self) -> Counter[str]:
-        with self._lock:
-            return Counter(request.method for request in self.requests)
+        return Counter(request.method for request in self._matching("", "", ""))
 
     def _matching(self, method: str, key: str, query: str) -> list[Request]:
         with self._lock:
@@ -221,8 +218,15 @@ class ObjectStore:
 
     # Straight to the server, neither counted nor failed.
 
+    @property
+    def _backend(self) -> Any:
+        from moto.core import DEFAULT_ACCOUNT_ID
+        from moto.s3.models import s3_backends
+
+        return s3_backends[DEFAULT_ACCOUNT_ID]["aws"]
+
     def put(self, name: str, data: bytes) -> None:
-        self._ask("PUT", f"/{self.bucket}/{urllib.parse.quote(name)}", data)
+        self._backend.put_object(self.bucket, name, data)
 
     def put_tree(self, folder: Path, name: str) -> None:
         """Copy a local folder into the bucket."""
@@ -231,23 +235,15 @@ class ObjectStore:
                 self.put(f"{name}/{path.relative_to(folder).as_posix()}", path.read_bytes())
 
     def get(self, name: str) -> bytes:
-        return self._ask("GET", f"/{self.bucket}/{urllib.parse.quote(name)}")
+        return bytes(self._backend.get_object(self.bucket, name).value)
 
     def delete(self, name: str) -> None:
-        self._ask("DELETE", f"/{self.bucket}/{urllib.parse.quote(name)}")
+        self._backend.delete_object(self.bucket, name)
 
     def names(self, prefix: str = "") -> list[str]:
         """The objects whose names begin with `prefix`, without it."""
-        found: list[str] = []
-        token = ""
-        while True:
-            query = {"list-type": "2", "prefix": prefix, **({"continuation-token": token} if token else {})}
-            tree = ET.fromstring(self._ask("GET", f"/{self.bucket}?{urllib.parse.urlencode(query)}"))
-            space = tree.tag.partition("}")[0] + "}"
-            found += [str(key.text)[len(prefix) :] for key in tree.iter(f"{space}Key")]
-            token = tree.findtext(f"{space}NextContinuationToken") or ""
-            if not token:
-                return sorted(found)
+        known = list(self._backend.get_bucket(self.bucket).keys)
+        return sorted(name.removeprefix(prefix) for name in known if name.startswith(prefix))
 
     def tree(self, prefix: str) -> dict[str, bytes]:
         """Every object below `prefix`, by its name below it."""
@@ -255,54 +251,15 @@ class ObjectStore:
 
     def open_uploads(self) -> list[str]:
         """The objects that have an unfinished multipart upload."""
-        tree = ET.fromstring(self._ask("GET", f"/{self.bucket}?uploads"))
-        space = tree.tag.partition("}")[0] + "}"
-        return sorted(str(upload.findtext(f"{space}Key")) for upload in tree.iter(f"{space}Upload"))
-
-    def _ask(self, method: str, path: str, body: bytes = b"") -> bytes:
-        status, _, data = self.forward(method, path, {"Host": "127.0.0.1", **_SIGNED}, body)
-        if status >= 300:
-            raise AssertionError(f"{method} {path}: {status} {data[:300]!r}")
-        return data
+        return sorted(one.key_name for one in self._backend.list_multipart_uploads(self.bucket).values())
 
     def forward(
         self, method: str, path: str, headers: Mapping[str, str], body: bytes
     ) -> tuple[int, list[tuple[str, str]], bytes]:
         """Have the server answer, by way of WSGI."""
-        place, _, query = path.partition("?")
-        environ: dict[str, Any] = {
-            "wsgi.version": (1, 0),
-            "wsgi.url_scheme": "http",
-            "wsgi.input": io.BytesIO(body),
-            "wsgi.errors": sys.stderr,
-            "wsgi.multithread": True,
-            "wsgi.multiprocess": False,
-            "wsgi.run_once": False,
-            "REQUEST_METHOD": method,
-            "SCRIPT_NAME": "",
-            "PATH_INFO": urllib.parse.unquote(place, "latin-1"),
-            "QUERY_STRING": query,
-            "REQUEST_URI": path,
-            "RAW_URI": path,
-            "REMOTE_ADDR": "127.0.0.1",
-            "SERVER_NAME": "127.0.0.1",
-            "SERVER_PORT": "80",
-            "SERVER_PROTOCOL": "HTTP/1.1",
-        }
-        for name, value in headers.items():
-            if name.lower() not in _HOP_BY_HOP:
-                known = _environ_name(name)
-                environ[known] = f"{environ[known]},{value}" if known in environ else value
-        environ["CONTENT_LENGTH"] = str(len(body))
-        begun: list[tuple[str, list[tuple[str, str]]]] = []
-        answer = self._moto(environ, lambda status, headers, _=None: begun.append((status, headers)))
-        try:
-            data = b"".join(answer)
-        finally:
-            if hasattr(answer, "close"):
-                answer.close()
-        ((status, answered),) = begun
-        return int(status.split()[0]), answered, data
+        passed = {name: value for name, value in headers.items() if name.lower() not in _HOP_BY_HOP}
+        answer = self._moto.open(path, method=method, headers=passed, data=body)
+        return answer.status_code, list(answer.headers), answer.get_data()
 
     def note(self, request: Request) -> None:
         with self._lock:
@@ -311,12 +268,6 @@ class ObjectStore:
     def fault(self, method: str, key: str, query: str) -> Fault | None:
         with self._lock:
             return next((fault for fault in self.faults if fault.applies(method, key, query)), None)
-
-
-def _environ_name(header: str) -> str:
-    """What WSGI calls a header."""
-    name = header.upper().replace("-", "_")
-    return name if name in ("CONTENT_TYPE", "CONTENT_LENGTH") else f"HTTP_{name}"
 
 
 def _share_values() -> None:
@@ -335,13 +286,6 @@ def _share_values() -> None:
             return value
 
     key_type.value = property(shared, key_type.value.fset)
-
-
-# moto tells the account by the access key, and verifies no signature.
-_SIGNED = {
-    "Authorization": f"AWS4-HMAC-SHA256 Credential={ACCESS_KEY}/20260101/us-east-1/s3/aws4_request, "
-    "SignedHeaders=host, Signature=0"
-}
 
 
 class _Handler(Answers):
@@ -366,17 +310,8 @@ class _Handler(Answers):
             status, data = 0, b""
         cut = bool(fault and fault.cut and data)
         passed = b"" if self.command == "HEAD" else data[: len(data) // 2] if cut else data
-        self.owner.note(
-            Request(
-                self.command,
-                key,
-                query,
-                self.headers.get("Range") or "",
-                len(body),
-                len(passed),
-                status,
-            )
-        )
+        span = self.headers.get("Range") or ""
+        self.owner.note(Request(self.command, key, query, span, len(body), len(passed), status))
         self.close_connection = self.close_connection or cut or not status
         if not status:
             return

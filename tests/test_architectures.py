@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.architectures import PAGE, Pair, by_name, findings, page, write_records
+from tests.architectures import Pair, findings, page, write_records
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -43,7 +43,4 @@ def test_what_does_not_hold_is_said_on_the_page() -> None:
     text = page({"one causal-lm": {"one rank": ""}, "two causal-lm": {"one rank": "", "bf16": "off"}})
     assert "- causal-lm: `one`\n" in text
     assert "- `two` causal-lm: in part: `bf16: off`" in text
-
-
-def test_the_page_finds_models_by_their_names() -> None:
-    assert by_name() in PAGE.read_text("utf-8")
+    assert "| Llama 2, Llama 3, " in text  # the table by name, which is written by hand, stays

@@ -133,24 +133,27 @@ def test_within_a_tenth_of_what_is_allocated(
     record([planned], [allocated], 0.1)
 
 
+ADAPTER = {"adapter.type": "lora", "adapter.r": 2, "model.config.num_hidden_layers": 8}
+
+
 @pytest.mark.parametrize(
-    ("frozen", "compute"),
-    [(["embed_tokens", r"layers\.[012]\."], "cast"), (["mlp"], "autocast"), (["layers"], "cast")],
+    ("recompute", "more", "compute"),
+    [
+        ("none", {"train.frozen": ["embed_tokens", r"layers\.[012]\."]}, "cast"),
+        ("none", {"train.frozen": ["mlp"]}, "autocast"),
+        ("full", ADAPTER, "cast"),
+        ("full", ADAPTER, "autocast"),
+        ("full", {"memory.loss_chunk_tokens": 32}, "cast"),
+    ],
 )
-def test_frozen_parameters_keep_less(frozen: list[str], compute: Compute) -> None:
-    config = config_of("llama", "bf16", "none", **{"train.frozen": frozen})
-    model = built(config)
-    freeze(model, frozen_names(model), torch.bfloat16)
-    request = Request.of(config, micro_batch=BATCH, compute=compute, on_gpu=False)
-    assert activations(model, request).total == pytest.approx(measured(model, request), rel=0.1)
-
-
-@pytest.mark.parametrize("compute", ["cast", "autocast"])
-def test_an_adapter(compute: Compute) -> None:
-    """The first gradient of a layer comes when much of it is recomputed; that is not there in each layer."""
-    more = {"adapter.type": "lora", "adapter.r": 2, "model.config.num_hidden_layers": 8}
-    config = config_of("llama", "bf16", "full", **more)
+def test_frozen_parameters_adapters_and_the_loss_in_parts(
+    recompute: str, more: dict[str, Any], compute: Compute
+) -> None:
+    """With an adapter, a layer's first gradient comes when much of it is recomputed."""
+    config = config_of("llama", "bf16", recompute, **more)
     model = training_model(models.model_config(config.model), config)
+    if "train.frozen" in more:
+        freeze(model, frozen_names(model), torch.bfloat16)
     request = Request.of(config, micro_batch=BATCH, compute=compute, on_gpu=False)
     assert activations(model, request).total == pytest.approx(measured(model, request), rel=0.1)
 
@@ -169,13 +172,6 @@ def test_a_quantized_base_takes_a_weight_at_a_time(kind: str) -> None:
         found[base] = peaks.total
     largest = 2 * WIDE["hidden_size"] * WIDE["intermediate_size"]
     assert -largest <= found[kind] - found["auto"] <= 2 * largest
-
-
-def test_the_loss_in_parts_counts() -> None:
-    config = config_of("llama", "bf16", "full", **{"memory.loss_chunk_tokens": 32})
-    model = built(config)
-    request = Request.of(config, micro_batch=BATCH, compute="cast", on_gpu=False)
-    assert activations(model, request).total == pytest.approx(measured(model, request), rel=0.1)
 
 
 def test_the_mask_of_packed_documents_counts() -> None:

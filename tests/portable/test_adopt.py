@@ -81,13 +81,7 @@ def test_padding_that_is_the_end_token_still_trains_its_row(packing: bool, tmp_p
     """The end token stands between packed documents: transformers builds first and aligns then."""
     tokenizer = word_tokenizer("<s> $A", **WORDS, pad_token="</s>")
     folder = pretrained(tmp_path / "model", tokenizer, bos_token_id=1, eos_token_id=2)
-    config = run_of(
-        folder,
-        TEXT,
-        data__packing=packing,
-        data__seq_len=8,
-        train__micro_batch_size=2,
-    )
+    config = run_of(folder, TEXT, data__packing=packing, data__seq_len=8, train__micro_batch_size=2)
     with opened(config) as trial:
         batch = trial.run.data.train.batch([(0, i) for i in range(2)])
         theirs = AutoModelForCausalLM.from_pretrained(folder)
@@ -129,7 +123,6 @@ def aligned(
 
 
 CASES: list[dict[str, Any]] = [
-    {"bos_token_id": 1, "eos_token_id": 2},
     {"bos_token_id": 1, "eos_token_id": 5},
     {"bos_token_id": 1, "eos_token_id": [5, 6]},
     {"bos_token_id": 5, "eos_token_id": 2, "pad_token_id": 6},
@@ -291,7 +284,6 @@ STARS = KnownClasses("model.name_or_path", ("1", "2", "3"))
         ([0, 2], ["b", "a", "c"], None, ("b", "a", "c"), (0, 2)),
         (["negative", "neutral", "positive"], None, NAMED, NAMED.names, (0, 1, 2)),
         (["Neutral", "Positive", "negative"], None, NAMED, NAMED.names, (1, 2, 0)),
-        ([0, 1, 2], ["positive", "negative", "neutral"], NAMED, NAMED.names, (2, 0, 1)),
         ([0, 2], ["positive", "negative", "neutral"], NAMED, NAMED.names, (2, 1)),
         ([0, 2], None, NAMED, NAMED.names, (0, 2)),
         ([1, 2, 3], None, STARS, STARS.names, (0, 1, 2)),
@@ -314,30 +306,17 @@ def test_classes_are_the_models(
     assert (found.names, found.ids) == (names, ids)
 
 
-@pytest.mark.parametrize(
-    ("labels", "declared", "known"),
-    [
-        (["bad", "good", "neutral"], None, NAMED),
-        ([0, 3], None, NAMED),
-        ([0, 1], None, STARS),
-        ([0, 1], ["negative", "other"], NAMED),
-    ],
-)
-def test_other_classes_are_refused_with_both_lists(
-    labels: list[int | str], declared: list[str] | None, known: KnownClasses
-) -> None:
-    with pytest.raises(UserError) as caught:
-        number_classes(labels, declared, known)
-    told = str(caught.value)
-    assert told.startswith("data.label_field: ") and known.names[0] in told and "\n" not in told
-    assert str((declared or labels)[0]) in told
-
-
-def test_a_label_that_is_no_class_and_a_single_one_are_refused() -> None:
-    with pytest.raises(UserError, match=r"label -1, which is not one of the 2 classes"):
-        number_classes([-1, 0, 1], ["a", "b"])
-    with pytest.raises(UserError, match="all records have the same label"):
-        number_classes(["a"])
+def test_other_classes_are_refused() -> None:
+    for labels, declared, known, told in (
+        (["bad", "good", "neutral"], None, NAMED, "bad.*NEGATIVE"),
+        ([0, 3], None, NAMED, "0.*NEGATIVE"),
+        ([0, 1], None, STARS, "0.*1"),
+        ([0, 1], ["negative", "other"], NAMED, "negative.*NEGATIVE"),
+        ([-1, 0, 1], ["a", "b"], None, "label -1, which is not one of the 2 classes"),
+        (["a"], None, None, "all records have the same label"),
+    ):
+        with pytest.raises(UserError, match=f"^data.label_field: .*{told}"):
+            number_classes(labels, declared, known)
 
 
 BERT = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
@@ -413,14 +392,9 @@ def test_a_classifier_learns_what_its_config_or_its_labels_say(
     [
         ([0.5, 1.5], {"num_labels": 2}, r"1 numbers per text, but model\.config has 2 outputs"),
         ([0.5, 1.5], {"problem_type": SINGLE}, "the labels are numbers with a fraction, but problem_type"),
-        (
-            ["a", "b"],
-            {"num_labels": 1},
-            "the labels are one class per text, but problem_type",
-        ),
+        (["a", "b"], {"num_labels": 1}, "the labels are one class per text, but problem_type"),
         ([0, 1], {"problem_type": MULTI}, "multi_label_classification needs a list of classes per text"),
         ([[0, 1], [1, 1]], {}, "a list has a class twice; .* a boolean"),
-        ([0.5, "b"], {}, "some labels are numbers and some are strings"),
         ([float("nan"), 1.0], {}, "'label' is nan, not a class"),
         ([0, 1], {"problem_type": "ranking"}, "problem_type is 'ranking'; it may be"),
     ],
@@ -428,10 +402,8 @@ def test_a_classifier_learns_what_its_config_or_its_labels_say(
 def test_labels_that_a_classifier_cannot_learn_are_refused(
     labels: Sequence[Any], given: dict[str, Any], told: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(UserError, match=told) as caught:
+    with pytest.raises(UserError, match=rf"^(data\.label_field|model\.config): .*{told}"):
         learns(tmp_path, labels, **given).__enter__()
-    assert str(caught.value).startswith(("data.label_field: ", "model.config: "))
-    assert "\n" not in str(caught.value)
 
 
 def test_a_text_may_have_some_of_the_models_classes() -> None:
@@ -485,12 +457,7 @@ def test_a_trained_classifier_goes_on_with_its_own_classes_at_the_last_token(
     theirs.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     rows = [row | {"label": ("positive", "negative")[i % 2]} for i, row in enumerate(TEXT)]
-    given = run_of(
-        tmp_path / "model",
-        rows,
-        model__task="sequence-classification",
-        data__seq_len=16,
-    )
+    given = run_of(tmp_path / "model", rows, model__task="sequence-classification", data__seq_len=16)
     with opened(given) as trial:
         data, model = trial.run.data, trial.run.model.eval()
         assert data.label_names == ("POSITIVE", "NEGATIVE")
@@ -503,11 +470,6 @@ def test_a_trained_classifier_goes_on_with_its_own_classes_at_the_last_token(
                 ids = tokenizer(rows[document]["text"], return_tensors="pt")["input_ids"]
                 alone = theirs(input_ids=ids).logits  # of a batch of one: at the last token
                 assert torch.allclose(together[row], alone[0], atol=1e-6)
-                single = model(
-                    input_ids=batch["input_ids"][row : row + 1],
-                    attention_mask=batch["attention_mask"][row : row + 1],
-                ).logits
-                assert torch.allclose(single[0], alone[0], atol=1e-6)
         fill = batch["input_ids"][batch["attention_mask"] == 0].unique().tolist()
         assert fill == [data.tokenizer.pad_token_id] == [model.config.pad_token_id]
         assert trial.run.model_config.pad_token_id == fill[0]

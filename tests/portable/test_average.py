@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file
 
 from converters import open_checkpoint
-from portable.errors import UserError
 from portable.evaluation.metrics import evaluate
 from portable.run.batches import eval_batches
 from tests.engines import ENGINES
@@ -122,9 +121,3 @@ def test_the_average_moves_and_is_exported(corpus: Path, tmp_path: Path, engines
         average = torch.from_numpy(checkpoint.optimizer.state[name]["ema"].read())  # type: ignore[union-attr]
         assert torch.equal(value, average)
         assert not torch.equal(value, torch.from_numpy(checkpoint.tensors[name].read()))
-
-
-def test_an_average_that_is_not_kept_is_neither_exported_nor_evaluated(corpus: Path, tmp_path: Path) -> None:
-    for key in ("checkpoint__export_ema", "train__eval_ema"):
-        with pytest.raises(UserError, match=r"needs an average of the weights; set train\.ema"):
-            configured(tmp_path, corpus, **{key: True})

@@ -127,21 +127,7 @@ def test_the_last_answer_alone() -> None:
         assert trained("llama3", encoded) == "You are welcome<|eot_id|>"
 
 
-def test_everything() -> None:
-    encoded = encode("qwen3", template("qwen3"), {"messages": TALK}, train_on="all")
-    assert encoded.trained[0].all()
-    assert (encoded.stopping, len(encoded.ends)) == (1, 1)
-
-
 THOUGHTS = [{**one, "reasoning_content": f"hm {at}"} if at % 2 else one for at, one in enumerate(TALK)]
-
-
-def test_marks_that_leave_out_the_reasoning_of_earlier_turns() -> None:
-    """As those of LFM2.5's own template, and of TRL's for GPT-OSS."""
-    messages = [{**one, "thinking": f"hm {at}"} if at % 2 else one for at, one in enumerate(TALK)]
-    encoded = encode("gptoss", template("gptoss_training"), {"messages": messages})
-    assert encoded.samples == [3] and encoded.counts["lost"] == 0
-    assert all(f"hm {2 * at + 1}" in trained("gptoss", encoded, at) for at in range(3))
 
 
 def test_reasoning_that_the_template_leaves_out_is_counted() -> None:
@@ -179,6 +165,12 @@ def test_a_sample_of_each_answer(name: str) -> None:
         assert np.flatnonzero(encoded.trained[number]).tolist() == list(range(len(prompt), len(whole)))
 
 
+def test_everything() -> None:
+    encoded = encode("qwen3", template("qwen3"), {"messages": TALK}, train_on="all")
+    assert encoded.trained[0].all()
+    assert (encoded.stopping, len(encoded.ends)) == (1, 1)
+
+
 def test_a_switched_off_thought_is_not_trained() -> None:
     """With enable_thinking false the prompt has the empty thought already."""
     encoded = encode("qwen3", template("qwen3"), {"messages": GREETING}, kwargs={"enable_thinking": False})
@@ -208,6 +200,17 @@ def test_arguments_of_calls_are_objects_or_text_as_the_template_needs() -> None:
     assert '```json\n{"a": 2}\n```' in trained("deepseekv3", found)
 
 
+def test_arguments_are_json_wherever_the_template_writes_them() -> None:
+    text = (
+        "{% for message in messages %}<|im_start|>{{ message.role + '\n' + message.content }}"
+        "{% for call in message.tool_calls %}{{ call.function.name + ' ' }}{{ call.function.arguments }}"
+        "{% endfor %}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    call = {"function": {"name": "add", "arguments": {"a": "é"}}}
+    messages = [GREETING[0], {**GREETING[1], "tool_calls": [call]}]
+    assert 'add {"a": "é"}<|im_end|>' in trained("qwen3", encode("qwen3", text, {"messages": messages}))
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_token_that_ends_an_answer(name: str) -> None:
     encoded = encode(name, tokenizer(name).chat_template, {"messages": GREETING})
@@ -226,15 +229,6 @@ def test_marks_whose_answers_end_with_another_added_token() -> None:
     encoded = encode("qwen3", text, {"messages": messages})
     assert (encoded.stopping, trained("qwen3", encoded)) == (0, "It is 5.</think>")
     assert "then comes '<|im_end|>" in encoded.unstopped
-
-
-@pytest.mark.parametrize(
-    "messages", [[*GREETING, GREETING[0]], [GREETING[0], {**GREETING[1], "content": ""}]]
-)
-def test_the_end_of_an_answer_that_is_empty_or_not_the_last(messages: list[dict[str, Any]]) -> None:
-    encoded = encode("llama3", template("llama3"), {"messages": messages})
-    assert encoded.ends == {tokenizer("llama3").convert_tokens_to_ids("<|eot_id|>"): 1}
-    assert encoded.stopping == 1
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -406,17 +400,6 @@ def test_both_answers_of_a_pair_are_trained_from_the_same_token_on() -> None:
             assert np.flatnonzero(mask).tolist() == list(range(common, len(mask)))
 
 
-def test_arguments_are_json_wherever_the_template_writes_them() -> None:
-    text = (
-        "{% for message in messages %}<|im_start|>{{ message.role + '\n' + message.content }}"
-        "{% for call in message.tool_calls %}{{ call.function.name + ' ' }}{{ call.function.arguments }}"
-        "{% endfor %}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    call = {"function": {"name": "add", "arguments": {"a": "é"}}}
-    messages = [GREETING[0], {**GREETING[1], "tool_calls": [call]}]
-    assert 'add {"a": "é"}<|im_end|>' in trained("qwen3", encode("qwen3", text, {"messages": messages}))
-
-
 def test_a_newline_that_joins_the_answers_own() -> None:
     """A token that the prompt and the answer share is trained, as in TRL."""
     from tokenizers import Tokenizer
@@ -434,26 +417,15 @@ def test_a_newline_that_joins_the_answers_own() -> None:
         assert joined.decode(encoded.tokens[0][encoded.trained[0]]) == "\n\nIt is 5.<|im_end|>\n"
 
 
-def test_too_much_to_render_is_refused() -> None:
-    messages = [{"role": role, "content": "x" * 1000} for _ in range(1000) for role in ("user", "assistant")]
+def test_records_that_a_template_does_not_take() -> None:
+    messages = {"messages": SYSTEM + GREETING}
+    with pytest.raises(UserError, match=r"chat.jsonl:1: the template fails \(System role not supported\)"):
+        encode("gemma", template("gemma"), messages)
+    with pytest.raises(UserError, match="where message 3, an answer, begins and ends cannot be told"):
+        encode("mistral", template("mistral_v3"), messages)
+    many = [{"role": role, "content": "x" * 1000} for _ in range(1000) for role in ("user", "assistant")]
     with pytest.raises(UserError, match=r"1,000 answers in .* characters are too many to find"):
-        encode("llama3", template("llama3"), {"messages": messages})
-
-
-@pytest.mark.parametrize(
-    ("name", "messages", "message"),
-    [
-        ("gemma", SYSTEM + GREETING, r"chat.jsonl:1: the template fails \(System role not supported\)"),
-        ("gemma", [GREETING[0], *TALK], "the template fails .Conversation roles must alternate"),
-        ("mistral_v3", SYSTEM + GREETING, "where message 3, an answer, begins and ends cannot be told"),
-    ],
-)
-def test_records_that_a_template_does_not_take(
-    name: str, messages: list[dict[str, Any]], message: str
-) -> None:
-    family = "mistral" if name == "mistral_v3" else name
-    with pytest.raises(UserError, match=message):
-        encode(family, template(name), {"messages": messages})
+        encode("llama3", template("llama3"), {"messages": many})
 
 
 def test_a_template_that_shows_only_lists_of_parts() -> None:

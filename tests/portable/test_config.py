@@ -9,7 +9,6 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from portable.checks import check
 from portable.config import RunConfig, difference, dump_yaml, keys, load_config, parse_args
@@ -49,14 +48,6 @@ def refusal(given: str | bytes | dict[str, Any], file: Path) -> str:
     return message.replace(f"{file.parent}/", "")
 
 
-def test_defaults_are_valid_when_given_in_full_and_cannot_be_changed() -> None:
-    spelled_out = keys.nested({key: keys.plain(setting.default) for key, setting in TABLE.items()})
-    config = load_config(spelled_out)
-    assert config == RunConfig()
-    with pytest.raises(ValidationError):
-        config.train.steps = 3
-
-
 # What is understood
 
 
@@ -65,18 +56,14 @@ def test_defaults_are_valid_when_given_in_full_and_cannot_be_changed() -> None:
     [
         ("3e-4", 3e-4),
         (".5", 0.5),
-        ("-.inf", float("-inf")),
         ("010", 10),
         ("0o17", 15),
         ("true", True),
-        ("null", None),
         ("~", None),
         ("yes", "yes"),
-        ("on", "on"),
         ("2020-01-01", "2020-01-01"),
         ("12:30:00", "12:30:00"),
         ("'8'", "8"),
-        ("[1, a]", [1, "a"]),
         ("{0: a}", {"0": "a"}),
         ("!!str 8", "8"),
     ],
@@ -91,10 +78,8 @@ def test_scalars_follow_yaml_1_2(text: str, value: Any) -> None:
     [
         ("train: {learning_rate: 3e-4}", "train.learning_rate", 3e-4),
         ("train: {learning_rate: 1}", "train.learning_rate", 1.0),
-        ("train: {epochs: 2}", "train.epochs", 2.0),
         ("train: {epochs: 2}", "train.steps", None),
         ("train: {warmup_steps: &n 7, eval_every: *n}", "train.eval_every", 7),
-        ("compile: yes", "compile", True),
         ("data: {packing: off}", "data.packing", False),
         ("data: {text_field: on}", "data.text_field", "on"),
         ("log: {trackers: wandb}", "log.trackers", ("wandb",)),
@@ -121,11 +106,9 @@ def test_files(text: str, key: str, value: Any, file: Path) -> None:
     ("argv", "key", "value"),
     [
         ("--train.steps 20", "train.steps", 20),
-        ("--train.steps=20", "train.steps", 20),
         ("--train.global-batch-size 16", "train.global_batch_size", 16),
         ("--output-dir 123", "output_dir", "123"),
         ("--output_dir null", "output_dir", "null"),
-        ("--train.learning_rate 1", "train.learning_rate", 1.0),
         ("--train.max_grad_norm null", "train.max_grad_norm", None),
         ("--train.micro_batch_size auto", "train.micro_batch_size", "auto"),
         ("--train.betas 0.8 0.9", "train.betas", (0.8, 0.9)),
@@ -139,7 +122,6 @@ def test_files(text: str, key: str, value: Any, file: Path) -> None:
         ("--log.trackers []", "log.trackers", ()),
         ("--data.source a.txt b,c.txt", "data.source", ("a.txt", "b,c.txt")),
         ("--data.source null", "data.source", None),
-        ("--model.name_or_path 1e3", "model.name_or_path", "1e3"),
         ("--deepspeed.config {a: {b: 1}}", "deepspeed.config", {"a": {"b": 1}}),
         (
             "--deepspeed.config.zero_optimization.stage 2",
@@ -149,7 +131,6 @@ def test_files(text: str, key: str, value: Any, file: Path) -> None:
         ("--seed 1 --seed 2", "seed", 2),
         ("--adapter.layers 0,1", "adapter.layers", (0, 1)),
         ("--data.columns 1 2", "data.columns", ("1", "2")),
-        ("--train.dropout no", "train.dropout", False),
     ],
 )
 def test_flags(argv: str, key: str, value: Any) -> None:
@@ -177,39 +158,6 @@ def test_every_setting_has_a_flag(key: str) -> None:
         assert is_set or key == "train.warmup_steps"
 
 
-def test_keys_inside_a_mapping_change_the_default() -> None:
-    config = parse_args(["--model.config.hidden-size", "64", "--model.config.rope.factor", "2.0"]).config
-    assert config.model.config == {
-        **TABLE["model.config"].default,
-        "hidden_size": 64,
-        "rope": {"factor": 2.0},
-    }
-    assert RunConfig().model.config == TABLE["model.config"].default
-
-
-def test_flags_win_over_the_file_and_both_count_as_set(tmp_path: Path) -> None:
-    file = tmp_path / "run.yaml"
-    file.write_text("seed: 1\ntrain: {steps: 50, eval_every: 5}\n")
-    invocation = parse_args(["--config", str(file), "--train.steps", "60"])
-    assert invocation.config_files == (file,)
-    assert (invocation.config.train.steps, invocation.config.train.eval_every) == (60, 5)
-    for key in ("seed", "train.steps", "train.eval_every"):
-        assert invocation.config.is_set(key)
-    assert not invocation.config.is_set("train.betas")
-
-
-def test_options_of_the_command(tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_text("mixed_precision: bf16\n")
-    files = ["--accelerate_config", str(tmp_path / "a.yaml"), "--resume-info", "ckpt"]
-    invocation = parse_args([*files, "--nproc", "4", "--dry-run", "--eval-only", "--profile"])
-    assert invocation.config.precision == "bf16"
-    assert invocation.nproc == 4
-    assert invocation.dry_run
-    assert invocation.eval_only
-    assert invocation.profile
-    assert invocation.resume_info == "ckpt"
-
-
 # What counts as set, and defaults that follow other settings
 
 
@@ -218,13 +166,6 @@ def test_default_warmup_follows_steps(steps: int, warmup: int) -> None:
     assert checked({"train": {"steps": steps}}).train.warmup_steps == warmup
     by_epochs = checked({"train": {"epochs": 2}})  # which come to as many
     assert build_schedule(by_epochs.train, steps).warmup_steps == warmup
-
-
-@pytest.mark.parametrize(("batch", "micro"), [(8, 4), (6, 3), (7, 1), (2, 2), (64, 4)])
-def test_default_micro_batch_divides_the_global_batch(batch: int, micro: int) -> None:
-    config = checked({"train": {"global_batch_size": batch}})
-    assert config.train.micro_batch_size == micro
-    assert not config.is_set("train.micro_batch_size")
 
 
 def test_replaced_checks_again_and_does_not_count_as_set() -> None:
@@ -236,10 +177,7 @@ def test_replaced_checks_again_and_does_not_count_as_set() -> None:
     assert config.backend == "auto"
     with pytest.raises(UserError, match="tf32"):
         check(config.replaced({"backend": "xla"}))
-
-
-def test_replaced_keeps_defaults_following() -> None:
-    assert RunConfig().replaced({"train.steps": 50}).train.warmup_steps == 5
+    assert RunConfig().replaced({"train.steps": 50}).train.warmup_steps == 5  # a default that follows
 
 
 def test_one_file_may_hold_settings_for_every_backend() -> None:
@@ -255,17 +193,12 @@ def test_one_file_may_hold_settings_for_every_backend() -> None:
     ("section", "name", "value"),
     [
         ("train", "steps", True),
-        ("train", "steps", "8"),
         ("train", "steps", 8.0),
         ("train", "steps", 0),
         ("train", "learning_rate", float("nan")),
         ("train", "betas", [0.9, 1.0]),
-        ("train", "micro_batch_size", "largest"),
         ("train", "schedule", "Cosine"),
-        ("data", "eval_fraction", 1.0),
         ("model", "config", {"model_type": "llama", "x": object()}),
-        ("log", "trackers", ["tensorbord"]),
-        ("xla", "buffer_dtype", "float16"),
     ],
 )
 def test_wrong_values_are_refused_by_name(section: str, name: str, value: Any, file: Path) -> None:
@@ -278,88 +211,54 @@ FLAGS_REFUSED: dict[str | bytes, str] = {
     "--dry-runn": "unknown flag --dry-runn; did you mean --dry-run?",
     "--qqqqqq 3": "unknown flag --qqqqqq; --help lists them",
     "--train.steps": "--train.steps needs a value: integer >= 1 or null",
-    "--train.steps --compile": "--train.steps needs a value",
     "--train.steps x": "--train.steps must be integer >= 1 or null, got 'x'",
-    "--train.steps true": "--train.steps must be integer >= 1 or null, got true",
     "--train.steps 1 2": "unexpected argument '2'",
     "--train.betas 0.9": "--train.betas must be two of: number >= 0 and < 1, got [0.9]",
     "--compile maybe": "--compile must be true | false, got 'maybe'",
     "--no-compile=true": "--no-compile takes no value",
     "--no-seed": "unknown flag --no-seed",
+    "--xla.xla_fsdp_v2 true": "unknown flag --xla.xla_fsdp_v2; sharding is always by SPMD; remove it",
     "--log.trackers wandb,wandb": "--log.trackers: wandb is named 2 times",
     "--model.config {hidden_size:": "--model.config:1: not valid YAML: ",
     "--train 3": "--train is a section; set a key in it, such as --train.steps",
     "--deepspeed.config a.json --deepspeed.config.x 1": "--deepspeed.config.x: ",
     "--nproc 0": "--nproc must be integer >= 1, got '0'",
-    "--nproc": "--nproc needs a value: N",
     "--config /nowhere.yaml": "/nowhere.yaml: cannot read the config",
     "run.yaml": "unexpected argument 'run.yaml'; use --config for a config file",
     "-x": "unknown flag -x; flags have two dashes",
     "--help train.stepz": "--help: no setting named 'train.stepz'; did you mean train.steps?",
-    "--accelerate-config a.yaml --accelerate-config=b.yaml": (
-        "--accelerate-config is given twice, as a.yaml and as b.yaml"
-    ),
+    "--accelerate-config a.yaml --accelerate-config=b.yaml": "--accelerate-config is given twice, as a",
 }
 FILES_REFUSED: list[tuple[str | bytes, str]] = [
-    (
-        "seed: 1\ntrain:\n  learning_rat: 1",
-        "run.yaml:3: unknown key train.learning_rat; did you mean train.learning_rate?",
-    ),
+    ("seed: 1\ntrain:\n  learning_rat: 1", "run.yaml:3: unknown key train.learning_rat; did you mean train"),
     ("lerning_rate: 1", "run.yaml:1: unknown key lerning_rate; did you mean train.learning_rate?"),
     ("log: {qqqq: 1}", "run.yaml:1: unknown key log.qqqq; log takes every_steps, hang_timeout, "),
-    (
-        "data:\n  source: 12",
-        "run.yaml:2: data.source must be text (not empty) or list of: text (not empty) or null, got 12; ",
-    ),
-    (
-        "train.steps: 3",
-        "run.yaml:1: unknown key 'train.steps'; dots are for flags, in a file write train: {",
-    ),
-    (
-        'train: {steps: "3"}',
-        "run.yaml:1: train.steps must be integer >= 1 or null, got '3'; leave out its quotes",
-    ),
+    ("data:\n  source: 12", "run.yaml:2: data.source must be text (not empty) or list of: text (not empty)"),
+    ("train.steps: 3", "run.yaml:1: unknown key 'train.steps'; dots are for flags, in a file write train"),
+    ('train: {steps: "3"}', "run.yaml:1: train.steps must be integer >= 1 or null, got '3'; leave out its"),
+    ("xla: {xla_fsdp_v2: true}", "run.yaml:1: unknown key xla.xla_fsdp_v2; sharding is always by SPMD"),
     ("train: 3", "run.yaml:1: train must be a mapping of steps, epochs, "),
     ("train:\n  steps: 5\n  epochs: 1\n", "run.yaml:3: train.steps 5 and train.epochs 1 both "),
     ("seed: 1\nseed: 2", "run.yaml:2: duplicate key seed, first on line 1"),
     ("train: {steps: [}", "run.yaml:1: not valid YAML: "),
-    (
-        "\ttrain: 1",
-        "run.yaml:1: not valid YAML: found character '\\t' that cannot start any token; indent",
-    ),
-    ("train: *nowhere", "run.yaml:1: not valid YAML: found undefined alias"),
+    ("\ttrain: 1", "run.yaml:1: not valid YAML: found character '\\t' that cannot start any token; indent"),
     ("", "run.yaml: the config is empty"),
     ("- 1", "run.yaml: a config must be a mapping"),
     ("seed: !!python/object:os.system x", "run.yaml:1: the tag tag:yaml.org,2002:python/object"),
-    ("seed: !mine {a: 1}", "run.yaml:1: the tag !mine is not allowed"),
-    ("seed: !!int abc", "run.yaml:1: cannot read 'abc' as int"),
+    ("data: {source: !mine [a]}", "run.yaml:1: the tag !mine is not allowed"),
     ("? [a, b]\n: 1", "run.yaml:1: a key must be a word"),
     ("model: &a {config: {model_type: x, b: *a}}", "run.yaml:1: "),
     ('"\\e[31m": 1', "run.yaml:1: unknown key '\\x1b[31m'"),
     ("seed: " + "9" * 5000, "run.yaml:1: cannot read '99999"),
     ("[" * 5000, "run.yaml"),
     (b"\xff\xfe\x00", "run.yaml: not a config file: not UTF-8 text"),
-    (b"\x00\x01", "run.yaml: not valid YAML: unacceptable character"),
     (b"# " + b"x" * (1 << 20), "run.yaml: not a config file: larger than a megabyte"),
-    (
-        "checkpoint: {async_: false}",
-        "run.yaml:1: unknown key checkpoint.async_; did you mean checkpoint.async?",
-    ),
 ]
 
 
 @pytest.mark.parametrize(("given", "message"), [*FLAGS_REFUSED.items(), *FILES_REFUSED])
 def test_refusals(given: str | bytes, message: str, file: Path) -> None:
     assert refusal(given, file).startswith(message)
-
-
-@pytest.mark.parametrize(
-    ("flags", "meant"),
-    [("--strategy fullshard", "full_shard"), ("--log.trackers wandb tensorbord", "tensorboard")],
-)
-def test_choices_come_with_the_nearest(flags: str, meant: str) -> None:
-    with pytest.raises(UserError, match=rf"did you mean {meant}\?$"):
-        parse_args(flags.split())
 
 
 CONFLICTS = {
@@ -372,9 +271,6 @@ CONFLICTS = {
     "strategy: zero2\ntrain: {optimizer: adafactor}": "train.optimizer strategy",
     "model: {config: null}": "model.name_or_path model.config",
     "model: {config: {hidden_size: 8}}": "model.config.model_type",
-    "model: {task: sequence-classification}\ndata: {source: p.jsonl, packing: true}": (
-        "data.packing model.task"
-    ),
     "model: {task: masked-lm}\ndata: {packing: documents}": "data.packing model.task",
     "data: {tokenizer: gpt2, vocab_size: 500}": "data.vocab_size data.tokenizer",
     "{backend: cpu, precision: fp16, strategy: zero2}": "precision backend",
@@ -392,14 +288,55 @@ CONFLICTS = {
     "fsdp: {shard_group_size: 4}": "fsdp.shard_group_size hybrid_shard",
     "fsdp: {auto_wrap_policy: size_based_wrap}": "fsdp.min_num_params",
     "fsdp: {auto_wrap_policy: no_wrap, min_num_params: 9}": "fsdp.min_num_params",
+    "{model: {task: masked-lm}, data: {source: x, format: messages}}": "data.format causal-lm",
+    "data: {format: text, train_on: all}": "data.train_on conversations",
+    "data: {format: text, roles_to_train: user}": "data.roles_to_train conversations",
+    "data: {roles_to_train: [user, gpt]}": "data.roles_to_train 'gpt'",
+    "data: {format: text, truncation: drop}": "no|effect|with|data.packing",
+    "{data: {stream: true, source: x.jsonl}, train: {epochs: 1}}": "train.epochs needs|the|length",
+    "{data: {stream: true, source: x.jsonl}, model: {task: masked-lm}}": "causal-lm|alone",
+    "data: {stream: true, source: x.jsonl, eval_fraction: 0.1}": "holds|nothing|out",
+    "data: {stream: true, source: x.jsonl, max_samples: 5}": "max_samples|does|not|work",
+    "data: {sources: [{name: a, source: x, stream: true}]}": "give|it|a|weight",
+    "data: {sources: [{name: a/b, source: x}]}": "the|name|'a/b'",
+    "data: {sources: [{name: a, source: x}, {name: a, source: y}]}": "two|sources|are|named|a",
+    "data: {sources: [{name: a, source: x, weight: 1}, {name: b, source: y}]}": "and|b|has|none",
+    "data: {sources: [{name: a, source: x, weight: 0}]}": "all|weights|are|0",
+    "data: {sources: [{name: a, source: x, weight: 1, epochs: 1}]}": "has|a|weight|and|epochs",
+    "data: {sources: [{name: a, weight: 1}]}": "names|no|data|of|its|own",
+    "data: {sources: [{name: a, source: x}], weight_schedule: [{step: 5, weights: {b: 1}}]}": "no|source|b",
+    "data: {sources: [{name: a, source: x}], weight_schedule: [{at: 5}]}": "data.weight_schedule.1 no|step",
+    "{data: {source: x, text_pair_field: y}}": "data.text_pair_field model.task not|causal-lm",
+    "{data: {source: x, source_prefix: y}, model: {task: masked-lm}}": "data.source_prefix model.task",
+    "{data: {source: x, target_seq_len: 8}, model: {task: masked-lm}}": "data.target_seq_len model.task",
+    "data: {eval: {sourc: x}}": "unknown|key|data.eval.sourc did|you|mean|source?",
+    "data: {eval: {max_samples: 3}}": "data.eval names|no|data|of|its|own",
+    "data: {eval: {a/b: {source: x}}}": "data.eval.a/b",
+    "data: {eval: {a: {source: x, seq_len: 3}}}": "unknown|key|data.eval.a.seq_len",
+    "data: {eval: {held_out: {source: x}}, eval_fraction: 0.1}": "data.eval.held_out data.eval_fraction",
+    "{data: {eval_fraction: 0}, checkpoint: {keep_best: 1}}": "checkpoint.keep_best needs|an|evaluation",
+    "checkpoint: {best_metric: eval_loss}": "checkpoint.best_metric has|no|effect",
+    "train: {early_stopping_patience: 1, eval_every: null}": "train.early_stopping_patience train.eval_every",
+    "checkpoint: {export_ema: true}": "checkpoint.export_ema train.ema",
+    "train: {eval_ema: true}": "train.eval_ema train.ema",
+    "hub: {repo: me/mine}": "hub.repo hub.push",
+    "{hub: {push: end}, checkpoint: {export: false}}": "hub.push checkpoint.export",
+    "train: {schedule_params: {warmup_type: log}}": "unknown|key|train.schedule_params.warmup_type",
+    "train: {schedule: WarmupLR, schedule_params: {warmup_tpye: log}}": "did|you|mean|warmup_type",
+    "{strategy: zero2, train: {schedule: OneCycle}}": "needs|train.schedule_params.cycle_min_lr",
+    "{strategy: zero2, train: {schedule: LRRangeTest, warmup_steps: 5}}": "train.warmup_steps|5|has|no",
+    "train: {schedule: wsd, schedule_params: {decay_type: sqrt}}": "decay_type 'linear'",
+    "train: {schedule: warmuplr}": "did|you|mean|WarmupLR",
+    "train: {warmup_ratio: 0.1, warmup_steps: 30}": "train.warmup_ratio train.warmup_steps both",
+    "{strategy: zero2, train: {warmup_ratio: 0.1, schedule: LRRangeTest}}": "train.warmup_ratio|0.1|has|no",
 }
 
 
 @pytest.mark.parametrize("text", CONFLICTS)
 def test_contradictions_name_the_keys(text: str, file: Path) -> None:
     told = refusal(text, file)
-    for key in CONFLICTS[text].split():
-        assert key in told
+    for words in CONFLICTS[text].split():
+        assert words.replace("|", " ") in told
 
 
 def test_aliases_cannot_unfold_without_end(file: Path) -> None:
@@ -420,7 +357,6 @@ def test_missing_and_unreadable_files(tmp_path: Path) -> None:
 
 VARIANTS: list[dict[str, Any]] = [
     {},
-    {"model": {"task": "seq2seq-lm"}, "data": {"source": "pairs.jsonl"}},
     {"model": {"name_or_path": "null"}, "data": {"source": ["1e-3", "no", "a: b"], "text_field": "on"}},
     {"model": {"config": {"model_type": "t5", "x": {"y": [1, [2.5], "~"], "é": None}}}},
     {"deepspeed": {"config": "ds.json"}, "output_dir": "2020-01-01", "log": {"trackers": []}},
@@ -465,12 +401,9 @@ def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return capsys.readouterr().out
 
 
-def test_help_lists_everything(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     everything = printed(capsys, "--help", "all")
     assert all(f"--{key}" in everything for key in TABLE)
-
-
-def test_help_on_one_thing(capsys: pytest.CaptureFixture[str]) -> None:
     section = printed(capsys, "--help", "train")
     assert "--train.steps" in section
     assert "--data.source" not in section
@@ -484,15 +417,10 @@ FREE = {
     "strategy": "no_shard",
     "output_dir": "elsewhere",
     "compile": True,
-    "model.attention": "eager",
-    "data.num_workers": 3,
     "data.cache_dir": "/cache",
     "train.stop_after": 10,
     "train.micro_batch_size": 2,
-    "train.eval_every": 7,
     "memory.activation_checkpointing": "full",
-    "checkpoint.every_steps": 9,
-    "log.every_steps": 1,
 }
 BOUND = {
     "seed": 1,
@@ -502,6 +430,7 @@ BOUND = {
     "data.eval_fraction": 0.5,
     "train.steps": 300,
     "train.global_batch_size": 16,
+    "model.config.hidden_size": 64,
     "train.optimizer": "sgd",
     "train.betas": [0.9, 0.99],
     "train.learning_rate": 1e-3,
@@ -512,20 +441,10 @@ BOUND = {
 }
 
 
-@pytest.mark.parametrize("key", sorted(FREE))
-def test_what_may_change_between_legs(key: str) -> None:
-    assert difference(RunConfig(), load_config(None, {key: FREE[key]})) == []
-
-
-@pytest.mark.parametrize("key", sorted(BOUND))
-def test_what_defines_the_run(key: str) -> None:
-    (line,) = difference(RunConfig(), load_config(None, {key: BOUND[key]}))
-    assert line.startswith(f"{key}: ")
-
-
-def test_difference_looks_inside_the_model_config() -> None:
-    other = load_config(None, ["--model.config.hidden_size", "64"])
-    assert difference(RunConfig(), other) == ["model.config.hidden_size: 256 and 64"]
+@pytest.mark.parametrize(("key", "value"), (FREE | BOUND).items())
+def test_what_defines_the_run_and_what_may_change_between_legs(key: str, value: Any) -> None:
+    found = difference(RunConfig(), load_config(None, {key: value}))
+    assert [line.partition(":")[0] for line in found] == [key] * (key in BOUND)
 
 
 def test_difference_reads_fingerprints_back_from_json() -> None:
@@ -550,17 +469,7 @@ trees = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=4),
     max_leaves=12,
 )
-QUIET = settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
-
-
-def only_user_errors(path: Path, content: bytes) -> None:
-    path.write_bytes(content)
-    try:
-        config = load_config(path)
-    except UserError as error:
-        assert str(error).isprintable()
-    else:
-        assert load_config(config.model_dump(by_alias=True, exclude_unset=True)) == config
+QUIET = settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @QUIET
@@ -569,13 +478,13 @@ def only_user_errors(path: Path, content: bytes) -> None:
     | st.text(alphabet="aεtrain:seed \n-[]{}?&*!|>'\"%@`#,0129.~\t\\x\x85\ufeff", max_size=60).map(str.encode)
 )
 def test_no_bytes_bring_a_traceback(file: Path, content: bytes) -> None:
-    only_user_errors(file, content)
-
-
-@QUIET
-@given(tree=st.dictionaries(words, trees, max_size=4))
-def test_no_values_bring_a_traceback(file: Path, tree: dict[str, Any]) -> None:
-    only_user_errors(file, yaml.safe_dump(tree).encode())
+    file.write_bytes(content)
+    try:
+        config = load_config(file)
+    except UserError as error:
+        assert str(error).isprintable()
+    else:
+        assert load_config(config.model_dump(by_alias=True, exclude_unset=True)) == config
 
 
 @QUIET
@@ -588,7 +497,7 @@ def test_no_value_of_any_setting_brings_a_traceback(key: str, value: Any) -> Non
         assert str(error).isprintable()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.lists(
         st.one_of(

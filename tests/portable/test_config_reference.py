@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import yaml
 
 from portable.config import RunConfig, keys, load_config
-from portable.config.reference import ROOT, json_schema, main, pages
+from portable.config.reference import ROOT, main
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,25 +28,6 @@ def test_check_notices_a_stale_page(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert main([]) == 0
     assert main(["--check"]) == 0
     assert main(["--wrong"]) == 2
-
-
-def test_the_page_explains_every_setting() -> None:
-    (page,) = (text for path, text in pages().items() if path.name == "config.md")
-    for key in keys.settings(RunConfig):
-        assert f'| <a id="{key}" href="#{key}">`{key}`</a>' in page
-
-
-def test_the_schema_knows_every_setting() -> None:
-    schema = json_schema()
-    for key in keys.settings(RunConfig):
-        node: dict[str, Any] = schema
-        for part in key.split("."):
-            assert node["additionalProperties"] is False
-            node = node["properties"][part]
-            if "$ref" in node:
-                node = schema["$defs"][node["$ref"].rpartition("/")[2]]
-        assert node["description"]
-        assert "title" not in node
 
 
 def test_the_quickstart_file_promises_no_tracker_that_there_is_not() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import shutil
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ import transformers
 
 from converters.cli import main as convert
 from portable.cli import main
-from portable.config import RunConfig, load_config
+from portable.config import load_config
 from portable.data.dataset import build_data, inspect_data
 from portable.data.samples.base import IGNORED
 from portable.data.sources.conversations import Completion, Conversation, read_conversation, recognise
@@ -25,11 +26,12 @@ from portable.data.tokens import tokenize as tokenizing
 from portable.data.tokens.parallel import ordered_map
 from portable.errors import RunError, UserError
 from portable.paths import REPORT_FILE
+from portable.reporting.html_report import read_preview
 from portable.run.rank import run_rank
 from tests.portable.chat_support import GREETING, SYSTEM, TALK, template, tokenizer
 from tests.portable.data_support import Settings, replace, write_jsonl
 from tests.portable.parallel_work import work
-from tests.runs import TINY_MODEL, checked, configured, flags, tiny
+from tests.runs import TINY_MODEL, configured, flags, tiny
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -90,18 +92,7 @@ def texts(settings: Settings) -> list[tuple[str, str]]:
     [
         ("messages", {"messages": GREETING}),
         ("messages", {"conversations": GREETING}),
-        (
-            "messages",
-            {
-                "messages": [
-                    QUESTION,
-                    {
-                        "role": "assistant",
-                        "content": [{"type": "text", "text": "It is "}, {"type": "text", "text": "5."}],
-                    },
-                ]
-            },
-        ),
+        ("messages", {"messages": [QUESTION, {**ANSWER, "content": [{"type": "text", "text": "It is 5."}]}]}),
         ("sharegpt", SHAREGPT),
         ("prompt_completion", {"prompt": [QUESTION], "completion": [ANSWER]}),
         ("alpaca", {**ALPACA, "instruction": "What is 2 + 3?", "input": ""}),
@@ -127,13 +118,8 @@ def test_a_system_message_tools_and_calls_of_sharegpt() -> None:
     }
     read = read_conversation(row, "sharegpt", "x")
     assert isinstance(read, Conversation)
-    assert [message["role"] for message in read.messages] == [
-        "system",
-        "user",
-        "assistant",
-        "tool",
-        "assistant",
-    ]
+    roles = "system user assistant tool assistant"
+    assert [message["role"] for message in read.messages] == roles.split()
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
     assert read.messages[2]["tool_calls"] == [call]
     assert read.tools == ({"name": "add"},)
@@ -170,13 +156,9 @@ def test_json_is_read_as_it_stands(
         path.write_text(shape)
         assert {answer for _, answer in texts(replace(settings, source=str(path)))} == {"It is 5.<|eot_id|>"}
         assert len(build_data(replace(settings, source=str(path))).train) == 6
-    for broken, message in (
-        (json.dumps(rows)[:-1], "its list does not end"),
-        (json.dumps(rows)[:-9], "row 6: not JSON"),
-    ):
-        path.write_text(broken)
-        with pytest.raises(UserError, match=message):
-            build_data(replace(settings, source=str(path)))
+    path.write_text(json.dumps(rows)[:-1])
+    with pytest.raises(UserError, match="its list does not end"):
+        build_data(replace(settings, source=str(path)))
 
 
 def test_parquet_gives_no_record_the_keys_of_another(settings: Settings, tmp_path: Path) -> None:
@@ -212,7 +194,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"messages": [QUESTION, {"role": "tool", "content": "5"}, ANSWER]},
         "2: message 2 is from tool, after user; it must follow the assistant's call",
     ),
-    "an empty conversation": ({"messages": []}, "2: the conversation is empty"),
     "no answer": ({"messages": [QUESTION]}, "2: the assistant says nothing"),
     "a missing column": ({"text": "hello"}, "2: messages is missing; a record of data.format messages"),
     "an unknown role": (
@@ -222,10 +203,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a picture": (
         {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}, ANSWER]},
         "2: message 1 has a part of type image; only text",
-    ),
-    "no answer that shall count": (
-        {"messages": [QUESTION, {**ANSWER, "weight": 0}]},
-        "2: the assistant says nothing, or context only; remove the record",
     ),
     "an answer that shall count by half": (
         {"messages": [QUESTION, {**ANSWER, "weight": 0.5}]},
@@ -244,8 +221,7 @@ def test_a_bad_record_is_named_by_its_line(name: str, settings: Settings, tmp_pa
     row, message = BAD[name]
     with pytest.raises(UserError) as error:
         build_data(written(settings, {"messages": GREETING}, row))
-    assert f"chat.jsonl:{message}" in str(error.value)
-    assert "\n" not in str(error.value)
+    assert f"chat.jsonl:{message}" in str(error.value) and "\n" not in str(error.value)
     assert not [path for path in (tmp_path / "cache" / "tokens").iterdir() if path.is_dir()]
 
 
@@ -266,13 +242,6 @@ def test_refusals_at_the_start(
     with pytest.raises(UserError) as error:
         build_data(written(settings, row, **values))
     assert message in str(error.value)
-
-
-def test_a_template_that_is_no_template(settings: Settings, tmp_path: Path) -> None:
-    (tmp_path / "bad.jinja").write_text("{% for x %}")
-    given = written(settings, {"messages": GREETING}, chat_template=str(tmp_path / "bad.jinja"))
-    with pytest.raises(UserError, match="it is no valid template"):
-        build_data(given)
 
 
 def test_a_tokenizer_without_a_template(settings: Settings, tmp_path: Path) -> None:
@@ -298,6 +267,9 @@ def test_answers_whose_end_is_not_trained(settings: Settings, tmp_path: Path) ->
     with pytest.raises(UserError, match=r"they end in 'It is 5.', and then comes '<\|eot_id\|>'"):
         build_data(given)
     assert build_data(replace(given, train_on="all")).end_of_turn is not None
+    (tmp_path / "bad.jinja").write_text("{% for x %}")
+    with pytest.raises(UserError, match="it is no valid template"):
+        build_data(replace(given, chat_template=str(tmp_path / "bad.jinja")))
 
 
 # -- templates -----------------------------------------------------------------------------------------------
@@ -373,8 +345,6 @@ def test_truncation_is_said(mode: Any, samples: int, warning: str, settings: Set
     assert len(data.train) == samples
     (line,) = data.sizes.warnings
     assert line.startswith("data.truncation: of the samples, ")
-    import re
-
     assert re.search(warning, line)
     assert inspect_data(long_and_short(settings, truncation=mode)).warnings == [line]
     numbers = sorted(data.train.documents(index)[0] for index in range(samples))
@@ -407,26 +377,6 @@ def test_no_sample_is_left(settings: Settings) -> None:
 # -- the cache and its processes -----------------------------------------------------------------------------
 
 
-def test_the_cache_knows_the_mask(settings: Settings) -> None:
-    given = written(settings, {"messages": TALK}, {"messages": GREETING})
-    first = build_data(given)
-    assert first.tokens is not None
-    assert first.fingerprint != build_data(replace(given, train_on="last_assistant")).fingerprint
-    assert build_data(given).fingerprint == first.fingerprint
-
-
-@pytest.mark.parametrize("packing", [False, True, "documents"])
-def test_roles_to_train_packed_and_padded(packing: Any, settings: Settings) -> None:
-    rows = [{"messages": [*TALK[:3], TALK[5]]}] * 8
-    given = written(settings, *rows, packing=packing, seq_len=64, roles_to_train=("user",))
-    data = build_data(given)
-    labels = np.concatenate([np.asarray(data.train[index]["labels"]) for index in range(len(data.train))])
-    text = tokenizer("llama3").decode(labels[labels != IGNORED])
-    asked = "What is 2 + 3?<|eot_id|>And 3 + 4?<|eot_id|>"
-    assert text in asked * 8 and text.count("And") >= 5
-    assert data.fingerprint != build_data(replace(given, roles_to_train=None)).fingerprint
-
-
 def test_packed_end_to_end_the_masks_follow(settings: Settings) -> None:
     given = written(settings, *[{"messages": TALK}] * 5, packing=True, seq_len=16)
     data = build_data(given)
@@ -449,6 +399,7 @@ def test_packed_end_to_end_the_masks_follow(settings: Settings) -> None:
     assert data.sizes.warnings == [
         f"data.truncation: of the samples, {left_out:,} are left out: no trained token remains"
     ]
+    assert build_data(replace(given, train_on="last_assistant")).fingerprint != data.fingerprint
     sizes = inspect_data(given)
     assert (sizes.train_samples, sizes.warnings) == (len(answered), data.sizes.warnings)
     held = build_data(replace(given, eval_fraction=0.3))
@@ -579,7 +530,7 @@ def test_a_merged_adapter_stops_where_the_adapter_does(learned: Path, tmp_path: 
     assert said(file, gguf_file="model.gguf") == "the sky<|im_end|>"
 
 
-def test_the_report_shows_samples(learned: Path) -> None:
+def test_the_report_shows_samples(learned: Path, tmp_path: Path) -> None:
     page = (learned / "run" / REPORT_FILE).read_text("utf-8")
     text = page.partition('type="application/json">')[2].partition("</script>")[0]
     data = json.loads(text)["runs"][0]["data"]
@@ -589,17 +540,9 @@ def test_the_report_shows_samples(learned: Path) -> None:
         (prompt, first), (answer, second) = sample["pieces"]
         assert (first, second) == (False, True)
         assert prompt.endswith("<|im_start|>assistant\n") and answer.endswith("<|im_end|>\n")
-
-
-@pytest.mark.parametrize(
-    "content", ["", "[]", "{", '{"facts": 5}', '{"facts":{},"lengths":[[1]],"samples":[]}']
-)
-def test_a_damaged_file_of_samples_is_passed_over(content: str, tmp_path: Path) -> None:
-    from portable.reporting.html_report import read_preview
-
-    path = tmp_path / "data_samples.json"
-    path.write_text(content)
-    assert read_preview(path) is None
+    for damaged in ("", "[]", '{"facts": 5}', '{"facts":{},"lengths":[[1]],"samples":[]}'):
+        (tmp_path / "data_samples.json").write_text(damaged)
+        assert read_preview(tmp_path / "data_samples.json") is None
 
 
 def test_show_data(settings: Settings, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -626,20 +569,3 @@ def test_show_data(settings: Settings, tmp_path: Path, capsys: pytest.CaptureFix
     assert sorted(tmp_path.iterdir()) == sorted([*before, tmp_path / "cache"])
     assert main([*flags(given), "--show-data", "2", "--dry-run"]) == 2
     assert main([*flags(given), "--show-data", "2", "--data.train_on", "completion"]) == 2
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"data.format": "messages", "model.task": "masked-lm"}, "data.format is for model.task causal-lm"),
-        ({"data.train_on": "all", "data.format": "text"}, "data.train_on is for conversations"),
-        ({"data.truncation": "drop", "data.format": "text"}, "has no effect with data.packing true"),
-        ({"data.roles_to_train": ["user", "gpt"]}, "data.roles_to_train must be list of: system .*'gpt'"),
-        ({"data.roles_to_train": "user", "data.format": "text"}, "data.roles_to_train is for conversations"),
-    ],
-)
-def test_settings_that_contradict_each_other(values: dict[str, Any], message: str) -> None:
-
-    with pytest.raises(UserError, match=message):
-        checked(None, values)
-    assert RunConfig().data.truncation == "end"

@@ -57,38 +57,25 @@ def test_building_again_gives_the_same(settings: Settings, tmp_path: Path) -> No
     first = build_data(settings)
     before = snapshot(tmp_path)
     second = build_data(settings)
-    assert snapshot(tmp_path) == before
+    padded = build_data(replace(settings, seq_len=32, packing=False, eval_fraction=0.0))
+    assert snapshot(tmp_path) == before  # nor is anything tokenized again for other batches
+    assert padded.eval is None and len(padded.train) == 60
+    assert set(padded.train[0]) == {"input_ids", "attention_mask", "labels"}
     assert (first.fingerprint, first.sizes) == (second.fingerprint, second.sizes)
     moved = replace(settings, cache_dir=tmp_path / "elsewhere")
     assert build_data(moved).fingerprint == first.fingerprint
 
 
-def test_the_batch_settings_do_not_tokenize_again(settings: Settings, tmp_path: Path) -> None:
-    build_data(settings)
-    before = snapshot(tmp_path)
-    padded = build_data(replace(settings, seq_len=32, packing=False, eval_fraction=0.0))
-    assert snapshot(tmp_path) == before
-    assert padded.eval is None
-    assert len(padded.train) == 60
-    assert set(padded.train[0]) == {"input_ids", "attention_mask", "labels"}
-
-
 def test_a_dry_run_writes_nothing(settings: Settings, tmp_path: Path) -> None:
     before = snapshot(tmp_path)
     sizes = inspect_data(settings)
+    hub = inspect_data(replace(settings, source="org/data", tokenizer=None))  # nor is it downloaded
+    assert (hub.source, hub.documents, hub.vocab_size) == ("org/data", None, 300)
     assert snapshot(tmp_path) == before
     assert (sizes.tokens, sizes.train_samples, sizes.cached, sizes.vocab_size) == (None, None, None, 300)
     assert "known after tokenizing" in str(sizes)
     data = build_data(settings)
-    before = snapshot(tmp_path)
     assert inspect_data(settings) == data.sizes
-    assert snapshot(tmp_path) == before
-
-
-def test_a_dry_run_downloads_nothing(settings: Settings) -> None:
-    for packing in (True, False):
-        sizes = inspect_data(replace(settings, source="org/data", tokenizer=None, packing=packing))
-        assert (sizes.source, sizes.documents, sizes.vocab_size) == ("org/data", None, 300)
 
 
 def test_the_tokenizer_in_order_of_preference(settings: Settings, tmp_path: Path) -> None:
@@ -98,37 +85,27 @@ def test_the_tokenizer_in_order_of_preference(settings: Settings, tmp_path: Path
     trained.tokenizer.save_pretrained(tmp_path / "own")
     named = build_data(replace(settings, tokenizer=str(tmp_path / "own")), model_tokenizer="never/asked")
     assert named.fingerprint == trained.fingerprint
+    with pytest.raises(UserError, match=r"data\.tokenizer: it has no mask_token"):
+        build_data(replace(settings, tokenizer=str(tmp_path / "own")), task="masked-lm")
     models = build_data(settings, model_tokenizer=str(tmp_path / "own"))
     assert models.fingerprint == trained.fingerprint
     assert inspect_data(settings, model_tokenizer=str(tmp_path / "own")) == models.sizes
 
 
-def test_masked_needs_a_mask_token(settings: Settings, tmp_path: Path) -> None:
-    build_data(settings).tokenizer.save_pretrained(tmp_path / "own")
-    with pytest.raises(UserError, match=r"data\.tokenizer: it has no mask_token"):
-        build_data(replace(settings, tokenizer=str(tmp_path / "own")), task="masked-lm")
-
-
-@pytest.mark.parametrize(
-    ("language", "multilingual", "told"),
-    [
-        (None, True, r"data\.target_language: missing"),
-        ("deu_LatnX", True, r"data\.target_language: .*did you mean de"),
-        ("de", False, r"data\.target_language: 'de' is for a multilingual tokenizer"),
-    ],
-)
-def test_the_language_of_targets_must_fit_the_tokenizer(
-    language: str | None, multilingual: bool, told: str, settings: Settings, tmp_path: Path
-) -> None:
+def test_the_language_of_targets_must_fit_the_tokenizer(settings: Settings, tmp_path: Path) -> None:
     rows = ({"text": text, "target": text} for text in texts(9))
-    given = replace(settings, source=str(write_jsonl(tmp_path / "p.jsonl", rows)), target_language=language)
-    if multilingual:
-        vocab = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, chr(0x2581): 4}
-        NllbTokenizer(vocab=vocab, merges=[]).save_pretrained(tmp_path / "own")
-        given = replace(given, tokenizer=str(tmp_path / "own"), source_language="eng_Latn")
-    for look in (build_data, inspect_data):
-        with pytest.raises(UserError, match=told):
-            look(given, task="seq2seq-lm")
+    plain = replace(settings, source=str(write_jsonl(tmp_path / "p.jsonl", rows)))
+    vocab = {"<s>": 0, "<pad>": 1, "</s>": 2, "<unk>": 3, chr(0x2581): 4}
+    NllbTokenizer(vocab=vocab, merges=[]).save_pretrained(tmp_path / "own")
+    several = replace(plain, tokenizer=str(tmp_path / "own"), source_language="eng_Latn")
+    for given, language, told in (
+        (several, None, "missing"),
+        (several, "deu_LatnX", ".*did you mean de"),
+        (plain, "de", "'de' is for a multilingual tokenizer"),
+    ):
+        for look in (build_data, inspect_data):
+            with pytest.raises(UserError, match=rf"data\.target_language: {told}"):
+                look(replace(given, target_language=language), task="seq2seq-lm")
 
 
 def test_text_that_is_cut_off_is_told(settings: Settings, tmp_path: Path) -> None:
@@ -170,12 +147,6 @@ def test_classes_of_a_hub_data_set(settings: Settings, monkeypatch: pytest.Monke
     data = build_data(given, task="sequence-classification", known_classes=known)
     assert data.label_names == known.names
     assert [int(data.train[i]["labels"]) for i in range(20)] == [2 - label for label in found]
-
-
-def test_the_standard_library_is_the_default(settings: Settings) -> None:
-    data = build_data(replace(settings, source=None, max_samples=12, vocab_size=400))
-    assert data.sizes.documents == 12
-    assert data.sizes.source == "the standard library's sources"
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from portable.data.tokens.tokenize import TokenizeJob, special_token_frame
 from portable.data.tokens.tokenizer import Vocabulary, train_tokenizer
 from portable.errors import RunError, UserError
 from portable.temporary_folder import made_once
-from tests.portable.data_support import corpus, settings_of, source, texts, token_cache, write_jsonl
+from tests.portable.data_support import corpus, settings_of, source, texts, write_jsonl
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -65,14 +65,16 @@ def build(given: Source, tokenizer: Any, cache: Path) -> TokenCache:
 
 
 def test_tokens_are_those_of_the_tokenizer(tokenizer: Any, tmp_path: Path) -> None:
-    cache = build(Given([Document(text) for text in texts(50)]), tokenizer, tmp_path)
+    given = Given([Document(text) for text in texts(50)])
+    cache = build(given, tokenizer, tmp_path)
+    build(given, tokenizer, tmp_path)
+    assert given.reads == 1  # it is built once
     expected = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts(50)]
     assert [cache.document("text", number).tolist() for number in range(50)] == expected
     assert cache.tokens["text"].tolist() == list(chain.from_iterable(expected))
     assert cache.tokens["text"].dtype == np.uint16
     assert isinstance(cache.tokens["text"][:1], np.memmap)
-    assert cache.documents == 50
-    assert cache.total_tokens == sum(map(len, expected))
+    assert (cache.documents, cache.total_tokens) == (50, sum(map(len, expected)))
 
 
 def test_batches_and_pieces_do_not_show(
@@ -104,22 +106,6 @@ def test_a_wide_vocabulary_takes_four_bytes(tmp_path: Path) -> None:
         assert cache.tokens["text"].tolist() == [0, size - 1]
 
 
-def test_the_fingerprint_is_of_the_content(tmp_path: Path) -> None:
-    one = token_cache(tmp_path / "one", [[1, 2], [3]])
-    assert token_cache(tmp_path / "same", [[1, 2], [3]]).fingerprint == one.fingerprint
-    assert token_cache(tmp_path / "split", [[1], [2, 3]]).fingerprint != one.fingerprint
-    assert token_cache(tmp_path / "other", [[1, 2], [4]]).fingerprint != one.fingerprint
-
-
-def test_it_is_built_once(tokenizer: Any, tmp_path: Path) -> None:
-    given = Given([Document("a text")])
-    build(given, tokenizer, tmp_path)
-    build(given, tokenizer, tmp_path)
-    assert given.reads == 1
-    build(Given([Document("another")]), tokenizer, tmp_path)
-    assert len([entry for entry in (tmp_path / "tokens").iterdir() if entry.is_dir()]) == 2
-
-
 def _changed(path: Path, change: Callable[[bytearray], object]) -> None:
     content = bytearray(path.read_bytes())
     change(content)
@@ -144,11 +130,7 @@ DAMAGED = [
 
 @pytest.mark.parametrize(("name", "damage"), DAMAGED)
 def test_a_damaged_cache_is_built_again(tokenizer: Any, tmp_path: Path, name: str, damage: str) -> None:
-    """Also a large one, whose blocks are many."""
-    many = 9000 if (name, damage) == ("text.bin", "one bit") else 5
-    given = Given(
-        [Document(f"{text} {n}", label=n) for n, text in enumerate(texts(many))], label_field="label"
-    )
+    given = Given([Document(text, label=n) for n, text in enumerate(texts(5))], label_field="label")
     whole = build(given, tokenizer, tmp_path)
     DAMAGES[damage](whole.folder / name)
     with pytest.raises(CacheDamagedError):
@@ -177,10 +159,7 @@ def test_blocks_of_a_large_cache_are_checked_when_first_read(
     monkeypatch.setattr(caching, "BLOCK", 256)
     whole = build(given, tokenizer, tmp_path)
     tokens = whole.tokens["text"].tolist()
-    path = whole.folder / "text.bin"
-    content = bytearray(path.read_bytes())
-    content[600] ^= 1
-    path.write_bytes(content)
+    _changed(whole.folder / "text.bin", lambda content: content.__setitem__(600, content[600] ^ 1))
     cache = TokenCache.open(whole.folder)
     assert cache.tokens["text"][:256].tolist() == tokens[:256]
     assert cache.tokens["text"][-1] == tokens[-1]
@@ -201,15 +180,9 @@ def test_a_failed_build_leaves_nothing(tokenizer: Any, tmp_path: Path) -> None:
     assert not [entry for entry in (tmp_path / "cache" / "tokens").iterdir() if entry.is_dir()]
     with pytest.raises(UserError, match="contains no text"):
         build(Given([]), tokenizer, tmp_path / "cache")
-
-
-def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(UserError, match=r"data\.cache_dir: cannot write in"):
         made_once(tmp_path / "file" / "entry", TokenCache.intact, lambda draft: None)
-
-
-def test_a_folder_that_is_damaged_when_it_was_just_written(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"data\.cache_dir: .*entry: damaged, just written"):
         made_once(tmp_path / "entry", TokenCache.intact, lambda draft: None)
 

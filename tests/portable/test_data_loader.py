@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,7 +12,6 @@ import torch
 
 from portable.data.samples.base import IGNORED, Arrays, PackedCausal, PaddedCausal, Part, Samples
 from portable.data.samples.loader import BatchIterator, EvalLoader, TrainLoader
-from portable.data.samples.order import locate
 from tests.portable.data_support import token_cache
 
 if TYPE_CHECKING:
@@ -32,20 +30,6 @@ def samples(tmp_path: Path) -> PackedCausal:
 def indices(batches: Iterable[dict[str, torch.Tensor]]) -> list[int]:
     """Which samples are in these batches."""
     return [int(row[0]) // LENGTH for batch in batches for row in batch["input_ids"]]
-
-
-def take(loader: TrainLoader, steps: int) -> list[int]:
-    batches = iter(loader)
-    taken = list(islice(batches, steps * loader.micro_batches_per_step))
-    batches.close()
-    return indices(taken)
-
-
-def expected(position: int, count: int, seed: int = 3) -> list[int]:
-    return [locate(at, COUNT, seed)[1] for at in range(position, position + count)]
-
-
-# --- training
 
 
 # --- reading ahead
@@ -110,26 +94,6 @@ def test_the_thread_ends(how: str) -> None:
     del batches
     gc.collect()
     assert readers() == before
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_batches_are_pinned(samples: PackedCausal, num_workers: int) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    loader = TrainLoader(
-        samples,
-        seed=3,
-        global_batch_size=4,
-        micro_batch_size=2,
-        num_workers=num_workers,
-        pin_memory=True,
-    )
-    batches = iter(loader)
-    batch = next(batches)
-    assert all(value.is_pinned() for value in batch.values())
-    assert indices([batch]) == expected(0, 2)
-    batches.close()
 
 
 def test_an_error_arrives_in_its_place() -> None:

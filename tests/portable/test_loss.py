@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
@@ -11,7 +10,6 @@ import transformers
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from portable.config import parse_args
 from portable.data.dataset import build_data
 from portable.errors import UserError
 from portable.evaluation.metrics import NOTHING
@@ -47,11 +45,10 @@ SMALL: dict[str, Any] = {
     "eos_token_id": 1,
 }
 ROUTED: dict[str, Any] = {**SMALL, "output_router_logits": True, "router_aux_loss_coef": 0.3}
-QWEN: dict[str, Any] = {"num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24}
+
 CAUSAL: dict[str, dict[str, Any]] = {
     "mixtral": {**ROUTED, "num_local_experts": 4},
-    "qwen2_moe": {**ROUTED, **QWEN},
-    "olmoe": {**ROUTED, "num_experts": 4, "num_experts_per_tok": 2},
+
     "gpt_oss": {**ROUTED, "num_local_experts": 4, "head_dim": 8},
     "jetmoe": {**ROUTED, "num_local_experts": 4, "kv_channels": 8, "aux_loss_coef": 0.2},
     "bamba": {
@@ -287,31 +284,24 @@ def test_a_pretrained_mixture_has_its_router_loss(
         assert any("router_aux_loss_coef 0.3" in note for note in trial.run.notes) == router
 
 
-@pytest.mark.parametrize(
-    ("own", "told"),
-    [
-        ({"hidden_act": "gelu", "rope_scaling": {"rope_type": "linear", "factor": 2.0}}, None),
+def test_keys_of_a_pretrained_models_config(tmp_path: Path, corpus: Path) -> None:
+    AutoConfig.for_model(**TINY_MODEL).save_pretrained(tmp_path)
+
+    def found(**own: Any) -> Any:
+        named = {"model__name_or_path": str(tmp_path), "model__config": own}
+        return model_config(configured(tmp_path / "run", corpus, **named).model)
+
+    taken = found(hidden_act="gelu", rope_scaling={"rope_type": "linear", "factor": 2.0})
+    assert taken.hidden_act == "gelu"
+    assert taken.rope_parameters == {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    for own, told in (
         ({"hidden_size": 96}, r"^model\.config: hidden_size: changes the shapes or ties of the weights of "),
         ({"tie_word_embeddings": False}, r"^model\.config: tie_word_embeddings: changes the shapes or ties"),
         ({"atention_dropout": 0.1}, r"atention_dropout: LlamaConfig has no such setting; did you mean att"),
         ({"model_type": "llama"}, r"are both set; set one of the two, or leave model_type out "),
-    ],
-)
-def test_keys_of_a_pretrained_models_config(
-    own: dict[str, Any], told: str | None, tmp_path: Path, corpus: Path
-) -> None:
-    AutoConfig.for_model(**TINY_MODEL).save_pretrained(tmp_path / "base")
-    with nullcontext() if told is None else pytest.raises(UserError, match=told):
-        named = {"model__name_or_path": str(tmp_path / "base"), "model__config": own}
-        settings = configured(tmp_path / "run", corpus, **named).model
-        found = model_config(settings)
-        assert found.hidden_act == "gelu"
-        assert found.rope_parameters == {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
-
-
-def test_flags_change_the_config_of_the_model_that_is_named() -> None:
-    config = parse_args(["--model.config.attention_dropout", "0.1", "--model.name_or_path", "some/model"])
-    assert config.config.model.config == {"attention_dropout": 0.1}
+    ):
+        with pytest.raises(UserError, match=told):
+            found(**own)
 
 
 # -- beside the loss ---------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import math
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 
 from portable.config.sections import DataConfig
@@ -18,7 +17,7 @@ from portable.errors import UserError
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
 from tests.portable.data_support import token_cache, write_jsonl
-from tests.runs import checked, configured, write_conversations, write_corpus
+from tests.runs import configured, write_conversations, write_corpus
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -62,15 +61,6 @@ def test_positions_are_dealt_out_exactly(weights: Sequence[float]) -> None:
     assert number == counts[source]
 
 
-def test_weights_are_kept_in_every_window() -> None:
-    deal = Interleave((0.7, 0.2, 0.1))
-    sources = np.array([deal(position)[0] for position in range(20_000)])
-    for window in (100, 300):
-        for source, share in enumerate((0.7, 0.2, 0.1)):
-            inside = np.convolve(sources == source, np.ones(window), "valid")
-            assert np.abs(inside - share * window).max() <= 2
-
-
 def test_a_schedule_changes_weights_and_goes_on() -> None:
     deal = Schedule([(0, (1, 1)), (100, (0, 1)), (1000, (3, 1))])
     seen = [0, 0]
@@ -97,22 +87,6 @@ def mixture(folder: Path, shares: Sequence[Share]) -> Mixture:
 
 def places(samples: Samples, first: int, count: int) -> list[tuple[int, int]]:
     return [samples.locate(position, 7) for position in range(first, first + count)]
-
-
-def test_each_source_has_epochs_of_its_own(tmp_path: Path) -> None:
-    """No sample of a source comes twice within its epoch, and none is left out."""
-    mixed = mixture(tmp_path, [Share(weight=0.5), Share(weight=0.3), Share(weight=0.2)])
-    seen: dict[int, list[tuple[int, int]]] = {0: [], 1: [], 2: []}
-    for epoch, index in places(mixed, 0, 3000):
-        source, number = mixed.source_of(index)
-        seen[source].append((epoch, number))
-    assert [len(of) for of in seen.values()] == [1500, 900, 600]
-    for source, count in enumerate((300, 120, 7)):
-        taken = seen[source]
-        for epoch in range(len(taken) // count):
-            assert sorted(taken[epoch * count : (epoch + 1) * count]) == [(epoch, n) for n in range(count)]
-    orders = [[n for _, n in seen[2][at : at + 7]] for at in range(0, 560, 7)]
-    assert len({tuple(order) for order in orders}) > 60  # shuffled anew each time
 
 
 def test_epochs_are_exact_over_a_pass(tmp_path: Path) -> None:
@@ -161,38 +135,6 @@ def test_the_share_of_a_source_is_part_of_the_data(tmp_path: Path) -> None:
     first = [data.train.locate(position, 0) for position in range(60)]
     assert [later.train.locate(position, 0) for position in range(20)] == first[:20]
     assert all(later.train.source_name(later.train.locate(p, 0)[1]) == "code" for p in range(20, 60))
-
-
-WRONG = [
-    ([{"source": "web.jsonl"}], "data.sources.1: has no name"),
-    ([{"name": "a/b", "source": "web.jsonl"}], "the name 'a/b'"),
-    ([{"name": "a", "source": "x"}, {"name": "a", "source": "y"}], "two sources are named a"),
-    ([{"name": "a", "source": "x", "weight": 1}, {"name": "b", "source": "y"}], "and b has none"),
-    ([{"name": "a", "source": "x", "weight": 0}], "all weights are 0"),
-    ([{"name": "a", "source": "x", "weight": 1, "epochs": 1}], "has a weight and epochs"),
-    ([{"name": "a", "weight": 1}], "names no data of its own"),
-]
-
-
-@pytest.mark.parametrize(("sources", "said"), WRONG, ids=str)
-def test_wrong_sources_are_refused_in_one_line(sources: list[dict[str, Any]], said: str) -> None:
-    with pytest.raises(UserError) as refused:
-        checked(None, {"data.sources": sources})
-    assert said in str(refused.value) and "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "said"),
-    [
-        ([{"step": 5, "weights": {"web": 1, "cod": 1}}], "there is no source cod; did you mean"),
-        ([{"step": 5, "weights": {"web": 1}}, {"step": 5, "weights": {"web": 1}}], "not come after"),
-        ([{"at": 5}], "data.weight_schedule.1: has no step; set step, integer >= 0"),
-    ],
-)
-def test_a_wrong_schedule_is_refused_in_one_line(schedule: list[dict[str, Any]], said: str) -> None:
-    sources = [{"name": "web", "source": "x"}, {"name": "code", "source": "y"}]
-    with pytest.raises(UserError, match=said):
-        checked(None, {"data.sources": sources, "data.weight_schedule": schedule})
 
 
 def test_the_same_data_twice_is_refused(tmp_path: Path) -> None:

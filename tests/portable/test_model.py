@@ -55,12 +55,8 @@ def test_a_pretrained_model_of_another_shape_is_refused(tmp_path: Path) -> None:
     settings = load_config({"model": {"name_or_path": str(tmp_path)}}).model
     with pytest.raises(UserError, match=r"has shape .* in the checkpoint"):
         pretrained_weights(settings, build(64))
-
-
-def test_a_models_config_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
     config = {"model_type": "llama", "hidden_size": 63, "num_attention_heads": 8}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    settings = load_config({"model": {"name_or_path": str(tmp_path)}}).model
     with pytest.raises(UserError, match=r"^model\.name_or_path: .*63.* is not a multiple"):
         models.model_config(settings)
 
@@ -107,14 +103,7 @@ def test_keys_of_published_configs_are_taken_and_others_refused(tmp_path: Path) 
             models.model_config(settings_of("t5", **{key: 4}))
 
 
-@pytest.mark.parametrize(
-    ("model_type", "key"),
-    [
-        ("gemma4_text", "head_dim"),
-        ("dots3_note_text", "kv_lora_rank"),
-        ("neomme", "sliding_window"),
-    ],
-)
+@pytest.mark.parametrize(("model_type", "key"), [("gemma4_text", "head_dim"), ("neomme", "sliding_window")])
 def test_a_setting_that_differs_from_layer_to_layer(model_type: str, key: str) -> None:
     """Such a config has an error for whoever asks it for the one value."""
     from transformers import AutoConfig
@@ -162,16 +151,12 @@ def test_lists_within_a_list_are_no_layers() -> None:
     assert layers[0][0] == "funnel.encoder.blocks.0.0"
 
 
-@pytest.mark.parametrize(
-    ("model_type", "task", "told"),
-    [
+def test_models_that_are_not_of_the_task_are_refused() -> None:
+    for model_type, task, told in (
         ("gpt2", "seq2seq-lm", "model.task: seq2seq-lm needs an encoder-decoder model"),
         ("musicgen", "causal-lm", "model.config: Multiple valid text configs"),
         ("gemma4_assistant", "causal-lm", "model.config: gemma4_assistant: Class validation error"),
-    ],
-)
-def test_models_that_are_not_of_the_task_are_refused(model_type: str, task: str, told: str) -> None:
-    settings = ModelConfig(config={"model_type": model_type}, task=task)  # type: ignore[arg-type]
-    with pytest.raises(UserError) as caught:
-        models.model_config(settings)
-    assert str(caught.value).startswith(told) and "\n" not in str(caught.value)
+    ):
+        settings = ModelConfig(config={"model_type": model_type}, task=task)  # type: ignore[arg-type]
+        with pytest.raises(UserError, match=f"^{told}"):
+            models.model_config(settings)

@@ -109,19 +109,16 @@ def test_groups_of_a_pattern(model: nn.Module) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("patterns", "message"),
-    [
+def test_a_pattern_without_effect_is_refused(model: nn.Module) -> None:
+    for patterns, message in (
         (["nrom"], "'nrom' matches no parameter; did you mean norm?"),
         (["c"], "'c' matches only parameters that are frozen; correct or remove it"),
         (["a", r"a\.w"], r"'a\\.w' matches only parameters that an earlier pattern matches; correct"),
         (["("], "'(' is not a regular expression"),
-    ],
-)
-def test_a_pattern_without_effect_is_refused(patterns: list[str], message: str, model: nn.Module) -> None:
-    with pytest.raises(UserError) as raised:
-        grouped(model, *({"pattern": pattern} for pattern in patterns))
-    assert str(raised.value).startswith(f"train.parameter_groups: {message}")
+    ):
+        with pytest.raises(UserError) as raised:
+            grouped(model, *({"pattern": pattern} for pattern in patterns))
+        assert str(raised.value).startswith(f"train.parameter_groups: {message}")
 
 
 OSS: dict[str, Any] = {

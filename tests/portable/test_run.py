@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import multiprocessing
 import os
 import shutil
@@ -23,7 +22,7 @@ from portable.config import load_config
 from portable.errors import DamagedError, UserError
 from portable.output.output_dir import locked, open_output
 from portable.reporting.html_report import write_report
-from portable.reporting.metrics import MetricsFile, read_metrics
+from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
 from tests.runs import configured, losses, weights
 
@@ -172,18 +171,6 @@ def test_killed_in_the_middle_of_a_save(moment: str, tmp_path: Path, corpus: Pat
     assert not list((folder / "checkpoints").glob(".*"))
 
 
-def test_an_evaluation_that_a_kill_prevented_is_made_up_for(
-    finished: Path, tmp_path: Path, corpus: Path
-) -> None:
-    folder = tmp_path / "run"
-    leg(folder, corpus, train__eval_every=4, train__stop_after=4)
-    rows = [row for row in read_metrics(folder) if "eval_loss" not in row]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    leg(folder, corpus, train__eval_every=4)
-    evals = {row["step"]: row["eval_loss"] for row in read_metrics(folder) if "eval_loss" in row}
-    assert evals == {row["step"]: row["eval_loss"] for row in read_metrics(finished) if "eval_loss" in row}
-
-
 def test_sgd_without_momentum_goes_on(tmp_path: Path, corpus: Path) -> None:
     """It keeps no state at all, which a checkpoint must be able to say."""
     settings: dict[str, Any] = {"train__optimizer": "sgd", "train__betas": [0.0, 0.9]}
@@ -216,12 +203,6 @@ def test_what_a_killed_export_left_is_removed(tmp_path: Path, corpus: Path, fini
         assert [path.name for path in folder.glob(".*.*-*")] == [".other.tmp-17-abcdef"]
 
 
-def test_a_warm_up_that_a_run_by_epochs_does_not_have(tmp_path: Path, corpus: Path) -> None:
-    by_epochs: dict[str, Any] = {"data__packing": False, "train__steps": None, "train__epochs": 0.5}
-    with pytest.raises(UserError, match=r"warmup_steps 13 exceeds train\.steps 12 \(train\.epochs 0\.5\)"):
-        leg(tmp_path, corpus, **by_epochs, train__warmup_steps=13)
-
-
 def test_evaluates_and_saves_by_epochs(tmp_path: Path, corpus: Path) -> None:
     """144 samples to train on, 6 a step: an eighth of an epoch is 3 steps, a tenth 2.4."""
     settings: dict[str, Any] = {"data__packing": False, "checkpoint__keep": None}
@@ -232,22 +213,18 @@ def test_evaluates_and_saves_by_epochs(tmp_path: Path, corpus: Path) -> None:
     assert names == ["step-000003", "step-000006", "step-000008"]
     rows = read_metrics(tmp_path / "whole")
     assert [row["step"] for row in rows if "eval_loss" in row] == [3, 5, 8]
-    # Stopped and gone on with, the same steps are due.
-    for until in (4, None):
-        leg(tmp_path / "legs", corpus, **settings, train__stop_after=until)
-    names = sorted(path.name for path in (tmp_path / "legs" / "checkpoints").iterdir())
-    assert names == ["step-000003", "step-000004", "step-000006", "step-000008"]
-
-
-def test_one_run_at_a_time_in_a_folder(tmp_path: Path, corpus: Path) -> None:
-    with locked(tmp_path), pytest.raises(UserError, match="in use by another run"):
-        leg(tmp_path, corpus)
+    by_epochs: dict[str, Any] = settings | {"train__steps": None, "train__epochs": 0.5}
+    with pytest.raises(UserError, match=r"warmup_steps 13 exceeds train\.steps 12 \(train\.epochs 0\.5\)"):
+        leg(tmp_path / "warm", corpus, **by_epochs, train__warmup_steps=13)
 
 
 def test_a_checkpoint_of_other_text_is_refused(tmp_path: Path, corpus: Path) -> None:
     folder = tmp_path / "run"
     source = tmp_path / "text.jsonl"
     source.write_text(corpus.read_text())
+    folder.mkdir()
+    with locked(folder), pytest.raises(UserError, match="in use by another run"):
+        leg(folder, corpus)
     leg(folder, corpus, data__source=str(source), train__stop_after=2)
     source.write_text(corpus.read_text().replace("small", "large"))
     with pytest.raises(UserError, match="trained on other tokens"):
@@ -355,20 +332,9 @@ def test_every_file_of_a_checkpoint_is_checked(
     damage(folder)
     with pytest.raises(DamagedError, match=told):
         TrainerState.read(folder).check_files(folder)
-
-
-def test_what_is_no_number_is_null_in_the_metrics(tmp_path: Path) -> None:
-    file = MetricsFile(tmp_path, from_step=0)
-    file.write({"step": 1, "loss": math.nan, "grad_norm": math.inf})
-    file.close()
-    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss": null, "grad_norm": null}\n'
-
-
-@pytest.mark.parametrize("other", [{"step": 5}, {"run": {}}], ids=["step", "run"])
-def test_a_manifest_of_another_checkpoint(other: dict[str, Any], finished: Path) -> None:
-    folder = finished / "checkpoints" / "step-000004"
+    whole = finished / "checkpoints" / "step-000004"
     with pytest.raises(DamagedError, match="belongs to another checkpoint"):
-        dataclasses.replace(TrainerState.read(folder), **other).check_files(folder)
+        dataclasses.replace(TrainerState.read(whole), run={}).check_files(whole)
 
 
 def test_a_checkpoint_of_an_older_version_is_gone_on_from_with_a_warning(
@@ -383,6 +349,9 @@ def test_a_checkpoint_of_an_older_version_is_gone_on_from_with_a_warning(
     assert leg(folder, corpus) == 0
     assert "written by an older version of this program, without a manifest" in capsys.readouterr().err
     assert weights(folder) == weights(finished)
+    (checkpoint / "trainer_state.json").write_text('{"format_version": 99}')
+    with pytest.raises(UserError, match="newer than this program"):
+        TrainerState.read(checkpoint)
 
 
 def test_resume_from_a_path(tmp_path: Path, corpus: Path, finished: Path) -> None:
@@ -398,9 +367,3 @@ def test_resume_from_a_path(tmp_path: Path, corpus: Path, finished: Path) -> Non
     shutil.copytree(source, older, dirs_exist_ok=True)
     with pytest.raises(UserError, match=r"step-000008 is newer than .*step-000004 in the same run"):
         leg(folder, corpus, checkpoint__resume=str(older))
-
-
-def test_trainer_state_of_a_newer_version_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "trainer_state.json").write_text('{"format_version": 99}')
-    with pytest.raises(UserError, match="newer than this program"):
-        TrainerState.read(tmp_path)

@@ -53,7 +53,9 @@ def test_what_a_killed_process_left_is_removed(temporary: Path) -> None:
     assert [*temporary.iterdir()] == []
 
 
-def test_what_is_in_use_or_no_folder_stays(temporary: Path, tmp_path: Path) -> None:
+def test_what_is_in_use_no_folder_or_anothers_stays(
+    temporary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept = tmp_path / "kept"
     kept.mkdir()
     (temporary / "kind-link").symlink_to(kept)
@@ -64,9 +66,6 @@ def test_what_is_in_use_or_no_folder_stays(temporary: Path, tmp_path: Path) -> N
         assert other.exists()
     assert kept.exists()
     assert sorted(path.name for path in temporary.iterdir()) == ["kind-file", "kind-link"]
-
-
-def test_a_folder_of_another_user_stays(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (temporary / "kind-theirs").mkdir()
     theirs = os.getuid() + 1
     monkeypatch.setattr(os, "getuid", lambda: theirs)
@@ -96,11 +95,3 @@ def test_what_others_make_goes_with_the_launcher(temporary: Path, monkeypatch: p
         assert cache.startswith(f"{temporary}/torchinductor_")
     assert dict(os.environ) == before
     assert [*temporary.iterdir()] == []
-
-
-def test_paths_of_sockets_stay_short(temporary: Path) -> None:
-    folder = temporary / ("x" * 80)
-    folder.mkdir()
-    before = dict(os.environ)
-    with temporary_files_in(folder):
-        assert dict(os.environ) == before

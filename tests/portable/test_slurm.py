@@ -39,6 +39,7 @@ def test_a_task_of_srun_is_a_rank() -> None:
     assert rank_variables({**STEP, "SLURM_STEP_ID": "1"})["MASTER_PORT"] != str(port)
     given = rank_variables({**STEP, "MASTER_ADDR": "ib0.head", "MASTER_PORT": "29500"})
     assert (given["MASTER_ADDR"], given["MASTER_PORT"]) == ("ib0.head", "29500")
+    assert first_host("rack[2,5]n[10-12].example.org,x") == "rack2n10.example.org"
 
 
 @pytest.mark.parametrize(
@@ -53,18 +54,6 @@ def test_a_task_of_srun_is_a_rank() -> None:
 )
 def test_other_processes_are_left_alone(environment: dict[str, str]) -> None:
     assert rank_variables(environment) == {}
-
-
-@pytest.mark.parametrize(
-    ("nodes", "first"),
-    [
-        ("node1,node2", "node1"),
-        ("gpu[007-009,12],big1", "gpu007"),
-        ("rack[2,5]n[10-12].example.org,x", "rack2n10.example.org"),
-    ],
-)
-def test_the_first_host(nodes: str, first: str) -> None:
-    assert first_host(nodes) == first
 
 
 @pytest.mark.parametrize("damage", [{"SLURM_STEP_TASKS_PER_NODE": "many"}, {"SLURM_NODEID": "7"}])

@@ -11,13 +11,11 @@ import pytest
 
 from portable.config.sections import DataConfig
 from portable.data.dataset import build_data
-from portable.data.samples.loader import TrainLoader
 from portable.data.sources import opening
 from portable.data.sources.file_parts import FilePart
 from portable.data.stream import Stream
 from portable.errors import RunError, UserError
 from tests.portable.data_support import source, write_jsonl
-from tests.runs import checked
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -103,30 +101,6 @@ def test_a_resume_reads_nothing_that_was_consumed(files: Path, monkeypatch: pyte
     assert first == 1 and len(read) - first <= len(needed)
 
 
-def test_samples_are_those_of_the_files(files: Path) -> None:
-    """Blocks of the tokens of each file; on other numbers of ranks: ``test_sample_order.py``."""
-    data = build_data(settings(files, shuffle_window=3))
-    stream, batch = data.train, 12
-    plain = {
-        shard: build_data(settings(files, source=str(files / f"part-{shard}.jsonl"), stream=False,
-                                   tokenizer=_saved(data, files), vocab_size=None)).train
-        for shard in range(FILES)
-    }  # fmt: skip
-
-    loader = iter(TrainLoader(stream, seed=0, global_batch_size=batch, micro_batch_size=batch))
-    for step in range(60):
-        rows = next(loader)["input_ids"].tolist()
-        for row, (_, index) in zip(rows, ids(stream, step * batch, batch), strict=True):
-            assert row == plain[index >> 32][index & 0xFFFFFFFF]["input_ids"].tolist()
-    loader.close()
-
-
-def _saved(data: Any, files: Path) -> str:
-    folder = files.parent / "tokenizer"
-    data.tokenizer.save_pretrained(folder)
-    return str(folder)
-
-
 # -- the disk -----------------------------------------------------------------------------------------------
 
 
@@ -187,21 +161,6 @@ def _die(self: Any, source: Any) -> bool:
     import os
 
     os._exit(3)
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"data.stream": True, "data.source": "x.jsonl", "train.epochs": 1}, "train.epochs needs the length"),
-        ({"data.stream": True, "data.source": "x.jsonl", "model.task": "masked-lm"}, "causal-lm alone"),
-        ({"data.stream": True, "data.source": "x.jsonl", "data.eval_fraction": 0.1}, "holds nothing out"),
-        ({"data.sources": [{"name": "a", "source": "x", "stream": True}]}, "give it a weight"),
-        ({"data.stream": True, "data.source": "x.jsonl", "data.max_samples": 5}, "max_samples does not work"),
-    ],
-)
-def test_what_a_stream_cannot_do_is_refused(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        checked(None, given)
 
 
 # -- whole runs ---------------------------------------------------------------------------------------------

@@ -156,34 +156,26 @@ def test_shards_of_other_programs(name: str, tokenizer: tuple[str, int], tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("name", "file", "said"),
-    [
-        ("mds", "shard.00001.mds", "shard.00001.mds: cannot read it"),
-        ("mds_bytes_zstd", "shard.00001.mds.zstd", "cannot read it"),
-        ("litdata", "chunk-0-1.bin", "cannot read it"),
-        ("mds", "index.json", "index.json: cannot read it"),
-    ],
+    ("name", "file"),
+    [("mds", "shard.00001.mds"), ("mds_bytes_zstd", "shard.00001.mds.zstd"), ("litdata", "chunk-0-1.bin")],
 )
-def test_damaged_shards_are_refused(
-    name: str, file: str, said: str, tokenizer: tuple[str, int], tmp_path: Path
-) -> None:
+def test_damaged_shards_are_refused(name: str, file: str, tokenizer: tuple[str, int], tmp_path: Path) -> None:
     folder = tmp_path / name
     shutil.copytree(WRITTEN / name, folder)
     content = (folder / file).read_bytes()
-    if file == "index.json":
-        (folder / file).write_text(json.dumps({"shards": [{"format": "mds"}]}))
-    else:
-        (folder / file).write_bytes(content[: len(content) // 2])
-    with pytest.raises(UserError, match=said) as error:
+    (folder / file).write_bytes(content[: len(content) // 2])
+    with pytest.raises(UserError, match=f"{file}: cannot read it"):
         built(folder, tokenizer[0], tmp_path)
-    assert "\n" not in str(error.value)
+    index = (WRITTEN / name / "index.json").read_text()
     if name == "mds_bytes_zstd":  # its checksum tells
-        index = (WRITTEN / name / "index.json").read_text()
         (folder / file).write_bytes(content)
         first = json.loads(index)["shards"][0]["raw_data"]["hashes"]["sha1"]
         (folder / "index.json").write_text(index.replace(first, "0" * 40))
         with pytest.raises(UserError, match=r"another sha1 than in index.json"):
             built(folder, tokenizer[0], tmp_path)
+    (folder / "index.json").write_text(json.dumps({"shards": [{"format": "mds"}]}))
+    with pytest.raises(UserError, match=r"index.json: cannot read it"):
+        built(folder, tokenizer[0], tmp_path)
 
 
 def test_a_dataset_saved_to_disk(tokenizer: tuple[str, int], tmp_path: Path) -> None:

@@ -86,22 +86,12 @@ PLACES: list[tuple[Mapping[str, Any], str, dict[str, str]]] = [
         {"fetch": "portable-convert s3://b/mine/final mine-model", "vLLM": "vllm serve mine-model"},
     ),
     (
-        {"model.name_or_path": "org/base", "adapter.type": "lora", "output_dir": "gs://b/mine"},
-        "gs://b/mine/final",
-        {
-            "merge": 'portable-convert gs://b/mine/final mine-merged --merge-into "$(hf download org/base)"',
-            "lm_eval": "lm_eval run --model hf --model_args pretrained=mine-merged --tasks hellaswag",
-        },
-    ),
-    (
         {"model.name_or_path": "a $(b)", "adapter.type": "lora", "output_dir": "-it"},
         "-it/final",
         {
             "vLLM": "vllm serve 'a $(b)' --enable-lora --max-lora-rank 16 --lora-modules it=-it/final",
             "llama.cpp": "portable-convert -it/final it-merged.gguf --to gguf --merge-into "
             "\"$(hf download 'a $(b)')\" && llama-cli -m it-merged.gguf",
-            "lm_eval": "lm_eval run --model hf --model_args pretrained='a $(b)',peft=-it/final "
-            "--tasks hellaswag",
         },
     ),
 ]

@@ -11,10 +11,11 @@ from torch import nn
 from torch.nn import functional
 from transformers import LlamaForCausalLM
 
-from portable import UserError, plugins, train
+from portable import UserError, train
 from portable.api import with_objects
 from portable.model.build import build_model, model_config
 from portable.model.initialize import InitialWeights
+from tests.engines import ENGINES
 from tests.parity import opened, take_steps
 from tests.portable.data_support import source
 from tests.runs import SENTENCE, configured
@@ -51,19 +52,21 @@ def of_tensors() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("key", "name", "told"),
     [
-        ("nothing", "gives a NoneType, not an iterable of records"),
-        ("failing", "fails (ValueError: no more; test_user_code.py, line"),
-        ("of_tensors", "record 1 is not of plain values"),
-        ("recrds", "did you mean records?"),
+        ("data.source", "nothing", "gives a NoneType, not an iterable of records"),
+        ("data.source", "failing", "fails (ValueError: no more; test_user_code.py, line"),
+        ("data.source", "of_tensors", "record 1 is not of plain values"),
+        ("model.function", "no_model", "no_model: returns a str, not a transformers model or None"),
     ],
 )
-def test_what_gives_no_records_is_refused_in_a_line(name: str, told: str, tmp_path: Path) -> None:
-    config = configured(tmp_path / "run", tmp_path / "corpus.jsonl", data__source=f"{HERE}:{name}")
+def test_what_gives_no_records_or_no_model_is_refused_in_a_line(
+    key: str, name: str, told: str, tmp_path: Path, corpus: Path
+) -> None:
+    config = configured(tmp_path / "run", corpus, **{key.replace(".", "__"): f"{HERE}:{name}"})
     with pytest.raises(UserError) as caught:
         train(config)
-    assert str(caught.value).startswith("data.source: ") and told in str(caught.value)
+    assert str(caught.value).startswith(f"{key}: ") and told in str(caught.value)
     assert "\n" not in str(caught.value) and not (tmp_path / "run").exists()
 
 
@@ -144,16 +147,8 @@ def finished(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     }
 
 
-@pytest.mark.parametrize(
-    ("name", "size", "settings"),
-    [
-        ("full_shard", 2, {"strategy": "full_shard"}),
-        ("xla", 2, {"backend": "xla"}),
-    ],
-)
-def test_finished_samples(
-    name: str, size: int, settings: Any, finished: Any, corpus: Path, tmp_path: Path, engines: Engines
-) -> None:
+@pytest.mark.parametrize("name", ["full_shard", "xla"])
+def test_finished_samples(name: str, finished: Any, corpus: Path, tmp_path: Path, engines: Engines) -> None:
     """In the run's own order, which knows only how many there are."""
     truth = take_steps(configured(tmp_path / "one", corpus, **finished), 4).losses
     with opened(configured(tmp_path / "one", corpus, **finished)) as trial:
@@ -169,8 +164,8 @@ def test_finished_samples(
         samples = trial.run.data.train
         again = pickle.loads(pickle.dumps(samples))  # noqa: S301
         torch.testing.assert_close(again.batch([(0, 5), (0, 2)]), samples.batch([(0, 5), (0, 2)]))
-    config = configured(tmp_path / "other", corpus, **finished, **settings)
-    found = engines.run(name, size, take_steps, config, 4).losses
+    config = configured(tmp_path / "other", corpus, **finished, **ENGINES[name].settings)
+    found = engines.run(name, 2, take_steps, config, 4).losses
     assert found == pytest.approx(truth, rel=1e-5) and truth[-1] < truth[0]
 
 
@@ -243,21 +238,14 @@ def with_a_value(config: RunConfig) -> tuple[list[float], dict[str, float], list
         return losses, numbers, [name for name, _ in trial.engine.model.named_parameters()]
 
 
-@pytest.mark.parametrize(
-    ("name", "size", "settings"),
-    [
-        ("full_shard", 2, {"strategy": "full_shard"}),
-        ("xla", 2, {"backend": "xla"}),
-    ],
-)
-def test_a_head_of_ones_own(
-    name: str, size: int, settings: dict[str, Any], corpus: Path, tmp_path: Path, engines: Engines
-) -> None:
+@pytest.mark.parametrize("name", ["full_shard", "xla"])
+def test_a_head_of_ones_own(name: str, corpus: Path, tmp_path: Path, engines: Engines) -> None:
     own = {"model__function": f"{HERE}:with_value", "train__loss": f"{HERE}:Valued"}
     common = {"train__micro_batch_size": 1, "train__global_batch_size": 4, **own}
     truth, numbers, names = with_a_value(configured(tmp_path, corpus, **common))
     assert "value.weight" in names and numbers["values"] > 0
-    found = engines.run(name, size, with_a_value, configured(tmp_path, corpus, **common, **settings))
+    settings = {**common, **ENGINES[name].settings}
+    found = engines.run(name, 2, with_a_value, configured(tmp_path, corpus, **settings))
     if name == "xla":
         del numbers["entropy"]  # which it does not log
     assert found[0] == pytest.approx(truth, rel=1e-5) and found[1] == pytest.approx(numbers, rel=1e-4)
@@ -278,18 +266,3 @@ def test_what_is_added_is_initialized_as_transformers_does_the_rest(tmp_path: Pa
     for name, value in initial(build_model(model_config(plain.model), plain.model), None).items():
         torch.testing.assert_close(whole[name], value, rtol=0, atol=0)
     assert set(parts) == set(whole) and "gate.weight" in parts
-
-
-@pytest.mark.parametrize(
-    ("name", "told"),
-    [
-        ("no_model", "no_model: returns a str, not a transformers model or None"),
-        ("with_valu", "did you mean with_value?"),
-    ],
-)
-def test_what_makes_no_model_is_refused(name: str, told: str, tmp_path: Path, corpus: Path) -> None:
-    config = configured(tmp_path / "run", corpus, model__function=f"{HERE}:{name}")
-    with pytest.raises(UserError) as caught:
-        train(config)
-    assert str(caught.value).startswith("model.function: ") and told in str(caught.value)
-    assert plugins.names_code(config.model.function) and not (tmp_path / "run").exists()

@@ -77,15 +77,6 @@ def test_a_new_process_finds_what_this_one_does(folder: Path) -> None:
     assert done.stdout.startswith("['a b']")
 
 
-def test_a_module_that_was_imported_before_is_named(folder: Path) -> None:
-    code = "import sys, types; sys.modules['gpu'] = types.SimpleNamespace(__file__='/there/gpu.py')"
-    done = run(folder, sys.executable, "-c", f"{code}; import portable", PYTHONPATH=str(ROOT))
-    assert done.stderr.splitlines()[-1] == (
-        "ImportError: gpu is a package of portable-trainer, and /there/gpu.py was imported under that name "
-        "before; rename that module"
-    )
-
-
 @pytest.fixture
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Write a plug-in in the current folder, which has a ``gpu.py`` and a package ``configs``, too."""
