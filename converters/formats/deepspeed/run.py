@@ -233,8 +233,8 @@ class SavedRun:
     def _check_mappings(self, share: Share, layout: EqualSlices) -> None:
         """`param_slice_mappings` of each rank must match the layout."""
         group = share.group
-        shuffled = self.options.get("round_robin_gradients") is True and not any(layout.gaps)
-        starts = layout.starts_before_round_robin() if shuffled else None
+        if self.options.get("round_robin_gradients") is True and not any(layout.gaps):
+            return  # DeepSpeed records the order from before it shuffled; values are compared anyway
         for number, rank in enumerate(self.optim[rank] for rank in share.ranks):
             mappings = rank.state.get("param_slice_mappings")
             if mappings is None:  # before DeepSpeed 0.7
@@ -243,7 +243,7 @@ class SavedRun:
             if not isinstance(table, dict):
                 raise CheckpointError(f"{rank.where}: damaged, its param_slice_mappings lack a group")
             recorded = {name: fragment(value, rank.where) for name, value in table.items()}
-            expected = layout.fragments(number, starts)
+            expected = layout.fragments(number)
             if recorded != expected:
                 name = next(
                     (name for name in {**expected, **recorded} if recorded.get(name) != expected.get(name)),
