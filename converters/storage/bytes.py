@@ -37,20 +37,6 @@ class Source(Protocol):
         ...
 
 
-class Held:
-    """A source whose bytes are in memory while they are read: strided regions are copied out directly."""
-
-    nbytes: int
-
-    def read_into(self, buffer: memoryview, at: int, touched: Touched) -> None:
-        """As of a `Source`."""
-        raise NotImplementedError
-
-    def held(self, count: int, touched: Touched) -> memoryview:
-        """All bytes, of which the caller reads `count`."""
-        raise NotImplementedError
-
-
 class Descriptor:
     """An open file that closes with its last user, so that eviction never closes it under a reader."""
 

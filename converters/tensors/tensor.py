@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from converters.errors import CheckpointError
-from converters.storage.bytes import FileSpan, Held, Joined, Slice, Source, Touched
+from converters.storage.bytes import FileSpan, Joined, Slice, Source, Touched
+from converters.storage.compressed import Compressed
 from converters.tensors.dtypes import numpy_dtype
 from converters.tensors.tiling import check_boxes_tile
 
@@ -345,7 +346,7 @@ def _gather(out: Array, source: Source, at: int, strides: Shape, touched: Touche
     if out.flags.c_contiguous and strides == row_major(out.shape, width):
         source.read_into(out.reshape(-1).view(np.uint8).data, at, touched)
         return
-    if isinstance(source, Held):
+    if isinstance(source, Compressed):
         whole = source.held(out.nbytes, touched)
         out[...] = np.ndarray(out.shape, out.dtype, buffer=whole, offset=at, strides=strides)
         return
