@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from urllib.parse import quote
 
 from converters.errors import CheckpointError, printable, redact
-from converters.storage.credentials import LOOKED_FOR, options_of
+from converters.storage.credentials import LOOKED_FOR, OPTIONS
 from converters.storage.store_errors import LostUploadError, RemoteError, broke_off, reason_of, translated
 from converters.storage.urls import Object, is_url
 
@@ -173,7 +173,7 @@ class Bucket:
         try:
             if self.kind == "hf":
                 return _hub(self.name, client, retries)
-            options = options_of(self.kind, self.name, self.url)
+            options = OPTIONS[self.kind](self.name, self.url)
             client |= options.pop("client_options", {})
             kind = {"s3": store.S3Store, "gs": store.GCSStore, "az": store.AzureStore}[self.kind]
             return kind(self.name.partition("@")[0], client_options=client, retry_config=retries, **options)
@@ -704,10 +704,8 @@ def _hub(repository: str, client: dict[str, Any], retries: Any) -> Any:
 _SIGNALS = 0.5  # seconds between looks for one
 
 
-def _interruptible(call: Callable[[], T]) -> T:
-    """`call()`; in the main thread it is another's, since no signal is handled within obstore."""
-    if threading.current_thread() is not threading.main_thread():
-        return call()
+def in_thread(call: Callable[[], T]) -> Future[T]:
+    """`call()` in a thread of its own, which ends with the process."""
     result: Future[T] = Future()
 
     def run() -> None:
@@ -717,6 +715,14 @@ def _interruptible(call: Callable[[], T]) -> T:
             result.set_exception(error)
 
     threading.Thread(target=run, name="store", daemon=True).start()
+    return result
+
+
+def _interruptible(call: Callable[[], T]) -> T:
+    """`call()`; in the main thread it is another's, since no signal is handled within obstore."""
+    if threading.current_thread() is not threading.main_thread():
+        return call()
+    result = in_thread(call)
     while not wait([result], timeout=_SIGNALS).done:  # a signal that another thread got does not end a wait
         pass
     return result.result()
