@@ -27,17 +27,6 @@ if TYPE_CHECKING:
     from converters.tensors.casting import Losses
     from converters.writers.conversion import Plan
 
-_UNITS = {
-    "": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-}
-
 # Commands of their own; a folder of that name is given as ./inspect.
 _LOOKING = ("inspect", "diff")
 
@@ -179,11 +168,11 @@ def parser_of() -> argparse.ArgumentParser:
 
 
 def _size(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?B)?", text.strip().upper())
-    unit = (match[2] or "").removesuffix("B") + "B" if match and match[2] else ""
-    if match is None or (unit not in _UNITS and unit != "B") or float(match[1]) <= 0:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT]?)(I?)B)?", text.strip().upper())
+    if match is None or (match[3] and not match[2]) or float(match[1]) <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 5GB, 500MB or 2GiB")
-    return max(1, int(float(match[1]) * _UNITS.get(unit, 1)))
+    unit = (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " ")
+    return max(1, int(float(match[1]) * unit))
 
 
 @command

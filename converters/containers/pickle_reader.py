@@ -77,10 +77,6 @@ class RefusedError(Exception):
     """The pickle is refused, by a stand-in too; `unpickle` adds the file to the message."""
 
 
-class Mark:
-    """The marker object of the pickle machine."""
-
-
 def unpickle(
     data: bytes,
     *,
