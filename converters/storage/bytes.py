@@ -238,17 +238,3 @@ class Memory:
 
     def read_into(self, buffer: memoryview, at: int, touched: Touched) -> None:
         buffer[:] = self.data[at : at + len(buffer)]
-
-
-class Deferred:
-    """A source located at its first read, for formats with many per-item headers."""
-
-    def __init__(self, nbytes: int, locate: Callable[[], Source]) -> None:
-        self.nbytes = nbytes
-        self._locate = locate
-        self._source: Source | None = None
-
-    def read_into(self, buffer: memoryview, at: int, touched: Touched) -> None:
-        if self._source is None:
-            self._source = self._locate()
-        self._source.read_into(buffer, at, touched)

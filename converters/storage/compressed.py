@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any
 from converters.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import pyarrow
 
     from converters.storage.bytes import Source, Touched
@@ -33,16 +31,16 @@ class Compressed:
     """A run of compressed bytes, seen decompressed.
 
     Args:
-        locate: the compressed bytes; called at each decompression.
+        source: the compressed bytes.
         codec: one of `CODECS`.
         nbytes: of the content; another size is refused.
         used: how many of them a reader of everything reads; the rest is padding.
         where: the file, for error messages.
     """
 
-    def __init__(self, locate: Callable[[], Source], codec: str, nbytes: int, used: int, where: str) -> None:
+    def __init__(self, source: Source, codec: str, nbytes: int, used: int, where: str) -> None:
         self.nbytes = nbytes
-        self._locate = locate
+        self._source = source
         self._codec = codec
         self._used = used
         self._where = where
@@ -80,7 +78,7 @@ class Compressed:
     def _decompressed(self, touched: Touched) -> memoryview:
         import pyarrow  # not at the top: slow to import
 
-        raw = pyarrow.PythonFile(_Reader(self._locate(), touched), mode="r")
+        raw = pyarrow.PythonFile(_Reader(self._source, touched), mode="r")
         stream = pyarrow.CompressedInputStream(raw, self._codec)
         self._taken = self._taken or _room.take(self.nbytes)
         self._stays = bool(self._taken) or self.nbytes > MEMORY_BYTES
