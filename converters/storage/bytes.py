@@ -78,10 +78,7 @@ class SourceFile:
 
     def read(self, at: int, count: int) -> bytes:
         """`count` bytes from `at`; refused before allocating when the file is shorter."""
-        if at < 0 or count < 0 or at + count > self.nbytes:
-            raise CheckpointError(
-                f"{self.path}: truncated or damaged, bytes {at} to {at + count} of {self.nbytes} are missing"
-            )
+        self.span(at, count)
         buffer = bytearray(count)
         self.read_into(memoryview(buffer), at)
         return bytes(buffer)
@@ -129,15 +126,10 @@ class FileSpan:
             self.file.read_into(part, self.offset + at + start, wanted, end)
             self._record(at + start, part)
 
-    @property
-    def read_through(self) -> bool:
-        """Whether every byte has been read, so that `verify` reads nothing more."""
-        return self._next_gap() is None
-
     def verify(self) -> None:
         """Check the stored CRC over the whole span; CheckpointError if the bytes are not those written."""
         scratch = memoryview(b"")
-        while (gap := self._next_gap()) is not None:
+        while (gap := self.next_gap()) is not None:
             start, stop = gap
             scratch = scratch or memoryview(bytearray(min(CHUNK, self.nbytes)))
             part = scratch[: min(len(scratch), stop - start)]
@@ -150,7 +142,7 @@ class FileSpan:
             self.resolved = True
             self._parts = []
 
-    def _next_gap(self) -> tuple[int, int] | None:
+    def next_gap(self) -> tuple[int, int] | None:
         """The first run of bytes not read so far; None when all are, or when there is no CRC to check."""
         with self.file.lock:
             if self.resolved:

@@ -459,7 +459,7 @@ def _write_entry(
         progress(len(data))
     for span in spans:
         # Verify a span that was read completely; one shared by several tensors waits for the last of them.
-        if span.read_through:
+        if span.next_gap() is None:
             span.verify()
             touched.discard(span)
         else:
