@@ -47,11 +47,11 @@ _start = attrgetter("start")
 
 
 class _Cache:
-    """The runs of all files of this process, least recently used first."""
+    """The runs of all files of this process, the oldest first."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self._runs: OrderedDict[_Span, None] = OrderedDict()
+        self._runs: dict[_Span, None] = {}
         self._nbytes = 0
 
     def add(self, run: _Span) -> None:
@@ -62,10 +62,6 @@ class _Cache:
                 break
             if cached is not run and cached.data.done():
                 self.drop(cached)
-
-    def use(self, run: _Span) -> None:
-        if run in self._runs:
-            self._runs.move_to_end(run)
 
     def drop(self, run: _Span) -> None:
         if run in self._runs:
@@ -98,7 +94,6 @@ class RemoteFile(SourceFile):
             position = at + done
             with _cache.lock:
                 run = self._at(position) or self._request(position, wanted, end, least)
-                _cache.use(run)
                 goes_on = position > run.start or wanted > run.stop
                 if goes_on and run.stop < end and self._at(run.stop) is None:
                     self._request(run.stop, wanted, end, least)
