@@ -6,7 +6,6 @@ pieces.
 
 from __future__ import annotations
 
-from math import prod
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -38,30 +37,11 @@ class _RowMajor:
         low, start = divmod(at, width)
         stop = -(-(at + len(buffer)) // width)
         if start == 0 and len(buffer) % width == 0:
-            self._fill(np.frombuffer(buffer, numpy_dtype(self.tensor.dtype)), low, touched)
+            self.tensor.fill_flat(np.frombuffer(buffer, numpy_dtype(self.tensor.dtype)), low, touched)
             return
         whole = np.empty(stop - low, numpy_dtype(self.tensor.dtype))
-        self._fill(whole, low, touched)
+        self.tensor.fill_flat(whole, low, touched)
         buffer[:] = whole.view(np.uint8).data[start : start + len(buffer)]
-
-    def _fill(self, out: Array, start: int, touched: Touched, prefix: Shape = ()) -> None:
-        """Fill the flat `out` from element `start` of the rows below `prefix`."""
-        rest = self.tensor.shape[len(prefix) :]
-        if not rest:
-            self.tensor.fill(out.reshape((1,) * len(prefix)), prefix, touched)
-            return
-        inner = prod(rest[1:])
-        while out.size:
-            row, offset = divmod(start, inner)
-            if offset or out.size < inner:
-                count = min(inner - offset, out.size)
-                self._fill(out[:count], offset, touched, (*prefix, row))
-            else:
-                rows = out.size // inner
-                count = rows * inner
-                shape = ((1,) * len(prefix)) + (rows, *rest[1:])
-                self.tensor.fill(out[:count].reshape(shape), (*prefix, row, *[0] * (len(rest) - 1)), touched)
-            start, out = start + count, out[count:]
 
 
 def source_of(tensor: Tensor) -> Source:
