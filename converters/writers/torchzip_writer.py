@@ -9,11 +9,19 @@ import struct
 import zlib
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from converters.containers.torchzip import TorchZip
+from converters.formats.torch_save.optimizer import as_tensor
+from converters.storage.folder import Folder
 from converters.tensors.dtypes import TO_STORAGE, TO_TORCH, itemsize
-from converters.tensors.tensor import row_major
+from converters.tensors.tensor import Tensor, row_major
 from converters.writers.conversion import Closing, Entry, Part, Trailer
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from converters.storage.path_or_url import Place
 
 _LOCAL = struct.Struct("<4s5H3L2H")
 _CENTRAL = struct.Struct("<4s6H3L5H2L")
@@ -175,6 +183,20 @@ def saved(value: Any) -> list[Part]:
         return [*parts, Closing(len(close()), close)]
     remember = partial(_remember, crcs, 0, listed[0][1])
     return [*parts, Trailer(_DESCRIPTOR.size + len(close()), lambda crc: remember(crc) + close())]
+
+
+def reopened(values: Mapping[str, Any], folder: Place) -> dict[str, Tensor]:
+    """The tensors of files that were written, by the names of the entries in what was to be saved in each."""
+    written, found = Folder(folder), dict[str, Tensor]()
+    pending = [(value, TorchZip(written.file(name)).load()) for name, value in values.items()]
+    while pending:
+        planned, loaded = pending.pop()
+        if isinstance(planned, Entry):
+            found[planned.name] = as_tensor(loaded, planned.name)
+        elif isinstance(planned, (dict, list, tuple)):
+            keys = planned if isinstance(planned, dict) else range(len(planned))
+            pending += [(planned[key], loaded[key]) for key in keys]
+    return found
 
 
 def _remember(crcs: list[int], number: int, nbytes: int, crc: int) -> bytes:

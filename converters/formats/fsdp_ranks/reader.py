@@ -29,13 +29,12 @@ from converters.storage.bytes import Memory
 from converters.storage.folder import Folder
 from converters.storage.places import names_in
 from converters.storage.safe_open import child
-from converters.tensors.tensor import Box, Tensor, View
+from converters.tensors.tensor import Box, Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from converters.checkpoint import Aliases, OptimizerState, Scalar
-    from converters.formats.fsdp_ranks.sharded import Dims
     from converters.storage.path_or_url import Place
 
 _FILE = re.compile(
@@ -93,10 +92,7 @@ class Parts:
 
     def tensor(self) -> Tensor:
         if not prod(self.shape):
-            origin: Dims = (0,) * len(self.shape)
-            return Tensor(
-                self.where, self.dtype, self.shape, [Box(origin, self.shape, View(Memory(b""), 0, origin))]
-            )
+            return Tensor.contiguous(self.where, self.dtype, self.shape, Memory(b""))
         return Tensor(self.where, self.dtype, self.shape, list(self.boxes.values()))
 
 

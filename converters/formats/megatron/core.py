@@ -23,7 +23,7 @@ from converters.formats.dcp.checksums import metadata_files
 from converters.formats.dcp.reader import read_tensors
 from converters.formats.megatron import FILE, RANK, ranks_in
 from converters.storage.folder import Folder
-from converters.storage.safe_open import read_small
+from converters.storage.safe_open import mentions
 
 if TYPE_CHECKING:
     from converters.checkpoint import Aliases, OptimizerState
@@ -39,14 +39,8 @@ def _folder(path: Place) -> Place | None:
     folder = path.parent if path.is_file() and path.name == _COMMON else path
     if not metadata_files(folder):
         return None
-    return folder if (folder / _COMMON).is_file() or _says_torch_dist(folder) else None
-
-
-def _says_torch_dist(folder: Place) -> bool:
-    try:
-        return b'"torch_dist"' in read_small(folder / "metadata.json", limit=4096, head=True)
-    except (OSError, CheckpointError):
-        return False
+    named = (folder / _COMMON).is_file() or mentions(folder / "metadata.json", b'"torch_dist"')
+    return folder if named else None
 
 
 def _open(source: Source, path: Place) -> Checkpoint:

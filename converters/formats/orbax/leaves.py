@@ -14,7 +14,7 @@ from converters.containers.shard_index import read_table
 from converters.containers.zarr import V2, V3
 from converters.errors import CheckpointError
 from converters.limits import MAX_TENSOR_NAME, MAX_TREE_LIST
-from converters.storage.safe_open import read_small
+from converters.storage.safe_open import mentions
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -53,22 +53,15 @@ class Leaves:
 
 def is_tree(folder: Place) -> bool:
     """Whether a folder holds a tree of arrays; the first kilobytes of the list tell it from other files."""
-    return _holds(folder / METADATA, b'"tree_metadata"')
+    return mentions(folder / METADATA, b'"tree_metadata"')
 
 
 def of_another_program(folder: Place) -> str | None:
     """Why a tree of another program's own arrays is not read, and what to do instead."""
     for name, content, program, export in _OTHERS:
-        if _holds(folder / name, content):
+        if mentions(folder / name, content):
             return f"{folder}: holds {program}'s own arrays; export the model there with {export}"
     return None
-
-
-def _holds(path: Place, content: bytes) -> bool:
-    try:
-        return content in read_small(path, limit=4096, head=True)
-    except (OSError, CheckpointError):
-        return False
 
 
 def read_leaves(folder: Folder) -> Leaves:
