@@ -13,6 +13,7 @@ deepspeed/runtime/swap_tensor/optimizer_utils.py, deepspeed/runtime/engine.py (`
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -26,7 +27,7 @@ from converters.tensors.dtypes import itemsize
 from converters.tensors.tensor import Box, Tensor, View, row_major
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from converters.containers.torchzip import StoredTensor
     from converters.storage.bytes import Source
@@ -53,25 +54,16 @@ def piece_of(stored: StoredTensor) -> Piece:
     return Piece(stored.dtype, numel, Slice(view.source, view.offset, numel * itemsize(stored.dtype)))
 
 
-@dataclass(frozen=True)
-class Flat:
-    """One flat buffer of a group, as the pieces of all ranks."""
-
-    dtype: str
-    pieces: tuple[Piece, ...]
-
-    def sources(self, counts: Sequence[int]) -> list[Source]:
-        """The first `counts[rank]` elements of each rank's piece."""
-        width = itemsize(self.dtype)
-        return [Slice(piece.source, 0, n * width) for piece, n in zip(self.pieces, counts, strict=True)]
+Flat = Sequence[Piece]
+"""One flat buffer of a group, as the pieces of all ranks."""
 
 
-def join(pieces: Sequence[Piece], where: str) -> Flat:
+def join(pieces: Flat, where: str) -> Flat:
     """The pieces of all ranks; CheckpointError if their dtypes differ."""
     dtypes = {piece.dtype for piece in pieces}
     if len(dtypes) != 1:
         raise CheckpointError(f"{where}: ranks hold different element types, {' and '.join(sorted(dtypes))}")
-    return Flat(dtypes.pop(), tuple(pieces))
+    return pieces
 
 
 @dataclass(frozen=True)
@@ -109,18 +101,18 @@ class WholeParameters:
 
     def tensors(self, flat: Flat, suffix: str = "") -> dict[str, Tensor]:
         """The parameters of a flat buffer; CheckpointError unless its length is exactly theirs."""
-        for piece in flat.pieces:
+        for piece in flat:
             if piece.numel != self.length:
                 raise CheckpointError(
                     f"{self.where}: a flat group holds {piece.numel} elements, not {self.length}"
                 )
-        width = itemsize(flat.dtype)
-        parts = flat.sources([self.length] * self.world)
+        dtype, width = flat[0].dtype, itemsize(flat[0].dtype)
+        parts = [piece.source for piece in flat]
         made = {}
         for name, shape in self.shapes.items():
             view = partial(_joined, parts, self.bases[name] * width, self.part(shape) * width, shape, width)
             box = Box((0,) * len(shape), shape, view)
-            made[name] = Tensor(name + suffix, flat.dtype, shape, [box])
+            made[name] = Tensor(name + suffix, dtype, shape, [box])
         return made
 
 
@@ -159,16 +151,16 @@ class EqualSlices:
     def tensors(self, flat: Flat, suffix: str = "") -> dict[str, Tensor]:
         """The parameters of a flat buffer with or without padding; CheckpointError for other lengths."""
         lean = [self.lean(rank) for rank in range(self.world)]
-        lengths = [piece.numel for piece in flat.pieces]
+        lengths = [piece.numel for piece in flat]
         if lengths not in (lean, [self.slice] * self.world):
             raise CheckpointError(
                 f"{self.where}: the ranks' slices of {suffix.lstrip('.') or 'a group'} do not have "
                 "the lengths of its parameters"
             )
-        joined = Joined(flat.sources(lean))
-        width = itemsize(flat.dtype)
+        dtype, width = flat[0].dtype, itemsize(flat[0].dtype)
+        joined = Joined([Slice(piece.source, 0, n * width) for piece, n in zip(flat, lean, strict=True)])
         return {
-            name: Tensor.contiguous(name + suffix, flat.dtype, shape, joined, self.starts[name] * width)
+            name: Tensor.contiguous(name + suffix, dtype, shape, joined, self.starts[name] * width)
             for name, shape in self.shapes.items()
         }
 

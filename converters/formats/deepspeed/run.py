@@ -207,7 +207,7 @@ class SavedRun:
     def _slices(self, share: Share, masters: Flat) -> EqualSlices:
         """The layout of one group of stages 1 and 2, checked against every record of it."""
         group, ranks = share.group, [self.optim[rank] for rank in share.ranks]
-        held = [piece.numel for piece in masters.pieces]
+        held = [piece.numel for piece in masters]
         paddings = [rank.padding(group) for rank in ranks]
         whole = [
             count if self.bf16_optimizer else count + padding

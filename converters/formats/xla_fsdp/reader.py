@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import Checkpoint
 from converters.config_and_tokenizer_files import find_companions, trainer_metadata
+from converters.containers.shard_index import check_ranks
 from converters.containers.torchzip import StoredTensor, TorchZip
 from converters.errors import CheckpointError, blame
 from converters.formats import Format, Source
@@ -144,13 +145,9 @@ def _by_rank(files: list[RankFile], kind: str, root: Place) -> list[RankFile]:
                 raise CheckpointError(
                     f"{file.where}: is rank {file.rank} of {file.world}, as is {other.where}"
                 )
-    if not found:
-        return []
-    world = files[0].world
-    missing = next((rank for rank in range(world) if rank not in found), None)
-    if missing is not None:
-        raise CheckpointError(f"{root}: rank {missing} of {world} is missing: no file holds its {kind}")
-    return [found[rank] for rank in range(world)]
+    if found:
+        check_ranks(root, {rank: file.where for rank, file in found.items()}, files[0].world, kind)
+    return [found[rank] for rank in sorted(found)]
 
 
 def _open(source: Source, folder: Folder) -> Checkpoint:
@@ -166,7 +163,7 @@ def _open(source: Source, folder: Folder) -> Checkpoint:
         read_layouts([(file.where, file.metadata) for file in (models[0], *optimizers)], _model(models[0]))
     stored: dict[str, Tensor] = {}
     shapes: dict[str, tuple[int, ...]] = {}
-    other = _others(models[0])
+    other = [str(key) for key in models[0].content if key not in ("model", "optimizer")]
     first = list(_model(models[0]))
     for file in models[1:]:
         if list(_model(file)) != first:
@@ -206,10 +203,6 @@ def _model(file: RankFile) -> dict[Any, Any]:
     if not isinstance(model, dict):
         raise CheckpointError(f"{file.where}: damaged, its model is not a table of tensors")
     return model
-
-
-def _others(file: RankFile) -> list[str]:
-    return [str(key) for key in file.content if key not in ("model", "optimizer")]
 
 
 def _tensors(key: Any, value: Any, layout: Layout | None, shards: list[tuple[str, Any]]) -> dict[str, Tensor]:
