@@ -127,7 +127,7 @@ class AdapterConfig:
     def _matching(self, patterns: Mapping[str, Any], name: str) -> str:
         """The first pattern that matches the end of `name`."""
         with self._matched("rank_pattern" if patterns is self.rank_pattern else "alpha_pattern"):
-            found = (key for key in patterns if self.matcher.fullmatch(_pattern_at_end(key), name))
+            found = (key for key in patterns if self.matcher.match(_pattern_at_end(key), name))
             return next(found, name)
 
     @contextmanager
@@ -140,7 +140,7 @@ class AdapterConfig:
 
 def _pattern_at_end(pattern: str) -> str:
     """The pattern with which peft's `get_pattern_key` looks for a name that ends in one."""
-    return rf"(.*\.)?({pattern})"
+    return rf"(.*\.)?({pattern})$"
 
 
 def given_config(named: str) -> Place:

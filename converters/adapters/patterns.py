@@ -41,12 +41,19 @@ class Matcher:
         except (re.error, regex.error, ValueError, RecursionError, OverflowError) as error:
             raise PatternError(f"{pattern[:60]!r} is not a regular expression ({error})") from None
 
+    def match(self, pattern: str, text: str) -> Any:
+        """As `re.match`; PatternError where the time is used up."""
+        return self._timed(pattern, text, "match")
+
     def fullmatch(self, pattern: str, text: str) -> Any:
         """As `re.fullmatch`; PatternError where the time is used up."""
+        return self._timed(pattern, text, "fullmatch")
+
+    def _timed(self, pattern: str, text: str, method: str) -> Any:
         self.check(pattern)
         began = time.process_time()
         try:
-            return self._compiled[pattern].fullmatch(text, timeout=max(self._left, 0.001))
+            return getattr(self._compiled[pattern], method)(text, timeout=max(self._left, 0.001))
         except TimeoutError:
             raise PatternError(
                 f"{pattern[:60]!r} takes too long to match; give names, or a simpler pattern"

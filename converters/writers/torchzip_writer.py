@@ -131,13 +131,6 @@ def size_of(shape: tuple[int, ...]) -> Call:
     return Call(Name("torch", "Size"), (shape,))
 
 
-def value_bytes(value: Any) -> bytes:
-    """A complete torch.save file with one plain value."""
-    (data,) = saved(value)
-    assert isinstance(data, bytes)
-    return data
-
-
 def saved(value: Any) -> list[Part]:
     """A complete torch.save file, as parts of a planned file.
 
