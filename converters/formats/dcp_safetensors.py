@@ -81,7 +81,7 @@ def _open(source: Source, path: Place) -> Checkpoint:
         root=source.path,
         tensors=plain_names({name: stored[key] for name, key in roles.model.items()}, where=where),
         optimizer=OptimizerState(state, [{"params": list(state)}]) if state else None,
-        metadata={**trainer_metadata(path), "other_keys": roles.other},
+        metadata=trainer_metadata(path),
         companions=find_companions(source.path),
     )
 

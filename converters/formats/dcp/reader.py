@@ -109,7 +109,7 @@ def _open(source: Source, folders: Sequence[Place]) -> Checkpoint:
         root=source.path,
         tensors=tensors,
         optimizer=optimizer,
-        metadata={**_metadata(folders), **trainer_metadata(source.path), "other_keys": roles.other},
+        metadata={**_metadata(folders), **trainer_metadata(source.path)},
         companions=find_companions(source.path),
         counters=lambda: _counters(roles.other, paths, entries),
     )

@@ -239,7 +239,6 @@ def split(saved: Any, where: str) -> tuple[dict[str, Any], list[Any], dict[str, 
             model[name] = stored
     if not model:
         raise CheckpointError(f"{where}: holds no tensors")
-    counted["other_keys"] = [".".join(map(str, path)) for path in found if container not in (None, path[:-1])]
     return model, optimizers, counted
 
 

@@ -163,21 +163,17 @@ def _open(source: Source, folder: Folder) -> Checkpoint:
         read_layouts([(file.where, file.metadata) for file in (models[0], *optimizers)], _model(models[0]))
     stored: dict[str, Tensor] = {}
     shapes: dict[str, tuple[int, ...]] = {}
-    other = [str(key) for key in models[0].content if key not in ("model", "optimizer")]
     first = list(_model(models[0]))
     for file in models[1:]:
         if list(_model(file)) != first:
             raise CheckpointError(f"{file.where}: holds other parameters than {models[0].where}")
     for key, value in _model(models[0]).items():
         shards = [(file.where, _model(file)[key]) for file in models]
-        made = _tensors(key, value, layouts.get(key), shards)
-        for name, tensor in made.items():
+        for name, tensor in _tensors(key, value, layouts.get(key), shards).items():
             if stored.setdefault(name, tensor) is not tensor:
                 raise CheckpointError(f"{models[0].where}: two parameters are called {name!r}")
         if key in layouts:
             shapes[key] = value.shape
-        elif not made:
-            other.append(str(key))
     tensors = plain_names(stored, where=str(root))
     plain = {raw: short for short, raw in plain_names({raw: raw for raw in stored}, where=str(root)).items()}
 
@@ -193,7 +189,7 @@ def _open(source: Source, folder: Folder) -> Checkpoint:
         root=source.path,
         tensors=tensors,
         optimizer=optimizer,
-        metadata={"world_size": models[0].world, **trainer_metadata(root), "other_keys": other},
+        metadata={"world_size": models[0].world, **trainer_metadata(root)},
         companions=find_companions(source.path),
     )
 
