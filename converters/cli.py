@@ -224,10 +224,10 @@ def _convert(options: argparse.Namespace) -> int:
     from converters.storage.path_or_url import place
     from converters.writers.conversion import carry_out, check_expansion
     from converters.writers.draft import check_output
-    from converters.writers.targets import target
+    from converters.writers.targets import is_single
 
     source, out = model_from(options.src), place(options.out)
-    single = target(options.to).single(out)
+    single = is_single(options.to, out)
     if not source.exists():
         raise CheckpointError(f"{source}: no such file or folder")
     sources = [source] if options.merge_into is None else [source, place(options.merge_into)]
@@ -279,7 +279,7 @@ def _asked(
     from converters.writers.conversion import Choices
     from converters.writers.gguf_writer import plan_gguf_adapter
     from converters.writers.safetensors_writer import plan_adapter
-    from converters.writers.targets import target
+    from converters.writers.targets import planner
 
     if options.dequantize is not None and options.merge_into is None:
         checkpoint = _floats(checkpoint, options.dequantize)
@@ -294,7 +294,7 @@ def _asked(
     dtype = "keep" if quantizes else options.dtype
     choices = Choices(dtype, options.max_shard_size, options.optimizer)
     if adapter is None:
-        return checkpoint, partial(target(options.to).plan, checkpoint, choices)
+        return checkpoint, partial(planner(options.to), checkpoint, choices)
     if options.to == "gguf":
         return checkpoint, lambda: plan_gguf_adapter(adapter, _base_config(adapter, given), choices)
     return checkpoint, partial(plan_adapter, adapter, choices)

@@ -63,8 +63,6 @@ class Format:
         open: the logical checkpoint of what `find` found; CheckpointError for anything damaged.
         incomplete: why a path that looks like this format cannot be opened, for the error message; else None.
         tags: whether `open` handles `Source.tag` itself.
-        written_by, recognized_by: for the documentation, in its own markup.
-        optimizer: whether the optimizer's state is converted too.
     """
 
     name: str
@@ -72,9 +70,6 @@ class Format:
     open: Callable[[Source, Any], Checkpoint]
     incomplete: Callable[[Source], str | None] = lambda source: None
     tags: bool = False
-    written_by: str = ""
-    recognized_by: str = ""
-    optimizer: bool = True
 
 
 def formats() -> Iterator[Format]:

@@ -136,6 +136,4 @@ FORMAT = Format(
     "dcp-safetensors",
     lambda source: _folder(source.path),
     _open,
-    written_by="torch's `HuggingFaceStorageWriter(save_distributed=True)`: torchtitan, Automodel",
-    recognized_by="`shard-<r>-model-<k>-of-<n>.safetensors`, there or in `sharded/`",
 )

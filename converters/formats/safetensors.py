@@ -187,7 +187,4 @@ FORMAT = Format(
     _find,
     _open,
     _incomplete,
-    written_by="transformers, the Trainer's plain `checkpoint-N`, this project; MaxText's and Levanter's "
-    "exports for transformers",
-    recognized_by="`model.safetensors` or its index, the only `.safetensors` file",
 )

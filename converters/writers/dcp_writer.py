@@ -26,7 +26,6 @@ from converters.writers.conversion import (
     required_optimizer,
     shards,
 )
-from converters.writers.targets import Target
 from converters.writers.torchzip_writer import Call, Made, Name, pickle, saved, size_of
 
 if TYPE_CHECKING:
@@ -122,6 +121,3 @@ def _tensor(entry: Entry) -> Made:
         "chunks": [Made(Name(_METADATA, "ChunkStorageMetadata"), chunk)],
     }
     return Made(Name(_METADATA, "TensorStorageMetadata"), fields)
-
-
-TARGET = Target(plan_dcp, "`torch.distributed.checkpoint.load`, at any world size")

@@ -23,7 +23,6 @@ from converters.writers.conversion import (
     plain_groups,
     required_optimizer,
 )
-from converters.writers.targets import Target
 from converters.writers.torchzip_writer import reopened, saved
 
 if TYPE_CHECKING:
@@ -67,6 +66,3 @@ def _state_dict(optimizer: OptimizerState, root: Place) -> dict[str, Any]:
         for group in groups
     ]
     return {"state": dict(sorted(state.items())), "param_groups": listed}
-
-
-TARGET = Target(plan_torch, "`torch.load(weights_only=True)`, `from_pretrained`")

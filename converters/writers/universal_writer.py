@@ -30,7 +30,6 @@ from converters.writers.conversion import (
     plain_groups,
     required_optimizer,
 )
-from converters.writers.targets import Target
 from converters.writers.torchzip_writer import reopened, saved, size_of
 
 if TYPE_CHECKING:
@@ -150,10 +149,3 @@ def _model_states(
         "ds_config": {},
         "ds_version": _VERSION,
     }
-
-
-TARGET = Target(
-    plan_universal,
-    "DeepSpeed ZeRO 1 to 3, at any world size (`load_universal`)",
-    needs_optimizer=True,
-)

@@ -207,8 +207,4 @@ FORMAT = Format(
     lambda source: _folders(source.path) or None,
     _open,
     _incomplete,
-    written_by="this project, torchtitan, `torch.distributed.checkpoint`, Accelerate and the Trainer under "
-    "FSDP (`SHARDED_STATE_DICT`), Lightning's sharded form, PyTorch/XLA SPMD",
-    recognized_by="`.metadata`, or one `__<rank>.metadata` per rank; `pytorch_model_fsdp_0/` with "
-    "`optimizer_0/`",
 )

@@ -179,7 +179,4 @@ FORMAT = Format(
     _open,
     _incomplete,
     tags=True,
-    written_by="DeepSpeed ZeRO 0 to 3, alone or inside Accelerate and the Trainer; ZeRO with pipeline "
-    "stages, experts (`MoE`), tensor parallel ranks (AutoTP) or MiCS",
-    recognized_by="`*_optim_states.pt` and `*_model_states.pt`; `latest`",
 )

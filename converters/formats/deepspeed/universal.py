@@ -328,6 +328,4 @@ FORMAT = Format(
     _open,
     _incomplete,
     tags=True,
-    written_by="DeepSpeed's `ds_to_universal`",
-    recognized_by="`zero/<parameter>/fp32.pt`, `latest_universal`",
 )

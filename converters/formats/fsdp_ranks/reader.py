@@ -231,7 +231,4 @@ FORMAT = Format(
     "fsdp-ranks",
     _find,
     _open,
-    written_by="verl and its descendants: one `torch.save` file a rank of FSDP1 or FSDP2, also with tensor "
-    "parallelism or replicas",
-    recognized_by="`model_world_size_<n>_rank_<r>.pt`, with `optim_world_size_...` beside",
 )

@@ -92,9 +92,6 @@ FORMAT = Format(
     "megatron-core",
     lambda source: _folder(source.path),
     _open,
-    written_by="Megatron-Core's `torch_dist`, of the same models",
-    recognized_by="`common.pt` beside DCP's `.metadata`",
-    optimizer=False,
 )
 
 
@@ -119,7 +116,4 @@ RANKS = Format(
     "megatron",
     lambda source: _folder_of_ranks(source.path),
     _open_ranks,
-    written_by="Megatron-LM, Llama- and GPT-2-shaped models, tensor and pipeline parallel",
-    recognized_by="`mp_rank_<tp>[_<pp>]/model_optim_rng.pt`",
-    optimizer=False,
 )

@@ -250,7 +250,4 @@ FORMAT = Format(
     lambda source: _folder(source.path),
     _open,
     _incomplete,
-    written_by="Orbax, with OCDBT or without, zarr 2 or 3: MaxText (Llama, Mistral, Qwen3, Gemma 1 and 2 "
-    "get transformers' names), Flax",
-    recognized_by="`_METADATA` with a tree, there or in `<step>/items/`, `<step>/default/`",
 )

@@ -263,8 +263,4 @@ FORMAT = Format(
     _find,
     _open,
     _incomplete,
-    written_by="`torch.save`: full state dicts, with or without an optimizer; Lightning's and Composer's "
-    "single file; FSDP `FULL_STATE_DICT` as Accelerate and the Trainer save it",
-    recognized_by="`pytorch_model.bin` or its index, `pytorch_model_fsdp.bin`, the only `.pt`, `.pth`, "
-    "`.bin` or `.ckpt` file",
 )

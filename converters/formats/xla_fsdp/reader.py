@@ -218,6 +218,4 @@ FORMAT = Format(
     "xla-fsdp",
     _find,
     _open,
-    written_by="PyTorch/XLA's `XlaFullyShardedDataParallel`, alone or inside the Trainer",
-    recognized_by="one file per rank, with `shard_metadata`",
 )
