@@ -40,14 +40,12 @@ class Source:
         path: the folder or file.
         tag: the step folder to open, where the format has several under `path` (DeepSpeed's
             `latest`); None for the newest.
-        verify: check stored CRCs.
         order: the names of the model's parameters in module order, where the caller knows them.
         config: the model's config.json, where the caller names it; else formats look beside the files.
     """
 
     path: Place
     tag: str | None = None
-    verify: bool = True
     order: tuple[str, ...] = ()
     config: Place | None = None
 

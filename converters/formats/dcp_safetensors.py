@@ -49,7 +49,7 @@ def _folder(path: Place) -> Place | None:
 
 
 def _open(source: Source, path: Place) -> Checkpoint:
-    folder, where = Folder(path, verify=source.verify), str(path)
+    folder, where = Folder(path), str(path)
     names = _shards(path)
     _check_complete(names, path)
     boxes: dict[str, list[Box]] = {}

@@ -52,11 +52,10 @@ class Descriptor:
 class SourceFile:
     """One file of a checkpoint, opened at its first read. Subclasses read a disk or an object store."""
 
-    def __init__(self, name: str, path: Place, nbytes: int, *, verify: bool) -> None:
+    def __init__(self, name: str, path: Place, nbytes: int) -> None:
         self.name = name
         self.path = path
         self.nbytes = nbytes
-        self.verify = verify
         self.lock = threading.Lock()
 
     def read_into(self, buffer: memoryview, at: int, wanted: int = 0, end: int = 0) -> None:
@@ -108,7 +107,7 @@ class FileSpan:
         self.nbytes = nbytes
         self.what = what
         self.crc32 = crc32
-        self.resolved = crc32 is None or not file.verify
+        self.resolved = crc32 is None
         # Disjoint parts read so far, sorted: (start, stop, crc32 of that part).
         self._parts: list[tuple[int, int, int]] = []
 

@@ -78,8 +78,8 @@ class RemoteFile(SourceFile):
 
     path: RemotePath
 
-    def __init__(self, name: str, path: RemotePath, nbytes: int, *, verify: bool) -> None:
-        super().__init__(name, path, nbytes, verify=verify)
+    def __init__(self, name: str, path: RemotePath, nbytes: int) -> None:
+        super().__init__(name, path, nbytes)
         self.runs: list[_Span] = []  # by their starts
         self._ends: OrderedDict[int, int] = OrderedDict()  # end of a run -> its length
 

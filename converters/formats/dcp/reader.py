@@ -74,7 +74,7 @@ def _open(source: Source, folders: Sequence[Place]) -> Checkpoint:
         raise CheckpointError(f"{where}: holds several models; give one of its {_MODEL_FOLDER}* folders")
     entries: dict[str, Entry] = {}
     for path in folders:
-        for key, entry in read_metadata(Folder(path, verify=source.verify)).items():
+        for key, entry in read_metadata(Folder(path)).items():
             if entries.setdefault(key, entry) is not entry:
                 raise CheckpointError(f"{path}: the key {key!r} is stored twice")
     nested = {key: entry.path for key, entry in entries.items() if entry.path is not None}

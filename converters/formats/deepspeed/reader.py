@@ -99,7 +99,7 @@ def _open(source: Source, path: Place) -> Checkpoint:
     _refuse_several_models(source.path, path)
     if not names.model.get(0):
         raise CheckpointError(f"{path}: the model states are missing, only optimizer states were found")
-    folder = Folder(path, verify=source.verify)
+    folder = Folder(path)
     model = read_model(folder, next(iter(names.model[0].values())))
     degree = _degree(path, names, model)
     if not names.optim:

@@ -81,7 +81,7 @@ def _incomplete(source: Source) -> str | None:
 
 
 def _open(source: Source, path: Place) -> Checkpoint:
-    return _Universal(Folder(path, verify=source.verify)).checkpoint(source.path)
+    return _Universal(Folder(path)).checkpoint(source.path)
 
 
 def load_part(folder: Folder, name: str) -> Any:

@@ -67,7 +67,7 @@ def _open(source: Source, folders: list[Place]) -> Checkpoint:
         raise CheckpointError(f"{source.path}: holds several models; give one of {names}")
     if path.parent == source.path:
         path = child(source.path, path.name)
-    return _Ranks(Folder(path, verify=source.verify)).checkpoint(source.path)
+    return _Ranks(Folder(path)).checkpoint(source.path)
 
 
 class Parts:

@@ -49,7 +49,7 @@ def _open(source: Source, path: Place) -> Checkpoint:
     from converters.tensors.rearranged import selected
 
     where = str(path)
-    common = TorchZip(Folder(path, verify=source.verify).file(_COMMON)).load(STANDINS, PREFIXES)
+    common = TorchZip(Folder(path).file(_COMMON)).load(STANDINS, PREFIXES)
     if not isinstance(common, dict):
         raise CheckpointError(f"{path / _COMMON}: not the common state of a Megatron-Core checkpoint")
     companions = find_companions(path)
@@ -109,7 +109,7 @@ def _folder_of_ranks(path: Place) -> Place | None:
 def _open_ranks(source: Source, path: Place) -> Checkpoint:
     from converters.formats.megatron.reader import Ranks
 
-    return Ranks(Folder(path, verify=source.verify)).checkpoint(source)
+    return Ranks(Folder(path)).checkpoint(source)
 
 
 RANKS = Format(

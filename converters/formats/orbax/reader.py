@@ -89,7 +89,7 @@ def _incomplete(source: Source) -> str | None:
 
 
 def _open(source: Source, path: Place) -> Checkpoint:
-    return _Tree(Folder(path, verify=source.verify)).checkpoint(source)
+    return _Tree(Folder(path)).checkpoint(source)
 
 
 class _Tree:

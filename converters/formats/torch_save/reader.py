@@ -107,7 +107,7 @@ def _incomplete(source: Source) -> str | None:
 
 def _open(source: Source, name: str) -> Checkpoint:
     root = source.path if source.path.is_dir() else source.path.parent
-    folder = Folder(root, verify=source.verify)
+    folder = Folder(root)
     if source.path.is_dir():
         check_one_model(root, name)
     where = str(root / name)

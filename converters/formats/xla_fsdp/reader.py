@@ -73,7 +73,7 @@ def _entries(path: Place) -> list[str]:
 
 def _find(source: Source) -> Folder | None:
     path = source.path
-    folder = Folder(path.parent if path.is_file() else path, verify=source.verify)
+    folder = Folder(path.parent if path.is_file() else path)
     names = [path.name] if path.is_file() else _entries(path)
     # A usual name is enough, so that a damaged file is refused and not skipped.
     found = any(_ranked(name) for name in names) or any(_marked(folder, name) for name in names)
