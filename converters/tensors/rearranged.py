@@ -49,24 +49,18 @@ def source_of(tensor: Tensor) -> Source:
     return tensor.run() or _RowMajor(tensor)
 
 
-def region(
-    tensor: Tensor, at: Sequence[int], lows: Sequence[int], sizes: Sequence[int], step: int = 1
-) -> Box:
-    """A box at `at` with the region of `tensor` that begins at `lows`; every `step`-th row of it."""
-    rows, *strides = row_major(tensor.shape, itemsize(tensor.dtype))
-    begin = sum(low * stride for low, stride in zip(lows, (rows, *strides), strict=True))
-
-    def view() -> View:
-        return View(source_of(tensor), begin, (rows * step, *strides))
-
-    return Box(tuple(at), tuple(sizes), view)
+def region(tensor: Tensor, at: Sequence[int], lows: Sequence[int], sizes: Sequence[int]) -> Box:
+    """A box at `at` with the region of `tensor` that begins at `lows`."""
+    strides = row_major(tensor.shape, itemsize(tensor.dtype))
+    begin = sum(low * stride for low, stride in zip(lows, strides, strict=True))
+    return Box(tuple(at), tuple(sizes), lambda: View(source_of(tensor), begin, strides))
 
 
-def part(tensor: Tensor, dim: int, low: int, count: int, name: str = "") -> Tensor:
+def part(tensor: Tensor, dim: int, low: int, count: int) -> Tensor:
     """The elements [low, low + count) along one dimension."""
     lows, sizes = [0] * len(tensor.shape), list(tensor.shape)
     lows[dim], sizes[dim] = low, count
-    return Tensor(name or tensor.name, tensor.dtype, sizes, [region(tensor, [0] * len(sizes), lows, sizes)])
+    return Tensor(tensor.name, tensor.dtype, sizes, [region(tensor, [0] * len(sizes), lows, sizes)])
 
 
 def joined(name: str, tensors: Sequence[Tensor], dim: int) -> Tensor:

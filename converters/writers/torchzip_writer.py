@@ -16,7 +16,7 @@ from converters.formats.torch_save.optimizer import as_tensor
 from converters.storage.folder import Folder
 from converters.tensors.dtypes import TO_STORAGE, TO_TORCH, itemsize
 from converters.tensors.tensor import Tensor, row_major
-from converters.writers.conversion import Closing, Entry, Part, Trailer
+from converters.writers.conversion import Entry, Part, Trailer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -138,8 +138,8 @@ def saved(value: Any) -> list[Part]:
         value: plain containers, the objects above, and an `Entry` for each tensor. One that occurs twice is
             written once, as two tensors that share their storage.
 
-    With several tensors the directory at the end is a `Closing`, and each tensor begins at a multiple of 64
-    bytes, as torch writes them; with one it is a `Trailer`, so that the parts may lie within a larger file.
+    With several tensors the directory at the end is written late, and each tensor begins at a multiple of 64
+    bytes, as torch writes them; with one it is not, so that the parts may lie within a larger file.
     """
     entries: dict[int, tuple[int, Entry]] = {}
     pickled = pickle(_with_calls(value, entries))
@@ -161,21 +161,16 @@ def saved(value: Any) -> list[Part]:
         header = _local(name, at if many else None)
         listed.append((name, nbytes, at))
         at += len(header) + nbytes + _DESCRIPTOR.size
-        parts += [header, entry]
-        if many:
-            parts.append(Trailer(_DESCRIPTOR.size, partial(_remember, crcs, number, nbytes)))
+        parts += [header, entry, Trailer(_DESCRIPTOR.size, partial(_remember, crcs, number, nbytes))]
 
-    def close() -> bytes:
+    def close(_: int = 0) -> bytes:
         every = bytes(directory) + b"".join(
             _central(name, crc, nbytes, start)
             for (name, nbytes, start), crc in zip(listed, crcs, strict=True)
         )
         return every + _end(len(members) + len(listed), len(every), at)
 
-    if many:
-        return [*parts, Closing(len(close()), close)]
-    remember = partial(_remember, crcs, 0, listed[0][1])
-    return [*parts, Trailer(_DESCRIPTOR.size + len(close()), lambda crc: remember(crc) + close())]
+    return [*parts, Trailer(len(close()), close, late=many)]
 
 
 def reopened(values: Mapping[str, Any], folder: Place) -> dict[str, Tensor]:
