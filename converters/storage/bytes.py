@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from bisect import bisect_right
+from operator import itemgetter
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Protocol
 
@@ -158,7 +159,7 @@ class FileSpan:
         crc, stop = isal_zlib.crc32(data), start + len(data)
         with self.file.lock:
             parts = self._parts
-            index = bisect_right(parts, start, key=_first)
+            index = bisect_right(parts, start, key=itemgetter(0))
             if (index > 0 and parts[index - 1][1] > start) or (index < len(parts) and parts[index][0] < stop):
                 return
             if index > 0 and parts[index - 1][1] == start:
@@ -169,10 +170,6 @@ class FileSpan:
                 low, high, after = parts.pop(index)
                 crc, stop = isal_zlib.crc32_combine(crc, after, high - low), high
             parts.insert(index, (start, stop, crc))
-
-
-def _first(part: tuple[int, int, int]) -> int:
-    return part[0]
 
 
 class Slice:
