@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -156,8 +157,8 @@ class Checkpoint:
     ) -> Checkpoint:
         """The same model with other tensors, and other settings and files beside them."""
         return self._with(
-            tensors=tensors,
-            aliases=self.aliases,
+            _stored=tensors,
+            _known_aliases=self.aliases,
             config={**self.config, **config},
             companions=companions,
         )
@@ -177,24 +178,15 @@ class Checkpoint:
         weights = {name: value for name, value in found.items() if isinstance(value, Tensor)}
         if not weights:
             raise CheckpointError(f"{self.root}: the optimizer has no {what}")
-        return self._with(tensors={**self.tensors, **weights}, aliases=self.aliases)
+        return self._with(_stored={**self.tensors, **weights}, _known_aliases=self.aliases)
 
     def _with(self, **changes: Any) -> Checkpoint:
-        """The same checkpoint, but for some of the arguments of `Checkpoint`."""
-        arguments: dict[str, Any] = {
-            "format": self.format,
-            "root": self.root,
-            "tensors": self._stored,
-            "aliases": self._known_aliases,
-            "optimizer": self._optimizer,
-            "metadata": self.metadata,
-            "companions": self.companions,
-            "counters": self._counters,
-            "config": self.config,
-            "documents": self.documents,
-            "ties": self._ties,
-        }
-        return Checkpoint(**{**arguments, **changes})
+        """The same checkpoint, but for some of its attributes; what follows from them is found anew."""
+        made = copy(self)
+        vars(made).update(changes)
+        for derived in ("optimizer", "counters", "_resolved"):
+            vars(made).pop(derived, None)
+        return made
 
     @cached_property
     def _resolved(self) -> tuple[dict[str, Tensor], dict[str, str]]:

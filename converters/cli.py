@@ -27,17 +27,6 @@ if TYPE_CHECKING:
     from converters.tensors.casting import Losses
     from converters.writers.conversion import Plan
 
-_UNITS = {
-    "": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-}
-
 # Commands of their own; a folder of that name is given as ./inspect.
 _LOOKING = ("inspect", "diff")
 
@@ -179,11 +168,11 @@ def parser_of() -> argparse.ArgumentParser:
 
 
 def _size(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?B)?", text.strip().upper())
-    unit = (match[2] or "").removesuffix("B") + "B" if match and match[2] else ""
-    if match is None or (unit not in _UNITS and unit != "B") or float(match[1]) <= 0:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT]?)(I?)B)?", text.strip().upper())
+    if match is None or (match[3] and not match[2]) or float(match[1]) <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 5GB, 500MB or 2GiB")
-    return max(1, int(float(match[1]) * _UNITS.get(unit, 1)))
+    unit = (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " ")
+    return max(1, int(float(match[1]) * unit))
 
 
 @command
@@ -235,10 +224,10 @@ def _convert(options: argparse.Namespace) -> int:
     from converters.storage.path_or_url import place
     from converters.writers.conversion import carry_out, check_expansion
     from converters.writers.draft import check_output
-    from converters.writers.targets import target
+    from converters.writers.targets import is_single
 
     source, out = model_from(options.src), place(options.out)
-    single = target(options.to).single(out)
+    single = is_single(options.to, out)
     if not source.exists():
         raise CheckpointError(f"{source}: no such file or folder")
     sources = [source] if options.merge_into is None else [source, place(options.merge_into)]
@@ -290,7 +279,7 @@ def _asked(
     from converters.writers.conversion import Choices
     from converters.writers.gguf_writer import plan_gguf_adapter
     from converters.writers.safetensors_writer import plan_adapter
-    from converters.writers.targets import target
+    from converters.writers.targets import planner
 
     if options.dequantize is not None and options.merge_into is None:
         checkpoint = _floats(checkpoint, options.dequantize)
@@ -305,7 +294,7 @@ def _asked(
     dtype = "keep" if quantizes else options.dtype
     choices = Choices(dtype, options.max_shard_size, options.optimizer)
     if adapter is None:
-        return checkpoint, partial(target(options.to).plan, checkpoint, choices)
+        return checkpoint, partial(planner(options.to), checkpoint, choices)
     if options.to == "gguf":
         return checkpoint, lambda: plan_gguf_adapter(adapter, _base_config(adapter, given), choices)
     return checkpoint, partial(plan_adapter, adapter, choices)

@@ -166,7 +166,7 @@ def _entries(folder: Place) -> list[Place]:
         entries: list[Place] = list(folder.iterdir())
     except (OSError, AccessDeniedError):  # credentials may not cover folders above the checkpoint
         return []
-    return sorted(entries, key=_name)
+    return sorted(entries, key=lambda path: path.name)
 
 
 def trainer_metadata(folder: Place) -> dict[str, Any]:
@@ -176,10 +176,6 @@ def trainer_metadata(folder: Place) -> dict[str, Any]:
         return {}
     step = state.get("step", state.get("global_step"))
     return {"trainer_state": state, **({"step": step} if isinstance(step, int) else {})}
-
-
-def _name(path: Place) -> str:
-    return path.name
 
 
 def _usable(path: Place, name: str) -> bool:

@@ -135,17 +135,12 @@ def _whole(found: dict[str, Any]) -> bool:
     except RecursionError:  # nested just within what json.loads accepts
         return False
     files = found.get("files")
-    return isinstance(files, dict) and all(map(_well_formed, files.items()))
-
-
-def _well_formed(item: tuple[str, Any]) -> bool:
-    """Whether an entry names a file below the folder and holds only integers."""
-    name, entry = item
-    return (
+    return isinstance(files, dict) and all(
         stays_inside(name)
         and isinstance(entry, dict)
-        and isinstance(entry.get("bytes"), int)
+        and "bytes" in entry
         and all(isinstance(value, int) for value in entry.values())
+        for name, entry in files.items()
     )
 
 

@@ -30,7 +30,6 @@ def open_checkpoint(
     path: str | Place,
     tag: str | None = None,
     *,
-    verify: bool = True,
     order: Sequence[str] = (),
     companions: Mapping[str, Place] | None = None,
 ) -> Checkpoint:
@@ -40,8 +39,6 @@ def open_checkpoint(
         path: a run folder (its newest complete step), a step folder, a folder of shards, or one file; a local
             path or a URL (`s3://bucket/run`), of which only the needed ranges are fetched.
         tag: the step to open in a folder of several: its folder's name (`step-000100`) or number (`100`).
-        verify: check the CRCs that the format stores on everything read. Turn off only for files that were
-            checked just before.
         order: the names of the model's parameters in the order of its modules, if the caller has the model.
             It names optimizer state that is keyed by index where the files do not record the order.
         companions: files (name -> path) in place of those found beside the shards, such as the model's
@@ -59,7 +56,7 @@ def open_checkpoint(
         raise CheckpointError(f"{root}: no such file or folder")
     if not (root.is_file() or root.is_dir()):
         raise CheckpointError(f"{root}: is neither a file nor a folder")
-    format, source, found = _locate(root, tag, verify)
+    format, source, found = _locate(root, tag)
     try:
         config = companions.get("config.json") if companions else None
         checkpoint = format.open(replace(source, order=tuple(order), config=config), found)
@@ -89,17 +86,17 @@ def read_pickled(path: str | Place) -> Any:
         raise CheckpointError(f"{path}: {error.strerror or error}") from None
 
 
-def _locate(root: Place, tag: str | None, verify: bool) -> Detected:
+def _locate(root: Place, tag: str | None) -> Detected:
     if not _whole(root):
         raise CheckpointError(_unfinished(root))
-    source = Source(root, tag, verify)
+    source = Source(root, tag)
     steps = _steps(root)
     if tag is not None and steps:
         matching = [
             step for number, step in steps if tag == step.name or (is_number(tag) and int(tag) == number)
         ]
         if matching:
-            source = Source(_inside(root, matching[0]), None, verify)
+            source = Source(_inside(root, matching[0]))
             found = detect(source) if _whole(source.path) else None
             if found is None:
                 raise CheckpointError(_why_not(source))
@@ -114,7 +111,7 @@ def _locate(root: Place, tag: str | None, verify: bool) -> Detected:
     for _, step in steps:
         kind = _DIGITS.sub("", step.name)
         if kind not in chosen:
-            found = detect(Source(_inside(root, step), None, verify)) if _whole(step) else None
+            found = detect(Source(_inside(root, step))) if _whole(step) else None
             if found is not None:
                 chosen[kind] = found
     if len(chosen) > 1:
@@ -124,7 +121,7 @@ def _locate(root: Place, tag: str | None, verify: bool) -> Detected:
         )
     if chosen:
         return next(iter(chosen.values()))
-    raise CheckpointError(_why_not(Source(steps[0][1], None, verify) if steps else source))
+    raise CheckpointError(_why_not(Source(steps[0][1]) if steps else source))
 
 
 def _inside(root: Place, step: Place) -> Place:

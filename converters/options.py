@@ -20,14 +20,14 @@ FORMS = ("fp8-block", "fp8", "mxfp4", "int8", "int4")
 # A conversion writes at most this many times the bytes of SRC's files, unless --expand is given. A cast to a
 # wider dtype writes up to four times as many.
 EXPANSION = 8
-# --to -> a module, and the `converters.writers.targets.Target` in it.
+# --to -> a module, and the function in it that plans the files.
 WRITERS = {
-    "safetensors": "converters.writers.safetensors_writer:TARGET",
-    "dcp": "converters.writers.dcp_writer:TARGET",
-    "dcp-safetensors": "converters.writers.safetensors_writer:DCP",
-    "torch": "converters.writers.torch_writer:TARGET",
-    "deepspeed-universal": "converters.writers.universal_writer:TARGET",
-    "gguf": "converters.writers.gguf_writer:TARGET",
+    "safetensors": "converters.writers.safetensors_writer:plan_safetensors",
+    "dcp": "converters.writers.dcp_writer:plan_dcp",
+    "dcp-safetensors": "converters.writers.safetensors_writer:plan_dcp_safetensors",
+    "torch": "converters.writers.torch_writer:plan_torch",
+    "deepspeed-universal": "converters.writers.universal_writer:plan_universal",
+    "gguf": "converters.writers.gguf_writer:plan_gguf",
 }
 # The settings of a peft adapter.
 ADAPTER_CONFIG = "adapter_config.json"

@@ -73,6 +73,7 @@ class Adapter:
         config: its settings.
         parts: saved name -> what it means.
         base: the tensors of the base model that the same checkpoint holds, by their plain names.
+        trained_config: the `config.json` of the model that was trained, where it lies beside the adapter.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Adapter:
         self.config = config
         self.parts = parts
         self.base = base
-        self._trained_config = trained_config
+        self.trained_config = trained_config
         self._check()
 
     @property
@@ -121,11 +122,6 @@ class Adapter:
         return Checkpoint(
             format=self.checkpoint.format, root=self.root, tensors=tensors, companions=companions
         )
-
-    @property
-    def trained_config(self) -> Place | None:
-        """The `config.json` of the model that was trained, where it lies beside the adapter."""
-        return self._trained_config
 
     @property
     def base_fingerprint(self) -> str | None:
@@ -256,6 +252,8 @@ def find_adapter(
     # Tied parameters are one tensor; peft saves each name.
     held = {**checkpoint.tensors, **{a: checkpoint.tensors[o] for a, o in checkpoint.aliases.items()}}
     saved = {key: part.saved for key, part in parts.items()}
+    # A folder that has a config.json would be taken for a whole model.
+    companions = {name: path for name, path in checkpoint.companions.items() if name != "config.json"}
 
     def optimizer(_: Aliases) -> OptimizerState | None:
         return None if checkpoint.optimizer is None else checkpoint.optimizer.renamed(saved.get)
@@ -267,7 +265,7 @@ def find_adapter(
             tensors={saved[key]: held[key] for key in parts},
             optimizer=optimizer,
             metadata=checkpoint.metadata,
-            companions={**_companions(checkpoint), ADAPTER_CONFIG: config},
+            companions={**companions, ADAPTER_CONFIG: config},
             ties=False,
         ),
         settings,
@@ -275,8 +273,3 @@ def find_adapter(
         {base_name(key): held[key] for key in others if key in checkpoint.tensors},
         checkpoint.companions.get("config.json"),
     )
-
-
-def _companions(checkpoint: Checkpoint) -> dict[str, Place]:
-    """The companions but `config.json`: a folder that has one would be taken for a whole model."""
-    return {name: path for name, path in checkpoint.companions.items() if name != "config.json"}

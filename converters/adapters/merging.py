@@ -119,8 +119,8 @@ def check_mergeable(adapter: Adapter) -> None:
         )
 
 
-class _Base:
-    """The base model, and what happens to each of its tensors."""
+class _Merge:
+    """An adapter, the base that it is merged into, and what happens to each of the base's tensors."""
 
     def __init__(self, adapter: Adapter, base: Checkpoint, dtype: str) -> None:
         self.adapter = adapter
@@ -131,6 +131,7 @@ class _Base:
         self.ties = {**base.aliases, **self._implied_ties()}
         self.names = BaseNames(base.tensors, self.ties)
         self.changes: dict[str, _Change] = {}
+        self.added: dict[str, Tensor] = {}
         self.config_changes: dict[str, Any] = {}
         # A stack of experts has one pair of factors for all of them, from which each takes its own.
         self._whole = lru_cache(_STACKS_KEPT)(_whole)
@@ -315,14 +316,6 @@ class _Base:
         saved = self.config.values.get("modules_to_save")
         names = [name for name in saved if isinstance(name, str)] if isinstance(saved, list) else []
         return any(f".{name}." in f".{module}." for name in names)
-
-
-class _Merge(_Base):
-    """An adapter, and the base that it is merged into."""
-
-    def __init__(self, adapter: Adapter, base: Checkpoint, dtype: str) -> None:
-        super().__init__(adapter, base, dtype)
-        self.added: dict[str, Tensor] = {}
 
     def result(self) -> Checkpoint:
         check_mergeable(self.adapter)

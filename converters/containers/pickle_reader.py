@@ -77,10 +77,6 @@ class RefusedError(Exception):
     """The pickle is refused, by a stand-in too; `unpickle` adds the file to the message."""
 
 
-class Mark:
-    """The marker object of the pickle machine."""
-
-
 def unpickle(
     data: bytes,
     *,
@@ -317,14 +313,6 @@ class _Machine:
             elif op == 0x91:  # FROZENSET
                 at = marks.pop()
                 stack[at:] = [frozenset(self.key(item) for item in stack[at:])]
-            elif op == 0x6C:  # LIST
-                at = marks.pop()
-                stack[at:] = [stack[at:]]
-            elif op == 0x64:  # DICT
-                at = marks.pop()
-                made = {}
-                self.set_items(made, stack[at:])
-                stack[at:] = [made]
             elif op == 0x92:  # NEWOBJ_EX
                 kwargs, args, made = pop(), pop(), pop()
                 if type(kwargs) is not dict or kwargs:

@@ -285,10 +285,6 @@ class StoredTensor:
         return View(self.storage.span, self.offset * width, tuple(step * width for step in self.strides))
 
 
-def _tensor(storage: Any, offset: Any, size: Any, stride: Any) -> StoredTensor:
-    return StoredTensor(storage, offset, size, stride)
-
-
 def _tensor_v2(
     storage: Any, offset: Any, size: Any, stride: Any, grad: Any = False, hooks: Any = None, bits: Any = None
 ) -> StoredTensor:
@@ -349,10 +345,6 @@ def _dict(*args: Any) -> dict[Any, Any]:
     return made
 
 
-def _default_dict(*args: Any) -> dict[Any, Any]:
-    return {}
-
-
 def _size(dims: Any = ()) -> tuple[int, ...]:
     if any(type(dim) is not int for dim in dims):
         raise TypeError("not a size")
@@ -365,10 +357,6 @@ def _path(*parts: Any) -> str:
 
 def _text(text: Any, *_: Any) -> bytes:
     return bytes(text.encode("latin-1"))
-
-
-def _layout(name: Any) -> Any:
-    return str(name) if isinstance(name, str) else None
 
 
 def _set(items: Any = ()) -> list[Any]:
@@ -384,7 +372,7 @@ MEMORY_FORMATS = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESE
 """The members of torch's enumerations of memory formats."""
 
 _REBUILD: dict[str, Standin | None] = {
-    "torch._utils._rebuild_tensor": _tensor,
+    "torch._utils._rebuild_tensor": _tensor_v2,
     "torch._utils._rebuild_tensor_v2": _tensor_v2,
     "torch._utils._rebuild_tensor_v3": _tensor_v3,
     "torch._utils._rebuild_device_tensor_from_cpu_tensor": _from_device,
@@ -397,12 +385,12 @@ TORCH_STANDINS: dict[str, Standin | None] = {
     "torch._tensor._rebuild_from_type_v2": _from_type_v2,
     "torch.Size": _size,
     "torch.device": _path,
-    "torch.serialization._get_layout": _layout,
+    "torch.serialization._get_layout": None,
     "torch.storage.UntypedStorage": None,
     "torch.nn.parameter.Parameter": _first,
     "torch.Tensor": None,
     "collections.OrderedDict": _dict,
-    "collections.defaultdict": _default_dict,
+    "collections.defaultdict": lambda *args: {},
     "collections.Counter": None,
     "collections.deque": None,
     "builtins.dict": _dict,

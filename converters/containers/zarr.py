@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from converters.containers.crc32c import crc32c
 from converters.containers.pickle_reader import shown
 from converters.containers.shard_index import read_json
 from converters.errors import CheckpointError, blame
-from converters.storage.bytes import Deferred, Memory, Slice
+from converters.storage.bytes import Memory, Slice
 from converters.storage.compressed import CODECS, Compressed
 from converters.tensors.dtypes import FROM_NUMPY, itemsize, numpy_dtype
 from converters.tensors.tensor import Box, Tensor, View, is_shape, possible_shape, row_major
@@ -109,18 +109,14 @@ def read_zarr(
     for position in product(*map(range, grid)):
         key = found.key(position)
         value = values(key)
-        if value is not None and found.inner == shape:  # the only chunk
-            return Tensor.contiguous(name, found.dtype, shape, _only(found, value, f"{where}: {name}/{key}"))
+        if value is not None and found.inner == shape and not found.sharded:  # the only chunk
+            used = prod(shape) * itemsize(found.dtype)
+            only = _view(found, value, None, 0, used, f"{where}: {name}/{key}")
+            return Tensor.contiguous(name, found.dtype, shape, only.source)
         low = tuple(at * step for at, step in zip(position, found.chunk, strict=True))
         boxes += _boxes(found, value, low, f"{where}: {name}/{key}", budget)
     with blame(where):
         return Tensor(name, found.dtype, shape, boxes)
-
-
-def _only(header: _Header, value: Source, where: str) -> Source:
-    """The chunk of an array that has one."""
-    index = _Index(value, 1, summed=header.summed, where=where) if header.sharded else None
-    return _chunk(header, value, index, 0, prod(header.shape) * itemsize(header.dtype), where)
 
 
 def _boxes(header: _Header, value: Source | None, low: Shape, where: str, budget: Budget) -> list[Box]:
@@ -135,14 +131,13 @@ def _boxes(header: _Header, value: Source | None, low: Shape, where: str, budget
         budget.take(prod(counts), where)
     index = _Index(value, prod(counts), summed=header.summed, where=where) if header.sharded else None
     width = itemsize(header.dtype)
-    strides = row_major(header.inner, width)
     boxes = []
     for number, at in enumerate(product(*map(range, counts))):
         offset = tuple(start + place * step for start, place, step in zip(low, at, header.inner, strict=True))
         sizes = _sizes(header.inner, header.shape, offset)
         if min(sizes, default=1) > 0:  # else beyond the upper edge
-            source = _chunk(header, value, index, number, prod(sizes) * width, where)
-            boxes.append(Box(offset, sizes, View(source, 0, strides)))
+            view = partial(_view, header, value, index, number, prod(sizes) * width, where)
+            boxes.append(Box(offset, sizes, view if index else view()))
     return boxes
 
 
@@ -151,19 +146,15 @@ def _sizes(chunk: Shape, shape: Shape, offset: Shape) -> Shape:
     return tuple(min(step, size - at) for step, size, at in zip(chunk, shape, offset, strict=True))
 
 
-def _chunk(
-    header: _Header, value: Source, index: _Index | None, number: int, used: int, where: str
-) -> Source:
-    nbytes = prod(header.inner) * itemsize(header.dtype)
-    if header.codec is None:
-        if index is None and value.nbytes != nbytes:
-            raise CheckpointError(f"{where}: damaged, a chunk of {nbytes:,} bytes has {value.nbytes:,}")
-        return value if index is None else Deferred(nbytes, lambda: index.chunk(number, nbytes))
-
-    def stored() -> Source:
-        return value if index is None else index.chunk(number)
-
-    return Compressed(stored, header.codec, nbytes, used, where)
+def _view(header: _Header, value: Source, index: _Index | None, number: int, used: int, where: str) -> View:
+    """The chunk `number` of a stored value; reads the index of a shard."""
+    width = itemsize(header.dtype)
+    source, nbytes = value if index is None else index.chunk(number), prod(header.inner) * width
+    if header.codec is not None:
+        source = Compressed(source, header.codec, nbytes, used, where)
+    elif source.nbytes != nbytes:
+        raise CheckpointError(f"{where}: damaged, a chunk of {nbytes:,} bytes has {source.nbytes:,}")
+    return View(source, 0, row_major(header.inner, width))
 
 
 class _Index:
@@ -178,14 +169,14 @@ class _Index:
         self._where = where
         self._read: list[tuple[int, int]] | None = None
 
-    def chunk(self, number: int, nbytes: int | None = None) -> Source:
-        """The bytes of one chunk; refused if they are not `nbytes`."""
+    def chunk(self, number: int) -> Source:
+        """The bytes of one chunk."""
         if self._read is None:
             self._read = self._table()
         offset, length = self._read[number]
         if offset == _ABSENT:
             raise CheckpointError(f"{self._where}: a chunk is missing")
-        if offset + length > self._value.nbytes or (nbytes is not None and length != nbytes):
+        if offset + length > self._value.nbytes:
             raise CheckpointError(f"{self._where}: damaged, the index of a shard is wrong")
         return Slice(self._value, offset, length)
 

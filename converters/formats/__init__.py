@@ -40,14 +40,12 @@ class Source:
         path: the folder or file.
         tag: the step folder to open, where the format has several under `path` (DeepSpeed's
             `latest`); None for the newest.
-        verify: check stored CRCs.
         order: the names of the model's parameters in module order, where the caller knows them.
         config: the model's config.json, where the caller names it; else formats look beside the files.
     """
 
     path: Place
     tag: str | None = None
-    verify: bool = True
     order: tuple[str, ...] = ()
     config: Place | None = None
 
@@ -63,8 +61,6 @@ class Format:
         open: the logical checkpoint of what `find` found; CheckpointError for anything damaged.
         incomplete: why a path that looks like this format cannot be opened, for the error message; else None.
         tags: whether `open` handles `Source.tag` itself.
-        written_by, recognized_by: for the documentation, in its own markup.
-        optimizer: whether the optimizer's state is converted too.
     """
 
     name: str
@@ -72,9 +68,6 @@ class Format:
     open: Callable[[Source, Any], Checkpoint]
     incomplete: Callable[[Source], str | None] = lambda source: None
     tags: bool = False
-    written_by: str = ""
-    recognized_by: str = ""
-    optimizer: bool = True
 
 
 def formats() -> Iterator[Format]:

@@ -11,7 +11,6 @@ Source: torch/distributed/checkpoint/hf_storage.py, _hf_utils.py.
 from __future__ import annotations
 
 import re
-from itertools import product
 from typing import TYPE_CHECKING
 
 from converters.checkpoint import Checkpoint, OptimizerState
@@ -50,7 +49,7 @@ def _folder(path: Place) -> Place | None:
 
 
 def _open(source: Source, path: Place) -> Checkpoint:
-    folder, where = Folder(path, verify=source.verify), str(path)
+    folder, where = Folder(path), str(path)
     names = _shards(path)
     _check_complete(names, path)
     boxes: dict[str, list[Box]] = {}
@@ -82,7 +81,7 @@ def _open(source: Source, path: Place) -> Checkpoint:
         root=source.path,
         tensors=plain_names({name: stored[key] for name, key in roles.model.items()}, where=where),
         optimizer=OptimizerState(state, [{"params": list(state)}]) if state else None,
-        metadata={**trainer_metadata(path), "other_keys": roles.other},
+        metadata=trainer_metadata(path),
         companions=find_companions(source.path),
     )
 
@@ -95,19 +94,13 @@ def _check_complete(names: list[str], path: Place) -> None:
         raise CheckpointError(
             f"{path}: holds shards of two saves, of {min(counts)} and {max(counts)} files each"
         )
-    for at, what in ((1, "shard"), (2, "model")):
-        found = {int(match[at]) for match in matches}
-        wanted = counts.pop() if what == "model" else max(found)
-        missing = next((n for n in range(1, len(found) + 1) if n not in found), None)
-        if missing is None and len(found) != wanted:
-            missing = len(found) + 1
-        if missing is not None:
-            raise CheckpointError(f"{path}: the files of {what} {missing:05d} are missing")
     # A rank has a part of nearly every tensor, and one would end where its last part is missing.
     held = {(int(match[1]), int(match[2])) for match in matches}
-    for shard, model in product({shard for shard, _ in held}, {model for _, model in held}):
-        if (shard, model) not in held:
-            raise CheckpointError(f"{path}: the file of shard {shard:05d}, model {model:05d} is missing")
+    shards, models = max(shard for shard, _ in held), max(counts)
+    wanted = ((shard, model) for shard in range(1, shards + 1) for model in range(1, models + 1))
+    lost = next((pair for pair in wanted if pair not in held), None)
+    if lost is not None:
+        raise CheckpointError(f"{path}: the file of shard {lost[0]:05d}, model {lost[1]:05d} is missing")
 
 
 def _offsets(text: str | None, file: SourceFile) -> dict[str, tuple[int, ...]]:
@@ -143,6 +136,4 @@ FORMAT = Format(
     "dcp-safetensors",
     lambda source: _folder(source.path),
     _open,
-    written_by="torch's `HuggingFaceStorageWriter(save_distributed=True)`: torchtitan, Automodel",
-    recognized_by="`shard-<r>-model-<k>-of-<n>.safetensors`, there or in `sharded/`",
 )

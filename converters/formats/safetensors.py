@@ -65,7 +65,7 @@ def _incomplete(source: Source) -> str | None:
 
 def _open(source: Source, name: str) -> Checkpoint:
     root = source.path if source.path.is_dir() else source.path.parent
-    folder = Folder(root, verify=source.verify)
+    folder = Folder(root)
     if source.path.is_dir():
         check_one_model(root, name)
     extra: dict[str, str] = {}
@@ -187,7 +187,4 @@ FORMAT = Format(
     _find,
     _open,
     _incomplete,
-    written_by="transformers, the Trainer's plain `checkpoint-N`, this project; MaxText's and Levanter's "
-    "exports for transformers",
-    recognized_by="`model.safetensors` or its index, the only `.safetensors` file",
 )

@@ -42,6 +42,7 @@ _PAIRS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("predictions.decoder.weight", EMBEDDINGS),
     ("predictions.decoder.bias", ("predictions.bias",)),
 )
+_ENDS = tuple({end for alias, owners in _PAIRS for end in (alias, *owners)})
 HEADS = tuple(alias for alias, owners in _PAIRS if set(EMBEDDINGS) <= set(owners) or alias == "output.weight")
 _BLOCK = 1 << 20
 
@@ -102,17 +103,8 @@ def _tied(config: Place | None) -> bool | None:
 
 def _candidates(stored: Mapping[str, Tensor]) -> list[tuple[str, str]]:
     """(alias, owner) pairs that transformers may tie, by name and shape. The caller compares their values."""
-    by_end: dict[str, list[str]] = {end: [] for alias, owners in _PAIRS for end in (alias, *owners)}
-    depth = max(end.count(".") for end in by_end)
-    last = {end.rpartition(".")[2] for end in by_end}
-    for name in stored:
-        if name.rpartition(".")[2] not in last:
-            continue
-        parts = name.split(".")
-        for count in range(1, min(len(parts), depth + 1) + 1):
-            found = by_end.get(".".join(parts[-count:]))
-            if found is not None:
-                found.append(name)
+    some = [name for name in stored if name.endswith(_ENDS)]
+    by_end = {end: [name for name in some if ends_with(name, (end,))] for end in _ENDS}
     by_shape: dict[str, dict[str, list[str]]] = {}
     for owner in {owner for _, owners in _PAIRS for owner in owners}:
         shapes = by_shape[owner] = {}

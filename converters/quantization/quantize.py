@@ -13,7 +13,6 @@ import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from converters.errors import CheckpointError, printable
-from converters.options import FORMS
 from converters.quantization.dequantize import ACTIVATIONS, KEY, block_size, quantization_of
 from converters.storage.safe_open import read_small_table
 from converters.tensors.casting import cast_dtype, parse_dtype
@@ -86,35 +85,30 @@ def _compressed(
     }
 
 
-_FORMS: dict[str, _Form] = dict(
-    zip(
-        FORMS,
-        (
-            _Form(Scheme("F8_E4M3", 128, 128, "inverse", "F32"), _scaled("_scale_inv"), _blocks_of_fp8),
-            _Form(
-                Scheme("F8_E4M3", 1, 0, "range"),
-                _scaled("_scale"),
-                _compressed("float-quantized", 8, "float", "channel", tokens=True),
-            ),
-            _Form(
-                Scheme("FP4", 1, 32, "near", "U8"),
-                fp4_of,
-                _compressed("mxfp4-pack-quantized", 4, "float", "group", group=32),
-            ),
-            _Form(
-                Scheme("I8", 1, 0, "range"),
-                _scaled("_scale"),
-                _compressed("int-quantized", 8, "int", "channel", tokens=True),
-            ),
-            _Form(
-                Scheme("INT4", 1, 128, "range"),
-                packed_rows_of,
-                _compressed("pack-quantized", 4, "int", "group", group=128),
-            ),
-        ),
-        strict=True,
-    )
-)
+_FORMS = {
+    "fp8-block": _Form(Scheme("F8_E4M3", 128, 128, "inverse", "F32"), _scaled("_scale_inv"), _blocks_of_fp8),
+    "fp8": _Form(
+        Scheme("F8_E4M3", 1, 0, "range"),
+        _scaled("_scale"),
+        _compressed("float-quantized", 8, "float", "channel", tokens=True),
+    ),
+    "mxfp4": _Form(
+        Scheme("FP4", 1, 32, "near", "U8"),
+        fp4_of,
+        _compressed("mxfp4-pack-quantized", 4, "float", "group", group=32),
+    ),
+    "int8": _Form(
+        Scheme("I8", 1, 0, "range"),
+        _scaled("_scale"),
+        _compressed("int-quantized", 8, "int", "channel", tokens=True),
+    ),
+    "int4": _Form(
+        Scheme("INT4", 1, 128, "range"),
+        packed_rows_of,
+        _compressed("pack-quantized", 4, "int", "group", group=128),
+    ),
+}
+"""By the names of `converters.options.FORMS`."""
 
 
 def quantized(checkpoint: Checkpoint, form: str, *, dtype: str = "keep") -> Checkpoint:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from bisect import bisect_right
+from operator import itemgetter
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Protocol
 
@@ -37,20 +38,6 @@ class Source(Protocol):
         ...
 
 
-class Held:
-    """A source whose bytes are in memory while they are read: strided regions are copied out directly."""
-
-    nbytes: int
-
-    def read_into(self, buffer: memoryview, at: int, touched: Touched) -> None:
-        """As of a `Source`."""
-        raise NotImplementedError
-
-    def held(self, count: int, touched: Touched) -> memoryview:
-        """All bytes, of which the caller reads `count`."""
-        raise NotImplementedError
-
-
 class Descriptor:
     """An open file that closes with its last user, so that eviction never closes it under a reader."""
 
@@ -66,11 +53,10 @@ class Descriptor:
 class SourceFile:
     """One file of a checkpoint, opened at its first read. Subclasses read a disk or an object store."""
 
-    def __init__(self, name: str, path: Place, nbytes: int, *, verify: bool) -> None:
+    def __init__(self, name: str, path: Place, nbytes: int) -> None:
         self.name = name
         self.path = path
         self.nbytes = nbytes
-        self.verify = verify
         self.lock = threading.Lock()
 
     def read_into(self, buffer: memoryview, at: int, wanted: int = 0, end: int = 0) -> None:
@@ -92,10 +78,7 @@ class SourceFile:
 
     def read(self, at: int, count: int) -> bytes:
         """`count` bytes from `at`; refused before allocating when the file is shorter."""
-        if at < 0 or count < 0 or at + count > self.nbytes:
-            raise CheckpointError(
-                f"{self.path}: truncated or damaged, bytes {at} to {at + count} of {self.nbytes} are missing"
-            )
+        self.span(at, count)
         buffer = bytearray(count)
         self.read_into(memoryview(buffer), at)
         return bytes(buffer)
@@ -125,7 +108,7 @@ class FileSpan:
         self.nbytes = nbytes
         self.what = what
         self.crc32 = crc32
-        self.resolved = crc32 is None or not file.verify
+        self.resolved = crc32 is None
         # Disjoint parts read so far, sorted: (start, stop, crc32 of that part).
         self._parts: list[tuple[int, int, int]] = []
 
@@ -143,15 +126,10 @@ class FileSpan:
             self.file.read_into(part, self.offset + at + start, wanted, end)
             self._record(at + start, part)
 
-    @property
-    def read_through(self) -> bool:
-        """Whether every byte has been read, so that `verify` reads nothing more."""
-        return self._next_gap() is None
-
     def verify(self) -> None:
         """Check the stored CRC over the whole span; CheckpointError if the bytes are not those written."""
         scratch = memoryview(b"")
-        while (gap := self._next_gap()) is not None:
+        while (gap := self.next_gap()) is not None:
             start, stop = gap
             scratch = scratch or memoryview(bytearray(min(CHUNK, self.nbytes)))
             part = scratch[: min(len(scratch), stop - start)]
@@ -164,7 +142,7 @@ class FileSpan:
             self.resolved = True
             self._parts = []
 
-    def _next_gap(self) -> tuple[int, int] | None:
+    def next_gap(self) -> tuple[int, int] | None:
         """The first run of bytes not read so far; None when all are, or when there is no CRC to check."""
         with self.file.lock:
             if self.resolved:
@@ -181,7 +159,7 @@ class FileSpan:
         crc, stop = isal_zlib.crc32(data), start + len(data)
         with self.file.lock:
             parts = self._parts
-            index = bisect_right(parts, start, key=_first)
+            index = bisect_right(parts, start, key=itemgetter(0))
             if (index > 0 and parts[index - 1][1] > start) or (index < len(parts) and parts[index][0] < stop):
                 return
             if index > 0 and parts[index - 1][1] == start:
@@ -192,10 +170,6 @@ class FileSpan:
                 low, high, after = parts.pop(index)
                 crc, stop = isal_zlib.crc32_combine(crc, after, high - low), high
             parts.insert(index, (start, stop, crc))
-
-
-def _first(part: tuple[int, int, int]) -> int:
-    return part[0]
 
 
 class Slice:
@@ -252,17 +226,3 @@ class Memory:
 
     def read_into(self, buffer: memoryview, at: int, touched: Touched) -> None:
         buffer[:] = self.data[at : at + len(buffer)]
-
-
-class Deferred:
-    """A source located at its first read, for formats with many per-item headers."""
-
-    def __init__(self, nbytes: int, locate: Callable[[], Source]) -> None:
-        self.nbytes = nbytes
-        self._locate = locate
-        self._source: Source | None = None
-
-    def read_into(self, buffer: memoryview, at: int, touched: Touched) -> None:
-        if self._source is None:
-            self._source = self._locate()
-        self._source.read_into(buffer, at, touched)

@@ -21,6 +21,7 @@ import socket
 import time
 from typing import TYPE_CHECKING, Any
 
+from converters.storage.safe_open import read_small_table
 from converters.storage.store_errors import RemoteError
 
 if TYPE_CHECKING:
@@ -42,15 +43,7 @@ def is_unfinished(folder: Place) -> bool:
 
 def facts_of(folder: RemotePath) -> dict[str, Any]:
     """The content of `_COMPLETE`, or else of `_INCOMPLETE`; empty where there is neither."""
-    for name in (COMPLETE, INCOMPLETE):
-        try:
-            facts = json.loads((folder / name).read_bytes())
-        except FileNotFoundError:
-            continue
-        except (ValueError, RecursionError):
-            return {}
-        return facts if isinstance(facts, dict) else {}
-    return {}
+    return read_small_table(folder / COMPLETE) or read_small_table(folder / INCOMPLETE)
 
 
 def begin(folder: RemotePath, **facts: Any) -> str:

@@ -11,45 +11,43 @@ import io
 import mmap
 import tempfile
 import threading
-import weakref
-from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import CheckpointError
-from converters.storage.bytes import Held, Source, Touched
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import pyarrow
 
-# Runs up to this size are always kept in memory; others as long as all together are not more than that.
+    from converters.storage.bytes import Source, Touched
+
+# Runs up to this size are always in memory; others as long as all that is kept is not more than that.
 MEMORY_BYTES, CACHE_BYTES = 1 << 20, 512 << 20
 # Bytes that are decompressed at once.
 _STEP = 4 << 20
 CODECS = ("zstd", "gzip")
 
 
-class Compressed(Held):
+class Compressed:
     """A run of compressed bytes, seen decompressed.
 
     Args:
-        locate: the compressed bytes; called at each decompression.
+        source: the compressed bytes.
         codec: one of `CODECS`.
         nbytes: of the content; another size is refused.
         used: how many of them a reader of everything reads; the rest is padding.
         where: the file, for error messages.
     """
 
-    def __init__(self, locate: Callable[[], Source], codec: str, nbytes: int, used: int, where: str) -> None:
+    def __init__(self, source: Source, codec: str, nbytes: int, used: int, where: str) -> None:
         self.nbytes = nbytes
-        self._locate = locate
+        self._source = source
         self._codec = codec
         self._used = used
         self._where = where
         self._lock = threading.Lock()
         self._content: memoryview | None = None
-        self._served = 0
+        self._served = self._taken = 0
+        self._stays = False  # whether the content is kept until all of it is read
 
     def read_into(self, buffer: memoryview, at: int, touched: Touched) -> None:
         if at < 0 or at + len(buffer) > self.nbytes:
@@ -57,31 +55,34 @@ class Compressed(Held):
         buffer[:] = self.held(len(buffer), touched)[at : at + len(buffer)]
 
     def held(self, count: int, touched: Touched) -> memoryview:
+        """All bytes, of which the caller reads `count`: a strided region is copied out of them directly."""
         with self._lock:
             content = self._content
             if content is None:
                 content = self._content = self._decompressed(touched)
                 self._served = 0
-                if not isinstance(content.obj, mmap.mmap):
-                    _kept.use(self)
             self._served += count
-            if self._served >= self._used:
-                self._content = None
-                _kept.drop(self)
-            else:
-                _kept.touch(self)
+            if self._served >= self._used or not self._stays:
+                self._forget()
         return content
 
-    def forget(self) -> None:
+    def _forget(self) -> None:
         """Free the content; the next read decompresses it again."""
         self._content = None
+        _room.give(self._taken)
+        self._taken = 0
+
+    def __del__(self) -> None:
+        _room.give(self._taken)
 
     def _decompressed(self, touched: Touched) -> memoryview:
         import pyarrow  # not at the top: slow to import
 
-        raw = pyarrow.PythonFile(_Reader(self._locate(), touched), mode="r")
+        raw = pyarrow.PythonFile(_Reader(self._source, touched), mode="r")
         stream = pyarrow.CompressedInputStream(raw, self._codec)
-        if self.nbytes > MEMORY_BYTES and not _kept.has_room(self.nbytes):
+        self._taken = self._taken or _room.take(self.nbytes)
+        self._stays = bool(self._taken) or self.nbytes > MEMORY_BYTES
+        if not self._taken and self._stays:
             return self._spooled(stream)
         target = bytearray(self.nbytes)
         done = 0
@@ -143,43 +144,24 @@ class _Reader(io.RawIOBase):
         return len(part)
 
 
-class _Kept:
-    """The runs that are kept in memory, least recently used first; a run that nobody else holds is freed."""
+class _Room:
+    """How much is kept in memory."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._runs: OrderedDict[int, tuple[weakref.ref[Compressed], int]] = OrderedDict()
-        self._nbytes = 0
+        self._lock = threading.RLock()  # an object may be deleted while this thread holds it
+        self._taken = 0
 
-    def use(self, run: Compressed) -> None:
+    def take(self, nbytes: int) -> int:
+        """`nbytes`, which are then taken; 0 where there is no room for them."""
         with self._lock:
-            self._remove(run)
-            self._runs[id(run)] = weakref.ref(run), run.nbytes
-            self._nbytes += run.nbytes
-            while self._nbytes > CACHE_BYTES and len(self._runs) > 1:
-                _, (oldest, nbytes) = self._runs.popitem(last=False)
-                self._nbytes -= nbytes
-                if (found := oldest()) is not None:
-                    found.forget()
+            given = nbytes if self._taken + nbytes <= CACHE_BYTES else 0
+            self._taken += given
+            return given
 
-    def has_room(self, nbytes: int) -> bool:
+    def give(self, nbytes: int) -> None:
+        """Give back what `take` returned."""
         with self._lock:
-            while self._runs and next(iter(self._runs.values()))[0]() is None:
-                self._nbytes -= self._runs.popitem(last=False)[1][1]
-            return self._nbytes + nbytes <= CACHE_BYTES
-
-    def touch(self, run: Compressed) -> None:
-        with self._lock:
-            if id(run) in self._runs:
-                self._runs.move_to_end(id(run))
-
-    def drop(self, run: Compressed) -> None:
-        with self._lock:
-            self._remove(run)
-
-    def _remove(self, run: Compressed) -> None:
-        _, nbytes = self._runs.pop(id(run), (None, 0))
-        self._nbytes -= nbytes
+            self._taken -= nbytes
 
 
-_kept = _Kept()
+_room = _Room()

@@ -12,13 +12,10 @@ import os
 import socket
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from converters.errors import redact
 from converters.storage.store_errors import AccessDeniedError, RemoteError, reason_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 LOOKED_FOR = {
     "s3": "looked for AWS_ACCESS_KEY_ID, AWS_PROFILE and ~/.aws, a role of this container or machine",
@@ -28,18 +25,8 @@ LOOKED_FOR = {
     "az login, a role of this machine",
     "hf": "looked for HF_TOKEN, hf auth login",
 }
-_EXTRAS = {"boto3": "s3", "google": "gcs", "azure": "azure"}
+_EXTRAS = {"s3": "s3", "gs": "gcs", "az": "azure"}
 _MACHINES = {"s3": "169.254.169.254", "gs": "metadata.google.internal"}
-
-
-def options_of(protocol: str, bucket: str, url: str) -> dict[str, Any]:
-    """Keyword arguments for the store of a bucket, beside those that obstore reads from the environment.
-
-    Raises:
-        RemoteError: there are no credentials, or the package that reads them is not installed.
-    """
-    options: dict[str, Any] = {"s3": _s3, "gs": _gs, "az": _az}[protocol](bucket, url)
-    return options
 
 
 def _env(*names: str) -> str:
@@ -67,9 +54,9 @@ def _s3(bucket: str, url: str) -> dict[str, Any]:
     if keys or role or _on("AWS_SKIP_SIGNATURE"):
         pass  # read by obstore
     elif _env("AWS_PROFILE") or (files and _installed("boto3")):
-        session = _made(_imported("boto3", url).Session, "s3", url)
-        provider = _imported("obstore.auth.boto3", url).Boto3CredentialProvider
-        options["credential_provider"] = _made(lambda: provider(session), "s3", url)
+        session = _made("boto3", "Session", "s3", url)
+        provider = _made("obstore.auth.boto3", "Boto3CredentialProvider", "s3", url, session)
+        options["credential_provider"] = provider
         client = session.client("s3")
         region = region or session.region_name or ""
         if not endpoint and "amazonaws.com" not in client.meta.endpoint_url:
@@ -121,8 +108,7 @@ def _gs(bucket: str, url: str) -> dict[str, Any]:
             ) from None
         if kind in ("authorized_user", "service_account"):
             return {"application_credentials": str(file)}
-        provider = _imported("obstore.auth.google", url).GoogleCredentialProvider
-        return {"credential_provider": _made(provider, "gs", url)}
+        return {"credential_provider": _made("obstore.auth.google", "GoogleCredentialProvider", "gs", url)}
     if not _reachable("gs"):
         raise _missing("gs", url)
     return {}
@@ -148,9 +134,16 @@ def _az(bucket: str, url: str) -> dict[str, Any]:
     native = _env("AZURE_STORAGE_ACCESS_KEY", "AZURE_STORAGE_MASTER_KEY", "AZURE_STORAGE_TOKEN")
     login = _env("AZURE_CLIENT_SECRET", "AZURE_STORAGE_CLIENT_SECRET", "AZURE_FEDERATED_TOKEN_FILE")
     if not ({"account_key", "sas_key"} & options.keys() or native or login or _on("AZURE_SKIP_SIGNATURE")):
-        provider = _imported("obstore.auth.azure", url).AzureCredentialProvider
-        options["credential_provider"] = _made(provider, "az", url)
+        provider = _made("obstore.auth.azure", "AzureCredentialProvider", "az", url)
+        options["credential_provider"] = provider
     return options
+
+
+OPTIONS = {"s3": _s3, "gs": _gs, "az": _az}
+"""What makes the arguments for the store of a bucket (name, URL), beside those that obstore reads itself.
+
+Each raises RemoteError where there are no credentials, or the package that reads them is not installed.
+"""
 
 
 def _installed(package: str) -> bool:
@@ -159,24 +152,17 @@ def _installed(package: str) -> bool:
     return find_spec(package) is not None
 
 
-def _imported(module: str, url: str) -> Any:
+def _made(module: str, name: str, protocol: str, url: str, *args: Any) -> Any:
+    """A provider of credentials; errors of the vendor's package say what was looked for."""
     from importlib import import_module
 
     try:
-        return import_module(module)
+        return getattr(import_module(module), name)(*args)
     except ImportError:
-        package = module.rpartition(".")[2]
-        extra = _EXTRAS.get(package, "s3")
         raise RemoteError(
             f"{redact(url)}: these credentials need a package that is not installed: "
-            f"pip install 'portable-trainer[{extra}]'"
+            f"pip install 'portable-trainer[{_EXTRAS[protocol]}]'"
         ) from None
-
-
-def _made(make: Callable[[], Any], protocol: str, url: str) -> Any:
-    """A provider of credentials; errors of the vendor's package say what was looked for."""
-    try:
-        return make()
     except Exception as error:  # each package has its own
         raise _missing(protocol, url, reason_of(error)) from None
 

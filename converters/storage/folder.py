@@ -39,9 +39,8 @@ class Folder:
     the user named it.
     """
 
-    def __init__(self, path: Place, *, verify: bool = True) -> None:
+    def __init__(self, path: Place) -> None:
         self.path = path
-        self._verify = verify
         # Files hold this and not their `Folder`, which would be a reference cycle: dropping a checkpoint
         # closes its files at once.
         self._opened = lru_cache(_MAX_OPEN_FILES)(Descriptor)
@@ -63,10 +62,10 @@ class Folder:
             from converters.storage.range_reader import RemoteFile
 
             remote = self.path / name
-            return RemoteFile(name, remote, _size(remote), verify=self._verify)
+            return RemoteFile(name, remote, _size(remote))
         path = self.path / name
         real = real_path(path, self.path)
-        return _LocalFile(name, path, real, _size(path), self._opened, verify=self._verify)
+        return _LocalFile(name, path, real, _size(path), self._opened)
 
 
 def _size(path: Place) -> int:
@@ -85,16 +84,9 @@ class _LocalFile(SourceFile):
     path: Path
 
     def __init__(
-        self,
-        name: str,
-        path: Path,
-        real: str,
-        nbytes: int,
-        opened: Callable[[str], Descriptor],
-        *,
-        verify: bool,
+        self, name: str, path: Path, real: str, nbytes: int, opened: Callable[[str], Descriptor]
     ) -> None:
-        super().__init__(name, path, nbytes, verify=verify)
+        super().__init__(name, path, nbytes)
         self._real = real
         self._opened = opened
 

@@ -34,12 +34,13 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from operator import methodcaller
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from urllib.parse import quote
 
 from converters.errors import CheckpointError, printable, redact
-from converters.storage.credentials import LOOKED_FOR, options_of
+from converters.storage.credentials import LOOKED_FOR, OPTIONS
 from converters.storage.store_errors import LostUploadError, RemoteError, broke_off, reason_of, translated
 from converters.storage.urls import Object, is_url
 
@@ -57,11 +58,9 @@ FIRST_WAIT, _LONGEST_WAIT = 0.1, 15.0  # seconds between two attempts
 # Other names of the same stores.
 _PROTOCOLS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az"}
 _REFUSED = {
-    "memory": "exists in one process only",
     "hf": "cannot be listed; name the data set without it (owner/name)",
     "http": "can be neither listed nor written",
     "https": "can be neither listed nor written",
-    **dict.fromkeys(("ftp", "sftp", "ssh", "smb"), "is no object store"),
 }
 _AZURE_HOST = re.compile(r"[\w-]+@\w+\.(dfs|blob)\.(core\.windows\.net|fabric\.microsoft\.com)")
 _MAGIC = re.compile(r"[*?[]")
@@ -121,10 +120,7 @@ class Status(NamedTuple):
     st_size: int
 
 
-class _Entry(NamedTuple):
-    is_dir: bool
-    object: Object
-
+_FOLDER = Status(stat.S_IFDIR, 0)
 
 _stores: dict[Any, Any] = {}
 _lock = threading.Lock()
@@ -141,7 +137,7 @@ class Bucket:
         self.seconds = seconds
         self.kind = _PROTOCOLS.get(protocol, protocol)
         self.url = url
-        self.folders: dict[str, dict[str, _Entry]] = {}
+        self.folders: dict[str, dict[str, Status]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.protocol, self.name, self.url, self.seconds)
@@ -177,7 +173,7 @@ class Bucket:
         try:
             if self.kind == "hf":
                 return _hub(self.name, client, retries)
-            options = options_of(self.kind, self.name, self.url)
+            options = OPTIONS[self.kind](self.name, self.url)
             client |= options.pop("client_options", {})
             kind = {"s3": store.S3Store, "gs": store.GCSStore, "az": store.AzureStore}[self.kind]
             return kind(self.name.partition("@")[0], client_options=client, retry_config=retries, **options)
@@ -236,20 +232,15 @@ class Bucket:
             if str(meta["path"]) != key and (meta["size"] or meta["path"] not in folders)
         }
 
-    def entries(self, key: str, where: object) -> dict[str, tuple[bool, Object]]:
-        """What is directly in a folder by its key: whether it is a folder, and the object."""
+    def entries(self, key: str, where: object) -> tuple[dict[str, Object], list[str]]:
+        """The objects directly in a folder by their keys, and the folders."""
         found = self.call(where, "list", lambda obs, store: obs.list_with_delimiter(store, key or None))
-        entries = {str(m["path"]): (False, object_of(m)) for m in found["objects"] if m["path"] != key}
-        return entries | {str(name): (True, Object(0, "")) for name in found["common_prefixes"]}
+        objects = {str(m["path"]): object_of(m) for m in found["objects"] if m["path"] != key}
+        return objects, [str(name) for name in found["common_prefixes"]]
 
     def head(self, key: str, where: object) -> Object:
         """An object as it is now; FileNotFoundError where there is none."""
         return object_of(self.call(where, "look up", lambda obs, store: obs.head(store, key)))
-
-    def range(self, key: str, start: int, stop: int, where: object) -> bytes:
-        """The bytes [start, stop) of an object."""
-        call = lambda obs, store: bytes(obs.get_range(store, key, start=start, end=stop))  # noqa: E731
-        return self.call(where, "read", call)
 
     # -- cached listings -------------------------------------------------------------------------------------
 
@@ -259,26 +250,28 @@ class Bucket:
             if not path or f"{key}/".startswith(f"{path}/"):
                 self.folders.pop(path, None)
 
-    def listing(self, key: str, where: str) -> dict[str, _Entry]:
+    def listing(self, key: str, where: str) -> dict[str, Status]:
         """The folder's entries by name; none where there is no such folder."""
         listed = self.folders.get(key)
         if listed is None:
             skip = len(key) + 1 if key else 0
-            found = self.entries(key, where).items()
-            listed = {checked(name[skip:], where): _Entry(*entry) for name, entry in found}
+            objects, folders = self.entries(key, where)
+            found = {name: Status(stat.S_IFREG, each.size) for name, each in objects.items()}
+            found |= dict.fromkeys(folders, _FOLDER)
+            listed = {checked(name[skip:], where): status for name, status in found.items()}
             self.folders[key] = listed
             _log.debug("%s: listed, %d entries", where, len(listed))
         return listed
 
-    def info(self, key: str, where: str, root: str) -> _Entry | None:
+    def info(self, key: str, where: str, root: str) -> Status | None:
         """An object or folder, None where it does not exist. Nothing above `root` is listed."""
         parent, _, name = key.rpartition("/")
         if key != root and f"{key}/".startswith(f"{root}/" if root else ""):
             return self.listing(parent, where.rpartition("/")[0]).get(name)
         if self.listing(key, where):
-            return _Entry(True, Object(0, ""))
+            return _FOLDER
         with suppress(FileNotFoundError):
-            return _Entry(False, self.head(key, where)) if key else None
+            return Status(stat.S_IFREG, self.head(key, where).size) if key else None
         return None
 
 
@@ -311,7 +304,7 @@ class RemotePath:
     def patient(self, seconds: float) -> RemotePath:
         """This path, whose requests are repeated for `seconds` at most; its listings are cached apart."""
         known = self._bucket
-        bucket = type(known)(known.protocol, known.name, known.url, seconds)
+        bucket = Bucket(known.protocol, known.name, known.url, seconds)
         return RemotePath(bucket, self._key, self._root)
 
     def __str__(self) -> str:
@@ -357,10 +350,6 @@ class RemotePath:
         return PurePosixPath(self._key).stem
 
     @property
-    def parts(self) -> tuple[str, ...]:
-        return (self._bucket.name, *(self._key.split("/") if self._key else ()))
-
-    @property
     def parent(self) -> RemotePath:
         """The folder above; the parent of a bucket is the bucket."""
         return self._at(self._key.rpartition("/")[0])
@@ -382,19 +371,17 @@ class RemotePath:
     def _call(self, what: str, call: Callable[[Any, Any], T]) -> T:
         return self._bucket.call(self, what, call)
 
-    def _info(self) -> _Entry | None:
+    def _info(self) -> Status | None:
         return self._bucket.info(self._key, str(self), self._root)
 
     def exists(self) -> bool:
         return self._info() is not None
 
     def is_file(self) -> bool:
-        found = self._info()
-        return found is not None and not found.is_dir
+        return self._info() not in (None, _FOLDER)
 
     def is_dir(self) -> bool:
-        found = self._info()
-        return found is not None and found.is_dir
+        return self._info() == _FOLDER
 
     def iterdir(self) -> Iterator[RemotePath]:
         """The objects and folders directly below; FileNotFoundError where there are none."""
@@ -408,7 +395,7 @@ class RemotePath:
         found = self._info()
         if found is None:
             raise FileNotFoundError(2, "no such object", str(self))
-        return Status(stat.S_IFDIR if found.is_dir else stat.S_IFREG, found.object.size)
+        return found
 
     def objects(self) -> dict[str, Object]:
         """Every object below, at any depth, by its name relative to this folder. Never cached."""
@@ -449,7 +436,8 @@ class RemotePath:
     def read_range(self, start: int, stop: int) -> bytes:
         """The bytes [start, stop); fewer where the object ends before `stop`."""
         _log.debug("%s: reading bytes %d to %d", self, start, stop)
-        return self._bucket.range(self._key, start, stop, self) if stop > start else b""
+        call = lambda obs, store: bytes(obs.get_range(store, self._key, start=start, end=stop))  # noqa: E731
+        return self._call("read", call) if stop > start else b""
 
     def download(self, write: Callable[[Any], object]) -> Object:
         """Give the object to `write`, in pieces; what it was."""
@@ -553,7 +541,7 @@ class Upload:
         view = memoryview(data).cast("B")
         for start in range(0, len(view), self.part_bytes):
             part = bytes(view[start : start + self.part_bytes])
-            self._call(partial(_write, part))
+            self._call(methodcaller("write", part))
         self._bytes += len(view)
 
     def _call(self, act: Callable[[Any], object]) -> None:
@@ -568,7 +556,7 @@ class Upload:
     def close(self) -> None:
         """Make the object."""
         try:
-            self._call(lambda writer: writer.close())
+            self._call(methodcaller("close"))
             self._writer = None
         except LostUploadError:
             self._path._check_arrived(self._bytes)
@@ -595,14 +583,6 @@ class Upload:
             self.close()
         else:
             self.discard()
-
-
-def _write(data: bytes, writer: Any) -> None:
-    writer.write(data)
-
-
-BUCKETS: dict[str, type[Bucket]] = dict.fromkeys(_PROTOCOLS, Bucket)
-"""The class for each protocol in a URL."""
 
 
 def object_of(meta: Any) -> Object:
@@ -636,16 +616,9 @@ def _parsed(url: str) -> tuple[Bucket, str]:
         )
     if "?" in rest and not _MAGIC.search(key.partition("?")[0]) and "=" in rest:
         raise RemoteError(f"{redact(url)}: a signed URL cannot name a folder; leave out the query")
-    if "::" in protocol:
-        raise RemoteError(f"{redact(url)}: chained protocols are not supported")
-    if protocol in _REFUSED:
-        raise RemoteError(
-            f"{redact(url)}: {protocol}:// {_REFUSED[protocol]}; use s3://, gs://, az:// or a folder"
-        )
-    if protocol not in BUCKETS:
-        raise RemoteError(
-            f"{redact(url)}: no protocol {protocol}:// is known; use s3://, gs://, az:// or a folder"
-        )
+    if protocol not in _PROTOCOLS:
+        why = _REFUSED.get(protocol, "is no object store that is known here")
+        raise RemoteError(f"{redact(url)}: {protocol}:// {why}; use s3://, gs://, az:// or a folder")
     if {".", ".."} & set(rest.split("/")):
         raise RemoteError(f"{redact(url)}: . and .. are not supported in a URL; write the full path")
     if not bucket:
@@ -653,7 +626,7 @@ def _parsed(url: str) -> tuple[Bucket, str]:
     key = "/".join(part for part in key.split("/") if part)
     if key:
         checked(key, url)
-    return BUCKETS[protocol](protocol, bucket, url), key
+    return Bucket(protocol, bucket, url), key
 
 
 _ANY_FOLDERS = "(?:[^/]+/)*"
@@ -672,8 +645,7 @@ def matching(path: RemotePath) -> dict[RemotePath, Object]:
         return {}
     folder = path._at("/".join(parts[:fixed]))
     if fixed == len(parts) - 1 and parts[-1] != "**":
-        listed = path._bucket.entries(folder._key, folder)
-        found = {name: entry for name, (is_dir, entry) in listed.items() if not is_dir}
+        found, _ = path._bucket.entries(folder._key, folder)
     else:
         found = path._bucket.below(folder._key, folder)
     pattern = re.compile("/".join(map(_expression, parts)).replace(f"{_ANY_FOLDERS}/", _ANY_FOLDERS))
@@ -732,10 +704,8 @@ def _hub(repository: str, client: dict[str, Any], retries: Any) -> Any:
 _SIGNALS = 0.5  # seconds between looks for one
 
 
-def _interruptible(call: Callable[[], T]) -> T:
-    """`call()`; in the main thread it is another's, since no signal is handled within obstore."""
-    if threading.current_thread() is not threading.main_thread():
-        return call()
+def in_thread(call: Callable[[], T]) -> Future[T]:
+    """`call()` in a thread of its own, which ends with the process."""
     result: Future[T] = Future()
 
     def run() -> None:
@@ -745,6 +715,14 @@ def _interruptible(call: Callable[[], T]) -> T:
             result.set_exception(error)
 
     threading.Thread(target=run, name="store", daemon=True).start()
+    return result
+
+
+def _interruptible(call: Callable[[], T]) -> T:
+    """`call()`; in the main thread it is another's, since no signal is handled within obstore."""
+    if threading.current_thread() is not threading.main_thread():
+        return call()
+    result = in_thread(call)
     while not wait([result], timeout=_SIGNALS).done:  # a signal that another thread got does not end a wait
         pass
     return result.result()

@@ -8,19 +8,20 @@ norms) are fetched in one run of moderate size.
 
 from __future__ import annotations
 
-import os
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
+from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from converters.errors import CheckpointError
 from converters.storage.bytes import SourceFile
-from converters.storage.object_store import connections
+from converters.storage.object_store import in_thread
 
 if TYPE_CHECKING:
-    from concurrent.futures import Future, ThreadPoolExecutor
+    from concurrent.futures import Future
 
     from converters.storage.object_store import RemotePath
 
@@ -28,41 +29,30 @@ if TYPE_CHECKING:
 RUN_BYTES, DATA_BYTES, HEADER_BYTES = 8 << 20, 512 << 10, 64 << 10
 # All cached runs of the process together.
 CACHE_BYTES = 160 << 20
-_THREADS = 16
 # Recent ends of runs, for detecting sequential reads.
 _MAX_ENDS = 64
 
 
+@dataclass(eq=False, slots=True)
 class _Span:
     """Bytes [start, stop) of an object, fetched or being fetched."""
 
-    __slots__ = ("data", "file", "start", "stop")
-
-    def __init__(self, file: RemoteFile, start: int, stop: int, data: Future[bytes]) -> None:
-        self.file = file
-        self.start = start
-        self.stop = stop
-        self.data = data
+    file: RemoteFile
+    start: int
+    stop: int
+    data: Future[bytes]
 
 
 _start = attrgetter("start")
 
 
 class _Cache:
-    """The runs of all files of this process, least recently used first, and the threads that fetch them."""
+    """The runs of all files of this process, the oldest first."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self._runs: OrderedDict[_Span, None] = OrderedDict()
+        self._runs: dict[_Span, None] = {}
         self._nbytes = 0
-        self._pool: ThreadPoolExecutor | None = None
-
-    def fetch(self, path: RemotePath, start: int, stop: int) -> Future[bytes]:
-        if self._pool is None:
-            from concurrent.futures import ThreadPoolExecutor  # not at the top: slow to import
-
-            self._pool = ThreadPoolExecutor(max(_THREADS, 2 * connections()), "fetch")
-        return self._pool.submit(path.read_range, start, stop)
 
     def add(self, run: _Span) -> None:
         self._runs[run] = None
@@ -73,27 +63,14 @@ class _Cache:
             if cached is not run and cached.data.done():
                 self.drop(cached)
 
-    def use(self, run: _Span) -> None:
-        if run in self._runs:
-            self._runs.move_to_end(run)
-
     def drop(self, run: _Span) -> None:
         if run in self._runs:
             del self._runs[run]
             self._nbytes -= run.stop - run.start
             run.file.runs.remove(run)
 
-    def reset_after_fork(self) -> None:
-        """A child has none of the threads, so runs that were being fetched would never arrive in it."""
-        self.lock = threading.RLock()
-        self._pool = None
-        for run in list(self._runs):
-            self.drop(run)
-
 
 _cache = _Cache()
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_cache.reset_after_fork)
 
 
 class RemoteFile(SourceFile):
@@ -101,8 +78,8 @@ class RemoteFile(SourceFile):
 
     path: RemotePath
 
-    def __init__(self, name: str, path: RemotePath, nbytes: int, *, verify: bool) -> None:
-        super().__init__(name, path, nbytes, verify=verify)
+    def __init__(self, name: str, path: RemotePath, nbytes: int) -> None:
+        super().__init__(name, path, nbytes)
         self.runs: list[_Span] = []  # by their starts
         self._ends: OrderedDict[int, int] = OrderedDict()  # end of a run -> its length
 
@@ -117,7 +94,6 @@ class RemoteFile(SourceFile):
             position = at + done
             with _cache.lock:
                 run = self._at(position) or self._request(position, wanted, end, least)
-                _cache.use(run)
                 goes_on = position > run.start or wanted > run.stop
                 if goes_on and run.stop < end and self._at(run.stop) is None:
                     self._request(run.stop, wanted, end, least)
@@ -145,7 +121,7 @@ class RemoteFile(SourceFile):
         index = bisect_right(self.runs, start, key=_start)
         if index < len(self.runs):
             stop = min(stop, self.runs[index].start)
-        run = _Span(self, start, stop, _cache.fetch(self.path, start, stop))
+        run = _Span(self, start, stop, in_thread(partial(self.path.read_range, start, stop)))
         self.runs.insert(index, run)
         self._ends[stop] = stop - start
         if len(self._ends) > _MAX_ENDS:

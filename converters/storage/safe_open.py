@@ -136,6 +136,14 @@ def read_small(path: Place, within: Place | None = None, *, limit: int = SMALL, 
         return file.read(min(size, limit))
 
 
+def mentions(path: Place, content: bytes) -> bool:
+    """Whether the first kilobytes of a file hold these bytes; False where it cannot be read."""
+    try:
+        return content in read_small(path, limit=4096, head=True)
+    except (OSError, CheckpointError):
+        return False
+
+
 def read_small_text(path: Place, within: Place | None = None) -> str:
     """The text of a small regular file: see `read_small`; ValueError where it is not UTF-8."""
     return read_small(path, within).decode("utf-8")

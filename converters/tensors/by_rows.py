@@ -97,10 +97,17 @@ def filled_from(rows: Rows) -> Fill:
 
 
 def tensor_of(
-    name: str, dtype: str, shape: Shape, rows: Rows, *, align: int = 1, elements: int = BLOCK
+    name: str,
+    dtype: str,
+    shape: Shape,
+    rows: Rows,
+    *,
+    align: int = 1,
+    elements: int = BLOCK,
+    made: Shape | None = None,
 ) -> Tensor:
-    """A tensor of `ComputedRows`."""
-    source = ComputedRows(shape, dtype, filled_from(rows), align, elements)
+    """A tensor of `ComputedRows`, which are those of the shape `made` where that is another."""
+    source = ComputedRows(made or shape, dtype, filled_from(rows), align, elements)
     return Tensor.contiguous(name, dtype, shape, source)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from converters.errors import CheckpointError
-from converters.tensors.by_rows import BLOCK, ComputedRows, filled_from, part_of, require, rows_of, tensor_of
+from converters.tensors.by_rows import ComputedRows, part_of, require, rows_of, tensor_of
 from converters.tensors.dtypes import numpy_dtype
 from converters.tensors.tensor import Tensor
 
@@ -463,9 +463,7 @@ def four_bits(
         values *= scale[np.arange(low, high) // block - low // block]
         return values.reshape(count, columns)
 
-    whole = (prod(shape[:-1]), columns)
-    source = ComputedRows(whole, dtype, filled_from(rows), 1, BLOCK)
-    return Tensor.contiguous(name, dtype, shape, source)
+    return tensor_of(name, dtype, shape, rows, made=(prod(shape[:-1]), columns))
 
 
 def eight_bits(name: str, dtype: str, weight: Tensor, maxima: Tensor) -> Tensor:

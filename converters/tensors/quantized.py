@@ -15,7 +15,7 @@ import numpy as np
 
 from converters.errors import CheckpointError
 from converters.storage.bytes import Memory
-from converters.tensors.by_rows import BLOCK, ComputedRows, filled_from, part_of, require, rows_of, tensor_of
+from converters.tensors.by_rows import BLOCK, part_of, require, rows_of, tensor_of
 from converters.tensors.casting import rounded
 from converters.tensors.dtypes import numpy_dtype
 from converters.tensors.tensor import Tensor
@@ -217,16 +217,14 @@ class _Cut:
 
     def scale_tensor(self, name: str, shape: Shape | None = None) -> Tensor:
         """The scales as a tensor; `shape` where they are stored in another one."""
-        source = ComputedRows(
-            self.grid,
+        return tensor_of(
+            name,
             self.scale_dtype,
-            filled_from(
-                lambda matrix, first, count, touched: self.scales(matrix, first, first + count, touched)
-            ),
-            1,
-            max(1, BLOCK // (min(self.height, _KEPT) * self.width)),
+            self.grid if shape is None else shape,
+            lambda matrix, first, count, touched: self.scales(matrix, first, first + count, touched),
+            elements=max(1, BLOCK // (min(self.height, _KEPT) * self.width)),
+            made=self.grid,
         )
-        return Tensor.contiguous(name, self.scale_dtype, self.grid if shape is None else shape, source)
 
     @property
     def align(self) -> int:
@@ -322,7 +320,6 @@ def gpt_oss_of(weight: Tensor, scheme: Scheme) -> dict[str, Tensor]:
     cut = _Cut(weight, scheme, turned=True)
     require(cut.columns % 32 == 0, weight, "has columns that 32 does not divide")
     shape = (*cut.lead, cut.rows, cut.columns // 2)
-    source = ComputedRows(shape, "U8", filled_from(_pairs(cut)), 1, BLOCK)
     blocks, scales = f"{weight.name}_blocks", f"{weight.name}_scales"
     held = (*cut.lead, cut.rows, cut.columns // 32, 16)
-    return {blocks: Tensor.contiguous(blocks, "U8", held, source), scales: cut.scale_tensor(scales)}
+    return {blocks: tensor_of(blocks, "U8", held, _pairs(cut), made=shape), scales: cut.scale_tensor(scales)}

@@ -6,7 +6,6 @@ pieces.
 
 from __future__ import annotations
 
-from math import prod
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -38,30 +37,11 @@ class _RowMajor:
         low, start = divmod(at, width)
         stop = -(-(at + len(buffer)) // width)
         if start == 0 and len(buffer) % width == 0:
-            self._fill(np.frombuffer(buffer, numpy_dtype(self.tensor.dtype)), low, touched)
+            self.tensor.fill_flat(np.frombuffer(buffer, numpy_dtype(self.tensor.dtype)), low, touched)
             return
         whole = np.empty(stop - low, numpy_dtype(self.tensor.dtype))
-        self._fill(whole, low, touched)
+        self.tensor.fill_flat(whole, low, touched)
         buffer[:] = whole.view(np.uint8).data[start : start + len(buffer)]
-
-    def _fill(self, out: Array, start: int, touched: Touched, prefix: Shape = ()) -> None:
-        """Fill the flat `out` from element `start` of the rows below `prefix`."""
-        rest = self.tensor.shape[len(prefix) :]
-        if not rest:
-            self.tensor.fill(out.reshape((1,) * len(prefix)), prefix, touched)
-            return
-        inner = prod(rest[1:])
-        while out.size:
-            row, offset = divmod(start, inner)
-            if offset or out.size < inner:
-                count = min(inner - offset, out.size)
-                self._fill(out[:count], offset, touched, (*prefix, row))
-            else:
-                rows = out.size // inner
-                count = rows * inner
-                shape = ((1,) * len(prefix)) + (rows, *rest[1:])
-                self.tensor.fill(out[:count].reshape(shape), (*prefix, row, *[0] * (len(rest) - 1)), touched)
-            start, out = start + count, out[count:]
 
 
 def source_of(tensor: Tensor) -> Source:
@@ -69,24 +49,18 @@ def source_of(tensor: Tensor) -> Source:
     return tensor.run() or _RowMajor(tensor)
 
 
-def region(
-    tensor: Tensor, at: Sequence[int], lows: Sequence[int], sizes: Sequence[int], step: int = 1
-) -> Box:
-    """A box at `at` with the region of `tensor` that begins at `lows`; every `step`-th row of it."""
-    rows, *strides = row_major(tensor.shape, itemsize(tensor.dtype))
-    begin = sum(low * stride for low, stride in zip(lows, (rows, *strides), strict=True))
-
-    def view() -> View:
-        return View(source_of(tensor), begin, (rows * step, *strides))
-
-    return Box(tuple(at), tuple(sizes), view)
+def region(tensor: Tensor, at: Sequence[int], lows: Sequence[int], sizes: Sequence[int]) -> Box:
+    """A box at `at` with the region of `tensor` that begins at `lows`."""
+    strides = row_major(tensor.shape, itemsize(tensor.dtype))
+    begin = sum(low * stride for low, stride in zip(lows, strides, strict=True))
+    return Box(tuple(at), tuple(sizes), lambda: View(source_of(tensor), begin, strides))
 
 
-def part(tensor: Tensor, dim: int, low: int, count: int, name: str = "") -> Tensor:
+def part(tensor: Tensor, dim: int, low: int, count: int) -> Tensor:
     """The elements [low, low + count) along one dimension."""
     lows, sizes = [0] * len(tensor.shape), list(tensor.shape)
     lows[dim], sizes[dim] = low, count
-    return Tensor(name or tensor.name, tensor.dtype, sizes, [region(tensor, [0] * len(sizes), lows, sizes)])
+    return Tensor(tensor.name, tensor.dtype, sizes, [region(tensor, [0] * len(sizes), lows, sizes)])
 
 
 def joined(name: str, tensors: Sequence[Tensor], dim: int) -> Tensor:

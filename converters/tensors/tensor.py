@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from converters.errors import CheckpointError
-from converters.storage.bytes import FileSpan, Held, Joined, Slice, Source, Touched
+from converters.storage.bytes import FileSpan, Joined, Slice, Source, Touched
+from converters.storage.compressed import Compressed
 from converters.tensors.dtypes import numpy_dtype
 from converters.tensors.tiling import check_boxes_tile
 
@@ -198,32 +199,39 @@ class Tensor:
         The caller must verify the spans in `touched` before it trusts the bytes.
         """
         kind = numpy_dtype(self.dtype)
-        limit = max(1, nbytes // kind.itemsize)
-        buffer = np.empty(min(limit, self.numel), kind)
-        # Cut the first dimension whose rows fit a block; iterate over the dimensions before it.
-        axis = 0
-        while axis < len(self.shape) and prod(self.shape[axis + 1 :]) > limit:
-            axis += 1
-        if self.numel == 0:
+        step, inner = max(1, nbytes // kind.itemsize), 1
+        for size in reversed(self.shape):  # as many whole rows as fit
+            if inner * size > step:
+                break
+            inner *= max(1, size)
+        step -= step % inner
+        buffer, run = np.empty(min(step, self.numel), kind), self.run() if self.numel else None
+        for start in range(0, self.numel, step):
+            block = buffer[: self.numel - start]
+            if run is None:
+                self.fill_flat(block, start, touched)
+            else:
+                run.read_into(block.view(np.uint8).data, start * kind.itemsize, touched)
+            yield block
+
+    def fill_flat(self, out: Array, start: int, touched: Touched, prefix: Shape = ()) -> None:
+        """Fill the flat `out` from element `start` of the rows below `prefix`, in row-major order."""
+        rest = self.shape[len(prefix) :]
+        if not rest:
+            self.fill(out.reshape((1,) * len(prefix)), prefix, touched)
             return
-        if axis == len(self.shape):
-            self.fill(buffer.reshape(self.shape), (0,) * axis, touched)
-            yield buffer
-            return
-        outer, inner = self.shape[:axis], self.shape[axis + 1 :]
-        rows = max(1, limit // max(1, prod(inner)))
-        run, at = self.run(), 0
-        for prefix in np.ndindex(*outer):
-            for row in range(0, self.shape[axis], rows):
-                count = min(rows, self.shape[axis] - row)
-                block = buffer[: count * prod(inner)]
-                if run is None:
-                    shape = (1,) * axis + (count, *inner)
-                    self.fill(block.reshape(shape), (*prefix, row, *[0] * len(inner)), touched)
-                else:
-                    run.read_into(block.view(np.uint8).data, at, touched)
-                    at += block.nbytes
-                yield block
+        inner = prod(rest[1:])
+        while out.size:
+            row, offset = divmod(start, inner)
+            if offset or out.size < inner:
+                count = min(inner - offset, out.size)
+                self.fill_flat(out[:count], offset, touched, (*prefix, row))
+            else:
+                rows = out.size // inner
+                count = rows * inner
+                shape = ((1,) * len(prefix)) + (rows, *rest[1:])
+                self.fill(out[:count].reshape(shape), (*prefix, row, *[0] * (len(rest) - 1)), touched)
+            start, out = start + count, out[count:]
 
     def verified_blocks(self, nbytes: int) -> Iterator[Array]:
         """`blocks`, with all stored CRCs checked after the last."""
@@ -345,7 +353,7 @@ def _gather(out: Array, source: Source, at: int, strides: Shape, touched: Touche
     if out.flags.c_contiguous and strides == row_major(out.shape, width):
         source.read_into(out.reshape(-1).view(np.uint8).data, at, touched)
         return
-    if isinstance(source, Held):
+    if isinstance(source, Compressed):
         whole = source.held(out.nbytes, touched)
         out[...] = np.ndarray(out.shape, out.dtype, buffer=whole, offset=at, strides=strides)
         return

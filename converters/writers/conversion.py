@@ -35,6 +35,7 @@ from converters.writers.parallel import in_parallel, interleaved, threads
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
+    from typing import Unpack
 
     from converters.checkpoint import Checkpoint, OptimizerState, ParamGroups, Scalar
     from converters.storage.bytes import FileSpan, Touched
@@ -85,21 +86,14 @@ class Entry:
 
 @dataclass(frozen=True)
 class Trailer:
-    """`nbytes` bytes after a tensor, computed from the CRC32 of its data."""
+    """`nbytes` bytes after a tensor, computed from the CRC32 of its data; `late` once all else is written."""
 
     nbytes: int
     make: Callable[[int], bytes]
+    late: bool = False
 
 
-@dataclass(frozen=True)
-class Closing:
-    """`nbytes` bytes at the end of a file, made once everything before them is written."""
-
-    nbytes: int
-    make: Callable[[], bytes]
-
-
-Part = bytes | Entry | Trailer | Closing
+Part = bytes | Entry | Trailer
 
 
 @dataclass(frozen=True)
@@ -261,23 +255,21 @@ def carry_out(
     out: Place,
     *,
     single: bool = False,
-    overwrite: bool = False,
-    progress: bool = True,
-    verify: bool = False,
-    expand: bool = False,
-    facts: Mapping[str, Any] | None = None,
+    **options: Unpack[Options],
 ) -> Plan:
     """Write a plan into `out`, atomically.
 
     Args:
-        single: `out` is the plan's only file, and no folder. The others: see `Options`.
+        single: `out` is the plan's only file, and no folder.
+        options: see `Options`.
 
     Raises:
         CheckpointError: `out` is refused, the source is damaged, or the disk is full.
     """
+    overwrite, verify = options.get("overwrite", False), options.get("verify", False)
     target = check_output(out, [checkpoint.root], overwrite=overwrite, single=single)
     plan = make_plan()
-    check_expansion(checkpoint, plan, allowed=expand)
+    check_expansion(checkpoint, plan, allowed=options.get("expand", False))
     from tqdm import tqdm  # not at the top: slow to import
 
     # disable=None: no bar if stderr is not a terminal
@@ -287,7 +279,7 @@ def carry_out(
         unit="B",
         unit_scale=True,
         desc=target.name.removeprefix(".").removesuffix(".new"),
-        disable=None if progress else True,
+        disable=None if options.get("progress", True) else True,
     )
     output = new_output(
         target,
@@ -295,7 +287,7 @@ def carry_out(
         overwrite=overwrite,
         names=plan.names,
         single=single,
-        facts=facts,
+        facts=options.get("facts"),
         copied=lambda: _copied(plan),
     )
     with bar, output as draft:
@@ -395,7 +387,7 @@ def _write_jobs(draft: Output, plan: Plan, touched: Touched, late: list[Job]) ->
         out = draft.file(file.name, [nbytes for nbytes, _ in runs])
         for number, (_, run) in enumerate(runs):
             job = partial(_write_run, out.piece(number), run, touched, plan.losses)
-            if run and isinstance(run[-1], Closing):
+            if run and isinstance(run[-1], Trailer) and run[-1].late:
                 late.append(job)
             else:
                 yield job
@@ -409,7 +401,7 @@ def _runs(parts: Iterable[Part], least: int) -> Iterator[tuple[int, list[Part]]]
     run: list[Part] = []
     size = 0
     for part in parts:
-        if size >= least and not isinstance(part, (Trailer, Closing)):
+        if size >= least and not isinstance(part, Trailer):
             yield size, run
             run, size = [], 0
         run.append(part)
@@ -426,10 +418,7 @@ def _write_run(
             summed = i + 1 < len(run) and isinstance(run[i + 1], Trailer)
             crc = _write_entry(piece, part, touched, losses, progress, summed=summed)
         else:
-            if isinstance(part, bytes):
-                data = part
-            else:
-                data = part.make(crc) if isinstance(part, Trailer) else part.make()
+            data = part if isinstance(part, bytes) else part.make(crc)
             piece.write(data)
             progress(len(data))
     piece.finish(progress)
@@ -459,7 +448,7 @@ def _write_entry(
         progress(len(data))
     for span in spans:
         # Verify a span that was read completely; one shared by several tensors waits for the last of them.
-        if span.read_through:
+        if span.next_gap() is None:
             span.verify()
             touched.discard(span)
         else:

@@ -26,8 +26,7 @@ from converters.writers.conversion import (
     required_optimizer,
     shards,
 )
-from converters.writers.targets import Target
-from converters.writers.torchzip_writer import Call, Made, Name, pickle, saved, size_of, value_bytes
+from converters.writers.torchzip_writer import Call, Made, Name, pickle, saved, size_of
 
 if TYPE_CHECKING:
     from converters.checkpoint import Checkpoint
@@ -60,21 +59,17 @@ def plan_dcp(checkpoint: Checkpoint, choices: Choices) -> Plan:
             values |= {("optim", "param_groups", i, what): value for what, value in group.items()}
     files: list[PlannedFile] = []
     positions: dict[str, tuple[str, int, int]] = {}
+    paths |= {".".join(map(str, path)): path for path in values}
+    small = [(".".join(map(str, path)), value) for path, value in values.items()]
     for i, run in enumerate(shards(entries, choices.max_shard_size)):
         name, parts, at = f"__0_{i}.distcp", list[Part](), 0
-        for path, value in values.items() if i == 0 else ():
-            key = ".".join(map(str, path))
-            data = value_bytes(value)
-            paths[key] = path
-            positions[key] = name, at, len(data)
-            parts.append(data)
-            at += len(data)
-        for entry in run:
-            made = saved(entry)
+        for key, value in (*small, *((entry.name, entry) for entry in run)):
+            made = saved(value)
             length = PlannedFile(name, tuple(made)).nbytes
-            positions[entry.name] = name, at, length
+            positions[key] = name, at, length
             parts += made
             at += length
+        small = []
         files.append(PlannedFile(name, tuple(parts)))
     tensors = {entry.name: entry for entry in entries}
     for alias, owner in checkpoint.aliases.items():  # two keys of the same bytes
@@ -126,6 +121,3 @@ def _tensor(entry: Entry) -> Made:
         "chunks": [Made(Name(_METADATA, "ChunkStorageMetadata"), chunk)],
     }
     return Made(Name(_METADATA, "TensorStorageMetadata"), fields)
-
-
-TARGET = Target(plan_dcp, "`torch.distributed.checkpoint.load`, at any world size")

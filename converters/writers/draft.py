@@ -153,8 +153,12 @@ def new_output(
     if in_store(target):
         from converters.writers.remote_draft import StoreOutput
 
-        with StoreOutput(target, overwrite=overwrite, names=names, facts=facts or {}, single=single) as made:
+        made = StoreOutput(target, overwrite=overwrite, names=names, facts=facts or {}, single=single)
+        try:
             yield made
+            made.publish()
+        finally:
+            made.discard()
         return
     created = _make_parents(target.parent)
     temporary: Path | None = None

@@ -31,7 +31,6 @@ from converters.tensors.tensor import Tensor
 from converters.writers.conversion import Entry, Part, Plan, PlannedFile, model_entries
 from converters.writers.gguf_models import MODELS, settings_of
 from converters.writers.gguf_tokenizer import add_tokenizer
-from converters.writers.targets import Target
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -305,6 +304,3 @@ def _type(name: str, dtype: str, shape: Sequence[int], wanted: str | None) -> st
     if wanted == "MXFP4" and len(shape) < 3:
         return "Q8_0"  # what is no expert, likewise
     return wanted or ("F32" if dtype == "F64" else dtype)
-
-
-TARGET = Target(plan_gguf, "llama.cpp", optimizer=False, suffix=".gguf")

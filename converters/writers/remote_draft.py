@@ -32,7 +32,6 @@ from converters.writers.replace_folder import check_replaceable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
-    from types import TracebackType
 
     from converters.storage.bytes import FileSpan
     from converters.storage.object_store import RemotePath, Upload
@@ -98,9 +97,9 @@ def check_prefix(out: RemotePath, *, overwrite: bool) -> None:
 
 
 class StoreOutput:
-    """Uploads, until `commit` makes objects of them; published at the end of a `with` block.
+    """Uploads, until `commit` makes objects of them; `publish` or `discard` ends them.
 
-    The methods are those of `draft.FolderOutput`.
+    The other methods are those of `draft.FolderOutput`.
 
     Args:
         names: of all objects that will be written.
@@ -129,19 +128,7 @@ class StoreOutput:
         self._names: list[str] = []
         self._committed = False
         self._token = ""
-
-    def __enter__(self) -> StoreOutput:
-        abort_uploads(self.folder, deep=False)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if kind is None:
-                self.publish()
-        finally:
-            self.discard()
+        abort_uploads(folder, deep=False)
 
     def _versions(self) -> dict[str, Version]:
         if not self._single:

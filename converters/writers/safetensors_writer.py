@@ -36,7 +36,6 @@ from converters.writers.conversion import (
     required_optimizer,
     shards,
 )
-from converters.writers.targets import Target
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -50,7 +49,7 @@ if TYPE_CHECKING:
 
 
 def plan_safetensors(checkpoint: Checkpoint, choices: Choices, *, dcp: bool = False) -> Plan:
-    """The plan of `--to safetensors`, and of `--to dcp-safetensors`."""
+    """The plan of `--to safetensors`; with `dcp`, of `--to dcp-safetensors`."""
     entries = model_entries(checkpoint, choices.dtype, aliases=dcp)
     runs = shards(entries, choices.max_shard_size)
     documents, companions = small_files(checkpoint, entries)
@@ -66,6 +65,9 @@ def plan_safetensors(checkpoint: Checkpoint, choices: Choices, *, dcp: bool = Fa
         index = {"metadata": {"total_size": total}, "weight_map": shard_of}
         documents["model.safetensors.index.json"] = _document(index)
     return _with_optimizer(checkpoint, files, documents, companions, wanted=choices.optimizer)
+
+
+plan_dcp_safetensors = partial(plan_safetensors, dcp=True)
 
 
 def _sharding(entries: Sequence[Entry]) -> dict[str, str]:
@@ -169,10 +171,3 @@ def _document(value: Any) -> bytes:
         return text.encode()
     except UnicodeEncodeError:
         raise CheckpointError("the optimizer's groups hold a string that is not valid Unicode") from None
-
-
-DCP = Target(
-    partial(plan_safetensors, dcp=True),
-    "`HuggingFaceStorageReader` (torchtitan, Automodel), `from_pretrained`",
-)
-TARGET = Target(plan_safetensors, "`from_pretrained`, and whatever reads safetensors")

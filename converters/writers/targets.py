@@ -1,12 +1,11 @@
-"""The formats that can be written, one module each with a `TARGET`.
+"""The formats that can be written, one function each.
 
-To add one: write `converters/writers/<name>_writer.py` with a module-level `TARGET = Target(...)`, and list
-it in `converters.options.WRITERS`.
+To add one: write `converters/writers/<name>_writer.py` with a function that plans the files, and list it in
+`converters.options.WRITERS`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -25,36 +24,22 @@ if TYPE_CHECKING:
     from converters.writers.conversion import Plan
 
 
-@dataclass(frozen=True)
-class Target:
-    """A format to write.
+def planner(to: str) -> Callable[[Checkpoint, Choices], Plan]:
+    """What plans the files of `--to <to>`; it raises CheckpointError where they cannot hold the checkpoint.
 
-    Attributes:
-        plan: the files to write; CheckpointError where the format cannot hold the checkpoint.
-        opened_by: the programs that open them, for the documentation.
-        optimizer: whether the format holds an optimizer's state.
-        needs_optimizer: whether it cannot be without.
-        suffix: OUT with this ending is the one file of the format, and no folder.
+    Raises:
+        CheckpointError: an unknown format.
     """
-
-    plan: Callable[[Checkpoint, Choices], Plan]
-    opened_by: str
-    optimizer: bool = True
-    needs_optimizer: bool = False
-    suffix: str | None = None
-
-    def single(self, out: Place) -> bool:
-        """Whether `out` is a file."""
-        return self.suffix is not None and out.suffix == self.suffix
-
-
-def target(name: str) -> Target:
-    """The target of `--to <name>`; CheckpointError for an unknown name."""
-    if name not in WRITERS:
-        raise CheckpointError(f"the format {name!r} is not one of {', '.join(WRITERS)}")
-    module, _, variable = WRITERS[name].partition(":")
-    found: Target = getattr(import_module(module), variable)
+    if to not in WRITERS:
+        raise CheckpointError(f"the format {to!r} is not one of {', '.join(WRITERS)}")
+    module, _, function = WRITERS[to].partition(":")
+    found: Callable[[Checkpoint, Choices], Plan] = getattr(import_module(module), function)
     return found
+
+
+def is_single(to: str, out: Place) -> bool:
+    """Whether `out` is the one file of a format, and no folder."""
+    return to == "gguf" and out.suffix == ".gguf"
 
 
 class WriterOptions(Options, total=False):
@@ -88,9 +73,8 @@ def write_checkpoint(
         CheckpointError: `out` is refused, the source is damaged, the format cannot hold it, the disk is full,
             or the object store is unreachable. `out` is then unchanged.
     """
-    format = target(to)
-    plan = partial(format.plan, checkpoint, Choices(dtype, max_shard_size, optimizer))
-    return carry_out(checkpoint, plan, place(out), single=format.single(place(out)), **options)
+    plan = partial(planner(to), checkpoint, Choices(dtype, max_shard_size, optimizer))
+    return carry_out(checkpoint, plan, place(out), single=is_single(to, place(out)), **options)
 
 
 def write_safetensors(checkpoint: Checkpoint, out: str | Place, **options: Unpack[WriterOptions]) -> Plan:

@@ -7,12 +7,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import CheckpointError
-from converters.formats.torch_save.optimizer import as_tensor
-from converters.formats.torch_save.reader import load
-from converters.storage.folder import Folder
 from converters.tensors.tensor import Tensor
 from converters.writers.config_json import small_files
 from converters.writers.conversion import (
@@ -25,8 +23,7 @@ from converters.writers.conversion import (
     plain_groups,
     required_optimizer,
 )
-from converters.writers.targets import Target
-from converters.writers.torchzip_writer import saved
+from converters.writers.torchzip_writer import reopened, saved
 
 if TYPE_CHECKING:
     from converters.checkpoint import Checkpoint, OptimizerState
@@ -44,11 +41,12 @@ def plan_torch(checkpoint: Checkpoint, choices: Choices) -> Plan:
     entries = model_entries(checkpoint, choices.dtype)
     state = {entry.name: entry for entry in entries}
     state |= {alias: state[owner] for alias, owner in checkpoint.aliases.items()}
-    files = [PlannedFile(MODEL, tuple(saved(state)))]
+    values: dict[str, Any] = {MODEL: state}
     if choices.optimizer:
         found = required_optimizer(checkpoint)
-        files.append(PlannedFile(OPTIMIZER, tuple(saved(_state_dict(found, checkpoint.root)))))
-    return Plan(tuple(files), *small_files(checkpoint, entries), _reopen)
+        values[OPTIMIZER] = _state_dict(found, checkpoint.root)
+    files = tuple(PlannedFile(name, tuple(saved(value))) for name, value in values.items())
+    return Plan(files, *small_files(checkpoint, entries), partial(reopened, values))
 
 
 def _state_dict(optimizer: OptimizerState, root: Place) -> dict[str, Any]:
@@ -68,20 +66,3 @@ def _state_dict(optimizer: OptimizerState, root: Place) -> dict[str, Any]:
         for group in groups
     ]
     return {"state": dict(sorted(state.items())), "param_groups": listed}
-
-
-def _reopen(folder: Place) -> dict[str, Tensor]:
-    written = Folder(folder)
-    tensors = {name: as_tensor(stored, name) for name, stored in load(written.file(MODEL)).items()}
-    if (folder / OPTIMIZER).is_file():
-        held = load(written.file(OPTIMIZER))
-        names = [name for group in held["param_groups"] for name in group["param_names"]]
-        for number, values in held["state"].items():
-            for what, value in values.items():
-                if not isinstance(value, (int, float)):
-                    label = f"{OPTIMIZER}: {names[number]}.{what}"
-                    tensors[label] = as_tensor(value, label)
-    return tensors
-
-
-TARGET = Target(plan_torch, "`torch.load(weights_only=True)`, `from_pretrained`")

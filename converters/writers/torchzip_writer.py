@@ -9,11 +9,19 @@ import struct
 import zlib
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from converters.containers.torchzip import TorchZip
+from converters.formats.torch_save.optimizer import as_tensor
+from converters.storage.folder import Folder
 from converters.tensors.dtypes import TO_STORAGE, TO_TORCH, itemsize
-from converters.tensors.tensor import row_major
-from converters.writers.conversion import Closing, Entry, Part, Trailer
+from converters.tensors.tensor import Tensor, row_major
+from converters.writers.conversion import Entry, Part, Trailer
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from converters.storage.path_or_url import Place
 
 _LOCAL = struct.Struct("<4s5H3L2H")
 _CENTRAL = struct.Struct("<4s6H3L5H2L")
@@ -123,13 +131,6 @@ def size_of(shape: tuple[int, ...]) -> Call:
     return Call(Name("torch", "Size"), (shape,))
 
 
-def value_bytes(value: Any) -> bytes:
-    """A complete torch.save file with one plain value."""
-    (data,) = saved(value)
-    assert isinstance(data, bytes)
-    return data
-
-
 def saved(value: Any) -> list[Part]:
     """A complete torch.save file, as parts of a planned file.
 
@@ -137,8 +138,8 @@ def saved(value: Any) -> list[Part]:
         value: plain containers, the objects above, and an `Entry` for each tensor. One that occurs twice is
             written once, as two tensors that share their storage.
 
-    With several tensors the directory at the end is a `Closing`, and each tensor begins at a multiple of 64
-    bytes, as torch writes them; with one it is a `Trailer`, so that the parts may lie within a larger file.
+    With several tensors the directory at the end is written late, and each tensor begins at a multiple of 64
+    bytes, as torch writes them; with one it is not, so that the parts may lie within a larger file.
     """
     entries: dict[int, tuple[int, Entry]] = {}
     pickled = pickle(_with_calls(value, entries))
@@ -160,21 +161,30 @@ def saved(value: Any) -> list[Part]:
         header = _local(name, at if many else None)
         listed.append((name, nbytes, at))
         at += len(header) + nbytes + _DESCRIPTOR.size
-        parts += [header, entry]
-        if many:
-            parts.append(Trailer(_DESCRIPTOR.size, partial(_remember, crcs, number, nbytes)))
+        parts += [header, entry, Trailer(_DESCRIPTOR.size, partial(_remember, crcs, number, nbytes))]
 
-    def close() -> bytes:
+    def close(_: int = 0) -> bytes:
         every = bytes(directory) + b"".join(
             _central(name, crc, nbytes, start)
             for (name, nbytes, start), crc in zip(listed, crcs, strict=True)
         )
         return every + _end(len(members) + len(listed), len(every), at)
 
-    if many:
-        return [*parts, Closing(len(close()), close)]
-    remember = partial(_remember, crcs, 0, listed[0][1])
-    return [*parts, Trailer(_DESCRIPTOR.size + len(close()), lambda crc: remember(crc) + close())]
+    return [*parts, Trailer(len(close()), close, late=many)]
+
+
+def reopened(values: Mapping[str, Any], folder: Place) -> dict[str, Tensor]:
+    """The tensors of files that were written, by the names of the entries in what was to be saved in each."""
+    written, found = Folder(folder), dict[str, Tensor]()
+    pending = [(value, TorchZip(written.file(name)).load()) for name, value in values.items()]
+    while pending:
+        planned, loaded = pending.pop()
+        if isinstance(planned, Entry):
+            found[planned.name] = as_tensor(loaded, planned.name)
+        elif isinstance(planned, (dict, list, tuple)):
+            keys = planned if isinstance(planned, dict) else range(len(planned))
+            pending += [(planned[key], loaded[key]) for key in keys]
+    return found
 
 
 def _remember(crcs: list[int], number: int, nbytes: int, crc: int) -> bytes:

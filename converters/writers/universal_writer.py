@@ -12,12 +12,11 @@ Source: deepspeed/checkpoint/ds_to_universal.py, universal_checkpoint.py; runtim
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import CheckpointError, OptimizerStateError
-from converters.formats.deepspeed.universal import COMMON, LATEST, MASTER, NAME, ZERO, load_part
-from converters.formats.torch_save.optimizer import as_tensor
-from converters.storage.folder import Folder
+from converters.formats.deepspeed.universal import COMMON, LATEST, MASTER, NAME, ZERO
 from converters.tensors.casting import parse_dtype
 from converters.tensors.dtypes import CASTABLE
 from converters.tensors.tensor import Tensor
@@ -25,19 +24,16 @@ from converters.writers.config_json import small_files
 from converters.writers.conversion import (
     Choices,
     Entry,
-    Part,
     Plan,
     PlannedFile,
     model_entries,
     plain_groups,
     required_optimizer,
 )
-from converters.writers.targets import Target
-from converters.writers.torchzip_writer import saved, size_of
+from converters.writers.torchzip_writer import reopened, saved, size_of
 
 if TYPE_CHECKING:
     from converters.checkpoint import Checkpoint, OptimizerState
-    from converters.storage.path_or_url import Place
 
 _MODELS = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 # DeepSpeed compares it with the versions whose layout differs; the layout here is that of this one.
@@ -64,22 +60,18 @@ def plan_universal(checkpoint: Checkpoint, choices: Choices) -> Plan:
     _check(checkpoint, named, model)
     total = _engine_step(checkpoint, found)
     tag = f"global_step{total}_universal"
-    files: list[PlannedFile] = []
-
-    def add(path: str, parts: list[Part]) -> None:
-        files.append(PlannedFile(f"{tag}/{path}", tuple(parts)))
-
+    values: dict[str, Any] = {}
     step: Any = 0
     for name in (name for group in named for name in group):
         master = model[name].tensor
         kind = "F32" if master.dtype in CASTABLE else master.dtype
-        values = {MASTER: Entry(f"{name}.{MASTER}", kind, master)}
+        shaped = {MASTER: Entry(f"{name}.{MASTER}", kind, master)}
         for what, value in found.state.get(name, {}).items():
             scalar = not isinstance(value, Tensor) or not value.shape
             if what == _STEP or (scalar and master.shape):
                 # A number or a tensor, as the optimizer that wrote it counts in.
                 held = Entry(f"{name}.{what}", value.dtype, value) if isinstance(value, Tensor) else value
-                add(f"{ZERO}/{name}/{what}.pt", saved(held))
+                values[f"{tag}/{ZERO}/{name}/{what}.pt"] = held
                 step = value if what == _STEP else step
             elif not isinstance(value, Tensor) or value.shape != master.shape:
                 raise OptimizerStateError(
@@ -87,20 +79,21 @@ def plan_universal(checkpoint: Checkpoint, choices: Choices) -> Plan:
                     "universal checkpoint cannot hold"
                 )
             else:
-                values[what] = Entry(f"{name}.{what}", value.dtype, value)
-        for what, entry in values.items():
-            add(f"{ZERO}/{name}/{what}.pt", saved({"param": entry, "cat_dim": 0, NAME: name}))
+                shaped[what] = Entry(f"{name}.{what}", value.dtype, value)
+        for what, entry in shaped.items():
+            values[f"{tag}/{ZERO}/{name}/{what}.pt"] = {"param": entry, "cat_dim": 0, NAME: name}
     held = Entry(COMMON, step.dtype, step) if isinstance(step, Tensor) else step
-    add(COMMON, saved(_common(groups, named, held)))
-    shaped = [{name: model[name] for name in group} for group in named]
+    values[f"{tag}/{COMMON}"] = _common(groups, named, held)
+    sized = [{name: model[name] for name in group} for group in named]
     trained = {name for group in named for name in group}
     rest = {name: entry for name, entry in model.items() if name not in trained}
     # Stage 3 opens the second, and reads no tensors from it.
     for file, tensors in zip(_MODELS, (rest, {}), strict=True):
-        add(file, saved(_model_states(checkpoint, shaped, tensors, total)))
+        values[f"{tag}/{file}"] = _model_states(checkpoint, sized, tensors, total)
+    files = tuple(PlannedFile(name, tuple(saved(value))) for name, value in values.items())
     written = [entry for file in files for entry in file.entries]
     documents, companions = small_files(checkpoint, written)
-    return Plan(tuple(files), {LATEST: tag.encode(), **documents}, companions, _reopen)
+    return Plan(files, {LATEST: tag.encode(), **documents}, companions, partial(reopened, values))
 
 
 def _check(checkpoint: Checkpoint, named: list[list[str]], model: dict[str, Entry]) -> None:
@@ -156,27 +149,3 @@ def _model_states(
         "ds_config": {},
         "ds_version": _VERSION,
     }
-
-
-def _reopen(folder: Place) -> dict[str, Tensor]:
-    """The written tensors by `Entry.name`."""
-    (tag,) = (path.name for path in folder.iterdir() if path.is_dir())
-    written, tensors = Folder(folder / tag), dict[str, Tensor]()
-    for parameter in (folder / tag / ZERO).iterdir():
-        for path in parameter.iterdir() if parameter.is_dir() else ():
-            value = load_part(written, f"{ZERO}/{parameter.name}/{path.name}")
-            value = value["param"] if isinstance(value, dict) else value
-            label = f"{parameter.name}.{path.name.removesuffix('.pt')}"
-            if not isinstance(value, (int, float)):
-                tensors[label] = as_tensor(value, label)
-    for name, stored in load_part(written, _MODELS[0])["module"].items():
-        tensors[name] = as_tensor(stored, name)
-    common = load_part(written, COMMON)["optimizer_state_dict"]["state"][0]["step"]
-    return {**tensors, **({} if isinstance(common, (int, float)) else {COMMON: as_tensor(common, COMMON)})}
-
-
-TARGET = Target(
-    plan_universal,
-    "DeepSpeed ZeRO 1 to 3, at any world size (`load_universal`)",
-    needs_optimizer=True,
-)

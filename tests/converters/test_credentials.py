@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from converters.storage import credentials
-from converters.storage.credentials import options_of
+from converters.storage.credentials import OPTIONS
 from converters.storage.object_store import RemotePath
 from converters.storage.store_errors import RemoteError
 
@@ -118,11 +118,11 @@ def test_googles_default_credentials(
     file = tmp_path / "application_default_credentials.json"
     file.write_text(json.dumps({"type": kind}))
     if native:
-        assert options_of("gs", "bucket", "gs://bucket/x") == {"application_credentials": str(file)}
+        assert OPTIONS["gs"]("bucket", "gs://bucket/x") == {"application_credentials": str(file)}
         return
     monkeypatch.setitem(sys.modules, "google.auth", None)
     with pytest.raises(RemoteError, match=r"pip install 'portable-trainer\[gcs\]'"):
-        options_of("gs", "bucket", "gs://bucket/x")
+        OPTIONS["gs"]("bucket", "gs://bucket/x")
 
 
 def test_google_without_any(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_google_without_any(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "missing.json"))
     assert "missing.json: holds no Google credentials" in said("gs://bucket/x")
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "localhost:1")
-    assert options_of("gs", "b", "gs://b") == {"base_url": "http://localhost:1", "skip_signature": True}
+    assert OPTIONS["gs"]("b", "gs://b") == {"base_url": "http://localhost:1", "skip_signature": True}
 
 
 def test_azure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,8 +144,8 @@ def test_azure(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(RemotePath.of(url)) == url
     monkeypatch.setitem(sys.modules, "azure.identity", None)
     with pytest.raises(RemoteError, match=r"pip install 'portable-trainer\[azure\]'"):
-        options_of("az", "container", url)
+        OPTIONS["az"]("container", url)
     text = "DefaultEndpointsProtocol=https;AccountName=me;AccountKey=a2V5a2V5==;EndpointSuffix=a.b"
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", text)
     known = {"account_name": "me", "account_key": "a2V5a2V5=="}
-    assert options_of("az", "container", "az://container/x") == known
+    assert OPTIONS["az"]("container", "az://container/x") == known

@@ -45,7 +45,7 @@ def test_one_shard_stands_for_all(written_dcp_safetensors: Path) -> None:
 
 def test_a_missing_shard_is_not_zeros(written_dcp_safetensors: Path, tmp_path: Path) -> None:
     """torch's consolidation writes zeros for it without a word."""
-    told = {1: "shard 00001 are missing", 2: "shard 00002 are missing", 3: "a shard is missing"}
+    told = {1: "shard 00001, model 00001", 2: "shard 00002, model 00001", 3: "a shard is missing"}
     for number, why in told.items():
         folder = tmp_path / str(number)
         shutil.copytree(written_dcp_safetensors / "consolidated", folder)

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from converters import open_checkpoint
 from converters.cli import main
-from converters.writers.torchzip_writer import pickle, value_bytes
+from converters.writers.torchzip_writer import pickle, saved
 from tests.converters.compare import assert_model, assert_optimizer, bits, load
 
 if TYPE_CHECKING:
@@ -52,7 +52,9 @@ def test_torch_loads_what_fsdp_wrote_and_we_rewrote(written: Path, tmp_path: Pat
 def test_values(tmp_path: Path) -> None:
     value: dict[str, Any] = {"a": [1, -1, 255, 256, -(1 << 40), 1 << 62, 0.5, True, None], "é": ("x", {}, [])}
     path = tmp_path / "v.pt"
-    path.write_bytes(value_bytes(value))
+    (data,) = saved(value)
+    assert isinstance(data, bytes)
+    path.write_bytes(data)
     assert torch.load(path, weights_only=True) == value
     with pytest.raises(TypeError):
         pickle(object())

@@ -11,7 +11,6 @@ import torch
 from converters import open_checkpoint
 from converters.formats import formats
 from converters.options import WRITERS
-from converters.reference import page
 from tests.converters.samples import all_samples
 
 if TYPE_CHECKING:
@@ -44,8 +43,3 @@ def test_every_format_has_its_row_and_its_sample() -> None:
     assert set(rows) == names | set(WRITERS)
     assert all(rows.count(name) == 2 + (name in WRITERS) for name in names)
     assert names - {sample.format for sample in all_samples()} == set()
-
-
-def test_the_tables_are_those_of_the_registries() -> None:
-    """If not: python -m converters.reference."""
-    assert page(PAGE) == PAGE

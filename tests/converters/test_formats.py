@@ -343,8 +343,8 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
             (lambda v: v["model"].update({UP: v["model"][UP][:64]}), "on rank 0"),
             (lambda v: v["shard_metadata"].update(rank="2"), "no rank and world size"),
             (lambda v: v.pop("shard_metadata"), "no shard_metadata"),
-            (lambda v: v.pop("model"), "rank 2 of 4 is missing"),
-            (lambda v: v.pop("optimizer"), "rank 2 of 4 is missing"),
+            (lambda v: v.pop("model"), "states of rank 2 are missing"),
+            (lambda v: v.pop("optimizer"), "states of rank 2 are missing"),
             (lambda v: v["optimizer"]["state"].pop(0), "another run or step"),
             (lambda v: v["optimizer"]["state"][0].pop("exp_avg"), "not a tensor"),
             (lambda v: v["model"].update({BUFFER: torch.ones(3)}), "differs from rank 0"),
@@ -370,9 +370,9 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
         ],
         ("each4", "*00000001-of*"): [
             (lambda v: shard(v).update(_orig_size=[13, 7]), "differently"),
-            (None, "rank 1 of 4 is missing"),
+            (None, "states of rank 1 are missing"),
         ],
-        ("flat4", "piece.c.pt"): [(None, "rank 1 of 4 is missing")],
+        ("flat4", "piece.c.pt"): [(None, "states of rank 1 are missing")],
     },
     "written_ranks": {
         ("fsdp2-3", "model_world_size_3_rank_1.pt"): [(None, r"rank 1 are missing \(1 of 3\)")],

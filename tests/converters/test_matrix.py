@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from converters import Checkpoint, CheckpointError, Tensor, open_checkpoint, write_checkpoint
-from converters.formats import formats
 from converters.options import WRITERS
-from converters.writers.targets import target
 from tests.converters.samples import all_samples, parameters
 
 if TYPE_CHECKING:
@@ -80,19 +78,17 @@ def bits(value: Any) -> Any:
 
 @pytest.mark.parametrize(("source", "to"), PAIRS, indirect=["source"])
 def test_into_every_format(source: Checkpoint, tmp_path: Path, to: str) -> None:
-    known = next(one for one in formats() if one.name == source.format)
     try:
         has_optimizer = source.optimizer is not None
     except CheckpointError:
         has_optimizer = False
-    assert known.optimizer or not has_optimizer
-    made = target(to)
-    if made.needs_optimizer and not has_optimizer:
+    assert not (has_optimizer and source.format.startswith("megatron"))
+    if to == "deepspeed-universal" and not has_optimizer:
         with pytest.raises(CheckpointError, match="optimizer"):
             write_checkpoint(source, tmp_path / "out", to, optimizer=True)
         assert not (tmp_path / "out").exists()
         return
-    wanted = has_optimizer and made.optimizer
+    wanted = has_optimizer and to != "gguf"
     write_checkpoint(source, tmp_path / "out", to, optimizer=wanted, verify=True, progress=False, expand=True)
     again = open_checkpoint(tmp_path / "out")
     masters = to == "deepspeed-universal"

@@ -351,7 +351,7 @@ def test_a_chunk_that_claims_much_takes_no_room_before_its_content(monkeypatch: 
 
     monkeypatch.setattr(tempfile, "TemporaryFile", watched)
     data = pyarrow.Codec("zstd").compress(bytes(100), asbytes=True)
-    chunk = compressed.Compressed(lambda: Memory(data), "zstd", 1 << 50, 1 << 50, "here")
+    chunk = compressed.Compressed(Memory(data), "zstd", 1 << 50, 1 << 50, "here")
     with pytest.raises(CheckpointError, match="ends after 100 of"):
         chunk.held(1, set())
     assert os.fstat(written[0]).st_size == 100
@@ -361,14 +361,15 @@ def test_a_chunk_that_claims_much_takes_no_room_before_its_content(monkeypatch: 
 def test_what_nobody_holds_any_more_takes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     import pyarrow
 
-    monkeypatch.setattr(compressed, "_kept", compressed._Kept())
+    monkeypatch.setattr(compressed, "_room", compressed._Room())
     monkeypatch.setattr(compressed, "CACHE_BYTES", 150)
     data = pyarrow.Codec("zstd").compress(bytes(100), asbytes=True)
     for _ in range(2):
-        chunk = compressed.Compressed(lambda: Memory(data), "zstd", 100, 100, "here")
-        assert compressed._kept.has_room(100)
+        chunk = compressed.Compressed(Memory(data), "zstd", 100, 100, "here")
         chunk.held(1, set())
-        assert not compressed._kept.has_room(100)
+        assert chunk._content is not None and not compressed._room.take(100)
+        beside = compressed.Compressed(Memory(data), "zstd", 100, 100, "here")
+        assert bytes(beside.held(1, set())) == bytes(100) and beside._content is None
         del chunk
 
 

@@ -243,14 +243,14 @@ def test_a_missing_bucket_is_named(s3: ObjectStore) -> None:
         ("s3://bucket/a\\b", "is refused"),
         ("s3://bucket/a\tb", "is refused"),
         ("az://me@bucket/x", "credentials do not belong"),
-        ("memory://run", "one process only"),
+        ("memory://run", "no object store"),
         ("https://host/run", "neither listed"),
         ("s3://key:hidden-password@bucket/run", "credentials do not belong"),
         ("s3://bucket/run?X-Amz-Signature=hidden-password", "leave out the query"),
-        ("simplecache::s3://bucket/run", "chained"),
+        ("simplecache::s3://bucket/run", "no object store"),
         ("s3://", "names no bucket"),
         ("s3://bucket/../x", "not supported in a URL"),
-        ("nonsense://bucket/x", "no protocol nonsense://"),
+        ("nonsense://bucket/x", "nonsense:// is no object store"),
     ],
 )
 def test_urls_that_are_refused(url: str, said: str) -> None:

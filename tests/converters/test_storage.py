@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 DATA = random.Random(0).randbytes(3 << 20)
 
 
-def span(folder: Path, crc32: int | None = None, *, verify: bool = True) -> FileSpan:
+def span(folder: Path, crc32: int | None = None) -> FileSpan:
     (folder / "f").write_bytes(b"head" + DATA + b"tail")
-    return Folder(folder, verify=verify).file("f").span(4, len(DATA), crc32=crc32, what="f/0")
+    return Folder(folder).file("f").span(4, len(DATA), crc32=crc32, what="f/0")
 
 
 def read(source: FileSpan | Joined | Slice, at: int, count: int) -> bytes:

@@ -74,7 +74,7 @@ def _open(source: Source, folders: Sequence[Place]) -> Checkpoint:
         raise CheckpointError(f"{where}: holds several models; give one of its {_MODEL_FOLDER}* folders")
     entries: dict[str, Entry] = {}
     for path in folders:
-        for key, entry in read_metadata(Folder(path, verify=source.verify)).items():
+        for key, entry in read_metadata(Folder(path)).items():
             if entries.setdefault(key, entry) is not entry:
                 raise CheckpointError(f"{path}: the key {key!r} is stored twice")
     nested = {key: entry.path for key, entry in entries.items() if entry.path is not None}
@@ -109,7 +109,7 @@ def _open(source: Source, folders: Sequence[Place]) -> Checkpoint:
         root=source.path,
         tensors=tensors,
         optimizer=optimizer,
-        metadata={**_metadata(folders), **trainer_metadata(source.path), "other_keys": roles.other},
+        metadata={**_metadata(folders), **trainer_metadata(source.path)},
         companions=find_companions(source.path),
         counters=lambda: _counters(roles.other, paths, entries),
     )
@@ -207,8 +207,4 @@ FORMAT = Format(
     lambda source: _folders(source.path) or None,
     _open,
     _incomplete,
-    written_by="this project, torchtitan, `torch.distributed.checkpoint`, Accelerate and the Trainer under "
-    "FSDP (`SHARDED_STATE_DICT`), Lightning's sharded form, PyTorch/XLA SPMD",
-    recognized_by="`.metadata`, or one `__<rank>.metadata` per rank; `pytorch_model_fsdp_0/` with "
-    "`optimizer_0/`",
 )

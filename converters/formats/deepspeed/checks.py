@@ -97,7 +97,7 @@ def check_against_module(
         every = max(1, len(fragments) // _FRAGMENTS)
         for name, (start, count) in fragments[::every]:
             within = rank * layout.slice + start - layout.starts[name]
-            same = rounds_to(flat.pieces[rank], start, stored[name], count, within)
+            same = rounds_to(flat[rank], start, stored[name], count, within)
             if same is None:
                 continue
             if not same:

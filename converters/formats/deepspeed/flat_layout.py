@@ -13,7 +13,9 @@ deepspeed/runtime/swap_tensor/optimizer_utils.py, deepspeed/runtime/engine.py (`
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING
@@ -22,13 +24,13 @@ from converters.errors import CheckpointError
 from converters.limits import MAX_COUNT
 from converters.storage.bytes import Joined, Slice
 from converters.tensors.dtypes import itemsize
-from converters.tensors.tensor import Tensor
+from converters.tensors.tensor import Box, Tensor, View, row_major
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from converters.containers.torchzip import StoredTensor
-    from converters.storage.bytes import Source, Touched
+    from converters.storage.bytes import Source
     from converters.storage.folder import Folder
 
 Shapes = dict[str, tuple[int, ...]]
@@ -52,25 +54,16 @@ def piece_of(stored: StoredTensor) -> Piece:
     return Piece(stored.dtype, numel, Slice(view.source, view.offset, numel * itemsize(stored.dtype)))
 
 
-@dataclass(frozen=True)
-class Flat:
-    """One flat buffer of a group, as the pieces of all ranks."""
-
-    dtype: str
-    pieces: tuple[Piece, ...]
-
-    def sources(self, counts: Sequence[int]) -> list[Source]:
-        """The first `counts[rank]` elements of each rank's piece."""
-        width = itemsize(self.dtype)
-        return [Slice(piece.source, 0, n * width) for piece, n in zip(self.pieces, counts, strict=True)]
+Flat = Sequence[Piece]
+"""One flat buffer of a group, as the pieces of all ranks."""
 
 
-def join(pieces: Sequence[Piece], where: str) -> Flat:
+def join(pieces: Flat, where: str) -> Flat:
     """The pieces of all ranks; CheckpointError if their dtypes differ."""
     dtypes = {piece.dtype for piece in pieces}
     if len(dtypes) != 1:
         raise CheckpointError(f"{where}: ranks hold different element types, {' and '.join(sorted(dtypes))}")
-    return Flat(dtypes.pop(), tuple(pieces))
+    return pieces
 
 
 @dataclass(frozen=True)
@@ -86,30 +79,6 @@ class Share:
     group: int
     ranks: tuple[int, ...]
     names: Mapping[str, str]
-
-
-class Striped:
-    """A parameter partitioned by stage 3: rank r holds bytes [r * stripe, (r + 1) * stripe), at `base`."""
-
-    __slots__ = ("base", "nbytes", "parts", "stripe")
-
-    def __init__(self, parts: Sequence[Source], base: int, stripe: int, nbytes: int) -> None:
-        if any(base + stripe > part.nbytes for part in parts) or not 0 <= nbytes <= stripe * len(parts):
-            raise CheckpointError("a parameter exceeds the flat group of a rank")
-        self.parts = parts
-        self.base = base
-        self.stripe = stripe
-        self.nbytes = nbytes
-
-    def read_into(self, buffer: memoryview, at: int, touched: Touched) -> None:
-        if at < 0 or at + len(buffer) > self.nbytes:
-            raise CheckpointError("the pieces of a tensor are shorter than the tensor")
-        done = 0
-        while done < len(buffer):
-            rank, local = divmod(at + done, self.stripe)
-            count = min(len(buffer) - done, self.stripe - local)
-            self.parts[rank].read_into(buffer[done : done + count], self.base + local, touched)
-            done += count
 
 
 class WholeParameters:
@@ -132,18 +101,24 @@ class WholeParameters:
 
     def tensors(self, flat: Flat, suffix: str = "") -> dict[str, Tensor]:
         """The parameters of a flat buffer; CheckpointError unless its length is exactly theirs."""
-        for piece in flat.pieces:
+        for piece in flat:
             if piece.numel != self.length:
                 raise CheckpointError(
                     f"{self.where}: a flat group holds {piece.numel} elements, not {self.length}"
                 )
-        width = itemsize(flat.dtype)
-        parts = flat.sources([self.length] * self.world)
+        dtype, width = flat[0].dtype, itemsize(flat[0].dtype)
+        parts = [piece.source for piece in flat]
         made = {}
         for name, shape in self.shapes.items():
-            source = Striped(parts, self.bases[name] * width, self.part(shape) * width, prod(shape) * width)
-            made[name] = Tensor.contiguous(name + suffix, flat.dtype, shape, source)
+            view = partial(_joined, parts, self.bases[name] * width, self.part(shape) * width, shape, width)
+            box = Box((0,) * len(shape), shape, view)
+            made[name] = Tensor(name + suffix, dtype, shape, [box])
         return made
+
+
+def _joined(parts: Sequence[Source], base: int, nbytes: int, shape: tuple[int, ...], width: int) -> View:
+    """A parameter of which each rank has `nbytes` bytes at `base`, the last with padding."""
+    return View(Joined([Slice(part, base, nbytes) for part in parts]), 0, row_major(shape, width))
 
 
 class EqualSlices:
@@ -176,47 +151,28 @@ class EqualSlices:
     def tensors(self, flat: Flat, suffix: str = "") -> dict[str, Tensor]:
         """The parameters of a flat buffer with or without padding; CheckpointError for other lengths."""
         lean = [self.lean(rank) for rank in range(self.world)]
-        lengths = [piece.numel for piece in flat.pieces]
+        lengths = [piece.numel for piece in flat]
         if lengths not in (lean, [self.slice] * self.world):
             raise CheckpointError(
                 f"{self.where}: the ranks' slices of {suffix.lstrip('.') or 'a group'} do not have "
                 "the lengths of its parameters"
             )
-        joined = Joined(flat.sources(lean))
-        width = itemsize(flat.dtype)
+        dtype, width = flat[0].dtype, itemsize(flat[0].dtype)
+        joined = Joined([Slice(piece.source, 0, n * width) for piece, n in zip(flat, lean, strict=True)])
         return {
-            name: Tensor.contiguous(name + suffix, flat.dtype, shape, joined, self.starts[name] * width)
+            name: Tensor.contiguous(name + suffix, dtype, shape, joined, self.starts[name] * width)
             for name, shape in self.shapes.items()
         }
 
-    def fragments(self, rank: int, starts: Mapping[str, int] | None = None) -> dict[str, tuple[int, int]]:
+    def fragments(self, rank: int) -> dict[str, tuple[int, int]]:
         """Parameter -> (start in the rank's slice, numel), for the parameters in it."""
         low, high = rank * self.slice, (rank + 1) * self.slice
         found = {}
-        for name, start in (self.starts if starts is None else starts).items():
+        for name, start in self.starts.items():
             first, last = max(low, start), min(high, start + prod(self.shapes[name]))
             if first < last:
                 found[name] = (first - low, last - first)
         return found
-
-    def starts_before_round_robin(self) -> dict[str, int]:
-        """The starts that `param_slice_mappings` records in a run with `round_robin_gradients`.
-
-        DeepSpeed lays the flat group out in shuffled order but records the mappings in the original order.
-        Parameter i went to partition i % world, and the partitions were laid end to end.
-        """
-        shuffled = list(self.shapes)
-        order: list[str] = [""] * len(shuffled)
-        at = 0
-        for first in range(self.world):
-            for index in range(first, len(shuffled), self.world):
-                order[index] = shuffled[at]
-                at += 1
-        starts, start = {}, 0
-        for name in order:
-            starts[name] = start
-            start += prod(self.shapes[name])
-        return starts
 
 
 Layout = EqualSlices | WholeParameters

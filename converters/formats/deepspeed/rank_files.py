@@ -72,19 +72,6 @@ class Names:
     experts: tuple[str, ...] = ()
     layers: tuple[str, ...] = ()
 
-    def alone(self, path: Place) -> tuple[dict[int, str], dict[int, str]]:
-        """(optimizer, model) files of a run that is data parallel only; CheckpointError for any other."""
-        if self.experts:
-            raise CheckpointError(f"{path / self.experts[0]}: expert parallel checkpoints are not supported")
-        if self.layers:
-            raise CheckpointError(f"{path / self.layers[0]}: pipeline parallel checkpoints are not supported")
-        for files in (self.optim, self.model):
-            for mp, ranks in files.items():
-                if mp:
-                    name = next(iter(ranks.values()))
-                    raise CheckpointError(f"{path / name}: tensor parallel checkpoints are not supported")
-        return self.optim.get(0, {}), self.model.get(0, {})
-
 
 def find_names(path: Place) -> Names | None:
     """The rank files in `path`; None if it holds none.
@@ -202,7 +189,7 @@ class ModelFile:
         counted = ("ds_version", "global_steps", "skipped_steps", "global_samples", "dp_world_size")
         return {
             **{record: self.content.get(record) for record in counted},
-            "ds_config": config_of(self.content),
+            "ds_config": plain(self.content.get("ds_config")),
             "param_shapes": ordered(self.groups),
             "frozen_param_shapes": self.frozen,
             "frozen parameters": set(self.fragments),
@@ -437,11 +424,6 @@ def check_same(where: str, what: str, ours: Any, first: Any) -> None:
     """CheckpointError unless two files agree on a record that is equal on every rank of a run."""
     if ours != first:
         raise CheckpointError(f"{where}: its {what} differs from the first rank; files of two runs or steps")
-
-
-def config_of(content: Mapping[str, Any]) -> Any:
-    """The DeepSpeed configuration in comparable form."""
-    return plain(content.get("ds_config"))
 
 
 def flat(value: Any, where: str, *, whole: bool = False) -> StoredTensor:

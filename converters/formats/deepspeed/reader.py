@@ -99,7 +99,7 @@ def _open(source: Source, path: Place) -> Checkpoint:
     _refuse_several_models(source.path, path)
     if not names.model.get(0):
         raise CheckpointError(f"{path}: the model states are missing, only optimizer states were found")
-    folder = Folder(path, verify=source.verify)
+    folder = Folder(path)
     model = read_model(folder, next(iter(names.model[0].values())))
     degree = _degree(path, names, model)
     if not names.optim:
@@ -179,7 +179,4 @@ FORMAT = Format(
     _open,
     _incomplete,
     tags=True,
-    written_by="DeepSpeed ZeRO 0 to 3, alone or inside Accelerate and the Trainer; ZeRO with pipeline "
-    "stages, experts (`MoE`), tensor parallel ranks (AutoTP) or MiCS",
-    recognized_by="`*_optim_states.pt` and `*_model_states.pt`; `latest`",
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from converters.containers.pickle_reader import shown
+from converters.containers.pickle_reader import plain, shown
 from converters.containers.shard_index import check_ranks
 from converters.errors import CheckpointError
 from converters.formats.deepspeed.checks import check_against_module
@@ -32,7 +32,6 @@ from converters.formats.deepspeed.rank_files import (
     OptimFile,
     Weights,
     check_same,
-    config_of,
     flat,
     fragment,
     partition_counts,
@@ -208,7 +207,7 @@ class SavedRun:
     def _slices(self, share: Share, masters: Flat) -> EqualSlices:
         """The layout of one group of stages 1 and 2, checked against every record of it."""
         group, ranks = share.group, [self.optim[rank] for rank in share.ranks]
-        held = [piece.numel for piece in masters.pieces]
+        held = [piece.numel for piece in masters]
         paddings = [rank.padding(group) for rank in ranks]
         whole = [
             count if self.bf16_optimizer else count + padding
@@ -233,8 +232,8 @@ class SavedRun:
     def _check_mappings(self, share: Share, layout: EqualSlices) -> None:
         """`param_slice_mappings` of each rank must match the layout."""
         group = share.group
-        shuffled = self.options.get("round_robin_gradients") is True and not any(layout.gaps)
-        starts = layout.starts_before_round_robin() if shuffled else None
+        if self.options.get("round_robin_gradients") is True and not any(layout.gaps):
+            return  # DeepSpeed records the order from before it shuffled; values are compared anyway
         for number, rank in enumerate(self.optim[rank] for rank in share.ranks):
             mappings = rank.state.get("param_slice_mappings")
             if mappings is None:  # before DeepSpeed 0.7
@@ -243,7 +242,7 @@ class SavedRun:
             if not isinstance(table, dict):
                 raise CheckpointError(f"{rank.where}: damaged, its param_slice_mappings lack a group")
             recorded = {name: fragment(value, rank.where) for name, value in table.items()}
-            expected = layout.fragments(number, starts)
+            expected = layout.fragments(number)
             if recorded != expected:
                 name = next(
                     (name for name in {**expected, **recorded} if recorded.get(name) != expected.get(name)),
@@ -307,13 +306,20 @@ class SavedRun:
 
 def check_same_run(runs: Sequence[SavedRun]) -> None:
     """CheckpointError unless the tensor or pipeline parallel ranks are of one run and step."""
-    first = runs[0]
+    first = _alike(runs[0])
     for run in runs[1:]:
-        where = run.model.where
-        check_same(where, "ds_version", run.optim[0].version, first.optim[0].version)
-        check_same(where, "ds_config", config_of(run.model.content), config_of(first.model.content))
-        check_same(where, "ZeRO stage", run.stage, first.stage)
-        check_same(where, "world size", run.world, first.world)
-        check_same(where, "parallel degrees", run.model.degrees, first.model.degrees)
-        for record in ("global_steps", "skipped_steps", "global_samples"):
-            check_same(where, record, run.model.count(record), first.model.count(record))
+        for what, value in _alike(run).items():
+            check_same(run.model.where, what, value, first[what])
+
+
+def _alike(run: SavedRun) -> dict[str, Any]:
+    """What the tensor or pipeline parallel ranks of a run have alike."""
+    model = run.model
+    return {
+        **{what: model.count(what) for what in ("global_steps", "skipped_steps", "global_samples")},
+        "ds_version": run.optim[0].version,
+        "ds_config": plain(model.content.get("ds_config")),
+        "ZeRO stage": run.stage,
+        "world size": run.world,
+        "parallel degrees": model.degrees,
+    }

@@ -81,7 +81,7 @@ def _incomplete(source: Source) -> str | None:
 
 
 def _open(source: Source, path: Place) -> Checkpoint:
-    return _Universal(Folder(path, verify=source.verify)).checkpoint(source.path)
+    return _Universal(Folder(path)).checkpoint(source.path)
 
 
 def load_part(folder: Folder, name: str) -> Any:
@@ -105,8 +105,13 @@ class _Universal:
         names = find_names(folder.path)
         if names is None or not names.model:
             raise CheckpointError(f"{self.where}: the model states are missing")
-        optim, ranks = names.alone(folder.path)
-        if optim or names.per_rank_model != (self.stage == 3):
+        tensor_parallel = [rank for rank in (*names.optim, *names.model) if rank]
+        if names.experts or names.layers or tensor_parallel:
+            raise CheckpointError(
+                f"{self.where}: tensor, pipeline and expert parallel universal checkpoints are not supported"
+            )
+        ranks = names.model[0]
+        if names.optim or names.per_rank_model != (self.stage == 3):
             raise CheckpointError(f"{self.where}: holds files from a run with another ZeRO stage")
         self.world = self._world()
         check_ranks(folder.path, ranks, self.world if self.stage == 3 else 1, "model")
@@ -249,7 +254,12 @@ class _Universal:
                 raise CheckpointError(f"{self.folder.path / ZERO / name / (lost + _SUFFIX)}: missing")
             values: dict[str, Tensor | Scalar] = {}
             for what in sorted(kind):
-                values[what] = self._step(name) if what == _STEP else self._parameter(name, what)
+                file = f"{ZERO}/{name}/{what}{_SUFFIX}"
+                values[what] = (
+                    _scalar(load_part(self.folder, file), f"{name}.{what}", str(self.folder.path / file))
+                    if what == _STEP
+                    else self._parameter(name, what)
+                )
             if values:
                 state[name] = values
         if not state:
@@ -260,10 +270,6 @@ class _Universal:
         if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
             raise CheckpointError(f"{where}: damaged, it has no param_groups")
         return OptimizerState(state, [named_group(group, self.groups, where) for group in groups])
-
-    def _step(self, name: str) -> Tensor | Scalar:
-        file = f"{ZERO}/{name}/{_STEP}{_SUFFIX}"
-        return _scalar(load_part(self.folder, file), f"{name}.{_STEP}", str(self.folder.path / file))
 
     def _steps_of_stage3(self, state: dict[str, dict[str, Tensor | Scalar]], where: str) -> None:
         """Stage 3 keeps its steps (and other numbers) in the common file, per sub-group."""
@@ -322,6 +328,4 @@ FORMAT = Format(
     _open,
     _incomplete,
     tags=True,
-    written_by="DeepSpeed's `ds_to_universal`",
-    recognized_by="`zero/<parameter>/fp32.pt`, `latest_universal`",
 )

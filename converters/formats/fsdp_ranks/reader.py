@@ -29,13 +29,12 @@ from converters.storage.bytes import Memory
 from converters.storage.folder import Folder
 from converters.storage.places import names_in
 from converters.storage.safe_open import child
-from converters.tensors.tensor import Box, Tensor, View
+from converters.tensors.tensor import Box, Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from converters.checkpoint import Aliases, OptimizerState, Scalar
-    from converters.formats.fsdp_ranks.sharded import Dims
     from converters.storage.path_or_url import Place
 
 _FILE = re.compile(
@@ -68,7 +67,7 @@ def _open(source: Source, folders: list[Place]) -> Checkpoint:
         raise CheckpointError(f"{source.path}: holds several models; give one of {names}")
     if path.parent == source.path:
         path = child(source.path, path.name)
-    return _Ranks(Folder(path, verify=source.verify)).checkpoint(source.path)
+    return _Ranks(Folder(path)).checkpoint(source.path)
 
 
 class Parts:
@@ -93,10 +92,7 @@ class Parts:
 
     def tensor(self) -> Tensor:
         if not prod(self.shape):
-            origin: Dims = (0,) * len(self.shape)
-            return Tensor(
-                self.where, self.dtype, self.shape, [Box(origin, self.shape, View(Memory(b""), 0, origin))]
-            )
+            return Tensor.contiguous(self.where, self.dtype, self.shape, Memory(b""))
         return Tensor(self.where, self.dtype, self.shape, list(self.boxes.values()))
 
 
@@ -235,7 +231,4 @@ FORMAT = Format(
     "fsdp-ranks",
     _find,
     _open,
-    written_by="verl and its descendants: one `torch.save` file a rank of FSDP1 or FSDP2, also with tensor "
-    "parallelism or replicas",
-    recognized_by="`model_world_size_<n>_rank_<r>.pt`, with `optim_world_size_...` beside",
 )

@@ -23,7 +23,7 @@ from converters.formats.dcp.checksums import metadata_files
 from converters.formats.dcp.reader import read_tensors
 from converters.formats.megatron import FILE, RANK, ranks_in
 from converters.storage.folder import Folder
-from converters.storage.safe_open import read_small
+from converters.storage.safe_open import mentions
 
 if TYPE_CHECKING:
     from converters.checkpoint import Aliases, OptimizerState
@@ -39,14 +39,8 @@ def _folder(path: Place) -> Place | None:
     folder = path.parent if path.is_file() and path.name == _COMMON else path
     if not metadata_files(folder):
         return None
-    return folder if (folder / _COMMON).is_file() or _says_torch_dist(folder) else None
-
-
-def _says_torch_dist(folder: Place) -> bool:
-    try:
-        return b'"torch_dist"' in read_small(folder / "metadata.json", limit=4096, head=True)
-    except (OSError, CheckpointError):
-        return False
+    named = (folder / _COMMON).is_file() or mentions(folder / "metadata.json", b'"torch_dist"')
+    return folder if named else None
 
 
 def _open(source: Source, path: Place) -> Checkpoint:
@@ -55,7 +49,7 @@ def _open(source: Source, path: Place) -> Checkpoint:
     from converters.tensors.rearranged import selected
 
     where = str(path)
-    common = TorchZip(Folder(path, verify=source.verify).file(_COMMON)).load(STANDINS, PREFIXES)
+    common = TorchZip(Folder(path).file(_COMMON)).load(STANDINS, PREFIXES)
     if not isinstance(common, dict):
         raise CheckpointError(f"{path / _COMMON}: not the common state of a Megatron-Core checkpoint")
     companions = find_companions(path)
@@ -98,9 +92,6 @@ FORMAT = Format(
     "megatron-core",
     lambda source: _folder(source.path),
     _open,
-    written_by="Megatron-Core's `torch_dist`, of the same models",
-    recognized_by="`common.pt` beside DCP's `.metadata`",
-    optimizer=False,
 )
 
 
@@ -118,14 +109,11 @@ def _folder_of_ranks(path: Place) -> Place | None:
 def _open_ranks(source: Source, path: Place) -> Checkpoint:
     from converters.formats.megatron.reader import Ranks
 
-    return Ranks(Folder(path, verify=source.verify)).checkpoint(source)
+    return Ranks(Folder(path)).checkpoint(source)
 
 
 RANKS = Format(
     "megatron",
     lambda source: _folder_of_ranks(source.path),
     _open_ranks,
-    written_by="Megatron-LM, Llama- and GPT-2-shaped models, tensor and pipeline parallel",
-    recognized_by="`mp_rank_<tp>[_<pp>]/model_optim_rng.pt`",
-    optimizer=False,
 )

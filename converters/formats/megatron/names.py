@@ -29,30 +29,21 @@ if TYPE_CHECKING:
     from converters.storage.path_or_url import Place
 
 _LAYER = re.compile(r"decoder\.layers\.(\d{1,6})\.(.+)\.(weight|bias)")
-# Names within a layer, of the local and of Transformer Engine's modules.
-_SAME = {
-    "input_layernorm": "input_norm",
-    "pre_mlp_layernorm": "mlp_norm",
-    "self_attention.linear_qkv": "qkv",
-    "self_attention.linear_proj": "proj",
-    "self_attention.q_layernorm": "q_norm",
-    "self_attention.k_layernorm": "k_norm",
-    "mlp.linear_fc1": "fc1",
-    "mlp.linear_fc2": "fc2",
-}
+_QKV, _FC1 = "self_attention.linear_qkv", "mlp.linear_fc1"
 _FUSED = {
     "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
     "self_attention.linear_qkv.layer_norm_bias": "input_layernorm.bias",
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
     "mlp.linear_fc1.layer_norm_bias": "pre_mlp_layernorm.bias",
 }
+# Names within a layer; the others of a Llama are split below.
 _LLAMA = {
-    "input_norm": "input_layernorm",
-    "mlp_norm": "post_attention_layernorm",
-    "proj": "self_attn.o_proj",
-    "q_norm": "self_attn.q_norm",
-    "k_norm": "self_attn.k_norm",
-    "fc2": "mlp.down_proj",
+    "input_layernorm": "input_layernorm",
+    "pre_mlp_layernorm": "post_attention_layernorm",
+    "self_attention.linear_proj": "self_attn.o_proj",
+    "self_attention.q_layernorm": "self_attn.q_norm",
+    "self_attention.k_layernorm": "self_attn.k_norm",
+    "mlp.linear_fc2": "mlp.down_proj",
 }
 _LLAMA_AROUND = {
     "embedding.word_embeddings.weight": "model.embed_tokens.weight",
@@ -60,12 +51,12 @@ _LLAMA_AROUND = {
     "output_layer.weight": "lm_head.weight",
 }
 _GPT2 = {
-    "input_norm": "ln_1",
-    "mlp_norm": "ln_2",
-    "qkv": "attn.c_attn",
-    "proj": "attn.c_proj",
-    "fc1": "mlp.c_fc",
-    "fc2": "mlp.c_proj",
+    "input_layernorm": "ln_1",
+    "pre_mlp_layernorm": "ln_2",
+    _QKV: "attn.c_attn",
+    "self_attention.linear_proj": "attn.c_proj",
+    _FC1: "mlp.c_fc",
+    "mlp.linear_fc2": "mlp.c_proj",
 }
 _GPT2_AROUND = {
     "embedding.word_embeddings.weight": "transformer.wte.weight",
@@ -164,20 +155,20 @@ def as_transformers(tensors: Mapping[str, Tensor], shape: Shape, where: str) -> 
     made: dict[str, Tensor] = {}
     layers: set[int] = set()
     around = _GPT2_AROUND if shape.gpt2 else _LLAMA_AROUND
+    inside = _GPT2.keys() if shape.gpt2 else {*_LLAMA, _QKV, _FC1}
     for key, tensor in tensors.items():
         if key in around:
             made[around[key]] = _without_padding(tensor, shape, where) if key in _VOCABULARY else tensor
             continue
         match = _LAYER.fullmatch(key)
-        module = _SAME.get(match[2]) if match is not None else None
-        if match is None or module is None:
+        if match is None or match[2] not in inside:
             raise CheckpointError(f"{where}: {shown(key)} has no place in a GPT-2- or Llama-shaped model")
         if int(match[1]) >= shape.layers:
             raise CheckpointError(f"{where}: holds layer {match[1]}, its args say {shape.layers} layers")
         found = (
-            _gpt2(module, match[3], tensor, shape, where)
+            _gpt2(match[2], match[3], tensor, shape, where)
             if shape.gpt2
-            else _llama(module, tensor, shape, where)
+            else _llama(match[2], tensor, shape, where)
         )
         prefix = f"transformer.h.{match[1]}." if shape.gpt2 else f"model.layers.{match[1]}."
         for name, value in found.items():
@@ -190,10 +181,10 @@ def as_transformers(tensors: Mapping[str, Tensor], shape: Shape, where: str) -> 
 
 
 def _llama(module: str, tensor: Tensor, shape: Shape, where: str) -> dict[str, Tensor]:
-    if module == "qkv":
+    if module == _QKV:
         names = [f"self_attn.{what}_proj" for what in "qkv"]
         return dict(zip(names, _split_qkv(tensor, shape, where), strict=True))
-    if module == "fc1":
+    if module == _FC1:
         half = tensor.shape[0] // 2
         if tensor.shape[0] % 2:
             raise CheckpointError(f"{where}: {tensor.name} has an odd number of rows for a gated MLP")
@@ -202,10 +193,10 @@ def _llama(module: str, tensor: Tensor, shape: Shape, where: str) -> dict[str, T
 
 
 def _gpt2(module: str, kind: str, tensor: Tensor, shape: Shape, where: str) -> dict[str, Tensor]:
-    if module == "qkv":
+    if module == _QKV:
         tensor = joined(tensor.name, _split_qkv(tensor, shape, where), 0)
     matrix = kind == "weight" and len(tensor.shape) == 2
-    return {_GPT2.get(module, module): transposed(tensor) if matrix else tensor}
+    return {_GPT2[module]: transposed(tensor) if matrix else tensor}
 
 
 def _split_qkv(tensor: Tensor, shape: Shape, where: str) -> list[Tensor]:

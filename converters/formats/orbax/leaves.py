@@ -6,7 +6,7 @@ Source: orbax/checkpoint/_src/metadata/tree.py.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from converters.containers.ocdbt import MANIFEST, read_ocdbt
 from converters.containers.pickle_reader import shown
@@ -14,10 +14,10 @@ from converters.containers.shard_index import read_table
 from converters.containers.zarr import V2, V3
 from converters.errors import CheckpointError
 from converters.limits import MAX_TENSOR_NAME, MAX_TREE_LIST
-from converters.storage.safe_open import read_small
+from converters.storage.safe_open import mentions
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from converters.storage.bytes import Source
     from converters.storage.folder import Folder
@@ -53,22 +53,15 @@ class Leaves:
 
 def is_tree(folder: Place) -> bool:
     """Whether a folder holds a tree of arrays; the first kilobytes of the list tell it from other files."""
-    return _holds(folder / METADATA, b'"tree_metadata"')
+    return mentions(folder / METADATA, b'"tree_metadata"')
 
 
 def of_another_program(folder: Place) -> str | None:
     """Why a tree of another program's own arrays is not read, and what to do instead."""
     for name, content, program, export in _OTHERS:
-        if _holds(folder / name, content):
+        if mentions(folder / name, content):
             return f"{folder}: holds {program}'s own arrays; export the model there with {export}"
     return None
-
-
-def _holds(path: Place, content: bytes) -> bool:
-    try:
-        return content in read_small(path, limit=4096, head=True)
-    except (OSError, CheckpointError):
-        return False
 
 
 def read_leaves(folder: Folder) -> Leaves:
@@ -77,21 +70,11 @@ def read_leaves(folder: Folder) -> Leaves:
     Raises:
         CheckpointError: its list is damaged, or does not fit the database.
     """
-    found = _orbax(folder)
-    if found.database is not None:
-        ending = f"/{found.header}"
-        held = {key[: -len(ending)] for key in found.database if key.endswith(ending)}
-        extra = min(held.difference(found.stored.values()), default=None)
-        if extra is not None:
-            raise CheckpointError(
-                f"{folder.path}: damaged, holds {shown(extra)}, which {METADATA} does not list"
-            )
-    return found
-
-
-def _orbax(folder: Folder) -> Leaves:
-    content = _table(folder, METADATA)
-    where = f"{folder.path / METADATA}"
+    file = folder.file(METADATA)
+    where = f"{file.path}"
+    if file.nbytes > MAX_TREE_LIST:
+        raise CheckpointError(f"{where}: is too large ({file.nbytes:,} bytes)")
+    content = read_table(file)
     ocdbt, zarr3, complete = (
         content.get(name) for name in ("use_ocdbt", "use_zarr3", "store_array_data_equal_to_fill_value")
     )
@@ -100,8 +83,8 @@ def _orbax(folder: Folder) -> Leaves:
     tree = content.get("tree_metadata")
     if not isinstance(tree, dict):
         raise CheckpointError(f"{where}: damaged, holds no tree")
-    paths = []
-    scalars = set()
+    stored: dict[Path, str] = {}
+    scalars, names = set(), set()
     for entry in tree.values():
         try:
             path = tuple(str(key["key"]) for key in entry["key_metadata"])
@@ -111,31 +94,20 @@ def _orbax(folder: Folder) -> Leaves:
             raise CheckpointError(f"{where}: damaged, describes a leaf without its path or type") from None
         if left_out is True or kind in ("string", "None"):
             continue
-        paths.append(path)
-        if kind == "scalar":
-            scalars.add(path)
-    _check_names(paths, where)
-    in_database = (folder.path / MANIFEST).exists() if ocdbt is None else ocdbt
-    return Leaves(
-        {path: ".".join(path) for path in paths},
-        V3 if zarr3 else V2,
-        complete=complete is True,  # older versions left out chunks of zeros
-        database=read_ocdbt(folder) if in_database else None,
-        scalars=frozenset(scalars),
-    )
-
-
-def _check_names(paths: Iterable[Path], where: str) -> None:
-    names = set()
-    for path in paths:
-        name = ".".join(path)
+        name = stored[path] = ".".join(path)
         if not name or name in names or len(name) > MAX_TENSOR_NAME:
             raise CheckpointError(f"{where}: damaged, two leaves are called {shown(name)}, or none")
         names.add(name)
-
-
-def _table(folder: Folder, name: str) -> dict[str, Any]:
-    file = folder.file(name)
-    if file.nbytes > MAX_TREE_LIST:
-        raise CheckpointError(f"{file.path}: is too large ({file.nbytes:,} bytes)")
-    return read_table(file)
+        if kind == "scalar":
+            scalars.add(path)
+    in_database = (folder.path / MANIFEST).exists() if ocdbt is None else ocdbt
+    header, database = V3 if zarr3 else V2, read_ocdbt(folder) if in_database else None
+    if database is not None:
+        held = {key.removesuffix(f"/{header}") for key in database if key.endswith(f"/{header}")}
+        extra = min(held - names, default=None)
+        if extra is not None:
+            raise CheckpointError(
+                f"{folder.path}: damaged, holds {shown(extra)}, which {METADATA} does not list"
+            )
+    # Older versions left out chunks of zeros.
+    return Leaves(stored, header, complete is True, database, frozenset(scalars))

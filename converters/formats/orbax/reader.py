@@ -89,7 +89,7 @@ def _incomplete(source: Source) -> str | None:
 
 
 def _open(source: Source, path: Place) -> Checkpoint:
-    return _Tree(Folder(path, verify=source.verify)).checkpoint(source)
+    return _Tree(Folder(path)).checkpoint(source)
 
 
 class _Tree:
@@ -250,7 +250,4 @@ FORMAT = Format(
     lambda source: _folder(source.path),
     _open,
     _incomplete,
-    written_by="Orbax, with OCDBT or without, zarr 2 or 3: MaxText (Llama, Mistral, Qwen3, Gemma 1 and 2 "
-    "get transformers' names), Flax",
-    recognized_by="`_METADATA` with a tree, there or in `<step>/items/`, `<step>/default/`",
 )

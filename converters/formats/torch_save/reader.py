@@ -107,7 +107,7 @@ def _incomplete(source: Source) -> str | None:
 
 def _open(source: Source, name: str) -> Checkpoint:
     root = source.path if source.path.is_dir() else source.path.parent
-    folder = Folder(root, verify=source.verify)
+    folder = Folder(root)
     if source.path.is_dir():
         check_one_model(root, name)
     where = str(root / name)
@@ -239,7 +239,6 @@ def split(saved: Any, where: str) -> tuple[dict[str, Any], list[Any], dict[str, 
             model[name] = stored
     if not model:
         raise CheckpointError(f"{where}: holds no tensors")
-    counted["other_keys"] = [".".join(map(str, path)) for path in found if container not in (None, path[:-1])]
     return model, optimizers, counted
 
 
@@ -264,8 +263,4 @@ FORMAT = Format(
     _find,
     _open,
     _incomplete,
-    written_by="`torch.save`: full state dicts, with or without an optimizer; Lightning's and Composer's "
-    "single file; FSDP `FULL_STATE_DICT` as Accelerate and the Trainer save it",
-    recognized_by="`pytorch_model.bin` or its index, `pytorch_model_fsdp.bin`, the only `.pt`, `.pth`, "
-    "`.bin` or `.ckpt` file",
 )

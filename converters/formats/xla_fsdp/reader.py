@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import Checkpoint
 from converters.config_and_tokenizer_files import find_companions, trainer_metadata
+from converters.containers.shard_index import check_ranks
 from converters.containers.torchzip import StoredTensor, TorchZip
 from converters.errors import CheckpointError, blame
 from converters.formats import Format, Source
@@ -72,7 +73,7 @@ def _entries(path: Place) -> list[str]:
 
 def _find(source: Source) -> Folder | None:
     path = source.path
-    folder = Folder(path.parent if path.is_file() else path, verify=source.verify)
+    folder = Folder(path.parent if path.is_file() else path)
     names = [path.name] if path.is_file() else _entries(path)
     # A usual name is enough, so that a damaged file is refused and not skipped.
     found = any(_ranked(name) for name in names) or any(_marked(folder, name) for name in names)
@@ -144,13 +145,9 @@ def _by_rank(files: list[RankFile], kind: str, root: Place) -> list[RankFile]:
                 raise CheckpointError(
                     f"{file.where}: is rank {file.rank} of {file.world}, as is {other.where}"
                 )
-    if not found:
-        return []
-    world = files[0].world
-    missing = next((rank for rank in range(world) if rank not in found), None)
-    if missing is not None:
-        raise CheckpointError(f"{root}: rank {missing} of {world} is missing: no file holds its {kind}")
-    return [found[rank] for rank in range(world)]
+    if found:
+        check_ranks(root, {rank: file.where for rank, file in found.items()}, files[0].world, kind)
+    return [found[rank] for rank in sorted(found)]
 
 
 def _open(source: Source, folder: Folder) -> Checkpoint:
@@ -166,21 +163,17 @@ def _open(source: Source, folder: Folder) -> Checkpoint:
         read_layouts([(file.where, file.metadata) for file in (models[0], *optimizers)], _model(models[0]))
     stored: dict[str, Tensor] = {}
     shapes: dict[str, tuple[int, ...]] = {}
-    other = _others(models[0])
     first = list(_model(models[0]))
     for file in models[1:]:
         if list(_model(file)) != first:
             raise CheckpointError(f"{file.where}: holds other parameters than {models[0].where}")
     for key, value in _model(models[0]).items():
         shards = [(file.where, _model(file)[key]) for file in models]
-        made = _tensors(key, value, layouts.get(key), shards)
-        for name, tensor in made.items():
+        for name, tensor in _tensors(key, value, layouts.get(key), shards).items():
             if stored.setdefault(name, tensor) is not tensor:
                 raise CheckpointError(f"{models[0].where}: two parameters are called {name!r}")
         if key in layouts:
             shapes[key] = value.shape
-        elif not made:
-            other.append(str(key))
     tensors = plain_names(stored, where=str(root))
     plain = {raw: short for short, raw in plain_names({raw: raw for raw in stored}, where=str(root)).items()}
 
@@ -196,7 +189,7 @@ def _open(source: Source, folder: Folder) -> Checkpoint:
         root=source.path,
         tensors=tensors,
         optimizer=optimizer,
-        metadata={"world_size": models[0].world, **trainer_metadata(root), "other_keys": other},
+        metadata={"world_size": models[0].world, **trainer_metadata(root)},
         companions=find_companions(source.path),
     )
 
@@ -206,10 +199,6 @@ def _model(file: RankFile) -> dict[Any, Any]:
     if not isinstance(model, dict):
         raise CheckpointError(f"{file.where}: damaged, its model is not a table of tensors")
     return model
-
-
-def _others(file: RankFile) -> list[str]:
-    return [str(key) for key in file.content if key not in ("model", "optimizer")]
 
 
 def _tensors(key: Any, value: Any, layout: Layout | None, shards: list[tuple[str, Any]]) -> dict[str, Tensor]:
@@ -229,6 +218,4 @@ FORMAT = Format(
     "xla-fsdp",
     _find,
     _open,
-    written_by="PyTorch/XLA's `XlaFullyShardedDataParallel`, alone or inside the Trainer",
-    recognized_by="one file per rank, with `shard_metadata`",
 )
