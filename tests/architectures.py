@@ -14,21 +14,18 @@ import sys
 import tempfile
 import textwrap
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import torch
+
+from portable.config import RunConfig
 from portable.run.save import write_model_files
 from tests.parity import opened, take_steps
 from tests.ranks import RankError, RankPool
 from tests.runs import SENTENCE, configured
 from tests.tiny_models import VOCABULARY, tiny_config
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    import torch
-
-    from portable.config import RunConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "models.md"

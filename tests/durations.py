@@ -11,14 +11,12 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 RECORD = Path(__file__).resolve().parents[1] / ".durations.json"
 _starts: list[dict[str, Any]] = []

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 
+from tests.ranks import RankPool
 from tests.torchtpu.pool import NEEDS_TORCH_TPU, TpuPool, is_here
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.ranks import RankPool
-    from tests.xla import XlaPool
+from tests.xla import XlaPool
 
 
 class Kind(NamedTuple):

@@ -9,15 +9,13 @@ import hashlib
 import json
 import sys
 import urllib.parse
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tests import answers
 from tests.answers import Answers
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
 
 COMMIT = "c0ffee" * 6 + "c0de"
 

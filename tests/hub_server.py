@@ -7,16 +7,14 @@ import hashlib
 import json
 import re
 import socket
+import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tests import answers
 from tests.answers import Answers
-
-if TYPE_CHECKING:
-    import threading
-    from collections.abc import Iterator
 
 TOKEN = "hf_test_token"
 DROP, LOST = "drop", "lost"

@@ -16,16 +16,14 @@ import threading
 import time
 import urllib.parse
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
 
 from tests.answers import Answers, serving
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    import pytest
 
 # Recognizable, so that a test can look for them in everything that was printed.
 ACCESS_KEY, SECRET_KEY = "AKIAOBJECTSTORE00001", "wJalrXUtnFEMI-recognizable-secret-Key0"

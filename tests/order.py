@@ -5,12 +5,9 @@ The last record tells which, or the list below.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import pytest
 
 from tests import durations
-
-if TYPE_CHECKING:
-    import pytest
 
 FIRST: tuple[str, ...] = (
     "tests/test_docs.py",

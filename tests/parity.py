@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
+from portable.config import RunConfig
 from portable.data.samples.loader import TrainLoader
-from portable.loop import train_step
+from portable.loop import StepResult, train_step
 from portable.model.loss import token_loss
 from portable.private.of_transformers import no_value_checks
 from portable.registry import create_backend
@@ -22,15 +24,9 @@ from portable.run.prepare import prepare
 from portable.run.rank import run_rank
 from portable.run.resolve import resolve
 from portable.run.restore import restore
+from portable.run.stages import Prepared
+from tests.engines import Engines
 from tests.runs import configured
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from portable.config import RunConfig
-    from portable.loop import StepResult
-    from portable.run.stages import Prepared
-    from tests.engines import Engines
 
 
 @dataclass(frozen=True)

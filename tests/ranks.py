@@ -14,20 +14,17 @@ import signal
 import socket
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 from unittest.mock import Mock, patch
 
 from tests.durations import starting
 from tests.forkserver import write_where_parent_does
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from multiprocessing.connection import Connection
-    from multiprocessing.process import BaseProcess
 
 GRACE = 10.0  # seconds that the others have to notice that a rank has failed
 MOST_THREADS = 40

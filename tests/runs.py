@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from portable.checks import check
 from portable.config import RunConfig, load_config
 from portable.reporting.metrics import read_metrics
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 TINY_MODEL: dict[str, Any] = {
     "model_type": "llama",

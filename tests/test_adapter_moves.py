@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,9 +26,6 @@ from portable.run.restore import restore
 from tests.engines import ENGINES, Engines
 from tests.parity import opened
 from tests.runs import TINY_MODEL, configured
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 BATCH = 12
 ROUTE = [

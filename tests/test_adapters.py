@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import logging
 import warnings
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from portable.config import RunConfig
 from portable.registry import create_backend
 from portable.run.prepare import prepare
 from portable.run.resolve import resolve
@@ -19,11 +21,6 @@ from tests.parity import plain_steps, take_steps
 from tests.runs import TINY_MODEL, configured
 from tests.test_engines import Seen, exercise
 from tests.views import assert_same_bits, view
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from portable.config import RunConfig
 
 STEPS = 20
 Losses = list[tuple[float, float]]

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from tests.architectures import Pair, findings, page, write_records
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.ranks import RankPool
+from tests.ranks import RankPool
 
 # Each has been taken for something else once.
 CHOSEN = [

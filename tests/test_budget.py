@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from tests.budget import exceeded, lowered, measured, raised
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 BEFORE = "# bounds\n\n[portable]\nlines = 1_000\nnodes = 9_000 # 2026-01-02: the loop\n"
 

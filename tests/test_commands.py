@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
@@ -15,9 +15,6 @@ import portable.commands.data
 import portable.planner.cli
 import portable.reporting.html_report
 from converters.commands import EXIT_CODES
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 COMMANDS: dict[str, Callable[..., int]] = {
     "converters.cli": converters.cli.main,

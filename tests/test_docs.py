@@ -17,9 +17,10 @@ import shlex
 import shutil
 import subprocess
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import yaml
@@ -34,12 +35,7 @@ from portable.run.rank import run_rank
 from portable.run.resolve import resolve
 from tests.runs import TINY_MODEL, configured
 from tests.xla import QUICK
-from tests.zygote import LIBRARY
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.zygote import Zygote
+from tests.zygote import LIBRARY, Zygote
 
 ROOT = Path(__file__).parents[1]
 GUIDES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]

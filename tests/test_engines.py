@@ -10,8 +10,10 @@ import functools
 import gc
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ import torch
 from transformers import PreTrainedModel
 
 from converters import open_checkpoint
+from portable.config import RunConfig
 from portable.evaluation.metrics import evaluate
 from portable.run.batches import eval_batches
 from tests.engines import ENGINES, Engines, accumulated
@@ -27,12 +30,6 @@ from tests.parity import opened, take_steps
 from tests.promises import record
 from tests.runs import TINY_MODEL, configured, write_pretrained
 from tests.views import assert_same_bits, assert_same_view, view
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from portable.config import RunConfig
 
 COMMON: dict[str, Any] = {
     "data__packing": False,

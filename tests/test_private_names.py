@@ -5,10 +5,11 @@ from __future__ import annotations
 import ast
 import importlib
 import sys
+from collections.abc import Callable, Iterator
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -19,9 +20,6 @@ from portable.errors import UserError
 from portable.private import of_torch, of_transformers
 from portable.private.of_bitsandbytes import bitsandbytes
 from tests.runs import configured
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -29,11 +29,10 @@ try:
 except UserError as error:
     pytest.skip(str(error), allow_module_level=True)
 
-if TYPE_CHECKING:
-    from pathlib import Path
+from pathlib import Path
 
-    from portable.config import RunConfig
-    from tests.engines import Engines
+from portable.config import RunConfig
+from tests.engines import Engines
 
 STEPS = 6
 COMMON: dict[str, Any] = {

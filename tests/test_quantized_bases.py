@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,13 +14,9 @@ from converters.cli import main as convert
 from portable.errors import UserError
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
+from tests.engines import Engines
 from tests.parity import launched
 from tests.runs import TINY_MODEL, configured
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.engines import Engines
 
 SIZES = {**TINY_MODEL, "hidden_size": 128, "intermediate_size": 128, "head_dim": 32}
 STEPS = {

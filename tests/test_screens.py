@@ -9,16 +9,14 @@ import re
 import struct
 import subprocess
 import termios
+from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from tests.zygote import Zygote
+from tests.zygote import Zygote
 
 COLUMNS = 80
 SMALL = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -26,12 +26,10 @@ from portable.model.shared_layers import COMPARED, check_layers, cut_dims
 from portable.model.tensors import ComputedTensor
 from tests.parity import Beside, loss_and_gradients, off
 from tests.promises import record
+from tests.ranks import RankPool
 from tests.runs import TINY_MODEL, configured
 from tests.tiny_models import VOCABULARY, tiny_config
 from tests.views import assert_same_view, view
-
-if TYPE_CHECKING:
-    from tests.ranks import RankPool
 
 MODELS: dict[str, dict[str, Any]] = {
     # 82: of two ranks, each has 41 rows, of which two others cannot have the same number.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,13 +20,9 @@ from portable.planner.memory_model import Cluster
 from portable.planner.meta_model import MetaModel
 from tests.parity import Beside, loss_and_gradients, off
 from tests.promises import record
+from tests.ranks import RankPool
 from tests.runs import TINY_MODEL, configured
 from tests.tiny_models import VOCABULARY, tiny_config
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.ranks import RankPool
 
 MODELS: dict[str, dict[str, Any]] = {
     "windows": {**TINY_MODEL, "model_type": "mistral", "sliding_window": 12},

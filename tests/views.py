@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 
 from converters import open_checkpoint
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 View = dict[str, np.ndarray]
 """Weights by name, and optimizer state by ``name.key``; step counts among it."""

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import traceback
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from portable.private import of_torch
-
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
 
 _aten = torch.ops.aten
 _READS = {

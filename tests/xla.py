@@ -11,19 +11,16 @@ import multiprocessing
 import os
 import signal
 import threading
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, Any
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+import pytest
 
 from tests.durations import starting
 from tests.ranks import RankError, serve
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from multiprocessing.connection import Connection
-    from multiprocessing.process import BaseProcess
-
-    import pytest
 
 NEEDS_XLA = "needs torch_xla: run the tests of the XLA environment (python -m tests --xla)"
 """Why a test marked ``xla`` is skipped."""

@@ -11,13 +11,10 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import subprocess
 
 LOADED = (
     "deepspeed.runtime.zero.muon.muon_optimizer",

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import gc
 import sys
-from typing import TYPE_CHECKING
 
 import pytest
 
-if TYPE_CHECKING:
-    from tests.zygote import Zygote
+from tests.zygote import Zygote
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import json
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -21,9 +21,7 @@ from benchmarks.convert import COPY
 from benchmarks.harness import Result, check_losses, table
 from benchmarks.train_overhead import BASELINE, SAME_LOSS
 from portable.planner.memory_model import Setting
-
-if TYPE_CHECKING:
-    from tests.ranks import RankPool
+from tests.ranks import RankPool
 
 
 def test_every_program_is_listed() -> None:

@@ -9,7 +9,8 @@ import shutil
 import signal
 import subprocess
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,11 +18,7 @@ from benchmarks import kills
 from benchmarks.kills import KEEP, Attack, Conversions, Launch, Outcome, Run
 from portable.reporting.metrics import METRICS_FILE
 from tests.runs import configured
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.zygote import Zygote
+from tests.zygote import Zygote
 
 
 def kill_forks(run: Run) -> None:

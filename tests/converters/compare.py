@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import pickle
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from converters import Checkpoint, CheckpointError, Tensor, open_checkpoint
 from converters.tensors.dtypes import FROM_TORCH
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from pathlib import Path
 
 
 def load(path: Path) -> Any:

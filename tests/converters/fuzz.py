@@ -27,20 +27,18 @@ import sys
 import time
 import traceback
 import zipfile
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from io import BytesIO, StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from converters import CheckpointError, Tensor, cli, open_checkpoint
 from converters.containers.pickle_reader import plain
 from portable.reporting import html_report
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 LONGEST, LARGEST = 10.0, 300 << 20
 """What no small file may cost: seconds, and bytes of memory."""

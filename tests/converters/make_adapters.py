@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import peft
 import torch
@@ -25,9 +26,6 @@ from gpu.zero.runtime import import_deepspeed
 from tests.converters.make_dcp import launch
 from tests.converters.make_deepspeed import config as deepspeed_config
 from tests.converters.make_deepspeed import start
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 os.environ |= {"USE_TORCH_XLA": "0", "TQDM_DISABLE": "1"}
 deepspeed = import_deepspeed("cpu")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,9 +13,6 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from tests.converters.make_dcp import grid_tensors, launch, reference, trained
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def three_ranks(rank: int, world: int, out: Path) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,9 +18,6 @@ from torch import nn
 
 from gpu.zero.runtime import import_deepspeed
 from tests.converters.make_dcp import launch, odd_buffers
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 os.environ |= {"USE_TORCH_XLA": "0", "TQDM_DISABLE": "1"}
 deepspeed = import_deepspeed("cpu")

@@ -7,8 +7,10 @@ ranks hold is put together here from all of them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,10 +26,6 @@ from tests.converters.make_deepspeed import (
     start,
     tied_llama,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 # -- pipeline stages -----------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import safetensors.torch
 import torch
@@ -12,9 +12,6 @@ from torch import nn
 from converters import open_checkpoint, write_safetensors
 from tests.converters.make_dcp import trained
 from tests.converters.samples import Sample, Span
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def _model() -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -15,15 +15,13 @@ import multiprocessing
 import warnings
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from tests.converters.make_dcp import launch
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 VOCAB, PADDED, LAYERS = 120, 128, 4
 GELU = partial(torch.nn.functional.gelu, approximate="tanh")

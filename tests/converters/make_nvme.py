@@ -5,16 +5,13 @@ DeepSpeed's asynchronous I/O has to be there: it is C++ that takes minutes to co
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from tests.converters.make_dcp import launch
 from tests.converters.make_deepspeed import Odd, prepare, start, train
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 class Bulky(Odd):

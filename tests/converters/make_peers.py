@@ -7,8 +7,9 @@ and Accelerate's own wrapping does not either, so the model is wrapped by hand h
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,9 +26,6 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from tests.converters.make_dcp import Odd, trained
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 class Single(Odd):

@@ -15,9 +15,10 @@ from __future__ import annotations
 import sys
 import tarfile
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,9 +36,6 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.converters.make_dcp import full, launch, reference, trained
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 class Block(nn.Module):

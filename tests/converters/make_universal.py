@@ -9,15 +9,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-from typing import TYPE_CHECKING
 
 from tests.converters.make_dcp import launch
 from tests.converters.make_deepspeed import prepare, start, train
 
 from deepspeed.checkpoint import ds_to_universal  # isort: skip
 
-if TYPE_CHECKING:
-    from pathlib import Path
+from pathlib import Path
 
 
 def three_ranks(rank: int, world: int, out: Path) -> None:

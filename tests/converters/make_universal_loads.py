@@ -7,7 +7,7 @@ then has, and `zero<n>.next.pt` the weights a step later. `next.pt` holds those 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -18,8 +18,7 @@ from tests.converters.make_ranks import Stack, save
 
 from gpu.zero.runtime import import_deepspeed  # isort: skip
 
-if TYPE_CHECKING:
-    from pathlib import Path
+from pathlib import Path
 
 deepspeed = import_deepspeed("cpu")
 SETTINGS = {"lr": 1e-2, "betas": (0.8, 0.95), "weight_decay": 0.1}

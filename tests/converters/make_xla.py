@@ -14,11 +14,13 @@ import warnings
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 os.environ |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4"}
 # Nothing here runs twice, so compiling fast is what counts.
 os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -35,9 +37,6 @@ from torch_xla.distributed.fsdp.state_dict_utils import consolidate_sharded_mode
 from torch_xla.experimental.spmd_fully_sharded_data_parallel import SpmdFullyShardedDataParallel
 
 from tests.converters.make_dcp import in_forks, odd_buffers
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 class Block(nn.Module):

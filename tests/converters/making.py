@@ -6,19 +6,15 @@ import importlib
 import multiprocessing
 import os
 import shutil
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
 
+import pytest
 from filelock import FileLock
 
 from tests.durations import starting
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    import pytest
 
 
 def once(name: str, tmp_path_factory: pytest.TempPathFactory, fill: Callable[[Path], None]) -> Path:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pyarrow
 
 from converters.containers.crc32c import crc32c
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 MANIFEST, NODE = 0x0CDB3A2A, 0x0CDB20DE
 

@@ -7,16 +7,14 @@ A format takes part by a line in `_WRITTEN`: a folder that a session fixture of 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from tests.converters.orbax_damage import unchecked_spans
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
 
 Span = tuple[int, int]
 _ORBAX = Path(__file__).parent / "orbax_samples"

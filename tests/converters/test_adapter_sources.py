@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,9 +13,6 @@ from safetensors.numpy import load_file, save_file
 from converters import fingerprint, open_checkpoint
 from converters.cli import main
 from tests.converters.making import written_by
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 ZERO = ("zero1", "zero2-bf16", "zero3", "zero2-frozen", "zero3-frozen")
 FSDP = ("fsdp-sharded", "fsdp-sharded-alone", "fsdp-full", "fsdp-full-alone")

@@ -11,8 +11,9 @@ import socket
 import subprocess
 import time
 import urllib.request
+from collections.abc import Iterator
 from email.utils import formatdate
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -20,10 +21,6 @@ from converters.storage import completion_markers as completion
 from converters.storage.object_store import RemotePath
 from converters.storage.store_errors import ConflictError, RemoteError
 from portable.output.lease import Lease
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 ACCOUNT = "devstoreaccount1"
 # The one that Azurite has, as its documentation says.

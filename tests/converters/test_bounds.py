@@ -9,8 +9,10 @@ import json
 import pickle
 import shutil
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,10 +23,6 @@ from converters.names.canonical import paths_without_nesting, split_state_key
 from converters.names.index_keys import fit_in_order
 from converters.names.module_order import module_order
 from converters.tensors.tiling import check_boxes_tile
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 # Numbers that Python's hash cannot tell apart.
 SAME_HASH = 2**61 - 1

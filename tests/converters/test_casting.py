@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +16,6 @@ from converters.cli import main
 from converters.storage.bytes import Memory
 from converters.tensors.casting import Losses, cast_blocks
 from converters.tensors.dtypes import numpy_dtype
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def cast(values: np.ndarray[Any, Any], source: str, target: str) -> np.ndarray[Any, Any]:

@@ -10,8 +10,9 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -22,9 +23,6 @@ from benchmarks.convert import sparse_checkpoint
 from converters import open_checkpoint
 from converters.cli import main
 from tests.converters.compare import bits, load
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def tree(folder: Path) -> dict[str, bytes]:

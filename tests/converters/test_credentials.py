@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,11 +13,7 @@ from converters.storage import credentials
 from converters.storage.credentials import OPTIONS
 from converters.storage.object_store import RemotePath
 from converters.storage.store_errors import RemoteError
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.object_store import ObjectStore
+from tests.object_store import ObjectStore
 
 KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
 PROFILE = """\

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,9 +15,6 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from converters import CheckpointError, Tensor, open_checkpoint
 from tests.converters.compare import assert_model, load
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_metadata_of_a_python_that_pickles_members_by_name(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,9 +16,6 @@ from converters.formats.dcp.checksums import CHECKSUMS
 from converters.formats.dcp.metadata import TensorEntry, read_metadata
 from converters.storage.folder import Folder
 from tests.converters.compare import everything, refused
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.fixture

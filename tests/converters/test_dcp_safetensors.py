@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
+import torch
 
 from converters import CheckpointError, open_checkpoint
 from tests.converters.compare import assert_model, assert_same, load
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import torch
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

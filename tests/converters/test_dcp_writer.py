@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +13,6 @@ from converters import open_checkpoint
 from converters.cli import main
 from converters.writers.torchzip_writer import pickle, saved
 from tests.converters.compare import assert_model, assert_optimizer, bits, load
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def blank(value: Any) -> Any:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import re
 import shutil
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +15,6 @@ import torch
 from converters import CheckpointError, open_checkpoint
 from converters.cli import main
 from tests.converters.compare import assert_model, assert_optimizer, everything, refused
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 deepspeed: Any = pytest.importorskip("deepspeed")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,9 +11,6 @@ import torch
 from converters import CheckpointError, open_checkpoint
 from tests.converters.compare import assert_model, assert_optimizer, everything, load
 from tests.converters.making import written_by
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytest.importorskip("deepspeed")
 

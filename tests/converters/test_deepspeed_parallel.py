@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,9 +11,6 @@ import torch
 from converters import CheckpointError, open_checkpoint
 from tests.converters.compare import assert_model, assert_optimizer, rewrite
 from tests.converters.test_deepspeed import reference
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def test_patterns_of_before_the_maps(deepspeed_parallel: Path, tmp_path: Path) -> None:

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import pytest
 import torch
 
 from converters import open_checkpoint
 from converters.formats import formats
 from converters.options import WRITERS
 from tests.converters.samples import all_samples
-
-if TYPE_CHECKING:
-    import pytest
 
 PAGE = (Path(__file__).parents[2] / "docs" / "formats.md").read_text("utf-8")
 

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import re
 import shutil
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from converters import open_checkpoint
 from tests.converters.compare import assert_model, assert_optimizer, load, refused, rewrite
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 XLA = pytest.mark.xla
 

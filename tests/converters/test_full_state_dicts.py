@@ -6,7 +6,8 @@ import argparse
 import collections
 import copy
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,9 +17,6 @@ from torch import nn
 from converters import CheckpointError, open_checkpoint, write_checkpoint
 from converters.cli import main
 from tests.converters.compare import assert_model, assert_optimizer, assert_same
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def weights() -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import gguf
 import numpy as np
@@ -32,9 +32,7 @@ from converters.tensors.tensor import Tensor
 from converters.writers.draft import new_output
 from converters.writers.gguf_models import MODELS
 from converters.writers.gguf_tokenizer import _LLAMA3, byte_level_bpe
-
-if TYPE_CHECKING:
-    from tests.object_store import ObjectStore
+from tests.object_store import ObjectStore
 
 VOCAB = 320
 SHAPE: dict[str, Any] = {

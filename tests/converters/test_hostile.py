@@ -10,8 +10,9 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -25,9 +26,6 @@ from converters.storage.safe_open import read_small
 from converters.writers import replace_folder as exchange_module
 from converters.writers.draft import FolderOutput, check_output, new_output
 from converters.writers.replace_folder import exchange
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 ROOT = Path(__file__).parents[2]
 

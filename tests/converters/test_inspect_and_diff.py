@@ -6,7 +6,8 @@ import json
 import resource
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -15,9 +16,6 @@ from safetensors.numpy import save_file
 
 from converters.cli import main
 from tests.converters.samples import all_samples, parameters
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, Any]:

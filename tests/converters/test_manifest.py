@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +13,6 @@ from safetensors.torch import save_file
 from converters import CheckpointError, check_manifest, manifest_entries, manifest_text
 from converters.cli import main
 from converters.manifest import MANIFEST
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.fixture

@@ -6,16 +6,14 @@ each format gets all kinds of sources. ``--all`` runs every pair.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from converters import Checkpoint, CheckpointError, Tensor, open_checkpoint, write_checkpoint
 from converters.options import WRITERS
 from tests.converters.samples import all_samples, parameters
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SAMPLES = {sample.name: sample for sample in all_samples()}
 # GGUF has llama.cpp's models only: test_gguf.py.

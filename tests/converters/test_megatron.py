@@ -9,7 +9,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,10 +20,6 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from converters import CheckpointError, open_checkpoint, write_checkpoint
 from tests.converters.compare import everything, load, rewrite
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 COMMON = {
     "vocab_size": 120,

@@ -6,8 +6,10 @@ import json
 import random
 import shutil
 import warnings
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,10 +22,6 @@ from converters.adapters.base_names import BaseNames
 from converters.adapters.merging import INPUTS_FIRST
 from converters.cli import main
 from tests.tiny_models import tiny_config
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 peft: Any = pytest.importorskip("peft")
 transformers: Any = pytest.importorskip("transformers")

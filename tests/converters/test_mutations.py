@@ -10,18 +10,15 @@ import gc
 import random
 import shutil
 import zlib
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 
 from converters import CheckpointError, open_checkpoint
 from tests.converters.compare import everything
 from tests.converters.samples import Sample, all_samples, parameters
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 SAMPLES = {sample.name: sample for sample in all_samples()}
 FLIPS, FILES = 40, 8

@@ -15,8 +15,9 @@ import struct
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -36,9 +37,6 @@ from converters.tensors.dtypes import FROM_NUMPY
 from tests.converters import orbax_damage as craft
 from tests.converters.making import once
 from tests.converters.orbax_values import LLAMA, ODD, STEP, maxtext_llama, pattern
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
 
 SAMPLES = Path(__file__).parent / "orbax_samples"
 Array = np.ndarray[Any, np.dtype[Any]]

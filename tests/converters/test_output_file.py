@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,9 +13,6 @@ from converters import open_checkpoint, write_safetensors
 from converters.storage import output_file as outfile
 from converters.storage.folder import Folder
 from converters.storage.output_file import OutputFile, write_file
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 DATA = bytes(range(256)) * 5000
 

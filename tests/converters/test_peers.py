@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,11 +17,7 @@ from converters.cli import main
 from converters.names.module_order import MODEL_TYPES, module_order
 from tests.converters import make_peers
 from tests.converters.compare import assert_model, assert_optimizer, assert_same, bits, load
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.ranks import RankPool
+from tests.ranks import RankPool
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,8 @@ import os
 import signal
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import obstore
 import pytest
@@ -20,9 +21,6 @@ from converters.storage.places import copy_file, copy_folder
 from converters.storage.store_errors import AccessDeniedError, ConflictError, RemoteError, RetriesUsedUpError
 from converters.storage.urls import is_url
 from tests.object_store import ObjectStore, scale_down
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,9 @@ import subprocess
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,10 +25,6 @@ from converters.storage import object_store as remote
 from converters.storage.completion_markers import COMPLETE, INCOMPLETE
 from tests.converters.samples import Sample, all_samples, parameters
 from tests.object_store import SECRET_KEY, ObjectStore, scale_down
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 SAMPLES = {sample.name: sample for sample in all_samples()}
 # One of each way of lying: several rank files, items within files, flat shards, an index, one zip.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import struct
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -19,9 +20,6 @@ from converters import (
     write_safetensors,
 )
 from tests.converters.compare import assert_model, assert_same, bits
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 WEIGHTS = {
     "a.weight": torch.randn(5, 3),

@@ -12,8 +12,10 @@ import threading
 import tracemalloc
 import zlib
 from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,10 +24,6 @@ from converters import Tensor, open_checkpoint, write_safetensors
 from converters.storage.bytes import Memory
 from converters.writers.conversion import Entry, Trailer
 from converters.writers.torchzip_writer import Call, Made, Name, pickle, saved
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 CALLS = ("open", "stat", "preadv", "pwrite", "copy_file_range", "fsync")
 FUNCTIONS = "functions"

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import random
 import zlib
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from converters import CheckpointError
 from converters.storage import folder as folder_module
-from converters.storage.bytes import Joined, Memory, Slice
+from converters.storage.bytes import FileSpan, Joined, Memory, Slice, Touched
 from converters.storage.folder import Folder
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from converters.storage.bytes import FileSpan, Touched
 
 DATA = random.Random(0).randbytes(3 << 20)
 

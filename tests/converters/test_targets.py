@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,9 +17,6 @@ from tests.converters.make_ranks import Stack
 from tests.converters.making import written_by
 from tests.converters.test_dcp_writer import blank
 from tests.converters.test_safetensors import WEIGHTS, model
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.fixture(scope="session")

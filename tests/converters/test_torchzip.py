@@ -5,7 +5,8 @@ from __future__ import annotations
 import pickle
 import struct
 import zipfile
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +16,6 @@ from converters.containers.torchzip import StoredTensor, TorchZip
 from converters.storage.folder import Folder
 from converters.tensors.tensor import Box
 from tests.converters.compare import assert_same
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def opened(path: Path, offset: int = 0, length: int | None = None) -> TorchZip:

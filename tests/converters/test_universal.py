@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
 
 from converters import CheckpointError, open_checkpoint
 from tests.converters.compare import assert_model, everything, load, refused
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 TAG = "global_step2_universal"
 

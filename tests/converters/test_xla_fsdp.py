@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
 
 from converters import CheckpointError, open_checkpoint
 from tests.converters.compare import assert_model, assert_optimizer, load, refused
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 EXAMPLE = "ckpt_rank-{:08d}-of-00000003.pth"
 

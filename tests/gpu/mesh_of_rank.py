@@ -6,16 +6,13 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from torch.distributed.device_mesh import DeviceMesh
 
 from portable import cli
+from portable.config import RunConfig
 from portable.engines.fsdp import sharding
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from portable.config import RunConfig
-    from portable.engines.machine import Machine
+from portable.engines.machine import Machine
 
 NODE = ("GROUP_RANK", "SLURM_NODEID")
 

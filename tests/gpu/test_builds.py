@@ -7,16 +7,13 @@ import subprocess
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from torch.utils import cpp_extension
 from torch.utils.file_baton import FileBaton
 
 from gpu.zero import builds
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 OLD = time.time() - 2 * builds.DEAD
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from portable.config import load_config
+from portable.config import RunConfig, load_config
 from portable.engines.compiling import compile_layers
 from portable.errors import UserError
 from portable.evaluation.metrics import evaluate
@@ -17,14 +19,8 @@ from portable.registry import World, backend_package
 from portable.run.batches import eval_batches
 from tests.gpu.test_parity import Losses, assert_close, our_losses
 from tests.parity import opened
+from tests.ranks import RankPool
 from tests.runs import TINY_MODEL, configured
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from portable.config import RunConfig
-    from tests.ranks import RankPool
 
 FOUR: dict[str, Any] = {"train__global_batch_size": 4}
 # What is compiled does not depend on how the ranks share the work: each value once.

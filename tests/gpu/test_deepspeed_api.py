@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+from collections.abc import Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -52,9 +53,6 @@ Those alone that need a compiled op or a GPU: the tests of the engines run the o
 def deepspeed() -> Any:
     return zero_runtime.import_deepspeed("cpu")
 
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 source_of = cache(inspect.getsource)
 

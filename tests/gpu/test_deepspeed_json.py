@@ -6,33 +6,31 @@ import json
 import shutil
 from copy import deepcopy
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
 pytest.importorskip("deepspeed")
 
+from collections.abc import Callable
+from pathlib import Path
+
+from pydantic import BaseModel
+
 from gpu.zero import config as deepspeed_json
 from gpu.zero import runtime as zero_runtime
 from gpu.zero.config.schema import check, names_at, schema_of
 from portable.batch_plan import plan_batches
+from portable.config import RunConfig
 from portable.config.yaml_text import parse
 from portable.errors import UserError
 from portable.run.rank import run_rank
 from portable.run.resolve import resolve
 from tests.gpu.test_parity import STEPS, Losses, assert_close, our_losses
 from tests.gpu.test_zero_checkpoints import leg
+from tests.ranks import RankPool
 from tests.runs import configured, losses
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from pydantic import BaseModel
-
-    from portable.config import RunConfig
-    from tests.ranks import RankPool
 
 
 def of(text: str) -> dict[str, Any]:

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("deepspeed")
 
+from pathlib import Path
+
 from gpu.zero import runtime as zero_runtime
-from portable.config import load_config
+from portable.config import RunConfig, load_config
 from portable.optim.schedule import OneCycle, build_schedule
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
 from portable.run.resolve import resolve
 from tests.parity import opened
+from tests.ranks import RankPool
 from tests.runs import configured
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from portable.config import RunConfig
-    from tests.ranks import RankPool
 
 STEPS = 60
 WARMUP: dict[str, Any] = {"warmup_max_lr": 0.01, "warmup_num_steps": 9}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -10,21 +10,19 @@ from safetensors.torch import load_file
 
 pytest.importorskip("deepspeed")
 
+from collections.abc import Callable
+from pathlib import Path
+
 from gpu.zero import config as deepspeed_json
 from gpu.zero import runtime as zero_runtime
+from portable.config import RunConfig
 from portable.errors import UserError
 from portable.run.rank import run_rank
 from portable.run.resolve import resolve
 from tests.gpu.test_parity import STEPS, Losses, assert_close, our_losses
 from tests.gpu.test_zero import zero_config
+from tests.ranks import RankPool
 from tests.runs import TINY_MODEL
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from portable.config import RunConfig
-    from tests.ranks import RankPool
 
 OFF = {
     "partition_activations": False,

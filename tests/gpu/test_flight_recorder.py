@@ -7,20 +7,17 @@ the backend is made without the GPU that it asks for.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, cast
+from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
 
 from portable.engines.backend import TorchBackend
+from portable.engines.package import TorchPackage
 from portable.private import of_torch
 from portable.ranks.watchdog import Watchdog
 from portable.registry import backend_package
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from portable.engines.package import TorchPackage
 
 
 def made(name: str, world_size: int) -> TorchBackend:

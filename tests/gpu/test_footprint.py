@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -14,18 +15,14 @@ from torch.distributed.tensor import DTensor
 from gpu.zero import nvme
 from portable.adapters.adapter import training_model
 from portable.adapters.settings import resolved
+from portable.config import RunConfig
 from portable.engines.footprint import adopt, footprint, settings, units
 from portable.model import build as models
 from portable.planner.memory_model import Cluster, Setting
 from portable.planner.meta_model import inspect
 from tests.parity import opened
+from tests.ranks import RankPool
 from tests.runs import TINY_MODEL, configured
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from portable.config import RunConfig
-    from tests.ranks import RankPool
 
 # Sizes that no number of ranks divides; one group of parameters is larger than a bucket, one smaller.
 MODEL = {

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from portable.checkpoint.store import Checkpoints
-from portable.config import load_config
+from portable.config import RunConfig, load_config
 from portable.engines.fsdp.device_loss_scale import DeviceScaler
 from portable.engines.loss_scale import STATE, LossScale
 from portable.errors import RunError
@@ -31,13 +32,8 @@ from portable.run.restore import restore
 from portable.run.save import save
 from tests.gpu.test_parity import Losses, assert_close, our_losses
 from tests.parity import opened
+from tests.ranks import RankPool
 from tests.runs import configured
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from portable.config import RunConfig
-    from tests.ranks import RankPool
 
 FP16: dict[str, Any] = {
     "precision": "fp16",

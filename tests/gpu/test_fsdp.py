@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from portable.config import RunConfig
 from portable.errors import UserError
 from portable.run.rank import run_rank
 from tests.gpu.test_parity import Losses, assert_close, our_losses
 from tests.parity import opened
+from tests.ranks import RankPool
 from tests.runs import configured
-
-if TYPE_CHECKING:
-    from portable.config import RunConfig
-    from tests.ranks import RankPool
 
 FOUR: dict[str, Any] = {"train__global_batch_size": 8, "train__micro_batch_size": 1}
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from portable.engines.memory_advice import advice as memory_advice
 from tests.runs import configured
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 ON_CPU = {"memory__offload_optimizer": "cpu"}
 ON_DISK = {"memory__offload_optimizer": "nvme", "memory__nvme_path": "/nvme"}

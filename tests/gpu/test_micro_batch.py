@@ -6,9 +6,10 @@ import ctypes
 import math
 import os
 import resource
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -26,9 +27,6 @@ from portable.run.micro_batch import FIRST_GUESS, divisors, largest_fitting
 from portable.run.rank import run_rank
 from tests.ranks import RankPool
 from tests.runs import TINY_MODEL, configured, flags, losses, tiny, weights
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 MIB = 1 << 20
 M_MMAP_THRESHOLD = -3  # of mallopt, in glibc's malloc.h

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from converters import open_checkpoint
 from portable.adapters.adapter import training_model
 from portable.adapters.settings import resolved
+from portable.config import RunConfig
 from portable.engines.footprint import units
 from portable.engines.fsdp.footprint import fully_sharded
 from portable.errors import UserError
@@ -23,13 +25,8 @@ from portable.run.rank import run_rank
 from tests.engines import ENGINES, Engines, accumulated
 from tests.gpu.test_parity import Losses, assert_close, our_losses, plain_losses
 from tests.parity import opened
+from tests.ranks import RankPool
 from tests.runs import TINY_MODEL, configured, losses
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from portable.config import RunConfig
-    from tests.ranks import RankPool
 
 MUON: dict[str, Any] = {
     "train__optimizer": "muon",

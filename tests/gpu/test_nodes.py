@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -16,12 +17,8 @@ from portable.run.rank import run_rank
 from tests import slurm
 from tests.ranks import free_port
 from tests.runs import configured, flags, tiny
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.slurm import Slurm
-    from tests.zygote import Zygote
+from tests.slurm import Slurm
+from tests.zygote import Zygote
 
 HYBRID: dict[str, Any] = {
     "strategy": "hybrid_shard",

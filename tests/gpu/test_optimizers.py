@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -19,14 +20,10 @@ from portable.optim.adamw_8bit import AdamW8bit, decode, encode, levels
 from portable.optim.block_size import block_size
 from tests.gpu.test_fsdp import HYBRID, leg, shares
 from tests.gpu.test_parity import Losses, assert_close, our_losses
+from tests.ranks import RankPool
 from tests.runs import TINY_MODEL, configured, losses
 from tests.tpu.test_run import on_xla
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.ranks import RankPool
-    from tests.xla import XlaPool
+from tests.xla import XlaPool
 
 ADAFACTOR: dict[str, Any] = {"train__optimizer": "adafactor", "train__learning_rate": 0.08}
 

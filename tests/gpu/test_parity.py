@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional
 
+from portable.backend import Batch
+from portable.config import RunConfig
 from portable.data.samples.loader import TrainLoader
 from portable.registry import create_backend
 from portable.run.prepare import prepare
@@ -17,15 +22,6 @@ from tests.parity import opened
 from tests.promises import record
 from tests.ranks import RankError, RankPool
 from tests.runs import configured
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from torch import Tensor
-
-    from portable.backend import Batch
-    from portable.config import RunConfig
 
 STEPS = 4
 """Enough to pass the warm-up and for every moment to count; each engine has a witness over LONG steps."""

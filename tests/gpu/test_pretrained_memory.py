@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
+from portable.config import RunConfig
 from portable.registry import create_backend
 from portable.run.prepare import prepare
 from portable.run.rank import run_rank
 from portable.run.resolve import resolve
 from portable.run.restore import restore
+from tests.ranks import RankPool
 from tests.runs import TINY_MODEL, configured
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from portable.config import RunConfig
-    from tests.ranks import RankPool
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
 

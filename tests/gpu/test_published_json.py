@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from copy import deepcopy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 pytest.importorskip("deepspeed")
+
+from collections.abc import Iterator
+from pathlib import Path
 
 from pydantic import BaseModel
 
@@ -17,18 +20,12 @@ from gpu.zero import runtime as zero_runtime
 from gpu.zero.buckets import automatic
 from gpu.zero.settings import ModelSizes, settings_for
 from portable.batch_plan import plan_batches
-from portable.config import load_config, parse_args
+from portable.config import RunConfig, load_config, parse_args
 from portable.errors import UserError
 from portable.optim.schedule import SCHEDULES
 from portable.registry import create_backend
 from portable.run.resolve import resolve
 from tests.published import Shape, shapes
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from portable.config import RunConfig
 
 HIDDEN = 64
 SIZES = ModelSizes(HIDDEN, 4 * HIDDEN * HIDDEN)

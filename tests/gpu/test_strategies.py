@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,9 +19,6 @@ from portable.run.rank import run_rank
 from portable.run.resolve import resolve
 from portable.run.restore import restore
 from tests.runs import configured, flags, tiny
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.mark.parametrize(

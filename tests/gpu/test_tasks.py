@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.gpu.test_parity import assert_close, our_losses
+from tests.ranks import RankPool
 from tests.runs import configured, write_labelled
 from tests.tpu.test_parity import MODELS
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.ranks import RankPool
 
 BATCH: dict[str, Any] = {"train__global_batch_size": 8, "train__micro_batch_size": 2}
 BERT: dict[str, Any] = MODELS["bert"]

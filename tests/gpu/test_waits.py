@@ -6,11 +6,12 @@ only a GPU can tell (tests/gpu/test_cuda.py).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from portable.config.sections import ModelConfig
 from portable.model.build import build_model, model_config
@@ -22,11 +23,6 @@ from tests.parity import opened
 from tests.runs import configured
 from tests.tiny_models import tiny_config
 from tests.waits import Waits
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from torch import Tensor
 
 
 @pytest.mark.parametrize(

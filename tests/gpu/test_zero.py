@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -13,11 +13,10 @@ from tests.runs import configured
 
 pytest.importorskip("deepspeed")
 
-if TYPE_CHECKING:
-    from pathlib import Path
+from pathlib import Path
 
-    from portable.config import RunConfig
-    from tests.ranks import RankPool
+from portable.config import RunConfig
+from tests.ranks import RankPool
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,10 +15,9 @@ from tests.runs import configured, losses, weights
 
 pytest.importorskip("deepspeed")
 
-if TYPE_CHECKING:
-    from pathlib import Path
+from pathlib import Path
 
-    from tests.ranks import RankPool
+from tests.ranks import RankPool
 
 COMMON: dict[str, Any] = {
     "train__global_batch_size": 4,

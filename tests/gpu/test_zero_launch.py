@@ -7,23 +7,20 @@ import io
 import json
 import os
 from contextlib import redirect_stderr, redirect_stdout
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 pytest.importorskip("deepspeed")
 
+import subprocess
+from pathlib import Path
+
 from portable.ranks.launch import joined
 from portable.run.rank import run_rank
-from tests.ranks import free_port
+from tests.ranks import RankPool, free_port
 from tests.runs import configured, flags, tiny
-
-if TYPE_CHECKING:
-    import subprocess
-    from pathlib import Path
-
-    from tests.ranks import RankPool
-    from tests.zygote import Zygote
+from tests.zygote import Zygote
 
 ENVIRONMENT: dict[str, Any] = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "USE_TORCH_XLA": "0"}
 """Launchers look for an accelerator when they start; there is none."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -16,10 +16,8 @@ from portable.checks import check
 from portable.config import load_config
 from portable.errors import UserError
 from tests.gpu.test_zero_checkpoints import leg
+from tests.ranks import RankPool
 from tests.runs import TINY_MODEL, configured, losses, weights
-
-if TYPE_CHECKING:
-    from tests.ranks import RankPool
 
 # DeepSpeed swaps nothing that is smaller than a megabyte. On each of two ranks three matrices a layer are
 # larger: more in all than there are buffers to swap them through.

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 pytest.importorskip("deepspeed")
 
+from collections.abc import Iterator
+from pathlib import Path
+
 from gpu.zero import saving as zero_saving
+from portable.config import RunConfig
 from portable.errors import RunError
 from tests.gpu.test_zero_checkpoints import leg
 from tests.parity import opened
+from tests.ranks import RankPool
 from tests.runs import configured
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from portable.config import RunConfig
-    from tests.ranks import RankPool
 
 
 def stepping(config: RunConfig) -> Iterator[Any]:

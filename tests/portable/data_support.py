@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from portable.config.sections import DataConfig
 from portable.data.sources.opening import open_source
-from portable.data.sources.source import SourceSettings
+from portable.data.sources.source import Source, SourceSettings
 from portable.data.tokens.cache import TokenCache, TokenWriter
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-    from pathlib import Path
-
-    from portable.data.sources.source import Source
 
 
 class Settings(DataConfig):

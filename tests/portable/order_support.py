@@ -12,23 +12,18 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Generator, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from portable.config.sections import DataConfig
-from portable.data.dataset import build_data
+from portable.data.dataset import Data, build_data
 from portable.data.samples.loader import TrainLoader
 from tests.portable.data_support import write_jsonl
-
-if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator
-
-    import numpy.typing as npt
-
-    from portable.data.dataset import Data
 
 BATCH = 84  # divides by 1, 2, 3, 4 and 7
 SOURCES = {"web": 0, "code": 1, "books": 2}

@@ -6,25 +6,21 @@ itself in ``test_published_yaml``; the environments here are those that the inst
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 
-from portable.config import load_config, parse_args
+from portable.config import Invocation, RunConfig, load_config, parse_args
 from portable.config.importing.importer import read_environment
 from portable.errors import UserError
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
 from tests.ranks import free_port
 from tests.runs import configured, flags, tiny
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from portable.config import Invocation, RunConfig
-    from tests.zygote import Zygote
+from tests.zygote import Zygote
 
 # Hugging Face's guide to FSDP has this file, with more that changes nothing.
 GUIDE = """\

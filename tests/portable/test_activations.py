@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from torch import nn
 
 from benchmarks.allocator import allocations
 from portable.adapters.adapter import training_model
-from portable.config import load_config
+from portable.config import RunConfig, load_config
 from portable.model import build as models
 from portable.model.activation_checkpointing import checkpoint_activations
 from portable.model.chunked_loss import chunked_head
@@ -25,9 +25,6 @@ from portable.planner.activations import DTYPES, activations, fake_batch
 from portable.planner.passes import Compute, Request
 from portable.private.of_transformers import no_value_checks
 from tests.promises import record
-
-if TYPE_CHECKING:
-    from portable.config import RunConfig
 
 SIZES = {"vocab_size": 512, "max_position_embeddings": 128}
 WIDE = {**SIZES, "hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4}

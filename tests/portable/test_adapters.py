@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import warnings
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from converters.adapters import patterns
-from portable.adapters.adapter import adapt
+from portable.adapters.adapter import Adapter, adapt
 from portable.adapters.settings import as_json, resolved
 from portable.checks import check
 from portable.errors import UserError
@@ -20,11 +21,6 @@ from portable.model.parameters import materialize, stored_tensors
 from portable.private.of_peft import peft
 from tests.parity import opened
 from tests.runs import TINY_MODEL, configured
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from portable.adapters.adapter import Adapter
 
 UNTIED = {**TINY_MODEL, "tie_word_embeddings": False}
 MOE = {

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from portable.config import RunConfig
 from portable.errors import UserError
 from portable.model.grown import GrownTensor
 from portable.model.tensors import ComputedTensor
 from portable.run.rank import run_rank
+from tests.engines import Engines
 from tests.parity import opened
 from tests.portable.chat_support import template
 from tests.runs import TINY_MODEL, configured
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from portable.config import RunConfig
-    from tests.engines import Engines
 
 ADDED = ["<|im_start|>", "<|im_end|>", "<think>"]
 

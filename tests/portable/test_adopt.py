@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from transformers import (
 )
 from transformers.trainer_utils import align_special_tokens
 
+from portable.config import RunConfig
 from portable.config.sections import ModelConfig
 from portable.data.samples.base import LAST_LABEL
 from portable.data.samples.classes import KnownClasses, number_classes
@@ -34,12 +37,6 @@ from tests.parity import opened
 from tests.portable.test_data_tokenizer import word_tokenizer
 from tests.runs import TINY_MODEL, configured
 from tests.tiny_models import tiny_config
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from portable.config import RunConfig
 
 pytestmark = pytest.mark.usefixtures("brief_runs")
 

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from portable.errors import UserError
 from portable.run.rank import run_rank
+from tests.ranks import RankPool
 from tests.runs import configured
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from tests.ranks import RankPool
-
 
 COMMON: dict[str, Any] = {"train__micro_batch_size": 1, "checkpoint__every_steps": 1}
 

@@ -6,19 +6,16 @@ import html
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
 
 from portable import Result, train
-from portable.loop import train_step
+from portable.loop import StepResult, train_step
 from tests.runs import configured
-
-if TYPE_CHECKING:
-    from portable.loop import StepResult
-    from tests.zygote import Zygote
+from tests.zygote import Zygote
 
 NOTEBOOK = Path(__file__).resolve().parents[2] / "docs" / "notebook.ipynb"
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,16 +12,11 @@ from safetensors.torch import load_file
 from converters import open_checkpoint
 from portable.evaluation.metrics import evaluate
 from portable.run.batches import eval_batches
-from tests.engines import ENGINES
+from tests.engines import ENGINES, Engines
 from tests.gpu.test_parity import plain_losses
 from tests.parity import opened
 from tests.portable.test_user_optimizer import leg
 from tests.runs import configured
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.engines import Engines
 
 # Not Adam, which blows up the rounding of gradients near zero.
 BATCH: dict[str, Any] = {

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 import transformers
 import yaml
+from torch import Tensor
 from torch.utils.data import Dataset
 
 from portable.checkpoint.store import checkpoints_of
 from portable.checkpoint.trainer_state import TrainerState
+from portable.config import RunConfig
 from portable.data.samples.loader import EVAL_EPOCH
 from portable.data.samples.order import locate
 from portable.model.build import AUTO_CLASSES
@@ -27,11 +29,6 @@ from tests.parity import opened
 from tests.runs import TINY_MODEL, configured, write_labelled
 from tests.tiny_models import tiny_config
 from tests.tpu.test_parity import MODELS
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from portable.config import RunConfig
 
 pytestmark = pytest.mark.usefixtures("brief_runs")
 PAGE = Path(__file__).parents[2] / "docs" / "migrate.md"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,13 +19,8 @@ from portable.reporting.html_report import RunRecord
 from portable.reporting.metrics import read_metrics
 from portable.run import evaluation
 from portable.run.rank import run_rank
+from tests.ranks import RankPool
 from tests.runs import checked, configured, tiny
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from pathlib import Path
-
-    from tests.ranks import RankPool
 
 pytestmark = pytest.mark.usefixtures("brief_runs")
 

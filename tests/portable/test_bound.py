@@ -7,16 +7,12 @@ import signal
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from tests.portable.test_launch import alive, wait_for
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.zygote import Zygote
+from tests.zygote import Zygote
 
 SPAWNS = """
 import multiprocessing, os, sys, time

@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import linecache
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -15,18 +16,13 @@ import torch
 from portable import Callback, UserError, plugins, train
 from portable.api import with_objects
 from portable.commands.dry_run import dry_run
+from portable.config import RunConfig
 from portable.reporting.metrics import read_metrics
-from portable.run.callbacks import callback_order
+from portable.run.callbacks import Run, callback_order
 from portable.run.rank import run_rank
 from portable.run.resolve import resolve
+from tests.ranks import RankPool
 from tests.runs import configured
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from portable.config import RunConfig
-    from portable.run.callbacks import Run
-    from tests.ranks import RankPool
 
 HERE = __name__
 

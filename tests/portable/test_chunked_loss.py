@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from portable.config import load_config
 from portable.errors import UserError
 from portable.model.build import build_model, model_config
-from portable.model.chunked_loss import chunked_head
+from portable.model.chunked_loss import ChunkedHead, chunked_head
 from portable.model.initialize import InitialWeights
 from portable.model.loss import token_loss
 from portable.model.parameters import materialize
 from tests.gpu.test_fsdp import FOUR
 from tests.gpu.test_parity import Losses, assert_close, our_losses
 from tests.promises import record
+from tests.ranks import RankPool
 from tests.runs import TINY_MODEL, configured
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from torch import Tensor, nn
-
-    from portable.model.chunked_loss import ChunkedHead
-    from tests.ranks import RankPool
 
 SMALL: dict[str, Any] = {"vocab_size": 301, "hidden_size": 32, "num_attention_heads": 2}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {

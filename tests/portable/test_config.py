@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -16,9 +17,6 @@ from portable.config.yaml_text import parse
 from portable.errors import UserError
 from portable.optim.schedule import build_schedule
 from tests.runs import checked
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 TABLE = keys.settings(RunConfig)
 

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from pathlib import Path
 
+import pytest
 import yaml
 
 from portable.config import RunConfig, keys, load_config
 from portable.config.reference import ROOT, main
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import pytest
 
 
 def test_generated_files_are_up_to_date() -> None:

@@ -6,8 +6,10 @@ import json
 import pickle
 import re
 import shutil
+from collections.abc import Collection
 from multiprocessing.connection import wait
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -32,11 +34,6 @@ from tests.portable.chat_support import GREETING, SYSTEM, TALK, template, tokeni
 from tests.portable.data_support import Settings, replace, write_jsonl
 from tests.portable.parallel_work import work
 from tests.runs import TINY_MODEL, configured, flags, tiny
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-    from pathlib import Path
-
 
 QUESTION, ANSWER = GREETING
 SHAREGPT = {

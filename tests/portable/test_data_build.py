@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import NllbTokenizer
@@ -13,9 +14,6 @@ from portable.data.samples.classes import KnownClasses
 from portable.data.sources.hub_dataset import HubDataset
 from portable.errors import UserError
 from tests.portable.data_support import Settings, corpus, replace, texts, write_jsonl
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.fixture

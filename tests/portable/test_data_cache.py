@@ -7,9 +7,10 @@ import pickle
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,9 +25,6 @@ from portable.data.tokens.tokenizer import Vocabulary, train_tokenizer
 from portable.errors import RunError, UserError
 from portable.temporary_folder import made_once
 from tests.portable.data_support import corpus, settings_of, source, texts, write_jsonl
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 
 class Given(Source):

@@ -5,24 +5,21 @@ from __future__ import annotations
 import gzip
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 from portable.data.sources import opening
 from portable.data.sources.opening import StreamedFiles
+from portable.data.sources.source import Source
 from portable.errors import UserError
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
+from tests.object_store import ObjectStore
 from tests.portable.data_support import source, write_jsonl
 from tests.runs import configured, write_conversations, write_corpus
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from portable.data.sources.source import Source
-    from tests.object_store import ObjectStore
 
 TEXTS = [f"text {number} of\u00df " + "word " * (number % 37) for number in range(400)]
 

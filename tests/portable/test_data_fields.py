@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +16,6 @@ from portable.data.dataset import build_data, inspect_data
 from portable.errors import UserError
 from tests.portable.data_support import Settings, replace, write_jsonl
 from tests.runs import TINY_MODEL
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 WORDS = [f"w{number}" for number in range(40)]
 KINDS: dict[str, dict[str, Any]] = {

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +15,6 @@ import torch
 from portable.data.samples.base import IGNORED, Arrays, PackedCausal, PaddedCausal, Part, Samples
 from portable.data.samples.loader import BatchIterator, EvalLoader, TrainLoader
 from tests.portable.data_support import token_cache
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-    from pathlib import Path
 
 LENGTH, COUNT = 4, 37
 

@@ -5,18 +5,20 @@ from __future__ import annotations
 import pickle
 import time
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from portable.config import load_config
+from portable.config.sections import DataConfig
 from portable.data.dataset import build_data, inspect_data
 from portable.data.samples import packing
 from portable.data.samples.base import IGNORED, PaddedCausal, Part, split_documents
 from portable.data.samples.order import locate
 from portable.data.samples.packing import PackedDocuments, PackedSizes, best_fit, packed_sizes, planned
+from portable.data.tokens.cache import TokenCache
 from portable.errors import UserError
 from portable.registry import create_backend
 from portable.run.prepare import prepare
@@ -24,12 +26,6 @@ from portable.run.replay import _sample
 from portable.run.resolve import resolve
 from tests.portable.data_support import Settings, corpus, replace, token_cache, write_jsonl
 from tests.runs import configured, write_corpus
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from portable.config.sections import DataConfig
-    from portable.data.tokens.cache import TokenCache
 
 PAD = 0
 LENGTH = 12

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,14 +19,10 @@ from portable.data.samples.base import (
     split_documents,
 )
 from portable.data.samples.tasks import MaskedLM
+from portable.data.tokens.cache import TokenCache
 from portable.data.tokens.tokenizer import Vocabulary
 from portable.errors import UserError
 from tests.portable.data_support import token_cache
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from portable.data.tokens.cache import TokenCache
 
 PAD, END, MASK = 0, 1, 2
 VOCABULARY = Vocabulary(

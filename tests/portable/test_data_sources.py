@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,9 +16,6 @@ from portable.data.sources.hub_dataset import HubDataset
 from portable.data.sources.opening import StandardLibrary, open_source
 from portable.errors import UserError
 from tests.portable.data_support import settings_of, source, write_jsonl
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 ROWS = [
     {"text": "one", "n": 1},

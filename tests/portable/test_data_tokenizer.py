@@ -6,7 +6,9 @@ import json
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
@@ -24,10 +26,6 @@ from portable.data.tokens.tokenizer import (
 )
 from portable.errors import UserError
 from tests.portable.data_support import Settings, corpus, source, write_jsonl
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
 
 HARD = "Def  f(x):\r\n\n\t return 'ß 漢字 🙂' \u200b\x00 # ſ  . , 's  <|end"
 

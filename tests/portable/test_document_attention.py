@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional
+from transformers import PreTrainedModel
 
+from portable.backend import Batch
 from portable.errors import UserError
 from portable.evaluation.metrics import evaluate
 from portable.model.activation_checkpointing import checkpoint_activations
@@ -22,11 +24,6 @@ from tests.architectures import pairs
 from tests.parity import opened
 from tests.runs import configured
 from tests.tiny_models import tiny_config
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from portable.backend import Batch
 
 LENGTH, WINDOW = 24, 4
 ROWS = ([9, 5, 7], [13, 8], [24], [1, 2, 14])

@@ -7,10 +7,11 @@ import os
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial, partialmethod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -25,12 +26,8 @@ from portable.errors import RunError, UserError
 from portable.paths import path_inside
 from portable.reporting.metrics import METRICS_FILE
 from portable.run.rank import run_rank
+from tests.engines import Engines
 from tests.runs import configured
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.engines import Engines
 
 pytestmark = pytest.mark.usefixtures("brief_runs")
 Synced = dict[str, list[int]]

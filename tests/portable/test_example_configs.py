@@ -7,23 +7,19 @@ an accelerator runs on CPU ranks or virtual XLA devices.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from portable.config import load_config
+from portable.config import RunConfig, load_config
 from portable.config.reference import ROOT
 from portable.data.dataset import build_data
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
+from tests.engines import Engines
 from tests.runs import configured
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from portable.config import RunConfig
-    from tests.engines import Engines
 
 CONFIGS = [
     pytest.param(path, id=path.stem, marks=pytest.mark.ops("async_io") if "nvme" in path.stem else ())

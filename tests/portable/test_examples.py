@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -13,13 +13,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from portable import load_config
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
+from tests.engines import Engines
 from tests.parity import opened
 from tests.portable.data_support import write_jsonl
 from tests.portable.test_preferences import pairs
 from tests.runs import TINY_MODEL, configured, tiny
-
-if TYPE_CHECKING:
-    from tests.engines import Engines
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

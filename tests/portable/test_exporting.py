@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -18,12 +18,8 @@ from converters.writers.replace_folder import exchange
 from portable.errors import UserError
 from portable.output.export import MARKER, export, recover_export
 from portable.run.rank import run_rank
+from tests.object_store import ObjectStore
 from tests.runs import configured
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.object_store import ObjectStore
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -28,18 +29,14 @@ from portable.run.resolve import resolve
 from portable.run.restore import restore
 from tests.converters.compare import assert_same
 from tests.converters.making import once
+from tests.engines import Engines
 from tests.parity import opened
 from tests.portable.make_external import BETAS, DECAY, RATE, STEPS, llama, trainer_arguments
 from tests.portable.test_beside_trainer import Given, Ordered
 from tests.portable.test_command_line import refusal
 from tests.promises import record
 from tests.runs import configured, flags, tiny
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.engines import Engines
-    from tests.zygote import Zygote
+from tests.zygote import Zygote
 
 pytestmark = pytest.mark.usefixtures("brief_runs")
 GOES_ON = 3  # steps

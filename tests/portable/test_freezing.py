@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from converters import open_checkpoint
+from portable.config import RunConfig
 from portable.errors import UserError
 from portable.model.build import model_config, training_model
 from portable.model.freezing import freeze, frozen_names, tie_notes
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
 from tests.runs import configured, write_pretrained
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from transformers import PreTrainedModel
-
-    from portable.config import RunConfig
 
 
 @pytest.fixture

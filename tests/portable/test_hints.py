@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import yaml
@@ -16,9 +17,6 @@ from portable.config.arguments import TRAIN_OPTIONS
 from portable.config.importing.accelerate import WERE_SETTINGS
 from portable.config.importing.trainers import FAMILIES, TRAINERS, WORDS
 from portable.errors import UserError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 TABLE, SECTIONS = keys.settings(RunConfig), keys.sections(RunConfig)
 NAMED = {name: row for name, row in TRAINERS.items() if "." not in name}

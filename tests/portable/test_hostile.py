@@ -9,8 +9,9 @@ import re
 import struct
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyarrow
@@ -30,10 +31,6 @@ from portable.reporting.html_report import main as report
 from tests.portable.chat_support import NO_FRAME, TALK, record, tokenizer
 from tests.portable.data_support import source
 from tests.runs import SENTENCE, flags, tiny
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 SECRET = "the password"
 

@@ -6,8 +6,9 @@ import json
 import sys
 from functools import cache
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -22,9 +23,6 @@ from portable.planner.device_lookup import named
 from portable.planner.hours import hours_at
 from tests.promises import record
 from tests.runs import SENTENCE, flags, tiny
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.usefixtures("passes_known")
 GITHUB = "https://github.com"

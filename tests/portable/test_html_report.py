@@ -9,8 +9,9 @@ import re
 import shutil
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -19,10 +20,6 @@ from portable.reporting.html_report import POINTS, RunRecord, main, thinned, wri
 from portable.reporting.metrics import History, MetricsFile, read_events
 from portable.run.rank import run_rank
 from tests.runs import configured
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "chromium-headless-shell")
 CHROMIUM = next(filter(None, map(shutil.which, _NAMES)), None)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import threading
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ import yaml
 from huggingface_hub.utils import get_session
 from safetensors.numpy import load, save_file
 
+from portable import Run
 from portable.checkpoint.store import Checkpoints
 from portable.checkpoint.trainer_state import STATE_FILE
 from portable.config import load_config
@@ -23,14 +26,8 @@ from portable.reporting.card import CARD
 from portable.run.rank import run_rank
 from portable.run.uploads import Uploads
 from tests.hub_server import DROP, LOST, TOKEN, FakeHub, Repository, serving
+from tests.ranks import RankPool
 from tests.runs import TINY_MODEL, checked, configured, tiny
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from portable import Run
-    from tests.ranks import RankPool
 
 pytestmark = pytest.mark.usefixtures("brief_runs")
 MODEL = {**TINY_MODEL, "num_hidden_layers": 1}

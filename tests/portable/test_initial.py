@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from portable.config import load_config
 from portable.model import build as models
@@ -14,9 +15,6 @@ from portable.model.initialize import InitialWeights
 from portable.model.parameters import state_tensors
 from tests.architectures import TASKS, pairs
 from tests.tiny_models import tiny_config
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 # What sets its weights in a way of its own: in a constructor, in the model above, by depth, before a tie.
 ARCHITECTURES = [

@@ -11,8 +11,9 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -24,11 +25,7 @@ from portable.ranks.launch import STOP_REQUESTED, failing, launch
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
 from tests.runs import configured, flags, tiny
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.zygote import Zygote
+from tests.zygote import Zygote
 
 BIN = Path(sys.executable).parent
 AT_MOST = 300  # seconds, for whatever would otherwise be waited for without end

@@ -6,7 +6,8 @@ What a run tells a person before its first step, a dry run tells as well.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
@@ -15,9 +16,6 @@ from converters.cli import main as convert
 from portable.cli import main
 from portable.planner.cli import main as plan
 from tests.runs import flags, tiny, write_pretrained
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 CHATML = ["<|im_start|>", "<|im_end|>"]
 TARGETS = {"adapter__type": "lora", "adapter__r": 2}

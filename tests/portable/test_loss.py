@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 import transformers
+from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from portable.config import RunConfig
 from portable.data.dataset import build_data
 from portable.errors import UserError
 from portable.evaluation.metrics import NOTHING
@@ -18,21 +21,13 @@ from portable.model.chunked_loss import chunked_head
 from portable.model.loss import Objective, token_loss
 from portable.model.training_loss import IGNORED
 from portable.run.batches import train_loader
+from tests.engines import Engines
 from tests.gpu.test_parity import assert_close, our_losses
 from tests.parity import opened
 from tests.portable.data_support import write_jsonl
 from tests.portable.test_preferences import pairs
 from tests.runs import TINY_MODEL, configured
 from tests.tpu.test_parity import MODELS as TINY
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from torch import Tensor, nn
-    from transformers import PreTrainedModel
-
-    from portable.config import RunConfig
-    from tests.engines import Engines
 
 SMALL: dict[str, Any] = {
     "vocab_size": 64,

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]
 import pytest
@@ -19,12 +19,9 @@ import yaml
 
 from portable.cli import main
 from portable.config import dump_yaml, parse_args
+from tests.object_store import ObjectStore
 from tests.runs import configured
-from tests.zygote import stands_for
-
-if TYPE_CHECKING:
-    from tests.object_store import ObjectStore
-    from tests.zygote import Zygote
+from tests.zygote import Zygote, stands_for
 
 SCHEMAS = Path(__file__).with_name("schemas")
 SUFFIX = {"slurm": "sbatch", "hf-jobs": "sh", "cloud-tpu": "sh"}

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional
 
+from portable.config import RunConfig
 from portable.data.samples.classes import MULTI, REGRESSION, SINGLE
 from portable.errors import UserError
 from portable.evaluation.builtin import KNOWN, Setting, build_metrics
@@ -19,17 +23,9 @@ from portable.model.loss import added
 from portable.model.training_loss import IGNORED, Outputs
 from portable.reporting.metrics import Throughput
 from portable.run.batches import eval_batches
+from tests.engines import Engines
 from tests.parity import opened
 from tests.runs import configured, write_labelled
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
-    from torch import Tensor
-
-    from portable.config import RunConfig
-    from tests.engines import Engines
 
 NAMES = ("a", "b", "c", "never")
 

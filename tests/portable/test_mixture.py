@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from portable.config.sections import DataConfig
 from portable.data.dataset import build_data
-from portable.data.samples.base import PackedCausal, Part
+from portable.data.samples.base import PackedCausal, Part, Samples
 from portable.data.samples.mixture import Interleave, Mixture, Schedule, Share
 from portable.data.samples.order import seed_of
 from portable.errors import UserError
@@ -18,12 +20,6 @@ from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
 from tests.portable.data_support import token_cache, write_jsonl
 from tests.runs import configured, write_conversations, write_corpus
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
-    from portable.data.samples.base import Samples
 
 WEIGHTS: list[Sequence[float]] = [
     (3, 1),

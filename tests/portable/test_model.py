@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,10 +18,6 @@ from portable.model.layers import transformer_layers
 from portable.model.parameters import materialize
 from portable.model.pretrained import pretrained_weights
 from tests.tiny_models import tiny_config
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4},

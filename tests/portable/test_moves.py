@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -26,9 +26,6 @@ from tests.engines import ENGINES, Engines
 from tests.promises import record
 from tests.runs import configured
 from tests.views import assert_same_view, view
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 PAGE = Path(__file__).parents[2] / "docs" / "moving.md"
 MOVES_AT, ENDS_AT = 3, 6  # steps

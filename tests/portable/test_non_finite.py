@@ -10,7 +10,7 @@ import contextlib
 import io
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,12 +32,11 @@ from tests.views import View, assert_same_bits, view
 
 pytest.importorskip("deepspeed")
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+from collections.abc import Iterator
+from pathlib import Path
 
-    from portable.config import RunConfig
-    from tests.engines import Engines
+from portable.config import RunConfig
+from tests.engines import Engines
 
 GLOBAL_BATCH, BAD_STEP, BAD_ROW = 8, 3, 6  # the row is the last rank's
 BAD_SAMPLE = (BAD_STEP - 1) * GLOBAL_BATCH + BAD_ROW

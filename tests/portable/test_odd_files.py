@@ -5,18 +5,15 @@ from __future__ import annotations
 import codecs
 import datetime
 import json
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from portable.data.sources.source import Source
 from portable.errors import UserError
 from tests.portable.data_support import source, write_jsonl
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from portable.data.sources.source import Source
 
 TEXTS = [f"record {number}, of words" for number in range(20)]
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from portable.ranks.oom_kills import killed_since, oom_kills
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 def put(path: Path, text: str) -> None:

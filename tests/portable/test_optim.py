@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,14 +16,9 @@ from portable.errors import UserError
 from portable.model.build import AUTO_CLASSES
 from portable.model.groups import decaying, groups_of
 from portable.optim.optimizers import parameter_groups
-from tests.gpu.test_parity import assert_close, our_losses
+from tests.engines import Engines
+from tests.gpu.test_parity import Losses, assert_close, our_losses
 from tests.runs import configured
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.engines import Engines
-    from tests.gpu.test_parity import Losses
 
 SMALL: dict[str, Any] = {
     "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,

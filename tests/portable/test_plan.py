@@ -1,19 +1,14 @@
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from portable.batch_plan import plan_batches, total_steps
-from portable.config import load_config
+from portable.config import RunConfig, load_config
 from portable.errors import UserError
 from portable.model import build as models
 from portable.model.flops import flops_per_token
-
-if TYPE_CHECKING:
-    from portable.config import RunConfig
 
 
 def batches(**train: object) -> RunConfig:

@@ -5,22 +5,18 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from portable.config import load_config
+from portable.config import RunConfig, load_config
 from portable.model import build as models
 from portable.planner import device_lookup as devices
 from portable.planner.cli import main
 from portable.planner.memory_model import SOME_DISK, Cluster, Setting
 from portable.planner.meta_model import MetaModel
 from portable.planner.plan import Planner, Target
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from portable.config import RunConfig
 
 pytestmark = pytest.mark.usefixtures("passes_known")
 SMALL = {

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import os
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from portable import UserError
+from portable.config import RunConfig
 from portable.data.sources.conversations import read_preference, recognise
 from portable.losses import DPO, IPO, ORPO, SimPO
 from portable.model.training_loss import IGNORED, Outputs
@@ -21,19 +23,13 @@ from portable.reporting.metrics import read_metrics
 from portable.run.batches import train_loader
 from portable.run.rank import run_rank
 from portable.run.resolve import resolve
-from tests.engines import ENGINES
+from tests.engines import ENGINES, Engines
 from tests.parity import launched, opened
 from tests.portable.chat_support import tokenizer
 from tests.portable.data_support import write_jsonl
 from tests.promises import record
+from tests.ranks import RankPool
 from tests.runs import SENTENCE, TINY_MODEL, configured
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from portable.config import RunConfig
-    from tests.engines import Engines
-    from tests.ranks import RankPool
 
 WORDS = SENTENCE.split()
 

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import json
 import shutil
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from portable.commands.data import main
+from portable.config.sections import DataConfig
 from portable.data import pretokenize
 from portable.data.dataset import build_data
 from portable.data.sources.prepared import INDEX
 from portable.data.stream import Stream
 from portable.data.tokens import tokenize
 from portable.errors import UserError
+from tests.object_store import ObjectStore
 from tests.portable.data_support import write_jsonl
 from tests.portable.test_stream import files, settings
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from portable.config.sections import DataConfig
-    from tests.object_store import ObjectStore
 
 __all__ = ["files"]
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +15,6 @@ from portable.errors import UserError
 from portable.model import build as models
 from portable.model.parameters import state_tensors
 from portable.model.pretrained import PretrainedWeights, pretrained_weights
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 SMALL = {
     "vocab_size": 96,

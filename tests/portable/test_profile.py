@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
+
+import pytest
 
 from portable.reporting.profiling import RECORDED
 from portable.run.rank import run_rank
+from tests.ranks import RankPool
 from tests.runs import configured
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import pytest
-
-    from tests.ranks import RankPool
 
 
 def profiled(folder: Path, corpus: Path) -> int:

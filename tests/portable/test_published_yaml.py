@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
@@ -15,16 +17,9 @@ from accelerate.utils.launch import (
     prepare_simple_launcher_cmd_env,
 )
 
-from portable.config import parse_args
+from portable.config import Invocation, RunConfig, parse_args
 from portable.errors import UserError
-from tests.published import shapes
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from portable.config import Invocation, RunConfig
-    from tests.published import Shape
+from tests.published import Shape, shapes
 
 SHAPES = shapes("accelerate.json")
 PRECISIONS = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
+from portable.data.sources.source import Source
 from portable.errors import UserError
+from tests.object_store import ObjectStore
 from tests.portable.data_support import source, write_jsonl
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from portable.data.sources.source import Source
-    from tests.object_store import ObjectStore
 
 TEXTS = ["one line of text", "another,\nwith two lines", "å third"]
 

@@ -11,8 +11,9 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -27,15 +28,10 @@ from portable.output.lease import LEASE_FILE, Lease
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
 from portable.terminal import tell
-from tests.object_store import ACCESS_KEY, LEAST_PART, SECRET_KEY
+from tests.object_store import ACCESS_KEY, LEAST_PART, SECRET_KEY, ObjectStore
+from tests.ranks import RankPool
 from tests.runs import configured, flags, tiny
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from tests.object_store import ObjectStore
-    from tests.ranks import RankPool
-    from tests.xla import XlaPool
+from tests.xla import XlaPool
 
 EIGHT = "checkpoints/step-000008"
 

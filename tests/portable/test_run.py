@@ -8,7 +8,9 @@ import multiprocessing
 import os
 import shutil
 import signal
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,13 +26,8 @@ from portable.output.output_dir import locked, open_output
 from portable.reporting.html_report import write_report
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
+from tests.ranks import RankPool
 from tests.runs import configured, losses, weights
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from tests.ranks import RankPool
 
 pytestmark = pytest.mark.usefixtures("brief_runs")
 

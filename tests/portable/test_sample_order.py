@@ -13,18 +13,14 @@ import signal
 import subprocess
 import sys
 from itertools import islice
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from portable.data.dataset import build_data
 from tests.portable.order_support import BATCH, SOURCES, settings, steps, write_sources
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    import numpy.typing as npt
 
 
 def order(folder: Path, count: int, world_size: int = 1, workers: int = 0) -> npt.NDArray[np.int64]:

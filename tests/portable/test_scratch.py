@@ -7,15 +7,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from portable import temporary_folder
 from portable.temporary_folder import lasting_folder, scratch_folder, temporary_files_in
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 KILLED = """
 import os, signal

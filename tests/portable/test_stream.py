@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,10 +17,6 @@ from portable.data.sources.file_parts import FilePart
 from portable.data.stream import Stream
 from portable.errors import RunError, UserError
 from tests.portable.data_support import source, write_jsonl
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
 
 FILES, RECORDS, LENGTH = 9, 30, 16
 

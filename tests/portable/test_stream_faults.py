@@ -8,7 +8,9 @@ import signal
 import subprocess
 import threading
 import time
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -18,14 +20,9 @@ from portable.data.stream import Stream
 from portable.errors import RunError, UserError
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
+from tests.object_store import ObjectStore
 from tests.portable.test_stream import files, ids, settings
 from tests.runs import configured, write_corpus
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from tests.object_store import ObjectStore
 
 __all__ = ["files"]
 COUNT = 1600

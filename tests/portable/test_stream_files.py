@@ -8,7 +8,8 @@ import os
 import random
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,14 +21,10 @@ from portable.data.sources.opening import StreamedFiles
 from portable.data.stream import Stream
 from portable.errors import UserError
 from tests import hub_datasets
+from tests.object_store import ObjectStore
 from tests.portable.data_support import source
 from tests.portable.order_support import write_tokenizer
 from tests.portable.test_data_contract import KINDS, TEXTS, lines
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.object_store import ObjectStore
 
 
 def parquet(path: Path, columns: dict[str, Any], **options: Any) -> Path:

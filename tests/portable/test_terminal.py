@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from portable import UserError, train
+from portable.run.callbacks import Run
 from portable.terminal import be_quiet
 from tests.runs import configured
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from portable.run.callbacks import Run
 
 OF_A_LIBRARY = logging.getLogger("some_library")
 

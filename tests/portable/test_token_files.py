@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 import struct
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,9 +18,6 @@ from portable.data.sources import token_files
 from portable.data.tokens.tokenizer import Vocabulary, train_tokenizer
 from portable.errors import UserError
 from tests.portable.data_support import corpus, source
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
@@ -13,9 +14,6 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 from portable import train
 from portable.config import RunConfig, keys
 from tests.runs import configured
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 class Library(ModuleType):

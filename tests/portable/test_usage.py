@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
@@ -14,9 +15,6 @@ from portable.cli import main
 from portable.config import load_config
 from portable.reporting.card import ASKED, AUTO, CARD, model_card, usage
 from tests.runs import flags, tiny, write_labelled, write_pretrained
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 CONVERT, PYTHON = "portable-convert", ["python", "-c"]
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pickle
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,21 +15,15 @@ from transformers import LlamaForCausalLM
 
 from portable import UserError, train
 from portable.api import with_objects
+from portable.backend import Batch
+from portable.config import RunConfig
 from portable.model.build import build_model, model_config
 from portable.model.initialize import InitialWeights
-from tests.engines import ENGINES
+from portable.model.training_loss import Outputs
+from tests.engines import ENGINES, Engines
 from tests.parity import opened, take_steps
 from tests.portable.data_support import source
 from tests.runs import SENTENCE, configured
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
-    from portable.backend import Batch
-    from portable.config import RunConfig
-    from portable.model.training_loss import Outputs
-    from tests.engines import Engines
 
 HERE = __name__
 

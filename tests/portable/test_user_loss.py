@@ -4,31 +4,27 @@ from __future__ import annotations
 
 import copy
 import json
-from typing import TYPE_CHECKING, Any, cast
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from portable import UserError
+from portable.backend import Batch
+from portable.config import RunConfig
 from portable.evaluation.metrics import evaluate
 from portable.model.loss import add_noise
 from portable.model.training_loss import IGNORED, Outputs
 from portable.run.batches import eval_batches
+from tests.engines import Engines
 from tests.gpu.test_parity import STEPS, plain_losses
 from tests.parity import opened
 from tests.portable.data_support import write_jsonl
 from tests.promises import record
 from tests.runs import TINY_MODEL, configured
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from torch import Tensor
-
-    from portable.backend import Batch
-    from portable.config import RunConfig
-    from tests.engines import Engines
 
 HERE = __name__
 PADDED: dict[str, Any] = {

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,16 +23,11 @@ from portable.planner.memory_model import Cluster
 from portable.planner.meta_model import inspect
 from portable.run.rank import run_rank
 from portable.run.resolve import resolve
-from tests.engines import ENGINES, accumulated
+from tests.engines import ENGINES, Engines, accumulated
 from tests.gpu.test_parity import Losses, assert_close, our_losses, plain_losses
 from tests.parity import opened
+from tests.ranks import RankPool
 from tests.runs import configured, losses
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.engines import Engines
-    from tests.ranks import RankPool
 
 HERE = __name__
 BATCH: dict[str, Any] = {"train__global_batch_size": 12, "train__micro_batch_size": 1}

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from portable.backend import Batch
+from portable.config import RunConfig
 from portable.errors import UserError
 from portable.model import build as models
+from portable.model.training_loss import Outputs
 from portable.reporting.metrics import read_metrics
+from portable.run.callbacks import Run
 from portable.run.rank import run_rank
+from tests.ranks import RankPool
 from tests.runs import configured
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from portable.backend import Batch
-    from portable.config import RunConfig
-    from portable.model.training_loss import Outputs
-    from portable.run.callbacks import Run
-    from tests.ranks import RankPool
 
 HERE = __name__
 _models: list[nn.Module] = []

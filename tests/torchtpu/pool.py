@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tests.ranks import RankPool
 from tests.torchtpu.stand_in import environment
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 NEEDS_TORCH_TPU = "needs torch_tpu and its stand-in: pip install -c constraints.txt -e '.[test]', on Linux"
 

@@ -20,16 +20,14 @@ import re
 import sys
 import time
 import traceback
+from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import Any
 
 from tpu.compile.messages import messages, place_on
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from importlib.machinery import ModuleSpec
-    from types import ModuleType
 
 PATIENCE = 120.0  # seconds that a chip waits for the others, where a TPU would hang
 POINTER, SIZE, INT, INT64 = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int64

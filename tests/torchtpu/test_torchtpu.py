@@ -13,7 +13,8 @@ import re
 import subprocess
 import sys
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -25,15 +26,10 @@ from portable.planner.cli import main as plan
 from portable.registry import backend_package, resolve_backend
 from portable.reporting.metrics import read_metrics
 from tests.parity import take_steps
+from tests.ranks import RankPool
 from tests.runs import TINY_MODEL, configured
-from tests.torchtpu.pool import NEEDS_TORCH_TPU, is_here
+from tests.torchtpu.pool import NEEDS_TORCH_TPU, TpuPool, is_here
 from tests.torchtpu.stand_in import environment
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.ranks import RankPool
-    from tests.torchtpu.pool import TpuPool
 
 needs_torch_tpu = pytest.mark.skipif(not is_here(), reason=NEEDS_TORCH_TPU)
 STEPS = 8

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from collections.abc import Sequence
 
 F32, S32, BF16, PRED, TUPLE = 11, 4, 16, 1, 13
 NAMES = {

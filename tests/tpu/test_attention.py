@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -14,11 +15,7 @@ from portable.errors import UserError
 from tests.parity import Steps, take_steps
 from tests.runs import configured
 from tests.tpu.test_parity import BATCH, MODELS, ONE_LAYER, assert_close, cpu_steps
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.xla import XlaPool
+from tests.xla import XlaPool
 
 TOKENS = 21  # not a multiple of the rows
 

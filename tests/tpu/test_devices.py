@@ -5,18 +5,15 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from tpu import device_specs as devices
 from tpu.libtpu_flags import OURS, VARIABLE
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 OWN = [f"--{flag}" for flag in OURS]
 

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.runs import TINY_MODEL, configured
 from tests.tpu.test_trace import DEVICES, traced
+from tests.xla import XlaPool
 from tpu.compile.hlo import Module
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from tests.xla import XlaPool
 
 
 def keyed(seed: int) -> tuple[torch.Tensor, torch.Tensor]:

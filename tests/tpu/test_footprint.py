@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.xla_memory import measure, told_in
 from portable.adapters.adapter import training_model
 from portable.adapters.settings import resolved
+from portable.config import RunConfig
 from portable.model import build as models
 from portable.planner.memory_model import Cluster, Setting
 from portable.planner.meta_model import MetaModel, inspect
@@ -18,14 +20,8 @@ from portable.run.prepare import prepare
 from portable.run.resolve import resolve
 from portable.run.restore import restore
 from tests.runs import TINY_MODEL, configured
-from tests.xla import QUICK
+from tests.xla import QUICK, XlaPool
 from tpu.xla.footprint import footprint
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from portable.config import RunConfig
-    from tests.xla import XlaPool
 
 
 def kept(config: RunConfig) -> tuple[int, int]:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.parity import Steps, take_steps
 from tests.promises import record
 from tests.runs import TINY_MODEL, configured, write_labelled
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from tests.xla import XlaPool
+from tests.xla import XlaPool
 
 STEPS = 6
 BATCH: dict[str, Any] = {"train__global_batch_size": 8, "train__micro_batch_size": 2}

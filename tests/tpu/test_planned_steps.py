@@ -4,14 +4,12 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.tpu_compile import RECORD, SMALL, Case, case_of, plan
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 RECORDED = list(json.loads(RECORD.read_text("utf-8")).values())
 VECTOR_MEMORY = 128 << 20

@@ -15,13 +15,14 @@ from contextlib import redirect_stderr
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from converters import open_checkpoint
+from portable.config import RunConfig
 from portable.errors import UserError
 from portable.loop import train_step
 from portable.registry import create_backend
@@ -33,11 +34,7 @@ from portable.run.resolve import resolve
 from portable.run.restore import restore
 from tests.ranks import RankError, free_port
 from tests.runs import TINY_MODEL, configured, flags, tiny
-from tests.xla import QUICK
-
-if TYPE_CHECKING:
-    from portable.config import RunConfig
-    from tests.xla import XlaPool
+from tests.xla import QUICK, XlaPool
 
 ROOT = Path(__file__).parents[2]
 BATCH: dict[str, Any] = {

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from converters import open_checkpoint
+from portable.config import RunConfig
 from portable.errors import UserError
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
@@ -15,12 +17,7 @@ from tests.parity import Steps, opened, take_steps
 from tests.ranks import RankError
 from tests.runs import TINY_MODEL, configured
 from tests.tpu.test_parity import BATCH, MODELS, WIDTHS, assert_close, assert_frugal
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from portable.config import RunConfig
-    from tests.xla import XlaPool
+from tests.xla import XlaPool
 
 STEPS = 4
 LLAMA: dict[str, Any] = {"model__config": {**TINY_MODEL, "num_hidden_layers": 3}}

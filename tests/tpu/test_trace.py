@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 from google.protobuf.unknown_fields import UnknownFieldSet
 
+from portable.config import RunConfig
 from portable.errors import UserError
 from portable.run.rank import run_rank
 from tests.portable.data_support import write_jsonl
 from tests.portable.test_preferences import PAIRS, pairs
 from tests.runs import TINY_MODEL, configured
 from tests.tpu.test_parity import MODELS
-from tests.xla import QUICK
+from tests.xla import QUICK, XlaPool
 from tpu.compile.hlo import Module
 from tpu.compile.messages import messages
 from tpu.compile.trace import ANSWER, trace_graphs
 from tpu.xla.sharding import ShardingRules
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from portable.config import RunConfig
-    from tests.xla import XlaPool
 
 DEVICES = 4
 ONE_LAYER = {**TINY_MODEL, "num_hidden_layers": 1}
