@@ -6,7 +6,7 @@ import os
 import signal
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -19,19 +19,21 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-from collections.abc import Iterator
-
 import tests.no_collections  # noqa: F401  (first; until the tests are collected)
 from tests import forkserver, ops, order
 from tests.durations import Durations, starting
 from tests.engines import Engines
 from tests.object_store import ObjectStore
-from tests.parity import Beside
 from tests.ranks import PRELOADED, RankPool
 from tests.runs import write_conversations, write_corpus
 from tests.torchtpu.pool import TpuPool
 from tests.xla import NEEDS_XLA, XlaPool, needs_xla
 from tests.zygote import Zygote
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.parity import Beside
 
 ops.prepare_environment()
 
