@@ -101,6 +101,8 @@ def _check_complete(names: list[str], path: Place) -> None:
     lost = next((pair for pair in wanted if pair not in held), None)
     if lost is not None:
         raise CheckpointError(f"{path}: the file of shard {lost[0]:05d}, model {lost[1]:05d} is missing")
+    if len(held) != shards * models:
+        raise CheckpointError(f"{path}: holds files with other numbers than 1 to {shards} of {models}")
 
 
 def _offsets(text: str | None, file: SourceFile) -> dict[str, tuple[int, ...]]:

@@ -8,6 +8,7 @@ norms) are fetched in one run of moderate size.
 
 from __future__ import annotations
 
+import os
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
@@ -47,7 +48,7 @@ _start = attrgetter("start")
 
 
 class _Cache:
-    """The runs of all files of this process, the oldest first."""
+    """The runs of all files of this process, least recently used first."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -63,14 +64,26 @@ class _Cache:
             if cached is not run and cached.data.done():
                 self.drop(cached)
 
+    def use(self, run: _Span) -> None:
+        if run in self._runs:
+            self._runs[run] = self._runs.pop(run)
+
     def drop(self, run: _Span) -> None:
         if run in self._runs:
             del self._runs[run]
             self._nbytes -= run.stop - run.start
             run.file.runs.remove(run)
 
+    def reset_after_fork(self) -> None:
+        """A child has none of the threads: what was being fetched would never arrive in it."""
+        self.lock = threading.RLock()
+        for run in list(self._runs):
+            self.drop(run)
+
 
 _cache = _Cache()
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_cache.reset_after_fork)
 
 
 class RemoteFile(SourceFile):
@@ -94,6 +107,7 @@ class RemoteFile(SourceFile):
             position = at + done
             with _cache.lock:
                 run = self._at(position) or self._request(position, wanted, end, least)
+                _cache.use(run)
                 goes_on = position > run.start or wanted > run.stop
                 if goes_on and run.stop < end and self._at(run.stop) is None:
                     self._request(run.stop, wanted, end, least)

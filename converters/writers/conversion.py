@@ -266,6 +266,8 @@ def carry_out(
     Raises:
         CheckpointError: `out` is refused, the source is damaged, or the disk is full.
     """
+    if unknown := options.keys() - Options.__annotations__.keys():
+        raise TypeError(f"there is no option {min(unknown)}")  # misspelt, it would have no effect
     overwrite, verify = options.get("overwrite", False), options.get("verify", False)
     target = check_output(out, [checkpoint.root], overwrite=overwrite, single=single)
     plan = make_plan()

@@ -53,3 +53,8 @@ def test_a_missing_shard_is_not_zeros(written_dcp_safetensors: Path, tmp_path: P
     (folder / "shard-00002-model-00001-of-00002.safetensors").unlink()
     with pytest.raises(CheckpointError, match="shard 00002, model 00001 is missing"):
         open_checkpoint(folder)
+    shutil.copytree(written_dcp_safetensors / "consolidated", folder := tmp_path / "odd")
+    one = folder / "sharded" / "shard-00001-model-00001-of-00001.safetensors"
+    shutil.copy(one, one.with_name("shard-00001-model-00003-of-00001.safetensors"))
+    with pytest.raises(CheckpointError, match="holds files with other numbers"):
+        open_checkpoint(folder)

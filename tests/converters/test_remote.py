@@ -18,6 +18,7 @@ from converters.storage import completion_markers as completion
 from converters.storage import object_store as remote
 from converters.storage.object_store import RemotePath, matching
 from converters.storage.places import copy_file, copy_folder
+from converters.storage.range_reader import RemoteFile
 from converters.storage.store_errors import AccessDeniedError, ConflictError, RemoteError, RetriesUsedUpError
 from converters.storage.urls import is_url
 from tests.object_store import ObjectStore, scale_down
@@ -296,17 +297,28 @@ def test_conditional_writes(s3: ObjectStore, folder: RemotePath) -> None:
 
 
 def test_a_fork_of_a_process_that_used_a_store_is_told(s3: ObjectStore, folder: RemotePath) -> None:
-    """Where it would hang."""
-    folder.exists()
-    reading, writing = os.pipe()
-    if (child := os.fork()) == 0:
-        try:
-            RemotePath.of(s3.url("run")).exists()
-        except BaseException as error:
-            os.write(writing, str(error).encode())
-        os._exit(0)
-    os.waitpid(child, 0)
-    assert b"start it with spawn or forkserver" in os.read(reading, 1000)
+    """Where it would hang, also for a range that the parent is fetching."""
+    (folder / "x").write_bytes(bytes(1 << 20))
+    file = RemoteFile("x", folder / "x", 1 << 20)
+    s3.fail(method="GET", key="x", delay=0.5)
+    fetching = threading.Thread(target=file.read, args=(0, 10))
+    fetching.start()
+    while not file.runs:
+        time.sleep(0.01)
+    for use in (RemotePath.of(s3.url("run")).exists, lambda: file.read(0, 10)):
+        reading, writing = os.pipe()
+        if (child := os.fork()) == 0:
+            signal.alarm(10)
+            try:
+                use()
+            except BaseException as error:
+                os.write(writing, str(error).encode())
+            os._exit(0)
+        os.close(writing)
+        os.waitpid(child, 0)
+        assert b"start it with spawn or forkserver" in os.read(reading, 1000)
+    fetching.join()
+    s3.heal()
 
 
 def test_ctrl_c_does_not_wait_for_a_store(s3: ObjectStore, folder: RemotePath) -> None:

@@ -105,10 +105,12 @@ class _Universal:
         names = find_names(folder.path)
         if names is None or not names.model:
             raise CheckpointError(f"{self.where}: the model states are missing")
-        tensor_parallel = [rank for rank in (*names.optim, *names.model) if rank]
-        if names.experts or names.layers or tensor_parallel:
+        of_ranks = [files for found in (names.optim, names.model) for rank, files in found.items() if rank]
+        parallel = [*names.experts, *names.layers, *(name for files in of_ranks for name in files.values())]
+        if parallel:
             raise CheckpointError(
-                f"{self.where}: tensor, pipeline and expert parallel universal checkpoints are not supported"
+                f"{folder.path / parallel[0]}: universal checkpoints of tensor, pipeline or expert parallel "
+                "runs are not supported"
             )
         ranks = names.model[0]
         if names.optim or names.per_rank_model != (self.stage == 3):
