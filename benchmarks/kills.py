@@ -66,7 +66,7 @@ EXIT_STOPPED = 75
 PATIENCE = 1800.0  # seconds, for every wait: saves to a bucket take a while
 GONE = 10.0
 """Seconds within which every process of a launch must end."""
-FORKS, FORKED = "forks", "for "
+FORKS, FORKED = "forks", "for-"
 """The folder of programs that forks stand for (``tests.zygote``), and how the name of one then begins."""
 
 KINDS = {
