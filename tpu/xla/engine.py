@@ -143,8 +143,8 @@ class XlaEngine:
             # makes the logits, and what comes out of such a fusion is not overwritten: logits would lie
             # beside their gradients. So tokens wait for the loss. If layers are recomputed, they are gathered
             # late anyway. Lengths would become an input of the graph; here, masks keep documents apart.
-            waits = () if self._recomputed else batch.keys() - {"document_lengths"}
-            waiting = {name: another(batch[name]) for name in waits}
+            waits = {} if self._recomputed else batch
+            waiting = {name: another(rows) for name, rows in waits.items() if name != "document_lengths"}
             loss, numbers = self.objective(self.model, {**batch, **waiting}, valid)
             # The backward pass waits for the loss. The compiler would put it off, and keep the logits for it.
             start = torch.ones_like(loss)
