@@ -12,7 +12,6 @@ import numpy as np
 
 from converters.errors import CheckpointError
 from converters.storage.bytes import FileSpan, Joined, Slice, Source, Touched
-from converters.storage.compressed import Compressed
 from converters.tensors.dtypes import numpy_dtype
 from converters.tensors.tiling import check_boxes_tile
 
@@ -353,8 +352,9 @@ def _gather(out: Array, source: Source, at: int, strides: Shape, touched: Touche
     if out.flags.c_contiguous and strides == row_major(out.shape, width):
         source.read_into(out.reshape(-1).view(np.uint8).data, at, touched)
         return
-    if isinstance(source, Compressed):
-        whole = source.held(out.nbytes, touched)
+    held: Callable[[int, Touched], memoryview] | None = getattr(source, "held", None)
+    if held is not None:  # its bytes are in memory: compressed ones
+        whole = held(out.nbytes, touched)
         out[...] = np.ndarray(out.shape, out.dtype, buffer=whole, offset=at, strides=strides)
         return
     span = width + sum((size - 1) * stride for size, stride in zip(out.shape, strides, strict=True))

@@ -76,8 +76,7 @@ def assemble(
     groups_of(model, config.train)  # refuses patterns that do not fit
     if config.data.packing == "documents":
         check_documents(model)
-    if max(config.context_parallel_size, config.tensor_parallel_size) > 1:
-        check_sharing(model, config)
+    check_sharing(model, config)
     # A new model has no special tokens to lose.
     return Assembled(model, adapter, grown_from, [] if config.model.name_or_path is None else aligned)
 
