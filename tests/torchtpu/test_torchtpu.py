@@ -30,6 +30,8 @@ from tests.ranks import RankPool
 from tests.runs import TINY_MODEL, configured
 from tests.torchtpu.pool import NEEDS_TORCH_TPU, TpuPool, is_here
 from tests.torchtpu.stand_in import environment
+from tpu import device_specs
+from tpu.torchtpu.of_torch_tpu import PACKAGE
 
 needs_torch_tpu = pytest.mark.skipif(not is_here(), reason=NEEDS_TORCH_TPU)
 STEPS = 8
@@ -83,6 +85,14 @@ def test_without_a_tpu_it_says_so(corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="backend: tpu needs a TPU, and this machine has none"):
         backend_package("tpu").check_ranks(1)
     assert resolve_backend("auto") == "cpu"
+
+
+def test_without_its_package_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As beside torch_xla, which needs another torch."""
+    monkeypatch.setattr(device_specs, "chips", lambda: 4)
+    monkeypatch.setattr(PACKAGE, "_name", "torch-tpu-that-is-not-here")
+    with pytest.raises(UserError, match=r"none is installed; .* 'portable-trainer\[torchtpu\]'"):
+        backend_package("tpu").check_ranks(2)
 
 
 @pytest.mark.parametrize(

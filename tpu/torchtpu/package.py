@@ -12,6 +12,7 @@ from portable.registry import World
 from portable.temporary_folder import scratch_folder
 from tpu import device_specs
 from tpu.compile.child import ask, last_words
+from tpu.torchtpu import of_torch_tpu
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +38,7 @@ class TorchTpuPackage(TorchPackage):
     def check_ranks(self, ranks: int) -> None:
         chips = device_specs.chips()
         require(chips > 0, _NO_TPU)  # torch_tpu would end the process
+        of_torch_tpu.PACKAGE.check_installed("backend: tpu", "torchtpu")
         require(
             ranks <= chips, f"--nproc: {ranks} ranks need as many TPU chips, and this machine has {chips}"
         )
@@ -83,8 +85,6 @@ class TorchTpuPackage(TorchPackage):
             "`python -m torch.tpu.distributed` prints; set them before the launcher",
         )
         import torch
-
-        from tpu.torchtpu import of_torch_tpu
 
         of_torch_tpu.load()
         return torch.device("tpu", 0)  # a rank sees its own chip alone
