@@ -32,6 +32,7 @@ from portable.run.prepare import prepare
 from portable.run.rank import run_rank
 from portable.run.resolve import resolve
 from portable.run.restore import restore
+from tests.parity import opened
 from tests.ranks import RankError, free_port
 from tests.runs import TINY_MODEL, configured, flags, tiny
 from tests.xla import QUICK, XlaPool
@@ -98,6 +99,27 @@ def test_a_graph_too_many_is_reported_with_its_cause(tmp_path: Path, corpus: Pat
     assert "graph 4 of the step" in update and "a new constant" in update
     assert "graph 2 of the step" in shape and "8,16" in shape and "8,12" in shape
     assert "graph 3 of the step" in value and "a scalar on the host that is now exactly 0 or 1" in value
+
+
+def graphs_beside_a_pending_tensor(config: RunConfig) -> dict[str, int]:
+    """The graphs of two steps, where something that came before has not been computed."""
+    import torch_xla.runtime as xr
+
+    xr.use_spmd()
+    pending = torch.rand(3, device="xla") + 1
+    with opened(config) as trial:
+        trial.step()
+        trial.step()
+        assert pending.shape == (3,)
+        graphs: dict[str, int] = trial.engine.graphs.distinct
+        return graphs
+
+
+def test_what_came_before_is_no_part_of_the_first_graph(tmp_path: Path, corpus: Path, xla: XlaPool) -> None:
+    # Of a width that no other test has: with a cached graph there would be nothing to count.
+    settings: dict[str, Any] = {**ONE_LAYER, "train__micro_batch_size": 1, "data__seq_len": 10}
+    config = configured(tmp_path, corpus, backend="xla", **settings)
+    assert xla.run(2, graphs_beside_a_pending_tensor, config) == {"micro-batch": 1, "update": 1}
 
 
 def reports_of_looking_models(config: RunConfig) -> list[str]:

@@ -83,6 +83,8 @@ class XlaBackend:
         if (folder := _compilation_cache(config.xla.compilation_cache)) is not None:
             runtime.cache_graphs(folder)
         self._layout = self._make_layout(config)
+        # What a former run in the process left pending would be a result of the first graph alone.
+        self._layout.execute(wait=True)
         use_fixed_shapes(model, self._layout.along_tokens)
         return XlaEngine(model, config, self._layout, self._make_graphs())
 
