@@ -160,8 +160,8 @@ def _label_notes(model_config: PretrainedConfig, config: RunConfig, data: Data) 
         yield f"note: problem_type is {found.problem}, as the labels and num_labels have it"
     if known is not None and known.renamed(data.label_names):
         yield (
-            f"note: {known.key} does not name its classes; they are taken for {listed(data.label_names)}, in this "
-            "order"
+            f"note: {known.key} does not name its classes; they are taken for {listed(data.label_names)}, in "
+            "this order"
         )
 
 
