@@ -62,8 +62,8 @@ def footprint(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprin
     return _Zero(model, config, cluster).footprint()
 
 
-class _Zero:
-    """The stages of ZeRO in DeepSpeed 0.19. Sizes are in elements unless they say bytes."""
+class _Shares:
+    """What a rank updates of each group. Sizes are in elements unless they say bytes."""
 
     def __init__(self, model: Inventory, config: RunConfig, cluster: Cluster) -> None:
         self._config, self._cluster = config, cluster
@@ -84,47 +84,6 @@ class _Zero:
         self._optimizer_on_disk = config.memory.offload_optimizer == "nvme"
         self._parameters_on_disk = config.memory.offload_params == "nvme"
 
-    def footprint(self) -> Footprint:
-        whole, learning, compute, share = self._whole, self._learning, self._compute, self._shard
-        master = MASTER * share
-        moments = self._moments()
-        gradients = self._gradients()
-        on_host = self._optimizer_on_host
-        resident = compute * (self._shard_of(self._weights) if self._stage == 3 else self._flat_row)
-        links = (self._ranks - 1) / self._ranks
-        summed = MASTER * learning * links
-        if self._stage == 3:
-            gathers = 1 if whole <= self._size("stage3_max_live_parameters") else 2
-            traffic = Traffic(per_pass=summed + gathers * compute * whole * links)
-        elif self._stage == 2:
-            traffic = Traffic(per_pass=summed, per_step=compute * learning * links)
-        else:
-            traffic = Traffic(per_step=summed + compute * learning * links)
-        passes, layers, at_end = self._in_passes()
-        in_update, sent = orthogonalizing(self._model, compute, self._ranks, replicated=False)
-        traffic = replace(traffic, per_step=traffic.per_step + sent)
-        network = Traffic(
-            across_nodes(traffic.per_pass, self._cluster), across_nodes(traffic.per_step, self._cluster)
-        )
-        return Footprint(
-            parameters=0 if self._parameters_on_host else resident,
-            gradients=gradients,
-            optimizer=0 if on_host else master + moments,
-            compute="cast",
-            gathered=passes,
-            in_layers=layers,
-            at_end=at_end,
-            in_update=self._in_update() + in_update,
-            # Stages 1 and 2 also save the compute copy.
-            also_saved=compute * learning if self._stage < 3 else 0,
-            host=self._host(resident),
-            disk=self._disk(),
-            links=traffic,
-            network=network,
-        )
-
-    # -- resident ------------------------------------------------------------------------------------------
-
     @cached_property
     def _groups(self) -> list[list[Weight]]:
         """The optimizer's groups of parameters; see :func:`portable.optim.optimizers.parameter_groups`."""
@@ -132,11 +91,6 @@ class _Zero:
         for weight in self._trained:
             found.setdefault(weight.group, []).append(weight)
         return [found[group] for group in sorted(found)]
-
-    @cached_property
-    def _flat_row(self) -> int:
-        """All parameters under stages 1 and 2: groups are concatenated and padded to equal shares."""
-        return self._ranks * self._shard + self._whole - self._learning
 
     @cached_property
     def _shard(self) -> int:
@@ -195,6 +149,64 @@ class _Zero:
                 found[-1].append(parameter)
                 filled += self._shard_of([parameter])
         return found
+
+    def _size(self, name: str) -> int:
+        given: Any = self._section
+        for part in name.split("."):
+            given = given.get(part) if isinstance(given, dict) else None
+        if given is None:
+            return buckets.DEFAULTS[name]
+        return buckets.automatic(self._hidden)[name] if given == "auto" else int(given)
+
+
+class _Zero(_Shares):
+    """What the stages of ZeRO in DeepSpeed 0.19 hold, and where."""
+
+    def footprint(self) -> Footprint:
+        whole, learning, compute, share = self._whole, self._learning, self._compute, self._shard
+        master = MASTER * share
+        moments = self._moments()
+        gradients = self._gradients()
+        on_host = self._optimizer_on_host
+        resident = compute * (self._shard_of(self._weights) if self._stage == 3 else self._flat_row)
+        links = (self._ranks - 1) / self._ranks
+        summed = MASTER * learning * links
+        if self._stage == 3:
+            gathers = 1 if whole <= self._size("stage3_max_live_parameters") else 2
+            traffic = Traffic(per_pass=summed + gathers * compute * whole * links)
+        elif self._stage == 2:
+            traffic = Traffic(per_pass=summed, per_step=compute * learning * links)
+        else:
+            traffic = Traffic(per_step=summed + compute * learning * links)
+        passes, layers, at_end = self._in_passes()
+        in_update, sent = orthogonalizing(self._model, compute, self._ranks, replicated=False)
+        traffic = replace(traffic, per_step=traffic.per_step + sent)
+        network = Traffic(
+            across_nodes(traffic.per_pass, self._cluster), across_nodes(traffic.per_step, self._cluster)
+        )
+        return Footprint(
+            parameters=0 if self._parameters_on_host else resident,
+            gradients=gradients,
+            optimizer=0 if on_host else master + moments,
+            compute="cast",
+            gathered=passes,
+            in_layers=layers,
+            at_end=at_end,
+            in_update=self._in_update() + in_update,
+            # Stages 1 and 2 also save the compute copy.
+            also_saved=compute * learning if self._stage < 3 else 0,
+            host=self._host(resident),
+            disk=self._disk(),
+            links=traffic,
+            network=network,
+        )
+
+    # -- resident ------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _flat_row(self) -> int:
+        """All parameters under stages 1 and 2: groups are concatenated and padded to equal shares."""
+        return self._ranks * self._shard + self._whole - self._learning
 
     def _gradients(self) -> int:
         """Bytes: unsharded in the compute type under stage 1, otherwise this rank's shard in fp32."""
@@ -339,16 +351,6 @@ class _Zero:
         if self._stage == 3:
             return MASTER * max(self._shard_of(group) for group in self._sub_groups)
         return MASTER * self._shard
-
-    # -- its JSON ------------------------------------------------------------------------------------------
-
-    def _size(self, name: str) -> int:
-        given: Any = self._section
-        for part in name.split("."):
-            given = given.get(part) if isinstance(given, dict) else None
-        if given is None:
-            return buckets.DEFAULTS[name]
-        return buckets.automatic(self._hidden)[name] if given == "auto" else int(given)
 
 
 def _section_of(config: RunConfig) -> dict[str, Any]:

@@ -84,6 +84,58 @@ class _Save(Generic[P]):
         return self.write()
 
 
+class _Together:
+    """What all ranks do, and fail at, alike.
+
+    Args:
+        outage: seconds for which it may fail because the store is away.
+    """
+
+    def __init__(self, outage: float) -> None:
+        self._outage = outage
+        self.away_since: float | None = None
+
+    @cached_property
+    def group(self) -> Any:
+        from portable.ranks.collectives import background_group  # not at the top: imports torch
+
+        return background_group()
+
+    def __call__(self, act: Callable[[], Entries | None]) -> Entries:
+        """``act()`` on every rank; the entries of all. Raises on all ranks if it failed on one of them.
+
+        Raises:
+            AwayError: the store is away on some rank, for less than the time of an outage so far.
+        """
+        failure: BaseException | None = None
+        entries: Entries | None = None
+        try:
+            entries = act()
+        except BaseException as error:
+            failure = error
+        passing = isinstance(failure, RetriesUsedUpError)
+        if passing:
+            self.away_since = self.away_since or time.monotonic()
+            passing = time.monotonic() - self.away_since < self._outage
+        ours = (None if failure is None else one_line(failure), passing, entries or {})
+        everyone = [ours]
+        if self.group is not None:
+            import torch.distributed as dist
+
+            everyone = [ours] * dist.get_world_size(self.group)
+            dist.all_gather_object(everyone, ours, group=self.group)
+        failures = [(rank, text, away) for rank, (text, away, _) in enumerate(everyone) if text is not None]
+        if failures and all(away for _, _, away in failures):
+            self.away_since = self.away_since or time.monotonic()
+            raise AwayError(failures[0][1])
+        if failure is not None and not passing:
+            raise failure
+        for rank, text, away in failures:
+            if not away:
+                raise RunError(f"rank {rank}: {text}")
+        return {name: entry for _, _, found in everyone for name, entry in found.items()}
+
+
 class Checkpoints(Generic[P]):
     """The checkpoints of a run. Rank 0 completes them; saves never overlap.
 
@@ -108,8 +160,7 @@ class Checkpoints(Generic[P]):
         self._keep = keep
         self._rank = rank
         self._mirror = mirror
-        self._outage_seconds = outage_seconds
-        self._away_since: float | None = None
+        self._together = _Together(outage_seconds)
         self._unwanted: list[P] = []
         """Folders that are to be deleted: old ones, and what failed saves left in the store."""
         self._pending: _Save[P] | None = None
@@ -275,7 +326,7 @@ class Checkpoints(Generic[P]):
     def _open(self, final: P) -> Path:
         """Create an empty folder for this rank's files of ``final``, on all ranks before a barrier."""
         if self._mirror is not None:
-            self._group  # noqa: B018  (creating it is a collective, so not in a thread)
+            self._together.group  # noqa: B018  (creating it is a collective, so not in a thread)
             written = self._mirror.shards / final.name
         else:
             written = Path(str(self.path)) / f".{final.name}{PARTIAL}"
@@ -293,23 +344,10 @@ class Checkpoints(Generic[P]):
         else:
             entries = save.entries
             if self._rank == 0:
-                self._rename(save, entries)
+                _rename(save, entries)
         if self._rank == 0:
             self.on_complete(save.final)
             self._clear(save)
-
-    def _rename(self, save: _Save[P], entries: Entries) -> None:
-        """Flush everything to disk, then rename it, replacing a checkpoint from before a resume."""
-        final = Path(str(save.final))
-        (save.written / MANIFEST).write_text(save.manifest(entries), "utf-8")
-        sync_tree(save.written)
-        _make_way(save.final)
-        if os.path.lexists(final) and exchange(save.written, final):
-            shutil.rmtree(save.written, ignore_errors=True)
-        else:
-            remove_folder(final)
-            save.written.rename(final)
-        sync_folder(final.parent)
 
     def _upload(self, save: _Save[P], mirror: Mirror) -> None:
         """Upload all ranks' files; then rank 0 writes the marker. A failure is one on all ranks."""
@@ -334,7 +372,7 @@ class Checkpoints(Generic[P]):
         entries: Entries = self._together(begin)
         self._together(send)
         self._together(complete)
-        self._away_since = None
+        self._together.away_since = None
         shutil.rmtree(save.written, ignore_errors=True)
 
     def _clear(self, save: _Save[P]) -> None:
@@ -345,45 +383,19 @@ class Checkpoints(Generic[P]):
         except RetriesUsedUpError as error:  # this checkpoint is complete
             tell(f"warning: older checkpoints are not deleted yet: {one_line(error)}")
 
-    @cached_property
-    def _group(self) -> Any:
-        from portable.ranks.collectives import background_group  # not at the top: imports torch
 
-        return background_group()
-
-    def _together(self, act: Callable[[], Entries | None]) -> Entries:
-        """``act()`` on every rank; the entries of all. Raises on all ranks if it failed on one of them.
-
-        Raises:
-            AwayError: the store is away on some rank, for less than ``outage_seconds`` so far.
-        """
-        failure: BaseException | None = None
-        entries: Entries | None = None
-        try:
-            entries = act()
-        except BaseException as error:
-            failure = error
-        passing = isinstance(failure, RetriesUsedUpError)
-        if passing:
-            self._away_since = self._away_since or time.monotonic()
-            passing = time.monotonic() - self._away_since < self._outage_seconds
-        ours = (None if failure is None else one_line(failure), passing, entries or {})
-        everyone = [ours]
-        if self._group is not None:
-            import torch.distributed as dist
-
-            everyone = [ours] * dist.get_world_size(self._group)
-            dist.all_gather_object(everyone, ours, group=self._group)
-        failures = [(rank, text, away) for rank, (text, away, _) in enumerate(everyone) if text is not None]
-        if failures and all(away for _, _, away in failures):
-            self._away_since = self._away_since or time.monotonic()
-            raise AwayError(failures[0][1])
-        if failure is not None and not passing:
-            raise failure
-        for rank, text, away in failures:
-            if not away:
-                raise RunError(f"rank {rank}: {text}")
-        return {name: entry for _, _, found in everyone for name, entry in found.items()}
+def _rename(save: _Save[P], entries: Entries) -> None:
+    """Flush everything to disk, then rename it, replacing a checkpoint from before a resume."""
+    final = Path(str(save.final))
+    (save.written / MANIFEST).write_text(save.manifest(entries), "utf-8")
+    sync_tree(save.written)
+    _make_way(save.final)
+    if os.path.lexists(final) and exchange(save.written, final):
+        shutil.rmtree(save.written, ignore_errors=True)
+    else:
+        remove_folder(final)
+        save.written.rename(final)
+    sync_folder(final.parent)
 
 
 def _make_way(final: P) -> None:

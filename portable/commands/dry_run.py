@@ -18,7 +18,6 @@ from portable.errors import UserError
 from portable.evaluation.builtin import Setting, build_metrics
 from portable.formatting import human_bytes, human_count, table
 from portable.model.flops import parameter_count, parameters_in_words, shape_hints, trained_count
-from portable.model.freezing import tie_notes
 from portable.model.pretrained import pretrained_weights
 from portable.optim.schedule import build_schedule, too_long_a_warmup
 from portable.planner.hours import work_of
@@ -101,8 +100,7 @@ def _notes(
         multiple=backend.shape_multiple(config.precision),
         precision=config.precision,
     )
-    ties = [f"note: {note}" for note in tie_notes(model, config.train)]
-    return [*notes_on(resolved, model.config, assembled.aligned, data), *ties, *weights, *hints]
+    return [*notes_on(resolved, assembled, model.config, data), *weights, *hints]
 
 
 def _plan_rows(

@@ -16,7 +16,7 @@ from portable.commands.machines import launch_file, targets, write_new
 from portable.errors import UserError, require
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
     from importlib.resources.abc import Traversable
 
 
@@ -37,17 +37,7 @@ def tasks() -> dict[str, str]:
     return {Path(file.name).stem: file.read_text("utf-8") for file in found if file.name.endswith(".yaml")}
 
 
-def init(argv: Sequence[str]) -> int:
-    """Write the starter of a task, and say how to go on.
-
-    Args:
-        argv: the words after ``init``.
-
-    Raises:
-        UserError: if the file is there already, or cannot be written.
-    """
-    starters = tasks()
-    templates = targets(machines := configs().joinpath("machines"))
+def _parser(templates: Collection[str], tasks: Collection[str]) -> Parser:
     parser = Parser(
         prog="portable-train init",
         description="Write a short commented config to begin with. With --for: write the file that starts "
@@ -66,9 +56,23 @@ def init(argv: Sequence[str]) -> int:
     parser.add_argument("--output_dir", metavar="URL", help="of the run, in place of the config's")
     parser.add_argument("--install", metavar="WHAT", help="what pip installs there; default: this version")
     parser.add_argument("--on-demand", action="store_true", help="no machines that may be preempted")
+    parser.add_argument("--task", choices=tasks, help="default: pretrain")
+    return parser
+
+
+def init(argv: Sequence[str]) -> int:
+    """Write the starter of a task, and say how to go on.
+
+    Args:
+        argv: the words after ``init``.
+
+    Raises:
+        UserError: if the file is there already, or cannot be written.
+    """
+    starters = tasks()
+    templates = targets(machines := configs().joinpath("machines"))
     names = {"classify": "classification"} | {name: name for name in starters}
-    parser.add_argument("--task", choices=names, help="default: pretrain")
-    given = parser.parse_args(argv)
+    given = _parser(templates, names).parse_args(argv)
     file: Path = given.file
     if file.suffix not in (".yaml", ".yml"):
         raise UserError(f"init: {file}: not the name of a YAML file; end it in .yaml")

@@ -91,6 +91,29 @@ def targets(folder: Traversable) -> dict[str, Traversable]:
     return {file.name.partition(".")[0]: file for file in found if file.name != "names.yaml"}
 
 
+def _check(
+    target: str, config_file: Path, machines: Sequence[Machines], place: str, install: str | None
+) -> None:
+    """Refuse what would not run there, or be lost."""
+    for one in machines:
+        require(
+            install is not None or not one.device.name.startswith("mi"),
+            f"--device: {one.device.name} is an AMD GPU, and pip's torch is for NVIDIA; give --install, with "
+            "a torch for ROCm",
+        )
+    require(
+        is_url(place) or target == "slurm",
+        f"output_dir: {place} would be lost with the machine; set a URL, such as s3://bucket/{Path(place).name}",
+    )
+    for key, text, unquoted in (
+        ("init", config_file.name, _NAME),
+        ("output_dir", place, _NAME),
+        ("--install", install or "", _PACKAGE),
+    ):
+        odd = unquoted.search(text)
+        require(odd is None, f"{key}: {text}: {odd and odd[0]!r} would need quotes; give it another name")
+
+
 def launch_file(
     folder: Traversable,
     target: str,
@@ -123,24 +146,8 @@ def launch_file(
     overrides = {} if output_dir is None else {"output_dir": output_dir}
     config = load_config(config_file, overrides)
     machines = [_machines(text, rented(), config, target) for text in devices]
-    for one in machines:
-        require(
-            install is not None or not one.device.name.startswith("mi"),
-            f"--device: {one.device.name} is an AMD GPU, and pip's torch is for NVIDIA; give --install, with "
-            "a torch for ROCm",
-        )
     place = str(config.output_dir)
-    require(
-        is_url(place) or target == "slurm",
-        f"output_dir: {place} would be lost with the machine; set a URL, such as s3://bucket/{Path(place).name}",
-    )
-    for key, text, unquoted in (
-        ("init", config_file.name, _NAME),
-        ("output_dir", place, _NAME),
-        ("--install", install or "", _PACKAGE),
-    ):
-        odd = unquoted.search(text)
-        require(odd is None, f"{key}: {text}: {odd and odd[0]!r} would need quotes; give it another name")
+    _check(target, config_file, machines, place, install)
     for key, there in () if target == "slurm" else _local_files(config):
         tell(f"note: {key}: {there} is on this machine; put it into a bucket, or on the hub")
     if not config.checkpoint.saves_on_the_way:

@@ -120,6 +120,30 @@ class Hints(TypedDict, total=False):
     """A causal model gets every token of a sample, not all but the last."""
 
 
+def _samples_of(
+    settings: DataConfig, found: RunSources, classes: Classes | None
+) -> tuple[dict[str, Samples], dict[str, Samples]]:
+    """The samples of each source: to train on, and to evaluate on, with those held out at the end."""
+    first = next(iter(found.tokenized.values()))
+    train: dict[str, Samples] = {}
+    held_out: dict[str, Samples] = {}
+    for name, one in found.tokenized.items():
+        with one.settings.errors():
+            if name in found.streams:
+                train[name] = found.streams[name]
+                continue
+            its_classes = classes if one is first else _classes_as(classes, first, one)
+            to_train, held = one.parts()
+            train[name] = one.samples(to_train, its_classes)
+            if held.num_samples:
+                held_out[name or held_out_name(settings)] = one.samples(held, its_classes)
+    evals: dict[str, Samples] = {}
+    for name, one in found.evaluated.items():
+        with one.settings.errors():
+            evals[name] = one.samples(classes=_classes_as(classes, first, one))
+    return train, evals | held_out
+
+
 def build_data(
     settings: DataConfig,
     *,
@@ -156,22 +180,7 @@ def build_data(
     classes: Classes | None = None
     if task == CLASSIFICATION:
         classes = classes_of(first.tokens, first.source.class_names, known_classes, problem)
-    train: dict[str, Samples] = {}
-    held_out: dict[str, Samples] = {}
-    for name, one in opened.items():
-        with one.settings.errors():
-            if name in streams:
-                train[name] = streams[name]
-                continue
-            its_classes = classes if one is first else _classes_as(classes, first, one)
-            to_train, held = one.parts()
-            train[name] = one.samples(to_train, its_classes)
-            if held.num_samples:
-                held_out[name or held_out_name(settings)] = one.samples(held, its_classes)
-    evals: dict[str, Samples] = {}
-    for name, one in found.evaluated.items():
-        with one.settings.errors():
-            evals[name] = one.samples(classes=_classes_as(classes, first, one))
+    train, evals = _samples_of(settings, found, classes)
     prints = {
         name: streams[name].fingerprint if name in streams else one.tokens.fingerprint
         for name, one in opened.items()
@@ -180,7 +189,7 @@ def build_data(
     return Data(
         tokenizer=context.tokenizer,
         train=mixed or train[ALONE],
-        evals=evals | held_out,
+        evals=evals,
         sizes=found.sizes(),
         fingerprint=prints[ALONE] if mixed is None else _fingerprint(settings, prints),
         vocab_size=context.vocabulary.size,

@@ -133,7 +133,7 @@ class Stream(Samples):
         processes, self._processes = self._processes, 0  # a resumed run begins elsewhere
         shard = self.locate(0, self._seed)[1] >> _SHIFT
         self._processes = processes
-        return self._tokens(shard)
+        return _tokens(self._job, self._shards[shard], self._disk)
 
     # -- the order --------------------------------------------------------------------------------------
 
@@ -226,7 +226,7 @@ class Stream(Samples):
                 self._open.move_to_end(shard)
                 return self._open[shard]
             try:
-                tokens = self._tokens(shard)
+                tokens = _tokens(self._job, self._shards[shard], self._disk)
             except NoTextError:
                 self._manifest[shard] = (0, "")
                 return None
@@ -235,7 +235,7 @@ class Stream(Samples):
             print_ = tokens.fingerprint[:_PRINT]
             known = self._manifest.setdefault(shard, (length, print_))
             if known != (length, print_):
-                raise self._changed(shard, "the run read it")
+                raise _changed(self._name, self._name_of(shard), "the run read it")
             self._open[shard] = found
             self._disk.used[shard] = tokens.folder
             while len(self._open) > 2 * self._window:
@@ -243,20 +243,6 @@ class Stream(Samples):
                 del self._disk.used[closed]
             self._disk.came(tokens.folder)
             return found
-
-    def _tokens(self, shard: int) -> TokenCache:
-        try:
-            tokens = self._job.tokens_of_shard(self._shards[shard])
-        except UserError as error:
-            cause = error.__cause__
-            if not isinstance(cause, OSError) or cause.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            self._disk.make_room(0)  # the disk is full: keep only what is in use
-            tokens = self._job.tokens_of_shard(self._shards[shard])
-        if tokens.folder.parent == self._job.cache / TOKENS:  # not where the user's tokens are
-            with suppress(OSError):
-                os.utime(tokens.folder)  # used last
-        return tokens
 
     # -- samples ----------------------------------------------------------------------------------------
 
@@ -288,12 +274,6 @@ class Stream(Samples):
     def _name_of(self, shard: int) -> str:
         return self._shards[shard].open(self._job.settings).name
 
-    def _changed(self, shard: int, since: str) -> RunError:
-        return RunError(
-            f"{self._name}: {self._name_of(shard)} has changed since {since}; restore the file, or begin "
-            "another run"
-        )
-
     # -- the manifest -----------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
@@ -312,7 +292,7 @@ class Stream(Samples):
                 raise ValueError(f"{self._name}: shard {shard} of {len(self._shards)}")
             known = self._manifest.setdefault(shard, (length, print_))
             if known != (length, print_):
-                raise self._changed(shard, "the checkpoint")
+                raise _changed(self._name, self._name_of(shard), "the checkpoint")
 
     def consumed(self, position: int) -> str:
         """A digest of the manifest up to ``position``, which is the same on all ranks."""
@@ -321,14 +301,25 @@ class Stream(Samples):
             known = dict(self._manifest)
         if total is None or position < total:
             order = permutation(len(self._shards), self._seed, 0).array(np.arange(len(self._shards)))
-            seen, before = {}, 0
-            for shard in order.tolist():
-                if before >= position:
-                    break
-                seen[shard] = known[shard]
-                before += known[shard][0]
-            known = seen
+            known = _up_to(position, known, order.tolist())
         return digest_of(repr(sorted(known.items())))
+
+
+def _changed(source: str, file: str, since: str) -> RunError:
+    return RunError(f"{source}: {file} has changed since {since}; restore the file, or begin another run")
+
+
+def _up_to(
+    position: int, known: dict[int, tuple[int, str]], order: Sequence[int]
+) -> dict[int, tuple[int, str]]:
+    """The shards of a manifest that hold the samples before ``position``."""
+    seen, before = {}, 0
+    for shard in order:
+        if before >= position:
+            break
+        seen[shard] = known[shard]
+        before += known[shard][0]
+    return seen
 
 
 class _TokensOnDisk:
@@ -392,6 +383,22 @@ class _TokensOnDisk:
                     shutil.rmtree(gone, ignore_errors=True)
                     total -= size
         self._free = (limit - total) // 2  # another run may write as much
+
+
+def _tokens(job: TokenizeJob, shard: Shard, disk: _TokensOnDisk) -> TokenCache:
+    """The tokens of a shard. Where the disk is full, those that are not in use make room."""
+    try:
+        tokens = job.tokens_of_shard(shard)
+    except UserError as error:
+        cause = error.__cause__
+        if not isinstance(cause, OSError) or cause.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        disk.make_room(0)  # the disk is full: keep only what is in use
+        tokens = job.tokens_of_shard(shard)
+    if tokens.folder.parent == job.cache / TOKENS:  # not where the user's tokens are
+        with suppress(OSError):
+            os.utime(tokens.folder)  # used last
+    return tokens
 
 
 def _size(folder: Path) -> int:

@@ -39,6 +39,56 @@ AUTO_CLASSES = {
 }
 
 
+def _described(settings: ModelConfig) -> PretrainedConfig:
+    """The config of ``model.config``."""
+    from transformers import AutoConfig
+
+    given = dict(settings.config or {})
+    model_type = given.pop("model_type", None)
+    if not isinstance(model_type, str):
+        raise UserError("model.config.model_type: missing; name a transformers model type such as llama")
+    try:
+        known = AutoConfig.for_model(model_type)
+    except ValueError as error:
+        near = _nearest(model_type, model_types())
+        raise UserError(
+            f"model.config.model_type: transformers has no model type {model_type!r}{near}"
+        ) from error
+    except Exception as error:  # the defaults of some config classes are invalid
+        raise UserError(f"model.config: {model_type}: {one_line(error)}") from error
+    _check_keys(known, given)
+    try:
+        return AutoConfig.for_model(model_type, **given)
+    except ZeroDivisionError as error:
+        zeros = (key for key, value in given.items() if value == 0)
+        zero = next((key for key in zeros if _divides(key, model_type, given)), "one of its numbers")
+        raise UserError(f"model.config: {zero} is 0, and another number is divided by it") from error
+    except Exception as error:
+        # transformers wraps the reason in the name of its check.
+        reason = re.sub(r"^(Class v|V)alidation error for \w+ '\w+': \w+: ", "", one_line(error))
+        raise UserError(f"model.config: {reason}") from error
+
+
+def _named(settings: ModelConfig, name: str) -> PretrainedConfig:
+    """The config of a folder or a model on the hub, as ``model.config`` changes it."""
+    from transformers import AutoConfig
+
+    if (name.startswith(("/", ".")) or name.count("/") > 1) and not Path(name).is_dir():
+        raise UserError(
+            f"model.name_or_path: {name}: no such folder; give a model folder or a model name on the hub "
+            "(organization/name)"
+        )
+    check_folder("model.name_or_path", name)
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=settings.trust_remote_code)
+    except Exception as error:  # inconsistent sizes raise exceptions of other classes
+        raise UserError(f"model.name_or_path: {one_line(error)}") from error
+    config = _changed(config, settings)
+    if adds_router_loss(config, settings):
+        config.get_text_config().output_router_logits = True
+    return config
+
+
 def model_config(settings: ModelConfig) -> PretrainedConfig:
     """Return the transformers config for ``model.config`` or ``model.name_or_path``.
 
@@ -46,51 +96,11 @@ def model_config(settings: ModelConfig) -> PretrainedConfig:
         UserError: if ``model_type`` or another key is unknown, or if the name is neither a local folder nor a
             model on the hub.
     """
-    from transformers import AutoConfig
-
     if settings.function is not None:  # importing it may register a model type
         plugins.load("model.function", settings.function)
-    if settings.name_or_path is None:
-        given = dict(settings.config or {})
-        model_type = given.pop("model_type", None)
-        if not isinstance(model_type, str):
-            raise UserError("model.config.model_type: missing; name a transformers model type such as llama")
-        try:
-            known = AutoConfig.for_model(model_type)
-        except ValueError as error:
-            near = _nearest(model_type, model_types())
-            raise UserError(
-                f"model.config.model_type: transformers has no model type {model_type!r}{near}"
-            ) from error
-        except Exception as error:  # the defaults of some config classes are invalid
-            raise UserError(f"model.config: {model_type}: {one_line(error)}") from error
-        _check_keys(known, given)
-        try:
-            config = AutoConfig.for_model(model_type, **given)
-        except ZeroDivisionError as error:
-            zeros = (key for key, value in given.items() if value == 0)
-            zero = next((key for key in zeros if _divides(key, model_type, given)), "one of its numbers")
-            raise UserError(f"model.config: {zero} is 0, and another number is divided by it") from error
-        except Exception as error:
-            # transformers wraps the reason in the name of its check.
-            reason = re.sub(r"^(Class v|V)alidation error for \w+ '\w+': \w+: ", "", one_line(error))
-            raise UserError(f"model.config: {reason}") from error
-    else:
-        name = settings.name_or_path
-        if (name.startswith(("/", ".")) or name.count("/") > 1) and not Path(name).is_dir():
-            raise UserError(
-                f"model.name_or_path: {name}: no such folder; give a model folder or a model name on the hub "
-                "(organization/name)"
-            )
-        check_folder("model.name_or_path", name)
-        try:
-            config = AutoConfig.from_pretrained(name, trust_remote_code=settings.trust_remote_code)
-        except Exception as error:  # inconsistent sizes raise exceptions of other classes
-            raise UserError(f"model.name_or_path: {one_line(error)}") from error
-        config = _changed(config, settings)
-        if adds_router_loss(config, settings):
-            config.get_text_config().output_router_logits = True
-
+    config = (
+        _described(settings) if settings.name_or_path is None else _named(settings, settings.name_or_path)
+    )
     try:
         config.get_text_config()
     except ValueError as error:  # the config contains several text models

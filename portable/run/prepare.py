@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
     from transformers import PretrainedConfig
 
+    from portable.adapters.assemble import Assembled
     from portable.backend import Backend
     from portable.config import RunConfig
     from portable.data.dataset import Data
@@ -81,13 +82,7 @@ def prepare(resolved: Resolved, backend: Backend) -> Prepared:
     length = total_steps(config, data.train.epoch_samples)
     if (reason := too_long_a_warmup(config.train, length)) is not None:
         raise UserError(reason)
-    notes = notes_on(resolved, model_config, assembled.aligned, data.sizes)
-    if adapter is not None and config.model.from_scratch:
-        notes.append(
-            "note: the base model has random weights, which follow from the seed and are not saved; for an "
-            "adapter to use elsewhere, set model.name_or_path"
-        )
-    notes += [f"note: {note}" for note in (*tie_notes(model, config.train), *label_notes)]
+    notes = [*notes_on(resolved, assembled, model_config, data.sizes), *label_notes]
     return Prepared(
         resolved=resolved,
         config=config,
@@ -162,28 +157,29 @@ def _label_notes(model_config: PretrainedConfig, config: RunConfig, data: Data) 
     """What the labels decide that the settings leave open."""
     problem, known = problem_of(model_config, config.model), known_classes(model_config, config.model)
     if problem is None and (found := data.classes) is not None and found.problem != SINGLE:
-        yield f"problem_type is {found.problem}, as the labels and num_labels have it"
+        yield f"note: problem_type is {found.problem}, as the labels and num_labels have it"
     if known is not None and known.renamed(data.label_names):
         yield (
-            f"{known.key} does not name its classes; they are taken for {listed(data.label_names)}, in this "
-            "order"
+            f"note: {known.key} does not name its classes; they are taken for {listed(data.label_names)}, in "
+            "this order"
         )
 
 
 def notes_on(
-    resolved: Resolved, model_config: PretrainedConfig, aligned: list[str], data: DataSizes
+    resolved: Resolved, assembled: Assembled, model_config: PretrainedConfig, data: DataSizes
 ) -> list[str]:
     """What may surprise the user before the first step, one line each.
 
     Args:
         resolved: the run.
+        assembled: its model, and the adapter of it.
         model_config: of its model.
-        aligned: special tokens of a pretrained model that the tokenizer's replace.
         data: how much there is.
     """
     lines = [f"note: {note}" for note in backend_package(resolved.config.backend).notes(resolved.config)]
-    if aligned:
-        lines.append(f"note: the model takes over the tokenizer's special tokens: {'; '.join(aligned)}")
+    if assembled.aligned:
+        taken = "; ".join(assembled.aligned)
+        lines.append(f"note: the model takes over the tokenizer's special tokens: {taken}")
     if getattr(model_config, "disable_ngram_loss", None) is False:
         lines.append(
             "note: the model is trained on the next token alone, as with disable_ngram_loss; "
@@ -195,6 +191,12 @@ def notes_on(
             "note: the loss has the model's router loss, weighed by its router_aux_loss_coef "
             f"{coefficient:g}, as in TRL; model.config.output_router_logits: false leaves it out"
         )
+    if assembled.adapter is not None and resolved.config.model.from_scratch:
+        lines.append(
+            "note: the base model has random weights, which follow from the seed and are not saved; for an "
+            "adapter to use elsewhere, set model.name_or_path"
+        )
+    lines += [f"note: {note}" for note in tie_notes(assembled.model, resolved.config.train)]
     workers = resolved.config.data.num_workers * int(os.environ.get("LOCAL_WORLD_SIZE", resolved.world.ranks))
     if workers > (count := cores()):
         lines.append(

@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 
 from converters import find_adapter, merge, open_checkpoint, write_safetensors
 from converters.adapters import patterns
+from converters.adapters.base_changes import INPUTS_FIRST
 from converters.adapters.base_names import BaseNames
-from converters.adapters.merging import INPUTS_FIRST
 from converters.cli import main
 from tests.tiny_models import tiny_config
 

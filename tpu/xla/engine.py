@@ -27,7 +27,7 @@ from tpu.xla.head import shard_gradient
 from tpu.xla.layout import another, constrain
 from tpu.xla.of_torch_xla import xla
 from tpu.xla.parameters import Parameters
-from tpu.xla.saving import StagedPlanner, apart, staged_shards
+from tpu.xla.saving import StagedPlanner, staged_state
 from tpu.xla.scan_layers import LoopedLayers, Segment, find_segments
 from tpu.xla.user_optimizer import optimizer_of
 
@@ -92,16 +92,8 @@ class XlaEngine:
             if config.xla.optimization_barrier_in_backward:
                 layer.register_full_backward_hook(_barrier)
         self.objective = Objective.of(model, config)
-        require(
-            not (self.objective.of_routers and self._recomputed),
-            "memory.activation_checkpointing: on XLA, the router loss has no gradient through recomputed "
-            "layers; use none, or set model.config.output_router_logits to false",
-        )
-        require(
-            not (self.objective.of_routers and segments),
-            "xla.scan_layers: the router loss needs what every layer's router returns, which a loop does not "
-            "return; set it to false, or model.config.output_router_logits",
-        )
+        if self.objective.of_routers:
+            _check_routers(segments, recomputed=self._recomputed)
         ends: Any = model
         self._head = self._gathered_head(ends.get_output_embeddings())
         self._optimizer = optimizer_of(config.train, model, layout, self.held, self._compute)
@@ -314,21 +306,7 @@ class XlaEngine:
         self._optimizer.load(stored.optimizer, checkpoint.optimizer)
 
     def save(self, folder: Path, *, background: bool) -> SaveHandle:
-        scalars = self._optimizer.scalars()
-        moments: dict[str, dict[str, Any]] = {}
-        for name, tensors in self._optimizer.tensors().items():
-            for one in self.held.names(name):
-                moments[one] = dict(scalars.get(one, {}))
-            for key, staged in staged_shards(self.layout, tensors).items():
-                for one, part in apart(self.held, name, staged).items():
-                    moments[one][key] = part
-        model = staged_shards(self.layout, self.held.stored())
-        state = {
-            "model": {
-                one: part for name, s in model.items() for one, part in apart(self.held, name, s).items()
-            },
-            "optim": {"state": moments, "param_groups": self._optimizer.groups(self._rate)},
-        }
+        state = staged_state(self.layout, self.held, self._optimizer, self._rate)
         return self._saver.save(state, folder, background=background)
 
 
@@ -349,6 +327,20 @@ class _Caller(Caller):
         """The stack called ``name``, as it is at present."""
         value: Tensor = getattr(self, self._places[name])
         return value
+
+
+def _check_routers(segments: list[Segment], *, recomputed: bool) -> None:
+    """Refuse what a router loss has no gradient through."""
+    require(
+        not recomputed,
+        "memory.activation_checkpointing: on XLA, the router loss has no gradient through recomputed "
+        "layers; use none, or set model.config.output_router_logits to false",
+    )
+    require(
+        not segments,
+        "xla.scan_layers: the router loss needs what every layer's router returns, which a loop does not "
+        "return; set it to false, or model.config.output_router_logits",
+    )
 
 
 def _barrier(_: nn.Module, gradients: Any, __: Any) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portable.checks import check
 from portable.planner.memory_model import (
@@ -111,18 +111,26 @@ def every_expert(model: Any) -> None:
     use_fixed_shapes(model, lambda tensor: tensor)
 
 
-def footprint(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprint:
-    """See :class:`portable.planner.memory_model.FootprintModule`."""
-    group = cluster.devices
-    if config.strategy in HYBRID:
-        group = config.fsdp.shard_group_size or min(cluster.per_node, cluster.devices)
-    rules = ShardingRules(config, group)
+class _Sums(NamedTuple):
+    """Of all weights: bytes on a device, and elements that are sent.
+
+    Attributes:
+        learning: elements that are trained and sharded.
+        gathers, scattered: elements in a pass.
+        copied: bytes of copies in the compute type, and of turned tables.
+    """
+
+    parameters: int
+    gradients: int
+    moments: int
+    learning: int
+    gathers: int
+    scattered: int
+    copied: int
+
+
+def _sums(model: Inventory, config: RunConfig, rules: ShardingRules, group: int, *, kept: bool) -> _Sums:
     compute = COMPUTE_BYTES.get(config.precision, MASTER)
-    once = config.strategy in GATHERED_ONCE
-    # The compiler keeps gathered parameters for the backward pass. With recomputation, barriers prevent
-    # that, and so do loops: only the running layer's are there. Lookup tables are never gathered, except the
-    # head's; of these, rows are sent.
-    kept = once or not (config.memory.activation_checkpointing == "full" or config.xla.scan_layers)
     parameters = gradients = moments = learning = gathers = scattered = copied = 0
     for weight in model.weights:
         shape = list(weight.shape)
@@ -151,9 +159,26 @@ def footprint(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprin
     # One replicated vector of step counts, also of parameters whose rule has none.
     uncounted = [w for w in model.trained if w.matrices or config.train.optimizer == "sgd"]
     moments += MASTER * len(uncounted)
+    return _Sums(parameters, gradients, moments, learning, gathers, scattered, copied)
+
+
+def footprint(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprint:
+    """See :class:`portable.planner.memory_model.FootprintModule`."""
+    group = cluster.devices
+    if config.strategy in HYBRID:
+        group = config.fsdp.shard_group_size or min(cluster.per_node, cluster.devices)
+    rules = ShardingRules(config, group)
+    compute = COMPUTE_BYTES.get(config.precision, MASTER)
+    once = config.strategy in GATHERED_ONCE
+    # The compiler keeps gathered parameters for the backward pass. With recomputation, barriers prevent
+    # that, and so do loops: only the running layer's are there. Lookup tables are never gathered, except the
+    # head's; of these, rows are sent.
+    kept = once or not (config.memory.activation_checkpointing == "full" or config.xla.scan_layers)
+    sums = _sums(model, config, rules, group, kept=kept)
+    gradients = sums.gradients
     layers = model.sizes("layer")
     outside = model.elements - sum(layers)
-    largest = max(layers, default=0)
+    running = compute * (sum(layers) if kept else max(layers, default=0))
     outside -= sum(w.elements for w in model.weights if w.table and not w.head)
     gathered = compute * (outside + (sum(layers) if kept else 0))
     # The whole gradient of the head, which the pass has, takes the place of its gathered matrix, which only
@@ -161,7 +186,7 @@ def footprint(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprin
     head = sum(w.elements for w in model.trained if w.head and rules.dim(w.name, w.shape) is not None)
     pieces = 2 if group in SCATTERED_WHILE_MULTIPLYING else 0
     gathered -= compute * head * (group - pieces) // group
-    in_layers = compute * (sum(layers) if kept else largest)
+    in_layers = running
     # In the graph of a whole step, gradients are kept as they are reduced: in the compute type.
     rows = cluster.devices // config.context_parallel_size
     whole_step = config.train.global_batch_size == config.train.micro_batch_size * rows
@@ -169,18 +194,18 @@ def footprint(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprin
         in_layers += gradients * compute // MASTER
     share, copies = (group - 1) / group, cluster.devices // group
     orthogonal, exchanged = _orthogonalizing(model, compute, group)
-    per_pass = (gathers + scattered) * compute * share
-    apart = sum(w.elements for w in model.trained) - learning
+    per_pass = (sums.gathers + sums.scattered) * compute * share
+    apart = sum(w.elements for w in model.trained) - sums.learning
     summed = 2 * compute * apart * (cluster.devices - 1) / cluster.devices
     between = 2 * gradients * (copies - 1) / copies if config.strategy in HYBRID else 0.0
     if config.strategy == "no_shard" or group == 1:
-        gathered, in_layers = 0, in_layers - compute * (sum(layers) if kept else largest)
+        gathered, in_layers = 0, in_layers - running
     if group == cluster.devices and cluster.nodes > 1:
         between = (per_pass + summed) * (cluster.nodes - 1) / cluster.nodes / cluster.per_node
     return Footprint(
-        parameters=parameters,
+        parameters=sums.parameters,
         gradients=0 if whole_step else gradients,
-        optimizer=moments,
+        optimizer=sums.moments,
         compute="cast",
         compiler=Compiler(
             result,
@@ -189,8 +214,8 @@ def footprint(model: Inventory, config: RunConfig, cluster: Cluster) -> Footprin
             config.context_parallel_size,
             every_expert,
         ),
-        gathered=gathered + copied,
-        in_layers=in_layers + copied,
+        gathered=gathered + sums.copied,
+        in_layers=in_layers + sums.copied,
         # The state is updated in place.
         in_update=orthogonal + (gradients * compute // MASTER if whole_step else 0),
         links=Traffic(per_pass=per_pass + summed, per_step=exchanged),

@@ -32,6 +32,28 @@ class Staged:
     shards: list[Shard]
 
 
+def staged_state(layout: Layout, held: Parameters, optimizer: Any, rate: float) -> dict[str, Any]:
+    """What this host saves of weights and optimizer, under the names of a live model.
+
+    Args:
+        optimizer: with the methods of :class:`tpu.xla.optim.Optimizer`.
+        rate: the learning rate of the last step.
+    """
+    scalars = optimizer.scalars()
+    moments: dict[str, dict[str, Any]] = {}
+    for name, tensors in optimizer.tensors().items():
+        for one in held.names(name):
+            moments[one] = dict(scalars.get(one, {}))
+        for key, staged in staged_shards(layout, tensors).items():
+            for one, part in _apart(held, name, staged).items():
+                moments[one][key] = part
+    model = staged_shards(layout, held.stored())
+    return {
+        "model": {one: part for name, s in model.items() for one, part in _apart(held, name, s).items()},
+        "optim": {"state": moments, "param_groups": optimizer.groups(rate)},
+    }
+
+
 def staged_shards(layout: Layout, tensors: Mapping[str, Tensor]) -> dict[str, Staged]:
     """Copies of what this host saves of each tensor."""
     if not tensors:
@@ -43,7 +65,7 @@ def staged_shards(layout: Layout, tensors: Mapping[str, Tensor]) -> dict[str, St
     }
 
 
-def apart(held: Parameters, name: str, staged: Staged) -> dict[str, Staged]:
+def _apart(held: Parameters, name: str, staged: Staged) -> dict[str, Staged]:
     """A stack as the parameters that it holds; another tensor as it is."""
     shape = staged.shape[1:] if name in held.stacks else staged.shape
     return {

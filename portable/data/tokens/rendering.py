@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from os.path import commonprefix
@@ -19,7 +20,7 @@ from portable.errors import UserError, one_line
 from portable.private import of_transformers
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from portable.data.sources.conversations import Message
     from portable.data.sources.documents import Document
@@ -140,7 +141,7 @@ class Rendering:
         text, spans = (
             self._marked(conversation, messages) if marked else (self._render(conversation, messages), [])
         )
-        self._check_shown(plain, text)
+        _check_shown(plain, text)
         begin = conversation.prompt if train_on == "completion" else 0
         answers = tuple(at for at in conversation.answers if at >= (begin or 0))
         answers = answers[-1:] if train_on == "last_assistant" else answers
@@ -198,16 +199,7 @@ class Rendering:
         shown: tuple[bool, ...],
     ) -> Draft:
         """A text that is trained from message ``begin`` to its end."""
-        if begin is None:
-            raise UserError(
-                f"data.train_on: {conversation.where}: completion is for records with a prompt and a "
-                "completion; use assistant or last_assistant"
-            )
-        if any(map(context_only, conversation.messages[begin:])):
-            raise UserError(
-                f"data.train_on: {conversation.where}: a message is context only, but {train_on} trains "
-                "whole texts; use assistant"
-            )
+        begin = _checked_begin(conversation, begin, train_on)
         if train_on == "all":
             return Draft(text, conversation, whole=True, thoughts=shown)
         opened = self._render(conversation, conversation.messages[:begin], prompted=True)
@@ -254,16 +246,6 @@ class Rendering:
         name = "tool_use" if conversation.tools and "tool_use" in self.templates else "default"
         return self.templates[name]
 
-    def _compiled(self, text: str) -> Any:
-        try:
-            return of_transformers.compiled_template(text)
-        except UserError:
-            raise
-        except Exception as error:
-            raise UserError(
-                f"data.chat_template: it is no valid template ({one_line(error)}); correct it"
-            ) from error
-
     def _variables(self, conversation: Conversation) -> dict[str, Any]:
         kwargs = {**self.variables, **conversation.template_kwargs}
         day = datetime.fromisoformat(str(kwargs.pop("strftime_now", DAY)))
@@ -277,42 +259,26 @@ class Rendering:
     def _render(
         self, conversation: Conversation, messages: Sequence[Message], *, prompted: bool = False
     ) -> str:
-        try:
-            text = self._compiled(self._template(conversation)).render(
+        most = len(conversation.messages)
+        alone = "" if len(messages) == most else f" with the first {len(messages)} of {most} messages"
+        with _foreign_code(conversation, alone):
+            text = _compiled(self._template(conversation)).render(
                 messages=list(messages), add_generation_prompt=prompted, **self._variables(conversation)
             )
-            return self._checked(conversation, text)
-        except UserError:
-            raise
-        except Exception as error:  # templates are foreign code
-            most = len(conversation.messages)
-            alone = "" if len(messages) == most else f" with the first {len(messages)} of {most} messages"
-            raise failure(conversation, f"the template fails{alone} ({_reason(error)})") from error
+            return _checked(conversation, text)
 
     def _marked(self, conversation: Conversation, messages: Sequence[Message]) -> tuple[str, list[_Span]]:
         """The rendered text, and what the template marks in it; nothing without messages."""
         if not messages:
             return "", []
-        try:
+        with _foreign_code(conversation):
             text, spans = of_transformers.rendered_with_marks(
-                compiled_template=self._compiled(self._template(conversation)),
+                compiled_template=_compiled(self._template(conversation)),
                 messages=list(messages),
                 add_generation_prompt=False,
                 **self._variables(conversation),
             )
-        except UserError:
-            raise
-        except Exception as error:
-            raise failure(conversation, f"the template fails ({_reason(error)})") from error
-        return self._checked(conversation, text), [(start, end) for start, end in spans if end > start]
-
-    def _checked(self, conversation: Conversation, text: str) -> str:
-        """``text``, if a template may have written so much of a conversation."""
-        if len(text) > _TEXT and len(text) > _TIMES * (given := _length(conversation)):
-            raise failure(
-                conversation, f"the template writes {len(text):,} characters of {given:,}; use another"
-            )
-        return valid(text)
+        return _checked(conversation, text), [(start, end) for start, end in spans if end > start]
 
     def _with_parts(self, conversation: Conversation) -> Conversation:
         """The conversation with lists of parts for texts, if the template would pass over a string."""
@@ -333,7 +299,7 @@ class Rendering:
     def _shows(self, template: str, message: Message) -> bool:
         probe = Conversation((message,), "")
         try:
-            return _PROBE in self._compiled(template).render(
+            return _PROBE in _compiled(template).render(
                 messages=[message], add_generation_prompt=False, **self._variables(probe)
             )
         except Exception:  # templates are foreign code; what they take is shown by the data
@@ -363,17 +329,62 @@ class Rendering:
             conversation = as_text
         return conversation
 
-    def _check_shown(self, conversation: Conversation, text: str) -> None:
-        """Refuse a record with a call, or a message such as templates do not expect, that ``text`` lacks."""
-        for at, message in enumerate(conversation.messages):
-            names = [call["function"]["name"] for call in message.get("tool_calls", ())]
-            parts = [(f"the call of {name!r}; use one that writes calls", name) for name in names]
-            if message["role"] in SELDOM or (message["role"] in FIRST and at):
-                what = f"message {at + 1}, from {message['role']}; use one that writes it, or move it"
-                parts.append((what, str(message.get("content", "")).strip()))
-            for what, said in parts:
-                if valid(said) not in text and json.dumps(said, ensure_ascii=False)[1:-1] not in text:
-                    raise failure(conversation, f"the template leaves out {what}")
+
+@contextmanager
+def _foreign_code(conversation: Conversation, when: str = "") -> Iterator[None]:
+    """Name the record with which a template fails, whatever it raises."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise failure(conversation, f"the template fails{when} ({_reason(error)})") from error
+
+
+def _compiled(text: str) -> Any:
+    try:
+        return of_transformers.compiled_template(text)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"data.chat_template: it is no valid template ({one_line(error)}); correct it"
+        ) from error
+
+
+def _checked(conversation: Conversation, text: str) -> str:
+    """``text``, if a template may have written so much of a conversation."""
+    if len(text) > _TEXT and len(text) > _TIMES * (given := _length(conversation)):
+        raise failure(conversation, f"the template writes {len(text):,} characters of {given:,}; use another")
+    return valid(text)
+
+
+def _check_shown(conversation: Conversation, text: str) -> None:
+    """Refuse a record with a call, or a message such as templates do not expect, that ``text`` lacks."""
+    for at, message in enumerate(conversation.messages):
+        names = [call["function"]["name"] for call in message.get("tool_calls", ())]
+        parts = [(f"the call of {name!r}; use one that writes calls", name) for name in names]
+        if message["role"] in SELDOM or (message["role"] in FIRST and at):
+            what = f"message {at + 1}, from {message['role']}; use one that writes it, or move it"
+            parts.append((what, str(message.get("content", "")).strip()))
+        for what, said in parts:
+            if valid(said) not in text and json.dumps(said, ensure_ascii=False)[1:-1] not in text:
+                raise failure(conversation, f"the template leaves out {what}")
+
+
+def _checked_begin(conversation: Conversation, begin: int | None, train_on: TrainOn) -> int:
+    """The message that a whole text is trained from, if it can be."""
+    if begin is None:
+        raise UserError(
+            f"data.train_on: {conversation.where}: completion is for records with a prompt and a "
+            "completion; use assistant or last_assistant"
+        )
+    if any(map(context_only, conversation.messages[begin:])):
+        raise UserError(
+            f"data.train_on: {conversation.where}: a message is context only, but {train_on} trains "
+            "whole texts; use assistant"
+        )
+    return begin
 
 
 def failure(conversation: Conversation, what: str) -> UserError:

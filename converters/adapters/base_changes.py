@@ -1,0 +1,233 @@
+"""What an adapter does to each tensor of the base that it is merged into."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from converters.adapters.base_names import BaseNames, Found, Region
+from converters.adapters.edits import Scale, same
+from converters.errors import CheckpointError, blame
+from converters.names.tied_weights import EMBEDDINGS, HEADS, ends_with, same_values
+from converters.storage.safe_open import read_small_table
+from converters.tensors.casting import cast_dtype, parse_dtype
+from converters.tensors.computed import computed
+from converters.tensors.dtypes import CASTABLE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from converters.adapters.adapter import Adapter
+    from converters.checkpoint import Checkpoint
+    from converters.tensors.computed import Edit
+    from converters.tensors.tensor import Array, Tensor
+
+# Modules of transformers whose weights have inputs as rows (`Conv1D`), and parameters of stacked experts that
+# have (`is_transposed`), by model type. It matters where a matrix is square.
+INPUTS_FIRST = {
+    **dict.fromkeys(
+        ("clvp", "clvp_decoder", "decision_transformer", "gpt2", "imagegpt", "openai-gpt"),
+        ("c_attn", "q_attn", "c_fc", "c_proj"),
+    ),
+    **dict.fromkeys(
+        ("aria", "aria_text", "gpt_oss", "openai_privacy_filter"),
+        ("gate_up_proj", "down_proj"),
+    ),
+}
+_WITH_HEAD = re.compile(r".*(ForCausalLM|LMHeadModel|ForConditionalGeneration|ForMaskedLM|ForPreTraining)")
+_OF_ENCODERS = ("embeddings.word_embeddings.weight", "embeddings.tok_embeddings.weight")
+OTHER_HEAD = "the head over the vocabulary"
+_OF_BOTH = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+# Modules whose factors are kept, for a few threads: those that are written now, and those that come next.
+KEPT = 16
+
+
+@dataclass
+class Change:
+    """What happens to one tensor of the base.
+
+    Attributes:
+        lead: how many of its dimensions are rows.
+        source: the tensor to start from where it is not the base's own.
+    """
+
+    lead: int = 1
+    edits: list[Edit] = field(default_factory=list)
+    source: Tensor | None = None
+
+    def same(self, other: Change) -> bool:
+        """Whether equal tensors are equal after both."""
+        mine, theirs = self.source, other.source
+        if mine is None or theirs is None or mine is theirs:
+            sources = mine is theirs
+        else:
+            sources = same_values(mine, theirs)
+        return sources and len(self.edits) == len(other.edits) and all(map(same, self.edits, other.edits))
+
+
+class BaseChanges:
+    """The base, and what happens to each of its tensors.
+
+    Attributes:
+        ties: names that are one tensor in the live model: alias -> owner.
+        changes: by the name of a tensor.
+        added: tensors that the base lacks.
+        config_changes: keys of config.json that change with the tensors.
+    """
+
+    def __init__(self, adapter: Adapter, base: Checkpoint, dtype: str) -> None:
+        self.adapter = adapter
+        self.config = adapter.config
+        self.base = base
+        self.target = parse_dtype(dtype)
+        self.base_config = read_small_table(base.companions.get("config.json"))
+        self.ties = {**base.aliases, **self._implied_ties()}
+        self.names = BaseNames(base.tensors, self.ties)
+        self.changes: dict[str, Change] = {}
+        self.added: dict[str, Tensor] = {}
+        self.config_changes: dict[str, Any] = {}
+        self.vector = lru_cache(KEPT)(_load_vector)
+
+    def _implied_ties(self) -> dict[str, str]:
+        """Names that the files lack, of modules that share the only embedding's weights: alias -> owner."""
+        architectures = self.base_config.get("architectures")
+        named = architectures[0] if isinstance(architectures, list) and architectures else None
+        names = list(self.base.tensors)
+        embeddings = [name for name in names if ends_with(name, EMBEDDINGS)]
+        if not isinstance(named, str) or len(embeddings) != 1:
+            return {}
+        owner = embeddings[0]
+        ties = dict.fromkeys(_OF_BOTH if ends_with(owner, ("shared.weight",)) else (), owner)
+        headed = any(ends_with(name, HEADS) for name in [*names, *self.base.aliases])
+        if (
+            not headed
+            and _WITH_HEAD.fullmatch(named)
+            and self.base_config.get("tie_word_embeddings") is not False
+        ):
+            # BERT's kind calls its head by other names.
+            ties[OTHER_HEAD if ends_with(owner, _OF_ENCODERS) else "lm_head.weight"] = owner
+        return ties
+
+    def find(self, live: str) -> Found:
+        with blame(self.base.root):
+            found = self.names.find(live)
+        if found is None:
+            near = self.names.nearest(live)
+            hint = f"; the nearest is {near!r}" if near else ""
+            raise CheckpointError(
+                f"{self.base.root}: holds no {live!r}, which {self.adapter.root} changes{hint}; give the "
+                "base that the adapter was trained on"
+            )
+        return found
+
+    def misfit(self, live: str, shape: Sequence[int], *theirs: Tensor) -> CheckpointError:
+        shapes = " and ".join(str(list(tensor.shape)) for tensor in theirs)
+        return CheckpointError(
+            f"{self.base.root}: {live!r} has shape {list(shape)}, which {shapes} in {self.adapter.root} do "
+            "not fit; give the base that the adapter was trained on"
+        )
+
+    def change(self, name: str, lead: int) -> Change:
+        change = self.changes.setdefault(name, Change(lead))
+        if change.lead != lead:
+            raise CheckpointError(f"{self.adapter.root}: changes {name!r} in two ways; this cannot be merged")
+        return change
+
+    def inputs_first(self, live: str) -> bool:
+        """Whether a square weight has its inputs as rows."""
+        kind = self.base_config.get("model_type")
+        leaf = live.removesuffix(".weight").rpartition(".")[2]
+        if isinstance(kind, str):
+            return leaf in INPUTS_FIRST.get(kind, ())
+        return self.config.fan_in_fan_out
+
+    def edited(self, name: str, count: int) -> Tensor:
+        """A tensor after the first edits of its change."""
+        change = self.changes[name]
+        tensor = self.base.tensors[self.ties.get(name, name)] if change.source is None else change.source
+        return computed(tensor, "F64" if tensor.dtype == "F64" else "F32", change.lead, change.edits[:count])
+
+    def regions(self, found: Found, lead: int = 0) -> Iterator[tuple[Change, Region, int]]:
+        """The change of each tensor that holds rows of a parameter, the region, and its number of rows."""
+        for region in found.regions:
+            stack = len(self.base.tensors[self.ties.get(region.name, region.name)].shape) == 3
+            change = self.change(region.name, lead or (2 if stack else 1))
+            yield change, region, region.stop - region.start
+
+    def without_bias(self, module: str) -> None:
+        """With trained tokens, or tied to a saved embedding, peft's head leaves out the base's bias."""
+        found = self.names.find(f"{module}.bias")
+        if found is not None and found.whole is not None:
+            zeros = partial(np.zeros, found.shape, np.float32)
+            self.change(found.whole, 0).edits.append(Scale(zeros, 0, 0, 1, columns=True))
+
+    def on_bias(self, module: str, edit: Edit, vector: Tensor) -> None:
+        live = f"{module}.bias"
+        weight = self.names.find(f"{module}.weight")
+        if weight is not None and self.names.find(live) is None:
+            raise CheckpointError(
+                f"{self.base.root}: {module} has no bias, and {self.adapter.root} adds one (lora_bias); no "
+                "model of this architecture holds it"
+            )
+        found = self.find(live)
+        if found.whole is None or found.shape != (vector.numel,):
+            raise self.misfit(live, found.shape, vector)
+        self.change(found.whole, 0).edits.append(edit)
+
+    def untied(self) -> list[str]:
+        """The tied names that need tensors of their own; all, or none.
+
+        An adapter on an embedding does not change the head that shares its weights, nor the other way round,
+        unless the files hold the same change of both.
+        """
+        apart = next((alias for alias, owner in self.ties.items() if not self._stay_tied(alias, owner)), "")
+        if not apart:
+            return []
+        if self.base_config.get("is_encoder_decoder") or OTHER_HEAD in self.ties:
+            raise CheckpointError(
+                f"{self.base.root}: {self.ties[apart]!r} and {apart!r} are one parameter, of which "
+                f"{self.adapter.root} changes one use only; in this architecture they cannot be untied"
+            )
+        self.config_changes["tie_word_embeddings"] = False
+        return list(self.ties)
+
+    def _stay_tied(self, alias: str, owner: str) -> bool:
+        theirs = self.changes.get(owner, Change())
+        resized = theirs.source is not None and theirs.source.shape[0] != self.base.tensors[owner].shape[0]
+        if resized and self.changes.setdefault(alias, Change(theirs.lead)).source is None:
+            self.changes[alias].source = theirs.source  # both have a row for each token
+        return self.changes.get(alias, Change()).same(theirs)
+
+    def merged(self, name: str, tensor: Tensor) -> Tensor:
+        change = self.changes.get(name)
+        if change is None:
+            return tensor
+        if tensor.dtype not in CASTABLE:
+            raise CheckpointError(
+                f"{self.base.root}: {name!r} is {tensor.dtype}, quantized; give the model that it was made "
+                "from"
+            )
+        source = change.source if change.source is not None else tensor
+        if change.edits and source.shape != tensor.shape and len(source.shape) != len(tensor.shape):
+            raise self.misfit(name, tensor.shape, source)
+        return self.cast(source, cast_dtype(tensor, self.target), change.lead, change.edits)
+
+    def cast(self, tensor: Tensor, dtype: str, lead: int = 1, edits: Sequence[Edit] = ()) -> Tensor:
+        if not edits and (tensor.dtype == dtype or tensor.dtype not in CASTABLE):
+            return tensor
+        return computed(tensor, dtype, min(lead, len(tensor.shape)), edits)
+
+
+def whole(tensor: Tensor) -> Array:
+    """The values of a tensor, in float32."""
+    values: Array = tensor.read().astype(np.float32)
+    return values
+
+
+def _load_vector(tensor: Tensor, scaling: float) -> Array:
+    values: Array = whole(tensor).reshape(-1) * np.float32(scaling)
+    return values
