@@ -61,5 +61,6 @@ def derived(config: RunConfig) -> dict[str, Any]:
         found["train.warmup_steps"] = warmup_steps(train, steps)
     if train.micro_batch_size != "auto":
         found["train.micro_batch_size"] = largest_divisor(train.global_batch_size, train.micro_batch_size)
-    default = () if train.warmup_steps is not None else ("train.warmup_steps",)  # also where null is written
-    return {key: value for key, value in found.items() if key in default or not config.is_set(key)}
+    # A null that is written asks for the default as well.
+    null_too = () if train.warmup_steps is not None else ("train.warmup_steps",)
+    return {key: value for key, value in found.items() if key in null_too or not config.is_set(key)}
