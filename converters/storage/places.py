@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from converters.storage.completion_markers import INCOMPLETE, begin, is_unfinished, remove_tree
+from converters.storage.listed import Object
 from converters.storage.path_or_url import in_store
 from converters.storage.safe_open import open_new, open_regular, real_path
-from converters.storage.urls import Object
 
 if TYPE_CHECKING:
     from converters.storage.object_store import RemotePath

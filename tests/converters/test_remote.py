@@ -17,10 +17,10 @@ from converters.errors import CheckpointError, redact
 from converters.storage import completion_markers as completion
 from converters.storage import object_store as remote
 from converters.storage.object_store import RemotePath, matching
+from converters.storage.path_or_url import is_url
 from converters.storage.places import copy_file, copy_folder
 from converters.storage.range_reader import RemoteFile
 from converters.storage.store_errors import AccessDeniedError, ConflictError, RemoteError, RetriesUsedUpError
-from converters.storage.urls import is_url
 from tests.object_store import ObjectStore, scale_down
 
 
