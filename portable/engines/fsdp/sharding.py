@@ -125,7 +125,8 @@ def shard(model: nn.Module, config: RunConfig, machine: Machine) -> ShardedModel
     all_count = not replicated or every_parameter_gets_gradient(model)
     zero_missing_gradients(model)
     checkpoint_activations(model, config.memory.activation_checkpointing)
-    compile_layers(model, config)
+    if config.compile:
+        compile_layers(model, config)
     compute = COMPUTE_DTYPES[config.precision]
     autocast_dtype = None if compute == torch.float32 else compute
     size = config.tensor_parallel_size
