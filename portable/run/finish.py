@@ -238,4 +238,12 @@ def export_with_card(prepared: Prepared, folder: Path, checkpoint: Place, out: P
         if base is not None:  # whose config knows nothing of the labels and special tokens of this run
             prepared.model_config.save_pretrained(temporary)
             beside["config.json"] = temporary / "config.json"
-        export(checkpoint, out, base=base, like=like, beside=beside, average=config.checkpoint.export_ema)
+        export(
+            checkpoint,
+            out,
+            adapter=adapter is not None,
+            base=base,
+            like=like,
+            beside=beside,
+            average=config.checkpoint.export_ema,
+        )
