@@ -27,7 +27,6 @@ from portable.engines.compiling import compile_layers
 from portable.engines.experts import called_by_choice, routed, zero_missing_gradients
 from portable.engines.generation import continue_text
 from portable.engines.machine import COMPUTE_DTYPES
-from portable.engines.shared_sequences import share_sequences
 from portable.errors import require
 from portable.model.activation_checkpointing import checkpoint_activations
 from portable.model.freezing import frozen_names
@@ -92,7 +91,10 @@ def prepare(model: nn.Module, config: RunConfig, machine: Machine, at_stop: Exit
     stage = STAGES[config.strategy]
     deepspeed = zero_runtime.import_deepspeed(machine.device.type)
     zero_runtime.start(deepspeed, machine.device, at_stop)
-    share_sequences(model, config, at_stop)
+    if config.context_parallel_size > 1:
+        from portable.engines.shared_sequences import share_sequences
+
+        share_sequences(model, config, at_stop)
     plan = plan_batches(config, world_size=machine.world_size, rank=machine.rank)
     document = deepspeed_json.read(config)
     settings = settings_for(config, plan, ModelSizes.of(model), document, machine.device.type)

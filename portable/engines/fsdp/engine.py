@@ -16,7 +16,6 @@ from portable.engines.fsdp.saving import Saver
 from portable.engines.fsdp.sharding import shard
 from portable.engines.generation import continue_text
 from portable.engines.machine import COMPUTE_DTYPES
-from portable.engines.shared_sequences import share_sequences
 from portable.model.chunked_loss import chunked_head
 from portable.model.groups import groups_of
 from portable.model.loss import Objective, added, shares
@@ -50,7 +49,10 @@ if TYPE_CHECKING:
 
 def prepare(model: nn.Module, config: RunConfig, machine: Machine, at_stop: ExitStack) -> MeasuredEngine:
     """See :class:`portable.engines.machine.EngineModule`."""
-    share_sequences(model, config, at_stop)
+    if config.context_parallel_size > 1:
+        from portable.engines.shared_sequences import share_sequences
+
+        share_sequences(model, config, at_stop)
     head = chunked_head(model, config.memory.loss_chunk_tokens)
     sharded = shard(model, config, machine)
     at_stop.callback(sharded.release_process_group)
