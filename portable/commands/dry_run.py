@@ -101,7 +101,7 @@ def _notes(
         multiple=backend.shape_multiple(config.precision),
         precision=config.precision,
     )
-    ties = [f"note: {note}" for note in tie_notes(model, config.train)]
+    ties = [f"note: {note}" for note in tie_notes(model, config.train)] if config.train.freezes else []
     return [*notes_on(resolved, model.config, assembled.aligned, data), *ties, *weights, *hints]
 
 
