@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from portable.adapters.assemble import check_sharing
 from portable.config import RunConfig
-from portable.data.samples.shared import part_of
+from portable.data.samples.loader import part_of
 from portable.engines.shared_sequences import share_sequences
 from portable.errors import UserError
 from portable.model.document_attention import KEEP_DOCUMENTS_APART
