@@ -100,8 +100,9 @@ def prepare(model: nn.Module, config: RunConfig, machine: Machine, at_stop: Exit
     settings = settings_for(config, plan, ModelSizes.of(model), document, machine.device.type)
     if nvme.in_use(config):
         _make_swap_folder(model, config, machine, at_stop)
-    on_host = document is not None and document.get("activation_checkpointing.cpu_checkpointing") is True
-    checkpoint_activations(model, config.memory.activation_checkpointing, inputs_on_host=on_host)
+    if config.memory.activation_checkpointing != "none":
+        on_host = document is not None and document.get("activation_checkpointing.cpu_checkpointing") is True
+        checkpoint_activations(model, config.memory.activation_checkpointing, inputs_on_host=on_host)
     if config.compile:
         compile_layers(model, config)
     compute = COMPUTE_DTYPES[config.precision]
