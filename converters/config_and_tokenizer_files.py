@@ -14,7 +14,6 @@ from converters.storage.path_or_url import place
 from converters.storage.places import inside
 from converters.storage.safe_open import LinkError, read_small_table
 from converters.storage.store_errors import AccessDeniedError
-from converters.tensors.dtypes import CASTABLE, TO_TORCH
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -208,6 +207,8 @@ def small_files(
 def _with_dtype(
     checkpoint: Checkpoint, entries: Iterable[Entry]
 ) -> tuple[dict[str, bytes], dict[str, Place]]:
+    from converters.tensors.dtypes import CASTABLE, TO_TORCH  # not at the top: numpy is slow to import
+
     copied = dict(checkpoint.companions)
     config = read_small_table(copied.get("config.json"))
     # In a config of quantized weights the dtype means something else.

@@ -95,6 +95,11 @@ def test_the_search_is_deepspeeds(seed: int, monkeypatch: pytest.MonkeyPatch) ->
     pytest.fail("the lowest scale was not reached")
 
 
+def test_without_a_search_nothing_is_counted(tmp_path: Path, corpus: Path) -> None:
+    with opened(configured(tmp_path, corpus)) as trial:
+        assert trial.backend.metrics() == {}
+
+
 def overflow_of_one_rank(folder: Path, corpus: Path, strategy: str) -> list[Any]:
     """Two steps; the gradient of the last rank's last micro-batch overflows in the first of them."""
     config = configured(folder, corpus, strategy=strategy, **FP16, **ONE_OVERFLOW_HALVES)
