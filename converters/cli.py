@@ -476,7 +476,7 @@ def _done(checkpoint: Checkpoint, plan: Plan, taken: str | None, out: Place, *, 
 
 def _loader(plan: Plan, out: Place, options: argparse.Namespace) -> str | None:
     """How to load what was written, if a library does; from an object store, after a copy."""
-    from converters.storage.urls import is_url
+    from converters.storage.path_or_url import is_url
 
     if options.to != "safetensors" or not plan.names & {"config.json", ADAPTER_CONFIG}:
         return None

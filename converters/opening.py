@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from converters.errors import CheckpointError
 from converters.formats import Detected, Source, detect, formats
 from converters.names.canonical import is_number
-from converters.storage.completion_markers import INCOMPLETE, is_unfinished
+from converters.storage.completion_markers import INCOMPLETE
 from converters.storage.path_or_url import place
-from converters.storage.places import inside
+from converters.storage.places import inside, is_unfinished
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from converters.storage.urls import is_url
+from converters.storage.path_or_url import is_url
 from portable.config import keys
 from portable.config.derived import HYBRID, PADDED_TASKS, ZERO, largest_divisor, warms_up, warmup_steps
 from portable.config.origins import located

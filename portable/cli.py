@@ -82,7 +82,9 @@ def run(invocation: Invocation) -> int:
 
     config = invocation.config
     be_quiet(config.log.quiet)
-    joined = launch.joined()
+    joined = "RANK" in os.environ or "WORLD_SIZE" in os.environ
+    if joined:
+        launch.check_variables()
     if os.environ.get("RANK", "0") == "0":
         for note in invocation.notes:
             tell(f"note: {note}")

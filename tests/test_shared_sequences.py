@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from portable.adapters.assemble import check_sharing
 from portable.config import RunConfig
-from portable.data.samples.shared import part_of
+from portable.data.samples.loader import part_of
 from portable.engines.shared_sequences import share_sequences
 from portable.errors import UserError
 from portable.model.document_attention import KEEP_DOCUMENTS_APART
-from portable.model.shareable import check_sharing
 from portable.planner.memory_model import Cluster
 from portable.planner.meta_model import MetaModel
 from tests.parity import Beside, loss_and_gradients, off

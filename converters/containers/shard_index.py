@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from converters.errors import CheckpointError
+from converters.storage.bytes import read_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -75,26 +75,3 @@ def _check_distinct(folder: Folder, name: str, files: Mapping[str, SourceFile]) 
         other = known.setdefault(file.identity(), shard)
         if other != shard:
             raise CheckpointError(f"{folder.path / name}: lists one file twice, as {other!r} and {shard!r}")
-
-
-def read_table(file: SourceFile) -> dict[str, Any]:
-    """The table in a JSON file; CheckpointError where it is none, is damaged or repeats a key."""
-    found = read_json(file.path, file.read(0, file.nbytes))
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{file.path}: damaged, its JSON is no table")
-    return found
-
-
-def read_json(where: object, data: bytes) -> Any:
-    """The parsed JSON; CheckpointError, which names `where`, for text that is invalid or repeats a key."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        made = dict(pairs)
-        if len(made) != len(pairs):
-            raise CheckpointError(f"{where}: holds a key twice")
-        return made
-
-    try:
-        return json.loads(data.decode("utf-8"), object_pairs_hook=unique)
-    except (ValueError, RecursionError):
-        raise CheckpointError(f"{where}: damaged, not readable as JSON") from None

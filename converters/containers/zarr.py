@@ -20,9 +20,8 @@ import numpy as np
 
 from converters.containers.crc32c import crc32c
 from converters.containers.pickle_reader import shown
-from converters.containers.shard_index import read_json
 from converters.errors import CheckpointError, blame
-from converters.storage.bytes import Memory, Slice
+from converters.storage.bytes import Memory, Slice, read_json
 from converters.storage.compressed import CODECS, Compressed
 from converters.tensors.dtypes import FROM_NUMPY, itemsize, numpy_dtype
 from converters.tensors.tensor import Box, Tensor, View, is_shape, possible_shape, row_major

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from converters.storage.path_or_url import Place
 
 _MODULES = (
+    "converters.formats.dcp.reader",
     "converters.formats.megatron.core",
     "converters.formats.megatron.core:RANKS",
-    "converters.formats.dcp.reader",
     "converters.formats.deepspeed.universal",
     "converters.formats.deepspeed.reader",
     "converters.formats.xla_fsdp.reader",

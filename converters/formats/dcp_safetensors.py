@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 
 from converters.checkpoint import Checkpoint, OptimizerState
 from converters.config_and_tokenizer_files import find_companions, trainer_metadata
-from converters.containers.shard_index import INDEX, INFO, OFFSETS, read_index, read_json
+from converters.containers.shard_index import INDEX, INFO, OFFSETS, read_index
 from converters.errors import CheckpointError, blame
 from converters.formats import Format, Source
 from converters.formats.safetensors import read_file
 from converters.names.canonical import assign_roles, paths_without_nesting, plain_name, plain_names
-from converters.storage.bytes import Memory
+from converters.storage.bytes import Memory, read_json
 from converters.storage.folder import Folder
 from converters.storage.places import names_in
 from converters.storage.safe_open import child

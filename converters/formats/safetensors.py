@@ -13,22 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from converters.checkpoint import Aliases, Checkpoint, OptimizerState, Scalar
 from converters.config_and_tokenizer_files import check_one_model, find_companions, trainer_metadata
-from converters.containers.shard_index import (
-    ADAPTER,
-    GROUPS,
-    INDEX,
-    OPTIMIZER,
-    SINGLE,
-    read_index,
-    read_json,
-    read_table,
-)
+from converters.containers.shard_index import ADAPTER, GROUPS, INDEX, OPTIMIZER, SINGLE, read_index
 from converters.errors import CheckpointError, blame
 from converters.formats import Format, Source
 from converters.formats.torch_save.reader import in_order, optimizer_beside
 from converters.limits import MAX_HEADER
 from converters.names.canonical import plain_names, split_state_key
 from converters.names.module_order import module_order
+from converters.storage.bytes import read_json, read_table
 from converters.storage.folder import Folder
 from converters.storage.places import files_in, names_in
 from converters.tensors.dtypes import NUMPY, itemsize

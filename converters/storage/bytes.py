@@ -1,16 +1,17 @@
-"""Byte sources: whole files, spans of files with their CRC32, and sources joined end to end.
+"""Byte sources: whole files, spans of files with their CRC32, sources joined end to end; and JSON in them.
 
 Readers ask a `Source` for bytes; nothing above `converters.storage` opens a shard file.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from bisect import bisect_right
 from operator import itemgetter
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from isal import isal_zlib
 
@@ -226,3 +227,26 @@ class Memory:
 
     def read_into(self, buffer: memoryview, at: int, touched: Touched) -> None:
         buffer[:] = self.data[at : at + len(buffer)]
+
+
+def read_table(file: SourceFile) -> dict[str, Any]:
+    """The table in a JSON file; CheckpointError where it is none, is damaged or repeats a key."""
+    found = read_json(file.path, file.read(0, file.nbytes))
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{file.path}: damaged, its JSON is no table")
+    return found
+
+
+def read_json(where: object, data: bytes) -> Any:
+    """The parsed JSON; CheckpointError, which names `where`, for text that is invalid or repeats a key."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        made = dict(pairs)
+        if len(made) != len(pairs):
+            raise CheckpointError(f"{where}: holds a key twice")
+        return made
+
+    try:
+        return json.loads(data.decode("utf-8"), object_pairs_hook=unique)
+    except (ValueError, RecursionError):
+        raise CheckpointError(f"{where}: damaged, not readable as JSON") from None

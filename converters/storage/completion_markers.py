@@ -26,19 +26,8 @@ from converters.storage.store_errors import RemoteError
 
 if TYPE_CHECKING:
     from converters.storage.object_store import RemotePath
-    from converters.storage.path_or_url import Place
 
 COMPLETE, INCOMPLETE = "_COMPLETE", "_INCOMPLETE"
-
-
-def is_complete(folder: Place) -> bool:
-    """Whether the folder, in a store or copied from one, is marked as complete."""
-    return (folder / COMPLETE).is_file()
-
-
-def is_unfinished(folder: Place) -> bool:
-    """Whether the folder was begun and is not complete (yet)."""
-    return (folder / INCOMPLETE).is_file() and not is_complete(folder)
 
 
 def facts_of(folder: RemotePath) -> dict[str, Any]:

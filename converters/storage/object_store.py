@@ -41,8 +41,8 @@ from urllib.parse import quote
 
 from converters.errors import CheckpointError, printable, redact
 from converters.storage.credentials import LOOKED_FOR, OPTIONS
+from converters.storage.listed import Object
 from converters.storage.store_errors import LostUploadError, RemoteError, broke_off, reason_of, translated
-from converters.storage.urls import Object, is_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -605,10 +605,8 @@ def _folders(key: str) -> Iterator[str]:
 
 def _parsed(url: str) -> tuple[Bucket, str]:
     """The bucket and the key of a URL."""
-    protocol, found, rest = url.partition("://")
+    protocol, _, rest = url.partition("://")
     protocol = protocol.lower()
-    if not found or not is_url(url):
-        raise RemoteError(f"{redact(url)}: not a URL")
     bucket, _, key = rest.partition("/")
     if "@" in bucket and not (protocol in ("abfs", "abfss") and _AZURE_HOST.fullmatch(bucket)):
         raise RemoteError(

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Union
 
 from converters.errors import CheckpointError, redact
 from converters.storage.store_errors import RemoteError
-from converters.storage.urls import is_url
 
 if TYPE_CHECKING:
     from typing_extensions import TypeIs
@@ -19,11 +18,18 @@ if TYPE_CHECKING:
     # Both have the same methods for reading: exists, is_file, is_dir, iterdir, stat, read_text, `/` ...
     Place = Union[Path, RemotePath]  # noqa: UP007
 
+_URL = re.compile(r"(?!file:|local:)[a-z][a-z0-9+.:-]*://", re.IGNORECASE)
+
 _ALMOST_URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:(/|$)|(s3a?|gs|gcs|az|abfss?|hdfs):")
 
 _LOCAL_URL = re.compile(r"^(?:file|local)://(?=/)", re.IGNORECASE)
 
 _VARIABLE = re.compile(r"\$(?:\{([A-Za-z_]\w*)\}|([A-Za-z_]\w*))")
+
+
+def is_url(text: object) -> bool:
+    """Whether `text` is a URL of a store (`s3://bucket/run`) rather than a path."""
+    return isinstance(text, str) and _URL.match(text) is not None
 
 
 def in_store(place: Place) -> TypeIs[RemotePath]:

@@ -14,10 +14,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from converters.storage.completion_markers import INCOMPLETE, begin, is_unfinished, remove_tree
+from converters.storage.completion_markers import COMPLETE, INCOMPLETE, begin, remove_tree
+from converters.storage.listed import Object
 from converters.storage.path_or_url import in_store
 from converters.storage.safe_open import open_new, open_regular, real_path
-from converters.storage.urls import Object
 
 if TYPE_CHECKING:
     from converters.storage.object_store import RemotePath
@@ -157,6 +157,11 @@ def unused_name(path: P) -> P:
 def is_taken(path: Place) -> bool:
     """Whether something has this name, be it a link to nothing."""
     return path.exists() if in_store(path) else os.path.lexists(path)
+
+
+def is_unfinished(folder: Place) -> bool:
+    """Whether the folder, in a store or copied from one, was begun and is not complete (yet)."""
+    return (folder / INCOMPLETE).is_file() and not (folder / COMPLETE).is_file()
 
 
 def is_left_over(folder: Place) -> bool:

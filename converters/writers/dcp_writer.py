@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from converters.config_and_tokenizer_files import small_files
 from converters.errors import CheckpointError
 from converters.formats.dcp.reader import read_tensors
 from converters.tensors.dtypes import TO_TORCH
-from converters.writers.config_json import small_files
 from converters.writers.conversion import (
     Choices,
     Entry,

@@ -103,7 +103,7 @@ class Model:
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     absent: Mapping[str, Any] = field(default_factory=dict)
     counts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    numbers: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: _RMS)
+    numbers: Mapping[str, tuple[str, ...]] = field(default_factory=_RMS.copy)
     scalings: tuple[str, ...] = _SCALINGS
     partial: bool = False
     window: int = 0
@@ -137,8 +137,9 @@ MODELS = {
             "residual_scale": ("residual_multiplier",),
             "logit_scale": ("logits_scaling",),
         },
-        absent={f"{key}_multiplier": 1.0 for key in ("attention", "embedding", "residual")}
-        | {"logits_scaling": 1.0},
+        absent=dict.fromkeys(
+            ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"), 1.0
+        ),
         pairs=True,
         scalings=(*_SCALINGS, "llama3"),
     ),

@@ -22,10 +22,14 @@ class _StoppedError(Exception):
     """Ends a job after another one failed."""
 
 
+def cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def threads() -> int:
-    """The number of threads: the CPUs available to this process, at most 16."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(_MAX_THREADS, allowed)
+    """The number of threads: a core each, at most 16."""
+    return min(_MAX_THREADS, cores())
 
 
 def interleaved(groups: Iterable[Iterator[Job]], width: int) -> Iterator[Job]:

@@ -24,10 +24,9 @@ from converters.storage.completion_markers import (
     begin,
     complete,
     facts_of,
-    is_unfinished,
 )
 from converters.storage.object_store import abort_uploads, connections
-from converters.storage.places import copy_file
+from converters.storage.places import copy_file, is_unfinished
 from converters.writers.replace_folder import check_replaceable
 
 if TYPE_CHECKING:

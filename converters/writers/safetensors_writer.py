@@ -16,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from converters.adapters.names import FINGERPRINT
+from converters.config_and_tokenizer_files import small_files
 from converters.containers.shard_index import ADAPTER, GROUPS, INFO, OFFSETS, OPTIMIZER, SINGLE
 from converters.errors import CheckpointError
 from converters.limits import MAX_HEADER
@@ -23,7 +24,6 @@ from converters.storage.folder import Folder
 from converters.storage.output_file import BLOCK_BYTES
 from converters.storage.path_or_url import place
 from converters.tensors.dtypes import itemsize
-from converters.writers.config_json import small_files
 from converters.writers.conversion import (
     Choices,
     Entry,

@@ -10,9 +10,9 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from converters.config_and_tokenizer_files import small_files
 from converters.errors import CheckpointError
 from converters.tensors.tensor import Tensor
-from converters.writers.config_json import small_files
 from converters.writers.conversion import (
     Choices,
     Entry,

@@ -15,12 +15,12 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from converters.config_and_tokenizer_files import small_files
 from converters.errors import CheckpointError, OptimizerStateError
 from converters.formats.deepspeed.universal import COMMON, LATEST, MASTER, NAME, ZERO
 from converters.tensors.casting import parse_dtype
 from converters.tensors.dtypes import CASTABLE
 from converters.tensors.tensor import Tensor
-from converters.writers.config_json import small_files
 from converters.writers.conversion import (
     Choices,
     Entry,

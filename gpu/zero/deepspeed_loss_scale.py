@@ -17,8 +17,6 @@ class DeepSpeedScaler(LossScale):
         scaler: DeepSpeed's dynamic loss scaler.
     """
 
-    dynamic = True
-
     def __init__(self, scaler: Any) -> None:
         self._scaler = scaler
         self._overflows = 0

@@ -26,9 +26,7 @@ from portable.checkpoint.match_to_model import stored_state
 from portable.engines.compiling import compile_layers
 from portable.engines.experts import called_by_choice, routed, zero_missing_gradients
 from portable.engines.generation import continue_text
-from portable.engines.loss_scale import LossScale
 from portable.engines.machine import COMPUTE_DTYPES
-from portable.engines.shared_sequences import share_sequences
 from portable.errors import require
 from portable.model.activation_checkpointing import checkpoint_activations
 from portable.model.freezing import frozen_names
@@ -93,15 +91,20 @@ def prepare(model: nn.Module, config: RunConfig, machine: Machine, at_stop: Exit
     stage = STAGES[config.strategy]
     deepspeed = zero_runtime.import_deepspeed(machine.device.type)
     zero_runtime.start(deepspeed, machine.device, at_stop)
-    share_sequences(model, config, at_stop)
+    if config.context_parallel_size > 1:
+        from portable.engines.shared_sequences import share_sequences
+
+        share_sequences(model, config, at_stop)
     plan = plan_batches(config, world_size=machine.world_size, rank=machine.rank)
     document = deepspeed_json.read(config)
     settings = settings_for(config, plan, ModelSizes.of(model), document, machine.device.type)
     if nvme.in_use(config):
         _make_swap_folder(model, config, machine, at_stop)
-    on_host = document is not None and document.get("activation_checkpointing.cpu_checkpointing") is True
-    checkpoint_activations(model, config.memory.activation_checkpointing, inputs_on_host=on_host)
-    compile_layers(model, config)
+    if config.memory.activation_checkpointing != "none":
+        on_host = document is not None and document.get("activation_checkpointing.cpu_checkpointing") is True
+        checkpoint_activations(model, config.memory.activation_checkpointing, inputs_on_host=on_host)
+    if config.compile:
+        compile_layers(model, config)
     compute = COMPUTE_DTYPES[config.precision]
     parameters = dict(model.named_parameters())
     groups = groups_of(model, config.train)  # before parameters lose their shapes
@@ -205,7 +208,6 @@ class ZeroEngine:
             base.device, base.flat = machine.device, self._partitions.matrices(machine.world_size)
         scaler = private_api.dynamic_loss_scaler(engine.optimizer)
         self._scaler = None if scaler is None else DeepSpeedScaler(scaler)
-        self._scaling = self._scaler or LossScale()
         # DeepSpeed casts frozen parameters to the compute type. What that rounds is kept in host memory, so
         # that checkpoints have it as it was: this rank's shards, or where rank 0 saves for all, whole.
         here = self._sharded or machine.rank == 0
@@ -236,8 +238,9 @@ class ZeroEngine:
         try:
             self._engine.step()
         except Exception as error:
-            exhausted = self._scaling.dynamic and private_api.is_scale_exhausted(error)
-            raise (self._scaling.exhausted() if exhausted else error) from error
+            if self._scaler is not None and private_api.is_scale_exhausted(error):
+                raise self._scaler.exhausted() from error
+            raise
         private_api.count_samples(self._engine, self._settings.global_batch_size)
         # DeepSpeed has synced, and skips an update that is not finite on any rank.
         skipped = not self._engine.was_step_applied()
@@ -264,7 +267,7 @@ class ZeroEngine:
 
     def metrics(self) -> dict[str, float]:
         """See :class:`portable.engines.machine.MeasuredEngine`."""
-        return self._scaling.metrics()
+        return {} if self._scaler is None else self._scaler.metrics()
 
     @torch.no_grad()
     def evaluate(
@@ -318,15 +321,16 @@ class ZeroEngine:
         base = private_api.basic_optimizer(self._engine)
         samples = zero_optimizer.begin_again(base, self._settings, checkpoint.optimizer)
         self._partitions.load_optimizer(stored.optimizer, samples)
-        self._scaling.load(checkpoint.root)
+        if self._scaler is not None:
+            self._scaler.load(checkpoint.root)
         steps = _steps_done(checkpoint)
         zero_optimizer.catch_up(base, steps)
         private_api.set_steps(self._engine, step_of_run(checkpoint.root, steps))
 
     def save(self, folder: Path, *, background: bool) -> SaveHandle:
         self._partitions.refresh()
-        if self._engine.global_rank == 0:
-            self._scaling.save(folder)
+        if self._scaler is not None and self._engine.global_rank == 0:
+            self._scaler.save(folder)
         return self._saver.save(folder, background=background)
 
 

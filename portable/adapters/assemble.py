@@ -12,7 +12,6 @@ from portable.model import build as models
 from portable.model.document_attention import check_documents
 from portable.model.groups import groups_of
 from portable.model.labels import classifies_end_token, problem_of
-from portable.model.shareable import check_sharing
 from portable.model.special_tokens import SpecialTokens
 from portable.model.training_loss import training_loss
 
@@ -79,6 +78,18 @@ def assemble(
     check_sharing(model, config)
     # A new model has no special tokens to lose.
     return Assembled(model, adapter, grown_from, [] if config.model.name_or_path is None else aligned)
+
+
+def check_sharing(model: PreTrainedModel, config: RunConfig) -> None:
+    """Raise UserError if the ranks or devices of a run cannot share the sequences or layers of ``model``."""
+    if config.context_parallel_size > 1:
+        from portable.model.shareable import check_sequences
+
+        check_sequences(model, config)
+    if config.tensor_parallel_size > 1:
+        from portable.model.shared_layers import check_layers
+
+        check_layers(model, config.tensor_parallel_size)
 
 
 def looked_at(config: RunConfig) -> tuple[Assembled, DataSizes]:

@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING, Any, Generic
 
 from converters import manifest_entries, manifest_text
 from converters.manifest import MANIFEST
-from converters.storage.completion_markers import is_unfinished
 from converters.storage.places import (
     PARTIAL,
     P,
     folders_in,
     is_left_over,
     is_taken,
+    is_unfinished,
     move_folder,
     remove_folder,
     set_aside,

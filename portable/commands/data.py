@@ -76,11 +76,11 @@ def run(argv: Sequence[str]) -> int:
     number, count = _part(given.get("part", "1/1"))
     out = place_of("--out", given["out"])
     with loading():
+        from converters.writers.parallel import cores
         from portable.adapters.settings import with_exports
         from portable.data.dataset import open_sources
         from portable.data.pretokenize import pretokenize
         from portable.data.sources.opening import StreamedFiles
-        from portable.data.tokens.parallel import cores
     config = with_exports(config)
     listed = tuple(one.model_copy(update={"stream": True}) for one in config.data.sources)
     found = open_sources(

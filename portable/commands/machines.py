@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import portable
-from converters.storage.urls import is_url
+from converters.storage.path_or_url import is_url
 from portable.config import keys, load_config
 from portable.config.run_config import RunConfig
 from portable.config.sources import eval_key, evaluation_sources, training_key, training_sources

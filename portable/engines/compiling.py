@@ -30,8 +30,6 @@ def check(config: RunConfig, world_size: int, compiler: str) -> None:
     Args:
         compiler: the device's own, which may be registered only where the device is opened.
     """
-    if not config.compile:
-        return
     if config.compile_backend not in ("inductor", compiler):
         known = torch.compiler.list_backends(exclude_tags=())
         require(
@@ -50,9 +48,7 @@ def check(config: RunConfig, world_size: int, compiler: str) -> None:
 
 
 def compile_layers(model: nn.Module, config: RunConfig) -> None:
-    """If ``compile`` is set, make each transformer layer of ``model`` compile on its first call."""
-    if not config.compile:
-        return
+    """Make each transformer layer of ``model`` compile on its first call, as the settings say."""
     layers = transformer_layers(model)
     of_torch.keep_compiling(_GRAPHS_PER_LAYER * len(layers))
     mode = None if config.compile_mode == "default" else config.compile_mode
@@ -61,23 +57,19 @@ def compile_layers(model: nn.Module, config: RunConfig) -> None:
 
 
 class CapturedMemory:
-    """Keeps tensors in the memory of CUDA graphs valid; a no-op without CUDA graphs.
+    """Keeps tensors in the memory of CUDA graphs valid.
 
     A graph reuses the memory of its outputs in the next pass, and by default every call of a compiled layer
     starts one. That would overwrite accumulated gradients and, with recomputation, the gradient in flight.
-
-    Args:
-        config: of the run.
     """
 
-    def __init__(self, config: RunConfig) -> None:
-        self.captured = config.compile and config.compile_mode in CAPTURING
+    def __init__(self) -> None:
         self._first = True
 
-    def begin_pass(self) -> None:
+    @staticmethod
+    def begin_pass() -> None:
         """Call before each forward pass: the calls until the next one, backward included, are one pass."""
-        if self.captured:
-            torch.compiler.cudagraph_mark_step_begin()
+        torch.compiler.cudagraph_mark_step_begin()
 
     def keep_gradients(self, parameters: Iterable[nn.Parameter], *, last: bool) -> None:
         """Call after each backward pass: copy gradients that accumulate out of the graphs' memory.
@@ -86,7 +78,7 @@ class CapturedMemory:
             parameters: with their gradients.
             last: whether the optimizer step follows, so that no pass can overwrite them.
         """
-        if self.captured and self._first and not last:
+        if self._first and not last:
             for parameter in parameters:
                 if parameter.grad is not None:
                     parameter.grad = parameter.grad.clone()

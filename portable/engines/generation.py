@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from portable.engines.shared_sequences import shared_by
-
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
@@ -38,8 +36,8 @@ def continue_text(
     """
     torch.manual_seed(seed)  # the same on all ranks
     generate: Any = model.generate
-    # Shapes change with every token, so compiling would not pay. Every rank has the whole prompt.
-    with torch.compiler.set_stance("force_eager"), shared_by(None):
+    # Shapes change with every token, so compiling would not pay.
+    with torch.compiler.set_stance("force_eager"):
         tokens: Tensor = generate(
             prompt.to(device),
             attention_mask=torch.ones_like(prompt, device=device),

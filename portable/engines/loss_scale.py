@@ -7,6 +7,7 @@ ones), ``loss_scale_window`` updates without an overflow double it.
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 from portable.errors import RunError, UserError, one_line
@@ -23,32 +24,29 @@ STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """DeepSpeed's names for the state of the search."""
 
 
-class LossScale:
-    """The loss scale in metrics and checkpoints. Here it is 1; a subclass searches for one.
+class LossScale(ABC):
+    """A search for the loss scale, in metrics and checkpoints. With one, an overflow is no failure.
 
     Attributes:
-        dynamic: whether the scale is searched for, so that an overflow is no failure.
         min_scale: the lowest.
     """
 
-    dynamic = False
-    min_scale = 1.0
+    min_scale: float
 
+    @abstractmethod
     def state(self) -> dict[str, float]:
         """The values of :data:`STATE`, and ``overflows``: skipped updates since the start of the run.
 
-        Waits for the device. Empty without a search.
+        Waits for the device.
         """
-        return {}
 
+    @abstractmethod
     def restore(self, state: Mapping[str, float]) -> None:
         """Set what :meth:`state` returns."""
 
     def metrics(self) -> dict[str, float]:
-        """``overflows`` and ``loss_scale``; empty without a search."""
+        """``overflows`` and ``loss_scale``."""
         state = self.state()
-        if not state:
-            return {}
         return {"overflows": int(state["overflows"]), "loss_scale": float(state["cur_scale"])}
 
     def exhausted(self) -> RunError:
@@ -60,8 +58,7 @@ class LossScale:
 
     def save(self, folder: Path) -> None:
         """Write the state of the search; on rank 0."""
-        if self.dynamic:
-            write_durably(folder / _FILE, json.dumps(self.state()) + "\n")
+        write_durably(folder / _FILE, json.dumps(self.state()) + "\n")
 
     def load(self, folder: Place) -> None:
         """Restore the state of the search; a no-op if the checkpoint was not written in fp16.
@@ -70,7 +67,7 @@ class LossScale:
             UserError: if the file is damaged.
         """
         path = folder / _FILE
-        if not (self.dynamic and path.exists()):
+        if not path.exists():
             return
         try:
             stored = {"overflows": 0, **json.loads(path.read_text("utf-8"))}  # older files do not count them

@@ -69,7 +69,6 @@ class TorchPackage:
         return adopted
 
     def check(self, config: RunConfig, world: World) -> None:
-        from portable.engines import compiling
         from portable.engines.fsdp.sharding import shard_group_size
 
         attention = config.model.attention
@@ -80,7 +79,10 @@ class TorchPackage:
                 f"model.attention: {attention} needs the package {f'{own} or ' if own else ''}kernels, which "
                 "is not installed (pip install kernels); use sdpa",
             )
-        compiling.check(config, world.ranks, self.compiler)
+        if config.compile:
+            from portable.engines import compiling
+
+            compiling.check(config, world.ranks, self.compiler)
         if config.strategy in ZERO:
             engine_part(config.strategy, "engine").check(config, self.name)
         # The ranks that this process will start are all on this node.

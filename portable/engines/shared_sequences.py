@@ -48,12 +48,11 @@ def share_sequences(model: Any, config: RunConfig, at_stop: ExitStack) -> None:
     """Have ``config.context_parallel_size`` ranks in a row share each sequence of ``model``. Collective.
 
     Args:
-        model: a transformers model, which :func:`portable.model.shareable.check_sharing` has seen.
+        model: a transformers model, which :func:`portable.model.shareable.check_sequences` has seen.
         at_stop: puts back what is replaced in transformers.
     """
-    if config.context_parallel_size == 1:
-        return
     at_stop.enter_context(shared_by(dist.new_subgroups(config.context_parallel_size)[0]))
+    model.generate = shared_by(None)(model.generate)  # every rank has the whole prompt
     let_sdpa_take_documents()  # within the exchange
     kernel = attention_kernel(model.config)
     for functions, name, wrapped in (

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def checkpoint_activations(model: nn.Module, kind: str, *, inputs_on_host: bool = False) -> None:
-    """Enable the ``memory.activation_checkpointing`` mode ``none``, ``full`` or ``selective``.
+    """Enable the ``memory.activation_checkpointing`` mode ``full`` or ``selective``.
 
     Args:
         model: a transformers model.
@@ -27,8 +27,6 @@ def checkpoint_activations(model: nn.Module, kind: str, *, inputs_on_host: bool 
     Raises:
         UserError: if the model does not support recomputation.
     """
-    if kind == "none":
-        return
     options: dict[str, Any] = {"use_reentrant": False}
     if kind == "selective":
         from torch.utils.checkpoint import create_selective_checkpoint_contexts

@@ -262,7 +262,8 @@ def training_model(config: PretrainedConfig, run: RunConfig) -> PreTrainedModel:
     compute = COMPUTE.get(run.precision, torch.float32)
     # Loading corrects it where the files differ from what the config says.
     stored = torch.float32 if run.model.from_scratch else getattr(config, "dtype", None)
-    freeze_by_pattern(model, run.train, compute if stored == compute else torch.float32)
+    if run.train.freezes:
+        freeze_by_pattern(model, run.train, compute if stored == compute else torch.float32)
     return model
 
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
-from portable.data.samples.shared import PART_POSITIONS
+from portable.data.samples.base import PART_POSITIONS
 from portable.errors import UserError
 from portable.model.layers import trial_forward
 from portable.private import of_torch

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from portable.model.layers import transformer_layers
 from portable.model.parameters import token_embedding
-from portable.model.quantized import elements
+from portable.model.quantized import QuantizedLinear
 
 if TYPE_CHECKING:
     from torch import nn
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def parameter_count(model: nn.Module) -> int:
     """Number of parameters. Tied parameters count once."""
-    stands_for = elements(model)
+    stands_for = _quantized(model)
     return sum(stands_for.get(id(p), p.numel()) for p in model.parameters())
 
 
@@ -50,7 +50,7 @@ def flops_per_token(model: PreTrainedModel, config: PretrainedConfig, seq_len: f
     layers = [{id(p) for p in layer.parameters()} for _, layer in transformer_layers(model)]
     hidden: int = getattr(text, "hidden_size", 0 if embedding is None else embedding.shape[1])
     share = 1.0 - _idle_share(text)
-    passes, flops, reached, stands_for = 1, 0.0, set[int](), elements(model)
+    passes, flops, reached, stands_for = 1, 0.0, set[int](), _quantized(model)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             passes = 2
@@ -66,6 +66,11 @@ def flops_per_token(model: PreTrainedModel, config: PretrainedConfig, seq_len: f
             )
     through = sum(bool(layer & reached) for layer in layers)
     return flops + 4.0 * (len(layers) + 2 * through) * hidden * seq_len
+
+
+def _quantized(model: nn.Module) -> dict[int, int]:
+    """The elements that quantized parameters of ``model`` stand for, by ``id``."""
+    return {id(m.bits): m.elements for m in model.modules() if isinstance(m, QuantizedLinear)}
 
 
 def _experts(text: PretrainedConfig) -> int:

@@ -59,8 +59,6 @@ def freeze_by_pattern(model: nn.Module, settings: TrainConfig, dtype: torch.dtyp
     Raises:
         UserError: if a pattern is not a regular expression or matches no parameter, or nothing is trained.
     """
-    if not settings.freezes:
-        return
     names = {first: [first, *others] for first, others in tied_names(model).items()}
     chosen = set(names)
     if settings.trainable is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from portable.data.samples.classes import PROBLEMS, SINGLE, KnownClasses
 from portable.errors import UserError
@@ -21,8 +21,6 @@ def known_classes(config: PretrainedConfig, settings: ModelConfig) -> KnownClass
 
     The outputs of a regression count as classes.
     """
-    if settings.task != "sequence-classification":
-        return None
     names = _class_names(config)
     if settings.name_or_path is None:
         known = any(key in (settings.config or {}) for key in ("num_labels", "id2label", "label2id"))
@@ -77,10 +75,17 @@ def classifies_end_token(config: PretrainedConfig) -> bool:
     return "eos_token_id" in inspect.unwrap(kind.forward).__code__.co_names
 
 
-def adopt_labels(config: PretrainedConfig, classes: Classes | None) -> None:
-    """Store the class names and the problem type in ``config``; a no-op if ``classes`` is None."""
-    if classes is None:
-        return
+def label_hints(config: PretrainedConfig, settings: ModelConfig) -> dict[str, Any]:
+    """What a classifier's config says about its data, as arguments of ``build_data``."""
+    return {
+        "known_classes": known_classes(config, settings),
+        "problem": problem_of(config, settings),
+        "pad_left": classifies_last_position(config),
+    }
+
+
+def adopt_labels(config: PretrainedConfig, classes: Classes) -> None:
+    """Store the class names and the problem type in ``config``."""
     config.id2label = dict(enumerate(classes.names))
     config.label2id = {name: index for index, name in enumerate(classes.names)}
     if classes.problem != SINGLE or getattr(config, "problem_type", None) is not None:

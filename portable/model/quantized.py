@@ -186,8 +186,3 @@ def quantize(model: nn.Module, kind: str, dtype: torch.dtype) -> dict[str, Quant
         made[name] = QuantizedLinear(module, kind, dtype)
         model.get_submodule(parent).add_module(child, made[name])
     return made
-
-
-def elements(model: nn.Module) -> dict[int, int]:
-    """The elements that quantized parameters of ``model`` stand for, by ``id``."""
-    return {id(m.bits): m.elements for m in model.modules() if isinstance(m, QuantizedLinear)}

@@ -1,4 +1,4 @@
-"""Whether ranks or devices can share the sequences or the layers of a model, and its heads."""
+"""Whether ranks or devices can share the sequences of a model, and its heads."""
 
 from __future__ import annotations
 
@@ -19,22 +19,18 @@ ROUTER_LOSS = "load_balancing_loss_func"
 """The function in a model's module that computes its router loss from the logits of every layer's gate."""
 
 
-def check_sharing(model: Any, config: RunConfig) -> None:
-    """Raise UserError if the ranks or devices of a run cannot share the sequences or layers of ``model``."""
+def check_sequences(model: Any, config: RunConfig) -> None:
+    """Raise UserError if the ranks or devices of a run cannot share the sequences of ``model``."""
     size = config.context_parallel_size
-    if size > 1 and config.backend != "xla":
+    if config.backend != "xla":
         _check_attention(model, config)
-    if size > 1 and (config.backend != "xla" or attention_kernel(model.config) == "sdpa"):
+    if config.backend != "xla" or attention_kernel(model.config) == "sdpa":
         # Other attention XLA's compiler divides as it likes.
         heads, keys = heads_of(model)
         require(
             heads % size == 0 and (keys % size == 0 or size % keys == 0),
             f"{KEY}: {heads} heads ({keys} of keys) cannot be divided among {size} ranks; use a divisor",
         )
-    if config.tensor_parallel_size > 1:
-        from portable.model.shared_layers import check_layers
-
-        check_layers(model, config.tensor_parallel_size)
 
 
 def _check_attention(model: Any, config: RunConfig) -> None:

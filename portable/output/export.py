@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import converters
@@ -44,6 +45,7 @@ def export(
     checkpoint: Place,
     folder: Place,
     *,
+    adapter: bool = False,
     base: Checkpoint | None = None,
     like: Checkpoint | None = None,
     beside: Mapping[str, Path] | None = None,
@@ -51,27 +53,27 @@ def export(
 ) -> None:
     """Write ``checkpoint`` as safetensors with config and tokenizer into ``folder``.
 
-    An adapter is written in peft's format.
-
     Args:
         checkpoint: of this program.
         folder: what to write.
-        base: the model to merge an adapter into; None: write the adapter.
+        adapter: whether it is an adapter's.
+        base: the model to merge an adapter into; None: write the adapter, in peft's format.
         like: a quantized model, whose layout is written.
         beside: further files to write, by name.
         average: write the average of the weights.
     """
+    write = partial(_write, checkpoint, adapter, base, like, beside or {}, average)
     try:
         with storage_errors("checkpoint.export"):
             converters.check_manifest(checkpoint)
             if in_store(folder):
                 _move_other_objects(folder)
                 facts = {EXPORTED: checkpoint.name}
-                _write(checkpoint, folder, base, like, beside or {}, average, overwrite=True, facts=facts)
+                write(folder, overwrite=True, facts=facts)
                 return
             recover_export(folder)
             new = _new(folder)
-            _write(checkpoint, new, base, like, beside or {}, average)
+            write(new)
             marker = {"checkpoint": checkpoint.name, "files": _files(new)}
             write_durably(new / MARKER, json.dumps(marker, indent=1) + "\n")
             _put(new, folder)
@@ -83,18 +85,19 @@ def export(
 
 def _write(
     checkpoint: Place,
-    out: Place,
+    of_adapter: bool,
     base: Checkpoint | None,
     like: Checkpoint | None,
     beside: Mapping[str, Path],
     average: bool,
+    out: Place,
     **options: Any,
 ) -> None:
     opened = converters.open_checkpoint(checkpoint).with_companions(beside)
     if average:
         opened = opened.with_state_as_weights(AVERAGE)
     options["progress"] = at_a_terminal()
-    adapter = converters.find_adapter(opened)
+    adapter = converters.find_adapter(opened) if of_adapter else None
     if adapter is not None and base is None:
         converters.write_adapter(adapter, out, **options)
         return

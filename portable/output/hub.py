@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from contextlib import contextmanager
 from functools import partial
@@ -175,11 +174,6 @@ class Hub:
         if status == 403:
             return UserError(f"hub.repo: the token may not write to {self.name}; {_TOKEN}")
         return UserError(f"hub.push: {self.name}: {_reason(error)}")
-
-
-def pushes(config: RunConfig) -> bool:
-    """Whether this process uploads for ``config``: rank 0, or the launcher."""
-    return config.hub.push is not None and os.environ.get("RANK", "0") == "0"
 
 
 def _reason(error: BaseException) -> str:

@@ -31,8 +31,8 @@ from portable.terminal import tell
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+    from converters.storage.listed import Object
     from converters.storage.object_store import RemotePath
-    from converters.storage.urls import Object
 
 UPLOADS = 8  # files that a rank sends at a time
 PATIENCE = 30.0  # seconds for which a request of a save is repeated: the next save tries again

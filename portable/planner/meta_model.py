@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
+from portable.adapters.assemble import check_sharing
 from portable.errors import UserError, one_line
 from portable.model.flops import flops_per_token, parameter_count
 from portable.model.groups import groups_of
 from portable.model.layers import transformer_layers
 from portable.model.parameters import embeddings, stored_tensors
-from portable.model.shareable import check_sharing, heads_of
+from portable.model.shareable import heads_of
 from portable.model.shared_layers import cut_dims
 from portable.planner.inventory import Inventory, Weight
 from portable.planner.memory_model import COMPUTE_BYTES

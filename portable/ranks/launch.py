@@ -49,15 +49,13 @@ POLL = 0.1  # seconds between looks for the reports of other ranks
 REPORTING = 15.0  # seconds that a rank with an unexpected error waits for the reports of other ranks
 
 
-def joined() -> bool:
-    """Whether a launcher (torchrun, accelerate launch, srun, ours) started this process as a rank.
+def check_variables() -> None:
+    """Check what a launcher (torchrun, accelerate launch, srun, ours) sets in each rank that it starts.
 
     Raises:
         UserError: only a part of a launcher's variables is set, or they are no rank's.
     """
     rank, world_size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
-    if rank is None and world_size is None:
-        return False
     if rank is None:
         raise _incomplete("WORLD_SIZE is", "RANK is")
     if world_size is None:
@@ -65,7 +63,6 @@ def joined() -> bool:
     if not (rank.isdecimal() and world_size.isdecimal() and int(rank) < int(world_size)):
         given = one_line(f"RANK={rank} and WORLD_SIZE={world_size}")
         raise UserError(f"{given} are set, but ranks go from 0 to WORLD_SIZE - 1; {_REMEDY}")
-    return True
 
 
 def check_meeting_place() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from converters.errors import redact
-from converters.storage.urls import is_url
+from converters.storage.path_or_url import is_url
 from converters.writers.gguf_models import MODELS
 from portable import plugins
 from portable.adapters.settings import KINDS

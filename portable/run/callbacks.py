@@ -13,7 +13,6 @@ from portable import plugins
 from portable.errors import RunError, UserError
 from portable.loop import Callback, Progress
 from portable.model.whole_values import WholeValues, is_part
-from portable.output.hub import pushes
 from portable.paths import CONFIG_FILE
 from portable.private import of_torch
 from portable.ranks import launch
@@ -193,7 +192,7 @@ def callback_order(config: RunConfig, *, profile: bool = False) -> list[str]:
     the save, which holds what follows from it.
     """
     user = [_name(name) for name in config.train.callbacks]
-    profiling, uploading = ["profile"] * profile, ["upload"] * pushes(config)
+    profiling, uploading = ["profile"] * profile, ["upload"] * (config.hub.push is not None)
     return ["watchdog", *user, *profiling, "report", "evaluate", "save", *uploading]
 
 

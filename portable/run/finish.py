@@ -44,6 +44,7 @@ def headline(prepared: Prepared, restored: Restored) -> str:
     start = f"resuming at step {progress.step} from {source}" if source else "starting"
     if progress.step >= prepared.steps:
         start += ", which was the last: there is nothing left to train"
+    auto = " (auto)" if prepared.resolved.config.train.micro_batch_size == "auto" else ""
     rows = [
         ("model", f"{prepared.architecture}, {parameters_in_words(prepared.parameters, prepared.trained)}"),
         ("data", prepared.data.description),
@@ -56,7 +57,7 @@ def headline(prepared: Prepared, restored: Restored) -> str:
             "batch",
             f"{plan.global_batch_size} sequences of {config.data.seq_len} tokens a step; on each rank "
             f"{human_count(plan.accumulation_steps, 'accumulation step')} x "
-            f"{human_count(plan.micro_batch_size, 'sequence')}" + (" (auto)" if prepared.searches else ""),
+            f"{human_count(plan.micro_batch_size, 'sequence')}{auto}",
         ),
     ]
     if (moved := _moved(prepared, restored)) is not None:
@@ -238,4 +239,12 @@ def export_with_card(prepared: Prepared, folder: Path, checkpoint: Place, out: P
         if base is not None:  # whose config knows nothing of the labels and special tokens of this run
             prepared.model_config.save_pretrained(temporary)
             beside["config.json"] = temporary / "config.json"
-        export(checkpoint, out, base=base, like=like, beside=beside, average=config.checkpoint.export_ema)
+        export(
+            checkpoint,
+            out,
+            adapter=adapter is not None,
+            base=base,
+            like=like,
+            beside=beside,
+            average=config.checkpoint.export_ema,
+        )

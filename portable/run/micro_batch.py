@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from portable.batch_plan import batch_plan
 from portable.checkpoint.store import checkpoints_of
 from portable.checkpoint.trainer_state import TrainerState
-from portable.data.samples.shared import part_of
+from portable.data.samples.loader import part_of
 from portable.errors import UserError
 from portable.loop import train_step
 from portable.registry import backend_package

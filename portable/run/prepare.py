@@ -6,24 +6,19 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from converters.writers.parallel import cores
 from portable.adapters.assemble import assemble, tokenizer_hints
 from portable.batch_plan import batch_plan, total_steps
 from portable.data.dataset import build_data
 from portable.data.samples.classes import SINGLE
 from portable.data.sources.documents import listed
-from portable.data.tokens.parallel import cores
 from portable.errors import UserError
 from portable.evaluation.builtin import Setting, build_metrics
 from portable.formatting import human_count
 from portable.model import build as models
 from portable.model.flops import flops_per_token, parameter_count, trained_count
 from portable.model.freezing import tie_notes
-from portable.model.labels import (
-    adopt_labels,
-    classifies_last_position,
-    known_classes,
-    problem_of,
-)
+from portable.model.labels import adopt_labels, known_classes, label_hints, problem_of
 from portable.model.special_tokens import SpecialTokens
 from portable.optim.schedule import build_schedule, too_long_a_warmup
 from portable.registry import backend_package
@@ -61,9 +56,11 @@ def prepare(resolved: Resolved, backend: Backend) -> Prepared:
 
         layout_to_export(config.model)  # refused now, not after the last step
     data = open_data(config, model_config, special_tokens)
-    label_notes = list(_label_notes(model_config, config, data))  # before the labels decide the problem
-    adopt_labels(model_config, data.classes)
     of_task = config.model.task if data.classes is None else data.classes.problem
+    label_notes: list[str] = []
+    if data.classes is not None:
+        label_notes += _label_notes(model_config, config, data)  # before the labels decide the problem
+        adopt_labels(model_config, data.classes)
     setting = Setting(of_task, data.label_names, data.tokenizer, user_loss=config.train.loss is not None)
     metrics = build_metrics(config.train.metrics, setting)
     if metrics.texts is not None and backend.one_program and backend.world_size > 1:
@@ -109,24 +106,23 @@ def prepare(resolved: Resolved, backend: Backend) -> Prepared:
 
 def open_data(config: RunConfig, model_config: PretrainedConfig, special_tokens: SpecialTokens) -> Data:
     """The data of a run, tokenized if it is not cached; before the labels decide the kind of problem."""
+    classifies = config.model.task == "sequence-classification"
     return build_data(
         config.data,
         task=config.model.task,
         seed=config.seed,
         decoder_start_token_id=special_tokens.decoder_start,
         label_shift=special_tokens.label_shift,
-        known_classes=known_classes(model_config, config.model),
-        problem=problem_of(model_config, config.model),
-        pad_left=classifies_last_position(model_config),
         global_batch_size=config.train.global_batch_size,
         progress=shows_bars(),  # only the rank that builds the cache shows it
+        **(label_hints(model_config, config.model) if classifies else {}),
         **tokenizer_hints(config, model_config),
     )
 
 
 def with_agreed_micro_batch(prepared: Prepared) -> Prepared:
     """``prepared`` with the micro-batch that fits every rank; all ranks call it."""
-    if not prepared.searches:
+    if prepared.resolved.config.train.micro_batch_size != "auto":
         return prepared
     from portable.run import micro_batch
 
@@ -196,7 +192,8 @@ def notes_on(
             "note: the base model has random weights, which follow from the seed and are not saved; for an "
             "adapter to use elsewhere, set model.name_or_path"
         )
-    lines += [f"note: {note}" for note in tie_notes(assembled.model, resolved.config.train)]
+    if resolved.config.train.freezes:
+        lines += [f"note: {note}" for note in tie_notes(assembled.model, resolved.config.train)]
     workers = resolved.config.data.num_workers * int(os.environ.get("LOCAL_WORLD_SIZE", resolved.world.ranks))
     if workers > (count := cores()):
         lines.append(

@@ -6,6 +6,7 @@ which resolve nothing again: they compare a digest of it.
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,6 @@ from portable.batch_plan import BatchPlan, plan_batches
 from portable.checks import check
 from portable.data.sources.opening import recognise_format
 from portable.output.existing_run import ExistingRun, check_same_run, existing_run
-from portable.output.hub import Hub, pushes
 from portable.output.output_dir import open_output
 from portable.paths import place_of, storage_errors
 from portable.registry import backend_package
@@ -70,7 +70,9 @@ def resolve(
     if writes:
         open_output(config).check_writable()
     first_plan(config, world)
-    if writes and pushes(config):
+    if writes and config.hub.push is not None and os.environ.get("RANK", "0") == "0":
+        from portable.output.hub import Hub
+
         Hub(config).check()
     return Resolved(config, place, existing, world)
 

@@ -89,11 +89,6 @@ class Prepared:
     reference: str | None
     notes: tuple[str, ...]
 
-    @property
-    def searches(self) -> bool:
-        """Whether the micro-batch was searched for."""
-        return self.resolved.config.train.micro_batch_size == "auto"
-
 
 @dataclass(frozen=True)
 class Restored:

@@ -17,7 +17,6 @@ from portable.errors import UserError
 from portable.loop import train
 from portable.output.existing_run import PREVIEW_FILE, check_unchanged
 from portable.output.export import recover_export
-from portable.output.hub import Hub, pushes
 from portable.paths import CONFIG_FILE, FINAL, storage_errors, write_durably
 from portable.ranks import launch
 from portable.ranks.collectives import agree, all_or_none
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from portable.loop import Callback
+    from portable.output.hub import Hub
     from portable.output.output_dir import Output
     from portable.reporting.profiling import Profiler
     from portable.reporting.run_log import RunLog
@@ -121,7 +121,9 @@ def _hold(prepared: Prepared, output: Output, held: ExitStack) -> Hub | None:
         if prepared.backend.rank == 0:
             held.enter_context(output.held())
             check_unchanged(output.place, prepared.resolved.existing)
-            if pushes(prepared.config):
+            if prepared.config.hub.push is not None:
+                from portable.output.hub import Hub
+
                 hub = Hub(prepared.config)
                 hub.create()
     except UserError as refused:

@@ -76,7 +76,7 @@ def test_azure(container: str, tmp_path: Path) -> None:
     assert (folder / "a/b").read_bytes() == (folder / "c").read_bytes() == data
     assert (folder / "c").read_range(1, 3) == data[1:3]
     completion.complete(folder, token)
-    assert completion.is_complete(folder)
+    assert (folder / completion.COMPLETE).is_file()
     (folder / "c").move_to(folder / "d")
     assert list(folder.objects()) == ["_COMPLETE", "a/b", "d"]
     first = (folder / "x").write_bytes(b"1", replacing="")

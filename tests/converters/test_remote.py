@@ -17,10 +17,10 @@ from converters.errors import CheckpointError, redact
 from converters.storage import completion_markers as completion
 from converters.storage import object_store as remote
 from converters.storage.object_store import RemotePath, matching
-from converters.storage.places import copy_file, copy_folder
+from converters.storage.path_or_url import is_url
+from converters.storage.places import copy_file, copy_folder, is_unfinished
 from converters.storage.range_reader import RemoteFile
 from converters.storage.store_errors import AccessDeniedError, ConflictError, RemoteError, RetriesUsedUpError
-from converters.storage.urls import is_url
 from tests.object_store import ObjectStore, scale_down
 
 
@@ -158,17 +158,17 @@ def test_patterns_are_those_of_every_python(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_markers_tell_what_is_whole(s3: ObjectStore, folder: RemotePath) -> None:
-    assert not completion.is_complete(folder) and not completion.is_unfinished(folder)
+    assert not (folder / completion.COMPLETE).is_file() and not is_unfinished(folder)
     token = completion.begin(folder)
-    assert completion.is_unfinished(folder) and s3.names("run/") == ["_INCOMPLETE"]
+    assert is_unfinished(folder) and s3.names("run/") == ["_INCOMPLETE"]
     completion.complete(folder, token, step=3)
-    assert completion.is_complete(folder) and s3.names("run/") == ["_COMPLETE"]
+    assert (folder / completion.COMPLETE).is_file() and s3.names("run/") == ["_COMPLETE"]
     first, second = completion.begin(folder), completion.begin(folder)
     with pytest.raises(RemoteError, match="another process"):
         completion.complete(folder, first)
-    assert completion.is_unfinished(folder)
+    assert is_unfinished(folder)
     completion.complete(folder, second)
-    assert completion.is_complete(folder)
+    assert (folder / completion.COMPLETE).is_file()
 
 
 @pytest.mark.parametrize(

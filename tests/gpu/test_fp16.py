@@ -20,7 +20,7 @@ import torch
 from portable.checkpoint.store import Checkpoints
 from portable.config import RunConfig, load_config
 from portable.engines.fsdp.device_loss_scale import DeviceScaler
-from portable.engines.loss_scale import STATE, LossScale
+from portable.engines.loss_scale import STATE
 from portable.errors import RunError
 from portable.loop import steps
 from portable.optim.sharded import local
@@ -95,8 +95,9 @@ def test_the_search_is_deepspeeds(seed: int, monkeypatch: pytest.MonkeyPatch) ->
     pytest.fail("the lowest scale was not reached")
 
 
-def test_without_a_search_nothing_is_counted() -> None:
-    assert LossScale().metrics() == {}
+def test_without_a_search_nothing_is_counted(tmp_path: Path, corpus: Path) -> None:
+    with opened(configured(tmp_path, corpus)) as trial:
+        assert trial.backend.metrics() == {}
 
 
 def overflow_of_one_rank(folder: Path, corpus: Path, strategy: str) -> list[Any]:
@@ -174,7 +175,7 @@ def leg(config: RunConfig, until: int) -> Leg:
             engine: Any = restored.engine
             probe = folder / f"probe-{backend.rank}"
             probe.mkdir(parents=True, exist_ok=True)
-            engine._scaling.save(probe)
+            engine._scaler.save(probe)
             loaded = json.loads((probe / "loss_scale.json").read_text())
             batches = iter(train_loader(run, restored.progress.samples))
             try:

@@ -90,7 +90,8 @@ def measured(model: nn.Module, request: Request) -> int:
         lambda _, b: torch.zeros(b.shape, dtype=b.dtype),
     )
     head = chunked_head(real, request.loss_chunk_tokens)
-    checkpoint_activations(real, request.recompute)
+    if request.recompute != "none":
+        checkpoint_activations(real, request.recompute)
     real.train()
     batch = fake_batch(real, request)
 

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from isal import isal_zlib
 
-from converters.containers.shard_index import read_table
 from converters.containers.torchzip import TorchZip
 from converters.errors import CheckpointError
 from converters.manifest import MANIFEST, is_named
+from converters.storage.bytes import read_table
 from converters.storage.folder import Folder
 from converters.storage.output_file import write_file
 from converters.storage.path_or_url import place

@@ -32,7 +32,7 @@ from converters.names.canonical import assign_roles, paths_without_nesting, plai
 from converters.storage.bytes import Memory
 from converters.storage.folder import Folder
 from converters.storage.places import names_in
-from converters.storage.safe_open import child
+from converters.storage.safe_open import child, mentions
 from converters.tensors.dtypes import itemsize
 from converters.tensors.tensor import Box, Tensor, View
 
@@ -46,16 +46,23 @@ if TYPE_CHECKING:
 # Accelerate and the Trainer: numbered folders, one for the model and one for the optimizer.
 _MODEL_FOLDER, _OPTIMIZER_FOLDER = "pytorch_model_fsdp_", "optimizer_"
 _COUNTED = ("train_state", "lr_scheduler")
+MEGATRONS = "common.pt"
+"""Beside the shards of Megatron-Core, which has a format of its own."""
 
 
 def _folders(path: Place) -> list[Place]:
     """The DCP folders of the checkpoint at `path`: itself, or Accelerate's pair below it."""
     if metadata_files(path):
-        return [path]
+        return [] if is_megatrons(path) else [path]
     pair = [path / f"{_MODEL_FOLDER}0", path / f"{_OPTIMIZER_FOLDER}0"]
     if not metadata_files(pair[0]):
         return []
     return [child(path, folder.name) for folder in pair if metadata_files(folder)]
+
+
+def is_megatrons(folder: Place) -> bool:
+    """Whether the DCP shards in a folder are Megatron-Core's."""
+    return (folder / MEGATRONS).is_file() or mentions(folder / "metadata.json", b'"torch_dist"')
 
 
 def _incomplete(source: Source) -> str | None:

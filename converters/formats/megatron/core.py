@@ -20,27 +20,22 @@ from converters.containers.torchzip import TorchZip
 from converters.errors import CheckpointError, OptimizerStateError, blame
 from converters.formats import Format, Source
 from converters.formats.dcp.checksums import metadata_files
-from converters.formats.dcp.reader import read_tensors
+from converters.formats.dcp.reader import MEGATRONS, is_megatrons, read_tensors
 from converters.formats.megatron import FILE, RANK, ranks_in
 from converters.storage.folder import Folder
-from converters.storage.safe_open import mentions
 
 if TYPE_CHECKING:
     from converters.checkpoint import Aliases, OptimizerState
     from converters.storage.path_or_url import Place
     from converters.tensors.tensor import Tensor
 
-_COMMON = "common.pt"
 _LAYERS = re.compile(r"decoder\.layers\.(?!\d)(.+)")
 _OTHER = re.compile(r"optimizer\..*|rng_state.*|rerun_state.*|.*\._extra_state.*")
 
 
 def _folder(path: Place) -> Place | None:
-    folder = path.parent if path.is_file() and path.name == _COMMON else path
-    if not metadata_files(folder):
-        return None
-    named = (folder / _COMMON).is_file() or mentions(folder / "metadata.json", b'"torch_dist"')
-    return folder if named else None
+    folder = path.parent if path.is_file() and path.name == MEGATRONS else path
+    return folder if metadata_files(folder) and is_megatrons(folder) else None
 
 
 def _open(source: Source, path: Place) -> Checkpoint:
@@ -49,9 +44,9 @@ def _open(source: Source, path: Place) -> Checkpoint:
     from converters.tensors.rearranged import selected
 
     where = str(path)
-    common = TorchZip(Folder(path).file(_COMMON)).load(STANDINS, PREFIXES)
+    common = TorchZip(Folder(path).file(MEGATRONS)).load(STANDINS, PREFIXES)
     if not isinstance(common, dict):
-        raise CheckpointError(f"{path / _COMMON}: not the common state of a Megatron-Core checkpoint")
+        raise CheckpointError(f"{path / MEGATRONS}: not the common state of a Megatron-Core checkpoint")
     companions = find_companions(path)
     shape = shape_of(args_of(common), source.config or companions.get("config.json"), where)
     stored = read_tensors(path)

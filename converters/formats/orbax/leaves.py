@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from converters.containers.ocdbt import MANIFEST, read_ocdbt
 from converters.containers.pickle_reader import shown
-from converters.containers.shard_index import read_table
 from converters.containers.zarr import V2, V3
 from converters.errors import CheckpointError
 from converters.limits import MAX_TENSOR_NAME, MAX_TREE_LIST
+from converters.storage.bytes import read_table
 from converters.storage.safe_open import mentions
 
 if TYPE_CHECKING:

@@ -28,6 +28,8 @@ LAST_LABEL = -1
 """As ``decoder_start_token_id``: each row's own last label, as in mBART."""
 SOURCE = "source"
 """The column of a mixture's batch with the number of each row's source, int64 ``[batch]``."""
+PART_POSITIONS = "part_positions"
+"""The column with the positions of the tokens of a part of samples, int64 ``[batch, seq_len / parts]``."""
 Arrays = dict[str, npt.NDArray[Any]]
 Batch = dict[str, torch.Tensor]
 Computed = Callable[[Sequence[int]], Arrays]

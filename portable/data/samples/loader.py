@@ -14,8 +14,7 @@ from functools import partial
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from portable.data.samples.base import IGNORED, Batch, Samples
-from portable.data.samples.shared import part_of
+from portable.data.samples.base import IGNORED, PART_POSITIONS, Batch, Samples
 from portable.errors import RunError, UserError
 from portable.private import of_torch
 
@@ -148,6 +147,24 @@ def fetch(dataset: Samples, places: Places, *, part: tuple[int, int] = (0, 1)) -
         if index >= count:
             batch["labels"][row] = torch.nan if batch["labels"].is_floating_point() else IGNORED
     return part_of(batch, part)
+
+
+def part_of(whole: Batch, part: tuple[int, int]) -> Batch:
+    """A part of the tokens of each sample of ``whole``: which, of how many of equal length.
+
+    ``input_ids`` and ``labels`` are int64 ``[batch, seq_len / parts]``. Labels are already those of the next
+    token, so no part needs another one's. What tells documents apart, ``position_ids``, stays whole.
+    """
+    which, parts = part
+    if parts == 1:
+        return whole
+    ids = whole["input_ids"]
+    positions = whole.get("position_ids", torch.arange(ids.shape[1]).expand(ids.shape))
+    size = ids.shape[1] // parts
+    cut = {"input_ids": ids, "labels": whole["labels"], PART_POSITIONS: positions}
+    kept = {name: whole[name] for name in ("position_ids", "document_lengths") if name in whole}
+    # Padding comes last, where causal attention does not see it: its mask is not needed.
+    return kept | {name: values.narrow(1, which * size, size).contiguous() for name, values in cut.items()}
 
 
 class BatchIterator(Iterator[Batch]):

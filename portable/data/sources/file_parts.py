@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
     from typing_extensions import Buffer
 
+    from converters.storage.listed import Object
     from converters.storage.object_store import RemotePath
     from converters.storage.path_or_url import Place
-    from converters.storage.urls import Object
 
 _BUFFER = 4 << 20  # bytes of a request for lines
 

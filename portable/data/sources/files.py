@@ -12,8 +12,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
-from converters.storage.path_or_url import in_store
-from converters.storage.urls import is_url
+from converters.storage.path_or_url import in_store, is_url
 from portable.data.sources.compression import format_of, is_compressed
 from portable.data.sources.documents import Document, changed_meanwhile, digest_of, read_rows
 from portable.data.sources.file_parts import PARTS
@@ -28,8 +27,8 @@ from portable.temporary_folder import made_once
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    from converters.storage.listed import Object
     from converters.storage.path_or_url import Place
-    from converters.storage.urls import Object
     from portable.config.sections import DataConfig
 
 _DIGEST = "digest"

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from converters.storage.listed import Object
 from converters.storage.safe_open import read_small_text
-from converters.storage.urls import Object
 from portable.data.sources.compression import FORMATS, format_of
 from portable.data.sources.documents import listed
 from portable.data.sources.library import cannot_load, datasets_library

@@ -33,11 +33,6 @@ serves = False
 """Whether this process is a :class:`Worker`."""
 
 
-def cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def ordered_map(work: Callable[[T], R], items: Iterable[T], *, processes: int, alone: int = 0) -> Iterator[R]:
     """Yield ``work(item)`` for every item, in order.
 

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tqdm import tqdm
 
+from converters.writers.parallel import cores
 from portable.data.sources.documents import PIECE_CHARS, Document, digest_of
 from portable.data.sources.source import TokenSource
 from portable.data.tokens.cache import FORMAT, CacheDamagedError, TokenCache, TokenWriter
-from portable.data.tokens.parallel import cores, ordered_map
+from portable.data.tokens.parallel import ordered_map
 from portable.data.tokens.tokenizer import Vocabulary, parallel_tokenizers, tokenizer_digest
 from portable.errors import UserError, one_line
 from portable.temporary_folder import made_once

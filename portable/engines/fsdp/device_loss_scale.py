@@ -24,8 +24,6 @@ class DeviceScaler(LossScale):
         device: to compute on.
     """
 
-    dynamic = True
-
     def __init__(self, settings: Fp16Config, device: torch.device) -> None:
         self.min_scale = settings.min_loss_scale
         self._window = settings.loss_scale_window

@@ -10,14 +10,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from portable.checkpoint.match_to_model import stored_state
-from portable.engines.compiling import CapturedMemory
+from portable.engines.compiling import CAPTURING, CapturedMemory
 from portable.engines.fsdp import optimizer_state
 from portable.engines.fsdp.saving import Saver
 from portable.engines.fsdp.sharding import shard
 from portable.engines.generation import continue_text
-from portable.engines.loss_scale import LossScale
 from portable.engines.machine import COMPUTE_DTYPES
-from portable.engines.shared_sequences import share_sequences
 from portable.model.chunked_loss import chunked_head
 from portable.model.groups import groups_of
 from portable.model.loss import Objective, added, shares
@@ -51,7 +49,10 @@ if TYPE_CHECKING:
 
 def prepare(model: nn.Module, config: RunConfig, machine: Machine, at_stop: ExitStack) -> MeasuredEngine:
     """See :class:`portable.engines.machine.EngineModule`."""
-    share_sequences(model, config, at_stop)
+    if config.context_parallel_size > 1:
+        from portable.engines.shared_sequences import share_sequences
+
+        share_sequences(model, config, at_stop)
     head = chunked_head(model, config.memory.loss_chunk_tokens)
     sharded = shard(model, config, machine)
     at_stop.callback(sharded.release_process_group)
@@ -98,27 +99,29 @@ class TorchEngine:
         self._parameters: list[nn.Parameter] = [
             original.get(p, p) for group in self._optimizer.param_groups for p in group["params"]
         ]
-        self._captured = CapturedMemory(config)
+        captures = config.compile and config.compile_mode in CAPTURING
+        self._captured = CapturedMemory() if captures else None
         self._saver = Saver()
         if config.precision == "fp16":
             from portable.engines.fsdp.device_loss_scale import DeviceScaler
 
             self._scaler = DeviceScaler(config.fp16, device)
-        self._scaling = self._scaler or LossScale()
         # With dynamic loss scaling an overflow is no failure; a failure then ends the run.
-        self._limit = 1 if self._scaling.dynamic else allowed_streak(config.train.on_non_finite)
+        self._limit = allowed_streak(config.train.on_non_finite) if self._scaler is None else 1
         self._account = torch.tensor(
             NEW_COUNTERS, device=device
         )  # read when logging only, to avoid a host sync
 
     def accumulate(self, batch: Batch, valid: Tensor, *, last: bool) -> Tensor:
-        self._captured.begin_pass()
+        if self._captured is not None:
+            self._captured.begin_pass()
         with self._sharded.accumulating(last=last):
             with self._sharded.autocast(), no_value_checks():
                 loss, numbers = self.objective(self._sharded.forward, batch, valid)
             scaled = loss * self._sharded.averaging
             (scaled if self._scaler is None else scaled * self._scaler.scale).backward()
-        self._captured.keep_gradients(self._parameters, last=last)
+        if self._captured is not None:
+            self._captured.keep_gradients(self._parameters, last=last)
         return shares(loss, numbers)
 
     def update(self, learning_rate: float, max_norm: float, loss: Tensor) -> Tensor:
@@ -152,8 +155,8 @@ class TorchEngine:
 
     def health(self) -> Health:
         health = Health.of(self._account.tolist(), self._limit)
-        if health.skipped_updates and self._scaling.dynamic:
-            raise self._scaling.exhausted()
+        if health.skipped_updates and self._scaler is not None:
+            raise self._scaler.exhausted()
         return health
 
     def nonfinite_gradients(self) -> list[str]:
@@ -162,14 +165,15 @@ class TorchEngine:
 
     def metrics(self) -> dict[str, float]:
         """See :class:`portable.engines.machine.MeasuredEngine`."""
-        return self._scaling.metrics()
+        return {} if self._scaler is None else self._scaler.metrics()
 
     @torch.no_grad()
     def evaluate(
         self, batch: Batch, measure: MetricAccumulator, totals: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         self.model.eval()
-        self._captured.begin_pass()
+        if self._captured is not None:
+            self._captured.begin_pass()
         with self._sharded.autocast(), no_value_checks():
             sums = self.objective.evaluated(self._sharded.forward, batch, measure)
         self.model.train()
@@ -214,12 +218,13 @@ class TorchEngine:
         stored = stored_state(checkpoint, self.model)
         self.load_weights(stored.weights)
         optimizer_state.restore(self._optimizer, self._trained, stored, checkpoint.optimizer)
-        self._scaling.load(checkpoint.root)
+        if self._scaler is not None:
+            self._scaler.load(checkpoint.root)
 
     def save(self, folder: Path, *, background: bool) -> SaveHandle:
         self._reshard()
         optimizer = optimizer_state.to_store(self._optimizer, self._trained)
         state = {"model": stored_tensors(self.model), "optim": optimizer}
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            self._scaling.save(folder)
+        if self._scaler is not None and (not dist.is_initialized() or dist.get_rank() == 0):
+            self._scaler.save(folder)
         return self._saver.save(state, folder, background=background)

@@ -124,8 +124,10 @@ def shard(model: nn.Module, config: RunConfig, machine: Machine) -> ShardedModel
     # Computed on the plain model. Otherwise DDP searches unused parameters in each backward pass.
     all_count = not replicated or every_parameter_gets_gradient(model)
     zero_missing_gradients(model)
-    checkpoint_activations(model, config.memory.activation_checkpointing)
-    compile_layers(model, config)
+    if config.memory.activation_checkpointing != "none":
+        checkpoint_activations(model, config.memory.activation_checkpointing)
+    if config.compile:
+        compile_layers(model, config)
     compute = COMPUTE_DTYPES[config.precision]
     autocast_dtype = None if compute == torch.float32 else compute
     size = config.tensor_parallel_size
