@@ -262,15 +262,6 @@ def test_experts_in_an_order_of_their_own(tmp_path: Path, corpus: Path, ranks: R
         ranks.run(2, our_losses, configured(tmp_path, corpus, strategy="zero2", **SWITCH))
 
 
-@pytest.mark.parametrize("kind", ["full", "selective"])
-def test_activation_checkpointing_does_not_change_the_loss(
-    kind: str, truth: Truth, tmp_path: Path, corpus: Path
-) -> None:
-    """On one rank; on several, ``test_fsdp`` and ``test_zero``."""
-    config = configured(tmp_path, corpus, memory__activation_checkpointing=kind, train__micro_batch_size=3)
-    assert_close(our_losses(config), truth[True], 1e-5)
-
-
 @pytest.mark.parametrize(("strategy", "momentum"), [("no_shard", 0.0), ("full_shard", 0.9)])
 def test_sgd_on_shards_equals_torchs(
     strategy: str, momentum: float, tmp_path: Path, corpus: Path, ranks: RankPool
