@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from converters.storage import object_store as remote
 from converters.storage.completion_markers import COMPLETE, INCOMPLETE
 from tests.converters.samples import Sample, all_samples, parameters
 from tests.object_store import SECRET_KEY, ObjectStore, scale_down
+from tests.ranks import wait_for
 
 SAMPLES = {sample.name: sample for sample in all_samples()}
 # One of each way of lying: several rank files, items within files, flat shards, an index, one zip.
@@ -454,10 +454,3 @@ def test_nothing_secret_is_printed(s3: ObjectStore, large: Path) -> None:
     assert [int(end) for end in re.findall(r"exit code (\d+)", made.stdout)] == [0, 2, 2], made.stderr[-2000:]
     assert SECRET_KEY not in made.stdout + made.stderr
     assert "converters.storage.object_store" in made.stderr
-
-
-def wait_for(what: Callable[[], bool], seconds: float = 60.0) -> None:
-    limit = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < limit
-        time.sleep(0.02)

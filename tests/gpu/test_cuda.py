@@ -27,9 +27,11 @@ from __future__ import annotations
 import gc
 import importlib.util
 import pickle
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,12 +53,7 @@ from portable.run.rank import run_rank
 from tests.parity import opened, take_steps
 from tests.runs import TINY_MODEL, configured
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    Run = Callable[..., list[float]]
-
+Run = Callable[..., list[float]]
 STEPS = 6
 CLOSE = {"cpu": 1e-5, "cuda": 1e-4}
 """Relative difference from the CPU's losses: a GPU sums in another order, and Adam magnifies it."""

@@ -24,6 +24,7 @@ from portable.output.output_dir import locked
 from portable.ranks.launch import STOP_REQUESTED, failing, launch
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
+from tests.ranks import wait_for
 from tests.runs import configured, flags, tiny
 from tests.zygote import Zygote
 
@@ -51,13 +52,6 @@ def start(
         "portable-train", *flags(settings), *arguments, TMPDIR=str(scratch)
     )
     return process
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = AT_MOST) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.05)
 
 
 def steps_logged(folder: Path) -> int:

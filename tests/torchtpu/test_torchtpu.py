@@ -187,7 +187,7 @@ def test_a_step_on_chips_that_compute_nothing(
 ) -> None:
     """Each program goes to libtpu; what the buffers take is what the formulas of the plan say."""
     changed, kept, kinds = {**DRY, **MORE_DRY}[case]
-    wide = {**TINY_MODEL, "hidden_size": 128, "intermediate_size": 256}
+    wide = {**TINY_MODEL, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3}
     settings = {**COMMON, "model__config": wide, "precision": "bf16", "train__micro_batch_size": 1}
     config = configured(
         tmp_path / "run", corpus, backend="tpu", **{**settings, "strategy": "full_shard", **changed}
