@@ -274,8 +274,6 @@ def test_refusals(large: Path, s3: ObjectStore, tmp_path: Path, capsys: pytest.C
     assert "is the checkpoint itself" in refused(capsys, s3.url("src"), s3.url("src"))
     assert "lies inside" in refused(capsys, s3.url("src"), s3.url("src/out"))
     assert "contains" in refused(capsys, s3.url("src"), s3.url())
-    assert "no object store" in refused(capsys, s3.url("src"), "memory://out")
-    assert "credentials do not belong" in refused(capsys, f"s3://me:{SECRET_KEY}@bucket/x", out)
     s3.fail(status=403, method="POST")
     assert "access denied" in refused(capsys, s3.url("src"), s3.url("out"))
     s3.heal()

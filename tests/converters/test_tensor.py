@@ -115,12 +115,3 @@ def test_impossible_tensors_are_refused() -> None:
         Tensor.contiguous("t", "Q9", (1,), Memory(b"    "))
     with pytest.raises(CheckpointError, match="dimensions"):
         Tensor("t", "F32", (1, 1), [Box((0,), (1,), View(Memory(b"    "), 0, (4,)))])
-
-
-def test_scalars() -> None:
-    tensor = Tensor.contiguous("t", "I64", (), Memory((-5).to_bytes(8, "little", signed=True)))
-    assert tensor.read().shape == ()
-    assert int(tensor.read()) == -5
-    out = np.empty((), np.int64)
-    assert int(tensor.read(out=out)) == -5
-    assert [block.tolist() for block in tensor.blocks(4, set())] == [[-5]]

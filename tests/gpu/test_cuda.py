@@ -189,7 +189,15 @@ def test_precisions(
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("sharded", [False, True], ids=["alone", "sharded"])
+@pytest.mark.parametrize(
+    ("device", "sharded"),
+    [
+        pytest.param("cuda", False, marks=pytest.mark.gpu, id="cuda-alone"),
+        pytest.param("cuda", True, marks=pytest.mark.gpu, id="cuda-sharded"),
+        pytest.param("cpu", True, id="cpu-sharded"),
+    ],
+    indirect=["device"],
+)
 def test_optimizers(
     optimizer: str, sharded: bool, device: str, run: Run, one_rank: Callable[[str], None]
 ) -> None:
@@ -257,7 +265,6 @@ def leg(folder: Path, corpus: Path, device: str, **settings: Any) -> list[float]
     return [row["loss"] for row in read_metrics(folder) if "loss" in row]
 
 
-SECOND = pytest.mark.exhaustive  # on a CPU, other tests hold it
 RESUMED: dict[str, dict[str, Any]] = {
     "adamw": {},
     "adamw_8bit": {"train__optimizer": "adamw_8bit"},
@@ -270,21 +277,16 @@ RESUMED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("kind", "device"),
-    [
-        *(pytest.param(kind, "cuda", marks=pytest.mark.gpu) for kind in RESUMED),
-        *(pytest.param(kind, "cpu", marks=() if "adamw" in kind else SECOND) for kind in RESUMED),
-    ],
-)
+@pytest.mark.parametrize("kind", RESUMED)
 def test_a_run_goes_on_bit_for_bit(
-    kind: str, device: str, tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, cuda: str, tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """On a CPU, other tests hold it: ``test_run``, ``test_moves`` and ``test_optimizers``."""
     if kind == "sharded":
         monkeypatch.setattr(sharding, "stands_alone", lambda *_, **__: False)
-    whole = leg(tmp_path / "whole", corpus, present(device), **RESUMED[kind])
-    leg(tmp_path / "parts", corpus, device, train__stop_after=3, **RESUMED[kind])
-    assert leg(tmp_path / "parts", corpus, device, **RESUMED[kind]) == whole
+    whole = leg(tmp_path / "whole", corpus, cuda, **RESUMED[kind])
+    leg(tmp_path / "parts", corpus, cuda, train__stop_after=3, **RESUMED[kind])
+    assert leg(tmp_path / "parts", corpus, cuda, **RESUMED[kind]) == whole
 
 
 def test_checkpoints_move_between_devices(device: str, tmp_path: Path, corpus: Path) -> None:
