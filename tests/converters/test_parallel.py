@@ -25,11 +25,6 @@ def several(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel, "threads", lambda: 3)
 
 
-def count_to(number: int, progress: Progress) -> None:
-    for _ in range(number):
-        progress(1)
-
-
 def forever(progress: Progress) -> None:
     while True:
         progress(0)

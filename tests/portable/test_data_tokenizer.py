@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from portable.data.dataset import build_data, inspect_data
 from portable.data.tokens.tokenize import Frame, TokenizeJob, special_token_frame
@@ -47,6 +47,16 @@ def word_tokenizer(template: str, **special: str) -> Any:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("trained")
     return train_tokenizer(source(str(corpus(folder))), 320, folder, mask=True)
+
+
+def test_it_travels_with_the_model(trained: Any, tmp_path: Path) -> None:
+    trained.save_pretrained(tmp_path)
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    assert again(HARD)["input_ids"] == trained(HARD)["input_ids"]
+    assert again.decode(again(HARD)["input_ids"]) == HARD
+    assert again.all_special_ids == trained.all_special_ids
+    assert (again.eos_token, again.pad_token, again.mask_token) == ("<|endoftext|>", "<|pad|>", "<|mask|>")
+    assert tokenizer_digest(again) == tokenizer_digest(trained)
 
 
 def _cut(text: str) -> str:
@@ -166,7 +176,7 @@ def test_threads_are_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
 EVIL = """
 from pathlib import Path
 Path({mark!r}).touch()
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 class Evil(PreTrainedTokenizerFast):
     pass
