@@ -12,6 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
+from portable.backend import Batch
 from portable.config import RunConfig
 from portable.data.samples.loader import TrainLoader
 from portable.loop import StepResult, train_step
@@ -73,10 +74,37 @@ class Opened:
         return result
 
 
+def one_document_each(batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """A batch of whole packed documents as batches of one document, without padding; others as they are."""
+    if "document_lengths" not in batch:
+        return [batch]
+    found = []
+    for row, lengths in enumerate(batch["document_lengths"].tolist()):
+        ends = torch.tensor(lengths).cumsum(0).tolist()
+        for start, end in zip([0, *ends], ends, strict=False):
+            one = {name: batch[name][row : row + 1, start:end] for name in ("input_ids", "labels")}
+            if (one["labels"] != -100).any():
+                found.append(one)
+    return found
+
+
+def cross_entropy(logits: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, float]:
+    labels = batch["labels"].flatten()
+    loss = functional.cross_entropy(logits.flatten(0, 1), labels, ignore_index=-100, reduction="sum")
+    return loss, int((labels != -100).sum())
+
+
 def plain_steps(
-    model: Any, optimizer: torch.optim.Optimizer, run: Prepared, steps: int
+    model: Any,
+    optimizer: Any,
+    run: Prepared,
+    steps: int,
+    criterion: Callable[[torch.Tensor, Batch], tuple[torch.Tensor, float]] = cross_entropy,
 ) -> list[tuple[float, float]]:
-    """Loss and gradient norm of each step that a person's own loop takes, with the whole batch at once."""
+    """Loss and gradient norm of each step that a person's own loop takes, with the whole batch at once.
+
+    ``criterion`` gives a sum, and what it is divided by; ``factor`` of a group scales its rate.
+    """
     size = run.config.train.global_batch_size
     loader = iter(
         TrainLoader(run.data.train, seed=run.config.seed, global_batch_size=size, micro_batch_size=size)
@@ -84,14 +112,21 @@ def plain_steps(
     trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     results = []
     for step in range(steps):
-        batch = next(loader)
-        labels = batch.pop("labels")
-        logits = model(**batch, use_cache=False).logits
-        loss = functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100)
+        sums, valid = [], 0.0
+        for batch in one_document_each(next(loader)):
+            inputs = {
+                name: batch[name]
+                for name in ("input_ids", "attention_mask", "decoder_input_ids")
+                if name in batch
+            }
+            loss, weight = criterion(model(**inputs, use_cache=False).logits, batch)
+            sums.append(loss)
+            valid += weight
+        loss = torch.stack(sums).sum() / valid
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(trained, 1.0)
         for group in optimizer.param_groups:
-            group["lr"] = run.schedule(step)
+            group["lr"] = run.schedule(step) * group.get("factor", 1)
         optimizer.step()
         optimizer.zero_grad()
         results.append((float(loss.detach()), float(norm)))

@@ -169,6 +169,14 @@ class RankPool:
         self._ranks = []
 
 
+def wait_for(condition: Callable[[], object], seconds: float = 300.0) -> None:
+    """Return once the condition holds, which is to be within so many seconds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
+
+
 _ports = count(os.getpid() * 100)
 
 

@@ -34,7 +34,7 @@ from pathlib import Path
 from portable.config import RunConfig
 from tests.engines import Engines
 
-STEPS = 6
+STEPS = 4
 COMMON: dict[str, Any] = {
     "model__config": {**TINY_MODEL, "hidden_size": 64, "intermediate_size": 96},
     "adapter__type": "lora",
@@ -113,16 +113,16 @@ def test_a_run_stops_goes_on_and_is_exported(engines: Engines, corpus: Path, tmp
         **COMMON,
         "adapter__base": "nf4",
         "precision": "bf16",
-        "checkpoint__every_steps": 3,
+        "checkpoint__every_steps": 2,
     }
     whole, run = tmp_path / "whole", tmp_path / "run"
     config = configured(whole, corpus, **settings, strategy="full_shard")
     assert engines.run("full_shard", 2, launched, config) == 0
-    for size, more in ((2, {"train__stop_after": 3}), (1, {"strategy": "no_shard"})):
+    for size, more in ((2, {"train__stop_after": 2}), (1, {"strategy": "no_shard"})):
         assert engines.run("full_shard", size, launched, configured(run, corpus, **settings, **more)) == 0
     losses = [[row["loss"] for row in read_metrics(folder) if "loss" in row] for folder in (whole, run)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-2)
-    assert losses[1][:3] == losses[0][:3]
+    assert losses[1][:2] == losses[0][:2]
     ours, theirs = (open_checkpoint(folder / "final").tensors for folder in (run, whole))
     assert ours.keys() == theirs.keys()
     assert all("lora" in name for name in ours)

@@ -226,17 +226,6 @@ def four_ranks(rank: int, world: int, out: Path) -> None:
     train(out, "hpz-4", 3, "bf16", zero_optimization={"zero_hpz_partition_size": 2})
 
 
-class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """A few random sequences, the same in every process."""
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        tokens = torch.randint(0, 97, (9,), generator=torch.Generator().manual_seed(index))
-        return {"input_ids": tokens, "labels": tokens}
-
-
 def tied_llama() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -263,32 +252,6 @@ def wrapped(stage: int) -> dict[str, Any]:
     }
 
 
-def trainer(rank: int, world: int, out: Path) -> None:
-    start(rank, world)
-    from transformers import Trainer, TrainingArguments
-
-    for stage in (2, 3):
-        folder = out / f"trainer-zero{stage}"
-        arguments = TrainingArguments(
-            output_dir=str(folder),
-            max_steps=2,
-            save_steps=1,
-            per_device_train_batch_size=2,
-            deepspeed=wrapped(stage),
-            bf16=True,
-            use_cpu=True,
-            report_to=[],
-            disable_tqdm=True,
-            optim="adamw_torch",
-            weight_decay=0.1,
-        )
-        run = Trainer(model=tied_llama(), args=arguments, train_dataset=Tokens())
-        run.train()
-        reference = gather(run.model_wrapped, stage)
-        if rank == 0:
-            torch.save(reference, out / f"trainer-zero{stage}.2.ref.pt")
-
-
 def accelerate(rank: int, world: int, out: Path) -> None:
     start(rank, world)
     from accelerate import Accelerator, DeepSpeedPlugin
@@ -312,7 +275,7 @@ def prepare() -> None:
     """Import and look up what ranks would on the way: once, not once a rank."""
     torch.set_num_threads(1)
     torch.optim.AdamW([torch.zeros(1, requires_grad=True)]).step()
-    for name in ("accelerate", "deepspeed.runtime.zero.muon.muon_optimizer", "transformers.trainer"):
+    for name in ("accelerate", "deepspeed.runtime.zero.muon.muon_optimizer"):
         import_module(name)
     assert deepspeed.ops.__compatible_ops__  # it asks for compilers
 
@@ -323,4 +286,3 @@ def main(out: Path) -> None:
     for world, body in enumerate((one_rank, two_ranks, three_ranks, four_ranks), 1):
         launch(world, out, body)
     launch(2, out, accelerate)
-    launch(2, out, trainer)

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from converters import CheckpointError, open_checkpoint
-from converters.cli import main
 from tests.converters.compare import assert_model, assert_optimizer, everything, refused
 
 deepspeed: Any = pytest.importorskip("deepspeed")
@@ -108,28 +107,6 @@ def test_fp16_files(deepspeed_written: Path, tmp_path: Path) -> None:
         expected = reference(deepspeed_written, name)["model"]
         ours = torch.from_numpy(checkpoint.tensors["big.weight"].read())
         assert torch.allclose(ours, expected["big.weight"], rtol=2**-8, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", ["trainer-zero2", "trainer-zero3"])
-def test_trainer(deepspeed_written: Path, name: str, tmp_path: Path) -> None:
-    """A run folder of the Trainer: its newest `checkpoint-N`, the fp32 masters though bf16 lies beside."""
-    transformers: Any = pytest.importorskip("transformers")
-    expected = reference(deepspeed_written, name)
-    run = deepspeed_written / name
-    for path, tag, step in ((run, None, 2), (run, "1", 1), (run / "checkpoint-2", None, 2)):
-        assert open_checkpoint(path, tag).metadata["step"] == step
-    checkpoint = open_checkpoint(run)
-    out = tmp_path / "out"
-    assert main([str(run), str(out), "--optimizer", "--quiet"]) == 0
-    loaded, report = transformers.LlamaForCausalLM.from_pretrained(
-        out, output_loading_info=True, dtype=torch.float32
-    )
-    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    for key, value in loaded.state_dict().items():
-        assert torch.equal(value, expected["model"][key]), key
-    assert checkpoint.optimizer is not None
-    decays = [group["weight_decay"] for group in checkpoint.optimizer.param_groups]
-    assert decays == [0.1, 0.0]
 
 
 def test_accelerate(deepspeed_written: Path, tmp_path: Path) -> None:

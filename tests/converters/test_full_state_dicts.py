@@ -123,6 +123,7 @@ def test_pickle_protocols_and_rebuild_functions(tmp_path: Path, protocol: int) -
 
 
 def test_shards_with_an_index(tmp_path: Path) -> None:
+    """What an index may not say: ``test_safetensors``, of the one reader of both."""
     values = weights()
     names = list(values)
     files = ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin"]
@@ -134,19 +135,6 @@ def test_shards_with_an_index(tmp_path: Path) -> None:
     index.write_text(json.dumps({"metadata": {}, "weight_map": places}))
     assert_model(open_checkpoint(tmp_path), values)
     assert_model(open_checkpoint(index), values)
-    for change, said in (
-        ({names[0]: files[1]}, "does not hold"),
-        ({"more": files[0]}, "does not hold"),
-        ({names[0]: "../x.bin"}, "leaves"),
-        ({names[0]: "gone.bin"}, "gone.bin"),
-    ):
-        index.write_text(json.dumps({"weight_map": {**places, **change}}))
-        with pytest.raises(CheckpointError, match=said):
-            open_checkpoint(tmp_path)
-    del places[names[0]]
-    index.write_text(json.dumps({"weight_map": places}))
-    with pytest.raises(CheckpointError, match=r"holds 'f\.base'"):
-        open_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.module.", "module._orig_mod.", "_orig_mod."])

@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 import time
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -26,21 +25,10 @@ def several(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel, "threads", lambda: 3)
 
 
-def count_to(number: int, progress: Progress) -> None:
-    for _ in range(number):
-        progress(1)
-
-
 def forever(progress: Progress) -> None:
     while True:
         progress(0)
         time.sleep(0.001)
-
-
-def test_every_job_runs_once_and_every_byte_counts() -> None:
-    told: list[int] = []
-    in_parallel((partial(count_to, n) for n in range(100)), told.append)
-    assert sum(told) == sum(range(100))
 
 
 @pytest.mark.parametrize("where", ["in a job", "while drawing"])

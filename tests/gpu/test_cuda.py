@@ -27,9 +27,11 @@ from __future__ import annotations
 import gc
 import importlib.util
 import pickle
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,12 +53,7 @@ from portable.run.rank import run_rank
 from tests.parity import opened, take_steps
 from tests.runs import TINY_MODEL, configured
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from pathlib import Path
-
-    Run = Callable[..., list[float]]
-
+Run = Callable[..., list[float]]
 STEPS = 6
 CLOSE = {"cpu": 1e-5, "cuda": 1e-4}
 """Relative difference from the CPU's losses: a GPU sums in another order, and Adam magnifies it."""
@@ -192,7 +189,15 @@ def test_precisions(
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("sharded", [False, True], ids=["alone", "sharded"])
+@pytest.mark.parametrize(
+    ("device", "sharded"),
+    [
+        pytest.param("cuda", False, marks=pytest.mark.gpu, id="cuda-alone"),
+        pytest.param("cuda", True, marks=pytest.mark.gpu, id="cuda-sharded"),
+        pytest.param("cpu", True, id="cpu-sharded"),
+    ],
+    indirect=["device"],
+)
 def test_optimizers(
     optimizer: str, sharded: bool, device: str, run: Run, one_rank: Callable[[str], None]
 ) -> None:
@@ -260,7 +265,6 @@ def leg(folder: Path, corpus: Path, device: str, **settings: Any) -> list[float]
     return [row["loss"] for row in read_metrics(folder) if "loss" in row]
 
 
-SECOND = pytest.mark.exhaustive  # on a CPU, other tests hold it
 RESUMED: dict[str, dict[str, Any]] = {
     "adamw": {},
     "adamw_8bit": {"train__optimizer": "adamw_8bit"},
@@ -273,21 +277,16 @@ RESUMED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("kind", "device"),
-    [
-        *(pytest.param(kind, "cuda", marks=pytest.mark.gpu) for kind in RESUMED),
-        *(pytest.param(kind, "cpu", marks=() if "adamw" in kind else SECOND) for kind in RESUMED),
-    ],
-)
+@pytest.mark.parametrize("kind", RESUMED)
 def test_a_run_goes_on_bit_for_bit(
-    kind: str, device: str, tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, cuda: str, tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """On a CPU, other tests hold it: ``test_run``, ``test_moves`` and ``test_optimizers``."""
     if kind == "sharded":
         monkeypatch.setattr(sharding, "stands_alone", lambda *_, **__: False)
-    whole = leg(tmp_path / "whole", corpus, present(device), **RESUMED[kind])
-    leg(tmp_path / "parts", corpus, device, train__stop_after=3, **RESUMED[kind])
-    assert leg(tmp_path / "parts", corpus, device, **RESUMED[kind]) == whole
+    whole = leg(tmp_path / "whole", corpus, cuda, **RESUMED[kind])
+    leg(tmp_path / "parts", corpus, cuda, train__stop_after=3, **RESUMED[kind])
+    assert leg(tmp_path / "parts", corpus, cuda, **RESUMED[kind]) == whole
 
 
 def test_checkpoints_move_between_devices(device: str, tmp_path: Path, corpus: Path) -> None:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch.distributed.fsdp import FSDPModule
 
 from portable.config import RunConfig
@@ -120,10 +119,6 @@ def leg(folder: Path, corpus: Path, settings: dict[str, Any]) -> int:
     ("settings", "message"),
     [
         (
-            {"strategy": "hybrid_shard", "fsdp__shard_group_size": 2},
-            "fsdp.shard_group_size: 1 ranks are not divisible into groups of 2; use one of 1",
-        ),
-        (
             {"fsdp__transformer_layer_cls_to_wrap": "BertLayer", "memory__offload_params": "cpu"},
             "fsdp.transformer_layer_cls_to_wrap: LlamaForCausalLM has no BertLayer; its layers are "
             "LlamaDecoderLayer",
@@ -143,12 +138,6 @@ def test_refused(settings: dict[str, Any], message: str, tmp_path: Path, corpus:
     with pytest.raises(UserError) as refused:
         our_losses(configured(tmp_path, corpus, **settings))
     assert message in str(refused.value)
-
-
-def test_offloaded_parameters_wait_in_host_memory() -> None:
-    from portable.engines.fsdp.sharding import _offload_policy
-
-    assert _offload_policy(True, torch.device("cuda")).pin_memory  # type: ignore[attr-defined]
 
 
 def _threads(config: RunConfig) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from portable.engines.footprint import units
 from portable.engines.fsdp.footprint import fully_sharded
 from portable.errors import UserError
 from portable.model import build as models
-from portable.optim.muon import Muon, spread
+from portable.optim.muon import Muon
 from portable.planner.memory_model import Cluster
 from portable.planner.meta_model import inspect
 from portable.run.rank import run_rank
@@ -79,22 +79,6 @@ def test_a_masked_step_changes_nothing() -> None:
             assert torch.equal(parameter, old) == masked
         now = {key: value for p in (matrix, vector) for key, value in optimizer.state[p].items()}
         assert all(torch.equal(now[key], value) for key, value in kept.items()) == (masked or not kept)
-
-
-@pytest.mark.parametrize("length", [1, 7, 23, 100])
-@pytest.mark.parametrize("first", [0, -3])
-def test_every_element_of_a_matrix_is_with_one_rank(length: int, first: int) -> None:
-    shape, ranks = (3, 2, 4), 100 // length + 4
-    seen = torch.zeros(shape).view(-1)
-    for rank in range(ranks):
-        matrices = spread(shape, first=first, length=length, ranks=ranks, rank=rank)
-        start = first + rank * length
-        for index, matrix in enumerate(matrices):
-            here = torch.arange(start + matrix.offset, start + matrix.offset + matrix.sizes[rank])
-            assert ((here >= index * 8) & (here < index * 8 + 8)).all()
-            seen[here] += 1
-            assert matrix.sizes == matrices[index].sizes
-    assert (seen == 1).all() == (ranks * length + first >= 24)
 
 
 @pytest.fixture(scope="module")

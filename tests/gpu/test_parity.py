@@ -9,16 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from portable.backend import Batch
 from portable.config import RunConfig
-from portable.data.samples.loader import TrainLoader
 from portable.registry import create_backend
 from portable.run.prepare import prepare
 from portable.run.resolve import resolve
 from portable.run.restore import restore
-from tests.parity import opened
+from tests.parity import cross_entropy, opened, plain_steps
 from tests.promises import record
 from tests.ranks import RankError, RankPool
 from tests.runs import configured
@@ -46,26 +44,6 @@ def our_losses(config: RunConfig, steps: int = STEPS) -> Losses:
         return [(float(result.loss), float(result.grad_norm)) for result in results]
 
 
-def one_document_each(batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-    """A batch of whole packed documents as batches of one document, without padding; others as they are."""
-    if "document_lengths" not in batch:
-        return [batch]
-    found = []
-    for row, lengths in enumerate(batch["document_lengths"].tolist()):
-        ends = torch.tensor(lengths).cumsum(0).tolist()
-        for start, end in zip([0, *ends], ends, strict=False):
-            one = {name: batch[name][row : row + 1, start:end] for name in ("input_ids", "labels")}
-            if (one["labels"] != -100).any():
-                found.append(one)
-    return found
-
-
-def cross_entropy(logits: Tensor, batch: Batch) -> tuple[Tensor, float]:
-    labels = batch["labels"].flatten()
-    loss = functional.cross_entropy(logits.flatten(0, 1), labels, ignore_index=-100, reduction="sum")
-    return loss, int((labels != -100).sum())
-
-
 def plain_losses(
     config: RunConfig,
     steps: int = STEPS,
@@ -78,8 +56,8 @@ def plain_losses(
     Args:
         config: of the run.
         steps: to take.
-        criterion: gives a sum, and what it is divided by.
-        prepared: freezes parameters of a model; returns the groups, of which ``factor`` scales the rate.
+        criterion: of :func:`tests.parity.plain_steps`.
+        prepared: freezes parameters of a model; returns the groups.
         made: makes the optimizer of the groups.
     """
     backend = create_backend("cpu")
@@ -108,28 +86,7 @@ def plain_losses(
         optimizer = TorchMuon(groups, config)
     else:
         optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(beta1, beta2), eps=config.train.eps)
-    size = config.train.global_batch_size
-    loader = iter(
-        TrainLoader(run.data.train, seed=config.seed, global_batch_size=size, micro_batch_size=size)
-    )
-    results = []
-    for step in range(steps):
-        sums, valid = [], 0.0
-        for batch in one_document_each(next(loader)):
-            inputs = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
-            loss, weight = criterion(model(**inputs, use_cache=False).logits, batch)
-            sums.append(loss)
-            valid += weight
-        loss = torch.stack(sums).sum() / valid
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = run.schedule(step) * group.get("factor", 1)
-        optimizer.step()
-        optimizer.zero_grad()
-        results.append((float(loss.detach()), float(norm)))
-    loader.close()
-    return results
+    return plain_steps(model, optimizer, run, steps, criterion)
 
 
 class TorchMuon:
@@ -260,15 +217,6 @@ def test_experts_in_an_order_of_their_own(tmp_path: Path, corpus: Path, ranks: R
     pytest.importorskip("deepspeed")
     with pytest.raises(RankError, match=r"strategy: zero2 [^\n]* use zero1, zero3 or full_shard"):
         ranks.run(2, our_losses, configured(tmp_path, corpus, strategy="zero2", **SWITCH))
-
-
-@pytest.mark.parametrize("kind", ["full", "selective"])
-def test_activation_checkpointing_does_not_change_the_loss(
-    kind: str, truth: Truth, tmp_path: Path, corpus: Path
-) -> None:
-    """On one rank; on several, ``test_fsdp`` and ``test_zero``."""
-    config = configured(tmp_path, corpus, memory__activation_checkpointing=kind, train__micro_batch_size=3)
-    assert_close(our_losses(config), truth[True], 1e-5)
 
 
 @pytest.mark.parametrize(("strategy", "momentum"), [("no_shard", 0.0), ("full_shard", 0.9)])

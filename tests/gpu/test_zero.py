@@ -52,14 +52,6 @@ def test_secondary_partitions(truth: Losses, tmp_path: Path, corpus: Path, ranks
     assert_close(ranks.run(4, our_losses, frozen), alone, 1e-5)
 
 
-@pytest.mark.parametrize(("strategy", "kind"), [("zero2", "selective"), ("zero3", "full")])
-def test_activation_checkpointing_does_not_change_the_loss(
-    strategy: str, kind: str, truth: Losses, tmp_path: Path, corpus: Path, ranks: RankPool
-) -> None:
-    config = zero_config(tmp_path, corpus, strategy=strategy, memory__activation_checkpointing=kind)
-    assert_close(ranks.run(2, our_losses, config), truth, 1e-5)
-
-
 def test_compiled_layers_do_not_change_the_loss(
     truth: Losses, tmp_path: Path, corpus: Path, ranks: RankPool
 ) -> None:

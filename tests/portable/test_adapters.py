@@ -19,7 +19,6 @@ from portable.model import build as models
 from portable.model.initialize import derived_seed
 from portable.model.parameters import materialize, stored_tensors
 from portable.private.of_peft import peft
-from tests.parity import opened
 from tests.runs import TINY_MODEL, configured
 
 UNTIED = {**TINY_MODEL, "tie_word_embeddings": False}
@@ -129,26 +128,6 @@ def test_initial_values_are_pefts_for_the_seed_and_the_name(tmp_path: Path) -> N
             assert torch.equal(torch.from_numpy(values[f"{name}.{part}.default.weight"].read()), wanted), init
     first, second = (values[f"model.layers.{i}.mlp.up_proj.lora_A.default.weight"].read() for i in range(2))
     assert abs(first - second).max() > 0.01
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_a_frozen_parameter_costs_its_own_bytes_and_no_more(
-    precision: str, tmp_path: Path, corpus: Path
-) -> None:
-    settings = {"adapter__type": "lora", "precision": precision, "train__micro_batch_size": 3}
-    with opened(configured(tmp_path, corpus, **settings)) as trial:
-        trial.step()
-        engine = trial.engine
-        engine.accumulate(next(trial.batches), torch.tensor(100), last=False)
-        frozen = [p for p in engine.model.parameters() if not p.requires_grad]
-        trained = [p for p in engine.model.parameters() if p.requires_grad]
-        assert {p.itemsize for p in frozen} == {2 if precision == "bf16" else 4}
-        assert all(p.grad is None for p in frozen)
-        assert {p.dtype for p in trained} == {torch.float32} == {p.grad.dtype for p in trained}
-        state = engine._optimizer.state
-        assert set(state) == set(trained)
-        moments = sum(t.nbytes for s in state.values() for t in s.values() if t.dim())
-        assert moments == 8 * sum(p.numel() for p in trained)
 
 
 @pytest.mark.parametrize(

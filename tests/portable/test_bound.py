@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.portable.test_launch import alive, wait_for
+from tests.portable.test_launch import alive
+from tests.ranks import wait_for
 from tests.zygote import Zygote
 
 SPAWNS = """

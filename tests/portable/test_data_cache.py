@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -60,19 +59,6 @@ def job(given: Source, tokenizer: Any, cache: Path) -> TokenizeJob:
 
 def build(given: Source, tokenizer: Any, cache: Path) -> TokenCache:
     return job(given, tokenizer, cache).tokens(given)
-
-
-def test_tokens_are_those_of_the_tokenizer(tokenizer: Any, tmp_path: Path) -> None:
-    given = Given([Document(text) for text in texts(50)])
-    cache = build(given, tokenizer, tmp_path)
-    build(given, tokenizer, tmp_path)
-    assert given.reads == 1  # it is built once
-    expected = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts(50)]
-    assert [cache.document("text", number).tolist() for number in range(50)] == expected
-    assert cache.tokens["text"].tolist() == list(chain.from_iterable(expected))
-    assert cache.tokens["text"].dtype == np.uint16
-    assert isinstance(cache.tokens["text"][:1], np.memmap)
-    assert (cache.documents, cache.total_tokens) == (50, sum(map(len, expected)))
 
 
 def test_batches_and_pieces_do_not_show(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from portable.data.samples.base import IGNORED, Arrays, PackedCausal, PaddedCausal, Part, Samples
+from portable.data.samples.base import IGNORED, Arrays, PackedCausal, Part, Samples
 from portable.data.samples.loader import BatchIterator, EvalLoader, TrainLoader
 from tests.portable.data_support import token_cache
 
@@ -124,11 +124,3 @@ def test_evaluation_sees_every_sample_once(samples: PackedCausal, world_size: in
     assert sorted(seen) == list(range(COUNT))
     assert len(lengths) == 1
     assert ignored == next(iter(lengths)) * batch_size * world_size - COUNT
-
-
-def test_padded_evaluation_keeps_its_mask(tmp_path: Path) -> None:
-    cache = token_cache(tmp_path / "cache", [[5, 6, 7], [8, 9]])
-    loader = EvalLoader(PaddedCausal(cache, Part(0, 2), 4, 0), batch_size=3)
-    (batch,) = loader
-    assert batch["attention_mask"].tolist() == [[1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 0, 0]]
-    assert batch["labels"].tolist() == [[6, 7, -100, -100], [9, -100, -100, -100], [-100] * 4]

@@ -59,19 +59,6 @@ def test_it_travels_with_the_model(trained: Any, tmp_path: Path) -> None:
     assert tokenizer_digest(again) == tokenizer_digest(trained)
 
 
-def test_it_is_trained_once_and_always_the_same(tmp_path: Path) -> None:
-    given = source(str(corpus(tmp_path)))
-    first = train_tokenizer(given, 300, tmp_path / "one")
-    (folder,) = (entry for entry in (tmp_path / "one" / "tokenizers").iterdir() if entry.is_dir())
-    before = (folder / "tokenizer.json").stat().st_mtime_ns
-    train_tokenizer(given, 300, tmp_path / "one")
-    assert (folder / "tokenizer.json").stat().st_mtime_ns == before
-    second = train_tokenizer(given, 300, tmp_path / "two")
-    assert tokenizer_digest(first) == tokenizer_digest(second)
-    assert first.mask_token is None
-    assert tokenizer_digest(train_tokenizer(given, 301, tmp_path / "one")) != tokenizer_digest(first)
-
-
 def _cut(text: str) -> str:
     return text[:40]
 
@@ -189,7 +176,7 @@ def test_threads_are_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
 EVIL = """
 from pathlib import Path
 Path({mark!r}).touch()
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 class Evil(PreTrainedTokenizerFast):
     pass

@@ -11,7 +11,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,40 +23,17 @@ from portable.output.output_dir import locked
 from portable.ranks.launch import STOP_REQUESTED, failing, launch
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
+from tests.ranks import wait_for
 from tests.runs import configured, flags, tiny
 from tests.zygote import Zygote
 
-BIN = Path(sys.executable).parent
 AT_MOST = 300  # seconds, for whatever would otherwise be waited for without end
 
 
-def cold(*command: str, **more: str) -> subprocess.Popen[str]:
-    """A process that begins by importing everything, as a person's does."""
-    return subprocess.Popen(
-        [str(BIN / command[0]), *command[1:]],
-        env={**os.environ, **more},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def start(
-    scratch: Path, settings: dict[str, Any], *arguments: str, begin: Callable[..., Any] = cold
-) -> subprocess.Popen[str]:
-    """A run whose launcher has this scratch folder; ``begin`` may be a zygote's instead."""
+def start(zygote: Zygote, scratch: Path, settings: dict[str, Any], *arguments: str) -> subprocess.Popen[str]:
+    """A run whose launcher has this scratch folder."""
     scratch.mkdir(exist_ok=True)
-    process: subprocess.Popen[str] = begin(
-        "portable-train", *flags(settings), *arguments, TMPDIR=str(scratch)
-    )
-    return process
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = AT_MOST) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.05)
+    return zygote.start("portable-train", *flags(settings), *arguments, TMPDIR=str(scratch))
 
 
 def steps_logged(folder: Path) -> int:
@@ -110,7 +86,7 @@ def test_signals_and_a_killed_launcher(tmp_path: Path, corpus: Path, zygote: Zyg
     )
 
     # SIGTERM: the step is finished, a checkpoint saved, exit code 75.
-    run = start(scratch, settings, "--nproc", "2")
+    run = start(zygote, scratch, settings, "--nproc", "2")
     wait_for(lambda: steps_logged(folder) >= 3 or run.poll() is not None)
     run.send_signal(signal.SIGTERM)
     _, errors = run.communicate(timeout=AT_MOST)
@@ -121,7 +97,7 @@ def test_signals_and_a_killed_launcher(tmp_path: Path, corpus: Path, zygote: Zyg
     assert f"stopped at step {stopped}" in errors
 
     # SIGKILL of the launcher: its ranks end with it, and the folder is free again.
-    run = start(scratch, settings, "--nproc", "2", begin=zygote.start)
+    run = start(zygote, scratch, settings, "--nproc", "2")
     wait_for(lambda: steps_logged(folder) >= stopped + 12 or run.poll() is not None)
     workers = ranks_of(scratch)
     assert sorted(workers) == [0, 1]
@@ -136,7 +112,7 @@ def test_signals_and_a_killed_launcher(tmp_path: Path, corpus: Path, zygote: Zyg
 
     # One rank killed: the launcher says which, and how it ended.
     before = steps_logged(folder)
-    run = start(scratch, settings, "--nproc", "2", begin=zygote.start)
+    run = start(zygote, scratch, settings, "--nproc", "2")
     wait_for(lambda: steps_logged(folder) > before or run.poll() is not None)
     os.kill(ranks_of(scratch)[1], signal.SIGKILL)
     _, errors = run.communicate(timeout=AT_MOST)
@@ -213,7 +189,7 @@ def test_one_rank_that_stops_ends_all_and_it_is_said_which(
         log__hang_timeout=4,
         checkpoint__every_steps=None,
     )
-    run = start(scratch, settings, "--nproc", "2", begin=zygote.start)
+    run = start(zygote, scratch, settings, "--nproc", "2")
     wait_for(lambda: steps_logged(folder) > 3 or run.poll() is not None)
     workers = ranks_of(scratch)
     os.kill(workers[1], signal.SIGSTOP)
@@ -396,7 +372,7 @@ def test_what_a_kill_most_likely_means(
 
 def test_a_refusal_in_a_rank_is_one_line(tmp_path: Path, corpus: Path, zygote: Zygote) -> None:
     settings = tiny(tmp_path / "out", corpus, data__text_field="nowhere", train__micro_batch_size=3)
-    run = start(tmp_path / "scratch", settings, "--nproc", "2", begin=zygote.start)
+    run = start(zygote, tmp_path / "scratch", settings, "--nproc", "2")
     _, errors = run.communicate(timeout=AT_MOST)
     assert run.returncode == 2
     assert [line[:7] for line in errors.splitlines()] == ["error: "], errors

@@ -20,6 +20,7 @@ import yaml
 from portable.cli import main
 from portable.config import dump_yaml, parse_args
 from tests.object_store import ObjectStore
+from tests.ranks import wait_for
 from tests.runs import configured
 from tests.zygote import Zygote, stands_for
 
@@ -237,10 +238,8 @@ def test_a_preempted_run_goes_on_under_another_program(
         return max((int(n[5:11]) for n in names if n.endswith("_COMPLETE")), default=0)
 
     def wait(process: subprocess.Popen[bytes], beyond: int) -> None:
-        end = time.monotonic() + 120
-        while saved() <= beyond:
-            assert process.poll() is None and time.monotonic() < end, process.returncode
-            time.sleep(0.05)
+        wait_for(lambda: saved() > beyond or process.poll() is not None)
+        assert process.poll() is None, process.returncode
 
     first = started("sky")
     wait(first, 0)

@@ -18,9 +18,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from converters.storage.completion_markers import begin, complete
 from converters.storage.object_store import RemotePath
-from converters.storage.store_errors import RemoteError
 from portable.cli import main
 from portable.errors import RunError, UserError
 from portable.output import lease
@@ -314,27 +312,11 @@ def test_resume_from_a_url(s3: ObjectStore, tmp_path: Path, corpus: Path, ranks:
     assert fetched < 1.5 * size, f"two ranks fetched {fetched} of {size} bytes"
 
 
-def test_the_first_of_two_writers_does_not_complete_a_folder(s3: ObjectStore) -> None:
-    folder = RemotePath.of(s3.url("run"))
-    first, second = begin(folder), begin(folder)
-    with pytest.raises(RemoteError, match="another process began to write this folder"):
-        complete(folder, first)
-    assert not s3.names("run/_COMPLETE")
-    complete(folder, second)
-    assert s3.names("run/_COMPLETE")
-
-
 # -- refusals ------------------------------------------------------------------------------------------------
 
 BAD_PLACES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("no bucket", {"output_dir": "s3://no-such-bucket/run"}, ["output_dir: s3://no-such", "no such bucket"]),
     ("a password", {"output_dir": "s3://me:secret@bucket/run"}, ["output_dir", "credentials do not belong"]),
-    ("no writing", {"output_dir": "https://host/run"}, ["output_dir: https://host/run", "use s3://"]),
-    (
-        "no protocol",
-        {"output_dir": "nosuch://host/run"},
-        ["output_dir: nosuch://host/run", "no object store"],
-    ),
     ("no source", {"checkpoint.resume": "{url}/nothing"}, ["checkpoint.resume: s3://", "does not exist"]),
     ("a model", {"model.name_or_path": "s3://bucket/model"}, ["model.name_or_path", "not a URL"]),
     ("staging", {"checkpoint.staging_dir": "/dev/null/x"}, ["checkpoint.staging_dir: /dev/null/x"]),

@@ -212,9 +212,9 @@ def test_moves(
 
 
 def test_goes_on_bit_for_bit(corpus: Path, tmp_path: Path, ranks: RankPool) -> None:
-    given = {**settings("odd"), "strategy": "full_shard"}
+    given = {**settings("odd"), "strategy": "full_shard", "train__steps": 4, "train__micro_batch_size": 6}
     assert ranks.run(2, leg, tmp_path / "whole", corpus, given) == 0
-    for until in (2, 6):
+    for until in (2, 4):
         assert ranks.run(2, leg, tmp_path / "parts", corpus, {**given, "train__stop_after": until}) == 0
     assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
     weights = [(tmp_path / one / "final" / "model.safetensors").read_bytes() for one in ("whole", "parts")]

@@ -8,7 +8,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +22,7 @@ from portable.planner.cli import main
 from portable.planner.compiled import Collective, Compiled, CompiledGraph, LargeValue, advised, compare
 from portable.planner.memory_model import Setting
 from portable.planner.plan import DeviceBytes, Option
+from tests.ranks import wait_for
 from tests.tpu import hlo_modules as hlo
 from tests.tpu.hlo_modules import field, varint
 from tpu.compile import compiler, trace
@@ -475,15 +475,11 @@ def test_who_is_asked_dies_with_who_asks(tmp_path: Path) -> None:
     """A plan that is killed leaves nothing that traces or compiles for minutes."""
     answer, said = tmp_path / "answer", tmp_path / "answer.pid"
     process = subprocess.Popen([sys.executable, "-c", ASKS.format(answer=str(answer))])
-    end = time.monotonic() + 60
-    while not (said.exists() and said.read_text()) and time.monotonic() < end:
-        time.sleep(0.02)
+    wait_for(lambda: said.exists() and said.read_text())
     asked = Path("/proc", said.read_text().strip())
     process.kill()
     process.wait()
-    while asked.exists() and (asked / "stat").read_text().split()[2] != "Z" and time.monotonic() < end:
-        time.sleep(0.02)
-    assert not asked.exists() or (asked / "stat").read_text().split()[2] == "Z"
+    wait_for(lambda: not asked.exists() or (asked / "stat").read_text().split()[2] == "Z")
 
 
 TINY = {

@@ -9,10 +9,11 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+
+from tests.ranks import wait_for
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "tpu" / "scripts"
 COMMANDS = ["create", "install", "train", "status", "logs", "keep", "stop", "fetch", "convert", "delete"]
@@ -373,10 +374,7 @@ class Worker:
             return answer.read().strip()
 
     def wait_for(self, state: str) -> None:
-        end = time.monotonic() + 30
-        while self("state") != state:
-            assert time.monotonic() < end, self("status")
-            time.sleep(0.05)
+        wait_for(lambda: self("state") == state)
 
 
 @pytest.fixture
@@ -391,8 +389,7 @@ def test_a_worker_starts_once_stops_and_goes_on(worker: Worker) -> None:
     assert worker("start", "--data.source", "two words").startswith("started")
     assert worker("start") == "already running"
     log = worker.home / "run.log"
-    while "on TPU" not in log.read_text():
-        time.sleep(0.05)
+    wait_for(lambda: "on TPU" in log.read_text())
     assert worker("status") == "running\non TPU: --backend xla --data.source two words"
     assert worker("stop") == "ended-75"
     assert worker("stop") == "ended-75"
