@@ -60,7 +60,7 @@ def held_out_name(data: DataConfig) -> str:
     return HELD_OUT if data.eval is not None else ALONE
 
 
-def mistakes(data: DataConfig) -> Iterator[tuple[str, str]]:
+def mistakes_of_sources(data: DataConfig) -> Iterator[tuple[str, str]]:
     """What is wrong with the sources together: the setting, and one line."""
     names: set[str] = set()
     for one in data.sources:

@@ -266,7 +266,7 @@ CONFLICTS = {
     "train: {warmup_steps: 201}": "train.warmup_steps train.steps",
     "train: {stop_after: 201}": "train.stop_after train.steps",
     "train: {global_batch_size: 8, micro_batch_size: 3}": "train.global_batch_size train.micro_batch_size",
-    "strategy: zero2\ntrain: {optimizer: adafactor}": "train.optimizer strategy",
+    "{backend: cpu, strategy: zero2, train: {optimizer: adafactor}}": "train.optimizer ZeRO",
     "model: {config: null}": "model.name_or_path model.config",
     "model: {config: {hidden_size: 8}}": "model.config.model_type",
     "model: {task: masked-lm}\ndata: {packing: documents}": "data.packing model.task",
