@@ -364,14 +364,11 @@ VARIANTS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("values", VARIANTS)
-@pytest.mark.parametrize("comments", [True, False])
-def test_a_dump_reads_back(file: Path, values: dict[str, Any], comments: bool) -> None:
+def test_a_dump_reads_back(file: Path, values: dict[str, Any]) -> None:
     config = load_config(values)
     if config.deepspeed.config is not None:
         config = config.replaced({"strategy": "zero3"})
-    text = dump_yaml(config, comments=comments)
-    assert loaded(file, text) == config
-    assert ("#" in text.replace("# x", "")) == comments
+    assert loaded(file, dump_yaml(config)) == config
 
 
 def test_a_dump_is_also_yaml_1_1() -> None:
