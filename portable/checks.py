@@ -1,9 +1,8 @@
 """Settings that do not go together.
 
-Each function gives the mistakes of one part of the config: their keys, and what is said of them. Backends
-and engines have such functions of their own (:meth:`portable.registry.BackendPackage.mistakes`). A resolved
-config with every key passes as the short file does from which it came: values are read, and not whether the
-user set them.
+Each function gives the mistakes of one part of the config, as text. Backends and engines have such functions
+of their own (:meth:`portable.registry.BackendPackage.mistakes`). A resolved config with every key passes as
+the short file does from which it came: values are read, and not whether the user set them.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from converters.storage.urls import is_url
 from portable.config import keys
 from portable.config.derived import HYBRID, PADDED_TASKS, ZERO, largest_divisor, warms_up, warmup_steps
-from portable.config.origins import located
 from portable.config.sources import mistakes_of_sources, training_key, training_sources
 from portable.config.suggest import did_you_mean
 from portable.errors import UserError, one_line
@@ -26,8 +24,8 @@ from portable.registry import BACKENDS, backend_package
 if TYPE_CHECKING:
     from portable.config import RunConfig
 
-Mistakes = Iterator[tuple[str, str]]
-"""The keys of each, separated by spaces, the one to change first, and the message. There, a key in braces
+Mistakes = Iterator[str]
+"""What is said of each, and what to do after a semicolon. It begins with the key to change; a key in braces
 stands for its value."""
 
 TAKEN = (
@@ -53,9 +51,9 @@ def check(config: RunConfig, *, late: bool = False, where: bool = True) -> None:
     Raises:
         UserError: for the first mistake.
     """
-    for names, message in _mistakes(config, late):
-        text = re.sub(r"\{([a-z_.0-9]+)\}", lambda key: _text(config.get(key[1])), message)
-        raise UserError(one_line(located(text, names.split(), config.origins if where else {})))
+    for mistake in _mistakes(config, late):
+        text = re.sub(r"\{([a-z_.0-9]+)\}", lambda key: _text(config.get(key[1])), mistake)
+        raise UserError(one_line(_located(text, mistake, config) if where else text))
 
 
 def _mistakes(config: RunConfig, late: bool) -> Mistakes:
@@ -64,6 +62,21 @@ def _mistakes(config: RunConfig, late: bool) -> Mistakes:
         yield from part(config)
     if config.backend in BACKENDS:  # not auto
         yield from backend_package(config.backend).mistakes(config, late=late)
+
+
+def _located(text: str, mistake: str, config: RunConfig) -> str:
+    """``text`` with the place where one of the settings was written that ``mistake`` names before the remedy.
+
+    A flag counts before a line: what was written last is most likely what the person has just changed.
+    """
+    found = []
+    for word in re.findall(r"[a-z_0-9]+(?:\.[\w-]+)*", mistake.partition(";")[0]):
+        parts = tuple(word.split("."))
+        inner = (parts[:length] for length in range(len(parts), 0, -1))
+        settings = [path for path in inner if ".".join(path) not in keys.sections(type(config))]
+        found += [config.origins[path] for path in settings if path in config.origins]
+    first = next((origin for origin in (*(one for one in found if one.flag), *found)), None)
+    return text if first is None else first.before(text)
 
 
 def _text(value: Any) -> str:
@@ -79,23 +92,17 @@ def _text(value: Any) -> str:
 def nvidia_only(c: RunConfig, *, late: bool) -> Mistakes:
     """Settings that only NVIDIA GPUs support, for other backends."""
     if c.precision == "tf32":
-        reason = "tf32 is a mode of NVIDIA GPUs, not of backend {backend}; use fp32 or bf16"
-        yield "precision backend", f"precision {reason}"
+        yield "precision tf32 is a mode of NVIDIA GPUs, not of backend {backend}; use fp32 or bf16"
     if c.model.attention not in ("sdpa", "eager"):
-        yield (
-            "model.attention backend",
-            "model.attention {model.attention} needs backend cuda, not {backend}; use sdpa",
-        )
+        yield "model.attention {model.attention} needs backend cuda, not {backend}; use sdpa"
     if late and c.log.memory_snapshot:
-        reason = "torch records the allocations of GPUs only; set it to false"
-        yield "log.memory_snapshot", f"log.memory_snapshot: {reason}"
+        yield "log.memory_snapshot: torch records the allocations of GPUs only; set it to false"
 
 
 def no_zero(c: RunConfig) -> Mistakes:
     """ZeRO, for backends that DeepSpeed does not run on."""
     if c.strategy in ZERO:
-        reason = "is DeepSpeed's, which does not run on backend {backend}; use full_shard"
-        yield "strategy backend", f"strategy {{strategy}} {reason}"
+        yield "strategy {strategy} is DeepSpeed's, which does not run on backend {backend}; use full_shard"
 
 
 def _given(c: RunConfig, key: str) -> bool:
@@ -104,215 +111,179 @@ def _given(c: RunConfig, key: str) -> bool:
 
 
 def _model(c: RunConfig) -> Mistakes:
-    names, config, path = "model.config model.name_or_path", c.model.config, c.model.name_or_path
+    config, path = c.model.config, c.model.name_or_path
     for key in ("model.name_or_path", "data.tokenizer"):
         if is_url(c.get(key)):
-            yield key, f"{key} must be a hub id or a local folder, not a URL; copy it here"
+            yield f"{key} must be a hub id or a local folder, not a URL; copy it here"
     if path is not None and "model_type" in (config or {}):
         remedy = "or leave model_type out of model.config to change keys of the named model's config"
-        yield names, f"model.config and model.name_or_path are both set; set one of the two, {remedy}"
+        yield f"model.config and model.name_or_path are both set; set one of the two, {remedy}"
     if path is None and config is None:
-        yield names, "model.config and model.name_or_path are both null; set one of the two"
+        yield "model.config and model.name_or_path are both null; set one of the two"
     if path is None and not isinstance((config or {}).get("model_type"), str):
-        yield (
-            "model.config",
-            "model.config.model_type must name a transformers model type, such as llama or bert",
-        )
+        yield "model.config.model_type must name a transformers model type, such as llama or bert"
 
 
 def _adapter(c: RunConfig) -> Mistakes:
     adapter, export = c.adapter, c.checkpoint.export
     if adapter.config is not None and adapter.name_or_path is not None:
         reason = "are both set, and an adapter has a config of its own; remove adapter.config"
-        yield "adapter.config adapter.name_or_path", f"adapter.config and adapter.name_or_path {reason}"
+        yield f"adapter.config and adapter.name_or_path {reason}"
     of_type = adapter.type is not None or adapter.name_or_path is not None or adapter.config is not None
     if export == "merged" and not of_type:
-        yield (
-            "checkpoint.export adapter.type",
-            "checkpoint.export merged has no effect without adapter.type; set it to true",
-        )
+        yield "checkpoint.export merged has no effect without adapter.type; set it to true"
     if export == "merged" and adapter.type is not None and c.model.from_scratch:
-        reason = "needs a base model with files, model.name_or_path; set it to true"
-        yield "checkpoint.export model.name_or_path", f"checkpoint.export merged {reason}"
+        yield "checkpoint.export merged needs a base model with files, model.name_or_path; set it to true"
     if export == "like_base" and c.model.from_scratch:
-        reason = "needs a quantized base model, model.name_or_path; set it to true"
-        yield "checkpoint.export model.name_or_path", f"checkpoint.export like_base {reason}"
+        yield "checkpoint.export like_base needs a quantized base model, model.name_or_path; set it to true"
     names = [name for name in type(adapter).model_fields if _given(c, f"adapter.{name}")]
     if names and not of_type:
-        reason = "has no effect without adapter.type; set adapter.type to lora"
-        yield f"adapter.{names[0]} adapter.type", f"adapter.{names[0]} {reason}"
+        yield f"adapter.{names[0]} has no effect without adapter.type; set adapter.type to lora"
     for name in names:
         of_all = ("type", "target_modules", "modules_to_save", "base", "name_or_path", "config")
         if adapter.type == "ia3" and name not in of_all:
-            yield (
-                f"adapter.{name} adapter.type",
-                f"adapter.{name} is for lora, not for adapter.type ia3; remove it",
-            )
+            yield f"adapter.{name} is for lora, not for adapter.type ia3; remove it"
     if not adapter.target_modules and not adapter.target_parameters:
-        reason = "is empty, which only adapter.target_parameters allows; name modules"
-        yield "adapter.target_modules adapter.target_parameters", f"adapter.target_modules {reason}"
+        yield "adapter.target_modules is empty, which only adapter.target_parameters allows; name modules"
     if names and c.train.freezes:
         reason = "do not work with an adapter, which freezes all other weights; use adapter.modules_to_save"
-        yield "train.trainable adapter.type", f"train.trainable and train.frozen {reason} and adapter.layers"
+        yield f"train.trainable and train.frozen {reason} and adapter.layers"
     quantized = adapter.base in ("nf4", "int8")
     if quantized and c.strategy in ZERO:
         reason = "does not work with DeepSpeed's strategy {strategy}, which casts weights; use full_shard"
-        yield "adapter.base strategy", f"adapter.base {{adapter.base}} {reason}"
+        yield f"adapter.base {{adapter.base}} {reason}"
     for key in ("adapter.use_dora", "compile"):
         if quantized and c.get(key):
-            reason = (
-                "does not work with adapter.base {adapter.base}; set it to false, or adapter.base to auto"
-            )
-            yield f"{key} adapter.base", f"{key} {reason}"
+            remedy = "set it to false, or adapter.base to auto"
+            yield f"{key} does not work with adapter.base {{adapter.base}}; {remedy}"
     if adapter.trainable_token_indices is not None and c.strategy == "zero3":
         reason = "under which no rank has the whole table of embeddings; use full_shard"
-        yield (
-            "adapter.trainable_token_indices strategy",
-            f"adapter.trainable_token_indices does not work with strategy zero3, {reason}",
-        )
+        yield f"adapter.trainable_token_indices does not work with strategy zero3, {reason}"
     if adapter.base == "fp32" and c.strategy in ZERO and c.precision in ("bf16", "fp16"):
         reason = "which keeps frozen weights in the compute type; use full_shard"
-        yield "adapter.base strategy", f"adapter.base fp32 does not work with strategy {{strategy}}, {reason}"
+        yield f"adapter.base fp32 does not work with strategy {{strategy}}, {reason}"
 
 
 def _data(c: RunConfig) -> Mistakes:
     data, task = c.data, c.model.task
     if data.packing and task in PADDED_TASKS:
         reason = "does not work with model.task {model.task}; set data.packing to false"
-        yield "data.packing model.task", f"data.packing {{data.packing}} {reason}"
+        yield f"data.packing {{data.packing}} {reason}"
     if data.packing == "documents" and task == "masked-lm":
-        reason = "is for model.task causal-lm, not masked-lm; set data.packing to false"
-        yield "data.packing model.task", f"data.packing documents {reason}"
+        yield "data.packing documents is for model.task causal-lm, not masked-lm; set data.packing to false"
     if data.vocab_size is not None and data.tokenizer is not None:
         reason = "is for a tokenizer trained on the source, but data.tokenizer is set; remove one of the two"
-        yield "data.vocab_size data.tokenizer", f"data.vocab_size {reason}"
+        yield f"data.vocab_size {reason}"
     for key, of_task in (
         ("data.text_pair_field", "sequence-classification"),
         ("data.source_prefix", "seq2seq-lm"),
         ("data.target_seq_len", "seq2seq-lm"),
     ):
         if _given(c, key) and task != of_task:
-            yield f"{key} model.task", f"{key} is for model.task {of_task}, not {{model.task}}; remove it"
+            yield f"{key} is for model.task {of_task}, not {{model.task}}; remove it"
     chats = ("chat_template", "chat_template_kwargs", "train_on", "roles_to_train", "split_turns")
     for name in ("format", *chats, "truncation"):
         key, value = f"data.{name}", getattr(data, name)
         if task != "causal-lm" and value and value not in ("auto", "text", "end"):
-            yield f"{key} model.task", f"{key} is for model.task causal-lm, not {{model.task}}; remove it"
+            yield f"{key} is for model.task causal-lm, not {{model.task}}; remove it"
         if data.format == "text" and name in chats and value:
-            reason = "is for conversations, not for data.format text; remove one of the two"
-            yield f"{key} data.format", f"{key} {reason}"
+            yield f"{key} is for conversations, not for data.format text; remove one of the two"
     if data.truncation != "end" and data.packing is True and data.format != "auto":
         reason = "has no effect with data.packing true, which cuts nothing; remove one of the two"
-        yield "data.truncation data.packing", f"data.truncation {{data.truncation}} {reason}"
+        yield f"data.truncation {{data.truncation}} {reason}"
     pairs = data.format == "preference"
     if pairs and c.train.loss is None:
         remedy = "set train.loss to dpo, ipo, simpo, orpo or one of your own"
-        yield "train.loss data.format", f"data.format preference needs a loss of pairs; {remedy}"
+        yield f"data.format preference needs a loss of pairs; {remedy}"
     used = {"train_on": data.train_on not in (None, "completion")}
     for name in ("packing", "split_turns", "train_on", "roles_to_train"):
         if pairs and used.get(name, getattr(data, name)):
-            reason = f"{getattr(data, name)} does not work with data.format preference; remove it"
-            yield f"data.{name} data.format", f"data.{name} {reason}"
+            yield f"data.{name} {getattr(data, name)} does not work with data.format preference; remove it"
     if data.columns and data.packing:
         reason = "has a number for each record, but data.packing {data.packing} joins records; set "
-        yield "data.columns data.packing", f"data.columns {reason}data.packing to false"
+        yield f"data.columns {reason}data.packing to false"
     for name in data.columns:
         if name in TAKEN:
-            yield "data.columns", f"data.columns: {name} is an input of models; rename the column"
+            yield f"data.columns: {name} is an input of models; rename the column"
     if data.columns and c.train.loss is None:
-        yield (
-            "data.columns train.loss",
-            "data.columns is for a loss of your own; set train.loss, or remove it",
-        )
+        yield "data.columns is for a loss of your own; set train.loss, or remove it"
     if data.train_on == "completion" and data.split_turns:
-        reason = "completion does not work with data.split_turns; set data.train_on to assistant"
-        yield "data.train_on data.split_turns", f"data.train_on {reason}"
+        yield "data.train_on completion does not work with data.split_turns; set data.train_on to assistant"
     if data.train_on == "completion" and data.format in ("messages", "sharegpt"):
         reason = "does not work with data.format {data.format}; set data.train_on to assistant"
-        yield "data.train_on data.format", f"data.train_on completion {reason}"
+        yield f"data.train_on completion {reason}"
     if data.source is None and not data.sources and task in PADDED_TASKS:
-        reason = "must be set for model.task {model.task}: the default source has only text"
-        yield "data.source model.task", f"data.source {reason}"
+        yield "data.source must be set for model.task {model.task}: the default source has only text"
 
 
 def _sources(c: RunConfig) -> Mistakes:
-    for key, mistake in mistakes_of_sources(c.data):
-        yield f"{key} data.eval data.sources", mistake
+    yield from mistakes_of_sources(c.data)
     sources = {training_key(name): one for name, one in training_sources(c.data).items()}
     streams = [key for key, one in sources.items() if one.stream]
     if streams:
         stream = f"{streams[0]}.stream"
         if c.model.task != "causal-lm":
-            yield f"{stream} model.task", f"{stream} works with model.task causal-lm alone"
+            yield f"{stream} works with model.task causal-lm alone"
         for name in ("train.epochs", "train.eval_every_epochs", "checkpoint.every_epochs"):
             if c.get(name) is not None:
-                reason = f"needs the length of the data, which {stream} does not know; count in steps"
-                yield f"{name} {stream}", f"{name} {reason}"
+                yield f"{name} needs the length of the data, which {stream} does not know; count in steps"
         if c.data.eval_fraction and not c.data.sources:
-            reason = "holds nothing out of a stream (data.stream); set it to 0, and data.eval"
-            yield "data.eval_fraction data.stream", f"data.eval_fraction {reason}"
+            yield "data.eval_fraction holds nothing out of a stream (data.stream); set it to 0, and data.eval"
     for key, one in sources.items():
         if one.roles_to_train and one.train_on not in (None, "assistant"):
             reason = f"does not work with {key}.roles_to_train; remove one of the two"
-            yield f"{key}.train_on {key}.roles_to_train", f"{key}.train_on {one.train_on} {reason}"
+            yield f"{key}.train_on {one.train_on} {reason}"
     for key in streams:
         if sources[key].max_samples is not None:
-            reason = f"does not work with {key}.stream; name fewer files, or stop earlier"
-            yield f"{key}.max_samples {key}.stream", f"{key}.max_samples {reason}"
+            yield f"{key}.max_samples does not work with {key}.stream; name fewer files, or stop earlier"
 
 
 def _train(c: RunConfig) -> Mistakes:
     train = c.train
     if train.steps is not None and train.epochs is not None:
         reason = "both give the length of the schedule; set one of the two"
-        yield (
-            "train.epochs train.steps",
-            f"train.steps {{train.steps}} and train.epochs {{train.epochs}} {reason}",
-        )
+        yield f"train.epochs {{train.epochs}} and train.steps {{train.steps}} {reason}"
     if train.steps is None and train.epochs is None:
-        reason = "are both null; give one, the length of the schedule"
-        yield "train.steps train.epochs", f"train.steps and train.epochs {reason}"
+        yield "train.steps and train.epochs are both null; give one, the length of the schedule"
     of_ratio = (None, 0, warmup_steps(train, train.steps or 0))
     if train.warmup_ratio is not None and train.warmup_steps not in of_ratio:
         values = "{train.warmup_ratio} and train.warmup_steps {train.warmup_steps}"
-        reason = "both give the length of the warm-up; set one of the two"
-        yield "train.warmup_ratio train.warmup_steps", f"train.warmup_ratio {values} {reason}"
+        yield f"train.warmup_ratio {values} both give the length of the warm-up; set one of the two"
     for epochs, steps in (
         ("train.eval_every_epochs", "train.eval_every"),
         ("checkpoint.every_epochs", "checkpoint.every_steps"),
     ):
         if c.get(epochs) is not None and c.get(steps) is not None:
-            reason = "are both set; set one of the two"
-            yield f"{epochs} {steps}", f"{epochs} {{{epochs}}} and {steps} {{{steps}}} {reason}"
+            yield f"{epochs} {{{epochs}}} and {steps} {{{steps}}} are both set; set one of the two"
 
 
 def _schedule(c: RunConfig) -> Mistakes:
-    train, around = c.train, "train.schedule_params train.schedule"
-    kind, params = train.schedule, schedule_params(train.schedule)
+    train, kind = c.train, c.train.schedule
+    params = schedule_params(kind)
     if train.steps is not None and (reason := too_long_a_warmup(train, train.steps)) is not None:
-        yield "train.warmup_steps train.steps", reason
+        yield reason
     if kind in ZERO_ONLY and c.strategy not in ZERO:
         reason = "needs DeepSpeed; use strategy zero1, zero2 or zero3, or cosine, or a function of your own"
-        yield "train.schedule strategy", f"train.schedule: {kind} {reason}"
+        yield f"train.schedule: {kind} {reason}"
     for name in train.schedule_params:
         if name not in params:
             hint = did_you_mean(name, params) or f"; {kind} takes {', '.join(params) or 'none'}"
-            yield around, f"unknown key train.schedule_params.{name}{hint}"
+            yield f"unknown key train.schedule_params.{name}{hint}"
     for name in ("train.warmup_ratio", "train.warmup_steps"):
         if c.get(name) and not warms_up(kind):
             reason = "has no effect with train.schedule {train.schedule}, which has no warm-up; set it to 0"
-            yield f"{name} train.schedule", f"{name} {{{name}}} {reason}"
+            yield f"{name} {{{name}}} {reason}"
     try:
         schedule = build_schedule(train, train.steps or 1)
     except ValueError as error:
-        yield around, str(error)
+        yield str(error)
         return
     if getattr(schedule, "cycle_momentum", False) and train.optimizer not in ("adamw", "muon"):
         reason = "changes train.betas, which optimizer {train.optimizer} does not use; set it to false"
-        yield around, f"train.schedule_params.cycle_momentum {reason}"
+        yield f"train.schedule_params.cycle_momentum {reason}"
     if train.steps is not None and (train.stop_after or 0) > train.steps:
         reason = "exceeds train.steps {train.steps}, where the run ends; lower or remove it"
-        yield "train.stop_after train.steps", f"train.stop_after {{train.stop_after}} {reason}"
+        yield f"train.stop_after {{train.stop_after}} {reason}"
 
 
 def _batch(c: RunConfig) -> Mistakes:
@@ -320,67 +291,59 @@ def _batch(c: RunConfig) -> Mistakes:
     if micro != "auto" and train.global_batch_size % micro:
         fitting = largest_divisor(train.global_batch_size, micro)
         yield (
-            "train.micro_batch_size train.global_batch_size",
             "train.global_batch_size {train.global_batch_size} is not a multiple of train.micro_batch_size "
-            f"{micro}; use {fitting} or another divisor",
+            f"{micro}; use {fitting} or another divisor"
         )
     for key in ("train.label_smoothing", "train.z_loss"):
         if c.get(key) and train.loss is not None:
             reason = "changes the cross-entropy, which train.loss replaces; remove one of the two"
-            yield f"{key} train.loss", f"{key} {{{key}}} {reason}"
+            yield f"{key} {{{key}}} {reason}"
     for key in ("train.eval_ema", "checkpoint.export_ema"):
         if c.get(key) and train.ema is None:
-            yield f"{key} train.ema", f"{key} needs an average of the weights; set train.ema, such as 0.999"
+            yield f"{key} needs an average of the weights; set train.ema, such as 0.999"
 
 
 def _memory(c: RunConfig) -> Mistakes:
     memory, zero = c.memory, c.strategy in ZERO
     if c.compile_mode != "default" and c.compile_backend != "inductor":
         reason = "is inductor's, not compile_backend {compile_backend}'s; remove one of the two"
-        yield "compile_mode compile_backend", f"compile_mode {{compile_mode}} {reason}"
+        yield f"compile_mode {{compile_mode}} {reason}"
     if "flash" in c.model.attention and c.precision in ("fp32", "tf32"):
         reason = "computes in 16 bits, not in precision {precision}; use sdpa, or precision bf16"
-        yield "model.attention precision", f"model.attention {{model.attention}} {reason}"
+        yield f"model.attention {{model.attention}} {reason}"
     offloads = ("memory.offload_optimizer", "memory.offload_params")
     on_disk = [key for key in offloads if c.get(key) == "nvme"]
     for key in on_disk:
         if memory.nvme_path is None:
-            yield f"{key} memory.nvme_path", f"{key} nvme needs memory.nvme_path, a folder on a local disk"
+            yield f"{key} nvme needs memory.nvme_path, a folder on a local disk"
     # A DeepSpeed JSON, which only the backend reads, may enable offloading.
     if memory.nvme_path is not None and not on_disk and c.deepspeed.config is None:
         remedy = "set memory.offload_optimizer or memory.offload_params to nvme, or remove it"
-        yield "memory.nvme_path", f"memory.nvme_path is set but nothing is offloaded there; {remedy}"
+        yield f"memory.nvme_path is set but nothing is offloaded there; {remedy}"
     if zero and memory.loss_chunk_tokens not in ("auto", 0):
         reason = "does not work with strategy {strategy}; set it to auto"
-        yield (
-            "memory.loss_chunk_tokens strategy",
-            f"memory.loss_chunk_tokens {{memory.loss_chunk_tokens}} {reason}",
-        )
+        yield f"memory.loss_chunk_tokens {{memory.loss_chunk_tokens}} {reason}"
     if c.strategy in ("zero1", "zero2") and memory.offload_params != "none":
         reason = "needs sharded parameters, but strategy {strategy} replicates them; use zero3"
-        yield "memory.offload_params strategy", f"memory.offload_params {{memory.offload_params}} {reason}"
+        yield f"memory.offload_params {{memory.offload_params}} {reason}"
     if c.strategy in ("zero1", "zero2") and memory.offload_optimizer == "nvme":
-        reason = "nvme needs strategy zero3, not {strategy}; use cpu, or zero3"
-        yield "memory.offload_optimizer strategy", f"memory.offload_optimizer {reason}"
+        yield "memory.offload_optimizer nvme needs strategy zero3, not {strategy}; use cpu, or zero3"
     # A JSON's stage overrides a default strategy; only one that was set can conflict. XLA ignores the JSON.
     unfit = c.is_set("strategy") and c.backend != "xla" and not zero and c.strategy != "no_shard"
     if c.deepspeed.config is not None and unfit:
         remedy = "use zero1, zero2 or zero3 (no_shard for stage 0), or remove deepspeed.config"
-        yield (
-            "deepspeed.config strategy",
-            f"deepspeed.config has no effect with strategy {{strategy}}; {remedy}",
-        )
+        yield f"deepspeed.config has no effect with strategy {{strategy}}; {remedy}"
     for name, value in c.fsdp:
         if zero and value is not None:
             reason = "has no effect with DeepSpeed's strategy {strategy}; remove it, or use full_shard"
-            yield f"fsdp.{name} strategy", f"fsdp.{name} {reason}"
+            yield f"fsdp.{name} {reason}"
 
 
 def _together(c: RunConfig) -> Mistakes:
     size = c.context_parallel_size
     if c.data.seq_len % size:
         reason = f"cannot be divided by context_parallel_size {size}; use a multiple of {size}"
-        yield "data.seq_len context_parallel_size", f"data.seq_len {{data.seq_len}} {reason}"
+        yield f"data.seq_len {{data.seq_len}} {reason}"
     of_both = (
         ("model.task", c.model.task != "causal-lm"),
         ("data.format", c.data.format == "samples"),
@@ -409,56 +372,49 @@ def _together(c: RunConfig) -> Mistakes:
     ):
         for name, applies in refused if c.get(key) > 1 else ():
             if applies:
-                yield f"{name} {key}", f"{name} {{{name}}} {why}; set {key} to 1"
+                yield f"{name} {{{name}}} {why}; set {key} to 1"
     fsdp, policy = c.fsdp, c.fsdp.auto_wrap_policy
     if fsdp.shard_group_size is not None and c.strategy not in HYBRID:
-        reason = "needs strategy hybrid_shard or hybrid_shard_zero2, not {strategy}"
-        yield "fsdp.shard_group_size strategy", f"fsdp.shard_group_size {reason}"
+        yield "fsdp.shard_group_size needs strategy hybrid_shard or hybrid_shard_zero2, not {strategy}"
     if policy == "size_based_wrap" and fsdp.min_num_params is None:
-        reason = "needs fsdp.min_num_params where it is size_based_wrap"
-        yield "fsdp.auto_wrap_policy fsdp.min_num_params", f"fsdp.auto_wrap_policy {reason}"
+        yield "fsdp.auto_wrap_policy needs fsdp.min_num_params where it is size_based_wrap"
     for key, of_policy in (
         ("fsdp.min_num_params", "size_based_wrap"),
         ("fsdp.transformer_layer_cls_to_wrap", "transformer_based_wrap"),
     ):
         if c.get(key) is not None and policy not in (None, of_policy):
-            reason = f"is for {of_policy}, not for fsdp.auto_wrap_policy {policy}"
-            yield f"{key} fsdp.auto_wrap_policy", f"{key} {reason}"
+            yield f"{key} is for {of_policy}, not for fsdp.auto_wrap_policy {policy}"
 
 
 def _output(c: RunConfig) -> Mistakes:
     train, checkpoint = c.train, c.checkpoint
     for name, times in Counter(c.log.trackers).items():
         if times > 1:
-            yield "log.trackers", f"log.trackers: {name} is named {times} times; name it once"
+            yield f"log.trackers: {name} is named {times} times; name it once"
     for key in ("checkpoint.resume_step", "checkpoint.resume_samples"):
         if c.get(key) is not None and checkpoint.resume in ("auto", "never"):
             reason = "but checkpoint.resume is {checkpoint.resume}; remove it"
-            yield f"{key} checkpoint.resume", f"{key} {{{key}}} is for another program's checkpoint, {reason}"
+            yield f"{key} {{{key}}} is for another program's checkpoint, {reason}"
     if c.hub.push is not None and not checkpoint.export:
-        reason = "uploads what checkpoint.export writes; set that to true"
-        yield "hub.push checkpoint.export", f"hub.push {{hub.push}} {reason}"
+        yield "hub.push {hub.push} uploads what checkpoint.export writes; set that to true"
     for key, other, remedy in (
         ("hub.repo", "hub.push", "set hub.push to end"),
         ("hub.private", "hub.push", "set hub.push to end"),
         ("train.early_stopping_threshold", "train.early_stopping_patience", "set it"),
     ):
         if _given(c, key) and c.get(other) is None:
-            yield f"{key} {other}", f"{key} has no effect without {other}; {remedy}"
+            yield f"{key} has no effect without {other}; {remedy}"
     comparing = ("train.early_stopping_patience", "checkpoint.export_best", "checkpoint.keep_best")
     judges = [key for key in comparing if c.get(key)]
     for key in judges:
         if c.data.eval is None and c.data.eval_fraction == 0:
-            reason = "needs an evaluation, but data.eval_fraction is 0; set data.eval"
-            yield f"{key} data.eval_fraction", f"{key} {reason}"
+            yield f"{key} needs an evaluation, but data.eval_fraction is 0; set data.eval"
     if checkpoint.export_best and checkpoint.keep_best is None:
-        reason = "needs a checkpoint that is kept; set checkpoint.keep_best to 1"
-        yield "checkpoint.export_best checkpoint.keep_best", f"checkpoint.export_best {reason}"
+        yield "checkpoint.export_best needs a checkpoint that is kept; set checkpoint.keep_best to 1"
     for key in ("checkpoint.best_metric", "checkpoint.best_mode"):
         if _given(c, key) and not judges:
             reason = "has no effect without checkpoint.keep_best or train.early_stopping_patience; set one"
-            yield key, f"{key} {reason}"
+            yield f"{key} {reason}"
     never = train.eval_every is None and train.eval_every_epochs is None
     if train.early_stopping_patience is not None and never:
-        reason = "needs evaluations during training; set train.eval_every"
-        yield "train.early_stopping_patience train.eval_every", f"train.early_stopping_patience {reason}"
+        yield "train.early_stopping_patience needs evaluations during training; set train.eval_every"

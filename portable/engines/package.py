@@ -67,14 +67,13 @@ class TorchPackage:
             yield from nvidia_only(config, late=late)
         for key in ("memory.offload_optimizer", "memory.offload_params") if late else ():
             if strategy not in ZERO and config.get(key) == "nvme":
-                yield f"{key} strategy", f"{key}: nvme needs DeepSpeed; use strategy zero3, or cpu"
+                yield f"{key}: nvme needs DeepSpeed; use strategy zero3, or cpu"
             if unsharded and config.get(key) != "none":
                 reason = "does not offload; use full_shard, which offloads on one rank as well"
-                yield f"{key} strategy", f"{key}: strategy no_shard {reason}"
+                yield f"{key}: strategy no_shard {reason}"
         for name, value in config.fsdp if late and unsharded else ():
             if value is not None:
-                reason = "nothing is sharded under no_shard; remove it, or use full_shard"
-                yield f"fsdp.{name} strategy", f"fsdp.{name}: {reason}"
+                yield f"fsdp.{name}: nothing is sharded under no_shard; remove it, or use full_shard"
 
     def adopt(self, config: RunConfig, world: World) -> RunConfig:
         if config.deepspeed.config is None or not self.runs_zero:

@@ -236,7 +236,7 @@ FILES_REFUSED: list[tuple[str | bytes, str]] = [
     ('train: {steps: "3"}', "run.yaml:1: train.steps must be integer >= 1 or null, got '3'; leave out its"),
     ("xla: {xla_fsdp_v2: true}", "run.yaml:1: unknown key xla.xla_fsdp_v2; sharding is always by SPMD"),
     ("train: 3", "run.yaml:1: train must be a mapping of steps, epochs, "),
-    ("train:\n  steps: 5\n  epochs: 1\n", "run.yaml:3: train.steps 5 and train.epochs 1 both "),
+    ("train:\n  steps: 5\n  epochs: 1\n", "run.yaml:3: train.epochs 1 and train.steps 5 both "),
     ("seed: 1\nseed: 2", "run.yaml:2: duplicate key seed, first on line 1"),
     ("train: {steps: [}", "run.yaml:1: not valid YAML: "),
     ("\ttrain: 1", "run.yaml:1: not valid YAML: found character '\\t' that cannot start any token; indent"),
