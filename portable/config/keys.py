@@ -90,6 +90,11 @@ class Setting:
         kinds = (kind for kind, _ in _inner(self.field.annotation))
         return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
+    @property
+    def metavar(self) -> str:
+        """What stands for its value in help; empty for a switch."""
+        return "" if self.takes(bool) else "PATH" if self.may_be_path else "N" if self.takes(int) else "TEXT"
+
     def takes(self, kind: type) -> bool:
         """Whether one of its alternatives is ``kind``: ``bool``, ``str``, ``dict``, ``tuple``..."""
         return any(kind in (member, get_origin(member)) for member, _ in _members(self.field.annotation))

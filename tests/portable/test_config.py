@@ -220,7 +220,7 @@ FLAGS_REFUSED: dict[str | bytes, str] = {
     "--model.config {hidden_size:": "--model.config:1: not valid YAML: ",
     "--train 3": "--train is a section; set a key in it, such as --train.steps",
     "--deepspeed.config a.json --deepspeed.config.x 1": "--deepspeed.config.x: ",
-    "--nproc 0": "--nproc must be integer >= 1, got '0'",
+    "--nproc 0": "--nproc must be integer >= 1 and <= 100000000, got 0",
     "--config /nowhere.yaml": "/nowhere.yaml: cannot read the config",
     "run.yaml": "unexpected argument 'run.yaml'; use --config for a config file",
     "-x": "unknown flag -x; flags have two dashes",
