@@ -72,7 +72,7 @@ class Setting:
         """The allowed words for the value or its items, if it is a choice."""
         words = (
             word
-            for kind, _ in _inner(self.field.annotation)
+            for kind, _ in parts(self.field.annotation)
             if get_origin(kind) is Literal
             for word in get_args(kind)
         )
@@ -81,13 +81,13 @@ class Setting:
     @property
     def may_be_path(self) -> bool:
         """Whether its text may be a path."""
-        kinds = _inner(self.field.annotation, tuple(self.field.metadata))
+        kinds = parts(self.field.annotation, tuple(self.field.metadata))
         return any(isinstance(mark, MayBePath) for _, marks in kinds for mark in marks)
 
     @property
     def items(self) -> type[BaseModel] | None:
         """The group of settings that its value, or each item of it, is; None for other values."""
-        kinds = (kind for kind, _ in _inner(self.field.annotation))
+        kinds = (kind for kind, _ in parts(self.field.annotation))
         return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
 
     @property
@@ -160,12 +160,12 @@ def _members(annotation: Any, metadata: tuple[Any, ...] = ()) -> Iterator[tuple[
         yield annotation, metadata
 
 
-def _inner(annotation: Any, metadata: tuple[Any, ...] = ()) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    """The same, and those of the items of a list or mapping."""
+def parts(annotation: Any, metadata: tuple[Any, ...] = ()) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """The alternatives of a type with its constraints, and those of the items of a list or mapping."""
     for kind, own in _members(annotation, metadata):
         yield kind, own
         if get_origin(kind) in (tuple, dict):
-            yield from (found for item in get_args(kind) for found in _inner(item))
+            yield from (found for item in get_args(kind) for found in parts(item))
 
 
 def _words(annotation: Any, metadata: tuple[Any, ...]) -> str:

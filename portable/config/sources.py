@@ -80,18 +80,13 @@ def mistakes_of_sources(data: DataConfig) -> Iterator[str]:
         yield f"data.sources: {weighed[0]} has a weight and {other} has none; give a weight to all, or epochs"
     if weighed and not any(one.weight for one in data.sources):
         yield "data.sources: all weights are 0; raise one"
-    yield from _of_evaluation(data)
-    yield from _of_schedule(data)
-
-
-def _of_evaluation(data: DataConfig) -> Iterator[str]:
-    of_shares = training_names(data) or (HELD_OUT,)
-    for name, one in _evaluated(data).items():
+    for name, evaluated in _evaluated(data).items():
         key = eval_key(name)
-        yield from _nameless(key, one)
-        if name in of_shares and data.eval_fraction > 0:
+        yield from _nameless(key, evaluated)
+        if name in (training_names(data) or (HELD_OUT,)) and data.eval_fraction > 0:
             reason = "the share of data.eval_fraction has this name; choose another, or set "
             yield f"{key}: {reason}data.eval_fraction to 0"
+    yield from _of_schedule(data)
 
 
 def _of_schedule(data: DataConfig) -> Iterator[str]:
