@@ -290,10 +290,8 @@ def _batch(c: RunConfig) -> Mistakes:
     train, micro = c.train, c.train.micro_batch_size
     if micro != "auto" and train.global_batch_size % micro:
         fitting = largest_divisor(train.global_batch_size, micro)
-        yield (
-            "train.global_batch_size {train.global_batch_size} is not a multiple of train.micro_batch_size "
-            f"{micro}; use {fitting} or another divisor"
-        )
+        reason = f"does not divide train.global_batch_size {train.global_batch_size}"
+        yield f"train.micro_batch_size {micro} {reason}; use {fitting} or another divisor"
     for key in ("train.label_smoothing", "train.z_loss"):
         if c.get(key) and train.loss is not None:
             reason = "changes the cross-entropy, which train.loss replaces; remove one of the two"
