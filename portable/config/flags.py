@@ -92,7 +92,7 @@ class _Parser:
             value = word if setting.is_text else parse_value(word)
         if setting.takes(tuple):
             value = [*before.get(name, ()), value]
-        elif before.get(name, value) != value:  # would be ignored silently
+        elif setting.may_be_path and before.get(name, value) != value:  # would be ignored silently
             raise UserError(f"{flag} is given twice, as {before[name]} and as {value}; remove one of the two")
         before[name] = value
 
