@@ -16,10 +16,10 @@ from portable.config.derived import ZERO
 from portable.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from portable.backend import Backend
-    from portable.checks import Check, Several
+    from portable.checks import Mistakes
     from portable.config import RunConfig
     from portable.planner.compiled import Compiled
     from portable.planner.device_lookup import Device
@@ -109,8 +109,8 @@ class BackendPackage(Protocol):
             in_rank: whether this process is a rank.
         """
 
-    def checks(self) -> Sequence[Check | Several]:
-        """Settings that this backend and its engines do not support."""
+    def mistakes(self, config: RunConfig, *, late: bool) -> Mistakes:
+        """Settings that this backend and its engines do not support; see :func:`portable.checks.check`."""
 
     def adopt(self, config: RunConfig, world: World) -> RunConfig:
         """Replace defaults by what a file in an engine's own format (a DeepSpeed JSON) says.

@@ -10,17 +10,17 @@ import shtab
 from converters.cli import parser_of as convert_parser
 from converters.commands import Parser
 from converters.console import say
-from portable.commands.data import DATA_OPTIONS
+from portable.commands.data import DataOptions
 from portable.config import keys
-from portable.config.arguments import TRAIN_OPTIONS
+from portable.config.arguments import TrainOptions
 from portable.config.run_config import RunConfig
-from portable.planner.cli import PLAN_OPTIONS
+from portable.planner.cli import PlanOptions
 from portable.reporting.html_report import parser_of as report_parser
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from portable.config.flags import Option
+    from pydantic import BaseModel
 
 _LONGEST = 90
 
@@ -41,9 +41,9 @@ def completion(argv: Sequence[str]) -> int:
     parser.add_argument("shell", choices=("bash", "zsh", "fish"))
     shell: str = parser.parse_args(argv).shell
     programs = (
-        _of_schema("portable-train", TRAIN_OPTIONS),
-        _of_schema("portable-plan", PLAN_OPTIONS),
-        _of_schema("portable-data", DATA_OPTIONS),
+        _of_schema("portable-train", TrainOptions),
+        _of_schema("portable-plan", PlanOptions),
+        _of_schema("portable-data", DataOptions),
         convert_parser(),
         report_parser(),
     )
@@ -51,22 +51,17 @@ def completion(argv: Sequence[str]) -> int:
     return 0
 
 
-def _of_schema(name: str, options: Sequence[Option]) -> argparse.ArgumentParser:
+def _of_schema(name: str, options: type[BaseModel]) -> argparse.ArgumentParser:
     """The parser of a command with a config, only to be read by shtab."""
     parser = argparse.ArgumentParser(prog=name, allow_abbrev=False)
-    for option in options:
-        if option.kind == "switch":
-            parser.add_argument(f"--{option.name}", action="store_true", help=_short(option.help))
-        else:
-            added = parser.add_argument(f"--{option.name}", help=_short(option.help))
-            if option.kind in ("path", "paths"):
-                added.complete = shtab.FILE  # type: ignore[attr-defined]
-    taken = {option.name for option in options}
-    for setting in keys.settings(RunConfig).values():
-        if setting.key in taken:
+    of_command = {key.replace("_", "-"): setting for key, setting in keys.settings(options).items()}
+    for key, setting in (keys.settings(RunConfig) | of_command).items():
+        help_text = _short(setting.description)
+        if key in of_command and setting.takes(bool):
+            parser.add_argument(f"--{key}", action="store_true", help=help_text)
             continue
         choices = setting.choices or (("true", "false") if setting.takes(bool) else None)
-        added = parser.add_argument(f"--{setting.key}", help=_short(setting.description), choices=choices)
+        added = parser.add_argument(f"--{key}", help=help_text, choices=choices)
         if setting.may_be_path:
             added.complete = shtab.FILE  # type: ignore[attr-defined]
     return parser

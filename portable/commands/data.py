@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from converters.commands import DONE, FAILED, REFUSED, command, exit_codes
 from converters.console import say
 from portable.checks import check
-from portable.config.arguments import CONFIG_OPTIONS, read_command
-from portable.config.flags import Option
+from portable.config.arguments import CommandOptions, Count, read_command
+from portable.config.types import PathText  # noqa: TC001  (pydantic reads it)
 from portable.errors import RunError, UserError, report
 from portable.formatting import human_count
 from portable.paths import place_of
@@ -39,15 +39,16 @@ examples:
 {exit_codes(DONE, FAILED, REFUSED)}
 """
 
-DATA_OPTIONS = (
-    CONFIG_OPTIONS[0],
-    Option("out", "path", "Where the tokens go: a folder, or a URL of an object store.", "PLACE"),
-    Option("processes", "count", "Processes that tokenize at a time; default one for each core.", "N"),
-    Option(
-        "part", "text", "The part of the shards that this machine makes, such as 2/8; default all.", "I/N"
-    ),
-    CONFIG_OPTIONS[1],
-)
+
+class DataOptions(CommandOptions):
+    """Those of ``portable-data``."""
+
+    out: PathText = ""
+    """Where the tokens go: a folder, or a URL of an object store."""
+    processes: Count = 1
+    """Processes that tokenize at a time; default one for each core."""
+    part: str = ""
+    """The part of the shards that this machine makes, such as 2/8; default all."""
 
 
 @command
@@ -69,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(argv: Sequence[str]) -> int:
     """Write the tokens and say what was written."""
-    config, given = read_command(argv, DATA_OPTIONS, USAGE)
+    config, given = read_command(argv, DataOptions, USAGE)
     check(config)
     if "out" not in given:
         raise UserError("--out: is missing; name a folder or a URL for the tokens")

@@ -7,14 +7,18 @@ import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
 
 from converters.commands import version_line
 from converters.console import say
 from portable.config import flags
-from portable.config.flags import Option
 from portable.config.load import assemble, parse_file
+from portable.config.origins import Origin
+from portable.config.problems import build
 from portable.config.run_config import RunConfig
+from portable.config.types import Flag, PathText, Section
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,62 +35,46 @@ examples:
   portable-train --config run.yaml --backend xla    the same run on a TPU VM
 """
 
-CONFIG_OPTIONS = (
-    Option(
-        "config",
-        "paths",
-        "YAML file of settings; without one, the quickstart. May be given more than once: the files are "
-        "merged in order, setting by setting, and later files override earlier ones.",
-        "FILE",
-    ),
-    Option("version", "switch", "Print the version and stop."),
-)
-"""Options of every command that takes a config."""
+Count = Annotated[int, Field(ge=1, le=10**8)]
 
-TRAIN_OPTIONS = (
-    CONFIG_OPTIONS[0],
-    Option(
-        "accelerate-config",
-        "path",
-        "A file of accelerate config. Its settings and number of ranks are used; they must "
-        "agree with --config; flags override both.",
-        "FILE",
-    ),
-    Option(
-        "nproc",
-        "count",
-        "Ranks to start on this machine. By default one per GPU, and one on the CPU. Under torchrun, "
-        "accelerate launch, deepspeed or srun, this process joins their ranks.",
-        "N",
-    ),
-    Option("dry-run", "switch", "Check everything and say what the run would do. Then stop."),
-    Option(
-        "show-data",
-        "count",
-        "Print the first N samples, trained tokens marked. Then stop.",
-        "N",
-    ),
-    Option(
-        "eval-only",
-        "switch",
-        "Evaluate the newest checkpoint. Without one, the untrained model. Prints the values, writes "
-        "output_dir/evaluation.json, and stops.",
-    ),
-    Option("json", "path", "With --eval-only: also write the values to FILE.", "FILE"),
-    Option(
-        "replay",
-        "count",
-        "Repeat step N to locate a NaN or infinity. Starts from the last checkpoint before it "
-        "and names micro-batch, sample, module and parameters. Writes nothing.",
-        "N",
-    ),
-    Option("resume-info", "path", "Describe a checkpoint and a run that resumes from it.", "PATH"),
-    Option(
-        "profile", "switch", "Write a trace of a few steps, for Perfetto. It goes into output_dir/profile."
-    ),
-    Option("quiet", "switch", "Print warnings and errors only (log.quiet)."),
-    CONFIG_OPTIONS[1],
-)
+
+class CommandOptions(Section):
+    """What every command that takes a config has besides the settings; only what is given counts."""
+
+    config: Annotated[tuple[PathText, ...], Field(strict=False)] = ()
+    """YAML file of settings; without one, the quickstart. May be given more than once: the files are merged
+    in order, setting by setting, and later files override earlier ones."""
+    version: Flag = False
+    """Print the version and stop."""
+
+
+class TrainOptions(CommandOptions):
+    """Those of ``portable-train``."""
+
+    accelerate_config: PathText = ""
+    """A file of accelerate config. Its settings and number of ranks are used; they must agree with --config;
+    flags override both."""
+    nproc: Count = 1
+    """Ranks to start on this machine. By default one per GPU, and one on the CPU. Under torchrun, accelerate
+    launch, deepspeed or srun, this process joins their ranks."""
+    dry_run: Flag = False
+    """Check everything and say what the run would do. Then stop."""
+    show_data: Count = 1
+    """Print the first N samples, trained tokens marked. Then stop."""
+    eval_only: Flag = False
+    """Evaluate the newest checkpoint. Without one, the untrained model. Prints the values, writes
+    output_dir/evaluation.json, and stops."""
+    json_: PathText = Field(default="", alias="json")
+    """With --eval-only: also write the values to a file."""
+    replay: Count = 1
+    """Repeat step N to locate a NaN or infinity. Starts from the last checkpoint before it and names
+    micro-batch, sample, module and parameters. Writes nothing."""
+    resume_info: PathText = ""
+    """Describe a checkpoint and a run that resumes from it."""
+    profile: Flag = False
+    """Write a trace of a few steps, for Perfetto. It goes into output_dir/profile."""
+    quiet: Flag = False
+    """Print warnings and errors only (log.quiet)."""
 
 
 @dataclass(frozen=True)
@@ -125,18 +113,18 @@ def parse_args(argv: Sequence[str] | None = None) -> Invocation:
 
     Raises ``UserError`` for an invalid command line. ``--help`` and ``--version`` print and exit.
     """
-    config, given = read_command(sys.argv[1:] if argv is None else argv, TRAIN_OPTIONS, USAGE)
+    config, given = read_command(sys.argv[1:] if argv is None else argv, TrainOptions, USAGE)
     files = given.pop("config", ())
     notes = tuple(given.pop("notes"))
     return Invocation(config, tuple(map(Path, files)), notes=notes, **given)
 
 
 def read_command(
-    argv: Sequence[str], options: Sequence[Option], usage: str
+    argv: Sequence[str], options: type[CommandOptions], usage: str
 ) -> tuple[RunConfig, dict[str, Any]]:
     """Read the command line of a command with a config and ``options``.
 
-    Returns the config and the given options by attribute name, with ``notes`` on an Accelerate config. Raises
+    Returns the config and the given options by name, with ``notes`` on an Accelerate config. Raises
     ``UserError``. ``--help`` and ``--version`` print and exit.
     """
     parsed = flags.parse(argv, RunConfig, options)
@@ -146,24 +134,27 @@ def read_command(
         columns = shutil.get_terminal_size().columns
         say(help_text.render(parsed.help, RunConfig, options, usage, columns))
         raise SystemExit(0)
-    if parsed.options.pop("version", False):
+    origins: dict[tuple[str, ...], Origin] = {
+        (name,): Origin(f"--{name.replace('_', '-')}", 0, flag=True) for name in parsed.options
+    }
+    given = build(options, parsed.options, origins).model_dump(exclude_unset=True, by_alias=True)
+    if given.pop("version", False):
         say(version_line())
         raise SystemExit(0)
-    if parsed.options.pop("quiet", False):
+    if given.pop("quiet", False):
         parsed.overrides.append(flags.Override(("log", "quiet"), True, "--quiet"))
     accelerate = []
     if "ACCELERATE_MIXED_PRECISION" in os.environ:  # every launcher of Accelerate sets it
         from portable.config.importing.importer import read_environment
 
         accelerate.append(read_environment(os.environ))
-    if (path := parsed.options.pop("accelerate_config", None)) is not None:
+    if (path := given.pop("accelerate_config", None)) is not None:
         from portable.config.importing.importer import read_accelerate
 
         accelerate.append(file := read_accelerate(parse_file(Path(path)), path))
         if file.processes is not None:
-            parsed.options.setdefault("nproc", file.processes)
+            given.setdefault("nproc", file.processes)
         if file.gpu_ids is not None:
-            parsed.options["gpu_ids"] = file.gpu_ids
-    parsed.options["notes"] = [note for settings in accelerate for note in settings.notes]
-    files = parsed.options.get("config", ())
-    return assemble(files, parsed.overrides, accelerate), parsed.options
+            given["gpu_ids"] = file.gpu_ids
+    given["notes"] = [note for settings in accelerate for note in settings.notes]
+    return assemble(given.get("config", ()), parsed.overrides, accelerate), given

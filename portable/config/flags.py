@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from converters.errors import CheckpointError
 from converters.storage.path_or_url import expanded
 from portable.config import keys
 from portable.config.suggest import did_you_mean, what_to_do
-from portable.config.types import truth
 from portable.config.yaml_text import parse_mapping, parse_value
 from portable.errors import UserError
 
@@ -19,22 +18,6 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
 _NULL = ("null", "none", "~")
-
-
-@dataclass(frozen=True)
-class Option:
-    """A flag of a command that is not a setting of the run."""
-
-    name: str
-    """As in ``--dry-run``, without the leading dashes."""
-    kind: Literal["text", "count", "switch", "path", "paths"]
-    """paths: may be repeated; the value is a list."""
-    help: str
-    metavar: str = ""
-
-    @property
-    def attribute(self) -> str:
-        return self.name.replace("-", "_")
 
 
 @dataclass(frozen=True)
@@ -52,14 +35,15 @@ class Parsed:
     """A parsed command line."""
 
     options: dict[str, Any] = field(default_factory=dict)
+    """Values by the option's name, not validated yet."""
     overrides: list[Override] = field(default_factory=list)
     help: str | None = None
     """The topic of ``--help``: a section or key, empty for everything; None without ``--help``."""
 
 
-def parse(argv: Sequence[str], model: type[BaseModel], options: Sequence[Option]) -> Parsed:
+def parse(argv: Sequence[str], model: type[BaseModel], options: type[BaseModel] | None = None) -> Parsed:
     """Parse ``argv`` into ``options`` and overrides of ``model``'s settings. Raises ``UserError``."""
-    return _Parser(list(argv), model, {option.attribute: option for option in options}).run()
+    return _Parser(list(argv), model, keys.settings(options) if options else {}).run()
 
 
 def open_mapping(model: type[BaseModel], key: str) -> keys.Setting | None:
@@ -74,7 +58,7 @@ def open_mapping(model: type[BaseModel], key: str) -> keys.Setting | None:
 
 
 class _Parser:
-    def __init__(self, argv: list[str], model: type[BaseModel], options: dict[str, Option]) -> None:
+    def __init__(self, argv: list[str], model: type[BaseModel], options: dict[str, keys.Setting]) -> None:
         self._rest = argv
         self._model = model
         self._table = keys.settings(model)
@@ -94,30 +78,23 @@ class _Parser:
             if name == "help":
                 self._parsed.help = inline if equals else self._topic()
             elif name in self._options:
-                self._option(self._options[name], flag, given)
+                self._option(name, flag, given)
             else:
                 self._setting(name, flag, given)
         return self._parsed
 
-    def _option(self, option: Option, flag: str, given: list[str] | None) -> None:
+    def _option(self, name: str, flag: str, given: list[str] | None) -> None:
+        setting, before = self._options[name], self._parsed.options
         words = self._words(1) if given is None else given
         value: Any = True
-        if option.kind != "switch":
-            value = self._needed(words, flag, option.metavar, text=False)[0]
-        elif words and not isinstance(value := truth(words[0]), bool):
-            raise UserError(f"{flag} must be true | false, got {words[0]!r}")
-        if option.kind == "count":
-            if not (value.isascii() and value.isdecimal() and 1 <= int(value[:9]) <= 10**8):
-                raise UserError(f"{flag} must be integer >= 1, got {value!r}")
-            value = int(value)
-        elif option.kind in ("path", "paths"):
-            value = path_given(flag, value)
-        if option.kind == "paths":
-            value = [*self._parsed.options.get(option.attribute, ()), value]
-        elif option.kind == "path" and self._parsed.options.get(option.attribute, value) != value:
-            first = self._parsed.options[option.attribute]  # would be ignored silently
-            raise UserError(f"{flag} is given twice, as {first} and as {value}; remove one of the two")
-        self._parsed.options[option.attribute] = value
+        if words or not setting.takes(bool):
+            word = self._needed(words, flag, setting.metavar, text=False)[0]
+            value = word if setting.is_text else parse_value(word)
+        if setting.takes(tuple):
+            value = [*before.get(name, ()), value]
+        elif setting.may_be_path and before.get(name, value) != value:  # would be ignored silently
+            raise UserError(f"{flag} is given twice, as {before[name]} and as {value}; remove one of the two")
+        before[name] = value
 
     def _setting(self, name: str, flag: str, given: list[str] | None) -> None:
         value: Any = True
@@ -170,7 +147,7 @@ class _Parser:
             inside = [key for key in self._table if key.startswith(f"{name}.")]
             hint = what_to_do(name) or f"; set a key in it, such as --{inside[0]}; --help {name} lists them"
             return f"{flag} is a section{hint}"
-        known = [*self._table, *(option.name for option in self._options.values())]
+        known = [*self._table, *(name.replace("_", "-") for name in self._options)]
         hint = did_you_mean(name, known, "--") or "; --help lists them"
         return f"unknown flag {flag if flag.isprintable() else repr(flag)}{hint}"
 

@@ -14,11 +14,9 @@ from portable.config.suggest import did_you_mean
 from portable.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from pydantic import BaseModel
-
-    from portable.config.flags import Option
 
 _NARROWEST, _WIDEST = 60, 110
 _INDENT = " " * 6
@@ -34,7 +32,7 @@ _NOTE = (
 )
 
 
-def render(topic: str, model: type[BaseModel], options: Sequence[Option], usage: str, columns: int) -> str:
+def render(topic: str, model: type[BaseModel], options: type[BaseModel], usage: str, columns: int) -> str:
     """Render the help on ``topic``: a section, a key, "all", or empty for a page on the command."""
     width = min(max(columns, _NARROWEST), _WIDEST)
     topic = topic.lstrip("-").replace("-", "_").rstrip(".")
@@ -55,7 +53,7 @@ def render(topic: str, model: type[BaseModel], options: Sequence[Option], usage:
         exit_codes(),
         "",
         "options:",
-        *(_option_text(_left(option), option.help, width) for option in options),
+        *(_option_text(_left(one), one.description, width) for one in keys.settings(options).values()),
     ]
     parts += ["", *_wrapped(_NOTE, width), ""]
     parts += [_section(name, about.get(name, ""), table, width) for name in ["", *about]]
@@ -65,12 +63,13 @@ def render(topic: str, model: type[BaseModel], options: Sequence[Option], usage:
 def _overview(
     about: Mapping[str, str],
     table: Mapping[str, keys.Setting],
-    options: Sequence[Option],
+    options: type[BaseModel],
     usage: str,
     width: int,
 ) -> str:
     """What fits a screen: usage, a line for each option, a line for each section of settings."""
-    lines = [usage, "options:", *(_line(_left(option), option.help, width) for option in options)]
+    given = keys.settings(options).values()
+    lines = [usage, "options:", *(_line(_left(one), one.description, width) for one in given)]
     lines += ["", *_wrapped(_SETTINGS, width)]
     top = [setting.name for setting in table.values() if not setting.section]
     lines.append(_line("(top level)", ", ".join(top), width))
@@ -88,8 +87,8 @@ def _wrapped(text: str, width: int, indent: str = "") -> list[str]:
     return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
 
 
-def _left(option: Option) -> str:
-    return f"--{option.name} {option.metavar}".rstrip()
+def _left(option: keys.Setting) -> str:
+    return f"--{option.name.replace('_', '-')} {option.metavar}".rstrip()
 
 
 def _option_text(left: str, text: str, width: int) -> str:

@@ -70,17 +70,30 @@ class Setting:
     @property
     def choices(self) -> tuple[str, ...]:
         """The allowed words for the value or its items, if it is a choice."""
-        return tuple(dict.fromkeys(_literals(self.field.annotation)))
+        words = (
+            word
+            for kind, _ in parts(self.field.annotation)
+            if get_origin(kind) is Literal
+            for word in get_args(kind)
+        )
+        return tuple(dict.fromkeys(word for word in words if isinstance(word, str)))
 
     @property
     def may_be_path(self) -> bool:
         """Whether its text may be a path."""
-        return _may_be_path(self.field.annotation, tuple(self.field.metadata))
+        kinds = parts(self.field.annotation, tuple(self.field.metadata))
+        return any(isinstance(mark, MayBePath) for _, marks in kinds for mark in marks)
 
     @property
     def items(self) -> type[BaseModel] | None:
         """The group of settings that its value, or each item of it, is; None for other values."""
-        return next(_groups(self.field.annotation), None)
+        kinds = (kind for kind, _ in parts(self.field.annotation))
+        return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+
+    @property
+    def metavar(self) -> str:
+        """What stands for its value in help; empty for a switch."""
+        return "" if self.takes(bool) else "PATH" if self.may_be_path else "N" if self.takes(int) else "TEXT"
 
     def takes(self, kind: type) -> bool:
         """Whether one of its alternatives is ``kind``: ``bool``, ``str``, ``dict``, ``tuple``..."""
@@ -147,28 +160,12 @@ def _members(annotation: Any, metadata: tuple[Any, ...] = ()) -> Iterator[tuple[
         yield annotation, metadata
 
 
-def _groups(annotation: Any) -> Iterator[type[BaseModel]]:
-    for kind, _ in _members(annotation):
+def parts(annotation: Any, metadata: tuple[Any, ...] = ()) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """The alternatives of a type with its constraints, and those of the items of a list or mapping."""
+    for kind, own in _members(annotation, metadata):
+        yield kind, own
         if get_origin(kind) in (tuple, dict):
-            yield from (group for inner in get_args(kind) for group in _groups(inner))
-        elif isinstance(kind, type) and issubclass(kind, BaseModel):
-            yield kind
-
-
-def _literals(annotation: Any) -> Iterator[str]:
-    for kind, _ in _members(annotation):
-        if get_origin(kind) is Literal:
-            yield from (value for value in get_args(kind) if isinstance(value, str))
-        elif get_origin(kind) is tuple:
-            yield from _literals(get_args(kind)[0])
-
-
-def _may_be_path(annotation: Any, metadata: tuple[Any, ...]) -> bool:
-    return any(
-        any(isinstance(mark, MayBePath) for mark in own)
-        or (get_origin(kind) is tuple and _may_be_path(get_args(kind)[0], ()))
-        for kind, own in _members(annotation, metadata)
-    )
+            yield from (found for item in get_args(kind) for found in parts(item))
 
 
 def _words(annotation: Any, metadata: tuple[Any, ...]) -> str:

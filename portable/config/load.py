@@ -62,7 +62,7 @@ def load_config(
     if isinstance(overrides, Mapping):
         given = [flags.Override(tuple(key.split(".")), value, None) for key, value in overrides.items()]
     else:
-        given = flags.parse(list(overrides), RunConfig, ()).overrides
+        given = flags.parse(list(overrides), RunConfig).overrides
     if source is None:
         return assemble((), given)
     if isinstance(source, Sequence) and not isinstance(source, str):

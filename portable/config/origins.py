@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from portable.config import keys
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 MOST = 60
 
@@ -38,13 +34,3 @@ def shown(value: object) -> str:
     text = {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(keys.plain(value))
     text = "null" if value is None else text
     return text if len(text) <= MOST else text[: MOST - 3] + "..."
-
-
-def located(message: str, names: Sequence[str], origins: Mapping[tuple[str, ...], Origin]) -> str:
-    """``message`` with its origin: where one of the settings ``names`` was written.
-
-    A flag counts before a line: what was written last is most likely what the person has just changed.
-    """
-    found = [origin for key in names if (origin := origins.get(tuple(key.split("."))))]
-    first = next((origin for origin in (*(one for one in found if one.flag), *found)), None)
-    return message if first is None else first.before(message)

@@ -60,61 +60,54 @@ def held_out_name(data: DataConfig) -> str:
     return HELD_OUT if data.eval is not None else ALONE
 
 
-def mistakes(data: DataConfig) -> Iterator[tuple[str, str]]:
-    """What is wrong with the sources together: the setting, and one line."""
+def mistakes_of_sources(data: DataConfig) -> Iterator[str]:
+    """What is wrong with the sources together, in one line each."""
     names: set[str] = set()
     for one in data.sources:
         key = training_key(one.name)
         if one.name in names:
-            yield "data.sources", f"data.sources: two sources are named {one.name}; rename one"
+            yield f"data.sources: two sources are named {one.name}; rename one"
         names.add(one.name)
-        yield from _nameless("data.sources", key, one)
+        yield from _nameless(key, one)
         if one.weight is not None and one.epochs is not None:
-            yield "data.sources", f"{key}: has a weight and epochs; remove one of the two"
+            yield f"{key}: has a weight and epochs; remove one of the two"
         settings = _settings(data, one, {})
         if settings.stream and one.weight is None:
-            yield "data.sources", f"{key}: a stream has no epochs that are known; give it a weight"
+            yield f"{key}: a stream has no epochs that are known; give it a weight"
     weighed = [one.name for one in data.sources if one.weight is not None]
     if weighed and len(weighed) < len(data.sources):
         other = next(name for name in training_names(data) if name not in weighed)
-        reason = f"{weighed[0]} has a weight and {other} has none; give a weight to all, or epochs"
-        yield "data.sources", f"data.sources: {reason}"
+        yield f"data.sources: {weighed[0]} has a weight and {other} has none; give a weight to all, or epochs"
     if weighed and not any(one.weight for one in data.sources):
-        yield "data.sources", "data.sources: all weights are 0; raise one"
-    yield from _of_evaluation(data)
+        yield "data.sources: all weights are 0; raise one"
+    for name, evaluated in _evaluated(data).items():
+        key = eval_key(name)
+        yield from _nameless(key, evaluated)
+        if name in (training_names(data) or (HELD_OUT,)) and data.eval_fraction > 0:
+            reason = "the share of data.eval_fraction has this name; choose another, or set "
+            yield f"{key}: {reason}data.eval_fraction to 0"
     yield from _of_schedule(data)
 
 
-def _of_evaluation(data: DataConfig) -> Iterator[tuple[str, str]]:
-    of_shares = training_names(data) or (HELD_OUT,)
-    for name, one in _evaluated(data).items():
-        key = eval_key(name)
-        yield from _nameless(key, key, one)
-        if name in of_shares and data.eval_fraction > 0:
-            reason = "the share of data.eval_fraction has this name; choose another, or set "
-            yield key, f"{key}: {reason}data.eval_fraction to 0"
-
-
-def _of_schedule(data: DataConfig) -> Iterator[tuple[str, str]]:
+def _of_schedule(data: DataConfig) -> Iterator[str]:
     key, names = "data.weight_schedule", training_names(data)
     if data.weight_schedule and not names:
-        yield key, f"{key}: has no effect without data.sources"
+        yield f"{key}: has no effect without data.sources"
     before = -1
     for number, phase in enumerate(data.weight_schedule, start=1):
         if phase.step <= before:
-            reason = f"step {phase.step} does not come after step {before}; sort them"
-            yield key, f"{key}: entry {number}: {reason}"
+            yield f"{key}: entry {number}: step {phase.step} does not come after step {before}; sort them"
         before = phase.step
         for name in phase.weights.keys() - set(names):
             hint = did_you_mean_word("data.sources", name, names) or f"; there are {', '.join(names)}"
-            yield key, f"{key}: entry {number}: there is no source {name}{hint}"
+            yield f"{key}: entry {number}: there is no source {name}{hint}"
         if not any(phase.weights.values()):
-            yield key, f"{key}: entry {number}: all weights are 0; raise one"
+            yield f"{key}: entry {number}: all weights are 0; raise one"
 
 
-def _nameless(setting: str, key: str, one: SourceConfig) -> Iterator[tuple[str, str]]:
+def _nameless(key: str, one: SourceConfig) -> Iterator[str]:
     if not one.model_fields_set & {"source", "split", "config_name"}:
-        yield setting, f"{key}: names no data of its own; set source, or split of a hub dataset"
+        yield f"{key}: names no data of its own; set source, or split of a hub dataset"
 
 
 def _evaluated(data: DataConfig) -> dict[str, SourceConfig]:

@@ -20,12 +20,12 @@ from portable.errors import UserError, one_line
 if TYPE_CHECKING:
     from portable.config.run_config import RunConfig
 
-CORE_SCHEMA: tuple[tuple[str, str, str], ...] = (
-    ("null", r"~|null|Null|NULL|", "~nN\0"),
-    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
-    ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789"),
-    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", "-+.0123456789"),
-    ("float", r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", "-+."),
+_CORE_SCHEMA: tuple[tuple[str, str, list[str]], ...] = (
+    ("null", r"~|null|Null|NULL|", [*"~nN", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", [*"tTfF"]),
+    ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", [*"-+0123456789"]),
+    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", [*"-+.0123456789"]),
+    ("float", r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", [*"-+."]),
 )
 """Tag, pattern and possible first characters."""
 
@@ -43,16 +43,16 @@ class _CoreLoader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
 
 
-def core_resolvers() -> list[tuple[str, re.Pattern[str], list[str]]]:
-    """The rules as arguments for ``add_implicit_resolver``."""
-    return [
-        (_TAG + tag, re.compile(rf"^(?:{pattern})$"), ["" if c == "\0" else c for c in first])
-        for tag, pattern, first in CORE_SCHEMA
-    ]
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that YAML 1.1 or 1.2 would read as another type."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
 
 
-for _rule in core_resolvers():
-    _CoreLoader.add_implicit_resolver(*_rule)
+for _tag, _pattern, _first in _CORE_SCHEMA:
+    for _kind in (_CoreLoader, _Dumper):
+        _kind.add_implicit_resolver(_TAG + _tag, re.compile(rf"^(?:{_pattern})$"), _first)
 
 
 @dataclass
@@ -174,24 +174,15 @@ class _Reader:
 _WIDTH = 80
 
 
-class _Dumper(yaml.SafeDumper):
-    """Quotes text that YAML 1.1 or 1.2 would read as another type."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
 def _list(dumper: yaml.SafeDumper, items: list[Any]) -> yaml.Node:
     flat = not any(isinstance(item, dict | list) for item in items)
     return dumper.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=flat)
 
 
 _Dumper.add_representer(list, _list)
-for _rule in core_resolvers():
-    _Dumper.add_implicit_resolver(*_rule)
 
 
-def dump_yaml(config: RunConfig, comments: bool = True) -> str:
+def dump_yaml(config: RunConfig) -> str:
     """Write every setting of ``config`` in schema order, with a comment per section.
 
     Sections whose defaults are all null contain only the settings that are not null.
@@ -199,7 +190,7 @@ def dump_yaml(config: RunConfig, comments: bool = True) -> str:
     tree, about = _tree(config), keys.sections(type(config))
     parts = []
     for name, value in tree.items():
-        if comments and name in about:
+        if name in about:
             comment = textwrap.wrap(about[name], _WIDTH - 2, break_on_hyphens=False)
             parts.append("".join(["\n", *(f"# {line}\n" for line in comment)]))
         parts.append(as_yaml({name: value}))

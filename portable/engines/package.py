@@ -17,13 +17,13 @@ from portable.errors import UserError, require
 from portable.registry import World, engine_part
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
     import torch
 
     from portable.backend import Backend, Diagnostics
-    from portable.checks import Check, Several
+    from portable.checks import Mistakes
     from portable.config import RunConfig
     from portable.planner.compiled import Compiled
     from portable.planner.device_lookup import Device
@@ -55,12 +55,25 @@ class TorchPackage:
     def launch_environment(self, ranks: int) -> dict[str, str]:
         return {}
 
-    def checks(self) -> Sequence[Check | Several]:
-        from portable.checks import NO_ZERO
-        from portable.engines import checks  # which knows optimizers, and so torch
+    def mistakes(self, config: RunConfig, *, late: bool) -> Mistakes:
+        from portable.checks import no_zero, nvidia_only
 
-        of_device = () if self.runs_cuda else checks.NOT_CUDA
-        return (*checks.CHECKS, *of_device, *(() if self.runs_zero else (NO_ZERO,)))
+        strategy, unsharded = config.strategy, config.strategy == "no_shard"
+        if not self.runs_zero:
+            yield from no_zero(config)
+        if strategy in ZERO:
+            yield from engine_part(strategy, "checks").mistakes(config, late=late, cuda=self.runs_cuda)
+        if not self.runs_cuda:
+            yield from nvidia_only(config, late=late)
+        for key in ("memory.offload_optimizer", "memory.offload_params") if late else ():
+            if strategy not in ZERO and config.get(key) == "nvme":
+                yield f"{key}: nvme needs DeepSpeed; use strategy zero3, or cpu"
+            if unsharded and config.get(key) != "none":
+                reason = "does not offload; use full_shard, which offloads on one rank as well"
+                yield f"{key}: strategy no_shard {reason}"
+        for name, value in config.fsdp if late and unsharded else ():
+            if value is not None:
+                yield f"fsdp.{name}: nothing is sharded under no_shard; remove it, or use full_shard"
 
     def adopt(self, config: RunConfig, world: World) -> RunConfig:
         if config.deepspeed.config is None or not self.runs_zero:

@@ -10,12 +10,14 @@ import shutil
 import sys
 from typing import TYPE_CHECKING, Any
 
+from pydantic import Field
+
 from converters.commands import DONE, REFUSED, command, exit_codes
 from converters.console import say
 from portable.batch_plan import plan_batches
 from portable.checks import check
-from portable.config.arguments import CONFIG_OPTIONS, read_command
-from portable.config.flags import Option
+from portable.config.arguments import CommandOptions, Count, read_command
+from portable.config.types import Flag  # noqa: TC001  (pydantic reads it)
 from portable.errors import UserError, report, require
 from portable.formatting import table
 from portable.planner import compiled as compiled_report
@@ -53,42 +55,35 @@ examples:
 {exit_codes(DONE, REFUSED)}
 """
 
-PLAN_OPTIONS = (
-    CONFIG_OPTIONS[0],
-    Option("device", "text", "Accelerator to plan for: h100, h200, a100-80, l4, v5e, v5p, v6e ...", "NAME"),
-    Option(
-        "device-memory",
-        "text",
-        "Memory of a device, instead of its name or to override it: 80GB.",
-        "SIZE",
-    ),
-    Option("devices", "count", "Number of devices; default 1.", "N"),
-    Option("host-memory", "text", "Host memory of a node, a limit for offloading: 512GB.", "SIZE"),
-    Option(
-        "compile",
-        "switch",
-        "Also compile the run's graphs for the device, a TPU (v4, v5e, v5p, v6e), with its own compiler, "
-        "and compare the plan with it. Takes minutes, and no TPU.",
-    ),
-    Option(
-        "only-memory",
-        "switch",
-        "With --compile: end once memory is assigned and collectives are scheduled, before the compiler "
-        "makes code: seconds in place of minutes.",
-    ),
-    Option("topology", "text", "With --compile: the chips along each axis of the slice, 4x4.", "AxB"),
-    Option(
-        "price-per-hour",
-        "text",
-        "What an hour of one device costs: 2.50, or by names: h100=2.50,a100-80=1.30. With --budget, else "
-        "SkyPilot's catalog, where it is installed.",
-        "PRICE",
-    ),
-    Option("budget", "text", "Sort machines by what the run costs on them, up to this sum.", "SUM"),
-    Option("wide", "switch", "Show what the device memory of each option consists of."),
-    Option("json", "switch", "Print the plan as JSON."),
-    CONFIG_OPTIONS[1],
-)
+
+class PlanOptions(CommandOptions):
+    """Those of ``portable-plan``."""
+
+    device: str = ""
+    """Accelerator to plan for: h100, h200, a100-80, l4, v5e, v5p, v6e ..."""
+    device_memory: str = ""
+    """Memory of a device, instead of its name or to override it: 80GB."""
+    devices: Count = 1
+    """Number of devices; default 1."""
+    host_memory: str = ""
+    """Host memory of a node, a limit for offloading: 512GB."""
+    compile: Flag = False
+    """Also compile the run's graphs for the device, a TPU (v4, v5e, v5p, v6e), with its own compiler, and
+    compare the plan with it. Takes minutes, and no TPU."""
+    only_memory: Flag = False
+    """With --compile: end once memory is assigned and collectives are scheduled, before the compiler makes
+    code: seconds in place of minutes."""
+    topology: str = ""
+    """With --compile: the chips along each axis of the slice, 4x4."""
+    price_per_hour: str = ""
+    """What an hour of one device costs: 2.50, or by names: h100=2.50,a100-80=1.30. With --budget, else
+    SkyPilot's catalog, where it is installed."""
+    budget: str = ""
+    """Sort machines by what the run costs on them, up to this sum."""
+    wide: Flag = False
+    """Show what the device memory of each option consists of."""
+    json_: Flag = Field(default=False, alias="json")
+    """Print the plan as JSON."""
 
 
 @command
@@ -108,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(argv: Sequence[str]) -> int:
     """Plan and print."""
-    config, given = read_command(argv, PLAN_OPTIONS, USAGE)
+    config, given = read_command(argv, PlanOptions, USAGE)
     check(config)
     _check_compile_options(given)
     prices = prices_of(given.get("price_per_hour"), given.get("device"))

@@ -220,7 +220,7 @@ FLAGS_REFUSED: dict[str | bytes, str] = {
     "--model.config {hidden_size:": "--model.config:1: not valid YAML: ",
     "--train 3": "--train is a section; set a key in it, such as --train.steps",
     "--deepspeed.config a.json --deepspeed.config.x 1": "--deepspeed.config.x: ",
-    "--nproc 0": "--nproc must be integer >= 1, got '0'",
+    "--nproc 0": "--nproc must be integer >= 1 and <= 100000000, got 0",
     "--config /nowhere.yaml": "/nowhere.yaml: cannot read the config",
     "run.yaml": "unexpected argument 'run.yaml'; use --config for a config file",
     "-x": "unknown flag -x; flags have two dashes",
@@ -236,7 +236,7 @@ FILES_REFUSED: list[tuple[str | bytes, str]] = [
     ('train: {steps: "3"}', "run.yaml:1: train.steps must be integer >= 1 or null, got '3'; leave out its"),
     ("xla: {xla_fsdp_v2: true}", "run.yaml:1: unknown key xla.xla_fsdp_v2; sharding is always by SPMD"),
     ("train: 3", "run.yaml:1: train must be a mapping of steps, epochs, "),
-    ("train:\n  steps: 5\n  epochs: 1\n", "run.yaml:3: train.steps 5 and train.epochs 1 both "),
+    ("train:\n  steps: 5\n  epochs: 1\n", "run.yaml:3: train.epochs 1 and train.steps 5 both "),
     ("seed: 1\nseed: 2", "run.yaml:2: duplicate key seed, first on line 1"),
     ("train: {steps: [}", "run.yaml:1: not valid YAML: "),
     ("\ttrain: 1", "run.yaml:1: not valid YAML: found character '\\t' that cannot start any token; indent"),
@@ -266,7 +266,7 @@ CONFLICTS = {
     "train: {warmup_steps: 201}": "train.warmup_steps train.steps",
     "train: {stop_after: 201}": "train.stop_after train.steps",
     "train: {global_batch_size: 8, micro_batch_size: 3}": "train.global_batch_size train.micro_batch_size",
-    "strategy: zero2\ntrain: {optimizer: adafactor}": "train.optimizer strategy",
+    "{backend: cpu, strategy: zero2, train: {optimizer: adafactor}}": "train.optimizer ZeRO",
     "model: {config: null}": "model.name_or_path model.config",
     "model: {config: {hidden_size: 8}}": "model.config.model_type",
     "model: {task: masked-lm}\ndata: {packing: documents}": "data.packing model.task",
@@ -364,14 +364,11 @@ VARIANTS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("values", VARIANTS)
-@pytest.mark.parametrize("comments", [True, False])
-def test_a_dump_reads_back(file: Path, values: dict[str, Any], comments: bool) -> None:
+def test_a_dump_reads_back(file: Path, values: dict[str, Any]) -> None:
     config = load_config(values)
     if config.deepspeed.config is not None:
         config = config.replaced({"strategy": "zero3"})
-    text = dump_yaml(config, comments=comments)
-    assert loaded(file, text) == config
-    assert ("#" in text.replace("# x", "")) == comments
+    assert loaded(file, dump_yaml(config)) == config
 
 
 def test_a_dump_is_also_yaml_1_1() -> None:

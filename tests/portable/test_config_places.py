@@ -112,7 +112,7 @@ def test_another_model_is_not_mixed_with_the_first(files: tuple[str, str], tmp_p
 def test_a_mistake_is_blamed_on_the_file_that_made_it(files: tuple[str, str], tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text("\ntrain:\n  epochs: 2\n")
-    with pytest.raises(UserError, match=r"wrong.yaml:3: train.steps 100 and train.epochs 2"):
+    with pytest.raises(UserError, match=r"wrong.yaml:3: train.epochs 2 and train.steps 100"):
         checked([files[0], wrong])
     wrong.write_text("train: {learning_rat: 2}")
     with pytest.raises(UserError, match=r"wrong.yaml:1: unknown key train.learning_rat"):

@@ -13,7 +13,7 @@ import yaml
 
 import portable
 from portable.config import RunConfig, keys, load_config, parse_args
-from portable.config.arguments import TRAIN_OPTIONS
+from portable.config.arguments import TrainOptions
 from portable.config.importing.accelerate import WERE_SETTINGS
 from portable.config.importing.trainers import FAMILIES, TRAINERS, WORDS
 from portable.errors import UserError
@@ -68,7 +68,7 @@ def test_a_hint_can_be_followed(hint: str) -> None:
     )
     assert all(key in TABLE or key.startswith("model.config.") for key in named if "." in key), hint
     told = re.findall(r"--([a-z-]+)", hint)
-    assert set(told) <= {option.name for option in TRAIN_OPTIONS}
+    assert set(told) <= {name.replace("_", "-") for name in keys.settings(TrainOptions)}
     plain = ("leave it out", "remove it", "put a system message into each record")
     assert found or named or told or any(words in hint for words in plain)
 

@@ -11,10 +11,10 @@ from portable.errors import UserError, require
 from portable.registry import World
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from portable.backend import Backend
-    from portable.checks import Check, Several
+    from portable.checks import Mistakes
     from portable.config import RunConfig
     from portable.planner.compiled import Compiled
     from portable.planner.device_lookup import Device
@@ -61,10 +61,10 @@ class XlaPackage:
 
         return "bf16" if runtime.on_tpu() else "fp32"
 
-    def checks(self) -> Sequence[Check | Several]:
-        from tpu.xla.checks import CHECKS
+    def mistakes(self, config: RunConfig, *, late: bool) -> Mistakes:
+        from tpu.xla.checks import mistakes
 
-        return CHECKS
+        return mistakes(config, late=late)
 
     def adopt(self, config: RunConfig, world: World) -> RunConfig:
         return config  # a DeepSpeed JSON is ignored here, so that one file serves all backends

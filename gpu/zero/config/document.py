@@ -1,13 +1,21 @@
-"""A DeepSpeed JSON whose keys and values were checked."""
+"""A DeepSpeed JSON: parsed, judged by DeepSpeed's models, and what it comes to as settings."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from portable.config.importing.deepspeed import AUTO
+from gpu.zero import private_api
+from gpu.zero.config.schema import check
+from portable.config.importing.deepspeed import AUTO, parse_json
+from portable.config.importing.importer import open_deepspeed, read_deepspeed
+from portable.config.load import read_text
+from portable.config.origins import shown
+from portable.errors import UserError, one_line, require
 
 if TYPE_CHECKING:
+    from portable.config import RunConfig
     from portable.config.importing.rows import Imported
 
 KEY = "deepspeed.config"
@@ -35,3 +43,44 @@ class Document:
         for part in path.split("."):
             found = found.get(part) if isinstance(found, dict) else None
         return None if found == AUTO else found
+
+
+def read(config: RunConfig) -> Document | None:
+    """Read and check the JSON of ``deepspeed.config``; None if it is not set.
+
+    The file is read once: :func:`gpu.zero.config.reconcile.adopt` leaves the document in the config.
+
+    Raises:
+        UserError: if it cannot be read, or has a key or value that DeepSpeed does not accept.
+    """
+    given = config.deepspeed.config
+    if given is None:
+        return None
+    if (known := config.documents.get(KEY)) is not None:
+        return known  # type: ignore[no-any-return]
+    name = KEY if isinstance(given, dict) else str(given)
+    values = given if isinstance(given, dict) else parse_json(read_text(Path(given), KEY), name)
+    file = open_deepspeed(values, name)
+    zero = file.values.setdefault("zero_optimization", {})
+    require(
+        isinstance(zero, dict),
+        f"{name}: zero_optimization must be a mapping, not {shown(zero)}; remove it, or set its stage in it",
+    )
+    if (error := private_api.removed_key_error(file.values)) is not None:
+        raise UserError(f"{name}: {one_line(error)}") from error
+    check(file.values, name)
+    zero["stage"] = _stage(config, zero, name)
+    return Document(file.values, name, read_deepspeed(file))
+
+
+def _stage(config: RunConfig, zero: dict[str, Any], name: str) -> int:
+    """The stage of the JSON, or of the run's strategy; without one, as in DeepSpeed, nothing is sharded."""
+    stage = zero.get("stage", 0)
+    if stage in (0, AUTO) and config.is_set("strategy"):
+        return int(config.strategy[-1]) if config.strategy.startswith("zero") else 0
+    if stage not in (0, 1, 2, 3):
+        raise UserError(
+            f"{name}: zero_optimization.stage is {shown(stage)}; it must be 0, 1, 2 or 3, or set strategy to "
+            "zero1, zero2 or zero3"
+        )
+    return int(stage)

@@ -45,11 +45,6 @@ def adopt(config: RunConfig, document: Document, world_size: int) -> RunConfig:
                 f"{origin} sets {key} to {shown(value)}, and {key} is {shown(ours)}; set one of the two, or "
                 "leave the JSON's at auto"
             )
-        if key in found and keys.plain(found[key]) != keys.plain(value):
-            raise UserError(
-                f"{origin} sets {key} to {shown(value)}, and another key to {shown(found[key])}; make them "
-                "agree"
-            )
         found[key] = value
 
     precision = imported.values.get("precision", config.precision)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -22,13 +22,14 @@ from pydantic import (
 )
 
 from gpu.zero import private_api
+from portable.config import keys
 from portable.config.importing.deepspeed import AUTO, OPTIMIZERS, PARAMS, SCHEDULERS
 from portable.config.origins import shown
 from portable.config.suggest import did_you_mean
 from portable.errors import UserError, one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Mapping
 
 _STRICT = ConfigDict(extra="forbid", strict=True)
 
@@ -198,17 +199,10 @@ def names_at(schema: type[BaseModel], path: tuple[str, ...]) -> list[str]:
     """The keys of the section at ``path``."""
     for part in path:
         fields = {key: field for name, field in schema.model_fields.items() for key in (name, field.alias)}
-        inside = _types(fields[part].annotation) if part in fields else ()
-        groups = (kind for kind in inside if issubclass(kind, BaseModel))
+        inside = keys.parts(fields[part].annotation) if part in fields else ()
+        groups = (kind for kind, _ in inside if inspect.isclass(kind) and issubclass(kind, BaseModel))
         schema = next(groups, schema)  # the names of a mapping of groups are the user's
     return [key for name, field in schema.model_fields.items() for key in {name, field.alias or name}]
-
-
-def _types(annotation: Any) -> Iterator[type]:
-    if inspect.isclass(annotation):
-        yield annotation
-    for argument in get_args(annotation):
-        yield from _types(argument)
 
 
 def _params(document: Mapping[str, Any], block: str, kinds: Iterable[str]) -> Any:

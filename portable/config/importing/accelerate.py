@@ -18,6 +18,7 @@ from portable.config.importing.rows import (
     Row,
     choose,
     free,
+    named,
     never_off,
     refused,
 )
@@ -247,10 +248,10 @@ _GRAD_CKPT = Row(
     "set memory.activation_checkpointing to full",
 )
 _PREFETCH = {None: None} | _words("backward_pre", "backward_post", "no_prefetch")
-_XLA: dict[str, Row] = {
+_XLA: Rows = {
     "xla": Row("backend", lambda value, _: "xla" if _flag(value) else None),
     "xla_fsdp_grad_ckpt": _GRAD_CKPT,
-    **{f"xla_fsdp_settings.{name}": row for name, row in XLA_FSDP.items()},
+    **named(XLA_FSDP, "xla_fsdp_settings."),
 }
 _XLA_KEYS = {name.partition(".")[0] for name in _XLA}
 WERE_SETTINGS: Rows = {
@@ -259,7 +260,57 @@ WERE_SETTINGS: Rows = {
     "xla.xla_fsdp_v2": free("sharding is always by SPMD; remove it"),
 }
 """Settings of earlier releases that had one value, or another name besides."""
-ROWS: Rows = {
+_DYNAMO: Rows = {
+    "mode": Row("compile_mode", lambda value, _: value or "default"),
+    "use_fullgraph use_dynamic use_regional_compilation": free(
+        "each layer is compiled separately", "default"
+    ),
+}
+_PARALLELISM: Rows = {
+    "cp_size sp_size": Row("context_parallel_size", _more_than_one),
+    "tp_size": Row("tensor_parallel_size", _more_than_one),
+    "dp_shard_size dp_replicate_size": free("strategy and the number of ranks say it", 1, "1"),
+    "cp_comm_strategy cp_backend sp_backend sp_seq_length sp_seq_length_is_variable "
+    "sp_attn_implementation": free("ranks that share a sequence exchange tokens for heads"),
+}
+_FSDP: Rows = {
+    "sharding_strategy": _sharding("1"),
+    "reshard_after_forward": _sharding("2"),
+    "auto_wrap_policy": Row("fsdp.auto_wrap_policy", _wrap),
+    "transformer_layer_cls_to_wrap": _off_xla("fsdp.transformer_layer_cls_to_wrap", _classes),
+    "min_num_params": _off_xla("fsdp.min_num_params", _min_params),
+    "forward_prefetch": _off_xla("fsdp.forward_prefetch", lambda value, _: _flag(value) or None),
+    "backward_prefetch backward_prefetch_policy": _off_xla("fsdp.backward_prefetch", _PREFETCH),
+    # Checkpoints are always sharded. The export at the end is a full state dict.
+    "state_dict_type": Row("checkpoint.export", {"SHARDED_STATE_DICT": None, "FULL_STATE_DICT": True}),
+    "offload_params": Row("memory.offload_params", {True: "cpu", False: "none"}),
+    "activation_checkpointing": Row("memory.activation_checkpointing", {True: "full", False: "none"}),
+    "activation_checkpointing_offload": refused("stored activations stay on the device; set it to false"),
+    "ignored_modules": refused("every module is sharded; remove it"),
+    "version": Row(
+        how={version: {} for version in (1, 2, "1", "2", None)},
+        why="1 or 2, which says what keys Accelerate reads",
+    ),
+    "use_orig_params": Row(
+        why="FSDP2 always keeps the original parameters", free=True, silent=(True, *EMPTY)
+    ),
+    "cpu_ram_efficient_loading sync_module_states": free(),
+}
+_DEEPSPEED: Rows = {
+    "zero_stage": Row("strategy", {**_ZERO, **{str(n): s for n, s in _ZERO.items()}}),
+    "gradient_accumulation_steps": Row("deepspeed.config", _accumulation),
+    "gradient_clipping": Row(how=clipping, why="train.max_grad_norm"),
+    "offload_optimizer_device": offload("optimizer", _stage),
+    "offload_param_device": offload("params", _stage),
+    "offload_optimizer_nvme_path": nvme_path("deepspeed_config.offload_optimizer_device", _stage),
+    "offload_param_nvme_path": nvme_path("deepspeed_config.offload_param_device", _stage),
+    "deepspeed_config_file": Row("deepspeed.config", _deepspeed_file),
+    "deepspeed_multinode_launcher": refused(_LAUNCHER, "standard"),
+    "deepspeed_hostfile deepspeed_inclusion_filter deepspeed_exclusion_filter": refused(_LAUNCHER),
+    "deepspeed_moe_layer_cls_names": free("ZeRO-3 finds the expert blocks automatically"),
+    "zero3_init_flag zero3_save_16bit_model": free(),
+}
+_ROWS: Rows = {
     "distributed_type": Row(
         how={
             "NO": {"strategy": "no_shard"},
@@ -278,118 +329,25 @@ ROWS: Rows = {
     "fp16": Row("precision", _old_fp16),
     "downcast_bf16": _for_tpus("mixed_precision sets the compute dtype; set it to no"),
     "gpu_ids": Row(how=_gpus, why="CUDA_VISIBLE_DEVICES"),
-    "dynamo_backend": Row(how=_dynamo, why="compile, compile_backend"),
-    "dynamo_config.dynamo_backend": Row(how=_dynamo, why="compile, compile_backend"),
-    "dynamo_config.dynamo_mode": Row("compile_mode", lambda value, _: value or "default"),
-    **dict.fromkeys(
-        (
-            f"dynamo_config.dynamo_{name}"
-            for name in ("use_fullgraph", "use_dynamic", "use_regional_compilation")
-        ),
-        free("each layer is compiled separately", "default"),
-    ),
-    "fsdp_config.fsdp_sharding_strategy": _sharding("1"),
-    "fsdp_config.fsdp_reshard_after_forward": _sharding("2"),
-    "fsdp_config.fsdp_auto_wrap_policy": Row("fsdp.auto_wrap_policy", _wrap),
-    "fsdp_config.fsdp_transformer_layer_cls_to_wrap": _off_xla(
-        "fsdp.transformer_layer_cls_to_wrap", _classes
-    ),
-    "fsdp_config.fsdp_min_num_params": _off_xla("fsdp.min_num_params", _min_params),
-    "fsdp_config.fsdp_forward_prefetch": _off_xla(
-        "fsdp.forward_prefetch", lambda value, _: _flag(value) or None
-    ),
-    "fsdp_config.fsdp_backward_prefetch": _off_xla("fsdp.backward_prefetch", _PREFETCH),
-    "fsdp_config.fsdp_backward_prefetch_policy": _off_xla("fsdp.backward_prefetch", _PREFETCH),
-    # Checkpoints are always sharded. The export at the end is a full state dict.
-    "fsdp_config.fsdp_state_dict_type": Row(
-        "checkpoint.export", {"SHARDED_STATE_DICT": None, "FULL_STATE_DICT": True}
-    ),
-    "fsdp_config.fsdp_offload_params": Row("memory.offload_params", {True: "cpu", False: "none"}),
-    "fsdp_config.fsdp_activation_checkpointing": Row(
-        "memory.activation_checkpointing", {True: "full", False: "none"}
-    ),
+    "dynamo_backend dynamo_config.dynamo_backend": Row(how=_dynamo, why="compile, compile_backend"),
+    **named(_DYNAMO, "dynamo_config.dynamo_"),
+    **named(_FSDP, "fsdp_config.fsdp_"),
     **_XLA,  # at the top level in some guides, and in FSDP's section in the Trainer's
-    **{f"fsdp_config.{name}": row for name, row in _XLA.items()},
-    "deepspeed_config.zero_stage": Row("strategy", {**_ZERO, **{str(n): s for n, s in _ZERO.items()}}),
-    "deepspeed_config.gradient_accumulation_steps": Row("deepspeed.config", _accumulation),
-    "deepspeed_config.gradient_clipping": Row(how=clipping, why="train.max_grad_norm"),
-    "deepspeed_config.offload_optimizer_device": offload("optimizer", _stage),
-    "deepspeed_config.offload_param_device": offload("params", _stage),
-    **{
-        f"deepspeed_config.offload_{name}_nvme_path": nvme_path(
-            f"deepspeed_config.offload_{name}_device", _stage
-        )
-        for name in ("optimizer", "param")
-    },
-    "deepspeed_config.deepspeed_config_file": Row("deepspeed.config", _deepspeed_file),
+    **named(_XLA, "fsdp_config."),
+    **named(_DEEPSPEED, "deepspeed_config."),
+    **named(_PARALLELISM, "parallelism_config.parallelism_config_"),
     "compute_environment": refused("runs are always local; set it to LOCAL_MACHINE", "LOCAL_MACHINE", "TPU"),
     "tpu_use_cluster": _for_tpus(_HOST.replace("remove it", "set it to false")),
     "tpu_use_sudo": _for_tpus("no command needs sudo; set it to false"),
-    **dict.fromkeys(
-        ("tpu_name", "tpu_zone", "tpu_vm", "tpu_env", "commands", "command_file"), _for_tpus(_HOST)
-    ),
+    "tpu_name tpu_zone tpu_vm tpu_env commands command_file": _for_tpus(_HOST),
     "mpirun_config": refused(_LAUNCHER),
-    **dict.fromkeys(
-        ("parallelism_config.parallelism_config_cp_size", "parallelism_config.parallelism_config_sp_size"),
-        Row("context_parallel_size", _more_than_one),
-    ),
-    "parallelism_config.parallelism_config_tp_size": Row("tensor_parallel_size", _more_than_one),
-    **dict.fromkeys(
-        (
-            "parallelism_config.parallelism_config_dp_shard_size",
-            "parallelism_config.parallelism_config_dp_replicate_size",
-        ),
-        free("strategy and the number of ranks say it", 1, "1"),
-    ),
-    **dict.fromkeys(
-        (
-            "parallelism_config.parallelism_config_cp_comm_strategy",
-            "parallelism_config.parallelism_config_cp_backend",
-            "parallelism_config.parallelism_config_sp_backend",
-            "parallelism_config.parallelism_config_sp_seq_length",
-            "parallelism_config.parallelism_config_sp_seq_length_is_variable",
-            "parallelism_config.parallelism_config_sp_attn_implementation",
-        ),
-        free("ranks that share a sequence exchange tokens for heads"),
-    ),
-    "fsdp_config.fsdp_activation_checkpointing_offload": refused(
-        "stored activations stay on the device; set it to false"
-    ),
-    "fsdp_config.fsdp_ignored_modules": refused("every module is sharded; remove it"),
-    "deepspeed_config.deepspeed_multinode_launcher": refused(_LAUNCHER, "standard"),
-    **dict.fromkeys(
-        (f"deepspeed_config.deepspeed_{n}" for n in ("hostfile", "inclusion_filter", "exclusion_filter")),
-        refused(_LAUNCHER),
-    ),
     "debug": free("collectives are not checked one by one"),
     "enable_cpu_affinity": free("ranks are not bound to cores"),
     "fp8_config": free("fp8 is not part of this version"),
-    "fsdp_config.fsdp_version": Row(
-        how={version: {} for version in (1, 2, "1", "2", None)},
-        why="1 or 2, which says what keys Accelerate reads",
-    ),
-    "fsdp_config.fsdp_use_orig_params": Row(
-        why="FSDP2 always keeps the original parameters", free=True, silent=(True, *EMPTY)
-    ),
-    "deepspeed_config.deepspeed_moe_layer_cls_names": free("ZeRO-3 finds the expert blocks automatically"),
-    **dict.fromkeys(
-        (
-            "main_process_ip",
-            "main_process_port",
-            "machine_rank",
-            "main_training_function",
-            "rdzv_backend",
-            "same_network",
-            "num_processes",
-            "num_machines",
-            "fsdp_config.fsdp_cpu_ram_efficient_loading",
-            "fsdp_config.fsdp_sync_module_states",
-            "deepspeed_config.zero3_init_flag",
-            "deepspeed_config.zero3_save_16bit_model",
-        ),
-        free(),
-    ),
+    "main_process_ip main_process_port machine_rank main_training_function rdzv_backend": free(),
+    "same_network num_processes num_machines": free(),
 }
+ROWS = named(_ROWS)
 
 
 def prepare(file: File) -> None:

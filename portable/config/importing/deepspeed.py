@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from portable.config.importing.rows import NoCounterpart, NoEffect, Row, choose, free, never_off, refused
+from portable.config.importing.rows import (
+    NoCounterpart,
+    NoEffect,
+    Row,
+    choose,
+    free,
+    named,
+    never_off,
+    refused,
+)
 from portable.config.origins import shown
 from portable.errors import UserError, one_line, require
 
@@ -378,36 +387,29 @@ def _accumulated(value: Any, file: File) -> None:
     passed_on(file, value)
 
 
-ROWS: Rows = {
+_ROWS: Rows = {
     **{name: Row(key, _given) for name, key in SHARED.items()},
     **{f"fp16.{name}": Row(f"fp16.{name}", _scale) for name in FP16},
     "fp16.loss_scale": Row(how=_loss_scale, why="passed on; dynamic without ZeRO"),
     "gradient_clipping": Row(how=clipping, why="train.max_grad_norm"),
     "gradient_accumulation_steps": Row(how=lambda value, _: None, why="train.global_batch_size"),
-    "bf16.enabled": Row("precision", _precision),
-    "fp16.enabled": Row("precision", _precision),
+    "bf16.enabled fp16.enabled": Row("precision", _precision),
     "zero_optimization.stage": Row("strategy", _stage),
-    **{
-        f"zero_optimization.offload_{name}.{key}": row
-        for name, part in (("optimizer", "optimizer"), ("param", "params"))
-        for key, row in {
-            "device": offload(part, _stage_of),
-            "nvme_path": nvme_path(f"zero_optimization.offload_{name}.device", _stage_of),
-        }.items()
-    },
+    "zero_optimization.offload_optimizer.device": offload("optimizer", _stage_of),
+    "zero_optimization.offload_optimizer.nvme_path": nvme_path(
+        "zero_optimization.offload_optimizer.device", _stage_of
+    ),
+    "zero_optimization.offload_param.device": offload("params", _stage_of),
+    "zero_optimization.offload_param.nvme_path": nvme_path(
+        "zero_optimization.offload_param.device", _stage_of
+    ),
     "zero_optimization.cpu_offload": offload("optimizer", _stage_of, switch=True),
     "zero_optimization.cpu_offload_param": offload("params", _stage_of, switch=True),
     "zero_optimization.cpu_offload_use_pin_memory": free("DeepSpeed has removed it"),
-    **dict.fromkeys(
-        (
-            f"zero_optimization.{name}"
-            for name in (
-                "stage3_gather_16bit_weights_on_model_save",
-                "gather_16bit_weights_on_model_save",
-                "stage3_gather_fp16_weights_on_model_save",
-            )
-        ),
-        Row(how=_gathered, why="no effect at stage 3: final/ always has the full weights"),
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save "
+    "zero_optimization.gather_16bit_weights_on_model_save "
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": Row(
+        how=_gathered, why="no effect at stage 3: final/ always has the full weights"
     ),
     "optimizer.type": Row("train.optimizer", _optimizer),
     "optimizer.legacy_fusion": free(),
@@ -416,7 +418,7 @@ ROWS: Rows = {
         "train.betas", lambda value, _: None if value == AUTO else [value, 0.95], "the first of train.betas"
     ),
     "optimizer.params.adam_w_mode": Row(how=_adam_w_mode, why=f"never false for Adam: {_UPDATE}"),
-    **{f"optimizer.params.{name}": free() for name in EQUIVALENT.split()},
+    **named({EQUIVALENT: free()}, "optimizer.params."),
     "scheduler.type": Row("train.schedule", _scheduler),
     **{
         f"scheduler.params.{name}": Row(how=_scheduled, why=SCHEDULED.get(name, "train.schedule_params"))
@@ -433,12 +435,12 @@ ROWS: Rows = {
     },
     **{path: never_off(f"{why}; remove it") for path, why in NEEDED.items()},
     **{path: refused("leave it out", value, AUTO) for path, value in UNSUPPORTED.items()},
-    **{
-        name: Row(how=_scaled, why="passed on, with reduce_scatter false")
-        for name in ("prescale_gradients", "gradient_predivide_factor")
-    },
+    "prescale_gradients gradient_predivide_factor": Row(
+        how=_scaled, why="passed on, with reduce_scatter false"
+    ),
     "data_types.grad_accum_dtype": Row(how=_accumulated, why="passed on; fp32 at stages 2 and 3"),
 }
+ROWS = named(_ROWS)
 
 
 def finish(file: File, devices: int) -> None:

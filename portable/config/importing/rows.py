@@ -60,6 +60,11 @@ class Row:
 Rows = Mapping[str, Row]
 
 
+def named(rows: Rows, prefix: str = "") -> dict[str, Row]:
+    """The row of each key, which begins with ``prefix``; in ``rows``, spaces separate keys with one row."""
+    return {prefix + name: row for names, row in rows.items() for name in names.split()}
+
+
 def free(why: str = "", *silent: Any) -> Row:
     """A key without effect."""
     return Row(why=why, free=True, silent=(*silent, *EMPTY, False))

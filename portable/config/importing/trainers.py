@@ -9,7 +9,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from portable.config.importing.accelerate import ROWS as ACCELERATE
-from portable.config.importing.rows import NoCounterpart, NoEffect, Row, free, nothing, refused
+from portable.config.importing.rows import NoCounterpart, NoEffect, Row, free, named, nothing, refused
 from portable.config.origins import shown
 from portable.config.types import truth
 
@@ -489,14 +489,12 @@ _POSITIONS = Row(how=_positions, why="data.seq_len")
 _SHARDING = {
     name.rpartition(".")[2]: row for name, row in ACCELERATE.items() if name.startswith("fsdp_config.")
 }
-TRAINERS: Rows = {
+_TRAINERS: Rows = {
     **_table(taken=TAKEN, refused_=REFUSED, free_=FREE),
-    **{name: _word(key) for key, names in WORDED.items() for name in names.split()},
-    **{name: _switch(settings) for names, settings in SWITCHES.items() for name in names.split()},
-    **dict.fromkeys(
-        ("adam_beta1", "adam_beta2"), Row("train.betas", _betas, "set train.betas, a list of both")
-    ),
-    **dict.fromkeys(("lora_target", "lora_target_modules"), Row("adapter.target_modules", _names)),
+    **{names: _word(key) for key, names in WORDED.items()},
+    **{names: _switch(settings) for names, settings in SWITCHES.items()},
+    "adam_beta1 adam_beta2": Row("train.betas", _betas, "set train.betas, a list of both"),
+    "lora_target lora_target_modules": Row("adapter.target_modules", _names),
     "lora_target_parameters": Row("adapter.target_parameters", _names),
     "lora_modules_to_save": Row("adapter.modules_to_save", _names),
     "use_peft": Row(how={True: {"adapter.type": "lora"}, False: {}}, why=_ADAPTER),
@@ -515,10 +513,7 @@ TRAINERS: Rows = {
     ),
     "eval_steps": _every("train.eval_every", "train.eval_every_epochs", "eval_strategy"),
     "save_steps": _every("checkpoint.every_steps", "checkpoint.every_epochs", "save_strategy"),
-    **dict.fromkeys(
-        ("eval_strategy", "evaluation_strategy"),
-        _when("train.eval_every", "train.eval_every_epochs", _EVALUATION),
-    ),
+    "eval_strategy evaluation_strategy": _when("train.eval_every", "train.eval_every_epochs", _EVALUATION),
     "save_strategy": _when(
         "checkpoint.every_steps",
         "checkpoint.every_epochs",
@@ -527,13 +522,10 @@ TRAINERS: Rows = {
     "evals_per_epoch": _per_epoch("train.eval_every_epochs"),
     "saves_per_epoch": _per_epoch("checkpoint.every_epochs"),
     "logging_steps": Row("log.every_steps", lambda value, _: max(1, int(value))),
-    **dict.fromkeys(
-        ("gradient_checkpointing", "activation_checkpointing"),  # the second since transformers 5.23
-        Row(
-            "memory.activation_checkpointing",
-            {True: "full", "unsloth": "full", "offload": "full", False: "none", None: None},
-            "set memory.activation_checkpointing to full or selective",
-        ),
+    "gradient_checkpointing activation_checkpointing": Row(  # the second since transformers 5.23
+        "memory.activation_checkpointing",
+        {True: "full", "unsloth": "full", "offload": "full", False: "none", None: None},
+        "set memory.activation_checkpointing to full or selective",
     ),
     "disable_gradient_checkpointing": Row(
         "memory.activation_checkpointing", {True: "none", False: "full", None: "full"}
@@ -557,7 +549,7 @@ TRAINERS: Rows = {
         ),
         why="train.warmup_steps",
     ),
-    **dict.fromkeys(("val_set_size", "val_size"), Row("data.eval_fraction", _share)),
+    "val_set_size val_size": Row("data.eval_fraction", _share),
     "packing": Row("data.packing", {True: "documents", False: False, None: None}),
     "train_on_inputs": Row(
         "data.train_on",
@@ -569,17 +561,18 @@ TRAINERS: Rows = {
         how=lambda value, _: {"log.project": value, "log.trackers": ["wandb"]} if value else {},
         why="log.project",
     ),
-    **dict.fromkeys(("dataset_mixer", "dataset_mixture"), Row(how=_mixture, why="data.source")),
-    **dict.fromkeys(("datasets", "pretraining_dataset"), Row(how=_axolotl_sources, why="data.source")),
+    "dataset_mixer dataset_mixture": Row(how=_mixture, why="data.source"),
+    "datasets pretraining_dataset": Row(how=_axolotl_sources, why="data.source"),
     "dataset": Row(how=_lf_names, why="data.source"),
     "rl": Row(how=_rl, why=_LOSSES),
     "stage": Row(
-        how=_lf_stage, why="leave it out for sft and pt; set train.loss for dpo, model.task for a classifier"
+        how=_lf_stage,
+        why="leave it out for sft and pt; set train.loss for dpo, model.task for a classifier",
     ),
-    **dict.fromkeys(("cutoff_len", "max_length", "sequence_len"), _POSITIONS),
+    "cutoff_len max_length sequence_len": _POSITIONS,
     "truncation_mode": Row("data.truncation", {"keep_start": "end", "keep_end": "start", None: None}),
     "excess_length_strategy": Row("data.truncation", {"drop": "drop", "truncate": "end", None: None}),
-    **dict.fromkeys(("chat_template", "template"), Row("data.chat_template", _template)),
+    "chat_template template": Row("data.chat_template", _template),
     "push_to_hub": _pushed(
         "hub.push",
         lambda _, file: "end" if file.get("hub_strategy", "every_save") == "end" else "checkpoints",
@@ -587,32 +580,28 @@ TRAINERS: Rows = {
     "hub_model_id": _pushed("hub.repo", _take),
     "hub_private_repo": _pushed("hub.private", lambda value, _: value),
     "hub_strategy": _quiet(_HUB),
-    **{
-        name: _quiet(why)
-        for why, names in {
-            "set train.global_batch_size to the product of micro-batch, devices and accumulation steps; "
-            "how often to "
-            "accumulate follows from it": "gradient_accumulation_steps",
-            _BETA: "beta pref_beta rl_beta dpo_beta",
-            _LOSSES: "pref_loss",
-            "an argument of the loss: train.loss: dpo(loss_type='hinge'); or ipo, simpo, orpo": "loss_type",
-            "an argument of the loss: train.loss: dpo(sft=1.0)": "pref_ftx rpo_alpha loss_weights",
-            "data.seq_len and data.truncation": "max_prompt_length",
-            "data.source": "dataset_dir",
-            "data.cache_dir": "dataset_prepared_path tokenized_path",
-            "data.tokenizer": "tokenizer_type",
-            "log.hang_timeout": "ddp_timeout",
-            "log.every_steps": "logging_first_step logging_strategy",
-            "memory.activation_checkpointing": "gradient_checkpointing_kwargs "
-            "activation_checkpointing_kwargs",
-        }.items()
-        for name in names.split()
-    },
-    **{f"fsdp_config.{name}": row for name, row in _SHARDING.items()},
+    "gradient_accumulation_steps": _quiet(
+        "set train.global_batch_size to the product of micro-batch, devices and accumulation steps; how "
+        "often to accumulate follows from it"
+    ),
+    "beta pref_beta rl_beta dpo_beta": _quiet(_BETA),
+    "pref_loss": _quiet(_LOSSES),
+    "loss_type": _quiet("an argument of the loss: train.loss: dpo(loss_type='hinge'); or ipo, simpo, orpo"),
+    "pref_ftx rpo_alpha loss_weights": _quiet("an argument of the loss: train.loss: dpo(sft=1.0)"),
+    "max_prompt_length": _quiet("data.seq_len and data.truncation"),
+    "dataset_dir": _quiet("data.source"),
+    "dataset_prepared_path tokenized_path": _quiet("data.cache_dir"),
+    "tokenizer_type": _quiet("data.tokenizer"),
+    "ddp_timeout": _quiet("log.hang_timeout"),
+    "logging_first_step logging_strategy": _quiet("log.every_steps"),
+    "gradient_checkpointing_kwargs activation_checkpointing_kwargs": _quiet(
+        "memory.activation_checkpointing"
+    ),
+    **named(_SHARDING, "fsdp_config."),
     **{f"fsdp_config.{name.removeprefix('fsdp_')}": row for name, row in _SHARDING.items()},
-    "fsdp_config.fsdp_limit_all_gathers": free(),
-    "fsdp_config.limit_all_gathers": free(),
+    "fsdp_config.fsdp_limit_all_gathers fsdp_config.limit_all_gathers": free(),
 }
+TRAINERS = named(_TRAINERS)
 
 
 _TUNE_DATA: dict[str, dict[str, Any]] = {
