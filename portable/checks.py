@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from converters.storage.path_or_url import is_url
@@ -52,7 +53,7 @@ def check(config: RunConfig, *, late: bool = False, where: bool = True) -> None:
         UserError: for the first mistake.
     """
     for mistake in _mistakes(config, late):
-        text = re.sub(r"\{([a-z_.0-9]+)\}", lambda key: _text(config.get(key[1])), mistake)
+        text = re.sub(r"\{([a-z_.0-9]+)\}", partial(_value, config), mistake)
         raise UserError(one_line(_located(text, mistake, config) if where else text))
 
 
@@ -77,6 +78,11 @@ def _located(text: str, mistake: str, config: RunConfig) -> str:
         found += [config.origins[path] for path in settings if path in config.origins]
     first = next((origin for origin in (*(one for one in found if one.flag), *found)), None)
     return text if first is None else first.before(text)
+
+
+def _value(config: RunConfig, named: re.Match[str]) -> str:
+    """The value of a key in braces; braces of the user's own stay."""
+    return _text(config.get(named[1])) if named[1] in keys.settings(type(config)) else named[0]
 
 
 def _text(value: Any) -> str:

@@ -19,6 +19,7 @@ from portable.config.problems import mistake_in
 from portable.config.run_config import RunConfig
 from portable.config.yaml_text import Document, as_yaml, parse
 from portable.errors import MistakesError, UserError, one_line
+from portable.formatting import human_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -79,7 +80,8 @@ def import_files(argv: Sequence[str]) -> int:
     if mistakes:
         raise MistakesError(mistakes) if len(mistakes) > 1 else UserError(mistakes[0])
     if found.refused:
-        complain(f"note: {len(found.refused)} keys have no counterpart; comments at the end name them")
+        without = human_count(len(found.refused), "key")
+        complain(f"note: {without} without a counterpart; comments at the end say what to do")
     return 0
 
 
