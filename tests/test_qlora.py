@@ -69,7 +69,7 @@ def peft_losses(config: RunConfig) -> list[float]:
         setattr(base, f"is_loaded_in_{4 if kind == 'nf4' else 8}bit", True)
         return lora
 
-    return [loss for loss, _ in of_adapters.peft_losses(config, STEPS, quantize)]
+    return [loss for loss, _ in of_adapters.peft_losses(config, config.train.steps or STEPS, quantize)]
 
 
 @pytest.fixture(scope="module")
