@@ -240,7 +240,7 @@ def snapshot_taken(folder: Path, corpus: Path) -> tuple[str, list[int]]:
     recorded: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CpuPackage, "check", lambda *_: None)
-        patch.setattr(CpuPackage, "mistakes", lambda *_, **__: iter(()))
+        patch.setattr(CpuPackage, "mistakes", lambda *_, late: ())
         patch.setattr(CudaDiagnostics, "driver_memory", lambda _: None)
         patch.setattr(CpuPackage, "diagnostics", lambda _, *told: CudaDiagnostics(*told))
         patch.setattr(torch.cuda.memory, "_record_memory_history", lambda max_entries: recorded.append(1))
