@@ -30,8 +30,9 @@ _SCALES = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E8M0
 _INT8_FACTOR = np.float32(7.874015718698502e-3)  # 1 / 127, as bitsandbytes multiplies
 
 
-# Elements with one scale from which a table of its products pays, and that are made at once with tables.
-_WORTH_A_TABLE, _WITH_TABLES = 1 << 10, 1 << 18
+# Elements with one scale from which a table of its products pays, and that are made at once with tables; and
+# that one call looks up, long enough for threads to work side by side, and few enough for a core's cache.
+_WORTH_A_TABLE, _WITH_TABLES, _LOOKED_UP = 1 << 10, 1 << 20, 1 << 16
 
 
 # -- scales --------------------------------------------------------------------------------------------------
@@ -111,14 +112,18 @@ class _Grid:
         if not scale.all():
             out[...] = _scaled(table.take(codes, mode="wrap"), scale, self.width, self.tensor)
             return
+        columns = codes.shape[1]
+        tables = np.repeat(np.arange(scale.shape[1]) * len(table), self.width)[:columns]  # where each begins
+        places = np.empty((max(1, _LOOKED_UP // columns), columns), np.intp)
         low = 0
         while low < count:
             high = min(count, ((first + low) // self.height + 1) * self.height - first)
-            products = (table * scale[low, :, None]).astype(out.dtype)
-            for number, of_block in enumerate(products):
-                place = slice(low, high), slice(number * self.width, (number + 1) * self.width)
-                out[place] = of_block.take(codes[place], mode="clip")
-            low = high
+            products = (table * scale[low, :, None]).astype(out.dtype).reshape(-1)
+            while low < high:
+                some = slice(low, min(high, low + len(places)))
+                place = np.add(codes[some], tables, out=places[: some.stop - low])
+                products.take(place, out=out[some], mode="clip")
+                low = some.stop
 
     def apply(
         self, values: Array, matrix: Shape, first: int, touched: Touched, times: np.float32 | None = None
