@@ -28,14 +28,13 @@ from portable.run.stages import Prepared
 from portable.terminal import shows_bars
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from transformers import PretrainedConfig
 
     from portable.adapters.assemble import Assembled
     from portable.backend import Backend
     from portable.config import RunConfig
     from portable.data.dataset import Data
+    from portable.data.samples.classes import Classes
     from portable.data.sizes import DataSizes
     from portable.run.stages import Resolved
 
@@ -57,10 +56,7 @@ def prepare(resolved: Resolved, backend: Backend) -> Prepared:
         layout_to_export(config.model)  # refused now, not after the last step
     data = open_data(config, model_config, special_tokens)
     of_task = config.model.task if data.classes is None else data.classes.problem
-    label_notes: list[str] = []
-    if data.classes is not None:
-        label_notes += _label_notes(model_config, config, data)  # before the labels decide the problem
-        adopt_labels(model_config, data.classes)
+    label_notes = [] if data.classes is None else _adopted(data.classes, model_config, config, data)
     setting = Setting(of_task, data.label_names, data.tokenizer, user_loss=config.train.loss is not None)
     metrics = build_metrics(config.train.metrics, setting)
     if metrics.texts is not None and backend.one_program and backend.world_size > 1:
@@ -149,16 +145,19 @@ def _with_micro_batch(
     return micro_batch.with_micro_batch(config, size)
 
 
-def _label_notes(model_config: PretrainedConfig, config: RunConfig, data: Data) -> Iterator[str]:
-    """What the labels decide that the settings leave open."""
+def _adopted(classes: Classes, model_config: PretrainedConfig, config: RunConfig, data: Data) -> list[str]:
+    """Give the model's config the classes of the labels; what they decide that the settings leave open."""
+    notes = []
     problem, known = problem_of(model_config, config.model), known_classes(model_config, config.model)
-    if problem is None and (found := data.classes) is not None and found.problem != SINGLE:
-        yield f"note: problem_type is {found.problem}, as the labels and num_labels have it"
+    if problem is None and classes.problem != SINGLE:
+        notes.append(f"note: problem_type is {classes.problem}, as the labels and num_labels have it")
     if known is not None and known.renamed(data.label_names):
-        yield (
+        notes.append(
             f"note: {known.key} does not name its classes; they are taken for {listed(data.label_names)}, in "
             "this order"
         )
+    adopt_labels(model_config, classes)
+    return notes
 
 
 def notes_on(
