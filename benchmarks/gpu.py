@@ -28,7 +28,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.loops import AccelerateLoop, BareLoop, Loop, PortableLoop, Setting, TrainerLoop
+from benchmarks.loops import (
+    AccelerateLoop,
+    BareLoop,
+    Loop,
+    PortableLoop,
+    Setting,
+    TrainerLoop,
+    auto_class,
+)
 from benchmarks.machine import command_line, describe_machine, print_machine
 from portable.checkpoint.store import Checkpoints
 from portable.config import load_config
@@ -57,16 +65,53 @@ START = "spawn"
 """How processes start; tests set another way."""
 OURS, BARE, ACCELERATE, TRAINER = "portable-train", "bare PyTorch", "Accelerate", "Trainer"
 COMPILED_TRAINER = "Trainer, compiled"
+ON_HOST = {"memory.offload_optimizer": "cpu"}
+ALL_ON_HOST = {**ON_HOST, "memory.offload_params": "cpu"}
+WAYS: dict[str, dict[str, Any]] = {
+    "no_shard": {},
+    "zero1": {"strategy": "zero1"},
+    "zero2": {"strategy": "zero2"},
+    "zero3": {"strategy": "zero3"},
+    "zero1, optimizer on the host": {"strategy": "zero1", **ON_HOST},
+    "zero2, optimizer on the host": {"strategy": "zero2", **ON_HOST},
+    "full_shard, optimizer on the host": {"strategy": "full_shard", **ON_HOST},
+    "zero3, optimizer on the host": {"strategy": "zero3", **ON_HOST},
+    "full_shard, all on the host": {"strategy": "full_shard", **ALL_ON_HOST},
+    "zero3, all on the host": {"strategy": "zero3", **ALL_ON_HOST},
+}
+"""Settings in the planner's order, fastest first."""
+SAVINGS: dict[str, dict[str, Any]] = {
+    "compiled": {"compile": True},
+    "selective": {"memory.activation_checkpointing": "selective"},
+    "recomputed": {"memory.activation_checkpointing": "full"},
+    "no chunks in the loss": {"memory.loss_chunk_tokens": 0},
+    "adamw_8bit": {"train.optimizer": "adamw_8bit"},
+    "lora": {"adapter.type": "lora", "adapter.r": 16},
+}
+ONE_BY_ONE, FEW = {"train.micro_batch_size": 1}, {"memory.activation_checkpointing": "full"}
+TABLE: dict[str, dict[str, Any]] = {
+    "batch of 4": {},
+    "gradient accumulation": ONE_BY_ONE,
+    "gradient checkpointing": {**ONE_BY_ONE, **FEW},
+    "mixed precision": {"precision": "fp16"},
+    "all three": {**ONE_BY_ONE, **FEW, "precision": "fp16"},
+    "Adafactor": {"train.optimizer": "adafactor"},
+    "all three, Adafactor": {**ONE_BY_ONE, **FEW, "precision": "fp16", "train.optimizer": "adafactor"},
+    "8-bit Adam": {"train.optimizer": "adamw_8bit"},
+    "all three, 8-bit Adam": {**ONE_BY_ONE, **FEW, "precision": "fp16", "train.optimizer": "adamw_8bit"},
+}
+"""What a guide to training on one GPU tries, row by row."""
 OF_OURS: dict[str, dict[str, Any]] = {
     OURS: {},
     "ours, not compiled": {"compile": False},
-    "ours, full_shard": {"strategy": "full_shard"},
-    "ours, zero2": {"strategy": "zero2", "compile": False},
-    "ours, zero3": {"strategy": "zero3", "compile": False},
     "ours, fp8": {"model.function": "benchmarks.gpu:in_fp8"},
+    **{f"ours, {name}": changes for name, changes in (WAYS | SAVINGS | TABLE).items()},
 }
 """What our own loops change of the case's settings."""
-OF_PEERS: dict[str, dict[str, Any]] = {TRAINER: {"compile": False}}  # as people run it
+OF_PEERS: dict[str, dict[str, Any]] = {
+    TRAINER: {"compile": False},  # as people run it
+    **{f"{TRAINER}, {name}": changes for name, changes in TABLE.items()},
+}
 READY = 0.65
 """Share of a part's time after which loops that are not ready are left out."""
 
@@ -103,6 +148,7 @@ class Case:
         sequences: of a step, and of a micro-batch.
         settings: of ``portable-train``.
         turns: steps that do not count, counted steps of a turn, turns.
+        together: how many of the loops the card holds at once, which take turns; None for all.
     """
 
     name: str
@@ -114,12 +160,18 @@ class Case:
     precision: str = "bf16"
     compile: bool = True
     turns: tuple[int, int, int] = (2, 3, 3)
+    together: int | None = None
 
     def small(self) -> Case:
         """The same for a CPU: it shows that the program works."""
         tiny = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
         tiny |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
         tiny |= {"head_dim": 16} if "head_dim" in self.model else {}
+        tiny |= (
+            {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+            if "num_experts" in self.model
+            else {}
+        )
         precision = "bf16" if "ours, fp8" in self.loops else "fp32"
         common: dict[str, Any] = {"sequences": (4, 2), "seq_len": 32, "compile": False, "turns": (1, 2, 2)}
         return replace(self, model={**self.model, **tiny}, precision=precision, **common)
@@ -162,25 +214,37 @@ def _qwen3(hidden: int, inner: int) -> dict[str, Any]:
 LLAMA_1B = _llama(2048, 8192, 16, 16, 49_152)
 LLAMA_8B = _llama(4096, 14_336, 32, 32, 128_256)
 LORA = {"adapter.type": "lora", "adapter.r": 16}
-STRATEGIES = (OURS, "ours, not compiled", "ours, full_shard", "ours, zero2", "ours, zero3")
+QLORA = {**LORA, "adapter.base": "nf4"}
+MOE = _llama(2048, 6144, 4, 32, 151_936, model_type="qwen3_moe", head_dim=128, num_experts=128)
+MOE |= {"num_key_value_heads": 4, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+BERT = {"model_type": "bert", "vocab_size": 30_522, "hidden_size": 1024, "intermediate_size": 4096}
+BERT |= {"num_hidden_layers": 24, "num_attention_heads": 16}
+CLASSES = {"model.task": "sequence-classification"}
+PLANNED = tuple(f"ours, {name}" for name in [*WAYS, *SAVINGS])
+PAIRS = tuple(f"{whose}, {name}" for name in TABLE for whose in ("ours", TRAINER))
 CASES = {
     case.name: case
     for case in (
-        Case("llama-1.2b", (OURS, TRAINER, BARE, ACCELERATE), LLAMA_1B, (16, 4)),
-        Case("llama-8b-lora", (OURS, TRAINER, BARE), LLAMA_8B, (8, 1), LORA, turns=(2, 2, 2)),
-        Case("strategies", STRATEGIES, _qwen3(1024, 3072), (16, 4)),
-        Case("qwen3-1.7b", (OURS, TRAINER, BARE), _qwen3(2048, 6144), (16, 2)),
-        Case("llama-1.2b-fp8", (OURS, "ours, fp8", COMPILED_TRAINER), LLAMA_1B, (16, 4)),
+        Case("llama-1.2b", (OURS, TRAINER, BARE, ACCELERATE), LLAMA_1B, (16, 4), turns=(1, 2, 3)),
+        Case("llama-8b-lora", (OURS, TRAINER), LLAMA_8B, (4, 1), LORA, turns=(1, 2, 3)),
+        Case("plan", PLANNED, _qwen3(1024, 3072), (8, 4), compile=False, turns=(2, 2, 1), together=1),
+        Case("qwen3-moe", (OURS, TRAINER), MOE, (8, 2), together=1),
+        Case("bert-large", PAIRS, BERT, (4, 4), CLASSES, 512, "fp32", False, (3, 16, 3), 2),
+        Case("llama-8b-qlora", (OURS, TRAINER), LLAMA_8B, (4, 1), QLORA, turns=(1, 2, 3)),
+        Case("llama-1.2b-fp8", (OURS, "ours, fp8", COMPILED_TRAINER), LLAMA_1B, (16, 4), together=1),
     )
 }
 SAVING, ROOFLINE = "saving", "roofline"
-PARTS = ("llama-1.2b", "llama-8b-lora", "strategies", SAVING, ROOFLINE, *list(CASES)[3:])
+PARTS = (*CASES, SAVING, ROOFLINE)
 """In the order of worth."""
-OF_PART = {SAVING: "strategies", ROOFLINE: "llama-1.2b"}
+OF_PART = {SAVING: "plan", ROOFLINE: "llama-1.2b"}
 
 
-def case_of(name: str, *, small: bool) -> Case:
+def case_of(name: str, *, small: bool, loops: Sequence[str] = ()) -> Case:
+    """The case of a part, with those of its loops that ``loops`` names, or with all."""
     case = CASES[OF_PART.get(name, name)]
+    if chosen := tuple(loop for loop in case.loops if loop in loops):
+        case = replace(case, loops=chosen)
     return case.small() if small else case
 
 
@@ -190,12 +254,13 @@ def write_case(case: Case, device: str, folder: Path) -> None:
     Weights are drawn on the device, and each word is a token, so that nothing takes long.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+    from transformers import AutoConfig, PreTrainedTokenizerFast
 
     torch.manual_seed(0)
+    classes = case.settings.get("model.task") == "sequence-classification"
     config = AutoConfig.for_model(**case.model)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = auto_class(case.settings.get("model.task")).from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder / "model")
     del model
     free_memory(device)  # of this process, which goes on
@@ -207,9 +272,12 @@ def write_case(case: Case, device: str, folder: Path) -> None:
     tokenizer.save_pretrained(folder / "model")
     count = case.seq_len * case.sequences[0] * (sum(case.lengths) + 3)
     draw = random.Random(0)
-    with (folder / "text.txt").open("w") as file:
-        for _ in range(0, count, 1024):
-            file.write(" ".join(f"w{draw.randrange(len(vocabulary) - 1)}" for _ in range(1024)) + "\n")
+    length = case.seq_len if classes else 1024
+    with (folder / "text.jsonl").open("w") as file:
+        for _ in range(0, count, length):
+            text = " ".join(f"w{draw.randrange(len(vocabulary) - 1)}" for _ in range(length))
+            row = {"text": text, **({"label": draw.randrange(2)} if classes else {})}
+            file.write(json.dumps(row) + "\n")
 
 
 def prepared(case: Case, changes: dict[str, Any], folder: Path, backend: Backend) -> Prepared:
@@ -224,7 +292,7 @@ def prepared(case: Case, changes: dict[str, Any], folder: Path, backend: Backend
         "train.eval_every": None,
         "log.trackers": [],
         "model.name_or_path": str(folder / "model"),
-        "data.source": str(folder / "text.txt"),
+        "data.source": str(folder / "text.jsonl"),
         "data.seq_len": case.seq_len,
         "precision": case.precision,
         "compile": case.compile,
@@ -312,11 +380,19 @@ def take_turns(
 def train(
     case: Case, device: str, folder: Path, seconds: float, record: Callable[[dict[str, Any]], None]
 ) -> None:
-    """Let the loops of ``case`` take turns; where the card does not hold all, one after the other."""
+    """Let the loops of ``case`` take turns, as many at once as the card holds."""
     end = time.monotonic() + seconds
     write_case(case, device, folder)
     started = [Contestant(name, partial(_contend, case, name, device, folder)) for name in case.loops]
-    take_turns(started, case.turns[2], end - time.monotonic(), record)
+    count = case.together or len(started)
+    groups = [started[i : i + count] for i in range(0, len(started), count)]
+    try:
+        for done, group in enumerate(groups):
+            last = done + 1 == len(groups)
+            take_turns(group, case.turns[2], (end - time.monotonic()) / (1 if last else 2), record)
+    finally:
+        for contestant in started:
+            contestant.end()
 
 
 def _contend(case: Case, name: str, device: str, folder: Path, pipe: Connection) -> None:
@@ -333,13 +409,14 @@ def _contend(case: Case, name: str, device: str, folder: Path, pipe: Connection)
 def _follow(case: Case, name: str, device: str, folder: Path, pipe: Connection) -> None:
     backend = create_backend(device)
     changes = {**OF_OURS, **OF_PEERS}.get(name, {})
-    run = prepared(
-        case, {**changes, "compile": case.compile and changes.get("compile", True)}, folder, backend
-    )
+    run = prepared(case, {"compile": case.compile, **changes}, folder, backend)
     planned = _planned(run, backend) if name in OF_OURS else None
+    if case.together:
+        pipe.recv()
     loop = _loop(name, run, folder / f"run of {name}", sum(case.lengths))
-    pipe.recv()
-    peak = backend.peak_flops(case.precision)
+    if not case.together:
+        pipe.recv()
+    peak = backend.peak_flops(run.config.precision)
 
     def after(index: int, turn: Turn) -> None:
         if index == 0:
@@ -370,12 +447,13 @@ def _follow(case: Case, name: str, device: str, folder: Path, pipe: Connection) 
 def _loop(name: str, run: Prepared, folder: Path, count: int) -> Loop | TrainerLoop:
     if name in OF_OURS:
         return PortableLoop(run, folder, time.perf_counter)
+    if name.startswith(TRAINER):
+        setting = Setting.of_files(run, time.perf_counter, steps=count)
+        return TrainerLoop(setting, folder, logging_steps=count)
     setting = Setting.of_files(run, time.perf_counter, steps=count)
     if name == ACCELERATE:
         return AccelerateLoop(setting)
-    if name == BARE:
-        return BareLoop(setting, name)
-    return TrainerLoop(setting, folder, logging_steps=count)
+    return BareLoop(setting, name)
 
 
 def _planned(run: Prepared, backend: Backend) -> int:
@@ -599,7 +677,8 @@ def _step_table(rows: Rows) -> str:
             f"{_cell(_median(own, 'mfu'), '.1%'):>7}",
             f"{_cell(_median(own, 'peak_memory'), '.1f', 2**30):>10}",
             f"{_cell(_median(own, 'planned_memory'), '.1f', 2**30):>9}",
-            f"{_cell(own[-1]['loss'], '.4f'):>9}{rates[name] / rates[base]:>6.2f}",
+            f"{_cell(own[-1]['loss'], '.4f'):>9}",
+            f"{rates[name] / rates.get(name.replace('ours', TRAINER), rates[base]):>6.2f}",
         ]
         lines.append(f"{name:<{width}}{''.join(cells)}")
     wrong = different(rows)
@@ -655,9 +734,9 @@ def _saving_table(found: dict[str, Any]) -> str:
 # -- the command -------------------------------------------------------------------------------------------
 
 
-def measure(part: str, device: str, seconds: float, *, small: bool) -> Rows:
+def measure(part: str, device: str, seconds: float, *, small: bool, loops: Sequence[str] = ()) -> Rows:
     """The rows of one part, in about ``seconds``."""
-    case, rows = case_of(part, small=small), Rows()
+    case, rows = case_of(part, small=small, loops=loops), Rows()
     with tempfile.TemporaryDirectory(prefix="gpu-benchmark-") as scratch:
         folder = Path(scratch)
         if part == SAVING:
@@ -670,10 +749,11 @@ def measure(part: str, device: str, seconds: float, *, small: bool) -> Rows:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """MetricAccumulator; 1 if a part gave nothing, or our loss is not the bare loop's."""
+    """The program; 1 if a part gave nothing, or our loss is not the bare loop's."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--small", action="store_true", help="tiny models; the default without a GPU")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="which to measure")
+    parser.add_argument("--loops", nargs="+", default=(), help="of a part; those that no name here has: all")
     parser.add_argument("--seconds", type=float, default=300.0, help="for each part, about; default 300")
     parser.add_argument("--json", type=Path, metavar="FILE", help="the results; what it has is not repeated")
     options = parser.parse_args(argv)
@@ -686,7 +766,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parts = json.loads(options.json.read_text("utf-8"))["parts"]
     for part in options.parts:
         if part not in parts:
-            parts[part] = measure(part, device, options.seconds, small=options.small or device == "cpu")
+            small = options.small or device == "cpu"
+            parts[part] = measure(part, device, options.seconds, small=small, loops=options.loops)
         if options.json is not None:
             document = {"command": command, "machine": machine, "parts": parts}
             write_durably(options.json, json.dumps(document, indent=1) + "\n")

@@ -21,6 +21,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 from portable.loop import Callback, train
+from portable.model.build import AUTO_CLASSES
 from portable.model.groups import groups_of
 from portable.optim.optimizers import parameter_groups
 from portable.output.output_dir import Output
@@ -40,7 +41,9 @@ if TYPE_CHECKING:
     from portable.run.stages import Prepared
 
 
-AUTOCAST = {"fp32": None, "bf16": torch.bfloat16}
+AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+TRAINERS = {"adamw_8bit": "adamw_bnb_8bit", "adafactor": "adafactor"}
+"""The Trainer's names of optimizers; torch's fused AdamW without."""
 
 
 class Named(Protocol):
@@ -173,15 +176,21 @@ class Setting:
         return found
 
     def _from_files(self) -> nn.Module:
-        from transformers import AutoModelForCausalLM
-
         config, adapter = self.config, self.prepared.adapter
         compute = AUTOCAST[config.precision] or torch.float32
-        model: Any = AutoModelForCausalLM.from_pretrained(
+        given: dict[str, Any] = {}
+        if config.adapter.base == "nf4":
+            from transformers import BitsAndBytesConfig
+
+            bits: dict[str, Any] = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+            bits |= {"bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": compute}
+            given["quantization_config"] = BitsAndBytesConfig(**bits)
+        model: Any = auto_class(config.model.task).from_pretrained(
             config.model.name_or_path,
             attn_implementation=config.model.attention,
             dtype=torch.float32 if adapter is None else compute,
             device_map=str(self.device),
+            **given,
         )
         model.config.use_cache = False
         if config.memory.activation_checkpointing == "full":
@@ -208,6 +217,13 @@ class Setting:
 
     def rows(self) -> Rows:
         return Rows(self.batches)
+
+
+def auto_class(task: str | None) -> Any:
+    """The class of transformers that makes models of a task."""
+    import transformers
+
+    return getattr(transformers, AUTO_CLASSES[task or "causal-lm"])
 
 
 def plain_model(model: Any) -> nn.Module:
@@ -451,7 +467,7 @@ class TrainerLoop:
             max_steps=sum(turns),
             per_device_train_batch_size=plan.micro_batch_size,
             gradient_accumulation_steps=plan.accumulation_steps,
-            optim="adamw_bnb_8bit" if settings.optimizer == "adamw_8bit" else "adamw_torch_fused",
+            optim=TRAINERS.get(settings.optimizer, "adamw_torch_fused"),
             learning_rate=settings.learning_rate,
             lr_scheduler_type="constant",
             weight_decay=settings.weight_decay,
@@ -460,6 +476,7 @@ class TrainerLoop:
             adam_epsilon=settings.eps,
             max_grad_norm=self._setting.max_norm,
             bf16=self._setting.config.precision == "bf16",
+            fp16=self._setting.config.precision == "fp16",
             torch_compile=bool(self._setting.config.compile),
             # With it, DeepSpeed would be left out; whose accelerator says what the device is.
             use_cpu=self._setting.device.type == "cpu" and self._deepspeed is None,
@@ -473,11 +490,12 @@ class TrainerLoop:
             eval_strategy="no",
             report_to="none",
         )
+        rows = ShiftedRows if self._setting.config.model.task == "causal-lm" else Rows
         with _quiet():
             Trainer(
                 model=self.model,
                 args=arguments,
-                train_dataset=ShiftedRows(self._setting.batches),
+                train_dataset=rows(self._setting.batches),
                 callbacks=[TakeTurns()],
             ).train()
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from portable.errors import require
+from portable.model.chunked_loss import ChunkedHead
 from portable.model.layers import transformer_layers
 from portable.private import of_torch
 
@@ -48,12 +49,19 @@ def check(config: RunConfig, world_size: int, compiler: str) -> None:
 
 
 def compile_layers(model: nn.Module, config: RunConfig) -> None:
-    """Make each transformer layer of ``model`` compile on its first call, as the settings say."""
+    """Make each transformer layer of ``model`` compile on its first call, as the settings say.
+
+    So does the loss that a head computes in chunks, but without CUDA graphs, whose memory each chunk would
+    overwrite.
+    """
     layers = transformer_layers(model)
     of_torch.keep_compiling(_GRAPHS_PER_LAYER * len(layers))
     mode = None if config.compile_mode == "default" else config.compile_mode
     for _, layer in layers:
         layer.compile(backend=config.compile_backend, mode=mode)
+    for module in model.modules():
+        if isinstance(module, ChunkedHead):
+            module.compile(backend=config.compile_backend)
 
 
 class CapturedMemory:

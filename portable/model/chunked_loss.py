@@ -23,12 +23,14 @@ from portable.model.parameters import adapted
 from portable.model.training_loss import IGNORED
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
 LOGITS_HELD = 1 << 26
 """Number of logits per chunk with ``memory.loss_chunk_tokens: auto``; 256 MiB in fp32."""
+_BYTES_HELD = 1 << 29
+"""Bytes of a chunk's logits where the loss is compiled: it holds them and their gradient, neither in fp32."""
 
 
 class ChunkedHead(nn.Linear):
@@ -45,7 +47,9 @@ class ChunkedHead(nn.Linear):
         bias = linear.bias is not None
         super().__init__(linear.in_features, linear.out_features, bias=bias, device="meta")
         self.weight, self.bias = linear.weight, linear.bias
+        self._given = tokens
         self._tokens = tokens or max(1, LOGITS_HELD // linear.out_features)
+        self._compiled: dict[str, Any] | None = None
         self._labels: Tensor | None = None
         self._wanted: Sequence[str] = ("losses",)
         self.with_hits = False
@@ -54,6 +58,14 @@ class ChunkedHead(nn.Linear):
         """Whether the last pass gave what is wanted, and not logits."""
         self.most_parts: int | None = None
         """Compute at most this many chunks, to measure memory; None for all."""
+
+    def compile(self, **how: Any) -> None:  # type: ignore[override, unused-ignore]
+        """Compile what follows the head's product: two kernels in place of a dozen passes over the logits.
+
+        Args:
+            how: see ``torch.compile``.
+        """
+        self._compiled = how
 
     def needs_chunking(self, labels: Tensor) -> bool:
         """Whether a micro-batch has more than one chunk of tokens."""
@@ -86,12 +98,19 @@ class ChunkedHead(nn.Linear):
             self.weight,
             self.bias,
             self._labels.reshape(-1),
-            self._tokens,
+            self._chunk(dtype),
             self.most_parts,
             dtype,
             self._wanted,
+            self._compiled,
         )
         return losses.view(*self._labels.shape, len(self._wanted))
+
+    def _chunk(self, dtype: torch.dtype) -> int:
+        """Tokens of a chunk; a power of two where the loss is compiled, so that few have another size."""
+        if self._compiled is None or self._given is not None:
+            return self._tokens
+        return 1 << max(1, _BYTES_HELD // dtype.itemsize // self.out_features).bit_length() - 1
 
 
 def chunked_head(model: nn.Module, wanted: int | Literal["auto"]) -> ChunkedHead | None:
@@ -188,12 +207,19 @@ class _TokenLosses(torch.autograd.Function):
         most_parts: int | None,
         dtype: torch.dtype,
         wanted: Sequence[str],
+        compiled: dict[str, Any] | None,
     ) -> Tensor:
         """What is wanted of each row of ``hidden``, fp32 ``[tokens, wanted]``."""
         ctx.save_for_backward(hidden, weight, bias, labels)
         ctx.parts = list(islice(_parts(len(labels), tokens), most_parts))
-        ctx.dtype, ctx.wanted = dtype, wanted
-        return _forward(hidden, weight, bias, labels, ctx.parts, dtype, wanted)
+        ctx.dtype, ctx.wanted, ctx.compiled = dtype, wanted, compiled
+        measured = _measured if compiled is None else torch.compile(_measured, **compiled)
+        found = hidden.new_empty(len(labels), len(wanted), dtype=torch.float32)
+        with torch.autocast(hidden.device.type, enabled=False):
+            head, offset = _cast(weight, bias, dtype)
+            for part in ctx.parts:
+                found[part] = measured(hidden[part], head, offset, labels[part], wanted)
+        return found
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -202,39 +228,41 @@ class _TokenLosses(torch.autograd.Function):
         to_hidden = torch.empty_like(hidden) if wants_hidden else None
         to_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
         to_bias = torch.zeros_like(bias, dtype=torch.float32) if wants_bias else None
+        gradient = _to_logits if ctx.compiled is None else torch.compile(_to_logits, **ctx.compiled)
         with torch.autocast(hidden.device.type, enabled=False):
             head, offset = _cast(weight, bias, ctx.dtype)
             for part in ctx.parts:
-                share = _logits(hidden[part], head, offset).softmax(dim=-1)
                 to = dict(zip(ctx.wanted, gradients[0][part].split(1, dim=1), strict=True))
-                to_logits = _to_logits(share, labels[part].unsqueeze(1), to).to(ctx.dtype)
+                to_logits = gradient(hidden[part], head, offset, labels[part].unsqueeze(1), to)
                 if to_hidden is not None:
                     to_hidden[part] = to_logits @ head
                 if to_weight is not None:
                     to_weight += to_logits.t() @ hidden[part].to(ctx.dtype)
                 if to_bias is not None:
                     to_bias += to_logits.sum(dim=0, dtype=torch.float32)
-        return (
+        found = (
             to_hidden,
             None if to_weight is None else to_weight.to(weight.dtype),
             None if to_bias is None else to_bias.to(bias.dtype),
-            None,
-            None,
-            None,
-            None,
-            None,
         )
+        return (*found, *(None for _ in ctx.needs_input_grad[len(found) :]))
 
 
-def _to_logits(share: Tensor, target: Tensor, to: dict[str, Tensor]) -> Tensor:
-    """The gradient of the logits; overwrites ``share``, their softmax.
+def _to_logits(
+    rows: Tensor, head: Tensor, offset: Tensor | None, target: Tensor, to: dict[str, Tensor]
+) -> Tensor:
+    """The gradient of the logits, in the head's dtype.
 
     Args:
         target: labels, ``[tokens, 1]``. to: the gradient of what is wanted, each ``[tokens, 1]``.
     """
+    share = _logits(rows, head, offset).softmax(dim=-1)
     more = share * to["log_z"] if "log_z" in to else None
     if "losses" in to:
-        share.scatter_add_(1, target.clamp(min=0), share.new_full(target.shape, -1.0))
+        if torch.compiler.is_compiling():  # compared in the same pass; a scatter would be one more
+            share = share - (torch.arange(share.shape[1], device=share.device) == target).float()
+        else:
+            share.scatter_add_(1, target.clamp(min=0), share.new_full(target.shape, -1.0))
         share.mul_(to["losses"] * (target != IGNORED))
     else:
         share.zero_()
@@ -242,37 +270,27 @@ def _to_logits(share: Tensor, target: Tensor, to: dict[str, Tensor]) -> Tensor:
         share.add_(more)
     if "mean_logits" in to:
         share.add_(to["mean_logits"] / share.shape[1])
-    return share
+    return share.to(head.dtype)
 
 
-def _forward(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    parts: Iterable[slice],
-    dtype: torch.dtype,
-    wanted: Sequence[str],
+def _measured(
+    rows: Tensor, head: Tensor, offset: Tensor | None, labels: Tensor, wanted: Sequence[str]
 ) -> Tensor:
-    """What is wanted of each row of ``hidden``, fp32."""
-    found = hidden.new_empty(len(labels), len(wanted), dtype=torch.float32)
-    with torch.autocast(hidden.device.type, enabled=False):
-        head, offset = _cast(weight, bias, dtype)
-        for part in parts:
-            logits = _logits(hidden[part], head, offset)
-            for column, name in enumerate(wanted):
-                found[part, column] = (
-                    functional.cross_entropy(logits, labels[part], ignore_index=IGNORED, reduction="none")
-                    if name == "losses"
-                    else logits.logsumexp(dim=-1)
-                    if name == "log_z"
-                    else logits.argmax(dim=-1) == labels[part]
-                    if name == "hits"
-                    else logits.argmax(dim=-1)  # exact in fp32 up to 16 million tokens
-                    if name == "predictions"
-                    else logits.mean(dim=-1)
-                )
-    return found
+    """What is wanted of each of the ``rows``, fp32 ``[tokens, wanted]``."""
+    logits = _logits(rows, head, offset)
+    columns = [
+        functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
+        if name == "losses"
+        else logits.logsumexp(dim=-1)
+        if name == "log_z"
+        else logits.argmax(dim=-1) == labels
+        if name == "hits"
+        else logits.argmax(dim=-1)  # exact in fp32 up to 16 million tokens
+        if name == "predictions"
+        else logits.mean(dim=-1)
+        for name in wanted
+    ]
+    return torch.stack([column.float() for column in columns], dim=1)
 
 
 def _cast(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:

@@ -1,13 +1,14 @@
 """What one GPU can show: each strategy, precision, optimizer and saving against the plain run on the CPU.
 
 ``pytest -m gpu tests/gpu/test_cuda.py`` runs what needs a GPU; without one it is skipped. The same tests run
-on the CPU wherever they mean something there, so that they cannot rot. Neither DeepSpeed nor a library beyond
-the base install is needed. By what may go wrong:
+on the CPU wherever they mean something there, so that they cannot rot. What a library beyond the base install
+is needed for is skipped without it. By what may go wrong:
 
 - a save is overwritten by the next step: ``test_a_save_has_the_state_of_its_step``
 - an offloaded step runs before gradients have arrived: ``test_offloading``,
   ``test_a_run_goes_on_bit_for_bit``
 - NCCL with one rank; device meshes: ``test_strategies``, ``test_nccl_records_its_collectives``
+- DeepSpeed on CUDA, its ops and its disk; moves from a CPU and back: ``test_zero``
 - the mask of non-finite updates, fp16's loss scale: ``test_optimizers``, ``test_precisions``,
   ``test_a_loss_scale_that_is_too_high_comes_down``
 - tf32 where fp32 is promised: ``test_what_tf32_rounds``
@@ -15,7 +16,8 @@ the base install is needed. By what may go wrong:
 - memory records: ``test_a_memory_snapshot``, ``test_what_the_driver_counts``
 - the host waits for the device: ``test_the_host_waits_for_nothing_between_logs``,
   ``test_nor_does_it_with_other_settings``
-- attention without its fused kernel: ``test_attention_runs_in_fused_kernels``, ``test_flash_attention``
+- attention without its fused kernel: ``test_attention_runs_in_fused_kernels``, ``test_attentions``
+- products of the experts in one kernel, products in fp8: ``test_experts``, ``test_fp8``
 - compiling twice; CUDA graphs that overwrite gradients: ``test_layers_are_compiled_once``,
   ``test_cuda_graphs``
 - a search for the micro-batch leaves memory behind: ``test_micro_batches_that_fit``
@@ -25,7 +27,6 @@ the base install is needed. By what may go wrong:
 from __future__ import annotations
 
 import gc
-import importlib.util
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -61,6 +62,9 @@ CLOSE = {"cpu": 1e-5, "cuda": 1e-4}
 OPTIMIZERS = ["adamw", "sgd", "adafactor", "adamw_8bit", "muon"]
 HEADS_OF_16 = {**TINY_MODEL, "hidden_size": 64}
 """Fused kernels of attention want heads of a multiple of 8."""
+HEADS_OF_64 = {**TINY_MODEL, "hidden_size": 256}
+MOE = {**HEADS_OF_16, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2}
+MOE |= {"moe_intermediate_size": 32}
 GPT2 = {"model_type": "gpt2", "vocab_size": 384, "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 64}
 """It has dropout."""
 
@@ -233,15 +237,36 @@ def test_compiled(
     if sharded:
         one_rank(cuda)
     assert run(cuda, compile=True) == pytest.approx(truth, rel=1e-4)
+    assert run(cuda, compile=True, memory__loss_chunk_tokens=7) == pytest.approx(truth, rel=1e-4)
 
 
 @pytest.mark.parametrize("packing", [True, "documents"])
-def test_flash_attention(packing: bool | str, cuda: str, run: Run) -> None:
-    if importlib.util.find_spec("flash_attn") is None:
-        pytest.skip("flash-attn is not installed")
-    expected = run(cuda, precision="bf16", data__packing=packing)
-    ours = run(cuda, precision="bf16", data__packing=packing, model__attention="flash_attention_2")
-    assert ours == pytest.approx(expected, rel=5e-3)
+@pytest.mark.parametrize("attention", ["flex_attention", "flash_attention_2"])
+def test_attentions(attention: str, packing: bool | str, cuda: str, run: Run) -> None:
+    if attention == "flash_attention_2":
+        pytest.importorskip("flash_attn")
+    given = {"precision": "bf16", "data__packing": packing, "model__config": HEADS_OF_64}
+    expected = run(cuda, **given)
+    assert run(cuda, model__attention=attention, **given) == pytest.approx(expected, rel=5e-3)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("experts", ["batched_mm", "grouped_mm"])
+def test_experts(experts: str, precision: str, cuda: str, run: Run) -> None:
+    """The products of all experts in one, beside one expert after another on the CPU."""
+    given = {"precision": precision, "model__config": MOE}
+    expected = run("cpu", model__experts="eager", **given)
+    tolerance = CLOSE[cuda] if precision == "fp32" else 2e-2
+    assert run(cuda, model__experts=experts, **given) == pytest.approx(expected, rel=tolerance)
+
+
+def test_fp8(cuda: str, run: Run) -> None:
+    pytest.importorskip("torchao")
+    given: dict[str, Any] = {"precision": "bf16", "model__config": HEADS_OF_64}
+    expected = run(cuda, **given)
+    found = run(cuda, model__function="benchmarks.gpu:in_fp8", **given)
+    assert found == pytest.approx(expected, rel=2e-2)
+    assert found != expected
 
 
 def test_packed_documents(device: str, run: Run) -> None:
@@ -294,6 +319,36 @@ def test_checkpoints_move_between_devices(device: str, tmp_path: Path, corpus: P
     leg(tmp_path / "parts", corpus, "cpu", train__stop_after=2)
     leg(tmp_path / "parts", corpus, device, train__stop_after=5)
     assert leg(tmp_path / "parts", corpus, "cpu") == pytest.approx(whole, rel=CLOSE[device])
+
+
+ZERO: dict[str, dict[str, Any]] = {
+    **{f"zero{stage}": {"strategy": f"zero{stage}"} for stage in (1, 2, 3)},
+    "zero2 in bf16": {"strategy": "zero2", "precision": "bf16"},
+    "zero2 offloaded": {"strategy": "zero2", "memory__offload_optimizer": "cpu"},
+    "zero3 offloaded": {"strategy": "zero3", **RESUMED["offloaded"]},
+    "zero3 on a disk": {"strategy": "zero3", "memory__offload_optimizer": "nvme"},
+}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=pytest.mark.ops("async_io")) if "disk" in kind else kind for kind in ZERO],
+)
+def test_zero(kind: str, cuda: str, tmp_path: Path, corpus: Path) -> None:
+    """A run that a CPU began goes on under ZeRO, from its own checkpoint, and ends without ZeRO."""
+    pytest.importorskip("deepspeed")
+    settings = ZERO[kind]
+    given: dict[str, Any] = {"memory__nvme_path": str(tmp_path)} if "disk" in kind else {}
+    common: dict[str, Any] = {"precision": settings.get("precision", "fp32")}
+    if given:  # DeepSpeed swaps nothing that is smaller than a megabyte
+        common["model__config"] = {**TINY_MODEL, "hidden_size": 512, "intermediate_size": 1100}
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    expected = leg(whole, corpus, "cpu", **common)
+    leg(parts, corpus, "cpu", train__stop_after=2, **common)
+    for stop in (4, 6):
+        leg(parts, corpus, cuda, train__stop_after=stop, **{**common, **settings, **given})
+    rel = 1e-2 if "precision" in settings else 1e-3 if given else CLOSE[cuda]
+    assert leg(parts, corpus, cuda, **common) == pytest.approx(expected, rel=rel)
 
 
 # -- what only a GPU has -----------------------------------------------------------------------------------

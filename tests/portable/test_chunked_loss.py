@@ -77,12 +77,14 @@ def loss_and_gradients(model: nn.Module, head: ChunkedHead | None, task: str) ->
     return loss.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-@pytest.mark.parametrize("chunk", [1, 10])
+@pytest.mark.parametrize(("chunk", "compiled"), [(1, False), (10, False), (10, True)])
 @pytest.mark.parametrize("name", MODELS)
-def test_equals_the_loss_of_all_logits(name: str, chunk: int) -> None:
+def test_equals_the_loss_of_all_logits(name: str, chunk: int, compiled: bool) -> None:
     task, config = MODELS[name]
     model, head = built(task, config, chunk)
     assert head is not None
+    if compiled:
+        head.compile(backend="aot_eager")
     whole, expected = loss_and_gradients(model, None, task)
     loss, gradients = loss_and_gradients(model, head, task)
     assert float(loss) == pytest.approx(float(whole), rel=1e-6)
