@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
@@ -34,6 +35,7 @@ from portable.private.of_transformers import no_value_checks
 
 if TYPE_CHECKING:
     from portable.backend import Batch
+    from portable.model.chunked_loss import ChunkedHead
     from portable.planner.passes import Request
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -47,11 +49,11 @@ def activations(model: nn.Module, request: Request) -> Activations:
         Exception: whatever the model raises if its control flow depends on values.
     """
     kinds = layer_kinds(model)
-    # Where much is frozen, the first gradient of a layer comes late in its backward pass, and a second layer
-    # shows what is there before.
+    # Where much is frozen or a graph returns them, the first gradient of a layer comes late in its backward
+    # pass, and a second layer shows what is there before.
+    late = request.compiler is not None or request.compiled
     base = {
-        kind: min(len(names), 1 + (request.compiler is not None or _mostly_frozen(model, names[0])))
-        for kind, names in kinds.items()
+        kind: min(len(names), 1 + (late or _mostly_frozen(model, names[0]))) for kind, names in kinds.items()
     }
     first = _passes(model, request, kinds, base)
     found = [list(phase) for phase in first]
@@ -95,6 +97,10 @@ def _passes(
             checkpoint_activations(small, request.recompute)
         small.train()
         batch = fake_batch(small, request)
+        if request.compiled:
+            _partition(small)
+            _loss(small, batch, chunked, request).backward()  # traces the graphs
+            small.zero_grad()
         watch = Watch(small) if request.compiler is None else Tape(small, request.compiler)
         stack.enter_context(of_torch.every_operation(watch.operation))
         if request.compiler is not None:
@@ -104,13 +110,7 @@ def _passes(
             if (parts := request.compiler.parts) > 1:
                 stack.callback(of_torch.replace_attention(functools.partial(_of_whole, parts)))
         with no_value_checks():
-            if request.compute == "autocast":
-                if request.on_gpu:
-                    stack.enter_context(_CudaAutocast(dtype))
-                with torch.autocast("cpu", dtype):
-                    loss = token_loss(small, batch, chunked)
-            else:
-                loss = token_loss(small, batch, chunked)
+            loss = _loss(small, batch, chunked, request)
             watch.end_phase()
             inside = [p for _, layer in transformer_layers(small) for p in layer.parameters()]
             seen: list[torch.Tensor] = []
@@ -127,6 +127,40 @@ def _passes(
         watch.end_phase()
         found = watch.peaks()
         return [*found[:2], found[-1]]
+
+
+def _loss(model: nn.Module, batch: Batch, head: ChunkedHead | None, request: Request) -> torch.Tensor:
+    """The loss of a micro-batch, computed as ``request`` says."""
+    with ExitStack() as stack:
+        stack.enter_context(no_value_checks())
+        if request.compute == "autocast":
+            dtype = DTYPES[request.precision]
+            if request.on_gpu:
+                stack.enter_context(_CudaAutocast(dtype))
+            stack.enter_context(torch.autocast("cpu", dtype))
+        return token_loss(model, batch, head)
+
+
+class _Whole(nn.Module):
+    """A layer by its forward method, which another is about to replace."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.forward = layer.forward
+
+
+def _partition(model: nn.Module) -> None:
+    """Let each layer keep for its backward pass what it does where inductor compiles it."""
+    for _, layer in transformer_layers(model):
+        whole = _Whole(layer)
+        state = dict(whole.named_parameters()) | dict(whole.named_buffers())
+        graphs = of_torch.partitioned(functools.partial(functional_call, whole))
+        layer.forward = functools.partial(_called, graphs, state)
+
+
+def _called(graphs: Any, state: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+    return graphs(state, args, kwargs)
 
 
 def _fake(model: nn.Module, dtype: torch.dtype | None) -> None:

@@ -87,6 +87,8 @@ class MetaModel:
             try:
                 self._found[request] = activations(self._model, request)
             except Exception as error:
+                if request.compiled:  # a graph cannot be traced, or breaks; then no layer is fused
+                    return self.activations(replace(request, compiled=False))
                 why = f"{type(error).__name__}: {one_line(error)}"
                 self._found[request] = _estimate(self.inventory, request, why)
         return self._found[request]

@@ -98,6 +98,8 @@ class Request:
     """Ranks that share each layer."""
     compiler: Compiler | None = None
     """What compiles it. There is no fused attention kernel then."""
+    compiled: bool = False
+    """Whether inductor compiles each layer, and chooses what is kept for the backward pass."""
 
     @classmethod
     def of(
@@ -131,4 +133,6 @@ class Request:
             config.memory.loss_chunk_tokens if in_parts else 0,
             config.tensor_parallel_size,
             compiler,
+            # What recomputes a layer decides alone what is kept.
+            config.compile and compiler is None and config.memory.activation_checkpointing == "none",
         )

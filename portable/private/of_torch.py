@@ -96,6 +96,28 @@ def every_operation(call: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any])
         yield
 
 
+@_torch.needed_for("portable-plan with compile")
+def partitioned(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` as the two graphs that inductor would compile, which its first call traces.
+
+    They run operation by operation. The forward graph keeps for the backward graph what inductor's does.
+    """
+    from torch._dynamo.backends.debugging import boxed_nop
+    from torch._functorch.aot_autograd import aot_function
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+
+    run: Any = boxed_nop
+    found: Callable[..., Any] = aot_function(
+        function,
+        fw_compiler=run,
+        bw_compiler=run,
+        partition_fn=min_cut_rematerialization_partition,
+        decompositions=select_decomp_table(),
+    )
+    return found
+
+
 @_torch.needed_for("portable-plan and memory.activation_checkpointing selective")
 def aten(name: str) -> Any:
     """ATen's operation ``name`` whose name begins with an underscore, given without it."""

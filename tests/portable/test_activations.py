@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from portable.model import build as models
 from portable.model.activation_checkpointing import checkpoint_activations
 from portable.model.chunked_loss import chunked_head
 from portable.model.freezing import freeze, frozen_names
-from portable.model.layers import every_parameter_gets_gradient, layer_kinds
+from portable.model.layers import every_parameter_gets_gradient, layer_kinds, transformer_layers
 from portable.model.loss import token_loss
 from portable.model.parameters import replace_tensors
 from portable.planner import activations as planner
@@ -93,6 +94,9 @@ def measured(model: nn.Module, request: Request) -> int:
     if request.recompute != "none":
         checkpoint_activations(real, request.recompute)
     real.train()
+    if request.compiled:  # inductor's graphs, run as they are
+        for _, layer in transformer_layers(real):
+            layer.compile(backend="aot_eager_decomp_partition")
     batch = fake_batch(real, request)
 
     def passes() -> None:
@@ -129,6 +133,18 @@ def test_within_a_tenth_of_what_is_allocated(
     planned, allocated = activations(model, request).total, measured(model, request)
     assert planned == pytest.approx(allocated, rel=0.1)
     record([planned], [allocated], 0.1)
+
+
+@pytest.mark.parametrize(("family", "compute"), [("llama", "autocast"), ("gpt2", "cast")])
+def test_compiled_layers_keep_what_inductor_keeps(family: str, compute: Compute) -> None:
+    """An H200 measured 1.005 of what is planned of a Llama with 1.2 billion parameters; uncompiled, 0.78."""
+    config = config_of(family, "bf16", "none", compile=True)
+    model = built(config)
+    request = Request.of(config, micro_batch=BATCH, compute=compute, on_gpu=False)
+    assert request.compiled
+    planned, allocated = activations(model, request).total, measured(model, request)
+    assert planned == pytest.approx(allocated, rel=0.1)
+    assert planned < activations(model, replace(request, compiled=False)).total
 
 
 ADAPTER = {"adapter.type": "lora", "adapter.r": 2, "model.config.num_hidden_layers": 8}
