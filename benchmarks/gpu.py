@@ -65,6 +65,7 @@ START = "spawn"
 """How processes start; tests set another way."""
 OURS, BARE, ACCELERATE, TRAINER = "portable-train", "bare PyTorch", "Accelerate", "Trainer"
 COMPILED_TRAINER = "Trainer, compiled"
+LORA = {"adapter.type": "lora", "adapter.r": 16}
 ON_HOST = {"memory.offload_optimizer": "cpu"}
 ALL_ON_HOST = {**ON_HOST, "memory.offload_params": "cpu"}
 WAYS: dict[str, dict[str, Any]] = {
@@ -80,25 +81,27 @@ WAYS: dict[str, dict[str, Any]] = {
     "zero3, all on the host": {"strategy": "zero3", **ALL_ON_HOST},
 }
 """Settings in the planner's order, fastest first."""
+ONE_BY_ONE = {"train.micro_batch_size": 1}
+RECOMPUTED = {"memory.activation_checkpointing": "full"}
+ALL_THREE = {**ONE_BY_ONE, **RECOMPUTED, "precision": "fp16"}
 SAVINGS: dict[str, dict[str, Any]] = {
     "compiled": {"compile": True},
     "selective": {"memory.activation_checkpointing": "selective"},
-    "recomputed": {"memory.activation_checkpointing": "full"},
+    "recomputed": RECOMPUTED,
     "no chunks in the loss": {"memory.loss_chunk_tokens": 0},
     "adamw_8bit": {"train.optimizer": "adamw_8bit"},
-    "lora": {"adapter.type": "lora", "adapter.r": 16},
+    "lora": LORA,
 }
-ONE_BY_ONE, FEW = {"train.micro_batch_size": 1}, {"memory.activation_checkpointing": "full"}
 TABLE: dict[str, dict[str, Any]] = {
     "batch of 4": {},
     "gradient accumulation": ONE_BY_ONE,
-    "gradient checkpointing": {**ONE_BY_ONE, **FEW},
+    "gradient checkpointing": {**ONE_BY_ONE, **RECOMPUTED},
     "mixed precision": {"precision": "fp16"},
-    "all three": {**ONE_BY_ONE, **FEW, "precision": "fp16"},
+    "all three": ALL_THREE,
     "Adafactor": {"train.optimizer": "adafactor"},
-    "all three, Adafactor": {**ONE_BY_ONE, **FEW, "precision": "fp16", "train.optimizer": "adafactor"},
+    "all three, Adafactor": {**ALL_THREE, "train.optimizer": "adafactor"},
     "8-bit Adam": {"train.optimizer": "adamw_8bit"},
-    "all three, 8-bit Adam": {**ONE_BY_ONE, **FEW, "precision": "fp16", "train.optimizer": "adamw_8bit"},
+    "all three, 8-bit Adam": {**ALL_THREE, "train.optimizer": "adamw_8bit"},
 }
 """What a guide to training on one GPU tries, row by row."""
 OF_OURS: dict[str, dict[str, Any]] = {
@@ -213,7 +216,6 @@ def _qwen3(hidden: int, inner: int) -> dict[str, Any]:
 
 LLAMA_1B = _llama(2048, 8192, 16, 16, 49_152)
 LLAMA_8B = _llama(4096, 14_336, 32, 32, 128_256)
-LORA = {"adapter.type": "lora", "adapter.r": 16}
 QLORA = {**LORA, "adapter.base": "nf4"}
 MOE = _llama(2048, 6144, 4, 32, 151_936, model_type="qwen3_moe", head_dim=128, num_experts=128)
 MOE |= {"num_key_value_heads": 4, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
@@ -411,11 +413,8 @@ def _follow(case: Case, name: str, device: str, folder: Path, pipe: Connection) 
     changes = {**OF_OURS, **OF_PEERS}.get(name, {})
     run = prepared(case, {"compile": case.compile, **changes}, folder, backend)
     planned = _planned(run, backend) if name in OF_OURS else None
-    if case.together:
-        pipe.recv()
+    pipe.recv()
     loop = _loop(name, run, folder / f"run of {name}", sum(case.lengths))
-    if not case.together:
-        pipe.recv()
     peak = backend.peak_flops(run.config.precision)
 
     def after(index: int, turn: Turn) -> None:
@@ -447,13 +446,12 @@ def _follow(case: Case, name: str, device: str, folder: Path, pipe: Connection) 
 def _loop(name: str, run: Prepared, folder: Path, count: int) -> Loop | TrainerLoop:
     if name in OF_OURS:
         return PortableLoop(run, folder, time.perf_counter)
-    if name.startswith(TRAINER):
-        setting = Setting.of_files(run, time.perf_counter, steps=count)
-        return TrainerLoop(setting, folder, logging_steps=count)
     setting = Setting.of_files(run, time.perf_counter, steps=count)
     if name == ACCELERATE:
         return AccelerateLoop(setting)
-    return BareLoop(setting, name)
+    if name == BARE:
+        return BareLoop(setting, name)
+    return TrainerLoop(setting, folder, logging_steps=count)
 
 
 def _planned(run: Prepared, backend: Backend) -> int:

@@ -23,9 +23,11 @@ from portable.model.parameters import adapted
 from portable.model.training_loss import IGNORED
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
+
+    _Functions = tuple[Callable[..., Tensor], Callable[..., Tensor]]
 
 LOGITS_HELD = 1 << 26
 """Number of logits per chunk with ``memory.loss_chunk_tokens: auto``; 256 MiB in fp32."""
@@ -49,7 +51,7 @@ class ChunkedHead(nn.Linear):
         self.weight, self.bias = linear.weight, linear.bias
         self._given = tokens
         self._tokens = tokens or max(1, LOGITS_HELD // linear.out_features)
-        self._compiled: dict[str, Any] | None = None
+        self._functions: _Functions = (_measured, _to_logits)
         self._labels: Tensor | None = None
         self._wanted: Sequence[str] = ("losses",)
         self.with_hits = False
@@ -65,7 +67,8 @@ class ChunkedHead(nn.Linear):
         Args:
             how: see ``torch.compile``.
         """
-        self._compiled = how
+        measured, to_logits = (torch.compile(function, **how) for function in (_measured, _to_logits))
+        self._functions = (measured, to_logits)
 
     def needs_chunking(self, labels: Tensor) -> bool:
         """Whether a micro-batch has more than one chunk of tokens."""
@@ -102,13 +105,13 @@ class ChunkedHead(nn.Linear):
             self.most_parts,
             dtype,
             self._wanted,
-            self._compiled,
+            self._functions,
         )
         return losses.view(*self._labels.shape, len(self._wanted))
 
     def _chunk(self, dtype: torch.dtype) -> int:
         """Tokens of a chunk; a power of two where the loss is compiled, so that few have another size."""
-        if self._compiled is None or self._given is not None:
+        if self._functions[0] is _measured or self._given is not None:
             return self._tokens
         return 1 << max(1, _BYTES_HELD // dtype.itemsize // self.out_features).bit_length() - 1
 
@@ -207,13 +210,13 @@ class _TokenLosses(torch.autograd.Function):
         most_parts: int | None,
         dtype: torch.dtype,
         wanted: Sequence[str],
-        compiled: dict[str, Any] | None,
+        functions: _Functions,
     ) -> Tensor:
         """What is wanted of each row of ``hidden``, fp32 ``[tokens, wanted]``."""
         ctx.save_for_backward(hidden, weight, bias, labels)
         ctx.parts = list(islice(_parts(len(labels), tokens), most_parts))
-        ctx.dtype, ctx.wanted, ctx.compiled = dtype, wanted, compiled
-        measured = _measured if compiled is None else torch.compile(_measured, **compiled)
+        measured, ctx.to_logits = functions
+        ctx.dtype, ctx.wanted = dtype, wanted
         found = hidden.new_empty(len(labels), len(wanted), dtype=torch.float32)
         with torch.autocast(hidden.device.type, enabled=False):
             head, offset = _cast(weight, bias, dtype)
@@ -228,12 +231,11 @@ class _TokenLosses(torch.autograd.Function):
         to_hidden = torch.empty_like(hidden) if wants_hidden else None
         to_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
         to_bias = torch.zeros_like(bias, dtype=torch.float32) if wants_bias else None
-        gradient = _to_logits if ctx.compiled is None else torch.compile(_to_logits, **ctx.compiled)
         with torch.autocast(hidden.device.type, enabled=False):
             head, offset = _cast(weight, bias, ctx.dtype)
             for part in ctx.parts:
                 to = dict(zip(ctx.wanted, gradients[0][part].split(1, dim=1), strict=True))
-                to_logits = gradient(hidden[part], head, offset, labels[part].unsqueeze(1), to)
+                to_logits = ctx.to_logits(hidden[part], head, offset, labels[part].unsqueeze(1), to)
                 if to_hidden is not None:
                     to_hidden[part] = to_logits @ head
                 if to_weight is not None:
