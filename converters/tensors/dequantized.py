@@ -114,14 +114,19 @@ class _Grid:
             return
         columns = codes.shape[1]
         tables = np.repeat(np.arange(scale.shape[1]) * len(table), self.width)[:columns]  # where each begins
+        tables = tables.astype(np.min_scalar_type(tables[-1] + len(table)))  # narrow: numpy adds these faster
         places = np.empty((max(1, _LOOKED_UP // columns), columns), np.intp)
+        narrow = np.empty_like(places, tables.dtype)
         low = 0
         while low < count:
             high = min(count, ((first + low) // self.height + 1) * self.height - first)
             products = (table * scale[low, :, None]).astype(out.dtype).reshape(-1)
             while low < high:
                 some = slice(low, min(high, low + len(places)))
-                place = np.add(codes[some], tables, out=places[: some.stop - low])
+                place, sums = places[: some.stop - low], narrow[: some.stop - low]
+                sums[...] = codes[some]
+                sums += tables
+                place[...] = sums
                 products.take(place, out=out[some], mode="clip")
                 low = some.stop
 

@@ -179,8 +179,9 @@ def in_forks(calls: Sequence[Callable[[], None]]) -> None:
                 code = 1
             os._exit(code)
         children.append(pid)
-    if any(os.waitpid(pid, 0)[1] for pid in children):
-        raise RuntimeError(f"one of {len(children)} processes failed")
+    codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
+    if any(codes):
+        raise RuntimeError(f"the processes ended with {codes}")
 
 
 def main(out: Path) -> None:
