@@ -6,7 +6,7 @@ PROGRAMS = {
     "train_overhead": ("the step beside a bare loop, Accelerate and the Trainer", "", "8 minutes"),
     "zero": ("the step under ZeRO beside bare DeepSpeed and the Trainer", "deepspeed", "6 minutes"),
     "xla": ("the step on XLA beside a bare torch_xla loop", "torch_xla", "5 minutes"),
-    "gpu": ("the step beside its peers, strategies, saving, a roofline", "a GPU", "25 minutes there"),
+    "gpu": ("the step beside its peers, strategies, saving, a profile", "a GPU", "25 minutes there"),
     "convert": ("the converter beside cp and each framework's own tool", "10 GB of disk", "15 minutes"),
     "kills": ("a run that is killed a hundred times, on a disk or in a bucket", "", "an hour"),
     "plan": ("planned memory beside the allocator's", "", "3 minutes"),

@@ -1,4 +1,4 @@
-"""One GPU: the step beside its peers, under each strategy and in fp8; planned memory, saving, a roofline.
+"""One GPU: the step beside its peers, under each strategy and in fp8; planned memory, saving, a profile.
 
 ``python -m benchmarks.gpu --json gpu.json`` trains models of 0.6 to 8 billion parameters with this project,
 the Trainer, Accelerate and a bare compiled loop. Each loop is a process of its own; they load at once,
@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from benchmarks import harness
 from benchmarks.loops import (
     AccelerateLoop,
     BareLoop,
@@ -42,7 +43,6 @@ from portable.checkpoint.store import Checkpoints
 from portable.config import load_config
 from portable.loop import Progress, steps
 from portable.model.parameters import state_tensors
-from portable.paths import write_durably
 from portable.planner.memory_model import Setting as Sharding
 from portable.planner.this_machine import planner_here
 from portable.ranks.parent_death import die_with_parent
@@ -236,10 +236,10 @@ CASES = {
         Case("llama-1.2b-fp8", (OURS, "ours, fp8", COMPILED_TRAINER), LLAMA_1B, (16, 4), together=1),
     )
 }
-SAVING, ROOFLINE = "saving", "roofline"
-PARTS = (*CASES, SAVING, ROOFLINE)
+SAVING, PROFILE = "saving", "profile"
+PARTS = (*CASES, SAVING, PROFILE)
 """In the order of worth."""
-OF_PART = {SAVING: "plan", ROOFLINE: "llama-1.2b"}
+OF_PART = {SAVING: "plan", PROFILE: "llama-1.2b"}
 
 
 def case_of(name: str, *, small: bool, loops: Sequence[str] = ()) -> Case:
@@ -445,8 +445,8 @@ def _follow(case: Case, name: str, device: str, folder: Path, pipe: Connection) 
 
 def _loop(name: str, run: Prepared, folder: Path, count: int) -> Loop | TrainerLoop:
     if name in OF_OURS:
-        return PortableLoop(run, folder, time.perf_counter)
-    setting = Setting.of_files(run, time.perf_counter, steps=count)
+        return PortableLoop(run, folder)
+    setting = Setting.of_files(run, steps=count)
     if name == ACCELERATE:
         return AccelerateLoop(setting)
     if name == BARE:
@@ -470,7 +470,7 @@ def free_memory(device: str) -> None:
         torch.cuda.empty_cache()
 
 
-# -- the roofline ------------------------------------------------------------------------------------------
+# -- the profile -------------------------------------------------------------------------------------------
 
 KINDS = {
     "attention": ("flash", "fmha", "attention", "sdpa"),
@@ -481,65 +481,19 @@ KINDS = {
 }
 
 
-def measure_roofline(case: Case, device: str, folder: Path) -> dict[str, Any]:
-    """The time of a step at ceilings measured here, and where the real time went."""
+def measure_profile(case: Case, device: str, folder: Path) -> dict[str, Any]:
+    """Where the time of a step goes."""
     write_case(case, device, folder)
     backend = create_backend(device)
     run = prepared(case, {}, folder, backend)
-    loop = PortableLoop(run, folder / "roofline", time.perf_counter)
+    loop = PortableLoop(run, folder / "profile")
     try:
         loop.turn(case.turns[0])
         step = statistics.median(loop.turn(case.turns[1]).seconds)
-        spent = _profiled(loop, device)
-        ceilings = _ceilings(case, backend.device)
-        bounds = _bounds(case, run, ceilings)
-        return {"step_seconds": step, **ceilings, "bounds_seconds": bounds, "spent_seconds": spent}
+        return {"step_seconds": step, "spent_seconds": _profiled(loop, device)}
     finally:
         loop.close()
         backend.stop()
-
-
-def _bounds(case: Case, run: Prepared, ceilings: dict[str, float]) -> dict[str, float]:
-    """The least seconds that each part of a step can take, by FLOPs or by bytes."""
-    config = run.model_config
-    flops, bandwidth = ceilings["matrix_flops"], ceilings["bytes_per_second"]
-    whole, micro = case.sequences
-    tokens = whole * case.seq_len
-    hidden, vocabulary, layers = config.hidden_size, config.vocab_size, config.num_hidden_layers
-    weights = run.parameters - vocabulary * hidden  # the embedding is looked up
-    width = 4 if case.precision == "fp32" else 2
-    between = 3 * width * (10 * hidden + 3 * config.intermediate_size) * layers
-    return {
-        # Forward once, backward twice; 2 FLOPs a weight and token each.
-        "matrix products": 6 * weights * tokens / flops,
-        # Two products forward, five backward with what flash attention computes again; half is masked.
-        "attention": 7 * layers * hidden * case.seq_len * tokens / flops,
-        # Reads weight, gradient and both moments, writes all but the gradient; the norm reads it, the
-        # clipping reads and writes it. All of fp32.
-        "optimizer and clipping": 4 * (7 + 3) * run.parameters / bandwidth,
-        # Reads the fp32 weights and writes them in the compute type, for every micro-batch.
-        "casting weights": (0 if width == 4 else (4 + 2) * weights * (whole // micro) / bandwidth),
-        # Logits are written and read forward, and once more backward with their gradient, in fp32.
-        "loss": 6 * 4 * vocabulary * tokens / bandwidth,
-        # Of a layer, at the least: two norms, the rotation, the gated product and two sums, each input read
-        # and each output written once forward and twice backward.
-        "between the products": between * tokens / bandwidth,
-    }
-
-
-def _ceilings(case: Case, device: torch.device) -> dict[str, float]:
-    """FLOP/s of the step's largest common product, and bytes a second of a copy."""
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[case.precision]
-    tokens = case.sequences[1] * case.seq_len
-    hidden, inner = case.model["hidden_size"], case.model["intermediate_size"]
-    left = torch.randn(tokens, hidden, device=device).to(dtype)
-    right = torch.randn(hidden, inner, device=device).to(dtype)
-    data = torch.randn(tokens * hidden * (8 if device.type == "cuda" else 1), device=device)
-    other = torch.empty_like(data)
-    product = statistics.median(timed(lambda: left @ right, device.type) for _ in range(100))
-    copied = statistics.median(timed(lambda: other.copy_(data), device.type) for _ in range(100))
-    bandwidth = 2 * data.numel() * data.element_size() / copied
-    return {"matrix_flops": 2 * tokens * hidden * inner / product, "bytes_per_second": bandwidth}
 
 
 def _profiled(loop: PortableLoop, device: str) -> dict[str, float]:
@@ -648,7 +602,7 @@ Rows = list[dict[str, Any]]
 
 def table(part: str, rows: Rows) -> str:
     """The table of a part's rows."""
-    makes = {ROOFLINE: _roofline_table, SAVING: _saving_table}
+    makes = {PROFILE: _profile_table, SAVING: _saving_table}
     return f"{rows[-1]['case']}\n" + (makes[part](rows[-1]) if part in makes else _step_table(rows))
 
 
@@ -702,20 +656,10 @@ def different(rows: Rows) -> str | None:
     return None
 
 
-def _roofline_table(found: dict[str, Any]) -> str:
-    bounds, spent = found["bounds_seconds"], found["spent_seconds"]
-    ceilings = (
-        f"{found['matrix_flops'] / 1e12:,.2f} TFLOP/s, {found['bytes_per_second'] / 1e9:,.1f} GB/s in a copy"
-    )
-    lines = [f"ceilings measured here: {ceilings}", f"{'':<26}{'at least, ms':>14}{'profiled, ms':>14}"]
-    for name in dict.fromkeys([*bounds, *spent]):
-        least, took = bounds.get(name), spent.get(name)
-        lines.append(f"{name:<26}{_cell(least, '.2f', 1e-3):>14}{_cell(took, '.2f', 1e-3):>14}")
-    total, step = sum(bounds.values()), found["step_seconds"]
-    lines.append(f"{'all':<26}{1e3 * total:>14.2f}{1e3 * sum(spent.values()):>14.2f}")
-    return "\n".join(
-        [*lines, f"the step, unprofiled: {1e3 * step:.2f} ms, {total / step:.0%} of it in the bounds"]
-    )
+def _profile_table(found: dict[str, Any]) -> str:
+    lines = [f"{'':<26}{'ms of a step':>14}"]
+    lines += [f"{name:<26}{1e3 * seconds:>14.2f}" for name, seconds in found["spent_seconds"].items()]
+    return "\n".join([*lines, f"the step, unprofiled: {1e3 * found['step_seconds']:.2f} ms"])
 
 
 def _saving_table(found: dict[str, Any]) -> str:
@@ -739,8 +683,8 @@ def measure(part: str, device: str, seconds: float, *, small: bool, loops: Seque
         folder = Path(scratch)
         if part == SAVING:
             rows.append(measure_saving(case, device, folder))
-        elif part == ROOFLINE:
-            rows.append(measure_roofline(case, device, folder))
+        elif part == PROFILE:
+            rows.append(measure_profile(case, device, folder))
         else:
             train(case, device, folder, seconds, rows.append)
     return [{"case": str(case), "tolerance": case.tolerance, **row} for row in rows]
@@ -766,9 +710,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if part not in parts:
             small = options.small or device == "cpu"
             parts[part] = measure(part, device, options.seconds, small=small, loops=options.loops)
-        if options.json is not None:
-            document = {"command": command, "machine": machine, "parts": parts}
-            write_durably(options.json, json.dumps(document, indent=1) + "\n")
+        harness.write(options.json, command, machine, parts=parts)
         print("\n" + table(part, parts[part]), flush=True)
     failed = [part for part in options.parts if all("failed" in row for row in parts[part])]
     wrong = [part for part in options.parts if part in CASES and different(parts[part])]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import time
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from benchmarks.loops import Named, Turn
     from portable.config import RunConfig
 
-CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
 SMALL_MODEL = {
     "model_type": "llama",
     "vocab_size": 384,
@@ -49,7 +47,6 @@ class Options:
     backend: str = "auto"
     small: bool = False
     control: bool = False
-    clock: str = "wall"
 
     @property
     def total_steps(self) -> int:
@@ -70,13 +67,6 @@ class Options:
         add("--backend", choices=("auto", "cpu", "cuda"), default=self.backend)
         add("--small", action="store_true", help="a tiny model, to try the program out")
         add("--control", action="store_true", help="the bare loop twice: how far equals differ")
-        add(
-            "--clock",
-            choices=tuple(CLOCKS),
-            default=self.clock,
-            help="cpu: processor time instead of wall time, for a busy machine; set OMP_NUM_THREADS=1 with "
-            "it, since threads that wait for each other spend it too",
-        )
         add_json(parser)
 
     @staticmethod

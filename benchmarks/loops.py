@@ -12,6 +12,7 @@ import gc
 import io
 import os
 import sys
+import time
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -74,34 +75,28 @@ class Turn:
 
 
 class StepClock:
-    """Times the steps of one turn; the time between turns is not counted.
+    """Times the steps of one turn on ``device``; the time between turns is not counted.
 
     A GPU runs behind the host, so there only a whole turn can be timed without disturbing it, from one
     synchronization to the next; each of its steps then counts as the turn's mean.
-
-    Args:
-        device: that the steps run on.
-        now: seconds on a clock: ``time.perf_counter``, or ``time.process_time`` for the time that all threads
-            of the process spent on a processor, which a busy machine stretches far less.
     """
 
-    def __init__(self, device: torch.device, now: Callable[[], float]) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._now = now
         self._marks: list[float] = []
 
     def start(self) -> None:
         self._synchronize()
-        self._marks = [self._now()]
+        self._marks = [time.perf_counter()]
 
     def tick(self) -> None:
-        self._marks.append(self._now())
+        self._marks.append(time.perf_counter())
 
     def stop(self) -> list[float]:
         steps = len(self._marks) - 1
         if self._device.type != "cpu":
             self._synchronize()
-            return [(self._now() - self._marks[0]) / steps] * steps
+            return [(time.perf_counter() - self._marks[0]) / steps] * steps
         return [after - before for before, after in zip(self._marks, self._marks[1:], strict=False)]
 
     def _synchronize(self) -> None:
@@ -118,18 +113,17 @@ class Setting:
     """Of the model at the start, on the CPU; None for those in the folder that the run names."""
     batches: list[Batch]
     """The run's micro-batches in order, on the CPU; some more than the loops take."""
-    now: Callable[[], float]
 
     @classmethod
-    def of(cls, prepared: Prepared, model: nn.Module, now: Callable[[], float], *, steps: int) -> Setting:
+    def of(cls, prepared: Prepared, model: nn.Module, *, steps: int) -> Setting:
         """``steps`` optimizer steps are to be taken, from the present weights of ``model``."""
         weights = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
-        return cls(prepared, weights, _batches(prepared, steps), now)
+        return cls(prepared, weights, _batches(prepared, steps))
 
     @classmethod
-    def of_files(cls, prepared: Prepared, now: Callable[[], float], *, steps: int) -> Setting:
+    def of_files(cls, prepared: Prepared, *, steps: int) -> Setting:
         """The same from the files of ``model.name_or_path``, with no model of this project's beside it."""
-        return cls(prepared, None, _batches(prepared, steps), now)
+        return cls(prepared, None, _batches(prepared, steps))
 
     @property
     def config(self) -> RunConfig:
@@ -146,9 +140,6 @@ class Setting:
     @property
     def max_norm(self) -> float:
         return self.config.train.max_grad_norm or 0.0
-
-    def clock(self) -> StepClock:
-        return StepClock(self.device, self.now)
 
     def build_model(self) -> nn.Module:
         """The transformers model as anyone builds it, with the common starting weights."""
@@ -273,14 +264,14 @@ class PortableLoop:
 
     name = "portable-train"
 
-    def __init__(self, prepared: Prepared, folder: Path, now: Callable[[], float]) -> None:
+    def __init__(self, prepared: Prepared, folder: Path) -> None:
         # The last step of a turn is logged, as that of a launch, and no other.
         config = prepared.config.replaced({"log.every_steps": sys.maxsize})
         prepared = replace(prepared, config=config)
         restored = restore(prepared, None)
         self.model = restored.engine.model
         self._batches = iter(train_loader(prepared, 0))
-        self._clock = StepClock(prepared.backend.device, now)
+        self._clock = StepClock(prepared.backend.device)
         folder.mkdir()
         with _quiet():
             output = Output(folder, prepared.backend.rank)
@@ -325,7 +316,7 @@ class BareLoop:
             self.model.compile()
         self._optimizer = setting.build_optimizer(self.model)
         self._batches = iter(setting.batches)
-        self._clock = setting.clock()
+        self._clock = StepClock(setting.device)
 
     def turn(self, steps: int) -> Turn:
         accumulation, device = self._setting.accumulation, self._setting.device
@@ -373,7 +364,7 @@ class AccelerateLoop:
         )
         self._prepared, self._optimizer, loader = self._accelerator.prepare(self.model, optimizer, loader)
         self._batches: Iterator[Batch] = iter(loader)
-        self._clock = setting.clock()
+        self._clock = StepClock(setting.device)
         self._accelerator.gradient_accumulation_steps = 1
 
     def turn(self, steps: int) -> Turn:
@@ -438,7 +429,7 @@ class TrainerLoop:
         """Train for ``sum(turns)`` steps; ``after_turn`` is called with the index of every finished turn."""
         from transformers import Trainer, TrainerCallback, TrainingArguments
 
-        clock = self._setting.clock()
+        clock = StepClock(self._setting.device)
         left = list(turns)
 
         class TakeTurns(TrainerCallback):  # type: ignore[misc, unused-ignore]

@@ -21,7 +21,7 @@ os.environ.setdefault("USE_TORCH_XLA", "0")
 import torch
 
 from benchmarks import harness
-from benchmarks.harness import CLOCKS, LEGEND, Result, check_losses, table
+from benchmarks.harness import LEGEND, Result, check_losses, table
 from benchmarks.loops import (
     AccelerateLoop,
     BareLoop,
@@ -87,9 +87,8 @@ def measure(options: Options, micro_batch_size: int) -> list[Result]:
 
 
 def _take_turns(options: Options, prepared: Prepared, folder: Path) -> list[Result]:
-    now = CLOCKS[options.clock]
-    ours = PortableLoop(prepared, folder / "portable", now)
-    setting = Setting.of(prepared, ours.model, now, steps=options.total_steps)
+    ours = PortableLoop(prepared, folder / "portable")
+    setting = Setting.of(prepared, ours.model, steps=options.total_steps)
     trainer = TrainerLoop(setting, folder / "trainer", logging_steps=options.steps)
     others: list[Loop] = [BareLoop(setting, BASELINE), ours, AccelerateLoop(setting)]
     if options.control:
@@ -146,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         measured.append(harness.about(options, "micro_batch_size", size, results))
         print(
             f"\n{options.precision}, {GLOBAL_BATCH_SIZE // size} x {size} sequences a step, "
-            f"{options.rounds} x {options.steps} steps each, {options.clock} time\n{table(results, BASELINE)}"
+            f"{options.rounds} x {options.steps} steps each\n{table(results, BASELINE)}"
         )
     print(f"\n{LEGEND}")
     harness.write(path, command, machine, measured=measured)

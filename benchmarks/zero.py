@@ -24,11 +24,12 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import harness
-from benchmarks.harness import CLOCKS, LEGEND, Result, check_losses, table
+from benchmarks.harness import LEGEND, Result, check_losses, table
 from benchmarks.loops import (
     Loop,
     PortableLoop,
     Setting,
+    StepClock,
     TrainerLoop,
     Turn,
     cross_entropy,
@@ -115,7 +116,7 @@ class BareZeroLoop:
             dist_init_required=False,
         )
         self._batches = iter(setting.batches)
-        self._clock = setting.clock()
+        self._clock = StepClock(setting.device)
 
     def turn(self, steps: int) -> Turn:
         engine, device = self._engine, self._setting.device
@@ -159,7 +160,6 @@ def measure(options: Options, strategy: str) -> list[Result]:
 
 
 def _take_turns(options: Options, strategy: str, prepared: Prepared, folder: Path) -> list[Result]:
-    now = CLOCKS[options.clock]
     weights = _whole_weights(prepared)
     batches = (options.total_steps + 2) * prepared.plan.accumulation_steps
     # The Trainer shares the samples out to the ranks itself.
@@ -173,13 +173,13 @@ def _take_turns(options: Options, strategy: str, prepared: Prepared, folder: Pat
         world_size=1,
     )
     everything = list(islice(alone, batches * options.ranks))
-    portable = PortableLoop(prepared, folder / "portable", now)
-    setting = Setting(prepared, weights, list(islice(train_loader(prepared, 0), batches)), now)
+    portable = PortableLoop(prepared, folder / "portable")
+    setting = Setting(prepared, weights, list(islice(train_loader(prepared, 0), batches)))
     others: list[Loop] = [BareZeroLoop(setting, document(options, strategy), BASELINE), portable]
     if options.control:
         others.append(BareZeroLoop(setting, document(options, strategy), "bare, again"))
     trainer = TrainerLoop(
-        Setting(prepared, weights, everything, now),
+        Setting(prepared, weights, everything),
         folder / "trainer",
         logging_steps=options.steps,
         deepspeed=document(options, strategy),
@@ -255,7 +255,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(
             f"\n{strategy}{', optimizer offloaded' if options.offload else ''}, {options.precision}, "
             f"{options.ranks} ranks x {accumulation(options)} x {options.micro_batch_size} sequences a step, "
-            f"{options.rounds} x {options.steps} steps each, {options.clock} time\n{table(results, BASELINE)}"
+            f"{options.rounds} x {options.steps} steps each\n{table(results, BASELINE)}"
         )
     print(f"\n{LEGEND}")
     harness.write(path, command, machine, measured=measured)
