@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -100,11 +101,19 @@ def _flip(content: bytearray) -> None:
     content[len(content) // 2] ^= 1
 
 
+def _sum_again(folder: Path) -> None:
+    """Of files that are shorter than a block each."""
+    names = sorted(json.loads((folder / "meta.json").read_text())["files"])
+    sums = [zlib.crc32((folder / name).read_bytes()) for name in names]
+    (folder / "blocks.crc").write_bytes(np.array(sums, "<u4").tobytes())
+
+
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "cut": lambda path: path.write_bytes(path.read_bytes()[:-2]),
     "one bit": lambda path: _changed(path, _flip),
     "missing": Path.unlink,
     "empty": lambda path: path.write_bytes(b""),
+    "one bit, and its checksum with it": lambda path: (_changed(path, _flip), _sum_again(path.parent)),
 }
 DAMAGED = [
     *((name, "one bit") for name in ("meta.json", "blocks.crc", "text.bin", "text.idx", "labels.bin")),
