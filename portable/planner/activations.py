@@ -151,12 +151,13 @@ class _Whole(nn.Module):
 
 
 def _partition(model: nn.Module) -> None:
-    """Let each layer keep for its backward pass what it does where inductor compiles it."""
-    for _, layer in transformer_layers(model):
-        whole = _Whole(layer)
-        state = dict(whole.named_parameters()) | dict(whole.named_buffers())
-        graphs = of_torch.partitioned(functools.partial(functional_call, whole))
-        layer.forward = functools.partial(_called, graphs, state)
+    """Let each layer keep for its backward pass what it does where inductor compiles it; a graph a kind."""
+    for names in layer_kinds(model).values():
+        layers = [_Whole(model.get_submodule(name)) for name in names]
+        graphs = of_torch.partitioned(functools.partial(functional_call, layers[0]))
+        for whole in layers:
+            state = dict(whole.named_parameters()) | dict(whole.named_buffers())
+            whole.layer.forward = functools.partial(_called, graphs, state)
 
 
 def _called(graphs: Any, state: dict[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
