@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from converters import CheckpointError, Tensor
+from converters.names.tied_weights import same_values
 from converters.storage.bytes import Memory
 from converters.tensors import tensor as tensor_module
 from converters.tensors.tensor import Box, View
@@ -115,3 +116,12 @@ def test_impossible_tensors_are_refused() -> None:
         Tensor.contiguous("t", "Q9", (1,), Memory(b"    "))
     with pytest.raises(CheckpointError, match="dimensions"):
         Tensor("t", "F32", (1, 1), [Box((0,), (1,), View(Memory(b"    "), 0, (4,)))])
+
+
+def test_values_are_the_same_bit_for_bit() -> None:
+    def of(*values: float) -> Tensor:
+        return Tensor.contiguous("x", "F32", (2,), Memory(np.array(values, np.float32).tobytes()))
+
+    assert same_values(of(1, 0), of(1, 0))
+    assert not same_values(of(1, 0), of(1, 2))
+    assert not same_values(of(1, 0), of(1, -0.0))

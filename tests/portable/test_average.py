@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from converters import open_checkpoint
-from portable.evaluation.metrics import evaluate
-from portable.run.batches import eval_batches
+from portable.run.evaluation import evaluate_all
 from tests.engines import ENGINES, Engines
 from tests.gpu.test_parity import plain_losses
 from tests.parity import opened
@@ -36,12 +36,9 @@ def averaged(folder: Path, config: Any) -> dict[str, Any]:
             trial.step()
         run, found = trial.run, {}
         assert run.data.eval is not None
-        for what in ("weights", "average", "weights again"):
-            found[what] = evaluate(
-                trial.backend, trial.engine, eval_batches(run, run.data.eval), run.metrics
-            )["loss"]
-            trial.engine.swap_ema_weights()
-        trial.engine.swap_ema_weights()
+        plain = replace(run, config=run.config.replaced({"train.eval_ema": False}))
+        for what, one in {"weights": plain, "average": run, "weights again": plain}.items():
+            found[what] = evaluate_all(one, trial.engine)["eval_loss"]
         folder.mkdir(exist_ok=True)
         trial.engine.save(folder, background=False).wait()
         return found
@@ -84,7 +81,13 @@ def test_the_average_is_that_of_a_plain_loop(
     name: str, plain_average: dict[str, torch.Tensor], corpus: Path, tmp_path: Path, engines: Engines
 ) -> None:
     config = configured(
-        tmp_path / "run", corpus, **BATCH, train__steps=4, train__ema=DECAY, **ENGINES[name].settings
+        tmp_path / "run",
+        corpus,
+        **BATCH,
+        train__steps=4,
+        train__ema=DECAY,
+        train__eval_ema=True,
+        **ENGINES[name].settings,
     )
     found = engines.run(name, ENGINES[name].sizes[0], averaged, tmp_path / "saved", config)
     state = open_checkpoint(tmp_path / "saved").optimizer

@@ -249,6 +249,7 @@ def test_what_ranks_could_not_make_is_refused(notebook: Any, tmp_path: Path, cor
         (lambda outputs, batch: None, "is defined within a function"),
         (functools.partial(notebook.longest, torch.ones(1)), "positional arguments"),
         (notebook.Weighted(power=torch.ones(1)), "power is a Tensor; use numbers"),
+        (functools.wraps(configured)(lambda outputs, batch: None), "another object as tests.runs:configured"),
     ):
         with pytest.raises(UserError, match="loss: ") as caught:
             with_objects(config, loss=loss)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import multiprocessing
 import os
 import shutil
@@ -24,7 +25,7 @@ from portable.config import load_config
 from portable.errors import DamagedError, UserError
 from portable.output.output_dir import locked, open_output
 from portable.reporting.html_report import write_report
-from portable.reporting.metrics import read_metrics
+from portable.reporting.metrics import METRICS_FILE, MetricsFile, read_metrics
 from portable.run.rank import run_rank
 from tests.ranks import RankPool
 from tests.runs import configured, losses, weights
@@ -364,3 +365,15 @@ def test_resume_from_a_path(tmp_path: Path, corpus: Path, finished: Path) -> Non
     shutil.copytree(source, older, dirs_exist_ok=True)
     with pytest.raises(UserError, match=r"step-000008 is newer than .*step-000004 in the same run"):
         leg(folder, corpus, checkpoint__resume=str(older))
+
+
+def test_rows_are_valid_json_and_none_is_logged_twice(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path, from_step=0)
+    for step, loss in enumerate([2.0, math.nan, math.inf], 1):
+        file.write({"step": step, "loss": loss})
+    file.close()
+    lines = (tmp_path / METRICS_FILE).read_text().splitlines()
+    rows = [json.loads(line, parse_constant=pytest.fail) for line in lines]
+    assert [row["loss"] for row in rows] == [2.0, None, None]
+    MetricsFile(tmp_path, from_step=2).close()
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2]
