@@ -172,6 +172,9 @@ def in_forks(calls: Sequence[Callable[[], None]]) -> None:
         pid = os.fork()
         if pid == 0:
             code = 0
+            # Here, before a backward pass has threads: torch makes its thread pool anew at its first use in a
+            # fork, and crashes where that is in two threads at once (pthreadpool-cpp.cc).
+            torch.set_num_threads(1)
             try:
                 call()
             except BaseException:

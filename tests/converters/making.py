@@ -6,7 +6,6 @@ import importlib
 import multiprocessing
 import os
 import shutil
-import warnings
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
@@ -43,24 +42,13 @@ def written_by(maker: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make(maker: str, out: Path) -> None:
-    """Call `main(out)` of the module `tests.converters.<maker>`; once more if it fails.
-
-    What it makes is a sample, not what is tested, and gloo's sockets were reset in one CI of dozens. The
-    first log is shown with a failure of the second, and as a warning without one.
-    """
+    """Call `main(out)` of the module `tests.converters.<maker>`."""
     log = out.with_suffix(".log")
     context = multiprocessing.get_context("forkserver")
-    for attempt in (1, 2):
-        process = context.Process(target=write, args=(f"tests.converters.{maker}", out, log))
-        process.start()
-        process.join()
-        if process.exitcode == 0:
-            return
-        said = f"{maker} ended with {process.exitcode}:\n{log.read_text(errors='replace')[-20_000:]}"
-        assert attempt == 1, said
-        warnings.warn(said, stacklevel=1)
-        shutil.rmtree(out)
-        out.mkdir()
+    process = context.Process(target=write, args=(f"tests.converters.{maker}", out, log))
+    process.start()
+    process.join()
+    assert process.exitcode == 0, log.read_text(errors="replace")[-20_000:]
 
 
 def write(module: str, out: Path, log: Path) -> None:
