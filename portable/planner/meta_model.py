@@ -85,12 +85,14 @@ class MetaModel:
 
         if request not in self._found:
             try:
-                self._found[request] = activations(self._model, request)
+                found = activations(self._model, request)
             except Exception as error:
                 if request.compiled:  # a graph cannot be traced, or breaks; then no layer is fused
-                    return self.activations(replace(request, compiled=False))
-                why = f"{type(error).__name__}: {one_line(error)}"
-                self._found[request] = _estimate(self.inventory, request, why)
+                    found = self.activations(replace(request, compiled=False))
+                else:
+                    why = f"{type(error).__name__}: {one_line(error)}"
+                    found = _estimate(self.inventory, request, why)
+            self._found[request] = found
         return self._found[request]
 
 
