@@ -48,6 +48,29 @@ SOURCES = {
 }
 MORE = {"fp8": ("--dequantize",)}
 """Options of ours, by checkpoint."""
+_ZERO = {
+    "zero_to_fp32.py, .bin": "{source}/zero_to_fp32.py {source} {out}",
+    "zero_to_fp32.py, safetensors": "{source}/zero_to_fp32.py {source} {out} --safe_serialization",
+}
+PEERS = {
+    "dcp": {
+        "accelerate merge-weights": "-m accelerate.commands.accelerate_cli merge-weights {source} {out}",
+        "torch dcp_to_torch": "-m torch.distributed.checkpoint.format_utils dcp_to_torch {source} "
+        "{out}/model.pt",
+    },
+    "zero2": _ZERO,
+    "zero3": _ZERO,
+    "xla": {
+        "torch_xla consolidation": "-m torch_xla.distributed.fsdp.consolidate_sharded_ckpts "
+        "--ckpt_prefix {source}/rank- --ckpt_suffix *-of-{world:08d}.pth --save_path {out}/model.pth"
+    },
+    "fp8": {
+        "DeepSeek's loop": "-m benchmarks.convert_peers deepseek {source} {out}",
+        "transformers, dequantize": "-m benchmarks.convert_peers transformers {source} {out}",
+        "compressed-tensors, no model": "-m benchmarks.convert_peers compressed {source} {out}",
+    },
+}
+"""The arguments of Python by checkpoint and contestant."""
 # Only packages that a user would have; no accelerator.
 ENVIRONMENT = {
     "USE_TORCH_XLA": "0",
@@ -64,13 +87,13 @@ class Contestant:
 
     Attributes:
         command: (checkpoint, output folder) -> the command line; the folder does not exist yet.
-        makes_folder: whether the program makes the output folder itself.
+        makes_folder: whether the program makes the output folder itself, and wants none there.
         writes: whether there is a result to compare.
     """
 
     name: str
     command: Callable[[Path, Path], list[str]]
-    makes_folder: bool = True
+    makes_folder: bool = False
     writes: bool = True
 
 
@@ -114,77 +137,28 @@ def copies(result: Path) -> list[Contestant]:
     copy = f'cp {shlex.quote(str(result))}/*.safetensors "$0"'
 
     def shell(name: str, script: str) -> Contestant:
-        return Contestant(
-            name, lambda _, out: ["sh", "-c", script, str(out)], makes_folder=False, writes=False
-        )
+        return Contestant(name, lambda _, out: ["sh", "-c", script, str(out)], writes=False)
 
     return [shell(COPY, copy), shell(COPY_SYNCED, f'{copy} && sync "$0"/*')]
 
 
 def contestants(kind: str, result: Path) -> list[Contestant]:
     """All contestants for a checkpoint of `kind`; `cp` copies the weights of the finished `result`."""
-    more = MORE.get(kind, ())
-    everyone = [
-        *copies(result),
-        Contestant(OURS, lambda source, out: portable(source, out, *more)),
-        Contestant(
-            f"{OURS} --dry-run", lambda source, out: portable(source, out, "--dry-run", *more), writes=False
-        ),
-    ]
-    if kind == "dcp":
-        tool = "torch.distributed.checkpoint.format_utils"
-        everyone += [
-            Contestant(
-                "accelerate merge-weights",
-                lambda source, out: python(
-                    "-m", "accelerate.commands.accelerate_cli", "merge-weights", str(source), str(out)
-                ),
-            ),
-            Contestant(
-                "torch dcp_to_torch",
-                lambda source, out: python("-m", tool, "dcp_to_torch", str(source), str(out / "model.pt")),
-                makes_folder=False,
-            ),
-        ]
-    elif kind == "fp8":
-        peers = "benchmarks.convert_peers"
-        everyone += [
-            Contestant(
-                "DeepSeek's loop",
-                lambda source, out: python("-m", peers, "deepseek", str(source), str(out)),
-            ),
-            Contestant(
-                "transformers, dequantize",
-                lambda source, out: python("-m", peers, "transformers", str(source), str(out)),
-            ),
-        ]
-    elif kind == "xla":
-        tool = "torch_xla.distributed.fsdp.consolidate_sharded_ckpts"
-        everyone.append(
-            Contestant(
-                "torch_xla consolidation",
-                lambda source, out: python(
-                    *("-m", tool, "--ckpt_prefix", f"{source}/rank-"),
-                    *("--ckpt_suffix", f"*-of-{WORLD:08d}.pth", "--save_path", str(out / "model.pth")),
-                ),
-                makes_folder=False,
-            )
+
+    def ours(*more: str) -> Callable[[Path, Path], list[str]]:
+        return lambda source, out: portable(source, out, *more, *MORE.get(kind, ()))
+
+    def peer(template: str) -> Callable[[Path, Path], list[str]]:
+        return lambda source, out: python(
+            *(part.format(source=source, out=out, world=WORLD) for part in template.split())
         )
-    else:
-        script = "zero_to_fp32.py"
-        everyone += [
-            Contestant(
-                f"{script}, .bin",
-                lambda source, out: python(str(source / script), str(source), str(out)),
-            ),
-            Contestant(
-                f"{script}, safetensors",
-                lambda source, out: python(
-                    str(source / script), str(source), str(out), "--safe_serialization"
-                ),
-            ),
-        ]
-    return everyone
+
+    return [
+        *copies(result),
+        Contestant(OURS, ours(), makes_folder=True),
+        Contestant(f"{OURS} --dry-run", ours("--dry-run"), makes_folder=True, writes=False),
+        *(Contestant(name, peer(template)) for name, template in PEERS[kind].items()),
+    ]
 
 
 def measure(command: Sequence[str], log: Path) -> tuple[Run, int]:

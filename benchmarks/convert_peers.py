@@ -1,7 +1,8 @@
 """What `benchmarks.convert` runs as processes of their own, with other libraries than ours.
 
-``python -m benchmarks.convert_peers deepseek|transformers FOLDER OUT``: others' ways from fp8 weights with a
-scale for each block to bfloat16. ``digest FOLDER`` prints JSON of a result: name -> [dtype, shape, digest].
+``python -m benchmarks.convert_peers deepseek|transformers|compressed FOLDER OUT``: others' ways from fp8
+weights with a scale for each block to bfloat16. ``digest FOLDER`` prints JSON of a result: name -> [dtype,
+shape, digest].
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ def deepseek(source: Path, out: Path) -> None:
     """The loop of DeepSeek's fp8_cast_bf16.py; its Triton kernel, which needs a GPU, as torch's formula."""
     from safetensors.torch import load_file, save_file
 
-    out.mkdir()
     for path in sorted(source.glob("*.safetensors")):
         tensors, found = load_file(path), {}
         for name, value in tensors.items():
@@ -45,6 +45,13 @@ def transformers(source: Path, out: Path) -> None:
     given = FineGrainedFP8Config(**{**described, "dequantize": True})
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16, quantization_config=given)
     model.save_pretrained(out)
+
+
+def compressed(source: Path, out: Path) -> None:
+    """The way of llm-compressor without a model, which compressed-tensors holds."""
+    from compressed_tensors.entrypoints.convert import FP8BlockDequantizer, convert_checkpoint
+
+    convert_checkpoint(source, out, FP8BlockDequantizer.from_pretrained(source))
 
 
 def tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
@@ -77,4 +84,4 @@ if __name__ == "__main__":
     if what == "digest":
         json.dump(digest(*folders), sys.stdout)
     else:
-        {"deepseek": deepseek, "transformers": transformers}[what](*folders)
+        {"deepseek": deepseek, "transformers": transformers, "compressed": compressed}[what](*folders)
