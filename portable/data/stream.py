@@ -294,6 +294,11 @@ class Stream(Samples):
             if known != (length, print_):
                 raise _changed(self._name, self._name_of(shard), "the checkpoint")
 
+    def close(self) -> None:
+        if self._ahead is not None:
+            self._ahead.close()
+        self._ahead, self._told = None, -1
+
     def consumed(self, position: int) -> str:
         """A digest of the manifest up to ``position``, which is the same on all ranks."""
         with self._lock:

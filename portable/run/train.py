@@ -94,6 +94,7 @@ def train_run(prepared: Prepared, output: Output, log: RunLog, *, profile: bool 
         with _gc_frozen(), ExitStack() as opened:  # closes the last first
             for callback in run.callbacks:
                 opened.callback(callback.close)
+            opened.callback(prepared.data.train.close)
             opened.callback(batches.close)
             with _named_errors(run), watchdog:
                 stopped = train(run, batches)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -198,6 +199,7 @@ def test_a_stop_in_between_changes_no_loss(kind: str, tmp_path: Path, brief_runs
     def losses(name: str, **more: Any) -> list[dict[str, Any]]:
         config = configured(tmp_path / name, corpus, **given, **more, checkpoint__export=False)
         assert run_rank("cpu", config) == 0
+        assert "tokenize-ahead" not in {thread.name for thread in threading.enumerate()}
         rows = read_metrics(tmp_path / name)
         names = ("loss", "samples/web", "samples/talks")
         trained = [{name: row.get(name) for name in names} for row in rows if "loss" in row]

@@ -151,7 +151,7 @@ def test_a_process_that_dies_is_replaced_where_its_work_is_needed(
     monkeypatch.setattr("portable.data.tokens.tokenize.TokenizeJob.__call__", _die)
     assert ids(stream, 0, 900) == expected
     assert stream._ahead is not None
-    stream._ahead.close()
+    stream.close()
 
 
 def _die(self: Any, source: Any) -> bool:

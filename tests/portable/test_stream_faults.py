@@ -58,8 +58,7 @@ def test_a_store_that_fails_and_recovers(files: Path, expected: list[list[int]],
     s3.fail(status=503, method="GET", key=".jsonl", every=3)
     s3.fail(cut=100, method="GET", key=".jsonl", every=5)
     assert rows(found) == expected
-    if found._ahead is not None:
-        found._ahead.close()
+    found.close()
 
 
 def test_a_store_that_is_gone_ends_the_run_and_the_next_goes_on(

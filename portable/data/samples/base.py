@@ -95,6 +95,10 @@ class Samples(ABC):
         """A digest of what decided the samples up to ``position``, where that is not known beforehand."""
         return ""
 
+    def close(self) -> None:
+        """End what runs beside the training: the processes of streams. The samples stay readable."""
+        return
+
     def __getitem__(self, index: int) -> Batch:
         if not -self.num_samples <= index < self.num_samples:
             raise IndexError(f"sample {index} of {self.num_samples}")

@@ -239,6 +239,10 @@ class Mixture(Samples):
         for part in self.parts:
             part.adopt(state)
 
+    def close(self) -> None:
+        for part in self.parts:
+            part.close()
+
     def consumed(self, position: int) -> str:
         taken = zip(self.parts, self.schedule.counts(position), strict=True)
         return " ".join(part.consumed(count) for part, count in taken)

@@ -51,12 +51,15 @@ class BackgroundTokenizer:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """End the processes, also in the middle of a shard."""
+        """End the processes, also in the middle of a shard: nothing is written after it."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         for worker in tuple(self._workers):
             worker.kill()
+        for thread in self._threads:  # each waits for its process
+            if thread is not threading.current_thread():  # the garbage collector may call from any thread
+                thread.join(timeout=5)
 
     def _run(self) -> None:
         while (shard := self._next()) is not None:
