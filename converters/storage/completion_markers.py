@@ -30,11 +30,6 @@ if TYPE_CHECKING:
 COMPLETE, INCOMPLETE = "_COMPLETE", "_INCOMPLETE"
 
 
-def facts_of(folder: RemotePath) -> dict[str, Any]:
-    """The content of `_COMPLETE`, or else of `_INCOMPLETE`; empty where there is neither."""
-    return read_small_table(folder / COMPLETE) or read_small_table(folder / INCOMPLETE)
-
-
 def begin(folder: RemotePath, **facts: Any) -> str:
     """Mark the folder as being written and no longer complete. One process of a run calls this.
 
@@ -63,10 +58,7 @@ def complete(folder: RemotePath, token: str, **facts: Any) -> None:
     Raises:
         RemoteError: another process has begun the same folder since.
     """
-    try:
-        writer = json.loads((folder / INCOMPLETE).read_bytes()).get("writer")
-    except (FileNotFoundError, ValueError, AttributeError):
-        writer = None
+    writer = read_small_table(folder / INCOMPLETE).get("writer")
     if writer != token:
         raise RemoteError(
             f"{folder}: another process began to write this folder; give each run an output of its own"

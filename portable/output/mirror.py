@@ -9,18 +9,16 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import stat
 import threading
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from converters.errors import CheckpointError
 from converters.storage.completion_markers import begin, complete
-from converters.storage.places import files_below
+from converters.storage.places import copy_file, files_below
 from portable.errors import RunError, UserError, one_line
 from portable.formatting import human_bytes
 from portable.output.lease import Lease
@@ -29,7 +27,7 @@ from portable.temporary_folder import lasting_folder
 from portable.terminal import tell
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from converters.storage.listed import Object
     from converters.storage.object_store import RemotePath
@@ -52,10 +50,10 @@ class Mirror:
     def __init__(self, place: RemotePath, rank: int, staging: str | None) -> None:
         self.place = place.patient(PATIENCE)
         self.rank = rank
-        base = Path(staging or lasting_folder() / f"portable-{os.getuid()}")
-        self._shared = None if staging else base
-        digest = hashlib.sha256(str(place).encode()).hexdigest()[:16]
-        self._staging = base.absolute() / digest / f"rank-{rank}"
+        self._base = Path(staging or lasting_folder()).absolute()
+        self._prefix = f"portable-{hashlib.sha256(str(place).encode()).hexdigest()[:16]}-rank-{rank}-"
+        # Nobody else can guess this name and make the folder first, where all may write.
+        self._staging = self._base / f"{self._prefix}{uuid.uuid4().hex}"
         # Trackers and plots name the run by the last parts of the URL.
         self.work = self._staging / "run" / place.parent.name / place.name
         self.shards = self._staging / "shards"
@@ -75,17 +73,10 @@ class Mirror:
             probe.write_bytes(b"")
             probe.unlink()
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Keep other runs away."""
-        with storage_errors("output_dir"):
-            lease = Lease(self.place)
-            lease.__enter__()
-        self._lease = lease
-        try:
-            yield
-        finally:
-            lease.__exit__(None, None, None)
+    def held(self) -> Lease:
+        """Keep other runs away, within this context."""
+        self._lease = Lease(self.place)
+        return self._lease
 
     def open(self, shard_bytes: int) -> None:
         """Make the local folders, with the logs of earlier launches.
@@ -94,11 +85,11 @@ class Mirror:
             shard_bytes: estimated size of this rank's shards of a checkpoint.
         """
         try:
-            if self._shared is not None:
-                _claim(self._shared)
-            shutil.rmtree(self._staging, ignore_errors=True)  # left by a killed launch
-            self.shards.mkdir(parents=True)
-            self._staging.chmod(0o700)
+            for left in self._base.glob(f"{self._prefix}*"):  # by a killed launch
+                shutil.rmtree(left, ignore_errors=True)
+            self._base.mkdir(parents=True, exist_ok=True)
+            self._staging.mkdir(mode=0o700)
+            self.shards.mkdir()
             self.work.mkdir(parents=True)
             free = shutil.disk_usage(self.shards).free
         except OSError as error:
@@ -123,8 +114,7 @@ class Mirror:
         with storage_errors("output_dir"):
             for entry in self.place.iterdir() if self.place.exists() else ():
                 if entry.suffix in (".jsonl", ".txt") and entry.is_file():
-                    with (self.work / entry.name).open("xb") as file:
-                        entry.download(file.write)
+                    copy_file(entry, self.work / entry.name)
 
     # -- checkpoints -----------------------------------------------------------------------------------------
 
@@ -200,16 +190,3 @@ def _send(files: Mapping[Path, RemotePath]) -> None:
         finally:
             for upload in sent:
                 upload.cancel()
-
-
-def _claim(folder: Path) -> None:
-    """Create a folder for this user only, at a path that other users can guess.
-
-    Raises:
-        OSError: if another user created it.
-    """
-    folder.mkdir(mode=0o700, exist_ok=True)
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-        raise OSError(f"{folder} is a link or belongs to another user")
-    folder.chmod(0o700)

@@ -80,7 +80,7 @@ class Output:
         if self._mirror is not None:
             self._mirror.check_writable()
 
-    def held(self) -> AbstractContextManager[None]:
+    def held(self) -> AbstractContextManager[object]:
         """Lock ``place`` against other runs. Called on rank 0."""
         return self._locked() if self._mirror is None else self._mirror.held()
 
