@@ -33,7 +33,7 @@ COMPLETE, INCOMPLETE = "_COMPLETE", "_INCOMPLETE"
 def begin(folder: RemotePath, **facts: Any) -> str:
     """Mark the folder as being written and no longer complete. One process of a run calls this.
 
-    Existing objects stay; call `remove_tree` first to delete them.
+    Existing objects stay; call `places.remove_folder` first to delete them.
 
     Args:
         facts: stored in `_INCOMPLETE`, for finding out who left a folder unfinished.
@@ -65,21 +65,6 @@ def complete(folder: RemotePath, token: str, **facts: Any) -> None:
         )
     (folder / COMPLETE).write_bytes(json.dumps({**facts, "completed": _now()}).encode())
     (folder / INCOMPLETE).unlink(missing_ok=True)
-
-
-def remove_tree(folder: RemotePath) -> None:
-    """Delete every object below, and abort uploads left open.
-
-    The marker of completion goes first. To clear a folder that may be read meanwhile, `begin` it before:
-    `_INCOMPLETE` goes last.
-    """
-    from converters.storage.object_store import abort_uploads
-
-    abort_uploads(folder)
-    names = folder.objects()
-    markers = (COMPLETE, INCOMPLETE)
-    for doomed in ((COMPLETE,), [name for name in names if name not in markers], (INCOMPLETE,)):
-        folder.remove([name for name in doomed if name in names])
 
 
 def _now() -> str:

@@ -53,7 +53,6 @@ from converters.storage.store_errors import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
-    from types import TracebackType
 
 T = TypeVar("T")
 
@@ -95,6 +94,11 @@ def patience() -> float:
             "PORTABLE_STORAGE_ATTEMPTS: requests are limited by time now; set PORTABLE_STORAGE_MINUTES"
         )
     return max(0.0, 60 * _setting("PORTABLE_STORAGE_MINUTES", 3))
+
+
+def part_bytes(nbytes: int) -> int:
+    """Bytes of a part of an upload of `nbytes`."""
+    return max(PART_BYTES, -(-nbytes // _MAX_PARTS))
 
 
 def _setting(name: str, default: float) -> float:
@@ -143,13 +147,14 @@ def check_process(where: object) -> None:
 
 
 @cache
-def _opened(kind: str, name: str, url: str, seconds: float, quiet: float, environment: object) -> Any:
+def _opened(protocol: str, name: str, seconds: float, quiet: float, environment: object) -> Any:
     """The store of obstore; one per process and environment."""
     from obstore import store  # not at the top: takes time to import
 
     first, longest, limit, silence, connecting = (
         timedelta(seconds=s) for s in (FIRST_WAIT, _LONGEST_WAIT, seconds, quiet, min(quiet, 10))
     )
+    kind, url = _KINDS[protocol], redact(f"{protocol}://{name}")
     waits = {"init_backoff": first, "max_backoff": longest, "base": 2}
     retries = {"max_retries": 1 << 20, "retry_timeout": limit, "backoff": waits}
     client: dict[str, Any] = {"connect_timeout": connecting, "read_timeout": silence}
@@ -158,14 +163,14 @@ def _opened(kind: str, name: str, url: str, seconds: float, quiet: float, enviro
     try:
         if kind == "hf":
             return _hub(name, client, retries)
-        options = OPTIONS[kind](name, url)
+        options = OPTIONS[kind](name)
         client |= options.pop("client_options", {})
         made = {"s3": store.S3Store, "gs": store.GCSStore, "az": store.AzureStore}[kind]
         return made(name.partition("@")[0], client_options=client, retry_config=retries, **options)
-    except CheckpointError:
-        raise
+    except RemoteError as error:
+        raise type(error)(f"{url}: {error}") from None
     except Exception as error:  # those of obstore, and of the packages that look for credentials
-        raise RemoteError(f"{redact(url)}: cannot be set up: {reason_of(error)}") from None
+        raise RemoteError(f"{url}: cannot be set up: {reason_of(error)}") from None
 
 
 @dataclass(frozen=True, order=True)
@@ -202,10 +207,10 @@ class Bucket:
         import obstore  # not at the top: takes time to import
 
         check_process(where)
-        kind, seconds = _KINDS[self.protocol], min(self.seconds, patience())
+        seconds = min(self.seconds, patience())
         environment = tuple(sorted(item for item in os.environ.items() if item[0].startswith(_ENVIRONMENT)))
-        url = f"{self.protocol}://{self.name}"
-        ask = partial(call, obstore, _opened(kind, self.name, url, seconds, timeout(), environment))
+        store = _opened(self.protocol, self.name, seconds, timeout(), environment)
+        ask = partial(call, obstore, store)
         deadline = time.monotonic() + seconds
         while True:
             try:
@@ -214,7 +219,7 @@ class Bucket:
                 raise
             except Exception as error:
                 _log.debug("%s: %s failed (%s)", where, what, redact(str(error).partition("\n")[0]))
-                failure = translated(str(where), what, error, LOOKED_FOR[kind])
+                failure = translated(str(where), what, error, LOOKED_FOR[_KINDS[self.protocol]])
                 # obstore does not repeat a request whose answer, a small XML, broke off.
                 passing = again and isinstance(failure, RetriesUsedUpError)
                 if not passing or time.monotonic() > deadline:
@@ -380,7 +385,7 @@ class RemotePath:
         return self.read_bytes().decode(encoding)
 
     def open(self, mode: str = "rb") -> io.BytesIO:
-        """A small object as a stream, for reading; see also `read_range` and `create`."""
+        """A small object as a stream, for reading; see also `read_range`."""
         if mode != "rb":
             raise ValueError(f"mode {mode!r}")
         return io.BytesIO(self.read_bytes())
@@ -404,8 +409,14 @@ class RemotePath:
 
     def copy_to(self, other: RemotePath) -> None:
         """Copy the object to another path, in any store."""
-        with other.create(self.stat().st_size) as out:
-            self.download(out.write)
+        found = self.look_up()
+        if found.size < PART_BYTES:
+            other.write_bytes(self.read_bytes())
+            return
+        starts = range(0, found.size, PART_BYTES)
+        # obstore asks for them one by one, in a thread of its own, where it cannot be called.
+        blocks = (in_thread(partial(self.read_range, at, at + PART_BYTES)).result() for at in starts)
+        other._upload(blocks, found.size, again=False)
 
     def move_to(self, other: RemotePath) -> None:
         """Rename the object within its store, which copies and then deletes it."""
@@ -436,16 +447,15 @@ class RemotePath:
         self.refresh()
         return _tag(found)
 
-    def create(self, nbytes: int) -> Upload:
-        """A stream of about `nbytes` that become the object on `close`; none after an exception in `with`."""
-        return Upload(self, max(PART_BYTES, -(-nbytes // _MAX_PARTS)))
-
     def upload_file(self, local: Path) -> None:
         """Copy a local file here, a large one in parts that are sent side by side."""
-        size = local.stat().st_size
-        options = {"chunk_size": max(PART_BYTES, -(-size // _MAX_PARTS)), "max_concurrency": connections()}
-        with self.arriving(size):
-            self._call("upload", lambda obs, store: obs.put(store, self.key, local, **options))
+        self._upload(local, local.stat().st_size)
+
+    def _upload(self, data: Any, nbytes: int, again: bool = True) -> None:
+        options = {"chunk_size": part_bytes(nbytes), "max_concurrency": connections()}
+        call = lambda obs, store: obs.put(store, self.key, data, **options)  # noqa: E731
+        with self.arriving(nbytes):
+            self.bucket.call(self, "upload", call, again)
 
     @contextmanager
     def arriving(self, size: int) -> Iterator[None]:
@@ -476,58 +486,6 @@ class RemotePath:
             for name in names if len(names) > 1 else ():
                 self.remove([name])
         self.refresh()
-
-
-class Upload:
-    """A stream uploaded in parts; `close` makes the object, an exception within `with` discards it.
-
-    `write` takes any buffer, from one thread at a time; parts are sent side by side behind it.
-    """
-
-    def __init__(self, path: RemotePath, part_bytes: int) -> None:
-        self.part_bytes = part_bytes
-        self._path = path
-        self._bytes = 0
-        options = {"buffer_size": part_bytes, "max_concurrency": connections()}
-        self._writer = self._call(lambda obs, store: obs.open_writer(store, path.key, **options))
-
-    def _call(self, call: Callable[[Any, Any], Any]) -> Any:
-        return self._path.bucket.call(self._path, "upload", call, again=False)
-
-    def write(self, data: Any) -> None:
-        """Append `data`, which is copied: the writer would keep the buffer itself."""
-        view = memoryview(data).cast("B")
-        for start in range(0, len(view), self.part_bytes):
-            part = bytes(view[start : start + self.part_bytes])
-            self._call(lambda *_, part=part: self._writer.write(part))
-        self._bytes += len(view)
-
-    def close(self) -> None:
-        """Make the object."""
-        try:
-            with self._path.arriving(self._bytes):
-                self._call(lambda *_: self._writer.close())
-        except BaseException:
-            self.discard()
-            raise
-
-    def discard(self) -> None:
-        """Abort the upload; leaves nothing behind if the store is reachable. Never raises."""
-        try:
-            self._writer.__exit__(RuntimeError, RuntimeError("discarded"), None)
-        except Exception as error:  # the failure that led here matters more
-            _log.debug("%s: an upload was not discarded: %s", self._path, redact(str(error)))
-
-    def __enter__(self) -> Upload:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.discard()
 
 
 def object_of(meta: Any) -> Object:

@@ -12,14 +12,15 @@ writes to the same folder again can thus tell its own objects from those of othe
 
 from __future__ import annotations
 
+import logging
 import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from converters.errors import CheckpointError, printable
+from converters.errors import CheckpointError, printable, redact
 from converters.storage.completion_markers import COMPLETE, INCOMPLETE, begin, complete
 from converters.storage.listed import Object
-from converters.storage.object_store import abort_uploads, connections
+from converters.storage.object_store import abort_uploads, connections, part_bytes
 from converters.storage.places import copy_file, is_unfinished
 from converters.storage.safe_open import read_small_table
 from converters.writers.replace_folder import check_replaceable
@@ -28,8 +29,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from converters.storage.bytes import FileSpan
-    from converters.storage.object_store import RemotePath, Upload
+    from converters.storage.object_store import RemotePath
     from converters.storage.path_or_url import Place
+
+
+_log = logging.getLogger(__name__)
 
 
 def written_in(folder: RemotePath, fact: str = "") -> dict[str, Object | None]:
@@ -102,7 +106,7 @@ class StoreOutput:
         self._facts = dict(facts)
         self._single = single
         self._there = self._found()
-        self._uploads: list[Upload] = []
+        self._uploads: list[UploadedFile] = []
         self._token = ""
         self._undo: Callable[[], object] = bool  # which does nothing
         abort_uploads(folder, deep=False)
@@ -118,9 +122,9 @@ class StoreOutput:
         return self.folder if self._single else self.folder / name
 
     def file(self, name: str, lengths: Sequence[int]) -> UploadedFile:
-        upload = self._place(name).create(sum(lengths))
+        upload = UploadedFile(self._place(name), sum(lengths))
         self._uploads.append(upload)
-        return UploadedFile(upload)
+        return upload
 
     def commit(self) -> None:
         """Replace the content of the folder by the uploaded objects, marked as incomplete."""
@@ -175,16 +179,43 @@ class StoreOutput:
 
 
 class UploadedFile:
-    """An upload, to which pieces are appended in the order of their numbers.
+    """An upload of about `nbytes` in parts, which `close` makes an object, and to which pieces are appended.
 
-    Pieces are read and cast side by side. One that is not next is kept in memory, and its thread waits at
-    its end, so that no more pieces are kept than there are threads.
+    Pieces are read and cast side by side, and appended in the order of their numbers. One that is not next is
+    kept in memory, and its thread waits at its end, so that no more pieces are kept than there are threads.
     """
 
-    def __init__(self, upload: Upload) -> None:
-        self.upload = upload
+    def __init__(self, path: RemotePath, nbytes: int) -> None:
+        self.path = path
         self.next = 0
         self.turns = threading.Condition()
+        self._part_bytes = part_bytes(nbytes)
+        self._written = 0
+        options = {"buffer_size": self._part_bytes, "max_concurrency": connections()}
+        self._writer = self._call(lambda obs, store: obs.open_writer(store, path.key, **options))
+
+    def _call(self, call: Callable[[Any, Any], Any]) -> Any:
+        return self.path.bucket.call(self.path, "upload", call, again=False)
+
+    def write(self, data: memoryview | bytes | bytearray) -> None:
+        """Append `data`, which is copied: the writer would keep the buffer itself."""
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), self._part_bytes):
+            part = bytes(view[start : start + self._part_bytes])
+            self._call(lambda *_, part=part: self._writer.write(part))
+        self._written += len(view)
+
+    def close(self) -> None:
+        """Make the object."""
+        with self.path.arriving(self._written):
+            self._call(lambda *_: self._writer.close())
+
+    def discard(self) -> None:
+        """Abort the upload; leaves nothing behind if the store is reachable. Never raises."""
+        try:
+            self._writer.__exit__(RuntimeError, RuntimeError("discarded"), None)
+        except Exception as error:  # the failure that led here matters more
+            _log.debug("%s: an upload was not discarded: %s", self.path, redact(str(error)))
 
     def piece(self, number: int) -> UploadedPiece:
         return UploadedPiece(self, number)
@@ -201,8 +232,8 @@ class UploadedPiece:
             self._kept += data
             return
         kept, self._kept = self._kept, bytearray()
-        self._file.upload.write(kept)
-        self._file.upload.write(data)
+        self._file.write(kept)
+        self._file.write(data)
 
     def copy(self, span: FileSpan, progress: Callable[[int], object]) -> bool:
         return False

@@ -461,7 +461,7 @@ def test_a_staging_folder_that_somebody_else_made_is_not_used(
     monkeypatch.setattr("portable.output.mirror.lasting_folder", lambda: tmp_path)
     first, second = (Mirror(RemotePath.of(s3.url("run")), 0, None) for _ in range(2))
     assert first.work != second.work
-    first.open(0)
+    first.open(lambda: 0)
     (folder,) = tmp_path.iterdir()
     assert folder.stat().st_mode & 0o777 == 0o700
     first.close()
