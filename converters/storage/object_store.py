@@ -36,7 +36,7 @@ from datetime import timedelta
 from fnmatch import fnmatchcase
 from functools import cache, partial
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from urllib.parse import quote
 
 from converters.errors import CheckpointError, printable, redact
@@ -186,46 +186,6 @@ class Bucket:
     seconds: float = field(default=1e9, compare=False)
     listed: dict[str, dict[str, os.stat_result]] = field(default_factory=dict, compare=False, repr=False)
 
-    def call(
-        self,
-        where: object,
-        what: str,
-        call: Callable[[Any, Any], T],
-        again: bool = True,
-    ) -> T:
-        """`call(obstore, store)` with errors of one line, and so that Ctrl-C is not held up.
-
-        Args:
-            where: the URL, for messages.
-            what: the operation as a verb, for messages ("read").
-            again: whether `call` may be called twice.
-
-        Raises:
-            FileNotFoundError: there is no such object.
-            RemoteError: any other failure; one line, without credentials.
-        """
-        import obstore  # not at the top: takes time to import
-
-        check_process(where)
-        seconds = min(self.seconds, patience())
-        environment = tuple(sorted(item for item in os.environ.items() if item[0].startswith(_ENVIRONMENT)))
-        store = _opened(self.protocol, self.name, seconds, timeout(), environment)
-        ask = partial(call, obstore, store)
-        deadline = time.monotonic() + seconds
-        while True:
-            try:
-                return _interruptible(ask)
-            except CheckpointError:
-                raise
-            except Exception as error:
-                _log.debug("%s: %s failed (%s)", where, what, redact(str(error).partition("\n")[0]))
-                failure = translated(str(where), what, error, LOOKED_FOR[_KINDS[self.protocol]])
-                # obstore does not repeat a request whose answer, a small XML, broke off.
-                passing = again and isinstance(failure, RetriesUsedUpError)
-                if not passing or time.monotonic() > deadline:
-                    raise failure from None
-            time.sleep(FIRST_WAIT)
-
 
 @dataclass(frozen=True, order=True)
 class RemotePath:
@@ -292,10 +252,40 @@ class RemotePath:
         """Whether this is `other` or below it."""
         return isinstance(other, RemotePath) and f"{self}/".startswith(f"{other}/")
 
-    # -- looking about ---------------------------------------------------------------------------------------
+    def call(self, what: str, call: Callable[[Any, Any], T], again: bool = True) -> T:
+        """`call(obstore, store)` with errors of one line, and so that Ctrl-C is not held up.
 
-    def _call(self, what: str, call: Callable[[Any, Any], T]) -> T:
-        return self.bucket.call(self, what, call)
+        Args:
+            what: the operation as a verb, for messages ("read").
+            again: whether `call` may be called twice.
+
+        Raises:
+            FileNotFoundError: there is no such object.
+            RemoteError: any other failure; one line, without credentials.
+        """
+        import obstore  # not at the top: takes time to import
+
+        check_process(self)
+        seconds = min(self.bucket.seconds, patience())
+        environment = tuple(sorted(item for item in os.environ.items() if item[0].startswith(_ENVIRONMENT)))
+        store = _opened(self.bucket.protocol, self.bucket.name, seconds, timeout(), environment)
+        ask = partial(call, obstore, store)
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                return _interruptible(ask)
+            except CheckpointError:
+                raise
+            except Exception as error:
+                _log.debug("%s: %s failed (%s)", self, what, redact(str(error).partition("\n")[0]))
+                failure = translated(str(self), what, error, LOOKED_FOR[_KINDS[self.bucket.protocol]])
+                # obstore does not repeat a request whose answer, a small XML, broke off.
+                passing = again and isinstance(failure, RetriesUsedUpError)
+                if not passing or time.monotonic() > deadline:
+                    raise failure from None
+            time.sleep(FIRST_WAIT)
+
+    # -- looking about ---------------------------------------------------------------------------------------
 
     def _below(self, key: str) -> str:
         """The name of an object or folder relative to this folder, checked."""
@@ -303,8 +293,8 @@ class RemotePath:
 
     def objects(self) -> dict[str, Object]:
         """Every object below, at any depth, by its name relative to this folder, as it is now."""
-        chunks = self._call("list", lambda obs, store: list(obs.list(store, self.key or None)))
-        found = {str(meta["path"]): object_of(meta) for chunk in chunks for meta in chunk}
+        listed = self.call("list", lambda obs, store: obs.list(store, self.key or None).collect())
+        found = {str(meta["path"]): object_of(meta) for meta in listed}
         folders = {str(above) for key in found for above in PurePosixPath(key).parents}
         # Some tools write an empty object for a folder.
         names = (key for key in sorted(found) if key != self.key and (found[key].size or key not in folders))
@@ -312,7 +302,7 @@ class RemotePath:
 
     def entries(self) -> tuple[dict[str, Object], list[str]]:
         """The objects directly in this folder by their names, and the folders in it, as they are now."""
-        found = self._call("list", lambda obs, store: obs.list_with_delimiter(store, self.key or None))
+        found = self.call("list", lambda obs, store: obs.list_with_delimiter(store, self.key or None))
         objects = {self._below(m["path"]): object_of(m) for m in found["objects"] if m["path"] != self.key}
         return objects, [self._below(str(key)) for key in found["common_prefixes"]]
 
@@ -364,7 +354,7 @@ class RemotePath:
 
     def look_up(self) -> Object:
         """The object as it is now; FileNotFoundError where there is none."""
-        return object_of(self._call("look up", lambda obs, store: obs.head(store, self.key)))
+        return object_of(self.call("look up", lambda obs, store: obs.head(store, self.key)))
 
     # -- reading and writing ---------------------------------------------------------------------------------
 
@@ -379,22 +369,20 @@ class RemotePath:
             found = obs.get(store, self.key)
             return bytes(found.bytes()), _tag(found.meta)
 
-        return self._call("read", read)
+        return self.call("read", read)
 
     def read_text(self, encoding: str = "utf-8") -> str:
         return self.read_bytes().decode(encoding)
 
-    def open(self, mode: str = "rb") -> io.BytesIO:
+    def open(self, mode: Literal["rb"] = "rb") -> io.BytesIO:
         """A small object as a stream, for reading; see also `read_range`."""
-        if mode != "rb":
-            raise ValueError(f"mode {mode!r}")
         return io.BytesIO(self.read_bytes())
 
     def read_range(self, start: int, stop: int) -> bytes:
         """The bytes [start, stop); fewer where the object ends before `stop`."""
         _log.debug("%s: reading bytes %d to %d", self, start, stop)
         call = lambda obs, store: bytes(obs.get_range(store, self.key, start=start, end=stop))  # noqa: E731
-        return self._call("read", call) if stop > start else b""
+        return self.call("read", call) if stop > start else b""
 
     def download(self, write: Callable[[Any], object]) -> Object:
         """Give the object to `write`, in pieces; what it was."""
@@ -405,26 +393,25 @@ class RemotePath:
                 write(block)
             return object_of(found.meta)
 
-        return self.bucket.call(self, "read", copy, again=False)
+        return self.call("read", copy, again=False)
 
     def copy_to(self, other: RemotePath) -> None:
         """Copy the object to another path, in any store."""
-        found = self.look_up()
-        if found.size < PART_BYTES:
+        size = self.look_up().size
+        if self.bucket == other.bucket and size < _MAX_COPY:
+            self.call("copy", lambda obs, store: obs.copy(store, self.key, other.key))
+            other.refresh()
+        elif size < PART_BYTES:
             other.write_bytes(self.read_bytes())
-            return
-        starts = range(0, found.size, PART_BYTES)
-        # obstore asks for them one by one, in a thread of its own, where it cannot be called.
-        blocks = (in_thread(partial(self.read_range, at, at + PART_BYTES)).result() for at in starts)
-        other._upload(blocks, found.size, again=False)
+        else:
+            starts = range(0, size, PART_BYTES)
+            # obstore asks for them one by one, in a thread of its own, where it cannot be called.
+            blocks = (in_thread(partial(self.read_range, at, at + PART_BYTES)).result() for at in starts)
+            other._upload(blocks, size, again=False)
 
     def move_to(self, other: RemotePath) -> None:
-        """Rename the object within its store, which copies and then deletes it."""
-        if self.stat().st_size >= _MAX_COPY:
-            self.copy_to(other)
-        else:
-            self._call("copy", lambda obs, store: obs.copy(store, self.key, other.key))
-        other.refresh()
+        """Rename the object, which copies and then deletes it."""
+        self.copy_to(other)
         self.unlink()
 
     def write_bytes(self, data: bytes, *, replacing: Any = None) -> Any:
@@ -442,7 +429,7 @@ class RemotePath:
             UnconditionalError: the store has no conditional writes.
         """
         options = {"mode": replacing or "create"} if replacing is not None else {"use_multipart": False}
-        found = self._call("write", lambda obs, store: obs.put(store, self.key, data, **options))
+        found = self.call("write", lambda obs, store: obs.put(store, self.key, data, **options))
         _log.debug("%s: wrote %d bytes", self, len(data))
         self.refresh()
         return _tag(found)
@@ -455,7 +442,7 @@ class RemotePath:
         options = {"chunk_size": part_bytes(nbytes), "max_concurrency": connections()}
         call = lambda obs, store: obs.put(store, self.key, data, **options)  # noqa: E731
         with self.arriving(nbytes):
-            self.bucket.call(self, "upload", call, again)
+            self.call("upload", call, again)
 
     @contextmanager
     def arriving(self, size: int) -> Iterator[None]:
@@ -481,7 +468,7 @@ class RemotePath:
         keys = [(self / name).key for name in names]
         try:
             if keys:
-                self._call("delete", lambda obs, store: obs.delete(store, keys))
+                self.call("delete", lambda obs, store: obs.delete(store, keys))
         except FileNotFoundError:  # another process deletes them too, and some stores stop there
             for name in names if len(names) > 1 else ():
                 self.remove([name])
