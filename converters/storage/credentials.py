@@ -13,6 +13,7 @@ import socket
 from functools import cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from converters.storage.store_errors import AccessDeniedError, RemoteError, reason_of
 
@@ -24,6 +25,7 @@ LOOKED_FOR = {
     "az login, a role of this machine",
     "hf": "looked for HF_TOKEN, hf auth login",
 }
+LOOKED_FOR["abfss"] = LOOKED_FOR["az"]
 _EXTRAS = {"s3": "s3", "gs": "gcs", "az": "azure"}
 _MACHINES = {"s3": "169.254.169.254", "gs": "metadata.google.internal"}
 
@@ -111,11 +113,10 @@ def _gs(bucket: str) -> dict[str, Any]:
 def _az(bucket: str) -> dict[str, Any]:
     pairs = [part.partition("=") for part in _env("AZURE_STORAGE_CONNECTION_STRING").split(";")]
     given = {name: value for name, _, value in pairs}
-    host = bucket.partition("@")[2]  # abfss://container@account.dfs...
-    account = host.partition(".")[0] or given.get("AccountName", "")
-    account = account or _env("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT")
+    account = given.get("AccountName") or _env("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT")
+    in_url = "@" in bucket  # abfss://container@account.dfs...
     names = {
-        "account_name": account,
+        "account_name": "" if in_url else account,
         "endpoint": given.get("BlobEndpoint", ""),
         "account_key": given.get("AccountKey") or _env("AZURE_STORAGE_KEY", "AZURE_STORAGE_ACCOUNT_KEY"),
         "sas_key": given.get("SharedAccessSignature") or _env("AZURE_STORAGE_SAS_TOKEN"),
@@ -123,7 +124,7 @@ def _az(bucket: str) -> dict[str, Any]:
     options: dict[str, Any] = {name: value for name, value in names.items() if value}
     if _on("AZURE_STORAGE_USE_EMULATOR"):
         return {}
-    if not account:
+    if not (account or in_url):
         raise RemoteError("names no storage account; set AZURE_STORAGE_ACCOUNT_NAME")
     native = _env("AZURE_STORAGE_ACCESS_KEY", "AZURE_STORAGE_MASTER_KEY", "AZURE_STORAGE_TOKEN")
     login = _env("AZURE_CLIENT_SECRET", "AZURE_STORAGE_CLIENT_SECRET", "AZURE_FEDERATED_TOKEN_FILE")
@@ -133,7 +134,18 @@ def _az(bucket: str) -> dict[str, Any]:
     return options
 
 
-OPTIONS = {"s3": _s3, "gs": _gs, "az": _az}
+def _hf(repository: str) -> dict[str, Any]:
+    """The files of a repository on the hub at one revision."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import build_hf_headers
+
+    name, _, revision = repository.partition("@")
+    headers = {key: value for key, value in build_hf_headers().items() if key.lower() == "authorization"}
+    url = f"{constants.ENDPOINT}/{name}/resolve/{quote(revision or 'main', safe='')}"
+    return {"url": url, "client_options": {"default_headers": headers}}
+
+
+OPTIONS = {"s3": _s3, "gs": _gs, "az": _az, "abfss": _az, "hf": _hf}
 """What makes the arguments for the store of a bucket, beside those that obstore reads itself.
 
 Each raises RemoteError, without a URL, where there are no credentials, or no package that reads them.

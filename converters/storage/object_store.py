@@ -37,7 +37,6 @@ from fnmatch import fnmatchcase
 from functools import cache, partial
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
-from urllib.parse import quote
 
 from converters.errors import CheckpointError, printable, redact
 from converters.storage.credentials import LOOKED_FOR, OPTIONS
@@ -60,7 +59,6 @@ _log = logging.getLogger(__name__)
 
 FIRST_WAIT, _LONGEST_WAIT = 0.1, 15.0  # seconds between two attempts
 
-_KINDS = {"s3": "s3", "gs": "gs", "az": "az", "abfss": "az", "hf": "hf"}
 # Other names of the same stores.
 _ALIASES = {"s3a": "s3", "gcs": "gs", "abfs": "abfss"}
 _REFUSED = {
@@ -149,24 +147,24 @@ def check_process(where: object) -> None:
 @cache
 def _opened(protocol: str, name: str, seconds: float, quiet: float, environment: object) -> Any:
     """The store of obstore; one per process and environment."""
-    from obstore import store  # not at the top: takes time to import
+    from obstore.store import from_url  # not at the top: takes time to import
 
+    made: Any = from_url  # whose type depends on the protocol
     first, longest, limit, silence, connecting = (
         timedelta(seconds=s) for s in (FIRST_WAIT, _LONGEST_WAIT, seconds, quiet, min(quiet, 10))
     )
-    kind, url = _KINDS[protocol], redact(f"{protocol}://{name}")
+    url = redact(f"{protocol}://{name}")
     waits = {"init_backoff": first, "max_backoff": longest, "base": 2}
     retries = {"max_retries": 1 << 20, "retry_timeout": limit, "backoff": waits}
     client: dict[str, Any] = {"connect_timeout": connecting, "read_timeout": silence}
     # A large object may take long; http is used only where the endpoint is given as http://.
     client |= {"timeout": timedelta(days=1), "allow_http": True}
     try:
-        if kind == "hf":
-            return _hub(name, client, retries)
-        options = OPTIONS[kind](name)
+        options = OPTIONS[protocol](name)
         client |= options.pop("client_options", {})
-        made = {"s3": store.S3Store, "gs": store.GCSStore, "az": store.AzureStore}[kind]
-        return made(name.partition("@")[0], client_options=client, retry_config=retries, **options)
+        # The URL of a bucket of Azure's may name the account and its host.
+        target = options.pop("url", f"{protocol}://{name}")
+        return made(target, client_options=client, retry_config=retries, **options)
     except RemoteError as error:
         raise type(error)(f"{url}: {error}") from None
     except Exception as error:  # those of obstore, and of the packages that look for credentials
@@ -278,7 +276,7 @@ class RemotePath:
                 raise
             except Exception as error:
                 _log.debug("%s: %s failed (%s)", self, what, redact(str(error).partition("\n")[0]))
-                failure = translated(str(self), what, error, LOOKED_FOR[_KINDS[self.bucket.protocol]])
+                failure = translated(str(self), what, error, LOOKED_FOR[self.bucket.protocol])
                 # obstore does not repeat a request whose answer, a small XML, broke off.
                 passing = again and isinstance(failure, RetriesUsedUpError)
                 if not passing or time.monotonic() > deadline:
@@ -499,7 +497,7 @@ def _parsed(url: str) -> tuple[Bucket, str]:
         )
     if "?" in rest and not _MAGIC.search(key.partition("?")[0]) and "=" in rest:
         raise RemoteError(f"{redact(url)}: a signed URL cannot name a folder; leave out the query")
-    if named not in _KINDS or named == "hf":
+    if named not in OPTIONS or named == "hf":
         why = _REFUSED.get(protocol, "is no object store that is known here")
         raise RemoteError(f"{redact(url)}: {protocol}:// {why}; use s3://, gs://, az:// or a folder")
     if {".", ".."} & set(rest.split("/")):
@@ -559,19 +557,6 @@ def abort_uploads(folder: RemotePath, *, deep: bool = True) -> None:
                 upload.abort()
     except Exception as error:  # the package is missing, or any of its own
         _log.debug("%s: open uploads were not aborted: %s", folder, redact(str(error)))
-
-
-def _hub(repository: str, client: dict[str, Any], retries: Any) -> Any:
-    """The files of a repository on the hub at one revision."""
-    from huggingface_hub import constants
-    from huggingface_hub.utils import build_hf_headers
-    from obstore.store import HTTPStore
-
-    name, _, revision = repository.partition("@")
-    headers = {key: value for key, value in build_hf_headers().items() if key.lower() == "authorization"}
-    options: Any = {**client, "default_headers": headers}
-    url = f"{constants.ENDPOINT}/{name}/resolve/{quote(revision or 'main', safe='')}"
-    return HTTPStore.from_url(url, client_options=options, retry_config=retries)
 
 
 _SIGNALS = 0.5  # seconds between looks for one

@@ -119,7 +119,10 @@ class Lease:
             if not now:
                 return
             if now != holder:
-                raise self._in_use(now)
+                raise UserError(
+                    f"output_dir: {self._place} is in use by another run ({_shown(now)}); "
+                    "wait for it, stop it or choose another URL"
+                )
         tell(
             f"warning: output_dir: {_shown(holder)} no longer renews its lease of {self._place}; taking over "
             "the lease"
@@ -147,12 +150,6 @@ class Lease:
             self._object.write_bytes(content, replacing=tag)
         except UnconditionalError:
             self._object.write_bytes(content)
-
-    def _in_use(self, holder: dict[str, Any]) -> UserError:
-        return UserError(
-            f"output_dir: {self._place} is in use by another run ({_shown(holder)}); "
-            "wait for it, stop it or choose another URL"
-        )
 
 
 def _shown(holder: dict[str, Any]) -> str:

@@ -146,3 +146,4 @@ def test_azure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", text)
     known = {"account_name": "me", "account_key": "a2V5a2V5=="}
     assert OPTIONS["az"]("container") == known
+    assert OPTIONS["az"]("container@someone.dfs.core.windows.net") == {"account_key": "a2V5a2V5=="}
