@@ -453,6 +453,16 @@ def test_a_lease_that_somebody_deletes_is_written_again(s3: ObjectStore, quick_l
             Lease(place).__enter__()
 
 
+def test_a_lease_whose_answers_are_lost_is_held_all_the_same(s3: ObjectStore, quick_leases: None) -> None:
+    lost = s3.fail(drop=True, after=True, method="PUT", key=LEASE_FILE, every=2)
+    lost.seen = 1
+    with Lease(RemotePath.of(s3.url("run"))) as held:
+        wait_for(lambda: lost.done >= 3)
+        held.check()
+    s3.heal()
+    assert not s3.names("run/")
+
+
 @pytest.mark.usefixtures("brief_runs")
 def test_a_staging_folder_that_somebody_else_made_is_not_used(
     s3: ObjectStore, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
