@@ -394,8 +394,10 @@ class RemotePath:
         return self.call("read", copy, again=False)
 
     def copy_to(self, other: RemotePath) -> None:
-        """Copy the object to another path, in any store."""
+        """Copy the object to another path, in any store; to itself is no copy."""
         size = self.look_up().size
+        if self == other:
+            return
         if self.bucket == other.bucket and size < _MAX_COPY:
             self.call("copy", lambda obs, store: obs.copy(store, self.key, other.key))
             other.refresh()
