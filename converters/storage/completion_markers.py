@@ -30,15 +30,10 @@ if TYPE_CHECKING:
 COMPLETE, INCOMPLETE = "_COMPLETE", "_INCOMPLETE"
 
 
-def facts_of(folder: RemotePath) -> dict[str, Any]:
-    """The content of `_COMPLETE`, or else of `_INCOMPLETE`; empty where there is neither."""
-    return read_small_table(folder / COMPLETE) or read_small_table(folder / INCOMPLETE)
-
-
 def begin(folder: RemotePath, **facts: Any) -> str:
     """Mark the folder as being written and no longer complete. One process of a run calls this.
 
-    Existing objects stay; call `remove_tree` first to delete them.
+    Existing objects stay; call `places.remove_folder` first to delete them.
 
     Args:
         facts: stored in `_INCOMPLETE`, for finding out who left a folder unfinished.
@@ -63,31 +58,13 @@ def complete(folder: RemotePath, token: str, **facts: Any) -> None:
     Raises:
         RemoteError: another process has begun the same folder since.
     """
-    try:
-        writer = json.loads((folder / INCOMPLETE).read_bytes()).get("writer")
-    except (FileNotFoundError, ValueError, AttributeError):
-        writer = None
+    writer = read_small_table(folder / INCOMPLETE).get("writer")
     if writer != token:
         raise RemoteError(
             f"{folder}: another process began to write this folder; give each run an output of its own"
         )
     (folder / COMPLETE).write_bytes(json.dumps({**facts, "completed": _now()}).encode())
     (folder / INCOMPLETE).unlink(missing_ok=True)
-
-
-def remove_tree(folder: RemotePath) -> None:
-    """Delete every object below, and abort uploads left open.
-
-    The marker of completion goes first. To clear a folder that may be read meanwhile, `begin` it before:
-    `_INCOMPLETE` goes last.
-    """
-    from converters.storage.object_store import abort_uploads
-
-    abort_uploads(folder)
-    names = folder.objects()
-    markers = (COMPLETE, INCOMPLETE)
-    for doomed in ((COMPLETE,), [name for name in names if name not in markers], (INCOMPLETE,)):
-        folder.remove([name for name in doomed if name in names])
 
 
 def _now() -> str:

@@ -13,8 +13,8 @@ import socket
 from functools import cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
-from converters.errors import redact
 from converters.storage.store_errors import AccessDeniedError, RemoteError, reason_of
 
 LOOKED_FOR = {
@@ -25,6 +25,7 @@ LOOKED_FOR = {
     "az login, a role of this machine",
     "hf": "looked for HF_TOKEN, hf auth login",
 }
+LOOKED_FOR["abfss"] = LOOKED_FOR["az"]
 _EXTRAS = {"s3": "s3", "gs": "gcs", "az": "azure"}
 _MACHINES = {"s3": "169.254.169.254", "gs": "metadata.google.internal"}
 
@@ -38,13 +39,10 @@ def _on(name: str) -> bool:
     return os.environ.get(name, "").lower() in ("1", "true", "yes", "on")
 
 
-def _s3(bucket: str, url: str) -> dict[str, Any]:
+def _s3(bucket: str) -> dict[str, Any]:
     options: dict[str, Any] = {}
     endpoint = _env("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
     region = _env("AWS_REGION", "AWS_DEFAULT_REGION")
-    shared = [_env("AWS_CONFIG_FILE") or "~/.aws/config"]
-    shared += [_env("AWS_SHARED_CREDENTIALS_FILE") or "~/.aws/credentials"]
-    files = any(Path(file).expanduser().is_file() for file in shared)
     keys = _env("AWS_ACCESS_KEY_ID") and _env("AWS_SECRET_ACCESS_KEY")
     role = not _env("AWS_PROFILE") and _env(
         "AWS_WEB_IDENTITY_TOKEN_FILE",
@@ -53,16 +51,16 @@ def _s3(bucket: str, url: str) -> dict[str, Any]:
     )
     if keys or role or _on("AWS_SKIP_SIGNATURE"):
         pass  # read by obstore
-    elif _env("AWS_PROFILE") or (files and _installed("boto3")):
-        session = _made("boto3", "Session", "s3", url)
-        provider = _made("obstore.auth.boto3", "Boto3CredentialProvider", "s3", url, session)
+    elif _env("AWS_PROFILE") or _installed("boto3"):
+        session = _made("boto3", "Session", "s3")
+        provider = _made("obstore.auth.boto3", "Boto3CredentialProvider", "s3", session)
         options["credential_provider"] = provider
         client = session.client("s3")
         region = region or session.region_name or ""
         if not endpoint and "amazonaws.com" not in client.meta.endpoint_url:
             endpoint = options["endpoint"] = client.meta.endpoint_url
     elif _on("AWS_EC2_METADATA_DISABLED") or not _reachable("s3"):
-        raise _missing("s3", url)
+        raise _missing("s3")
     if not region and not endpoint:
         region = _region(bucket)
     if region:
@@ -89,7 +87,7 @@ def _region(bucket: str) -> str:
     return str(headers.get("x-amz-bucket-region") or "")
 
 
-def _gs(bucket: str, url: str) -> dict[str, Any]:
+def _gs(bucket: str) -> dict[str, Any]:
     if emulator := _env("STORAGE_EMULATOR_HOST"):
         base = emulator if "://" in emulator else f"http://{emulator}"
         return {"base_url": base.rstrip("/"), "skip_signature": True}
@@ -103,25 +101,22 @@ def _gs(bucket: str, url: str) -> dict[str, Any]:
         try:
             kind = json.loads(file.read_bytes())["type"]
         except (OSError, ValueError, LookupError, TypeError) as error:
-            raise AccessDeniedError(
-                f"{redact(url)}: {file}: holds no Google credentials ({type(error).__name__})"
-            ) from None
+            raise AccessDeniedError(f"{file}: holds no Google credentials ({type(error).__name__})") from None
         if kind in ("authorized_user", "service_account"):
             return {"application_credentials": str(file)}
-        return {"credential_provider": _made("obstore.auth.google", "GoogleCredentialProvider", "gs", url)}
+        return {"credential_provider": _made("obstore.auth.google", "GoogleCredentialProvider", "gs")}
     if not _reachable("gs"):
-        raise _missing("gs", url)
+        raise _missing("gs")
     return {}
 
 
-def _az(bucket: str, url: str) -> dict[str, Any]:
+def _az(bucket: str) -> dict[str, Any]:
     pairs = [part.partition("=") for part in _env("AZURE_STORAGE_CONNECTION_STRING").split(";")]
     given = {name: value for name, _, value in pairs}
-    host = url.partition("@")[2].partition("/")[0] if "@" in url else ""  # abfss://container@account.dfs...
-    account = host.partition(".")[0] or given.get("AccountName", "")
-    account = account or _env("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT")
+    account = given.get("AccountName") or _env("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ACCOUNT")
+    in_url = "@" in bucket  # abfss://container@account.dfs...
     names = {
-        "account_name": account,
+        "account_name": "" if in_url else account,
         "endpoint": given.get("BlobEndpoint", ""),
         "account_key": given.get("AccountKey") or _env("AZURE_STORAGE_KEY", "AZURE_STORAGE_ACCOUNT_KEY"),
         "sas_key": given.get("SharedAccessSignature") or _env("AZURE_STORAGE_SAS_TOKEN"),
@@ -129,20 +124,31 @@ def _az(bucket: str, url: str) -> dict[str, Any]:
     options: dict[str, Any] = {name: value for name, value in names.items() if value}
     if _on("AZURE_STORAGE_USE_EMULATOR"):
         return {}
-    if not account:
-        raise RemoteError(f"{redact(url)}: names no storage account; set AZURE_STORAGE_ACCOUNT_NAME")
+    if not (account or in_url):
+        raise RemoteError("names no storage account; set AZURE_STORAGE_ACCOUNT_NAME")
     native = _env("AZURE_STORAGE_ACCESS_KEY", "AZURE_STORAGE_MASTER_KEY", "AZURE_STORAGE_TOKEN")
     login = _env("AZURE_CLIENT_SECRET", "AZURE_STORAGE_CLIENT_SECRET", "AZURE_FEDERATED_TOKEN_FILE")
     if not ({"account_key", "sas_key"} & options.keys() or native or login or _on("AZURE_SKIP_SIGNATURE")):
-        provider = _made("obstore.auth.azure", "AzureCredentialProvider", "az", url)
+        provider = _made("obstore.auth.azure", "AzureCredentialProvider", "az")
         options["credential_provider"] = provider
     return options
 
 
-OPTIONS = {"s3": _s3, "gs": _gs, "az": _az}
-"""What makes the arguments for the store of a bucket (name, URL), beside those that obstore reads itself.
+def _hf(repository: str) -> dict[str, Any]:
+    """The files of a repository on the hub at one revision."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import build_hf_headers
 
-Each raises RemoteError where there are no credentials, or the package that reads them is not installed.
+    name, _, revision = repository.partition("@")
+    headers = {key: value for key, value in build_hf_headers().items() if key.lower() == "authorization"}
+    url = f"{constants.ENDPOINT}/{name}/resolve/{quote(revision or 'main', safe='')}"
+    return {"url": url, "client_options": {"default_headers": headers}}
+
+
+OPTIONS = {"s3": _s3, "gs": _gs, "az": _az, "abfss": _az, "hf": _hf}
+"""What makes the arguments for the store of a bucket, beside those that obstore reads itself.
+
+Each raises RemoteError, without a URL, where there are no credentials, or no package that reads them.
 """
 
 
@@ -152,7 +158,7 @@ def _installed(package: str) -> bool:
     return find_spec(package) is not None
 
 
-def _made(module: str, name: str, protocol: str, url: str, *args: Any) -> Any:
+def _made(module: str, name: str, protocol: str, *args: Any) -> Any:
     """A provider of credentials; errors of the vendor's package say what was looked for."""
     from importlib import import_module
 
@@ -160,16 +166,16 @@ def _made(module: str, name: str, protocol: str, url: str, *args: Any) -> Any:
         return getattr(import_module(module), name)(*args)
     except ImportError:
         raise RemoteError(
-            f"{redact(url)}: these credentials need a package that is not installed: "
+            "these credentials need a package that is not installed: "
             f"pip install 'portable-trainer[{_EXTRAS[protocol]}]'"
         ) from None
     except Exception as error:  # each package has its own
-        raise _missing(protocol, url, reason_of(error)) from None
+        raise _missing(protocol, reason_of(error)) from None
 
 
-def _missing(protocol: str, url: str, reason: str = "") -> AccessDeniedError:
+def _missing(protocol: str, reason: str = "") -> AccessDeniedError:
     because = f": {reason}" if reason else ""
-    return AccessDeniedError(f"{redact(url)}: no credentials found ({LOOKED_FOR[protocol]}){because}")
+    return AccessDeniedError(f"no credentials found ({LOOKED_FOR[protocol]}){because}")
 
 
 def _reachable(protocol: str) -> bool:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from converters.storage.completion_markers import COMPLETE, INCOMPLETE, begin, remove_tree
+from converters.storage.completion_markers import COMPLETE, INCOMPLETE, begin
 from converters.storage.listed import Object
 from converters.storage.path_or_url import in_store
 from converters.storage.safe_open import open_new, open_regular, real_path
@@ -193,12 +193,15 @@ def move_folder(folder: P, target: P) -> P:
 
 
 def remove_folder(folder: Place) -> None:
-    """Delete a folder, which no longer counts from the first deletion on."""
+    """Delete a folder, which no longer counts from the first deletion on, and abort uploads left open."""
     if in_store(folder):
-        folder.refresh()
-        if folder.exists() and not (folder / INCOMPLETE).is_file():
-            begin(folder)  # so that it is found if the deletion is interrupted
-        remove_tree(folder)
+        from converters.storage.object_store import abort_uploads
+
+        abort_uploads(folder)
+        if names := folder.objects():
+            begin(folder)  # so that it no longer counts, and is found if the deletion is interrupted
+            folder.remove([name for name in names if name not in (COMPLETE, INCOMPLETE)])
+            folder.remove([INCOMPLETE])
         return
     doomed = folder.with_name(f".{folder.name.lstrip('.')}.old{PARTIAL}")
     shutil.rmtree(doomed, ignore_errors=True)

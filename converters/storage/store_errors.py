@@ -85,12 +85,6 @@ def translated(where: str, what: str, error: Exception, looked_for: str) -> Exce
     return RemoteError(f"{url}: cannot {what}: {reason}")
 
 
-def broke_off(error: Exception) -> bool:
-    """Whether a failure may pass and was not repeated."""
-    text = str(error)
-    return not _STATUS.search(text) and bool(_CUT.search(text)) and not _AFTER.search(text)
-
-
 def reason_of(error: Exception) -> str:
     """The message of an error of obstore in one short line: the store's own words, if it gave any."""
     text = " ".join(str(error).partition("Debug source:")[0].split())

@@ -6,76 +6,60 @@ files, the comparison of `--verify` and the completion marker follow. A conversi
 leaves OUT unchanged. A killed one leaves uploads, which the next run to the same OUT aborts, or, near the
 end, a folder marked as incomplete, which is never read.
 
-The completion marker lists every object that was written, with its version (`Written`). A program that writes
-to the same folder again can thus tell its own objects from those of others.
+The marker of a folder lists every object that was written, with its version (`written_in`). A program that
+writes to the same folder again can thus tell its own objects from those of others.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from converters.errors import CheckpointError, printable
-from converters.storage.completion_markers import (
-    COMPLETE,
-    INCOMPLETE,
-    begin,
-    complete,
-    facts_of,
-)
-from converters.storage.object_store import abort_uploads, connections
+from converters.errors import CheckpointError, printable, redact
+from converters.storage.completion_markers import COMPLETE, INCOMPLETE, begin, complete
+from converters.storage.listed import Object
+from converters.storage.object_store import abort_uploads, connections, part_bytes
 from converters.storage.places import copy_file, is_unfinished
+from converters.storage.safe_open import read_small_table
 from converters.writers.replace_folder import check_replaceable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from converters.storage.bytes import FileSpan
-    from converters.storage.object_store import RemotePath, Upload
+    from converters.storage.object_store import RemotePath
     from converters.storage.path_or_url import Place
 
-Version = tuple[int, str]
-"""Size in bytes and version of an object."""
+
+_log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Written:
-    """The content of a folder's marker.
+def written_in(folder: RemotePath, fact: str = "") -> dict[str, Object | None]:
+    """What the folder's marker says was written into it; nothing if it has none, or a malformed one.
 
-    Attributes:
-        facts: extra fields of the writer.
-        objects: the objects that it wrote, or found there and was allowed to replace.
-        names: the objects that it planned to write, if it did not finish.
+    Args:
+        fact: the writer has given this one, see `StoreOutput`; "" for any writer.
+
+    Returns:
+        Each object that was written, or found there and might be replaced; None for one that a writer which
+        did not finish has planned, of any version.
     """
-
-    facts: Mapping[str, Any]
-    objects: Mapping[str, Version]
-    names: frozenset[str]
-
-    @classmethod
-    def of(cls, folder: RemotePath) -> Written:
-        """The content of the folder's marker; empty if it has none, or a malformed one."""
-        marker = facts_of(folder)
-        facts, objects, names = marker.get("facts"), marker.get("objects"), marker.get("names")
-        return cls(
-            facts if isinstance(facts, dict) else {},
-            {
-                name: (entry[0], entry[1])
-                for name, entry in (objects.items() if isinstance(objects, dict) else ())
-                if isinstance(entry, list) and len(entry) == 2
-            },
-            frozenset(map(str, names)) if isinstance(names, list) else frozenset(),
-        )
-
-
-def versions(folder: RemotePath) -> dict[str, Version]:
-    """Every object below `folder` except the markers."""
-    if not folder.exists():  # listing a missing folder recursively costs more requests
+    marker = read_small_table(folder / COMPLETE) or read_small_table(folder / INCOMPLETE)
+    facts, objects = marker.get("facts"), marker.get("objects")
+    if not isinstance(objects, dict) or (fact and not (isinstance(facts, dict) and fact in facts)):
         return {}
-    found = {name: (entry.size, entry.version) for name, entry in folder.objects().items()}
-    return {name: version for name, version in found.items() if name not in (COMPLETE, INCOMPLETE)}
+    return {
+        name: None if found is None else Object(*found)
+        for name, found in objects.items()
+        if found is None or (isinstance(found, list) and len(found) == 2)
+    }
+
+
+def objects_of(folder: RemotePath) -> dict[str, Object]:
+    """Every object below `folder` except the markers."""
+    return {name: found for name, found in folder.objects().items() if name not in (COMPLETE, INCOMPLETE)}
 
 
 def check_prefix(out: RemotePath, *, overwrite: bool) -> None:
@@ -85,8 +69,7 @@ def check_prefix(out: RemotePath, *, overwrite: bool) -> None:
     if not out.exists():
         return
     if overwrite:
-        written = Written.of(out)
-        check_replaceable(out, versions(out).keys() - written.objects.keys() - written.names)
+        check_replaceable(out, objects_of(out).keys() - written_in(out).keys())
         return
     if is_unfinished(out):
         raise CheckpointError(
@@ -102,7 +85,7 @@ class StoreOutput:
 
     Args:
         names: of all objects that will be written.
-        facts: extra fields for the marker: see `Written`.
+        facts: extra fields for the marker.
         single: `folder` is the only object that will be written, and no folder. It needs no marker, since it
             is never seen in part.
     """
@@ -122,95 +105,117 @@ class StoreOutput:
         self._planned = sorted(names)
         self._facts = dict(facts)
         self._single = single
-        self._there = self._versions()
-        self._uploads: list[Upload] = []
-        self._names: list[str] = []
-        self._committed = False
+        self._there = self._found()
+        self._uploads: list[UploadedFile] = []
         self._token = ""
+        self._undo: Callable[[], object] = bool  # which does nothing
         abort_uploads(folder, deep=False)
 
-    def _versions(self) -> dict[str, Version]:
+    def _found(self) -> dict[str, Object]:
         if not self._single:
-            return versions(self.folder)
+            return objects_of(self.folder)
         with suppress(FileNotFoundError):
-            found = self.folder.look_up()
-            return {"": (found.size, found.version)}
+            return {"": self.folder.look_up()}
         return {}
 
     def _place(self, name: str) -> RemotePath:
         return self.folder if self._single else self.folder / name
 
     def file(self, name: str, lengths: Sequence[int]) -> UploadedFile:
-        upload = self._place(name).create(sum(lengths))
+        upload = UploadedFile(self._place(name), sum(lengths))
         self._uploads.append(upload)
-        self._names.append(name)
-        return UploadedFile(upload)
+        return upload
 
     def commit(self) -> None:
         """Replace the content of the folder by the uploaded objects, marked as incomplete."""
         self.folder.refresh()
-        there = self._versions()
+        there = self._found()
         if not self._overwrite and (there or self.folder.exists()):
             raise CheckpointError(f"{self.folder}: appeared while it was being written; nothing was replaced")
-        for name, version in there.items():
-            if self._there.get(name) != version:  # --overwrite did not cover it
+        for name, found in there.items():
+            if self._there.get(name) != found:  # --overwrite did not cover it
                 raise CheckpointError(
                     f"{printable(self._place(name))}: appeared while {self.folder} was being written; "
                     "nothing was replaced"
                 )
         if not self._single:
-            self._token = begin(self.folder, facts=self._facts, objects=there, names=self._planned)
+            objects = {**there, **dict.fromkeys(self._planned)}
+            self._token = begin(self.folder, facts=self._facts, objects=objects)
+            self._undo = self._clear
             # Keep what is overwritten later: a config.json may be copied from this folder to itself.
             self.folder.remove([name for name in there if name not in self._planned])
-        self._committed = not self._single  # of a single object, the old one stays until the new one is there
         while self._uploads:
             self._uploads[0].close()
             self._uploads.pop(0)
-        self._committed = True
+        if self._single:  # until now, an old one has stayed
+            self._undo = self.folder.unlink
+
+    def _clear(self) -> None:
+        self.folder.remove(self._planned)
+        self.folder.remove([COMPLETE, INCOMPLETE])
 
     def write(self, name: str, data: bytes) -> None:
         (self.folder / name).write_bytes(data)
-        self._names.append(name)
 
     def copy(self, path: Place, name: str) -> None:
         copy_file(path, self.folder / name)
-        self._names.append(name)
 
     def publish(self) -> None:
         if not self._single:
             # A repeated start of an upload, whose first response was lost, leaves an unknown upload.
             abort_uploads(self.folder, deep=False)
-            there = versions(self.folder)
-            objects = {name: there[name] for name in sorted(self._names) if name in there}
+            there = objects_of(self.folder)
+            objects = {name: there[name] for name in self._planned if name in there}
             complete(self.folder, self._token, facts=self._facts, objects=objects)
-        self._committed = False
+        self._undo = bool
 
     def discard(self) -> None:
         """Remove what was not published, if the store is reachable."""
         for upload in self._uploads:
             upload.discard()
         self._uploads.clear()
-        committed, self._committed = self._committed, False
-        if committed:
-            with suppress(CheckpointError):  # what stays is marked as incomplete
-                if self._single:
-                    self.folder.unlink()
-                else:
-                    self.folder.remove(self._names)
-                    self.folder.remove([COMPLETE, INCOMPLETE])
+        with suppress(CheckpointError):  # what stays is marked as incomplete
+            self._undo()
 
 
 class UploadedFile:
-    """An upload, to which pieces are appended in the order of their numbers.
+    """An upload of about `nbytes` in parts, which `close` makes an object, and to which pieces are appended.
 
-    Pieces are read and cast side by side. One that is not next is kept in memory, and its thread waits at
-    its end, so that no more pieces are kept than there are threads.
+    Pieces are read and cast side by side, and appended in the order of their numbers. One that is not next is
+    kept in memory, and its thread waits at its end, so that no more pieces are kept than there are threads.
     """
 
-    def __init__(self, upload: Upload) -> None:
-        self.upload = upload
+    def __init__(self, path: RemotePath, nbytes: int) -> None:
+        self.path = path
         self.next = 0
         self.turns = threading.Condition()
+        self._part_bytes = part_bytes(nbytes)
+        self._written = 0
+        options = {"buffer_size": self._part_bytes, "max_concurrency": connections()}
+        self._writer = self._call(lambda obs, store: obs.open_writer(store, path.key, **options))
+
+    def _call(self, call: Callable[[Any, Any], Any]) -> Any:
+        return self.path.call("upload", call, again=False)
+
+    def write(self, data: memoryview | bytes | bytearray) -> None:
+        """Append `data`, which is copied: the writer would keep the buffer itself."""
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), self._part_bytes):
+            part = bytes(view[start : start + self._part_bytes])
+            self._call(lambda *_, part=part: self._writer.write(part))
+        self._written += len(view)
+
+    def close(self) -> None:
+        """Make the object."""
+        with self.path.arriving(self._written):
+            self._call(lambda *_: self._writer.close())
+
+    def discard(self) -> None:
+        """Abort the upload; leaves nothing behind if the store is reachable. Never raises."""
+        try:
+            self._writer.__exit__(RuntimeError, RuntimeError("discarded"), None)
+        except Exception as error:  # the failure that led here matters more
+            _log.debug("%s: an upload was not discarded: %s", self.path, redact(str(error)))
 
     def piece(self, number: int) -> UploadedPiece:
         return UploadedPiece(self, number)
@@ -227,8 +232,8 @@ class UploadedPiece:
             self._kept += data
             return
         kept, self._kept = self._kept, bytearray()
-        self._file.upload.write(kept)
-        self._file.upload.write(data)
+        self._file.write(kept)
+        self._file.write(data)
 
     def copy(self, span: FileSpan, progress: Callable[[int], object]) -> bool:
         return False

@@ -351,7 +351,7 @@ class Checkpoints(Generic[P]):
 
     def _upload(self, save: _Save[P], mirror: Mirror) -> None:
         """Upload all ranks' files; then rank 0 writes the marker. A failure is one on all ranks."""
-        final = mirror.place / "checkpoints" / save.final.name
+        final = mirror.store / "checkpoints" / save.final.name
 
         def begin() -> Entries:
             ours = save.entries

@@ -136,15 +136,14 @@ def _put(new: Path, folder: Path) -> None:
 
 def _move_other_objects(folder: RemotePath) -> None:
     """Move objects that no export wrote to another folder, with a warning."""
-    from converters.writers.remote_draft import Written, versions
+    from converters.writers.remote_draft import objects_of, written_in
 
     folder.refresh()
-    written = Written.of(folder)
-    if EXPORTED not in written.facts:
-        written = Written({}, {}, frozenset())
-    found = versions(folder)
     # If an export was killed near its end, only the names of its objects are known.
-    reasons = {name: _difference(name, found[name], written.objects) for name in found.keys() - written.names}
+    written = written_in(folder, EXPORTED)
+    planned = {name for name, version in written.items() if version is None}
+    found = {name: version for name, version in objects_of(folder).items() if name not in planned}
+    reasons = {name: _difference(name, version, written) for name, version in found.items()}
     others = {name: reason for name, reason in sorted(reasons.items()) if reason is not None}
     if not others:
         return

@@ -5,9 +5,9 @@ A store does not notice when a process dies. So a run keeps an object that ident
 seconds; no clock of any host matters.
 
 Every write is conditional: the lease is created only where there is none, and replaced only where it is
-still the one that was read. So of two runs that start at the same moment one is refused. A store without such
-writes is told once; there both may begin, and the one whose lease was overwritten ends at its next renewal or
-save.
+still the one that was read. So of two runs that start at the same moment one is refused. What is read after
+a write, and not its answer, tells whose the lease is. A store without conditional writes is told once; there
+both may begin, and the one whose lease was overwritten ends at its next renewal or save.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from converters.errors import printable
 from converters.storage.store_errors import ConflictError, UnconditionalError
 from portable.errors import RunError, UserError
+from portable.paths import storage_errors
 from portable.terminal import tell
 
 if TYPE_CHECKING:
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 LEASE_FILE = "lease.json"
 RENEWED = 15.0  # seconds between two renewals
 STALE = 60.0  # seconds without renewal after which the holder counts as dead
-PATIENCE = 10.0  # seconds for which a request is repeated
 
 
 class Lease:
@@ -46,27 +46,28 @@ class Lease:
     """
 
     def __init__(self, place: RemotePath) -> None:
-        self._object = place.patient(PATIENCE) / LEASE_FILE
+        self._object = place / LEASE_FILE
         self._place = place
         self._id = uuid.uuid4().hex
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
         self._taken_by: str | None = None
         self._tag: Any = ""
-        """What identifies the lease that a write replaces; "" for none."""
-        self._conditional = True
+        """What identifies the lease that was read last; "" for none."""
 
     def __enter__(self) -> Lease:
-        while True:
-            holder, self._tag = self._read()
-            if holder and not _is_gone(holder):
-                self._wait_for(holder)
-            if self._write():
-                break
-        if self._conditional:
-            self._try_conditions()
-        if not self._conditional and (holder := self._read()[0]).get("id") != self._id:
-            raise self._in_use(holder)
+        with storage_errors("output_dir"):
+            while (holder := self._read()).get("id") != self._id:
+                if holder and not _is_gone(holder):
+                    self._wait_for(holder)
+                with suppress(ConflictError, FileNotFoundError):  # it has changed, or is gone
+                    self._write(self._tag)
+            with suppress(ConflictError):
+                self._write("")  # a condition that does not hold
+                tell(
+                    f"note: output_dir: the store of {self._place} has no conditional writes; of two runs "
+                    "that start at the same moment, both may begin"
+                )
         self._thread.start()
         return self
 
@@ -76,7 +77,7 @@ class Lease:
         self._ended.set()
         self._thread.join(timeout=5.0)  # the store may be unreachable
         with suppress(Exception):  # the lease will expire
-            if self._read()[0].get("id") == self._id:
+            if self._read().get("id") == self._id:
                 self._object.unlink()
 
     def check(self) -> None:
@@ -94,17 +95,16 @@ class Lease:
             )
 
     def _look(self) -> None:
-        holder, _ = self._read()
+        holder = self._read()
         if holder.get("id") not in (None, self._id):
             self._taken_by = _shown(holder)
 
     def _renew(self) -> None:
         while not self._ended.wait(RENEWED) and self._taken_by is None:
             with suppress(Exception):  # unreachable for now: saves raise if that persists
-                if not self._conditional:
-                    self._look()
-                if self._taken_by is None and not self._write():
-                    self._look()
+                self._look()
+                if self._taken_by is None:
+                    self._write(self._tag)
 
     def _wait_for(self, holder: dict[str, Any]) -> None:
         """Return when the holder is found to be gone."""
@@ -115,71 +115,41 @@ class Lease:
         deadline = time.monotonic() + STALE
         while time.monotonic() < deadline:
             time.sleep(min(STALE / 20, 3.0))
-            now, self._tag = self._read()
+            now = self._read()
             if not now:
                 return
             if now != holder:
-                raise self._in_use(now)
+                raise UserError(
+                    f"output_dir: {self._place} is in use by another run ({_shown(now)}); "
+                    "wait for it, stop it or choose another URL"
+                )
         tell(
             f"warning: output_dir: {_shown(holder)} no longer renews its lease of {self._place}; taking over "
             "the lease"
         )
 
-    def _read(self) -> tuple[dict[str, Any], Any]:
-        """The lease, and what identifies it for a write; empty if there is none."""
+    def _read(self) -> dict[str, Any]:
+        """The lease; empty if there is none."""
         try:
-            content, tag = self._object.read_versioned()
+            content, self._tag = self._object.read_versioned()
         except FileNotFoundError:
-            return {}, ""
+            self._tag = ""
+            return {}
         with suppress(ValueError, RecursionError):
             found = json.loads(content)
             if isinstance(found, dict) and found:
-                return found, tag
-        return {"damaged": True}, tag
+                return found
+        return {"damaged": True}
 
-    def _write(self) -> bool:
-        """Write the lease in place of the one that was read or written last; False if that has changed."""
+    def _write(self, tag: Any) -> None:
+        """Write the lease in place of that with this tag; ConflictError if there is another."""
         # A new content gives it a new tag.
         lease = {"id": self._id, "host": socket.gethostname(), "pid": os.getpid(), "machine": _machine()}
         content = json.dumps({**lease, "renewal": uuid.uuid4().hex}).encode()
         try:
-            self._tag = self._object.write_bytes(content, replacing=self._tag if self._conditional else None)
-        except ConflictError:
-            holder, tag = self._read()
-            if holder.get("id") != self._id:
-                if not holder:
-                    self._tag = ""  # deleted: the next renewal creates it
-                return False
-            self._tag = tag  # written by a request whose answer was lost
-        except FileNotFoundError:  # what some stores say of a condition on what is gone
-            self._tag = ""
-            return False
+            self._object.write_bytes(content, replacing=tag)
         except UnconditionalError:
-            self._without_conditions()
-            return self._write()
-        return True
-
-    def _try_conditions(self) -> None:
-        """Find out whether the store heeds conditions, by one that does not hold."""
-        self._tag, tag = "", self._tag
-        try:
-            self._tag = self._object.write_bytes(self._object.read_bytes(), replacing="")
-            self._without_conditions()
-        except ConflictError:
-            self._tag = tag
-
-    def _without_conditions(self) -> None:
-        self._conditional = False
-        tell(
-            f"note: output_dir: the store of {self._place} has no conditional writes; of two runs that start "
-            "at the same moment, both may begin"
-        )
-
-    def _in_use(self, holder: dict[str, Any]) -> UserError:
-        return UserError(
-            f"output_dir: {self._place} is in use by another run ({_shown(holder)}); "
-            "wait for it, stop it or choose another URL"
-        )
+            self._object.write_bytes(content)
 
 
 def _shown(holder: dict[str, Any]) -> str:

@@ -9,27 +9,27 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import stat
 import threading
 import time
 import uuid
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from converters.errors import CheckpointError
 from converters.storage.completion_markers import begin, complete
-from converters.storage.places import files_below
+from converters.storage.places import copy_file, files_below
+from converters.writers.parallel import in_parallel
+from portable.checkpoint.store import Checkpoints
 from portable.errors import RunError, UserError, one_line
 from portable.formatting import human_bytes
 from portable.output.lease import Lease
+from portable.output.output_dir import Output
 from portable.paths import storage_errors
 from portable.temporary_folder import lasting_folder
 from portable.terminal import tell
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
     from converters.storage.listed import Object
     from converters.storage.object_store import RemotePath
@@ -40,22 +40,28 @@ PAUSE = 30.0  # minimum seconds between uploads of records
 SHARE = 20  # these take at most 1/20 of the time, because a file that grows is uploaded again as a whole
 
 
-class Mirror:
-    """The mirror of a rank. Every rank uploads from its own folder, so ranks need no shared file system.
+class Mirror(Output):
+    """The output of a rank to a URL. Every rank has a local folder, so ranks need no shared file system.
 
     Args:
         place: the URL of the run.
         rank: of this process.
         staging: the local folder for uploads; None for one in the system's temporary folder.
+        outage_seconds: for how long saves may fail because the store is away.
     """
 
-    def __init__(self, place: RemotePath, rank: int, staging: str | None) -> None:
-        self.place = place.patient(PATIENCE)
+    def __init__(
+        self, place: RemotePath, rank: int, staging: str | None, *, outage_seconds: float = 3600.0
+    ) -> None:
+        self.place = place
+        self.agreed = str(place)
         self.rank = rank
-        base = Path(staging or lasting_folder() / f"portable-{os.getuid()}")
-        self._shared = None if staging else base
-        digest = hashlib.sha256(str(place).encode()).hexdigest()[:16]
-        self._staging = base.absolute() / digest / f"rank-{rank}"
+        self._outage_seconds = outage_seconds
+        self.store = place.patient(PATIENCE)
+        self._base = Path(staging or lasting_folder()).absolute()
+        self._prefix = f"portable-{hashlib.sha256(str(place).encode()).hexdigest()[:16]}-rank-{rank}-"
+        # Nobody else can guess this name and make the folder first, where all may write.
+        self._staging = self._base / f"{self._prefix}{uuid.uuid4().hex}"
         # Trackers and plots name the run by the last parts of the URL.
         self.work = self._staging / "run" / place.parent.name / place.name
         self.shards = self._staging / "shards"
@@ -69,36 +75,23 @@ class Mirror:
         self._sender: threading.Thread | None = None
 
     def check_writable(self) -> None:
-        """Write and delete an object, before any work."""
-        probe = self.place / f".probe-{uuid.uuid4().hex}"
+        """Write and delete an object."""
+        probe = self.store / f".probe-{uuid.uuid4().hex}"
         with storage_errors("output_dir"):
             probe.write_bytes(b"")
             probe.unlink()
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Keep other runs away."""
-        with storage_errors("output_dir"):
-            lease = Lease(self.place)
-            lease.__enter__()
-        self._lease = lease
-        try:
-            yield
-        finally:
-            lease.__exit__(None, None, None)
+    def held(self) -> Lease:
+        self._lease = Lease(self.store)
+        return self._lease
 
-    def open(self, shard_bytes: int) -> None:
-        """Make the local folders, with the logs of earlier launches.
-
-        Args:
-            shard_bytes: estimated size of this rank's shards of a checkpoint.
-        """
+    def open(self, shard_bytes: Callable[[], int]) -> None:
         try:
-            if self._shared is not None:
-                _claim(self._shared)
-            shutil.rmtree(self._staging, ignore_errors=True)  # left by a killed launch
-            self.shards.mkdir(parents=True)
-            self._staging.chmod(0o700)
+            for left in self._base.glob(f"{self._prefix}*"):  # by a killed launch
+                shutil.rmtree(left, ignore_errors=True)
+            self._base.mkdir(parents=True, exist_ok=True)
+            self._staging.mkdir(mode=0o700)
+            self.shards.mkdir()
             self.work.mkdir(parents=True)
             free = shutil.disk_usage(self.shards).free
         except OSError as error:
@@ -107,8 +100,8 @@ class Mirror:
                 "writable local folder"
             ) from error
         self._opened = True
-        self.place.refresh()  # another launch may have written since
-        needed = shard_bytes * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self.store.refresh()  # another launch may have written since
+        needed = shard_bytes() * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if needed > free:
             raise UserError(
                 f"checkpoint.staging_dir: {self.shards} has {human_bytes(free)} free, but this machine's "
@@ -121,12 +114,17 @@ class Mirror:
     def _fetch_records(self) -> None:
         """Download the log files, to which every launch of the run appends."""
         with storage_errors("output_dir"):
-            for entry in self.place.iterdir() if self.place.exists() else ():
+            for entry in self.store.iterdir() if self.store.exists() else ():
                 if entry.suffix in (".jsonl", ".txt") and entry.is_file():
-                    with (self.work / entry.name).open("xb") as file:
-                        entry.download(file.write)
+                    copy_file(entry, self.work / entry.name)
 
     # -- checkpoints -----------------------------------------------------------------------------------------
+
+    def checkpoints(self, *, keep: int | None) -> Checkpoints[Any]:
+        folder = self.store / "checkpoints"
+        return Checkpoints(
+            folder, keep=keep, rank=self.rank, mirror=self, outage_seconds=self._outage_seconds
+        )
 
     def begin(self, final: RemotePath) -> None:
         """Mark a checkpoint as being written. On rank 0, before any rank sends."""
@@ -139,7 +137,7 @@ class Mirror:
             RemoteError: what was sent stays, marked as incomplete; no upload is left open.
         """
         _send({written / name: final / name for name in files_below(written)})
-        self.publish()
+        self._publish()
 
     def complete(self, final: RemotePath, step: int | None) -> None:
         """Mark a checkpoint as complete, if this run still holds its lease. On rank 0, when all have sent."""
@@ -154,6 +152,12 @@ class Mirror:
     # -- records ---------------------------------------------------------------------------------------------
 
     def publish(self) -> None:
+        try:
+            self._publish()
+        except (CheckpointError, OSError) as error:
+            raise RunError(f"output_dir: {one_line(error)}") from error
+
+    def _publish(self) -> None:
         """Upload what is new of the records; RemoteError if that fails."""
         with self._sending:
             began = time.monotonic()
@@ -162,13 +166,12 @@ class Mirror:
                 # Hidden files are temporary and will be renamed.
                 names = {n: f for n, f in files_below(self.work).items() if "/." not in f"/{n}"}
                 new = {name: found for name, found in names.items() if self._sent.get(name) != found}
-                _send({self.work / name: self.place / name for name in new})
+                _send({self.work / name: self.store / name for name in new})
             finally:
                 self._next = time.monotonic() + max(PAUSE, SHARE * (time.monotonic() - began))
             self._sent.update(new)
 
     def publish_soon(self, *, at_once: bool = False) -> None:
-        """Publish in the background, some time after the last call or ``at_once``; failures are warnings."""
         busy = self._sender is not None and self._sender.is_alive()
         if not at_once and (busy or time.monotonic() < self._next):
             return
@@ -178,11 +181,10 @@ class Mirror:
     def _try_to_publish(self) -> None:
         try:
             self.publish()
-        except (CheckpointError, OSError, RunError) as error:
-            tell(f"warning: output_dir: {one_line(error)}; trying again later")
+        except RunError as error:
+            tell(f"warning: {one_line(error)}; trying again later")
 
     def close(self) -> None:
-        """Publish the last records and remove the local folders. Never raises."""
         if self._opened:
             self._try_to_publish()
             shutil.rmtree(self._staging, ignore_errors=True)
@@ -190,26 +192,5 @@ class Mirror:
 
 def _send(files: Mapping[Path, RemotePath]) -> None:
     """Upload files side by side. The first error is raised after the running uploads have ended."""
-    if not files:
-        return
-    with ThreadPoolExecutor(UPLOADS, thread_name_prefix="upload") as pool:
-        sent = [pool.submit(target.upload_file, path) for path, target in files.items()]
-        try:
-            for upload in sent:
-                upload.result()
-        finally:
-            for upload in sent:
-                upload.cancel()
-
-
-def _claim(folder: Path) -> None:
-    """Create a folder for this user only, at a path that other users can guess.
-
-    Raises:
-        OSError: if another user created it.
-    """
-    folder.mkdir(mode=0o700, exist_ok=True)
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-        raise OSError(f"{folder} is a link or belongs to another user")
-    folder.chmod(0o700)
+    jobs = (lambda _, path=path, target=target: target.upload_file(path) for path, target in files.items())
+    in_parallel(jobs, lambda _: None, UPLOADS)

@@ -9,12 +9,11 @@ import socket
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from converters.errors import CheckpointError
 from converters.storage.path_or_url import in_store
 from converters.storage.safe_open import open_without_links
 from converters.writers.replace_folder import recover
 from portable.checkpoint.store import Checkpoints
-from portable.errors import RunError, UserError, one_line
+from portable.errors import UserError, one_line
 from portable.paths import CONFIG_FILE, FINAL, place_of
 
 if TYPE_CHECKING:
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 
     from converters.storage.path_or_url import Place
     from portable.config import RunConfig
-    from portable.output.mirror import Mirror
 
 
 def open_output(config: RunConfig, rank: int = 0) -> Output:
@@ -34,19 +32,20 @@ def open_output(config: RunConfig, rank: int = 0) -> Output:
         UserError: if it cannot be used.
     """
     place = place_of("output_dir", config.output_dir)
-    return Output(
-        place, rank, config.checkpoint.staging_dir, outage_minutes=config.checkpoint.max_outage_minutes
-    )
+    if not in_store(place):
+        return Output(place, rank)
+    from portable.output.mirror import Mirror  # a run on a disk does without
+
+    checkpoint = config.checkpoint
+    return Mirror(place, rank, checkpoint.staging_dir, outage_seconds=60 * checkpoint.max_outage_minutes)
 
 
 class Output:
-    """A local output folder, or one in an object store, which is a local folder with a mirror there.
+    """A local output folder, which all ranks share; see :class:`~portable.output.mirror.Mirror` for a URL.
 
     Args:
-        place: the path or URL of ``output_dir``. A local folder is shared by all ranks.
+        place: the path of ``output_dir``.
         rank: of this process.
-        staging: the local folder for what goes to a store; None for one in the system's temporary folder.
-        outage_minutes: for how long saves may fail because the store is away.
 
     Attributes:
         work: the local folder for this process's files. They appear at ``place`` under the same names, at
@@ -56,33 +55,20 @@ class Output:
             folder may have another path on each rank.
     """
 
-    work: Path
-    scratch: Path
+    place: Place
+    agreed = ""
 
-    def __init__(
-        self, place: Place, rank: int, staging: str | None = None, *, outage_minutes: float = 60.0
-    ) -> None:
-        self.place = place
+    def __init__(self, place: Path, rank: int) -> None:
+        self.place = self.work = place
+        self.scratch = place / ".scratch"
         self.rank = rank
-        self.agreed = ""
-        self._outage_minutes = outage_minutes
-        self._mirror: Mirror | None = None
-        if in_store(place):
-            from portable.output.mirror import Mirror
-
-            self._mirror = mirror = Mirror(place, rank, staging)
-            self.work, self.scratch, self.agreed = mirror.work, mirror.scratch, str(place)
-        else:
-            self.work, self.scratch = place, place / ".scratch"
 
     def check_writable(self) -> None:
         """Check early that a store is writable. Of a folder, taking the lock checks it."""
-        if self._mirror is not None:
-            self._mirror.check_writable()
 
-    def held(self) -> AbstractContextManager[None]:
+    def held(self) -> AbstractContextManager[object]:
         """Lock ``place`` against other runs. Called on rank 0."""
-        return self._locked() if self._mirror is None else self._mirror.held()
+        return self._locked()
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -102,16 +88,10 @@ class Output:
         Args:
             shard_bytes: estimates the size of this rank's shards of a checkpoint.
         """
-        if self._mirror is not None:
-            self._mirror.open(shard_bytes())
 
     def checkpoints(self, *, keep: int | None) -> Checkpoints[Any]:
         """The run's checkpoints, writable by this rank."""
-        mirror = self._mirror
-        folder = (self.place if mirror is None else mirror.place) / "checkpoints"
-        return Checkpoints(
-            folder, keep=keep, rank=self.rank, mirror=mirror, outage_seconds=60 * self._outage_minutes
-        )
+        return Checkpoints(self.place / "checkpoints", keep=keep, rank=self.rank)
 
     def publish(self) -> None:
         """Copy this process's new files from ``work`` to ``place``.
@@ -119,11 +99,6 @@ class Output:
         Raises:
             RunError: if it fails.
         """
-        try:
-            if self._mirror is not None:
-                self._mirror.publish()
-        except (CheckpointError, OSError) as error:
-            raise RunError(f"output_dir: {one_line(error)}") from error
 
     def publish_soon(self, *, at_once: bool = False) -> None:
         """Publish in the background, without raising errors.
@@ -131,13 +106,9 @@ class Output:
         Args:
             at_once: start now, rather than some time after the last call.
         """
-        if self._mirror is not None:
-            self._mirror.publish_soon(at_once=at_once)
 
     def close(self) -> None:
         """Publish the last files and clean up. Never raises."""
-        if self._mirror is not None:
-            self._mirror.close()
 
 
 LOCK_FILE = ".lock"

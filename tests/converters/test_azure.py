@@ -19,7 +19,9 @@ import pytest
 
 from converters.storage import completion_markers as completion
 from converters.storage.object_store import RemotePath
+from converters.storage.places import remove_folder
 from converters.storage.store_errors import ConflictError, RemoteError
+from converters.writers.remote_draft import UploadedFile
 from portable.output.lease import Lease
 
 ACCOUNT = "devstoreaccount1"
@@ -71,8 +73,9 @@ def test_azure(container: str, tmp_path: Path) -> None:
     data = os.urandom(20 << 20)
     (tmp_path / "file").write_bytes(data)
     (folder / "a" / "b").upload_file(tmp_path / "file")
-    with (folder / "c").create(len(data)) as file:
-        file.write(data)
+    file = UploadedFile(folder / "c", len(data))
+    file.write(data)
+    file.close()
     assert (folder / "a/b").read_bytes() == (folder / "c").read_bytes() == data
     assert (folder / "c").read_range(1, 3) == data[1:3]
     completion.complete(folder, token)
@@ -84,7 +87,7 @@ def test_azure(container: str, tmp_path: Path) -> None:
     for stale in ("", first):
         with pytest.raises(ConflictError):
             (folder / "x").write_bytes(b"3", replacing=stale)
-    completion.remove_tree(folder)
+    remove_folder(folder)
     assert not folder.exists()
     with Lease(folder) as lease:
         lease.check()

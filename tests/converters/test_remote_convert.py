@@ -22,6 +22,7 @@ from converters import open_checkpoint, write_safetensors
 from converters.cli import main
 from converters.storage import object_store as remote
 from converters.storage.completion_markers import COMPLETE, INCOMPLETE
+from converters.writers.remote_draft import UploadedFile
 from tests.converters.samples import Sample, all_samples, parameters
 from tests.object_store import SECRET_KEY, ObjectStore, scale_down
 from tests.ranks import wait_for
@@ -393,12 +394,12 @@ def test_what_is_copied_from_the_output_itself_is_not_lost(s3: ObjectStore) -> N
 def test_verify_reads_what_the_store_holds(
     large: Path, s3: ObjectStore, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = remote.Upload.write
+    real = UploadedFile.write
 
-    def damaging(upload: remote.Upload, data: bytes) -> None:
-        real(upload, bytes(data)[:-1] + b"?" if data and upload._bytes > 100_000 else data)
+    def damaging(upload: UploadedFile, data: bytes) -> None:
+        real(upload, bytes(data)[:-1] + b"?" if data and upload._written > 100_000 else data)
 
-    monkeypatch.setattr(remote.Upload, "write", damaging)
+    monkeypatch.setattr(UploadedFile, "write", damaging)
     said = refused(capsys, s3.url("src"), s3.url("out"), "--verify")
     assert "differs from the source" in said and s3.names("out/") == []
 

@@ -43,6 +43,7 @@ def opened(name: str | list[str], cache: Path, max_samples: int | None = None) -
         ("[ab].*", 4),
         ("more/*.*", 6),
         ("more/**/[cd].js*", 6),
+        ("more/**", 9),
         ("", 13),
         ("more/deep/", 3),
     ],

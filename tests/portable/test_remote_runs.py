@@ -23,11 +23,12 @@ from portable.cli import main
 from portable.errors import RunError, UserError
 from portable.output import lease
 from portable.output.lease import LEASE_FILE, Lease
+from portable.output.mirror import Mirror
 from portable.reporting.metrics import read_metrics
 from portable.run.rank import run_rank
 from portable.terminal import tell
 from tests.object_store import ACCESS_KEY, LEAST_PART, SECRET_KEY, ObjectStore
-from tests.ranks import RankPool
+from tests.ranks import RankPool, wait_for
 from tests.runs import configured, flags, tiny
 from tests.xla import XlaPool
 
@@ -406,42 +407,26 @@ def test_a_lease_that_nobody_renews_is_taken_over(
 
 def test_of_two_that_start_at_once_one_begins(s3: ObjectStore, quick_leases: None, monkeypatch: Any) -> None:
     """Both have seen that there is no lease before either writes one."""
-    together, read = threading.Barrier(2), Lease._read
-    first: set[int] = set()
+    first, second = (Lease(RemotePath.of(s3.url("run"))) for _ in range(2))
+    read = Lease._read
 
-    def read_together(self: Lease) -> tuple[dict[str, Any], Any]:
+    def read_before_the_first_begins(self: Lease) -> dict[str, Any]:
         found = read(self)
-        if id(self) not in first:
-            first.add(id(self))
-            together.wait(10)
+        monkeypatch.setattr(Lease, "_read", read)
+        first.__enter__()
         return found
 
-    monkeypatch.setattr(Lease, "_read", read_together)
-    ended: list[str] = []
-    leases = [Lease(RemotePath.of(s3.url("run"))) for _ in range(2)]
-
-    def start(each: Lease) -> None:
-        try:
-            each.__enter__()
-            ended.append("held")
-        except UserError as error:
-            ended.append(str(error))
-
-    threads = [threading.Thread(target=start, args=(each,)) for each in leases]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert sorted(text.startswith("output_dir:") for text in ended) == [False, True], ended
-    (held,) = [each for each in leases if each._thread.is_alive()]
-    held.__exit__(None, None, None)
+    monkeypatch.setattr(Lease, "_read", read_before_the_first_begins)
+    with pytest.raises(UserError, match="in use by another run"):
+        second.__enter__()
+    first.check()
+    first.__exit__(None, None, None)
     assert not s3.names("run/")
 
 
 def test_a_store_without_conditional_writes_is_told(
     s3: ObjectStore, quick_leases: None, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(lease, "PATIENCE", 0.1)
     forward = s3.forward
 
     def without(method: str, path: str, headers: Any, body: bytes) -> Any:
@@ -462,30 +447,39 @@ def test_a_lease_that_somebody_deletes_is_written_again(s3: ObjectStore, quick_l
     place = RemotePath.of(s3.url("run"))
     with Lease(place) as first:
         (place / LEASE_FILE).unlink()
-        assert not first._write() and first._write()
-        assert s3.names("run/") == [LEASE_FILE]
+        wait_for(lambda: s3.names("run/") == [LEASE_FILE])
+        first.check()
         with pytest.raises(UserError, match="in use by another run"):
             Lease(place).__enter__()
 
 
-@pytest.mark.parametrize("trap", ["a link", "another user's"])
-def test_a_staging_folder_that_somebody_else_made_is_refused(
-    trap: str, s3: ObjectStore, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_lease_whose_answers_are_lost_is_held_all_the_same(s3: ObjectStore, quick_leases: None) -> None:
+    lost = s3.fail(drop=True, after=True, method="PUT", key=LEASE_FILE, every=2)
+    lost.seen = 1
+    with Lease(RemotePath.of(s3.url("run"))) as held:
+        wait_for(lambda: lost.done >= 3)
+        held.check()
+    s3.heal()
+    assert not s3.names("run/")
+
+
+@pytest.mark.usefixtures("brief_runs")
+def test_a_staging_folder_that_somebody_else_made_is_not_used(
+    s3: ObjectStore, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its name in the system's folder for temporary files is known to all who may write there."""
+    """Whoever may write where temporary files are sees the names that there are, and finds none to come."""
     monkeypatch.setattr("portable.output.mirror.lasting_folder", lambda: tmp_path)
-    base = tmp_path / f"portable-{os.getuid()}"
-    if trap == "a link":
-        (tmp_path / "theirs").mkdir()
-        base.symlink_to("theirs")
-    elif os.getuid():
-        pytest.skip("only root can make another user's folder")
-    else:
-        base.mkdir()
-        os.chown(base, 12345, 12345)
-    with pytest.raises(UserError, match=r"checkpoint.staging_dir: .* is a link or belongs to another user"):
-        run_rank("cpu", configured(s3.url("run"), corpus))
-    assert not list(base.iterdir())
+    first, second = (Mirror(RemotePath.of(s3.url("run")), 0, None) for _ in range(2))
+    assert first.work != second.work
+    first.open(lambda: 0)
+    (folder,) = tmp_path.iterdir()
+    assert folder.stat().st_mode & 0o777 == 0o700
+    first.close()
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "kept").touch()
+    folder.symlink_to("theirs")
+    assert leg(s3.url("run"), corpus, train__steps=1) == 0
+    assert [path.name for path in (tmp_path / "theirs").iterdir()] == ["kept"]
 
 
 # -- what is no checkpoint -----------------------------------------------------------------------------------
