@@ -281,6 +281,19 @@ def config_classes() -> dict[str, Any]:
     return {"flops_profiler": DeepSpeedFlopsProfilerConfig, "autotuning": DeepSpeedAutotuningConfig}
 
 
+def params(kind: str) -> set[str]:
+    """What an optimizer or a scheduler takes, by the value of ``type``; nothing for one that is not known."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+    from deepspeed.runtime import config, lr_schedules
+    from torch.optim import SGD, AdamW
+
+    classes = {"sgd": (SGD,), **dict.fromkeys(("adam", "adamw"), (AdamW, FusedAdam, DeepSpeedCPUAdam))}
+    classes |= {name: (getattr(lr_schedules, name),) for name in lr_schedules.VALID_LR_SCHEDULES}
+    known = [name for one in classes.get(kind, ()) for name in inspect.signature(one).parameters]
+    switches = {config.TORCH_ADAM_PARAM, config.ADAM_W_MODE} if kind.startswith("adam") else set()
+    return {*known, *switches} - {"params", "model_params", "optimizer", "kwargs", "deepspeed_adamw_kwargs"}
+
+
 def removed_key_error(values: Mapping[str, Any]) -> Exception | None:
     """DeepSpeed's error for a key that it has removed; None if ``values`` has none."""
     from deepspeed.runtime.config import DeepSpeedConfigError, _reject_removed_config_keys

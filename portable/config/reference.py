@@ -1,7 +1,7 @@
 """Generate the reference page and the JSON Schema from the schema.
 
-``python -m portable.config.reference`` writes ``docs/config.md``, ``docs/wild.md`` and
-``configs/schema.json``; ``--check`` only checks that they are up to date.
+``python -m portable.config.reference`` writes ``docs/config.md``, ``docs/wild.md``, a copy of ``keys.md``,
+and ``configs/schema.json``; ``--check`` only checks that they are up to date.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from portable.config import keys
 from portable.config.help_text import default_text
-from portable.config.importing.page import page
+from portable.config.importing.rows import TABLES
 from portable.config.run_config import RunConfig
 from portable.config.sections import SourceConfig
 from portable.errors import one_line
@@ -113,7 +113,7 @@ def pages() -> dict[Path, str]:
     """Every generated file with its text."""
     return {
         ROOT / "docs" / "config.md": reference_page(),
-        ROOT / "docs" / "wild.md": page(),
+        ROOT / "docs" / "wild.md": TABLES.read_text("utf-8"),
         ROOT / "configs" / "schema.json": json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n",
     }
 

@@ -15,12 +15,12 @@ import portable
 from portable.config import RunConfig, keys, load_config, parse_args
 from portable.config.arguments import TrainOptions
 from portable.config.importing.accelerate import WERE_SETTINGS
-from portable.config.importing.trainers import FAMILIES, TRAINERS, WORDS
+from portable.config.importing.trainers import TRAINERS, WORDS
 from portable.errors import UserError
 
 TABLE, SECTIONS = keys.settings(RunConfig), keys.sections(RunConfig)
 NAMED = {name: row for name, row in TRAINERS.items() if "." not in name}
-ROWS = (*NAMED.values(), *FAMILIES.values(), *WERE_SETTINGS.values())
+ROWS = (*NAMED.values(), *WERE_SETTINGS.values())
 HINTS = sorted({row.hint for row in ROWS if " " in row.hint})
 _KEY = r"[a-z][a-z0-9_]*(?:\.[a-z][a-z0-9_]*)*"
 _VALUE = r"\[[^\]]*\]|\{[^}]*\}|[A-Za-z0-9][\w.-]*"

@@ -23,7 +23,7 @@ from pydantic import (
 
 from gpu.zero import private_api
 from portable.config import keys
-from portable.config.importing.deepspeed import AUTO, OPTIMIZERS, PARAMS, SCHEDULERS
+from portable.config.importing.deepspeed import AUTO, OPTIMIZERS, SCHEDULERS
 from portable.config.origins import shown
 from portable.config.suggest import did_you_mean
 from portable.errors import UserError, one_line
@@ -210,7 +210,7 @@ def _params(document: Mapping[str, Any], block: str, kinds: Iterable[str]) -> An
     inside = document.get(block)
     kind = inside.get("type") if isinstance(inside, dict) else None
     named = {str(kind), str(kind).lower()}
-    names = [name for one in kinds if kind is None or one in named for name in PARAMS[one].split()]
+    names = [name for one in kinds if kind is None or one in named for name in private_api.params(one)]
     return dict.fromkeys(names, Any) or Any
 
 
