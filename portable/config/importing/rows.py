@@ -61,12 +61,13 @@ class Row:
 
 
 Rows = Mapping[str, Row]
-TABLES = Path(__file__).with_name("keys.md")
+_TABLES = Path(__file__).with_name("keys.md")
+"""A link to ``docs/wild.md``, which people read, too."""
 
 
 def cells(chapter: str) -> list[list[str]]:
     """The cells of each row of a chapter of ``keys.md``, without the table's head."""
-    found = TABLES.read_text("utf-8").partition(f"\n## {chapter}\n")[2].partition("\n## ")[0]
+    found = _TABLES.read_text("utf-8").partition(f"\n## {chapter}\n")[2].partition("\n## ")[0]
     return [line[2:-2].split(" | ") for line in found.splitlines() if line.startswith("| ")][2:]
 
 
