@@ -16,6 +16,7 @@ from portable.config.importing.rows import (
     NoCounterpart,
     NoEffect,
     Row,
+    cells,
     choose,
     table,
 )
@@ -304,39 +305,20 @@ _KINDS = {
     "ACCELERATE_USE_DEEPSPEED": "DEEPSPEED",
     "ACCELERATE_USE_MEGATRON_LM": "MEGATRON_LM",
 }
-_SECTIONS = {
-    "FSDP_": "fsdp_config.fsdp_",
-    "ACCELERATE_DYNAMO_": "dynamo_config.dynamo_",
-    "ACCELERATE_DEEPSPEED_": "deepspeed_config.",
-}
-# Where a variable's name is not its key's.
-_NAMED = {
-    "ACCELERATE_MIXED_PRECISION": "mixed_precision",
-    "ACCELERATE_USE_CPU": "use_cpu",
-    "ACCELERATE_DEBUG_MODE": "debug",
-    "ACCELERATE_CPU_AFFINITY": "enable_cpu_affinity",
-    **{
-        f"PARALLELISM_CONFIG_{name.upper()}": f"parallelism_config.parallelism_config_{name}"
-        for name in ("cp_size", "sp_size", "tp_size", "dp_shard_size", "dp_replicate_size")
-    },
-    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "deepspeed_config.gradient_accumulation_steps",
-    "ACCELERATE_GRADIENT_CLIPPING": "deepspeed_config.gradient_clipping",
-    "ACCELERATE_DEEPSPEED_CONFIG_FILE": "deepspeed_config.deepspeed_config_file",
-    "ACCELERATE_DEEPSPEED_ZERO3_INIT": "deepspeed_config.zero3_init_flag",
-    "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": "deepspeed_config.deepspeed_moe_layer_cls_names",
-    "FSDP_TRANSFORMER_CLS_TO_WRAP": "fsdp_config.fsdp_transformer_layer_cls_to_wrap",
-}
-_DEFAULTS = {
-    "mixed_precision": ("no",),
-    "use_cpu": ("false",),
-    "dynamo_config.dynamo_backend": ("no",),
-    "dynamo_config.dynamo_mode": ("default",),
-    "fsdp_config.fsdp_sharding_strategy": ("full_shard", "1"),
-    "fsdp_config.fsdp_reshard_after_forward": ("true",),
-    "fsdp_config.fsdp_offload_params": ("false",),
-    "fsdp_config.fsdp_activation_checkpointing": ("false",),
-}
-"""What the launcher always sets, and so asks for nothing: ``--mixed_precision no`` is the same as none."""
+_VARIABLES = [
+    (variable.strip("`"), key.strip("`"), nothing.split(", "))
+    for variable, key, nothing in cells("Variables of accelerate launch")
+]
+
+
+def _key_of(variable: str, text: str) -> str:
+    """The key that a variable is; empty for one that asks for nothing, or is not Accelerate's."""
+    for name, key, nothing in _VARIABLES:
+        if name == variable:
+            return "" if text.lower() in nothing else key
+        if name.endswith("*") and variable.startswith(name[:-1]):
+            return key[:-1] + variable.removeprefix(name[:-1]).lower()
+    return ""
 
 
 def of_environment(environment: Mapping[str, str]) -> tuple[dict[str, Any], dict[Keys, str]]:
@@ -357,10 +339,8 @@ def of_environment(environment: Mapping[str, str]) -> tuple[dict[str, Any], dict
     # FSDP1 and FSDP2 have different keys for the sharding.
     unread = "sharding_strategy" if environment.get("FSDP_VERSION") == "2" else "reshard_after_forward"
     for variable, text in sorted(environment.items()):
-        section = next((prefix for prefix in _SECTIONS if variable.startswith(prefix)), "")
-        inner = section and _SECTIONS[section] + variable.removeprefix(section).lower()
-        dotted = _NAMED.get(variable, inner)
-        if not dotted or dotted.endswith(unread) or text.lower() in _DEFAULTS.get(dotted, ()):
+        dotted = _key_of(variable, text)
+        if not dotted or dotted.endswith(unread):
             continue
         around, _, name = dotted.rpartition(".")
         target = values.setdefault(around, {}) if around else values
