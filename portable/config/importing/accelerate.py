@@ -278,7 +278,7 @@ def finish(file: File, devices: int) -> None:
         file.put(path, "strategy", "zero2")
     if _xla(file):  # where nothing is wrapped or prefetched
         for key in [key for key in result.values if key.startswith("fsdp.")]:
-            del result.values[key]
+            del result.values[key], result.origins[key]
     if _xla(file) and not (file.get("fsdp_config") or any(key in file.values for key in _XLA_KEYS)):
         file.note(path, "without fsdp_config Accelerate replicates the model; here it is sharded")
     if _xla(file) or "RANK" in os.environ:  # one process drives all devices, or a launcher sets the number

@@ -5,6 +5,7 @@ All other keys that DeepSpeed knows are passed on to it, in ``deepspeed.config``
 
 from __future__ import annotations
 
+import re
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -14,10 +15,12 @@ from pydantic import TypeAdapter, ValidationError
 from portable.config.importing.rows import (
     NoCounterpart,
     NoEffect,
+    cells,
     choose,
     table,
 )
 from portable.config.origins import shown
+from portable.config.yaml_text import parse_value
 from portable.errors import UserError, one_line, require
 
 if TYPE_CHECKING:
@@ -27,23 +30,16 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 _RATES = ("warmup_max_lr", "cycle_max_lr", "lr_range_test_min_lr")
-_ADAM = {"lr": 0.001, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
-OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "adamw": _ADAM,
-    "adam": _ADAM,
-    "sgd": {"lr": 0.001, "momentum": 0, "weight_decay": 0.0},
-}
-"""The values of ``optimizer.type`` that are supported, with the settings that DeepSpeed's classes have."""
 TORCHS_WEIGHT_DECAY = 0.01
 """The default of torch's AdamW, which ``torch_adam`` selects."""
-SCHEDULERS: dict[str, dict[str, Any]] = {
-    "WarmupLR": {"warmup_num_steps": 1000},
-    "WarmupDecayLR": {"warmup_num_steps": 1000, "warmup_max_lr": 0.001},
-    "WarmupCosineLR": {"warmup_num_steps": 1000, "cos_min_ratio": 0.0001},
-    "OneCycle": {},
-    "LRRangeTest": {"lr_range_test_min_lr": 0.001},
+DEFAULTS: dict[str, dict[str, Any]] = {
+    name: parse_value(params)
+    for names, params in cells("Defaults of DeepSpeed")
+    for name in re.findall("`(.+?)`", names)
 }
-"""The same for ``scheduler.type``."""
+"""The values of ``type`` that are supported, with the params of DeepSpeed's classes that are settings."""
+OPTIMIZERS = ("adamw", "adam", "sgd")
+SCHEDULERS = tuple(name for name in DEFAULTS if name not in OPTIMIZERS)
 _BOOLEAN = TypeAdapter(bool)
 
 
@@ -229,7 +225,7 @@ def _optimizers_rate(value: Any, file: File) -> Any:
 
 def _rate_of(file: File) -> str | None:
     """The scheduler's param that sets the learning rate; None if the optimizer sets it."""
-    given = {**SCHEDULERS.get(str(file.get("scheduler.type")), {}), **_params(file, "scheduler")}
+    given = {**DEFAULTS.get(str(file.get("scheduler.type")), {}), **_params(file, "scheduler")}
     return next((name for name in _RATES if given.get(name) not in (None, AUTO)), None)
 
 
@@ -345,7 +341,7 @@ def finish(file: File, devices: int) -> None:
     why = "default of DeepSpeed"
     kind, scheduler = str(file.get("optimizer.type", "")).lower(), str(file.get("scheduler.type"))
     params, given = _params(file, "optimizer"), _params(file, "scheduler")
-    defaults = OPTIMIZERS.get(kind, {})
+    defaults = DEFAULTS.get(kind, {})
     if switched(params.get("torch_adam")) is True:
         defaults = {**defaults, "weight_decay": TORCHS_WEIGHT_DECAY}
     for name in defaults.keys() - params.keys():
@@ -353,7 +349,7 @@ def finish(file: File, devices: int) -> None:
             file.default("train.betas", [defaults[name], 0.95], why)
         elif (to := ROWS[f"optimizer.params.{name}"].to) and not (name == "lr" and _rate_of(file)):
             file.default(to, defaults[name], why)
-    for name, value in SCHEDULERS.get(scheduler, {}).items():
+    for name, value in DEFAULTS.get(scheduler, {}).items():
         if name not in given:
             file.default(ROWS[f"scheduler.params.{name}"].to, value, why)
     if scheduler == "OneCycle" and kind == "sgd":  # which has no betas that it could move

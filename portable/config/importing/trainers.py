@@ -236,10 +236,6 @@ def _template(value: Any, _: File) -> str | None:
     )
 
 
-def _pushed(of: How) -> How:
-    return lambda value, file: of(value, file) if file.get("push_to_hub") is True else None
-
-
 TRAINERS = {
     **table(
         "Trainer, TRL, axolotl, LLaMA-Factory",
@@ -265,11 +261,9 @@ TRAINERS = {
             "stage": _lf_stage,
             "cutoff_len max_length sequence_len": _positions,
             "chat_template template": _template,
-            "push_to_hub": _pushed(
-                lambda _, file: "end" if file.get("hub_strategy", "every_save") == "end" else "checkpoints"
+            "push_to_hub": lambda _, file: (
+                "end" if file.get("hub_strategy", "every_save") == "end" else "checkpoints"
             ),
-            "hub_model_id": _pushed(_take),
-            "hub_private_repo": _pushed(lambda value, _: value),
         },
         _taken,
     ),
@@ -387,9 +381,10 @@ def finish(file: File, devices: int) -> None:
     """
     found, program = file.result.values, file.program
     _preferences(file)
-    lora = found.get("adapter.type") is not None
-    for key in [key for key in found if key.startswith("adapter.") and not lora]:
-        del found[key]
+    lora, pushes = found.get("adapter.type") is not None, file.get("push_to_hub") is True
+    for key in list(found):
+        if key.startswith(("adapter.",) * (not lora) + ("hub.",) * (not pushes)):
+            del found[key]
     if lora and program == "LLaMA-Factory":
         file.default("adapter.alpha", 2 * found.get("adapter.r", 8), "default of LLaMA-Factory")
     of_warmup = found.keys() & {"train.warmup_ratio", "train.warmup_steps"}
