@@ -260,6 +260,7 @@ def test_each_setting_that_a_row_names_is_there() -> None:
     for program in PROGRAMS:
         for name, row in program.rows.items():
             assert isinstance(row, Row)
+            assert row.how is None or callable(row.how) or isinstance(row.how, dict)
             assert row.to in TABLE or not row.to, name
     with pytest.raises(UserError, match="import: no file; name one"):
         import_files([])

@@ -82,15 +82,17 @@ def table(
         taken: what it is for a setting where neither does.
     """
     by_name = {name: how for names, how in functions.items() for name in names.split()}
-    return {
+    rows = {
         name: _row(here, by_name.get(name), taken)
         for names, here in cells(chapter)
         for name in re.findall("`(.+?)`", names)
     }
+    assert by_name.keys() <= rows.keys(), by_name.keys() - rows.keys()
+    return rows
 
 
 def _row(here: str, how: How | None, taken: Callable[[str], How] | None) -> Row:
-    """What the cell ``here`` says: see the beginning of ``keys.md``."""
+    """What the cell ``here`` says; the beginning of the page has the notation."""
     kind, _, why = here.partition(": ")
     if how is None and kind.startswith(("no effect", "refused")):
         silent = parse_value(f"[{kind.partition(' unless ')[2]}]")
