@@ -104,6 +104,11 @@ def test_what_a_file_means_to_its_program(given: dict[str, Any], expected: dict[
     load_config(None, {"data.format": "preference" if "train.loss" in expected else "auto", **expected})
 
 
+def test_a_switch_that_is_off_sets_nothing() -> None:
+    found = read(Document(OF_TRL | {"bf16": False, "load_in_4bit": "no"}, {}), "theirs.yaml").values
+    assert found.keys().isdisjoint(("precision", "adapter.type", "adapter.base"))
+
+
 def test_several_files_and_a_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.yaml").write_text(ACCELERATE)
     script = ["train.py", "--model_name_or_path", "org/model", "--dataset-name=org/data", "--bf16", "True"]
