@@ -282,16 +282,16 @@ def config_classes() -> dict[str, Any]:
 
 
 def params(kind: str) -> set[str]:
-    """What an optimizer or a scheduler takes, by the value of ``type``; nothing for one that is not known."""
+    """What an optimizer or a scheduler that is supported takes, by the value of ``type``."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-    from deepspeed.runtime import config, lr_schedules
+    from deepspeed.runtime import lr_schedules
     from torch.optim import SGD, AdamW
 
-    classes = {"sgd": (SGD,), **dict.fromkeys(("adam", "adamw"), (AdamW, FusedAdam, DeepSpeedCPUAdam))}
-    classes |= {name: (getattr(lr_schedules, name),) for name in lr_schedules.VALID_LR_SCHEDULES}
-    known = [name for one in classes.get(kind, ()) for name in inspect.signature(one).parameters]
-    switches = {config.TORCH_ADAM_PARAM, config.ADAM_W_MODE} if kind.startswith("adam") else set()
-    return {*known, *switches} - {"params", "model_params", "optimizer", "kwargs", "deepspeed_adamw_kwargs"}
+    adams, switches = (AdamW, FusedAdam, DeepSpeedCPUAdam), {"torch_adam", "adam_w_mode"}
+    classes = {"sgd": (SGD,), "adam": adams, "adamw": adams}.get(kind) or (getattr(lr_schedules, kind),)
+    found = {name for one in classes for name in inspect.signature(one).parameters}
+    more = switches if classes is adams else set()
+    return found - {"params", "model_params", "optimizer", "deepspeed_adamw_kwargs"} | more
 
 
 def removed_key_error(values: Mapping[str, Any]) -> Exception | None:
