@@ -1,25 +1,29 @@
 """Settings that do not go together.
 
-Each function gives the mistakes of one part of the config, as text. Backends and engines have such functions
-of their own (:meth:`portable.registry.BackendPackage.mistakes`). A resolved config with every key passes as
-the short file does from which it came: values are read, and not whether the user set them.
+Rules that need no code are in ``rules.yaml``. Each function here gives the mistakes of one part of the
+config, as text. Backends and engines have such functions of their own
+(:meth:`portable.registry.BackendPackage.mistakes`). A resolved config with every key passes as the short file
+does from which it came: values are read, and not whether the user set them.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections import Counter
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from converters.storage.path_or_url import is_url
 from portable.config import keys
-from portable.config.derived import HYBRID, PADDED_TASKS, ZERO, largest_divisor, warms_up, warmup_steps
+from portable.config.derived import ZERO, largest_divisor, warmup_steps
+from portable.config.load import parse_file
 from portable.config.sources import mistakes_of_sources, training_key, training_sources
 from portable.config.suggest import did_you_mean
 from portable.errors import UserError, one_line
-from portable.optim.schedule import ZERO_ONLY, build_schedule, schedule_params, too_long_a_warmup
+from portable.optim.schedule import build_schedule, schedule_params, too_long_a_warmup
 from portable.registry import BACKENDS, backend_package
 
 if TYPE_CHECKING:
@@ -59,7 +63,7 @@ def check(config: RunConfig, *, late: bool = False, where: bool = True) -> None:
 
 def _mistakes(config: RunConfig, late: bool) -> Mistakes:
     """In the order in which they are asked."""
-    for part in (_model, _adapter, _data, _sources, _train, _schedule, _batch, _memory, _together, _output):
+    for part in (_model, _adapter, _data, _sources, _schedule, _batch, _memory, _together, _output):
         yield from part(config)
     if config.backend in BACKENDS:  # not auto
         yield from backend_package(config.backend).mistakes(config, late=late)
@@ -86,29 +90,53 @@ def _value(config: RunConfig, named: re.Match[str]) -> str:
 
 
 def _text(value: Any) -> str:
-    return (
-        f"{value:g}"
-        if isinstance(value, float)
-        else str(value).lower()
-        if value in (True, False)
-        else str(value)
-    )
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+@cache
+def _rules() -> dict[str, list[dict[str, Any]]]:
+    """The rules of ``rules.yaml``, by part."""
+    found: dict[str, list[dict[str, Any]]] = parse_file(Path(__file__).with_name("rules.yaml")).value
+    return found
+
+
+def _ruled(c: RunConfig, part: str) -> Mistakes:
+    """The mistakes by the rules of a part."""
+    table = keys.settings(type(c))
+    for rule in _rules()[part]:
+        (blamed, test), *others = rule["if"].items()
+        if all(_holds(c, key, other) for key, other in others):
+            for pattern in blamed.split(" | "):
+                for key in fnmatch.filter(table, pattern):
+                    if _holds(c, key, test):
+                        value = c.get(key)
+                        told = isinstance(value, str | int | float) and not isinstance(value, bool)
+                        yield f"{key} {{{key}}} {rule['then']}" if told else f"{key} {rule['then']}"
+
+
+def _holds(c: RunConfig, key: str, test: str) -> bool:
+    """Whether the value of a setting is as ``test`` says; see ``rules.yaml``."""
+    value = c.get(key)
+    if test in ("set", "unset"):
+        return bool(value) is (test == "set")
+    if test == "changed":
+        return _given(c, key)
+    words = test.removeprefix("not ").split(", ")
+    return any(fnmatch.fnmatchcase(_text(value), word) for word in words) is not test.startswith("not ")
 
 
 def nvidia_only(c: RunConfig, *, late: bool) -> Mistakes:
     """Settings that only NVIDIA GPUs support, for other backends."""
-    if c.precision == "tf32":
-        yield "precision tf32 is a mode of NVIDIA GPUs, not of backend {backend}; use fp32 or bf16"
-    if c.model.attention not in ("sdpa", "eager"):
-        yield "model.attention {model.attention} needs backend cuda, not {backend}; use sdpa"
+    yield from _ruled(c, "nvidia")
     if late and c.log.memory_snapshot:
         yield "log.memory_snapshot: torch records the allocations of GPUs only; set it to false"
 
 
 def no_zero(c: RunConfig) -> Mistakes:
     """ZeRO, for backends that DeepSpeed does not run on."""
-    if c.strategy in ZERO:
-        yield "strategy {strategy} is DeepSpeed's, which does not run on backend {backend}; use full_shard"
+    yield from _ruled(c, "zero")
 
 
 def _given(c: RunConfig, key: str) -> bool:
@@ -131,17 +159,8 @@ def _model(c: RunConfig) -> Mistakes:
 
 
 def _adapter(c: RunConfig) -> Mistakes:
-    adapter, export = c.adapter, c.checkpoint.export
-    if adapter.config is not None and adapter.name_or_path is not None:
-        reason = "are both set, and an adapter has a config of its own; remove adapter.config"
-        yield f"adapter.config and adapter.name_or_path {reason}"
+    adapter = c.adapter
     of_type = adapter.type is not None or adapter.name_or_path is not None or adapter.config is not None
-    if export == "merged" and not of_type:
-        yield "checkpoint.export merged has no effect without adapter.type; set it to true"
-    if export == "merged" and adapter.type is not None and c.model.from_scratch:
-        yield "checkpoint.export merged needs a base model with files, model.name_or_path; set it to true"
-    if export == "like_base" and c.model.from_scratch:
-        yield "checkpoint.export like_base needs a quantized base model, model.name_or_path; set it to true"
     names = [name for name in type(adapter).model_fields if _given(c, f"adapter.{name}")]
     if names and not of_type:
         yield f"adapter.{names[0]} has no effect without adapter.type; set adapter.type to lora"
@@ -149,77 +168,17 @@ def _adapter(c: RunConfig) -> Mistakes:
         of_all = ("type", "target_modules", "modules_to_save", "base", "name_or_path", "config")
         if adapter.type == "ia3" and name not in of_all:
             yield f"adapter.{name} is for lora, not for adapter.type ia3; remove it"
-    if not adapter.target_modules and not adapter.target_parameters:
-        yield "adapter.target_modules is empty, which only adapter.target_parameters allows; name modules"
     if names and c.train.freezes:
         reason = "do not work with an adapter, which freezes all other weights; use adapter.modules_to_save"
         yield f"train.trainable and train.frozen {reason} and adapter.layers"
-    quantized = adapter.base in ("nf4", "int8")
-    if quantized and c.strategy in ZERO:
-        reason = "does not work with DeepSpeed's strategy {strategy}, which casts weights; use full_shard"
-        yield f"adapter.base {{adapter.base}} {reason}"
-    for key in ("adapter.use_dora", "compile"):
-        if quantized and c.get(key):
-            remedy = "set it to false, or adapter.base to auto"
-            yield f"{key} does not work with adapter.base {{adapter.base}}; {remedy}"
-    if adapter.trainable_token_indices is not None and c.strategy == "zero3":
-        reason = "under which no rank has the whole table of embeddings; use full_shard"
-        yield f"adapter.trainable_token_indices does not work with strategy zero3, {reason}"
-    if adapter.base == "fp32" and c.strategy in ZERO and c.precision in ("bf16", "fp16"):
-        reason = "which keeps frozen weights in the compute type; use full_shard"
-        yield f"adapter.base fp32 does not work with strategy {{strategy}}, {reason}"
+    yield from _ruled(c, "adapter")
 
 
 def _data(c: RunConfig) -> Mistakes:
-    data, task = c.data, c.model.task
-    if data.packing and task in PADDED_TASKS:
-        reason = "does not work with model.task {model.task}; set data.packing to false"
-        yield f"data.packing {{data.packing}} {reason}"
-    if data.packing == "documents" and task == "masked-lm":
-        yield "data.packing documents is for model.task causal-lm, not masked-lm; set data.packing to false"
-    if data.vocab_size is not None and data.tokenizer is not None:
-        reason = "is for a tokenizer trained on the source, but data.tokenizer is set; remove one of the two"
-        yield f"data.vocab_size {reason}"
-    for key, of_task in (
-        ("data.text_pair_field", "sequence-classification"),
-        ("data.source_prefix", "seq2seq-lm"),
-        ("data.target_seq_len", "seq2seq-lm"),
-    ):
-        if _given(c, key) and task != of_task:
-            yield f"{key} is for model.task {of_task}, not {{model.task}}; remove it"
-    chats = ("chat_template", "chat_template_kwargs", "train_on", "roles_to_train", "split_turns")
-    for name in ("format", *chats, "truncation"):
-        key, value = f"data.{name}", getattr(data, name)
-        if task != "causal-lm" and value and value not in ("auto", "text", "end"):
-            yield f"{key} is for model.task causal-lm, not {{model.task}}; remove it"
-        if data.format == "text" and name in chats and value:
-            yield f"{key} is for conversations, not for data.format text; remove one of the two"
-    if data.truncation != "end" and data.packing is True and data.format != "auto":
-        reason = "has no effect with data.packing true, which cuts nothing; remove one of the two"
-        yield f"data.truncation {{data.truncation}} {reason}"
-    pairs = data.format == "preference"
-    if pairs and c.train.loss is None:
-        remedy = "set train.loss to dpo, ipo, simpo, orpo or one of your own"
-        yield f"data.format preference needs a loss of pairs; {remedy}"
-    used = {"train_on": data.train_on not in (None, "completion")}
-    for name in ("packing", "split_turns", "train_on", "roles_to_train"):
-        if pairs and used.get(name, getattr(data, name)):
-            yield f"data.{name} {getattr(data, name)} does not work with data.format preference; remove it"
-    if data.columns and data.packing:
-        reason = "has a number for each record, but data.packing {data.packing} joins records; set "
-        yield f"data.columns {reason}data.packing to false"
-    for name in data.columns:
+    yield from _ruled(c, "data")
+    for name in c.data.columns:
         if name in TAKEN:
             yield f"data.columns: {name} is an input of models; rename the column"
-    if data.columns and c.train.loss is None:
-        yield "data.columns is for a loss of your own; set train.loss, or remove it"
-    if data.train_on == "completion" and data.split_turns:
-        yield "data.train_on completion does not work with data.split_turns; set data.train_on to assistant"
-    if data.train_on == "completion" and data.format in ("messages", "sharegpt"):
-        reason = "does not work with data.format {data.format}; set data.train_on to assistant"
-        yield f"data.train_on completion {reason}"
-    if data.source is None and not data.sources and task in PADDED_TASKS:
-        yield "data.source must be set for model.task {model.task}: the default source has only text"
 
 
 def _sources(c: RunConfig) -> Mistakes:
@@ -244,41 +203,20 @@ def _sources(c: RunConfig) -> Mistakes:
             yield f"{key}.max_samples does not work with {key}.stream; name fewer files, or stop earlier"
 
 
-def _train(c: RunConfig) -> Mistakes:
-    train = c.train
-    if train.steps is not None and train.epochs is not None:
-        reason = "both give the length of the schedule; set one of the two"
-        yield f"train.epochs {{train.epochs}} and train.steps {{train.steps}} {reason}"
-    if train.steps is None and train.epochs is None:
-        yield "train.steps and train.epochs are both null; give one, the length of the schedule"
+def _schedule(c: RunConfig) -> Mistakes:
+    yield from _ruled(c, "train")
+    train, kind = c.train, c.train.schedule
+    params = schedule_params(kind)
     of_ratio = (None, 0, warmup_steps(train, train.steps or 0))
     if train.warmup_ratio is not None and train.warmup_steps not in of_ratio:
         values = "{train.warmup_ratio} and train.warmup_steps {train.warmup_steps}"
         yield f"train.warmup_ratio {values} both give the length of the warm-up; set one of the two"
-    for epochs, steps in (
-        ("train.eval_every_epochs", "train.eval_every"),
-        ("checkpoint.every_epochs", "checkpoint.every_steps"),
-    ):
-        if c.get(epochs) is not None and c.get(steps) is not None:
-            yield f"{epochs} {{{epochs}}} and {steps} {{{steps}}} are both set; set one of the two"
-
-
-def _schedule(c: RunConfig) -> Mistakes:
-    train, kind = c.train, c.train.schedule
-    params = schedule_params(kind)
     if train.steps is not None and (reason := too_long_a_warmup(train, train.steps)) is not None:
         yield reason
-    if kind in ZERO_ONLY and c.strategy not in ZERO:
-        reason = "needs DeepSpeed; use strategy zero1, zero2 or zero3, or cosine, or a function of your own"
-        yield f"train.schedule: {kind} {reason}"
     for name in train.schedule_params:
         if name not in params:
             hint = did_you_mean(name, params) or f"; {kind} takes {', '.join(params) or 'none'}"
             yield f"unknown key train.schedule_params.{name}{hint}"
-    for name in ("train.warmup_ratio", "train.warmup_steps"):
-        if c.get(name) and not warms_up(kind):
-            reason = "has no effect with train.schedule {train.schedule}, which has no warm-up; set it to 0"
-            yield f"{name} {{{name}}} {reason}"
     try:
         schedule = build_schedule(train, train.steps or 1)
     except ValueError as error:
@@ -298,49 +236,15 @@ def _batch(c: RunConfig) -> Mistakes:
         fitting = largest_divisor(train.global_batch_size, micro)
         reason = f"does not divide train.global_batch_size {train.global_batch_size}"
         yield f"train.micro_batch_size {micro} {reason}; use {fitting} or another divisor"
-    for key in ("train.label_smoothing", "train.z_loss"):
-        if c.get(key) and train.loss is not None:
-            reason = "changes the cross-entropy, which train.loss replaces; remove one of the two"
-            yield f"{key} {{{key}}} {reason}"
-    for key in ("train.eval_ema", "checkpoint.export_ema"):
-        if c.get(key) and train.ema is None:
-            yield f"{key} needs an average of the weights; set train.ema, such as 0.999"
 
 
 def _memory(c: RunConfig) -> Mistakes:
-    memory, zero = c.memory, c.strategy in ZERO
-    if c.compile_mode != "default" and c.compile_backend != "inductor":
-        reason = "is inductor's, not compile_backend {compile_backend}'s; remove one of the two"
-        yield f"compile_mode {{compile_mode}} {reason}"
-    if "flash" in c.model.attention and c.precision in ("fp32", "tf32"):
-        reason = "computes in 16 bits, not in precision {precision}; use sdpa, or precision bf16"
-        yield f"model.attention {{model.attention}} {reason}"
-    offloads = ("memory.offload_optimizer", "memory.offload_params")
-    on_disk = [key for key in offloads if c.get(key) == "nvme"]
-    for key in on_disk:
-        if memory.nvme_path is None:
-            yield f"{key} nvme needs memory.nvme_path, a folder on a local disk"
-    # A DeepSpeed JSON, which only the backend reads, may enable offloading.
-    if memory.nvme_path is not None and not on_disk and c.deepspeed.config is None:
-        remedy = "set memory.offload_optimizer or memory.offload_params to nvme, or remove it"
-        yield f"memory.nvme_path is set but nothing is offloaded there; {remedy}"
-    if zero and memory.loss_chunk_tokens not in ("auto", 0):
-        reason = "does not work with strategy {strategy}; set it to auto"
-        yield f"memory.loss_chunk_tokens {{memory.loss_chunk_tokens}} {reason}"
-    if c.strategy in ("zero1", "zero2") and memory.offload_params != "none":
-        reason = "needs sharded parameters, but strategy {strategy} replicates them; use zero3"
-        yield f"memory.offload_params {{memory.offload_params}} {reason}"
-    if c.strategy in ("zero1", "zero2") and memory.offload_optimizer == "nvme":
-        yield "memory.offload_optimizer nvme needs strategy zero3, not {strategy}; use cpu, or zero3"
     # A JSON's stage overrides a default strategy; only one that was set can conflict. XLA ignores the JSON.
-    unfit = c.is_set("strategy") and c.backend != "xla" and not zero and c.strategy != "no_shard"
+    unfit = c.is_set("strategy") and c.backend != "xla" and c.strategy not in (*ZERO, "no_shard")
     if c.deepspeed.config is not None and unfit:
         remedy = "use zero1, zero2 or zero3 (no_shard for stage 0), or remove deepspeed.config"
         yield f"deepspeed.config has no effect with strategy {{strategy}}; {remedy}"
-    for name, value in c.fsdp:
-        if zero and value is not None:
-            reason = "has no effect with DeepSpeed's strategy {strategy}; remove it, or use full_shard"
-            yield f"fsdp.{name} {reason}"
+    yield from _ruled(c, "memory")
 
 
 def _together(c: RunConfig) -> Mistakes:
@@ -377,48 +281,10 @@ def _together(c: RunConfig) -> Mistakes:
         for name, applies in refused if c.get(key) > 1 else ():
             if applies:
                 yield f"{name} {{{name}}} {why}; set {key} to 1"
-    fsdp, policy = c.fsdp, c.fsdp.auto_wrap_policy
-    if fsdp.shard_group_size is not None and c.strategy not in HYBRID:
-        yield "fsdp.shard_group_size needs strategy hybrid_shard or hybrid_shard_zero2, not {strategy}"
-    if policy == "size_based_wrap" and fsdp.min_num_params is None:
-        yield "fsdp.auto_wrap_policy needs fsdp.min_num_params where it is size_based_wrap"
-    for key, of_policy in (
-        ("fsdp.min_num_params", "size_based_wrap"),
-        ("fsdp.transformer_layer_cls_to_wrap", "transformer_based_wrap"),
-    ):
-        if c.get(key) is not None and policy not in (None, of_policy):
-            yield f"{key} is for {of_policy}, not for fsdp.auto_wrap_policy {policy}"
 
 
 def _output(c: RunConfig) -> Mistakes:
-    train, checkpoint = c.train, c.checkpoint
     for name, times in Counter(c.log.trackers).items():
         if times > 1:
             yield f"log.trackers: {name} is named {times} times; name it once"
-    for key in ("checkpoint.resume_step", "checkpoint.resume_samples"):
-        if c.get(key) is not None and checkpoint.resume in ("auto", "never"):
-            reason = "but checkpoint.resume is {checkpoint.resume}; remove it"
-            yield f"{key} {{{key}}} is for another program's checkpoint, {reason}"
-    if c.hub.push is not None and not checkpoint.export:
-        yield "hub.push {hub.push} uploads what checkpoint.export writes; set that to true"
-    for key, other, remedy in (
-        ("hub.repo", "hub.push", "set hub.push to end"),
-        ("hub.private", "hub.push", "set hub.push to end"),
-        ("train.early_stopping_threshold", "train.early_stopping_patience", "set it"),
-    ):
-        if _given(c, key) and c.get(other) is None:
-            yield f"{key} has no effect without {other}; {remedy}"
-    comparing = ("train.early_stopping_patience", "checkpoint.export_best", "checkpoint.keep_best")
-    judges = [key for key in comparing if c.get(key)]
-    for key in judges:
-        if c.data.eval is None and c.data.eval_fraction == 0:
-            yield f"{key} needs an evaluation, but data.eval_fraction is 0; set data.eval"
-    if checkpoint.export_best and checkpoint.keep_best is None:
-        yield "checkpoint.export_best needs a checkpoint that is kept; set checkpoint.keep_best to 1"
-    for key in ("checkpoint.best_metric", "checkpoint.best_mode"):
-        if _given(c, key) and not judges:
-            reason = "has no effect without checkpoint.keep_best or train.early_stopping_patience; set one"
-            yield f"{key} {reason}"
-    never = train.eval_every is None and train.eval_every_epochs is None
-    if train.early_stopping_patience is not None and never:
-        yield "train.early_stopping_patience needs evaluations during training; set train.eval_every"
+    yield from _ruled(c, "output")

@@ -281,6 +281,19 @@ def config_classes() -> dict[str, Any]:
     return {"flops_profiler": DeepSpeedFlopsProfilerConfig, "autotuning": DeepSpeedAutotuningConfig}
 
 
+def params(kind: str) -> set[str]:
+    """What an optimizer or a scheduler that is supported takes, by the value of ``type``."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+    from deepspeed.runtime import lr_schedules
+    from torch.optim import SGD, AdamW
+
+    adams, switches = (AdamW, FusedAdam, DeepSpeedCPUAdam), {"torch_adam", "adam_w_mode"}
+    classes = {"sgd": (SGD,), "adam": adams, "adamw": adams}.get(kind) or (getattr(lr_schedules, kind),)
+    found = {name for one in classes for name in inspect.signature(one).parameters}
+    more = switches if classes is adams else set()
+    return found - {"params", "model_params", "optimizer", "deepspeed_adamw_kwargs"} | more
+
+
 def removed_key_error(values: Mapping[str, Any]) -> Exception | None:
     """DeepSpeed's error for a key that it has removed; None if ``values`` has none."""
     from deepspeed.runtime.config import DeepSpeedConfigError, _reject_removed_config_keys

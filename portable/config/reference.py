@@ -1,7 +1,7 @@
 """Generate the reference page and the JSON Schema from the schema.
 
-``python -m portable.config.reference`` writes ``docs/config.md``, ``docs/wild.md`` and
-``configs/schema.json``; ``--check`` only checks that they are up to date.
+``python -m portable.config.reference`` writes ``docs/config.md`` and ``configs/schema.json``; ``--check``
+only checks that they are up to date.
 """
 
 from __future__ import annotations
@@ -13,41 +13,20 @@ from typing import Any
 
 from portable.config import keys
 from portable.config.help_text import default_text
-from portable.config.importing.page import page
 from portable.config.run_config import RunConfig
 from portable.config.sections import SourceConfig
 from portable.errors import one_line
 
 ROOT = Path(__file__).resolve().parents[2]
-
-_INTRODUCTION = """\
-# Configuration
-
-<!-- Written by `python -m portable.config.reference` from portable/config/*.py. Edit those, not this. -->
-
-Each setting is a key of the YAML file and a flag with its dotted name: `--train.steps 20`. Flags override the
-file, which overrides the defaults below, those of [the quickstart](../configs/quickstart.yaml). Several
-`--config` files are merged in order, key by key; a `model.config` with another `model_type` replaces the
-earlier one. `--dry-run` prints the origin of each setting.
-
-- **Flags.** Dashes and underscores are the same. A boolean needs no value (`--compile`, `--no-compile`).
-  Lists: `--train.betas 0.9 0.95` or `'[0.9, 0.95]'`; null: `null`; a key of a mapping:
-  `--model.config.hidden_size 512`. `portable-train --help train` explains one section.
-- **YAML** is read as YAML 1.2: `3e-4` is a number; `yes`, `no`, `on` and `off` are text, and accepted for
-  booleans. Duplicate keys are an error.
-- **Paths** expand `~`, `${VAR}` and `$VAR`; an undefined variable is an error.
-- **Errors** end the run before any work, with one line that names the key, its line and the nearest name.
-- **Editors** with a YAML language server complete and check a file whose first line is
-  `# yaml-language-server: $schema=../configs/schema.json` (relative to the file).
-- **†** marks what defines a run: it resumes only if these agree. **‡** marks what a source of `data.sources`
-  or `data.eval` may set for itself.
-"""
+PAGE = ROOT / "docs" / "config.md"
+"""Its introduction is written there, up to the first section."""
 
 
 def reference_page() -> str:
     """The text of ``docs/config.md``."""
     table, about = keys.settings(RunConfig), keys.sections(RunConfig)
-    parts = [_INTRODUCTION, _section("Top level", "", [s for s in table.values() if not s.section])]
+    introduction = PAGE.read_text("utf-8").partition("\n## ")[0]
+    parts = [introduction, _section("Top level", "", [s for s in table.values() if not s.section])]
     for name, text in about.items():
         parts.append(_section(f"`{name}`", text, [s for s in table.values() if s.section == name]))
     return "\n".join(parts)
@@ -112,8 +91,7 @@ def _shorten(node: Any) -> None:
 def pages() -> dict[Path, str]:
     """Every generated file with its text."""
     return {
-        ROOT / "docs" / "config.md": reference_page(),
-        ROOT / "docs" / "wild.md": page(),
+        PAGE: reference_page(),
         ROOT / "configs" / "schema.json": json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n",
     }
 

@@ -57,11 +57,10 @@ def did_you_mean_word(key: str, word: str, words: Iterable[str]) -> str:
 def _elsewhere(name: str) -> str | None:
     """Our setting, or a remedy, for another trainer's name of one, or for one of an earlier release."""
     from portable.config.importing.accelerate import WERE_SETTINGS
-    from portable.config.importing.trainers import FAMILIES, TRAINERS
+    from portable.config.importing.rows import row_of
+    from portable.config.importing.trainers import TRAINERS
 
-    leaf = name.rpartition(".")[2]
-    families = (row for prefix, row in FAMILIES.items() if leaf.startswith(prefix))
-    row = WERE_SETTINGS.get(name) or TRAINERS.get(leaf) or next(families, None)
+    row = WERE_SETTINGS.get(name) or row_of(TRAINERS, name.rpartition(".")[2])
     return None if row is None else row.hint or None
 
 

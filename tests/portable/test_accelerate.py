@@ -136,7 +136,7 @@ def test_each_key_of_the_file(text: str, key: str, value: Any, tmp_path: Path) -
 
 REFUSED = [
     ("distributed_type: MEGATRON_LM", "distributed_type MEGATRON_LM FSDP"),
-    ("mixed_precision: fp8", "mixed_precision fp8 BF16"),
+    ("mixed_precision: fp8", "mixed_precision fp8 bf16"),
     ("num_machines: 2", "num_machines torchrun"),
     ("mixed_precison: bf16", "mixed_precison mixed_precision?"),
     ("compute_environment: AMAZON_SAGEMAKER", "compute_environment LOCAL_MACHINE"),
@@ -159,7 +159,7 @@ REFUSED = [
         f"{ZERO}{{deepspeed_config_file: {__file__},\n  gradient_accumulation_steps: 4}}",
         ":3: gradient_accumulation_steps deepspeed_config_file",
     ),
-    ("distributed_type: NO\nmixed_precision: fp8", ":2: mixed_precision fp8 one|of|NO,|False,|BF16,|FP16"),
+    ("distributed_type: NO\nmixed_precision: fp8", ":2: mixed_precision fp8 one|of|no,|false,|bf16,|fp16"),
     (f"{FSDP}\n  fsdp_version: 3", ":3: fsdp_version one|of|1,|2"),
     ("- a list", "not an Accelerate config"),
 ]

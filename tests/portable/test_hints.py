@@ -15,12 +15,13 @@ import portable
 from portable.config import RunConfig, keys, load_config, parse_args
 from portable.config.arguments import TrainOptions
 from portable.config.importing.accelerate import WERE_SETTINGS
-from portable.config.importing.trainers import FAMILIES, TRAINERS, WORDS
+from portable.config.importing.trainers import TRAINERS, WORDS
+from portable.config.load import parse_file
 from portable.errors import UserError
 
 TABLE, SECTIONS = keys.settings(RunConfig), keys.sections(RunConfig)
 NAMED = {name: row for name, row in TRAINERS.items() if "." not in name}
-ROWS = (*NAMED.values(), *FAMILIES.values(), *WERE_SETTINGS.values())
+ROWS = (*NAMED.values(), *WERE_SETTINGS.values())
 HINTS = sorted({row.hint for row in ROWS if " " in row.hint})
 _KEY = r"[a-z][a-z0-9_]*(?:\.[a-z][a-z0-9_]*)*"
 _VALUE = r"\[[^\]]*\]|\{[^}]*\}|[A-Za-z0-9][\w.-]*"
@@ -164,7 +165,15 @@ def constants() -> list[tuple[str, str]]:
                 found.append((f"{path.name}:{node.lineno}", "".join(parts)))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "\n" not in node.value:
                 found.append((f"{path.name}:{node.lineno}", node.value))
-    return found
+    rules = Path(portable.__file__).with_name("rules.yaml").read_text("utf-8")
+    return found + [("rules.yaml", line) for line in re.findall(r"then: (.*)", rules)]
+
+
+def test_every_rule_is_of_settings() -> None:
+    for part in parse_file(Path(portable.__file__).with_name("rules.yaml")).value.values():
+        for rule in part:
+            named = [key for keys_ in rule["if"] for key in keys_.split(" | ") if "*" not in key]
+            assert TABLE.keys() >= {*named, *re.findall(r"{(.*?)}", rule["then"])}
 
 
 def test_every_setting_that_a_remedy_names_is_there() -> None:

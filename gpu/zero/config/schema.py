@@ -1,7 +1,7 @@
 """The keys and types of a DeepSpeed configuration, as one pydantic model.
 
 DeepSpeed reads some sections with pydantic models, which are used as they are. The rest it reads from plain
-dictionaries, where a misspelt key is silently ignored; those have their types here, from
+dictionaries, where a misspelt key is silently ignored; those have their types in ``docs/wild.md``, from
 ``deepspeed/runtime/config.py`` and the ``constants.py`` beside each feature.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
@@ -23,7 +24,8 @@ from pydantic import (
 
 from gpu.zero import private_api
 from portable.config import keys
-from portable.config.importing.deepspeed import AUTO, OPTIMIZERS, PARAMS, SCHEDULERS
+from portable.config.importing.deepspeed import AUTO, OPTIMIZERS, SCHEDULERS
+from portable.config.importing.rows import cells
 from portable.config.origins import shown
 from portable.config.suggest import did_you_mean
 from portable.errors import UserError, one_line
@@ -41,7 +43,6 @@ def _number(least: float) -> Any:
 _Number = _number(0)
 _Whole = Annotated[int, Field(gt=0)]
 _Lower = BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value)
-_Sent = Annotated[Literal["fp16", "bf16", "fp32"], _Lower]
 _Known = dict[str, Any]
 """Types by key; a mapping of these for a section."""
 
@@ -52,12 +53,13 @@ def _dtype(value: Any) -> Any:
     return value
 
 
-_Dtype = Annotated[Any, AfterValidator(_dtype)]
-
-
-def _all(kind: Any, names: str) -> _Known:
-    """``kind`` for each of ``names``, which spaces separate."""
-    return dict.fromkeys(names.split(), kind)
+_KINDS = {
+    "anything": Any,
+    "true or false": bool,
+    "a number": _Number,
+    "a whole number from 1": Annotated[int, Field(gt=0)],
+    "a dtype": Annotated[Any, AfterValidator(_dtype)],
+}
 
 
 def _model(name: str, known: _Known) -> type[BaseModel]:
@@ -69,60 +71,31 @@ def _model(name: str, known: _Known) -> type[BaseModel]:
     return create_model(name, __config__=_STRICT, **fields)
 
 
-_PLAIN: _Known = {
-    # Compared in reconcile.py; DeepSpeed refuses some of the others in its own words.
-    **_all(_Whole, "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps"),
-    **_all(Any, "elasticity steps_per_print log_level weight_quantization expert_parallel datastates_ckpt"),
-    **_all(bool, "managed_gradient_accumulation prescale_gradients wall_clock_breakdown memory_breakdown"),
-    **_all(bool, "dump_state disable_allgather disable_python_gc dataloader_drop_last"),
-    **_all(
-        bool, "use_data_before_expert_parallelism zero_allow_untested_optimizer zero_force_ds_cpu_optimizer"
-    ),
-    **_all(_Number, "gradient_clipping gradient_predivide_factor"),
-    **_all(_Sent, "communication_data_type seq_parallel_communication_data_type"),
-    "gradient_allreduce_op": Annotated[Literal["mean", "sum"], _Lower],
-    "activation_checkpointing": {
-        **_all(bool, "partition_activations contiguous_memory_optimization synchronize_checkpoint_boundary"),
-        **_all(bool, "profile cpu_checkpointing"),
-        "number_checkpoints": Any,
-    },
-    "aio": {
-        **_all(_Number, "block_size queue_depth intra_op_parallelism"),
-        **_all(bool, "single_submit overlap_events use_gds"),
-    },
-    "checkpoint": {
-        "tag_validation": Annotated[Literal["warn", "ignore", "fail"], _Lower],
-        **_all(bool, "load_universal use_node_local_storage checkpoint_serialization"),
-        "parallel_write": {"pipeline_stage": bool},
-        "writer": _all(
-            Any,
-            "type io_buffer_size io_buffer_double io_multiplier show_statistics data_parallel decoupled",
-        ),
-    },
-    "data_types": {
-        **_all(_Dtype, "grad_accum_dtype param_dtype buffer_dtype"),
-        "keep_in_fp32_modules": Any,
-    },
-    "torch_autocast": {"enabled": bool, **_all(Any, "dtype lower_precision_safe_modules")},
-    "data_efficiency": {"enabled": bool, **_all(Any, "seed data_sampling data_routing")},
-    "pipeline": _all(
-        Any,
-        "stages partition seed_layers activation_checkpoint_interval pipe_partitioned grad_partitioned",
-    ),
-}
-"""What DeepSpeed reads from plain dictionaries."""
+@cache
+def _plain() -> _Known:
+    """What DeepSpeed reads from plain dictionaries."""
+    found: _Known = {}
+    for names, value in cells("Values in a DeepSpeed JSON"):
+        kind = _KINDS.get(value) or Annotated[Literal[tuple(value.split(", "))], _Lower]
+        for name in re.findall("`(.+?)`", names):
+            *around, last = name.split(".")
+            inside = found
+            for part in around:
+                inside = inside.setdefault(part, {})
+            inside[last] = kind
+    return found
 
 
 def schema_of(document: Mapping[str, Any]) -> type[BaseModel]:
     """The model of ``document``; ``params`` of optimizer and scheduler depend on their types in it."""
     known = {
-        **_PLAIN,
+        **_plain(),
         **{
             section: {"enabled": bool, **{name: _type_of(value) for name, value in vars(made({})).items()}}
             for section, made in private_api.config_classes().items()
         },
         "optimizer": {
-            **_all(Any, "type legacy_fusion"),
+            **dict.fromkeys(("type", "legacy_fusion"), Any),
             "params": _params(document, "optimizer", OPTIMIZERS),
         },
         "scheduler": {"type": Any, "params": _params(document, "scheduler", SCHEDULERS)},
@@ -210,7 +183,7 @@ def _params(document: Mapping[str, Any], block: str, kinds: Iterable[str]) -> An
     inside = document.get(block)
     kind = inside.get("type") if isinstance(inside, dict) else None
     named = {str(kind), str(kind).lower()}
-    names = [name for one in kinds if kind is None or one in named for name in PARAMS[one].split()]
+    names = [name for one in kinds if kind is None or one in named for name in private_api.params(one)]
     return dict.fromkeys(names, Any) or Any
 
 

@@ -16,11 +16,9 @@ from portable.config.importing.rows import (
     NoCounterpart,
     NoEffect,
     Row,
+    cells,
     choose,
-    free,
-    named,
-    never_off,
-    refused,
+    table,
 )
 from portable.config.origins import shown
 from portable.config.types import truth
@@ -29,16 +27,12 @@ from portable.config.yaml_text import parse_value
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from portable.config.importing.rows import File, Path, Rows
+    from portable.config.importing.rows import File, Keys
 
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
 """In the order of Accelerate's numbers, from 1."""
-_HOST = "start it on every host of the slice, as docs/tpu.md says; remove it"
-_LAUNCHER = "the launcher's: start the ranks with it, and remove the key here"
-_SHARDING: dict[Any, str] = {
-    word: name for n, name in enumerate(STRATEGIES, 1) for word in (n, str(n), name.upper())
-}
-_ZERO = {0: "no_shard", 1: "zero1", 2: "zero2", 3: "zero3"}
+_SHARDING = {word: name for n, name in enumerate(STRATEGIES, 1) for word in (str(n), name)}
+_PRECISIONS = {"no": "fp32", "false": "fp32", "bf16": "bf16", "fp16": "fp16"}
 
 
 def _kind(file: File) -> str:
@@ -77,42 +71,30 @@ def _flag(value: Any) -> bool:
     return flag
 
 
-def _for_tpus(why: str) -> Row:
+def _for_tpus(value: Any, file: File) -> None:
     """A key that launches TPU hosts; the launch here asks for none."""
-
-    def take(value: Any, file: File) -> None:
-        if truth(value) in (False, *EMPTY):
-            return
-        if _xla(file):
-            raise NoCounterpart(f"{shown(value)} has no counterpart: {why}")
-        raise NoEffect(f"{shown(value)} has no effect: it is for TPUs")
-
-    return Row(how=take, why=why)
+    if truth(value) in (False, *EMPTY):
+        return
+    if _xla(file):
+        raise NoCounterpart(f"{shown(value)} has no counterpart: {file.row.why}")
+    raise NoEffect(f"{shown(value)} has no effect: it is for TPUs")
 
 
-def _off_xla(key: str, how: Any = None) -> Row:
-    """A setting of FSDP; on XLA nothing is wrapped or prefetched."""
-
-    def take(value: Any, file: File) -> Any:
-        value = choose(value, how) if isinstance(how, dict) else how(value, file) if how else value
-        return None if _xla(file) else value
-
-    return Row(key, take)
-
-
-def _sharding(version: str) -> Row:
+def _sharding(value: Any, file: File) -> Any:
     """One of the two keys for the sharding; each version of FSDP has its own."""
+    found = str(file.get("fsdp_config.fsdp_version", file.get("fsdp_version", 1)))
+    second = file.path[-1] == "fsdp_reshard_after_forward"
+    if (found == "2") != second and not _xla(file):
+        other = "fsdp_reshard_after_forward" if found == "2" else "fsdp_sharding_strategy"
+        raise NoEffect(f"has no effect: with fsdp_version {found} Accelerate reads {other}")
+    if second and isinstance(truth(value), bool):
+        return "full_shard" if truth(value) else "shard_grad_op"
+    return choose(value, _SHARDING)
 
-    def take(value: Any, file: File) -> str:
-        found = str(file.get("fsdp_config.fsdp_version", file.get("fsdp_version", 1)))
-        if (found == "2") != (version == "2") and not _xla(file):
-            other = "fsdp_reshard_after_forward" if found == "2" else "fsdp_sharding_strategy"
-            raise NoEffect(f"has no effect: with fsdp_version {found} Accelerate reads {other}")
-        if version == "2" and isinstance(truth(value), bool):
-            return "full_shard" if truth(value) else "shard_grad_op"
-        return str(choose(value, _SHARDING))
 
-    return Row("strategy", take)
+def _original(value: Any, file: File) -> None:
+    if truth(value) not in (True, *EMPTY):
+        raise NoEffect(f"{shown(value)} has no effect: {file.row.why.partition(': ')[2]}")
 
 
 def _more_than_one(value: Any, file: File) -> int | None:
@@ -163,10 +145,11 @@ def _min_params(value: Any, file: File) -> Any:
 
 
 def _wrap(value: Any, file: File) -> str | None:
-    policy = choose(value, {w.upper(): w for w in ("transformer_based_wrap", "size_based_wrap", "no_wrap")})
-    if _xla(file) and policy != "transformer_based_wrap":
-        raise NoCounterpart(f"{policy}: {_WRAPS_NOTHING}")
-    return None if _xla(file) else str(policy)
+    policy = choose(value, {w: w for w in ("transformer_based_wrap", "size_based_wrap", "no_wrap")})
+    if _xla(file) and policy not in (None, "transformer_based_wrap"):
+        why = "under SPMD nothing is wrapped, and each transformer layer is recomputed"
+        raise NoCounterpart(f"{policy}: {why}; remove it")
+    return None if policy is None else str(policy)
 
 
 def _sharding_of(file: File) -> Any:
@@ -187,7 +170,7 @@ def _reshard(value: Any, file: File) -> str | None:
 
 def _compute(value: Any, file: File) -> str:
     """A second name of mixed_precision."""
-    kinds = {"FLOAT32": "fp32", "BFLOAT16": "bf16"}
+    kinds = {"float32": "fp32", "bfloat16": "bf16"}
     precision = str(choose(str(value).removeprefix("torch."), kinds))
     mixed = file.get("mixed_precision")
     if mixed is not None and choose(mixed, _PRECISIONS) != precision:
@@ -215,139 +198,49 @@ def _deepspeed_file(value: Any, file: File) -> Any:
     return value
 
 
-def _words(*names: str, **meant: Any) -> dict[Any, Any]:
-    return {name.upper(): name for name in names} | {key.upper(): value for key, value in meant.items()}
-
-
-_PRECISIONS = {None: None, "NO": "fp32", False: "fp32", "BF16": "bf16", "FP16": "fp16"}
-_WRAPS_NOTHING = "under SPMD nothing is wrapped, and each transformer layer is recomputed; remove it"
-XLA_FSDP: Rows = {
-    "compute_dtype": Row("precision", _compute, "set precision to bf16 or fp32"),
-    "buffer_dtype": Row("xla.buffer_dtype", lambda value, _: str(value).removeprefix("torch.")),
-    "shard_param_on_dim_0": Row("xla.shard_param_on_dim_0", lambda value, _: _flag(value)),
-    "optimization_barrier_in_backward": Row(
-        "xla.optimization_barrier_in_backward", lambda value, _: _flag(value)
-    ),
-    "reshard_after_forward": Row(
-        "strategy", _reshard, "set strategy to full_shard if it is true, and to shard_grad_op if not"
-    ),
-    "fp32_reduce_scatter": refused(
-        "under SPMD gradients are reduced in the compute type; remove it, or set precision to fp32"
-    ),
-    "disable_reshard_on_root": refused("under SPMD there are no units and no root; remove it"),
-    "flatten_parameters": refused("under SPMD parameters are sharded along a dim; remove it"),
-    "pin_layout_in_collective_ops": refused("under SPMD the compiler places the collectives; remove it"),
-    "optimization_barrier_in_forward": refused("under SPMD the compiler schedules the gathers; remove it"),
-    "execute_sharding_on_init": never_off("parameters are always sharded on creation; remove it"),
-    "auto_wrap_policy": refused(_WRAPS_NOTHING, "transformer_based_wrap"),
-}
-"""The names of ``xla_fsdp_settings``."""
-_GRAD_CKPT = Row(
-    "memory.activation_checkpointing",
-    {True: "full", False: None, None: None},
-    "set memory.activation_checkpointing to full",
+_FILE = table(
+    "Accelerate YAML",
+    {
+        "use_cpu": _use_cpu,
+        "fp16": _old_fp16,
+        "downcast_bf16 tpu_use_cluster tpu_use_sudo tpu_name tpu_zone tpu_vm tpu_env commands "
+        "command_file": _for_tpus,
+        "gpu_ids": _gpus,
+        "dynamo_backend dynamo_config.dynamo_backend": _dynamo,
+        "dynamo_config.dynamo_mode": lambda value, _: value or "default",
+        "fsdp_config.fsdp_sharding_strategy fsdp_config.fsdp_reshard_after_forward": _sharding,
+        "fsdp_config.fsdp_auto_wrap_policy": _wrap,
+        "fsdp_config.fsdp_transformer_layer_cls_to_wrap": _classes,
+        "fsdp_config.fsdp_min_num_params": _min_params,
+        "fsdp_config.fsdp_use_orig_params": _original,
+        "xla_fsdp_settings.compute_dtype": _compute,
+        "xla_fsdp_settings.buffer_dtype": lambda value, _: str(value).removeprefix("torch."),
+        "xla_fsdp_settings.reshard_after_forward": _reshard,
+        "deepspeed_config.gradient_accumulation_steps": _accumulation,
+        "deepspeed_config.gradient_clipping": clipping,
+        "deepspeed_config.offload_optimizer_device": offload("optimizer", _stage),
+        "deepspeed_config.offload_param_device": offload("params", _stage),
+        "deepspeed_config.offload_optimizer_nvme_path": nvme_path(
+            "deepspeed_config.offload_optimizer_device", _stage
+        ),
+        "deepspeed_config.offload_param_nvme_path": nvme_path(
+            "deepspeed_config.offload_param_device", _stage
+        ),
+        "deepspeed_config.deepspeed_config_file": _deepspeed_file,
+        "parallelism_config.parallelism_config_cp_size parallelism_config.parallelism_config_sp_size "
+        "parallelism_config.parallelism_config_tp_size": _more_than_one,
+    },
 )
-_PREFETCH = {None: None} | _words("backward_pre", "backward_post", "no_prefetch")
-_XLA: Rows = {
-    "xla": Row("backend", lambda value, _: "xla" if _flag(value) else None),
-    "xla_fsdp_grad_ckpt": _GRAD_CKPT,
-    **named(XLA_FSDP, "xla_fsdp_settings."),
-}
+_XLA = {name: row for name, row in _FILE.items() if name.startswith("xla")}
+"""At the top level in some guides, and in FSDP's section in the Trainer's."""
+ROWS = _FILE | {f"fsdp_config.{name}": row for name, row in _XLA.items()}
 _XLA_KEYS = {name.partition(".")[0] for name in _XLA}
-WERE_SETTINGS: Rows = {
-    **{f"xla.{name}": row for name, row in XLA_FSDP.items() if not row.to.startswith("xla.")},
-    "xla.xla_fsdp_grad_ckpt": _GRAD_CKPT,
-    "xla.xla_fsdp_v2": free("sharding is always by SPMD; remove it"),
-}
+WERE_SETTINGS = {
+    f"xla.{name.removeprefix('xla_fsdp_settings.')}": row
+    for name, row in _XLA.items()
+    if name != "xla" and not row.to.startswith("xla.")
+} | {"xla.xla_fsdp_v2": Row(why="sharding is always by SPMD; remove it", free=True)}
 """Settings of earlier releases that had one value, or another name besides."""
-_DYNAMO: Rows = {
-    "mode": Row("compile_mode", lambda value, _: value or "default"),
-    "use_fullgraph use_dynamic use_regional_compilation": free(
-        "each layer is compiled separately", "default"
-    ),
-}
-_PARALLELISM: Rows = {
-    "cp_size sp_size": Row("context_parallel_size", _more_than_one),
-    "tp_size": Row("tensor_parallel_size", _more_than_one),
-    "dp_shard_size dp_replicate_size": free("strategy and the number of ranks say it", 1, "1"),
-    "cp_comm_strategy cp_backend sp_backend sp_seq_length sp_seq_length_is_variable "
-    "sp_attn_implementation": free("ranks that share a sequence exchange tokens for heads"),
-}
-_FSDP: Rows = {
-    "sharding_strategy": _sharding("1"),
-    "reshard_after_forward": _sharding("2"),
-    "auto_wrap_policy": Row("fsdp.auto_wrap_policy", _wrap),
-    "transformer_layer_cls_to_wrap": _off_xla("fsdp.transformer_layer_cls_to_wrap", _classes),
-    "min_num_params": _off_xla("fsdp.min_num_params", _min_params),
-    "forward_prefetch": _off_xla("fsdp.forward_prefetch", lambda value, _: _flag(value) or None),
-    "backward_prefetch backward_prefetch_policy": _off_xla("fsdp.backward_prefetch", _PREFETCH),
-    # Checkpoints are always sharded. The export at the end is a full state dict.
-    "state_dict_type": Row("checkpoint.export", {"SHARDED_STATE_DICT": None, "FULL_STATE_DICT": True}),
-    "offload_params": Row("memory.offload_params", {True: "cpu", False: "none"}),
-    "activation_checkpointing": Row("memory.activation_checkpointing", {True: "full", False: "none"}),
-    "activation_checkpointing_offload": refused("stored activations stay on the device; set it to false"),
-    "ignored_modules": refused("every module is sharded; remove it"),
-    "version": Row(
-        how={version: {} for version in (1, 2, "1", "2", None)},
-        why="1 or 2, which says what keys Accelerate reads",
-    ),
-    "use_orig_params": Row(
-        why="FSDP2 always keeps the original parameters", free=True, silent=(True, *EMPTY)
-    ),
-    "cpu_ram_efficient_loading sync_module_states": free(),
-}
-_DEEPSPEED: Rows = {
-    "zero_stage": Row("strategy", {**_ZERO, **{str(n): s for n, s in _ZERO.items()}}),
-    "gradient_accumulation_steps": Row("deepspeed.config", _accumulation),
-    "gradient_clipping": Row(how=clipping, why="train.max_grad_norm"),
-    "offload_optimizer_device": offload("optimizer", _stage),
-    "offload_param_device": offload("params", _stage),
-    "offload_optimizer_nvme_path": nvme_path("deepspeed_config.offload_optimizer_device", _stage),
-    "offload_param_nvme_path": nvme_path("deepspeed_config.offload_param_device", _stage),
-    "deepspeed_config_file": Row("deepspeed.config", _deepspeed_file),
-    "deepspeed_multinode_launcher": refused(_LAUNCHER, "standard"),
-    "deepspeed_hostfile deepspeed_inclusion_filter deepspeed_exclusion_filter": refused(_LAUNCHER),
-    "deepspeed_moe_layer_cls_names": free("ZeRO-3 finds the expert blocks automatically"),
-    "zero3_init_flag zero3_save_16bit_model": free(),
-}
-_ROWS: Rows = {
-    "distributed_type": Row(
-        how={
-            "NO": {"strategy": "no_shard"},
-            False: {"strategy": "no_shard"},  # unquoted NO in YAML 1.1
-            "MULTI_GPU": {"strategy": "no_shard", "backend": "cuda"},
-            "MULTI_CPU": {"strategy": "no_shard", "backend": "cpu"},
-            "FSDP": {},
-            "DEEPSPEED": {},
-            "XLA": {"backend": "xla"},
-            "TPU": {"backend": "xla"},
-        },
-        why="strategy, backend",
-    ),
-    "mixed_precision": Row("precision", _PRECISIONS),
-    "use_cpu": Row("backend", _use_cpu),
-    "fp16": Row("precision", _old_fp16),
-    "downcast_bf16": _for_tpus("mixed_precision sets the compute dtype; set it to no"),
-    "gpu_ids": Row(how=_gpus, why="CUDA_VISIBLE_DEVICES"),
-    "dynamo_backend dynamo_config.dynamo_backend": Row(how=_dynamo, why="compile, compile_backend"),
-    **named(_DYNAMO, "dynamo_config.dynamo_"),
-    **named(_FSDP, "fsdp_config.fsdp_"),
-    **_XLA,  # at the top level in some guides, and in FSDP's section in the Trainer's
-    **named(_XLA, "fsdp_config."),
-    **named(_DEEPSPEED, "deepspeed_config."),
-    **named(_PARALLELISM, "parallelism_config.parallelism_config_"),
-    "compute_environment": refused("runs are always local; set it to LOCAL_MACHINE", "LOCAL_MACHINE", "TPU"),
-    "tpu_use_cluster": _for_tpus(_HOST.replace("remove it", "set it to false")),
-    "tpu_use_sudo": _for_tpus("no command needs sudo; set it to false"),
-    "tpu_name tpu_zone tpu_vm tpu_env commands command_file": _for_tpus(_HOST),
-    "mpirun_config": refused(_LAUNCHER),
-    "debug": free("collectives are not checked one by one"),
-    "enable_cpu_affinity": free("ranks are not bound to cores"),
-    "fp8_config": free("fp8 is not part of this version"),
-    "main_process_ip main_process_port machine_rank main_training_function rdzv_backend": free(),
-    "same_network num_processes num_machines": free(),
-}
-ROWS = named(_ROWS)
 
 
 def prepare(file: File) -> None:
@@ -383,6 +276,9 @@ def finish(file: File, devices: int) -> None:
         file.put(path, "strategy", "full_shard")
     if kind == "DEEPSPEED" and "strategy" not in result.values and not _json(file):
         file.put(path, "strategy", "zero2")
+    if _xla(file):  # where nothing is wrapped or prefetched
+        for key in [key for key in result.values if key.startswith("fsdp.")]:
+            del result.values[key], result.origins[key]
     if _xla(file) and not (file.get("fsdp_config") or any(key in file.values for key in _XLA_KEYS)):
         file.note(path, "without fsdp_config Accelerate replicates the model; here it is sharded")
     if _xla(file) or "RANK" in os.environ:  # one process drives all devices, or a launcher sets the number
@@ -409,42 +305,23 @@ _KINDS = {
     "ACCELERATE_USE_DEEPSPEED": "DEEPSPEED",
     "ACCELERATE_USE_MEGATRON_LM": "MEGATRON_LM",
 }
-_SECTIONS = {
-    "FSDP_": "fsdp_config.fsdp_",
-    "ACCELERATE_DYNAMO_": "dynamo_config.dynamo_",
-    "ACCELERATE_DEEPSPEED_": "deepspeed_config.",
-}
-# Where a variable's name is not its key's.
-_NAMED = {
-    "ACCELERATE_MIXED_PRECISION": "mixed_precision",
-    "ACCELERATE_USE_CPU": "use_cpu",
-    "ACCELERATE_DEBUG_MODE": "debug",
-    "ACCELERATE_CPU_AFFINITY": "enable_cpu_affinity",
-    **{
-        f"PARALLELISM_CONFIG_{name.upper()}": f"parallelism_config.parallelism_config_{name}"
-        for name in ("cp_size", "sp_size", "tp_size", "dp_shard_size", "dp_replicate_size")
-    },
-    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "deepspeed_config.gradient_accumulation_steps",
-    "ACCELERATE_GRADIENT_CLIPPING": "deepspeed_config.gradient_clipping",
-    "ACCELERATE_DEEPSPEED_CONFIG_FILE": "deepspeed_config.deepspeed_config_file",
-    "ACCELERATE_DEEPSPEED_ZERO3_INIT": "deepspeed_config.zero3_init_flag",
-    "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES": "deepspeed_config.deepspeed_moe_layer_cls_names",
-    "FSDP_TRANSFORMER_CLS_TO_WRAP": "fsdp_config.fsdp_transformer_layer_cls_to_wrap",
-}
-_DEFAULTS = {
-    "mixed_precision": ("no",),
-    "use_cpu": ("false",),
-    "dynamo_config.dynamo_backend": ("no",),
-    "dynamo_config.dynamo_mode": ("default",),
-    "fsdp_config.fsdp_sharding_strategy": ("full_shard", "1"),
-    "fsdp_config.fsdp_reshard_after_forward": ("true",),
-    "fsdp_config.fsdp_offload_params": ("false",),
-    "fsdp_config.fsdp_activation_checkpointing": ("false",),
-}
-"""What the launcher always sets, and so asks for nothing: ``--mixed_precision no`` is the same as none."""
+_VARIABLES = [
+    (variable.strip("`"), key.strip("`"), nothing.split(", "))
+    for variable, key, nothing in cells("Variables of accelerate launch")
+]
 
 
-def of_environment(environment: Mapping[str, str]) -> tuple[dict[str, Any], dict[Path, str]]:
+def _key_of(variable: str, text: str) -> str:
+    """The key that a variable is; empty for one that asks for nothing, or is not Accelerate's."""
+    for name, key, nothing in _VARIABLES:
+        if name == variable:
+            return "" if text.lower() in nothing else key
+        if name.endswith("*") and variable.startswith(name[:-1]):
+            return key[:-1] + variable.removeprefix(name[:-1]).lower()
+    return ""
+
+
+def of_environment(environment: Mapping[str, str]) -> tuple[dict[str, Any], dict[Keys, str]]:
     """Convert the variables of a launcher to the content of a config file.
 
     Args:
@@ -454,7 +331,7 @@ def of_environment(environment: Mapping[str, str]) -> tuple[dict[str, Any], dict
         the content, and the variable of each key.
     """
     values: dict[str, Any] = {}
-    variables: dict[Path, str] = {}
+    variables: dict[Keys, str] = {}
     for variable, kind in _KINDS.items():
         if truth(environment.get(variable, "").replace("1", "true")) is True and not values:
             values["distributed_type"] = kind
@@ -462,10 +339,8 @@ def of_environment(environment: Mapping[str, str]) -> tuple[dict[str, Any], dict
     # FSDP1 and FSDP2 have different keys for the sharding.
     unread = "sharding_strategy" if environment.get("FSDP_VERSION") == "2" else "reshard_after_forward"
     for variable, text in sorted(environment.items()):
-        section = next((prefix for prefix in _SECTIONS if variable.startswith(prefix)), "")
-        inner = section and _SECTIONS[section] + variable.removeprefix(section).lower()
-        dotted = _NAMED.get(variable, inner)
-        if not dotted or dotted.endswith(unread) or text.lower() in _DEFAULTS.get(dotted, ()):
+        dotted = _key_of(variable, text)
+        if not dotted or dotted.endswith(unread):
             continue
         around, _, name = dotted.rpartition(".")
         target = values.setdefault(around, {}) if around else values

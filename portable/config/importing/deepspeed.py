@@ -5,6 +5,7 @@ All other keys that DeepSpeed knows are passed on to it, in ``deepspeed.config``
 
 from __future__ import annotations
 
+import re
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -14,116 +15,32 @@ from pydantic import TypeAdapter, ValidationError
 from portable.config.importing.rows import (
     NoCounterpart,
     NoEffect,
-    Row,
+    cells,
     choose,
-    free,
-    named,
-    never_off,
-    refused,
+    table,
 )
 from portable.config.origins import shown
+from portable.config.yaml_text import parse_value
 from portable.errors import UserError, one_line, require
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from portable.config.importing.rows import File, Rows
+    from portable.config.importing.rows import File, How
 
 AUTO = "auto"
-SHARED = {
-    "train_batch_size": "train.global_batch_size",
-    "train_micro_batch_size_per_gpu": "train.micro_batch_size",
-    "optimizer.params.betas": "train.betas",
-    "optimizer.params.eps": "train.eps",
-    "optimizer.params.weight_decay": "train.weight_decay",
-}
-"""Keys with one meaning in both."""
-FP16 = ("initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
-SCHEDULED = {
-    "warmup_num_steps": "train.warmup_steps",
-    "total_num_steps": "train.steps",
-    "cos_min_ratio": "train.min_learning_rate_ratio",
-    "warmup_max_lr": "train.learning_rate",
-    "cycle_max_lr": "train.learning_rate",
-    "lr_range_test_min_lr": "train.learning_rate",
-}
-"""Params of schedulers that are settings; the others are ``train.schedule_params``."""
-_BOOLEAN = TypeAdapter(bool)
 _RATES = ("warmup_max_lr", "cycle_max_lr", "lr_range_test_min_lr")
-_ADAM = {"lr": 0.001, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
-OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "adamw": _ADAM,
-    "adam": _ADAM,
-    "sgd": {"lr": 0.001, "momentum": 0, "weight_decay": 0.0},
-}
-"""The values of ``optimizer.type`` that are supported, with the settings that DeepSpeed's classes have."""
 TORCHS_WEIGHT_DECAY = 0.01
 """The default of torch's AdamW, which ``torch_adam`` selects."""
-EQUIVALENT = "torch_adam fused foreach set_grad_none capturable differentiable"
-"""Params that select another implementation of the same update."""
-SCHEDULERS: dict[str, dict[str, Any]] = {
-    "WarmupLR": {"warmup_num_steps": 1000},
-    "WarmupDecayLR": {"warmup_num_steps": 1000, "warmup_max_lr": 0.001},
-    "WarmupCosineLR": {"warmup_num_steps": 1000, "cos_min_ratio": 0.0001},
-    "OneCycle": {},
-    "LRRangeTest": {"lr_range_test_min_lr": 0.001},
+DEFAULTS: dict[str, dict[str, Any]] = {
+    name: parse_value(params)
+    for names, params in cells("Defaults of DeepSpeed")
+    for name in re.findall("`(.+?)`", names)
 }
-"""The same for ``scheduler.type``."""
-_WARMUP = "warmup_min_lr warmup_max_lr warmup_num_steps warmup_type last_batch_iteration"
-_ADAMS = f"lr betas eps weight_decay bias_correction amsgrad maximize adamw_mode adam_w_mode {EQUIVALENT}"
-PARAMS = {
-    "adamw": f"{_ADAMS} fp32_optimizer_states",
-    "adam": f"{_ADAMS} fp32_optimizer_states",
-    "sgd": f"lr momentum dampening weight_decay nesterov maximize {EQUIVALENT}",
-    "WarmupLR": _WARMUP,
-    "WarmupDecayLR": f"total_num_steps {_WARMUP}",
-    "WarmupCosineLR": "total_num_steps warmup_min_ratio warmup_num_steps cos_min_ratio warmup_type "
-    "last_batch_iteration",
-    "OneCycle": "cycle_min_lr cycle_max_lr decay_lr_rate cycle_first_step_size cycle_second_step_size "
-    "cycle_first_stair_count cycle_second_stair_count decay_step_size cycle_momentum cycle_min_mom "
-    "cycle_max_mom decay_mom_rate last_batch_iteration",
-    "LRRangeTest": "lr_range_test_min_lr lr_range_test_step_size lr_range_test_step_rate "
-    "lr_range_test_staircase last_batch_iteration",
-}
-"""All params of each."""
-RECOMPUTE = ("cpu_checkpointing", "partition_activations", "contiguous_memory_optimization")
-"""The keys of ``activation_checkpointing`` that enable recomputation; the others only configure it."""
-NO_EFFECT = {
-    "partition_activations": "it shards activations over model-parallel ranks, and there is only one",
-    "contiguous_memory_optimization": "it arranges what partition_activations shards",
-    "number_checkpoints": "it sizes the buffer of contiguous_memory_optimization",
-    "synchronize_checkpoint_boundary": "layers are recomputed without a host sync",
-    "profile": "use portable-train --profile, which records the time of each layer",
-}
-"""Keys of DeepSpeed's own activation checkpointing, and why they have no effect here."""
-_UPDATE = "another update of the weights is not supported"
-NEEDED = {
-    **{f"optimizer.params.{n}": _UPDATE for n in ("bias_correction", "adamw_mode", "fp32_optimizer_states")},
-    "bf16.check_grad_overflow": "non-finite updates would go unnoticed",
-    "zero_optimization.compute_grad_norm": "the gradient norm is needed for clipping and metrics",
-    "managed_gradient_accumulation": "DeepSpeed must know where a step ends",
-}
-"""Switches that must not be off, and why."""
-UNSUPPORTED: dict[str, Any] = {
-    **{f"optimizer.params.{n}": False for n in ("amsgrad", "maximize", "nesterov")},
-    "optimizer.params.dampening": 0,
-    "zero_optimization.zenflow": None,
-    "zero_optimization.offload_optimizer.super_offload": False,
-    "zero_optimization.offload_optimizer.ratio": 1.0,
-    "tensor_parallel": None,
-    "expert_parallel": None,
-    "hybrid_engine.enabled": False,
-    "compile.deepcompile": False,
-    "checkpoint.writer": None,
-    "datastates_ckpt": None,
-    "fp16.fp16_master_weights_and_grads": False,
-    "bf16.bf16_master_weights_and_grads": False,
-    "torch_autocast.enabled": False,
-    "data_efficiency.enabled": False,
-    "weight_quantization": None,
-    "gradient_allreduce_op": "mean",
-}
-"""Switches to another engine, layout or computation, with the value that changes nothing."""
+"""The values of ``type`` that are supported, with the params of DeepSpeed's classes that are settings."""
+OPTIMIZERS = ("adamw", "adam", "sgd")
+SCHEDULERS = tuple(name for name in DEFAULTS if name not in OPTIMIZERS)
+_BOOLEAN = TypeAdapter(bool)
 
 
 def parse_json(text: str, name: str) -> dict[str, Any]:
@@ -220,13 +137,6 @@ def _given(value: Any, _: File) -> Any:
     return None if value in (None, AUTO) else value
 
 
-def _stage(value: Any, _: File) -> str | None:
-    names = {0: "no_shard", 1: "zero1", 2: "zero2", 3: "zero3"}
-    if value not in (None, AUTO) and (value not in names or isinstance(value, bool)):
-        raise NoCounterpart(f"{shown(value)} has no counterpart; use one of 0, 1, 2, 3")
-    return names.get(value)
-
-
 def _precision(value: Any, file: File) -> str | None:
     """The type that is on; fp32 where one is off, and the other is neither on nor left to the run."""
     kinds = [switched(file.get(f"{k}.enabled")) for k in ("bf16", "fp16") if isinstance(file.get(k), dict)]
@@ -254,7 +164,7 @@ def clipping(value: Any, _: File) -> dict[str, Any]:
     return {} if value in (None, AUTO) else {"train.max_grad_norm": float(value) or None}
 
 
-def offload(part: str, stage: Callable[[File], Any], *, switch: bool = False) -> Row:
+def offload(part: str, stage: Callable[[File], Any], *, switch: bool = False) -> How:
     """The device that ``optimizer`` or ``params`` go to, at the ZeRO stage of a file.
 
     Args:
@@ -268,7 +178,7 @@ def offload(part: str, stage: Callable[[File], Any], *, switch: bool = False) ->
             value = "cpu" if switched(value) is True else AUTO
         if value == AUTO:
             return None
-        device = str(choose(value, {None: "none", "NONE": "none", "CPU": "cpu", "NVME": "nvme"}))
+        device = choose(value, {"none": "none", "cpu": "cpu", "nvme": "nvme"}) or "none"
         if device != "none" and stage(file) in ((0,) if part == "optimizer" else (0, 1, 2)):
             raise NoEffect(f"{device} has no effect at ZeRO stage {stage(file)}, as in DeepSpeed")
         if device == "nvme" and stage(file) in (1, 2):
@@ -276,12 +186,12 @@ def offload(part: str, stage: Callable[[File], Any], *, switch: bool = False) ->
                 file.path, f"nvme is read as cpu at ZeRO stage {stage(file)}: only stage 3 offloads to disk"
             )
             return "cpu"
-        return device
+        return str(device)
 
-    return Row(f"memory.offload_{part}", take)
+    return take
 
 
-def nvme_path(device: str, stage: Callable[[File], Any]) -> Row:
+def nvme_path(device: str, stage: Callable[[File], Any]) -> How:
     """The folder of a disk, if the key ``device`` says so. It differs between machines: the run's counts."""
 
     def take(value: Any, file: File) -> None:
@@ -293,7 +203,7 @@ def nvme_path(device: str, stage: Callable[[File], Any]) -> Row:
             file.put(file.path, "memory.nvme_path", str(value))
             file.result.assumed.add("memory.nvme_path")
 
-    return Row(how=take, why="memory.nvme_path")
+    return take
 
 
 def _optimizer(value: Any, _: File) -> str | None:
@@ -315,7 +225,7 @@ def _optimizers_rate(value: Any, file: File) -> Any:
 
 def _rate_of(file: File) -> str | None:
     """The scheduler's param that sets the learning rate; None if the optimizer sets it."""
-    given = {**SCHEDULERS.get(str(file.get("scheduler.type")), {}), **_params(file, "scheduler")}
+    given = {**DEFAULTS.get(str(file.get("scheduler.type")), {}), **_params(file, "scheduler")}
     return next((name for name in _RATES if given.get(name) not in (None, AUTO)), None)
 
 
@@ -328,7 +238,7 @@ def _adam_w_mode(value: Any, file: File) -> None:
     if (
         switched(value) is False and str(file.get("optimizer.type")).lower() != "adamw"
     ):  # which it does not change
-        raise NoCounterpart(f"{shown(value)}: {_UPDATE}; remove it")
+        raise NoCounterpart(f"{shown(value)}: another update of the weights is not supported; remove it")
 
 
 def _scheduler(value: Any, _: File) -> str | None:
@@ -340,22 +250,19 @@ def _scheduler(value: Any, _: File) -> str | None:
     return value  # type: ignore[no-any-return]
 
 
-def _scheduled(value: Any, file: File) -> dict[str, Any]:
+def _scheduled(value: Any, file: File) -> Any:
     """A scheduler's param: a setting, or one of ``train.schedule_params``."""
     if isinstance(value, list):
         raise NoCounterpart("a list with a value per parameter group is not supported; give one number")
-    if value in (None, AUTO):
-        return {}
-    if (key := SCHEDULED.get(file.path[-1])) is not None:
-        return {key: value}
+    if value in (None, AUTO) or file.row.to:
+        return None if value == AUTO else value
     params = file.result.values.get("train.schedule_params", {})
     return {"train.schedule_params": {**params, file.path[-1]: value}}
 
 
 def _recompute(value: Any, file: File) -> str | None:
-    name = file.path[-1]
-    if value is True and name in NO_EFFECT:
-        file.note(file.path, f"has no effect: {NO_EFFECT[name]}")
+    if value is True and file.row.why:
+        file.note(file.path, f"has no effect: {file.row.why}")
     elif value is True and _stage_of(file) == 0:
         file.note(file.path, "has no effect without ZeRO: the inputs of recomputed layers stay on the device")
     return "full" if value is True else None
@@ -387,60 +294,41 @@ def _accumulated(value: Any, file: File) -> None:
     passed_on(file, value)
 
 
-_ROWS: Rows = {
-    **{name: Row(key, _given) for name, key in SHARED.items()},
-    **{f"fp16.{name}": Row(f"fp16.{name}", _scale) for name in FP16},
-    "fp16.loss_scale": Row(how=_loss_scale, why="passed on; dynamic without ZeRO"),
-    "gradient_clipping": Row(how=clipping, why="train.max_grad_norm"),
-    "gradient_accumulation_steps": Row(how=lambda value, _: None, why="train.global_batch_size"),
-    "bf16.enabled fp16.enabled": Row("precision", _precision),
-    "zero_optimization.stage": Row("strategy", _stage),
-    "zero_optimization.offload_optimizer.device": offload("optimizer", _stage_of),
-    "zero_optimization.offload_optimizer.nvme_path": nvme_path(
-        "zero_optimization.offload_optimizer.device", _stage_of
-    ),
-    "zero_optimization.offload_param.device": offload("params", _stage_of),
-    "zero_optimization.offload_param.nvme_path": nvme_path(
-        "zero_optimization.offload_param.device", _stage_of
-    ),
-    "zero_optimization.cpu_offload": offload("optimizer", _stage_of, switch=True),
-    "zero_optimization.cpu_offload_param": offload("params", _stage_of, switch=True),
-    "zero_optimization.cpu_offload_use_pin_memory": free("DeepSpeed has removed it"),
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save "
-    "zero_optimization.gather_16bit_weights_on_model_save "
-    "zero_optimization.stage3_gather_fp16_weights_on_model_save": Row(
-        how=_gathered, why="no effect at stage 3: final/ always has the full weights"
-    ),
-    "optimizer.type": Row("train.optimizer", _optimizer),
-    "optimizer.legacy_fusion": free(),
-    "optimizer.params.lr": Row("train.learning_rate", _optimizers_rate),
-    "optimizer.params.momentum": Row(
-        "train.betas", lambda value, _: None if value == AUTO else [value, 0.95], "the first of train.betas"
-    ),
-    "optimizer.params.adam_w_mode": Row(how=_adam_w_mode, why=f"never false for Adam: {_UPDATE}"),
-    **named({EQUIVALENT: free()}, "optimizer.params."),
-    "scheduler.type": Row("train.schedule", _scheduler),
-    **{
-        f"scheduler.params.{name}": Row(how=_scheduled, why=SCHEDULED.get(name, "train.schedule_params"))
-        for kind in SCHEDULERS
-        for name in PARAMS[kind].split()
+ROWS = table(
+    "DeepSpeed JSON",
+    {
+        "fp16.initial_scale_power fp16.loss_scale_window fp16.hysteresis fp16.min_loss_scale": _scale,
+        "fp16.loss_scale": _loss_scale,
+        "gradient_clipping": clipping,
+        "bf16.enabled fp16.enabled": _precision,
+        "zero_optimization.offload_optimizer.device": offload("optimizer", _stage_of),
+        "zero_optimization.offload_optimizer.nvme_path": nvme_path(
+            "zero_optimization.offload_optimizer.device", _stage_of
+        ),
+        "zero_optimization.offload_param.device": offload("params", _stage_of),
+        "zero_optimization.offload_param.nvme_path": nvme_path(
+            "zero_optimization.offload_param.device", _stage_of
+        ),
+        "zero_optimization.cpu_offload": offload("optimizer", _stage_of, switch=True),
+        "zero_optimization.cpu_offload_param": offload("params", _stage_of, switch=True),
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save "
+        "zero_optimization.gather_16bit_weights_on_model_save "
+        "zero_optimization.stage3_gather_fp16_weights_on_model_save": _gathered,
+        "optimizer.type": _optimizer,
+        "optimizer.params.lr": _optimizers_rate,
+        "optimizer.params.momentum": lambda value, _: None if value == AUTO else [value, 0.95],
+        "optimizer.params.adam_w_mode": _adam_w_mode,
+        "scheduler.type": _scheduler,
+        "scheduler.params.warmup_num_steps scheduler.params.total_num_steps scheduler.params.cos_min_ratio "
+        "scheduler.params.warmup_max_lr scheduler.params.cycle_max_lr scheduler.params.lr_range_test_min_lr "
+        "scheduler.params.*": _scheduled,
+        "activation_checkpointing.cpu_checkpointing activation_checkpointing.partition_activations "
+        "activation_checkpointing.contiguous_memory_optimization": _recompute,
+        "prescale_gradients gradient_predivide_factor": _scaled,
+        "data_types.grad_accum_dtype": _accumulated,
     },
-    "scheduler.params.last_batch_iteration": refused(
-        "a run starts at its first step, and resumes at its checkpoint's; remove it", -1, AUTO
-    ),
-    **{f"activation_checkpointing.{name}": free(why) for name, why in NO_EFFECT.items()},
-    **{
-        f"activation_checkpointing.{name}": Row("memory.activation_checkpointing", _recompute)
-        for name in RECOMPUTE
-    },
-    **{path: never_off(f"{why}; remove it") for path, why in NEEDED.items()},
-    **{path: refused("leave it out", value, AUTO) for path, value in UNSUPPORTED.items()},
-    "prescale_gradients gradient_predivide_factor": Row(
-        how=_scaled, why="passed on, with reduce_scatter false"
-    ),
-    "data_types.grad_accum_dtype": Row(how=_accumulated, why="passed on; fp32 at stages 2 and 3"),
-}
-ROWS = named(_ROWS)
+    lambda key: _given,
+)
 
 
 def finish(file: File, devices: int) -> None:
@@ -453,7 +341,7 @@ def finish(file: File, devices: int) -> None:
     why = "default of DeepSpeed"
     kind, scheduler = str(file.get("optimizer.type", "")).lower(), str(file.get("scheduler.type"))
     params, given = _params(file, "optimizer"), _params(file, "scheduler")
-    defaults = OPTIMIZERS.get(kind, {})
+    defaults = DEFAULTS.get(kind, {})
     if switched(params.get("torch_adam")) is True:
         defaults = {**defaults, "weight_decay": TORCHS_WEIGHT_DECAY}
     for name in defaults.keys() - params.keys():
@@ -461,9 +349,9 @@ def finish(file: File, devices: int) -> None:
             file.default("train.betas", [defaults[name], 0.95], why)
         elif (to := ROWS[f"optimizer.params.{name}"].to) and not (name == "lr" and _rate_of(file)):
             file.default(to, defaults[name], why)
-    for name, value in SCHEDULERS.get(scheduler, {}).items():
-        if name in SCHEDULED and name not in given and value is not None:
-            file.default(SCHEDULED[name], value, why)
+    for name, value in DEFAULTS.get(scheduler, {}).items():
+        if name not in given:
+            file.default(ROWS[f"scheduler.params.{name}"].to, value, why)
     if scheduler == "OneCycle" and kind == "sgd":  # which has no betas that it could move
         more = file.result.values.get("train.schedule_params", {})
         file.put(("scheduler", "type"), "train.schedule_params", {**more, "cycle_momentum": False})

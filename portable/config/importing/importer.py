@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from portable.config import suggest
 from portable.config.importing import accelerate, deepspeed, trainers
-from portable.config.importing.rows import File, Imported, NoCounterpart, NoEffect, Path, Rows, nothing
+from portable.config.importing.rows import File, Imported, Keys, NoCounterpart, Rows
 from portable.config.origins import Origin, shown
 from portable.errors import UserError, one_line
 
@@ -141,7 +141,7 @@ def read_environment(environment: Mapping[str, str]) -> Imported:
     """
     values, variables = accelerate.of_environment(environment)
 
-    def origin(path: Path) -> Origin:
+    def origin(path: Keys) -> Origin:
         return Origin(f"accelerate launch: {variables.get(path, path[-1])}", 0)
 
     file = _opened(ACCELERATE, values, origin)
@@ -149,15 +149,15 @@ def read_environment(environment: Mapping[str, str]) -> Imported:
     return file.result.demand()
 
 
-def _origin(document: Document, name: str) -> Callable[[Path], Origin]:
-    def origin(path: Path) -> Origin:
+def _origin(document: Document, name: str) -> Callable[[Keys], Origin]:
+    def origin(path: Keys) -> Origin:
         line = document.lines.get(path) or document.lines.get((*path[:-1], path[-1].removeprefix("fsdp_")), 0)
         return Origin(f"{name}:{line}: {path[-1]}" if line else f"{name}: {path[-1]}", line)
 
     return origin
 
 
-def _opened(program: Program, values: Mapping[str, Any], origin: Callable[[Path], Origin]) -> File:
+def _opened(program: Program, values: Mapping[str, Any], origin: Callable[[Keys], Origin]) -> File:
     name = "TRL" if program is TRAINER else program.name
     unknown = deepspeed.passed_on if program is DEEPSPEED else _unknown
     file = File(name, dict(values), program.rows, origin, unknown)
@@ -173,14 +173,8 @@ def _read(program: Program, file: File, *, devices: int = 1) -> Imported:
 
 def _unknown(file: File, value: Any) -> None:
     """Say what is known of a key that no row has."""
-    path = file.path
-    family = next((row for start, row in trainers.FAMILIES.items() if path[0].startswith(start)), None)
-    accelerates = file.program == "Accelerate"
+    path, accelerates = file.path, file.program == "Accelerate"
     if value is None and not accelerates:
-        return
-    if family is not None and not accelerates:
-        if not nothing(value):
-            raise (NoEffect if family.free else NoCounterpart)(f"{shown(value)}: {family.why}")
         return
     around = ".".join((*path[:-1], ""))
     near = suggest.nearest(path[-1], [k.removeprefix(around) for k in file.rows if k.startswith(around)])

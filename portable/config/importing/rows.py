@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from portable.config.origins import Origin, shown
 from portable.config.types import truth
+from portable.config.yaml_text import parse_value
 from portable.errors import UserError, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-Values = Mapping[str, Any]
-Path = tuple[str, ...]
+Keys = tuple[str, ...]
 EMPTY: tuple[Any, ...] = (None, "", {}, [])
+How = Callable[[Any, "File"], Any]
 
 
 def nothing(value: Any) -> bool:
@@ -37,19 +40,19 @@ class Row:
 
     Attributes:
         to: our setting, as a dotted key; empty if ``how`` names it, or if there is none.
-        how: from the value to ours: words in any case, or a function of the value and the file. It returns
-            the value, or settings by dotted key; None leaves the setting out.
+        how: from the value to ours: by word, or a function of the value and the file. It returns the value,
+            or settings by dotted key; None leaves the setting out.
         why: without a setting: why the key has no effect, or what to do instead. With one: what to write if
             that is more than its name.
         free: a key without a setting has no effect; without a reason it is passed over.
-        silent: the values of such a key that ask for nothing.
+        silent: more values of such a key that ask for nothing.
     """
 
     to: str = ""
-    how: Callable[[Any, File], Any] | Mapping[Any, Any] | None = None
+    how: How | Mapping[str, Any] | None = None
     why: str = ""
     free: bool = False
-    silent: tuple[Any, ...] = (*EMPTY, False)
+    silent: Sequence[Any] = ()
 
     @property
     def hint(self) -> str:
@@ -58,31 +61,66 @@ class Row:
 
 
 Rows = Mapping[str, Row]
+_TABLES = Path(__file__).with_name("keys.md")
+"""A link to ``docs/wild.md``, which people read, too."""
 
 
-def named(rows: Rows, prefix: str = "") -> dict[str, Row]:
-    """The row of each key, which begins with ``prefix``; in ``rows``, spaces separate keys with one row."""
-    return {prefix + name: row for names, row in rows.items() for name in names.split()}
+def cells(chapter: str) -> list[list[str]]:
+    """The cells of each row of a chapter of ``keys.md``, without the table's head."""
+    found = _TABLES.read_text("utf-8").partition(f"\n## {chapter}\n")[2].partition("\n## ")[0]
+    return [line[2:-2].split(" | ") for line in found.splitlines() if line.startswith("| ")][2:]
 
 
-def free(why: str = "", *silent: Any) -> Row:
-    """A key without effect."""
-    return Row(why=why, free=True, silent=(*silent, *EMPTY, False))
+def table(
+    chapter: str, functions: Mapping[str, How], taken: Callable[[str], How] | None = None
+) -> dict[str, Row]:
+    """The rows of a chapter of ``keys.md``, by key; one that ends with a star is for all that begin so.
+
+    Args:
+        chapter: its heading.
+        functions: what ``how`` is where words do not say it, by keys that spaces separate.
+        taken: what it is for a setting where neither does.
+    """
+    by_name = {name: how for names, how in functions.items() for name in names.split()}
+    rows = {
+        name: _row(here, by_name.get(name), taken)
+        for names, here in cells(chapter)
+        for name in re.findall("`(.+?)`", names)
+    }
+    assert by_name.keys() <= rows.keys(), by_name.keys() - rows.keys()
+    return rows
 
 
-def refused(why: str, *silent: Any) -> Row:
-    """A key without a counterpart, with what to do instead."""
-    return Row(why=why, silent=(*silent, *EMPTY, False))
+def _row(here: str, how: How | None, taken: Callable[[str], How] | None) -> Row:
+    """What the cell ``here`` says; the beginning of the page has the notation."""
+    kind, _, why = here.partition(": ")
+    if how is None and kind.startswith(("no effect", "refused")):
+        silent = parse_value(f"[{kind.partition(' unless ')[2]}]")
+        return Row(why=why, free=kind.startswith("no effect"), silent=silent)
+    if how is None and kind == "never false":
+        return Row(how=_never_false, why=here)
+    if kind == "if true":
+        settings = dict(re.findall(r"([\w.]+) to ([\w-]+)", why))
+        return Row(how={"true": settings, "auto": settings, "full": settings, "false": {}}, why=why)
+    to, words, why = re.fullmatch(r"(?:`(.+?)`)? ?({.*})?(?:^|: |$)(.*)", here).groups(default="")  # type: ignore[union-attr]
+    if how is None and to and taken is not None:
+        how = taken(to)
+    return Row(to, parse_value(words) if words else how or (None if to else _nothing), why)
 
 
-def never_off(why: str) -> Row:
-    """A switch that must not be off."""
+def _never_false(value: Any, file: File) -> None:
+    if value == 0 or truth(value) is False:
+        raise NoCounterpart(f"false has no counterpart: {file.row.why.removeprefix('never false: ')}")
 
-    def take(value: Any, file: File) -> None:
-        if value == 0 or truth(value) is False:
-            raise NoCounterpart(f"false has no counterpart: {why}")
 
-    return Row(how=take, why=f"never false: {why}")
+def _nothing(value: Any, file: File) -> None:
+    """Of a key that others read, or that no setting is for."""
+
+
+def row_of(rows: Rows, name: str) -> Row | None:
+    """The row of a key, by its name or how it begins."""
+    begins = (row for start, row in rows.items() if start.endswith("*") and name.startswith(start[:-1]))
+    return rows.get(name) or next(begins, None)
 
 
 @dataclass
@@ -125,12 +163,13 @@ class File:
     program: str
     values: dict[str, Any]
     rows: Rows
-    origin: Callable[[Path], Origin]
+    origin: Callable[[Keys], Origin]
     unknown: Callable[[File, Any], None]
     """What is done with a key that has no row."""
     result: Imported = field(default_factory=Imported)
-    path: Path = ()
-    """Of the key whose row is being applied."""
+    path: Keys = ()
+    row: Row = field(default_factory=Row)
+    """These are of the key that is being taken over."""
 
     def get(self, dotted: str, default: Any = None) -> Any:
         """The value at a dotted path of the file."""
@@ -139,7 +178,7 @@ class File:
             found = found.get(part) if isinstance(found, Mapping) else None
         return default if found is None else found
 
-    def put(self, path: Path, key: str, value: Any) -> None:
+    def put(self, path: Keys, key: str, value: Any) -> None:
         """Set ``key`` of the run."""
         self.result.values[key] = value
         self.result.origins[key] = self.origin(path)
@@ -166,20 +205,21 @@ class File:
                     devices = max(1, devices // parts)
             self.default("train.global_batch_size", micro * steps * devices, why)
 
-    def note(self, path: Path, message: str) -> None:
+    def note(self, path: Keys, message: str) -> None:
         """Say what has no effect."""
         self.result.notes.append(one_line(f"{self.origin(path).text}: {message}"))
 
-    def refuse(self, path: Path, message: str) -> None:
+    def refuse(self, path: Keys, message: str) -> None:
         """Say what is refused, and what to do instead."""
         self.result.refused.append(one_line(f"{self.origin(path).text}: {message}"))
 
     def take(self) -> None:
         """Apply the row of each key."""
         for path, value in self._leaves(self.values, ()):
-            self.path = path
+            row = row_of(self.rows, ".".join(path))
+            self.path, self.row = path, row or Row()
             try:
-                if (row := self.rows.get(".".join(path))) is None:
+                if row is None:
                     self.unknown(self, value)
                 else:
                     self._take(path, row, value)
@@ -192,7 +232,7 @@ class File:
                     path, f"{shown(value)} has no counterpart: it is not of the kind that is expected"
                 )
 
-    def _leaves(self, values: Values, around: Path) -> Iterator[tuple[Path, Any]]:
+    def _leaves(self, values: Mapping[str, Any], around: Keys) -> Iterator[tuple[Keys, Any]]:
         for key, value in values.items():
             path = (*around, str(key))
             dotted = ".".join(path)
@@ -204,9 +244,9 @@ class File:
             elif not inside or dotted in self.rows:
                 yield path, value
 
-    def _take(self, path: Path, row: Row, value: Any) -> None:
+    def _take(self, path: Keys, row: Row, value: Any) -> None:
         if not row.to and row.how is None:
-            asks = truth(value) not in row.silent
+            asks = truth(value) not in (False, *EMPTY, *row.silent) and str(value) not in map(str, row.silent)
             if asks and row.free and row.why:
                 raise NoEffect(f"{shown(value)} has no effect: {row.why}")
             if asks and not row.free:
@@ -223,13 +263,15 @@ class File:
             self.put(path, row.to, value)
 
 
-def choose(value: Any, words: Mapping[Any, Any]) -> Any:
-    """What ``value`` stands for, in any case. Raises ``NoCounterpart`` with the words there are."""
+def choose(value: Any, words: Mapping[str, Any]) -> Any:
+    """What ``value`` stands for, in any case; null for nothing.
+
+    Raises:
+        NoCounterpart: with the words there are.
+    """
+    by_word = {"NULL": None} | {word.upper(): meant for word, meant in words.items()}
     for given in (value, truth(value)):
-        wanted = given.upper() if isinstance(given, str) else given
-        for word, meant in words.items():
-            same = word.upper() if isinstance(word, str) else word
-            if type(same) is type(wanted) and same == wanted:
-                return meant
-    known = dict.fromkeys(str(word) for word in words if word is not None)
-    raise NoCounterpart(f"{shown(value)} has no counterpart; use one of {', '.join(known)}")
+        word = (given if isinstance(given, str) else shown(given)).upper()
+        if word in by_word:
+            return by_word[word]
+    raise NoCounterpart(f"{shown(value)} has no counterpart; use one of {', '.join(words)}")

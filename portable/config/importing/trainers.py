@@ -9,252 +9,24 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from portable.config.importing.accelerate import ROWS as ACCELERATE
-from portable.config.importing.rows import NoCounterpart, NoEffect, Row, free, named, nothing, refused
+from portable.config.importing.rows import NoCounterpart, NoEffect, cells, nothing, table
 from portable.config.origins import shown
 from portable.config.types import truth
+from portable.config.yaml_text import parse_value
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
-    from portable.config.importing.rows import File, Rows
+    from portable.config.importing.rows import File, How
 
-_BETA = "an argument of the loss: train.loss: dpo(beta=0.1)"
-_ADAPTER = "set adapter.type to lora; r, alpha, dropout and target_modules are in the section adapter"
-_NF4 = "set adapter.base to nf4, and adapter.type to lora"
-_HUB = "set hub.push to end or checkpoints, hub.repo and hub.private"
-_EVALUATION = "set train.eval_every (steps) or train.eval_every_epochs; null: only at the end"
 _VALIDATION = "set data.eval, such as {source: test.jsonl}; data.eval_fraction holds some out"
-_FSDP = "set strategy and the section fsdp, or use --accelerate-config with the file of accelerate config"
 _LOSSES = "set train.loss to dpo, ipo, simpo or orpo"
-_DOCUMENTS = "set data.packing to documents"
-_NO_REWARDS = "training on rewards of generated answers is not supported; leave it out"
-_LIGER = "Liger kernels are not used; leave it out (memory.loss_chunk_tokens saves the logits' memory)"
-
-WORDS: dict[str, dict[str, str]] = {
-    "adapter": {"qlora": "{type: lora, base: nf4}"},
-    "log.trackers": {"none": "[], which is none", "all": "a list of those to use"},
-    "memory.activation_checkpointing": {"true": "full", "block": "full", "offload": "full"},
-    "model.attention": dict.fromkeys(("fa2", "flash_attn", "flash_attention"), "flash_attention_2"),
-    "backend": {"gpu": "cuda", "rocm": "cuda", "nvidia": "cuda"},
-    "precision": {
-        "bfloat16": "bf16",
-        "float16": "fp16",
-        "float32": "fp32",
-        "half": "fp16",
-        "no": "fp32",
-    },
-    "strategy": {
-        "ddp": "no_shard",
-        "deepspeed": "zero1, zero2 or zero3",
-        "fsdp": "full_shard",
-        "full_shard auto_wrap": "full_shard, which wraps layers by itself",
-        "hybrid_shard auto_wrap": "hybrid_shard, which wraps layers by itself",
-        "shard_grad_op auto_wrap": "shard_grad_op, which wraps layers by itself",
-    },
-    "train.optimizer": {
-        **dict.fromkeys(
-            ("adam", "adamw_hf", "adamw_torch", "adamw_torch_fused", "adamw_apex_fused"), "adamw"
-        ),
-        **dict.fromkeys(("fused_adam", "paged_adamw", "paged_adamw_32bit", "pagedadamw"), "adamw"),
-        **dict.fromkeys(("adamw_bnb_8bit", "adamw_torch_8bit", "paged_adamw_8bit"), "adamw_8bit"),
-        **dict.fromkeys(("adamw8bit", "pagedadamw8bit", "adamw8bitao"), "adamw_8bit"),
-    },
-    "train.schedule": {
-        "constant_with_warmup": "constant, which warms up over train.warmup_steps",
-        "cosine_with_min_lr": "cosine, with train.min_learning_rate_ratio",
-        "linear_with_warmup": "linear, which warms up over train.warmup_steps",
-        "warmup_stable_decay": "wsd",
-        "cosine_with_warmup": "cosine, which warms up over train.warmup_steps",
-    },
-}
+WORDS: dict[str, dict[str, str]] = {}
+for _key, _words, _here in cells("Words for values"):
+    WORDS.setdefault(_key.strip("`"), {}).update(dict.fromkeys(re.findall("`(.+?)`", _words), _here))
 """Other trainers' words for values, by setting or section."""
-
-
-TAKEN = {
-    "output_dir": "output_dir",
-    "seed": "seed data_seed",
-    "strategy": "sharding_strategy",
-    "context_parallel_size": "context_parallel_size sequence_parallel_degree",
-    "tensor_parallel_size": "tensor_parallel_size",
-    "compile": "torch_compile",
-    "compile_backend": "torch_compile_backend",
-    "compile_mode": "torch_compile_mode",
-    "model.name_or_path": "model_name_or_path base_model model_name",
-    "model.config": "config_overrides",
-    "model.trust_remote_code": "trust_remote_code",
-    "adapter.name_or_path": "lora_model_dir adapter_name_or_path",
-    "adapter.r": "lora_r lora_rank",
-    "adapter.alpha": "lora_alpha",
-    "adapter.dropout": "lora_dropout",
-    "adapter.use_dora": "use_dora peft_use_dora",
-    "adapter.use_rslora": "use_rslora peft_use_rslora",
-    "data.source": "dataset_name train_file train_dataset",
-    "data.config_name": "dataset_config_name dataset_config",
-    "data.split": "dataset_train_split",
-    "data.max_samples": "max_samples max_train_samples",
-    "data.seq_len": "block_size max_seq_len max_seq_length max_source_length model_max_length",
-    "data.target_seq_len": "max_target_length",
-    "data.source_prefix": "source_prefix",
-    "data.text_field": "dataset_text_field text_column text_column_name",
-    "data.target_field": "summary_column",
-    "data.source_language": "source_lang",
-    "data.target_language": "target_lang",
-    "data.tokenizer": "tokenizer_name tokenizer_config",
-    "data.chat_template": "chat_template_path chat_template_jinja",
-    "data.roles_to_train": "roles_to_train",
-    "data.num_workers": "dataloader_num_workers",
-    "data.stream": "dataset_streaming",
-    "train.learning_rate": "learning_rate lr",
-    "train.weight_decay": "weight_decay",
-    "train.warmup_ratio": "warmup_ratio",
-    "train.eps": "adam_epsilon",
-    "train.steps": "max_steps",
-    "train.stop_after": "early_stop",
-    "train.epochs": "num_train_epochs num_epochs",
-    "train.ema": "ema_decay",
-    "train.global_batch_size": "batch_size train_batch_size",
-    "train.micro_batch_size": "per_device_train_batch_size micro_batch_size",
-    "train.max_grad_norm": "max_grad_norm gradient_clipping",
-    "train.label_smoothing": "label_smoothing_factor",
-    "train.neftune_noise_alpha": "neftune_noise_alpha",
-    "train.trainable": "unfrozen_parameters",
-    "train.early_stopping_patience": "early_stopping_patience",
-    "train.early_stopping_threshold": "early_stopping_threshold",
-    "train.eval_batches": "max_eval_samples",
-    "train.min_learning_rate_ratio": "cosine_min_lr_ratio",
-    "checkpoint.keep": "save_total_limit",
-    "checkpoint.resume": "resume_from_checkpoint",
-    "checkpoint.resume_samples": "ignore_data_skip",
-    "checkpoint.best_metric": "metric_for_best_model",
-    "checkpoint.export_best": "load_best_model_at_end",
-    "fsdp.transformer_layer_cls_to_wrap": "fsdp_transformer_layer_cls_to_wrap",
-    "deepspeed.config": "deepspeed",
-    "log.name": "run_name wandb_name wandb_run_id",
-    "log.project": "project",
-}
-"""Settings, and the names under which they are taken as they are."""
-WORDED = {
-    "model.attention": "attn_implementation flash_attn",
-    "precision": "mixed_precision dtype torch_dtype",
-    "train.optimizer": "optim optimizer optim_args",
-    "train.schedule": "lr_scheduler_type lr_scheduler",
-}
-"""The same, where words have a meaning in ``WORDS``."""
-SWITCHES: dict[str, dict[str, Any]] = {
-    "auto_find_batch_size": {"train.micro_batch_size": "auto"},
-    "bf16 pure_bf16": {"precision": "bf16"},
-    "fp16": {"precision": "fp16"},
-    "no_cuda use_cpu": {"backend": "cpu"},
-    "flash_attention use_flash_attn": {"model.attention": "flash_attention_2"},
-    "sdp_attention xformers_attention": {"model.attention": "sdpa"},
-    "load_in_4bit": {"adapter.base": "nf4", "adapter.type": "lora"},
-    "load_in_8bit": {"adapter.base": "int8", "adapter.type": "lora"},
-    "lora_target_linear": {"adapter.target_modules": "all-linear"},
-    "mask_history": {"data.train_on": "last_assistant"},
-    "neat_packing sample_packing": {"data.packing": "documents"},
-    "train_on_prompt": {"data.train_on": "all"},
-    "use_muon": {"train.optimizer": "muon"},
-}
-"""Names that are true or false, and what they set where they are true."""
-FREE = {
-    "that is automatic; leave it out": "dataloader_drop_last dataloader_pin_memory disable_tqdm log_level "
-    "low_cpu_mem_usage precompute_ref_log_probs save_safetensors strict use_fast_tokenizer gpu_memory_limit",
-    "texts are tokenized once, on all cores, and cached in data.cache_dir; leave it out": "dataset_kwargs "
-    "dataset_num_proc dataset_processes overwrite_cache preprocessing_num_workers skip_prepare_dataset",
-    "set data.eval_fraction and train.eval_every; --eval-only evaluates and trains nothing": "do_eval "
-    "do_predict",
-    "training is the default; leave it out": "do_train",
-    "evaluation takes train.micro_batch_size; leave it out": "eval_batch_size per_device_eval_batch_size",
-    "sequences have one length; set data.packing so that none is padding": "group_by_length "
-    "max_packed_sequence_len",
-    "the launcher sets each process's rank; leave it out": "local_rank",
-    "logs are written to output_dir; leave it out": "logging_dir",
-    "a run resumes by default (checkpoint.resume); choose another output_dir": "overwrite_output_dir",
-    "set data.packing; if it is false, sequences are padded to data.seq_len": "pad_to_max_length "
-    "pad_to_sequence_len",
-    "only the fields in data.text_field etc. are read; leave it out": "remove_unused_columns",
-    "set checkpoint.export; checkpoints always contain the optimizer": "save_only_model",
-    "set data.train_on to assistant, the default for conversations": "assistant_only_loss",
-    "set data.train_on to completion, the default for records with a prompt": "completion_only_loss",
-    "set data.packing to documents, as bfd does, or to true, as wrapped does": "packing_strategy",
-    "set data.packing to documents, which leaves hardly any padding": "padding_free",
-    _DOCUMENTS: "eval_sample_packing eval_packing",
-    "the token that ends an answer is found in the data; leave it out": "eot_tokens",
-    "the model's config defines its class; leave it out, or set model.config for a new model": "model_type",
-    "those of the tokenizer are used; set data.added_tokens for more": "special_tokens",
-    "report.html always has it; leave it out": "plot_loss include_num_input_tokens_seen",
-    "dropout is off with losses of pairs; train.dropout: true switches it on": "disable_dropout",
-    "the run stops at a loss that is not finite; leave it out": "loss_watchdog_threshold "
-    "loss_watchdog_patience",
-    _LIGER: "lora_mlp_kernel lora_qkv_kernel lora_o_kernel use_kernels enable_liger_kernel use_v1_kernels",
-    "": "torchdistx_path gptq_groupsize gptq_model_v1 push_dataset_to_hub ddp_find_unused_parameters "
-    "lora_fan_in_fan_out dp_shard_size fsdp_version double_quantization quantization_method save_first_step "
-    "base_model_config dataloader_persistent_workers dataloader_prefetch_factor ddp_bucket_cap_mb "
-    "ddp_broadcast_buffers eval_accumulation_steps eval_do_concat_batches logging_nan_inf_filter "
-    "log_on_each_node pad_to_multiple_of skip_memory_metrics torch_empty_cache_steps use_cache",
-}
-"""Reasons why names have no effect here, or what does the same."""
-REFUSED = {
-    "set train.early_stopping_patience, and train.early_stopping_threshold": "early_stopping",
-    _EVALUATION: "eval_delay",
-    _FSDP: "fsdp fsdp_config",
-    _VALIDATION: "validation_file test_datasets eval_dataset dataset_test_split",
-    "set data.eval_fraction, a share of 1": "validation_split_percentage",
-    "set router_aux_loss_coef and output_router_logits in model.config": "router_aux_loss_coef",
-    "the newest revision is taken; name a local folder in model.name_or_path for another": "model_revision",
-    "that of the tokenizer is used; change it in the folder of data.tokenizer": "eos_token",
-    "set data.format to messages or sharegpt, whose keys are recognized; write other records "
-    "so": "formatting_func field_messages message_field_role roles",
-    "no argument of the losses of pairs here; leave it out, or set train.loss to a class of your "
-    "own": "ld_alpha",
-    "an argument of the loss: train.loss: dpo(reference='folder')": "ref_model",
-    _NO_REWARDS: "max_completion_length missing_eos_penalty num_generations reward_funcs reward_model_path "
-    "temperature",
-    "only text models are supported; leave it out": "processor_type video_max_pixels image_max_pixels "
-    "image_size "
-    "freeze_vision_tower freeze_multi_modal_projector",
-    "code of your own goes into train.loss, train.callbacks or model.function; leave it out": "plugins",
-    "set train.parameter_groups to [{pattern: lora_B, learning_rate: 1.6e-3}]": "loraplus_lr_ratio",
-    "put a system message into each record": "default_system",
-    "set adapter.config to a file, or the section adapter": "peft_config",
-    "ranks shard by FSDP and ZeRO, and share sequences or layers; leave it out": "expert_parallel_size "
-    "tensor_model_parallel_size pipeline_model_parallel_size",
-    "weights are trained in 16 or 32 bits only; leave it out": "qat fp8 fp8_backend quantize_moe_experts",
-    "train.optimizer takes any by its import path, package.module:name; leave it out": "use_galore "
-    "use_apollo use_badam use_adam_mini",
-    "set train.trainable to a pattern of the layers that it means": "freeze_trainable_layers",
-}
-"""What to do instead of names that have no counterpart."""
-SILENT: dict[str, tuple[Any, ...]] = {
-    "do_eval": (True,),
-    "do_train": (True,),
-    "overwrite_output_dir": (True,),
-    "plot_loss": (True,),
-    "local_rank": (-1,),
-    "log_level": ("info",),
-    "remove_unused_columns": (True,),
-    "assistant_only_loss": (True,),
-    "completion_only_loss": (True,),
-    "model_revision": ("main",),
-    "expert_parallel_size": (1,),
-    "tensor_model_parallel_size": (1,),
-    "pipeline_model_parallel_size": (1,),
-    "disable_dropout": (True,),
-    "fsdp": (["full_shard", "auto_wrap"], ["auto_wrap", "full_shard"]),
-    "model_type": ("AutoModelForCausalLM", "LlamaForCausalLM", "MistralForCausalLM"),
-}
-"""Values of these that ask for nothing that is not so anyway."""
-FAMILIES = {
-    "bnb_4bit_": free(_NF4),
-    "hub_": refused(_HUB),
-    "liger_": free(_LIGER),
-    "lora_": refused(_ADAPTER),
-    "push_to_hub": refused(_HUB),
-    "use_liger_": free(_LIGER),
-    "vllm_": refused(_NO_REWARDS),
-    "wandb_": free("set log.trackers; a tracker's other settings are its environment variables"),
-}
-"""The same for prefixes of names."""
+WORDED = ("model.attention", "precision", "train.optimizer", "train.schedule")
+"""Settings whose words are read, too. Those of others only make a better message."""
 
 
 def _take(value: Any, _: File) -> Any:
@@ -272,7 +44,11 @@ def _positions(value: Any, file: File) -> dict[str, Any]:
     return {} if length is None else {"data.seq_len": length - 1 if counted else length}
 
 
-def _word(key: str, last: Callable[[Any], Any] = lambda value: value) -> Row:
+def _taken(key: str, last: Callable[[Any], Any] = lambda value: value) -> How:
+    """How the value of a setting is taken: as it is, or by the words of other trainers."""
+    if key not in WORDED:
+        return _take
+
     def take(value: Any, file: File) -> Any:
         value = last(value)
         if value == "adafactor":
@@ -281,17 +57,7 @@ def _word(key: str, last: Callable[[Any], Any] = lambda value: value) -> Row:
             return None
         return WORDS[key].get(str(value).lower(), str(value)).split(",")[0]
 
-    return Row(key, take)
-
-
-def _switch(settings: dict[str, Any]) -> Row:
-    words = {True: settings, "auto": settings, "full": settings, False: {}, None: {}}
-    return Row(how=words, why="set " + ", and ".join(f"{key} to {value}" for key, value in settings.items()))
-
-
-def _quiet(why: str) -> Row:
-    """A key that others, or :func:`finish`, read."""
-    return Row(how=lambda value, file: None, why=why)
+    return take
 
 
 def _names(value: Any, _: File) -> Any:
@@ -303,11 +69,7 @@ def _betas(value: Any, file: File) -> list[Any]:
     return [file.get("adam_beta1", 0.9), file.get("adam_beta2", 0.999)]
 
 
-def _when(steps: str, epochs: str, why: str) -> Row:
-    return Row(how={"no": {steps: None}, None: {}, "epoch": {epochs: 1}, "steps": {}}, why=why)
-
-
-def _every(steps: str, epochs: str, switch: str) -> Row:
+def _every(steps: str, epochs: str, switch: str) -> How:
     """Steps between two events, or a share of all; where a switch says that steps count."""
 
     def take(value: Any, file: File) -> dict[str, Any]:
@@ -323,11 +85,11 @@ def _every(steps: str, epochs: str, switch: str) -> Row:
             else {epochs: value * file.get("num_train_epochs", 3)}
         )
 
-    return Row(how=take, why=steps)
+    return take
 
 
-def _per_epoch(key: str) -> Row:
-    return Row(key, lambda value, _: 1 / value if value else None, f"set {key} to one divided by it")
+def _per_epoch(value: Any, _: File) -> float | None:
+    return 1 / value if value else None
 
 
 def _schedule_more(value: Any, file: File) -> dict[str, Any]:
@@ -337,6 +99,10 @@ def _schedule_more(value: Any, file: File) -> dict[str, Any]:
     if left:
         raise NoCounterpart(f"{shown(left)} has no counterpart: set train.schedule_params")
     return {} if ratio is None else {"train.min_learning_rate_ratio": ratio}
+
+
+def _warmup(value: Any, _: File) -> dict[str, Any]:
+    return {} if value is None else {"train.warmup_ratio" if 0 < value < 1 else "train.warmup_steps": value}
 
 
 def _share(value: Any, _: File) -> Any:
@@ -470,138 +236,46 @@ def _template(value: Any, _: File) -> str | None:
     )
 
 
-def _pushed(key: str, of: Callable[[Any, File], Any]) -> Row:
-    return Row(key, lambda value, file: of(value, file) if file.get("push_to_hub") is True else None, _HUB)
-
-
-def _table(
-    *, taken: Mapping[str, str], refused_: Mapping[str, str], free_: Mapping[str, str]
-) -> dict[str, Row]:
-    found = {name: Row(key, _take) for key, names in taken.items() for name in names.split()}
-    for groups, kind in ((refused_, refused), (free_, free)):
-        for why, names in groups.items():
-            for name in names.split():
-                found[name] = kind(why, *SILENT.get(name, ()))
-    return found
-
-
-_POSITIONS = Row(how=_positions, why="data.seq_len")
-_SHARDING = {
-    name.rpartition(".")[2]: row for name, row in ACCELERATE.items() if name.startswith("fsdp_config.")
-}
-_TRAINERS: Rows = {
-    **_table(taken=TAKEN, refused_=REFUSED, free_=FREE),
-    **{names: _word(key) for key, names in WORDED.items()},
-    **{names: _switch(settings) for names, settings in SWITCHES.items()},
-    "adam_beta1 adam_beta2": Row("train.betas", _betas, "set train.betas, a list of both"),
-    "lora_target lora_target_modules": Row("adapter.target_modules", _names),
-    "lora_target_parameters": Row("adapter.target_parameters", _names),
-    "lora_modules_to_save": Row("adapter.modules_to_save", _names),
-    "use_peft": Row(how={True: {"adapter.type": "lora"}, False: {}}, why=_ADAPTER),
-    "finetuning_type": Row(how={"full": {}, "lora": {"adapter.type": "lora"}}, why=_ADAPTER),
-    "adapter": Row(
-        how={
-            "lora": {"adapter.type": "lora"},
-            "qlora": {"adapter.type": "lora", "adapter.base": "nf4"},
-            None: {},
+TRAINERS = {
+    **table(
+        "Trainer, TRL, axolotl, LLaMA-Factory",
+        {
+            "adam_beta1 adam_beta2": _betas,
+            "lora_target lora_target_modules lora_target_parameters lora_modules_to_save": _names,
+            "eval_steps": _every("train.eval_every", "train.eval_every_epochs", "eval_strategy"),
+            "save_steps": _every("checkpoint.every_steps", "checkpoint.every_epochs", "save_strategy"),
+            "evals_per_epoch saves_per_epoch": _per_epoch,
+            "logging_steps": lambda value, _: max(1, int(value)),
+            "tf32": lambda value, file: "tf32" if truth(value) is True and not file.get("bf16") else None,
+            "lr_scheduler_kwargs": _schedule_more,
+            "warmup_steps": _warmup,
+            "val_set_size val_size": _share,
+            "report_to": _trackers,
+            "wandb_project": lambda value, _: (
+                {"log.project": value, "log.trackers": ["wandb"]} if value else {}
+            ),
+            "dataset_mixer dataset_mixture": _mixture,
+            "datasets pretraining_dataset": _axolotl_sources,
+            "dataset": _lf_names,
+            "rl": _rl,
+            "stage": _lf_stage,
+            "cutoff_len max_length sequence_len": _positions,
+            "chat_template template": _template,
+            "push_to_hub": lambda _, file: (
+                "end" if file.get("hub_strategy", "every_save") == "end" else "checkpoints"
+            ),
         },
-        why=_ADAPTER,
+        _taken,
     ),
-    "quantization_bit": Row(
-        how={4: {"adapter.base": "nf4"}, 8: {"adapter.base": "int8"}, None: {}},
-        why="set adapter.base to nf4 for 4 bits, to int8 for 8, and adapter.type to lora",
-    ),
-    "eval_steps": _every("train.eval_every", "train.eval_every_epochs", "eval_strategy"),
-    "save_steps": _every("checkpoint.every_steps", "checkpoint.every_epochs", "save_strategy"),
-    "eval_strategy evaluation_strategy": _when("train.eval_every", "train.eval_every_epochs", _EVALUATION),
-    "save_strategy": _when(
-        "checkpoint.every_steps",
-        "checkpoint.every_epochs",
-        "set checkpoint.every_steps or checkpoint.every_epochs",
-    ),
-    "evals_per_epoch": _per_epoch("train.eval_every_epochs"),
-    "saves_per_epoch": _per_epoch("checkpoint.every_epochs"),
-    "logging_steps": Row("log.every_steps", lambda value, _: max(1, int(value))),
-    "gradient_checkpointing activation_checkpointing": Row(  # the second since transformers 5.23
-        "memory.activation_checkpointing",
-        {True: "full", "unsloth": "full", "offload": "full", False: "none", None: None},
-        "set memory.activation_checkpointing to full or selective",
-    ),
-    "disable_gradient_checkpointing": Row(
-        "memory.activation_checkpointing", {True: "none", False: "full", None: "full"}
-    ),
-    "greater_is_better": Row(
-        "checkpoint.best_mode",
-        {True: "max", False: "min", None: None},
-        "set checkpoint.best_mode: max where greater is better, min where not",
-    ),
-    "tf32": Row(
-        "precision",
-        lambda value, file: "tf32" if truth(value) is True and not file.get("bf16") else None,
-        "set precision to tf32; bf16 is faster if its precision suffices",
-    ),
-    "lr_scheduler_kwargs": Row(
-        how=_schedule_more, why="set train.min_learning_rate_ratio or train.schedule_params"
-    ),
-    "warmup_steps": Row(
-        how=lambda value, _: (
-            {} if value is None else {"train.warmup_ratio" if 0 < value < 1 else "train.warmup_steps": value}
-        ),
-        why="train.warmup_steps",
-    ),
-    "val_set_size val_size": Row("data.eval_fraction", _share),
-    "packing": Row("data.packing", {True: "documents", False: False, None: None}),
-    "train_on_inputs": Row(
-        "data.train_on",
-        {True: "all", False: None, None: None},
-        "set data.train_on to all if it is true; false is the default for conversations",
-    ),
-    "report_to": Row("log.trackers", _trackers),
-    "wandb_project": Row(
-        how=lambda value, _: {"log.project": value, "log.trackers": ["wandb"]} if value else {},
-        why="log.project",
-    ),
-    "dataset_mixer dataset_mixture": Row(how=_mixture, why="data.source"),
-    "datasets pretraining_dataset": Row(how=_axolotl_sources, why="data.source"),
-    "dataset": Row(how=_lf_names, why="data.source"),
-    "rl": Row(how=_rl, why=_LOSSES),
-    "stage": Row(
-        how=_lf_stage,
-        why="leave it out for sft and pt; set train.loss for dpo, model.task for a classifier",
-    ),
-    "cutoff_len max_length sequence_len": _POSITIONS,
-    "truncation_mode": Row("data.truncation", {"keep_start": "end", "keep_end": "start", None: None}),
-    "excess_length_strategy": Row("data.truncation", {"drop": "drop", "truncate": "end", None: None}),
-    "chat_template template": Row("data.chat_template", _template),
-    "push_to_hub": _pushed(
-        "hub.push",
-        lambda _, file: "end" if file.get("hub_strategy", "every_save") == "end" else "checkpoints",
-    ),
-    "hub_model_id": _pushed("hub.repo", _take),
-    "hub_private_repo": _pushed("hub.private", lambda value, _: value),
-    "hub_strategy": _quiet(_HUB),
-    "gradient_accumulation_steps": _quiet(
-        "set train.global_batch_size to the product of micro-batch, devices and accumulation steps; how "
-        "often to accumulate follows from it"
-    ),
-    "beta pref_beta rl_beta dpo_beta": _quiet(_BETA),
-    "pref_loss": _quiet(_LOSSES),
-    "loss_type": _quiet("an argument of the loss: train.loss: dpo(loss_type='hinge'); or ipo, simpo, orpo"),
-    "pref_ftx rpo_alpha loss_weights": _quiet("an argument of the loss: train.loss: dpo(sft=1.0)"),
-    "max_prompt_length": _quiet("data.seq_len and data.truncation"),
-    "dataset_dir": _quiet("data.source"),
-    "dataset_prepared_path tokenized_path": _quiet("data.cache_dir"),
-    "tokenizer_type": _quiet("data.tokenizer"),
-    "ddp_timeout": _quiet("log.hang_timeout"),
-    "logging_first_step logging_strategy": _quiet("log.every_steps"),
-    "gradient_checkpointing_kwargs activation_checkpointing_kwargs": _quiet(
-        "memory.activation_checkpointing"
-    ),
-    **named(_SHARDING, "fsdp_config."),
-    **{f"fsdp_config.{name.removeprefix('fsdp_')}": row for name, row in _SHARDING.items()},
-    "fsdp_config.fsdp_limit_all_gathers fsdp_config.limit_all_gathers": free(),
+    # The Trainer's section has the names with and without fsdp_.
+    **{
+        name.replace(".fsdp_", start): row
+        for name, row in ACCELERATE.items()
+        if name.startswith("fsdp_config.")
+        for start in (".fsdp_", ".")
+    },
+    "fsdp_config.reshard_after_forward": ACCELERATE["xla_fsdp_settings.reshard_after_forward"],
 }
-TRAINERS = named(_TRAINERS)
 
 
 _TUNE_DATA: dict[str, dict[str, Any]] = {
@@ -654,124 +328,40 @@ def _tune_files(value: Any, _: File) -> None:
         raise NoCounterpart("reads Meta's own files; set model.name_or_path to a folder of transformers'")
 
 
-_TUNE_LOSSES = {"DPOLoss": "dpo", "RSOLoss": "dpo(loss_type='hinge')", "IPOLoss": "ipo", "SimPOLoss": "simpo"}
-TORCHTUNE: Rows = {
-    **_table(
-        taken={
-            "output_dir": "output_dir",
-            "seed": "seed",
-            "model.name_or_path": "checkpointer.checkpoint_dir",
-            "adapter.r": "model.lora_rank",
-            "adapter.alpha": "model.lora_alpha",
-            "adapter.dropout": "model.lora_dropout",
-            "adapter.use_dora": "model.use_dora",
-            "context_parallel_size": "context_parallel_dim",
-            "tensor_parallel_size": "tensor_parallel_dim",
-            "train.micro_batch_size": "batch_size",
-            "train.epochs": "epochs",
-            "train.learning_rate": "optimizer.lr",
-            "train.weight_decay": "optimizer.weight_decay",
-            "train.betas": "optimizer.betas",
-            "train.eps": "optimizer.eps",
-            "train.warmup_steps": "lr_scheduler.num_warmup_steps",
-            "train.max_grad_norm": "clip_grad_norm",
-            "train.eval_every": "run_val_every_n_steps",
-            "log.every_steps": "log_every_n_steps",
-            "log.project": "metric_logger.project",
-        },
-        refused_={
-            "the head gets no adapter; name it in adapter.target_modules": "model.apply_lora_to_output",
-            "only text models are supported": "model.decoder_trainable model.encoder_trainable "
-            "model.fusion_trainable model.image_size tokenizer.image_size",
-            _VALIDATION: "dataset_val",
-            "set train.steps, or train.stop_after": "max_steps_per_epoch",
-            "stored activations stay on the device; leave it out": "enable_activation_offloading",
-            "the plan of transformers for the model is taken; leave it out": "tensor_parallel_plan",
-            "weights are trained in 16 or 32 bits only": "quantizer fp8_recipe_name enable_fp8_training",
-            "distillation needs a train.loss of your own": "teacher_model teacher_checkpointer kd_loss "
-            "kd_ratio",
-            "the file trains nothing; name another": "tasks prompt max_new_tokens top_k limit "
-            "enable_kv_cache",
-            _NO_REWARDS: "grpo_samples reward_and_value_model ppo_epochs temperature orchestration",
-        },
-        free_={
-            "": "tokenizer._component_ tokenizer.path tokenizer.merges_file tokenizer.merges_path "
-            "tokenizer.vocab_path tokenizer.prompt_template checkpointer.checkpoint_files "
-            "checkpointer.recipe_checkpoint checkpointer.output_dir checkpointer.model_type "
-            "checkpointer.safe_serialization checkpointer.adapter_checkpoint optimizer.fused profiler name "
-            "loss.num_output_chunks metric_logger.log_dir metric_logger.output_dir metric_logger.name "
-            "log_peak_memory_stats log_level custom_sharded_layers low_cpu_ram collate_fn loss.beta "
-            "enable_async_checkpointing save_adapter_weights_only keep_last_n_checkpoints "
-            "model.apply_lora_to_mlp dataset.source dataset.data_files dataset.split dataset.name "
-            "dataset.column dataset.conversation_style dataset.train_on_input dataset.conversation_column "
-            "gradient_accumulation_steps batch_size_val",
-            "a run resumes by default (checkpoint.resume)": "resume_from_checkpoint",
-            "memory.offload_optimizer saves memory, too": "optimizer_in_bwd",
-        },
-    ),
-    "shuffle": free("samples are always shuffled", True, None),
-    "tokenizer.max_seq_len": _POSITIONS,
-    "checkpointer._component_": Row(how=_tune_files, why="model.name_or_path"),
-    "model._component_": Row(how=_tune_model, why="adapter.type"),
-    "model.lora_attn_modules": Row("adapter.target_modules", _tune_targets),
-    "model.quantize_base": Row(how={True: {"adapter.base": "nf4"}, False: {}}, why="adapter.base"),
-    "dataset._component_": Row(how=_tune_data, why="data.source, data.format"),
-    "dataset.packed": Row("data.packing", {True: "documents", False: False, None: None}),
-    "optimizer._component_": _word("train.optimizer", lambda value: _last(value).lower()),
-    "lr_scheduler._component_": Row(
-        "train.schedule",
-        lambda value, _: "cosine" if _last(value) == "get_cosine_schedule_with_warmup" else _last(value),
-    ),
-    "loss._component_": Row("train.loss", lambda value, _: _TUNE_LOSSES.get(_last(value))),
-    "compile": Row("compile", lambda value, _: bool(value)),
-    "device": Row(
-        "backend", {"cuda": "cuda", "cpu": "cpu", "mps": None, "xpu": None, "npu": None, None: None}
-    ),
-    "dtype": Row("precision", {"bf16": "bf16", "fp32": "fp32", "fp16": "fp16", None: None}),
-    "enable_activation_checkpointing": Row("memory.activation_checkpointing", {True: "full", False: "none"}),
-    "fsdp_cpu_offload": Row("memory.offload_params", {True: "cpu", False: None, None: None}),
-    "fsdp_sharding_strategy": Row("strategy", lambda value, _: str(value).lower()),
-    "fsdp_reshard_after_forward": Row("strategy", {True: "full_shard", False: "shard_grad_op"}),
-    "metric_logger._component_": Row(
-        how=lambda value, _: {"log.trackers": ["wandb"]} if "WandB" in str(value) else {}, why="log.trackers"
-    ),
-}
+def _tune_schedule(value: Any, _: File) -> str:
+    return "cosine" if _last(value) == "get_cosine_schedule_with_warmup" else _last(value)
 
-_TRAINER = {
-    "seed": 42,
-    "train.epochs": 3,
-    "train.micro_batch_size": 8,
-    "train.learning_rate": 5e-5,
-    "train.schedule": "linear",
-    "train.warmup_steps": 0,
-    "train.betas": [0.9, 0.999],
-    "train.weight_decay": 0.0,
-    "data.eval_fraction": 0.0,
-    "data.packing": False,
-    "data.seq_len": 1024,
+
+_TUNE_LOSSES = {"DPOLoss": "dpo", "RSOLoss": "dpo(loss_type='hinge')", "IPOLoss": "ipo", "SimPOLoss": "simpo"}
+TORCHTUNE = {
+    **{name: row for name, row in TRAINERS.items() if name.endswith("*")},
+    **table(
+        "torchtune",
+        {
+            "tokenizer.max_seq_len": _positions,
+            "checkpointer._component_": _tune_files,
+            "model._component_": _tune_model,
+            "model.lora_attn_modules": _tune_targets,
+            "dataset._component_": _tune_data,
+            "optimizer._component_": _taken("train.optimizer", lambda value: _last(value).lower()),
+            "lr_scheduler._component_": _tune_schedule,
+            "loss._component_": lambda value, _: _TUNE_LOSSES.get(_last(value)),
+            "compile": lambda value, _: bool(value),
+            "fsdp_sharding_strategy": lambda value, _: str(value).lower(),
+            "metric_logger._component_": lambda value, _: (
+                {"log.trackers": ["wandb"]} if "WandB" in str(value) else {}
+            ),
+        },
+        _taken,
+    ),
 }
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "TRL": _TRAINER | {"train.learning_rate": 2e-5, "adapter.dropout": 0.05},
-    "axolotl": _TRAINER
-    | {
-        "train.epochs": 1,
-        "train.micro_batch_size": 1,
-        "train.schedule": "cosine",
-        "train.warmup_ratio": 0.03,
-        "data.seq_len": 512,
-        "adapter.r": 8,
-        "adapter.alpha": 16,
-        "adapter.dropout": 0.05,
-    },
-    "LLaMA-Factory": _TRAINER | {"data.seq_len": 2048, "adapter.r": 8},
-    "torchtune": _TRAINER
-    | {
-        "train.micro_batch_size": 1,
-        "train.schedule": "constant",
-        "train.weight_decay": 0.01,
-        "train.max_grad_norm": None,
-        "data.seq_len": 2048,
-    },
+    program: {
+        key.strip("`"): parse_value(values[column])
+        for key, *values in cells("Defaults of these programs")
+        if values[column]
+    }
+    for column, program in enumerate(("TRL", "axolotl", "LLaMA-Factory", "torchtune"))
 }
 """What a program does where its file says nothing, and this one would do another thing."""
 _INSTEAD = {
@@ -791,9 +381,10 @@ def finish(file: File, devices: int) -> None:
     """
     found, program = file.result.values, file.program
     _preferences(file)
-    lora = found.get("adapter.type") is not None
-    for key in [key for key in found if key.startswith("adapter.") and not lora]:
-        del found[key]
+    lora, pushes = found.get("adapter.type") is not None, file.get("push_to_hub") is True
+    for key in list(found):
+        if key.startswith(("adapter.",) * (not lora) + ("hub.",) * (not pushes)):
+            del found[key]
     if lora and program == "LLaMA-Factory":
         file.default("adapter.alpha", 2 * found.get("adapter.r", 8), "default of LLaMA-Factory")
     of_warmup = found.keys() & {"train.warmup_ratio", "train.warmup_steps"}
