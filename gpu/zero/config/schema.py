@@ -1,8 +1,9 @@
 """The keys and types of a DeepSpeed configuration, as one pydantic model.
 
 DeepSpeed reads some sections with pydantic models, which are used as they are. The rest it reads from plain
-dictionaries, where a misspelt key is silently ignored; those have their types in ``docs/wild.md``, from
-``deepspeed/runtime/config.py`` and the ``constants.py`` beside each feature.
+dictionaries, where a misspelt key is silently ignored; those have their types in
+``portable/config/importing/keys.md``, from ``deepspeed/runtime/config.py`` and the ``constants.py`` beside
+each feature.
 """
 
 from __future__ import annotations

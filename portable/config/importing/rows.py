@@ -62,7 +62,7 @@ class Row:
 
 Rows = Mapping[str, Row]
 _TABLES = Path(__file__).with_name("keys.md")
-"""A link to ``docs/wild.md``, which people read, too."""
+"""The beginning of the file has the notation."""
 
 
 def cells(chapter: str) -> list[list[str]]:
@@ -92,7 +92,7 @@ def table(
 
 
 def _row(here: str, how: How | None, taken: Callable[[str], How] | None) -> Row:
-    """What the cell ``here`` says; the beginning of the page has the notation."""
+    """What the cell ``here`` says; see :data:`_TABLES`."""
     kind, _, why = here.partition(": ")
     if how is None and kind.startswith(("no effect", "refused")):
         silent = parse_value(f"[{kind.partition(' unless ')[2]}]")
