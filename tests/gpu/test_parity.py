@@ -197,7 +197,7 @@ SWITCH: dict[str, Any] = {
     },
     "data__target_field": "text",
     "data__seq_len": 16,
-    "train__global_batch_size": 4,
+    "train__global_batch_size": 2,
     "train__micro_batch_size": 1,
     "train__steps": 4,
 }
