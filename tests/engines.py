@@ -22,7 +22,8 @@ class Kind(NamedTuple):
     def sharers(self, size: int) -> int:
         """How many of ``size`` ranks or devices, or groups that share sequences or layers, share a batch."""
         together = ("context_parallel_size", "tensor_parallel_size")
-        return size // math.prod(self.settings.get(name, 1) for name in together)
+        sharing: int = math.prod(self.settings.get(name, 1) for name in together)
+        return size // sharing
 
 
 OFFLOADED: dict[str, Any] = {"memory__offload_optimizer": "cpu"}
