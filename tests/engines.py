@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,6 +18,12 @@ class Kind(NamedTuple):
 
     settings: dict[str, Any]
     sizes: tuple[int, ...]
+
+    def sharers(self, size: int) -> int:
+        """How many of ``size`` ranks or devices, or groups that share sequences or layers, share a batch."""
+        together = ("context_parallel_size", "tensor_parallel_size")
+        sharing: int = math.prod(self.settings.get(name, 1) for name in together)
+        return size // sharing
 
 
 OFFLOADED: dict[str, Any] = {"memory__offload_optimizer": "cpu"}
@@ -42,7 +49,7 @@ ENGINES: dict[str, Kind] = {
 
 
 def accumulated(size: int) -> dict[str, int]:
-    """Twelve sequences a step in two micro-batches on each of ``size`` ranks or devices; three on four."""
+    """Twelve sequences a step in two micro-batches on each of ``size`` that share a batch; three on four."""
     return {"train__micro_batch_size": {1: 6, 2: 3, 3: 2, 4: 1}[size]}
 
 

@@ -187,11 +187,11 @@ class Beside:
         self._alone: dict[str, list[float]] = {}
 
     def ranks(self, size: int, settings: dict[str, Any], folder: Path | None = None) -> list[float]:
-        """The numbers of three steps of four sequences, two at a time where a rank has as many."""
+        """The numbers of two steps of four sequences, two at a time where a rank has as many."""
         sharing = settings.get("tensor_parallel_size", 1) * settings.get("context_parallel_size", 1)
         given = {
             "data__seq_len": 64,
-            "train__steps": 3,
+            "train__steps": 2,
             "train__global_batch_size": 4,
             "train__micro_batch_size": 4 // (size // sharing) // 2 or 1,
             "train__dropout": False,

@@ -27,8 +27,8 @@ from tests.durations import starting
 from tests.forkserver import write_where_parent_does
 
 GRACE = 10.0  # seconds that the others have to notice that a rank has failed
-MOST_THREADS = 40
-"""Of a rank; one that has more by the end of a test is replaced."""
+MOST_THREADS = 150
+"""Of a rank; one that has more by the end of a test is replaced, whose first run costs half as much again."""
 PRELOADED = (
     "tests.no_collections",
     "portable.run.rank",

@@ -60,7 +60,7 @@ def leg(folder: Path, corpus: Path, settings: dict[str, Any], until: int) -> int
         "adapter__type": "lora",
         "adapter__r": 4,
         "train__global_batch_size": BATCH,
-        "train__micro_batch_size": 1,
+        "train__micro_batch_size": 3,
         "train__steps": len(ROUTE),
         "train__stop_after": until,
         "train__learning_rate": 1e-2,
@@ -88,7 +88,7 @@ def test_a_run_moves_through_every_engine(base: Path, engines: Engines, corpus: 
     assert engines.run("no_shard", 1, leg, tmp_path / "stays", corpus, settings, len(ROUTE)) == 0
     moving = tmp_path / "moves"
     for step, (name, size) in enumerate(ROUTE, 1):
-        chosen = {**settings, **ENGINES[name].settings}
+        chosen = {**settings, **ENGINES[name].settings, "train__micro_batch_size": 1}
         assert engines.run(name, size, leg, moving, corpus, chosen, step) == 0
         assert stored(moving) == stored(tmp_path / "stays"), name
     assert losses(moving) == pytest.approx(losses(tmp_path / "stays"), rel=1e-5)

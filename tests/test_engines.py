@@ -113,7 +113,7 @@ def exercised(
         if name not in done:
             folder = tmp_path_factory.mktemp("exercise")
             size = ENGINES[name].sizes[0]
-            settings = {**COMMON, **accumulated(size), **ENGINES[name].settings}
+            settings = {**COMMON, **accumulated(ENGINES[name].sharers(size)), **ENGINES[name].settings}
             config = configured(folder / "run", corpus, **settings)
             done[name] = engines.run(name, size, exercise, config, folder), folder
         return done[name]
@@ -306,7 +306,7 @@ def test_groups_of_parameters(
     name: str, in_groups: list[tuple[float, float]], engines: Engines, corpus: Path, tmp_path: Path
 ) -> None:
     size = ENGINES[name].sizes[0]
-    settings = {**PART, **GROUPS, **accumulated(size), **ENGINES[name].settings}
+    settings = {**PART, **GROUPS, **accumulated(ENGINES[name].sharers(size)), **ENGINES[name].settings}
     config = configured(tmp_path, corpus, **settings)
     seen = engines.run(name, size, stored, config, tmp_path / "saved")
     tolerance = 1e-6 if name == "no_shard" else LOSSES

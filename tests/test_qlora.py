@@ -38,7 +38,7 @@ STEPS = 4
 COMMON: dict[str, Any] = {
     "model__config": {**TINY_MODEL, "hidden_size": 64, "intermediate_size": 96},
     "adapter__type": "lora",
-    "train__micro_batch_size": 1,
+    "train__micro_batch_size": 3,
     "train__global_batch_size": 12,
     "train__steps": STEPS,
     "train__learning_rate": 1e-2,

@@ -197,14 +197,15 @@ def awq() -> Case:
 
 
 def bitsandbytes(kind: str, *, nested: bool = False, columns: int = 64) -> Case:
-    """bitsandbytes' own quantization, state and dequantization on the CPU."""
+    """bitsandbytes' own quantization, state and dequantization on the CPU, which it would compile."""
     from bitsandbytes import functional
 
     weight = torch.randn(48, columns)
-    packed, state = functional.quantize_4bit(
-        weight, blocksize=64, quant_type=kind, compress_statistics=nested
-    )
-    whole = functional.dequantize_4bit(packed, state)
+    with torch.compiler.set_stance("force_eager"):
+        packed, state = functional.quantize_4bit(
+            weight, blocksize=64, quant_type=kind, compress_statistics=nested
+        )
+        whole = functional.dequantize_4bit(packed, state)
     tensors = {"a.weight": packed}
     tensors |= {f"a.weight.{name}": value for name, value in state.as_dict(packed=True).items()}
     return {"quant_method": "bitsandbytes", "load_in_4bit": True}, tensors, {"a.weight": whole}

@@ -203,7 +203,7 @@ CASES = [
     (2, "full_shard", {**LORA, "adapter__base": "int8"}),
     (2, "full_shard", SHARED_LAYERS),
     (4, "full_shard", {"precision": "bf16", **SHARED_LAYERS}),
-    (4, "hybrid_shard", {"fsdp__shard_group_size": 1, **SHARED_LAYERS, **LORA}),
+    (2, "full_shard", {**SHARED_LAYERS, **LORA}),
 ]
 
 

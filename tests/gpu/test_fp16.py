@@ -196,7 +196,7 @@ def leg(config: RunConfig, until: int) -> Leg:
 def searching(folder: Path, corpus: Path, strategy: str, total: int, **fp16: Any) -> RunConfig:
     """A run whose scale begins too high, and doubles after every second update that does not overflow."""
     scale = {"initial_scale_power": 19, "hysteresis": 1, "loss_scale_window": 2, **fp16}
-    settings: dict[str, Any] = {"train__micro_batch_size": 1, "train__steps": total, "precision": "bf16"}
+    settings: dict[str, Any] = {"train__micro_batch_size": 3, "train__steps": total, "precision": "bf16"}
     settings |= {f"fp16__{name}": value for name, value in scale.items()}
     return configured(folder, corpus, strategy=strategy, **settings)
 

@@ -171,7 +171,7 @@ def test_a_parameter_without_a_gradient_is_no_obstacle(
     }
     settings: dict[str, Any] = {
         "model__config": xlnet,
-        "train__micro_batch_size": 1,
+        "train__micro_batch_size": 3,
         "train__learning_rate": 0.01,
     }
     truth = our_losses(configured(tmp_path, corpus, **settings))
@@ -197,7 +197,7 @@ SWITCH: dict[str, Any] = {
     },
     "data__target_field": "text",
     "data__seq_len": 16,
-    "train__global_batch_size": 4,
+    "train__global_batch_size": 2,
     "train__micro_batch_size": 1,
     "train__steps": 4,
 }

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import gc
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
@@ -29,6 +27,5 @@ def passes_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def brief_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs in this process write no report and collect no garbage, which takes longer than training."""
+    """Runs in this process write no report."""
     monkeypatch.setattr("portable.run.finish.write_report", lambda *_: [])
-    monkeypatch.setattr("portable.run.train.gc", Mock(spec=gc))

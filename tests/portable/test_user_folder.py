@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from portable import SIBLINGS, UserError, plugins
+from tests.ranks import free_port
 from tests.runs import flags, tiny
 
 ROOT = Path(__file__).parents[2]
@@ -48,8 +49,9 @@ def run(folder: Path, *command: str, **environment: str) -> subprocess.Completed
 @pytest.mark.slow
 def test_ranks_have_our_packages(folder: Path, corpus: Path) -> None:
     settings = tiny(folder / "out", corpus, train__steps=1, data__eval_fraction=0)
-    start = ("torchrun", "--standalone", "--nproc-per-node", "1", "-m", "portable.cli")
-    done = run(folder, *start, *flags(settings))
+    by_torchrun = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    by_torchrun |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    done = run(folder, sys.executable, "-m", "portable.cli", *flags(settings), **by_torchrun)
     assert done.returncode == 0, done.stderr
     state = json.loads((folder / "out" / "checkpoints" / "step-000001" / "trainer_state.json").read_text())
     assert state["world_size"] == 1

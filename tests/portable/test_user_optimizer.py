@@ -194,9 +194,9 @@ def test_moves(
     kind: str, route: list[tuple[str, int, int]], engines: Engines, corpus: Path, tmp_path: Path
 ) -> None:
     given = settings(kind)
-    assert leg(tmp_path / "whole", corpus, {**given, "strategy": "no_shard"}) == 0
+    assert leg(tmp_path / "whole", corpus, {**given, **accumulated(1), "strategy": "no_shard"}) == 0
     for name, size, until in route:
-        there = {**given, **ENGINES[name].settings, "train__stop_after": until}
+        there = {**given, **accumulated(size), **ENGINES[name].settings, "train__stop_after": until}
         assert engines.run(name, size, leg, tmp_path / "moving", corpus, there) == 0
     assert losses(tmp_path / "moving") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
     ours, theirs = (open_checkpoint(tmp_path / one).optimizer for one in ("moving", "whole"))

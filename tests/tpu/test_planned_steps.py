@@ -35,6 +35,15 @@ IMPLIED = {
     "mixtral/v5e-4/full_shard/full/2x256",  # by mixtral-8x7b
     "llama-8b/v5e-16/full_shard/full/scan/rows-256/4-a-sequence/1x32768",
     "llama-8b/v5e-64/full_shard/full/scan/rows-128/8-a-sequence/1x131072",
+    "llama-8b/v5e-16/full_shard/full/scan/rows-128/16-a-sequence/1x131072",
+    "llama-8b/v5e-64/full_shard/full/scan/rows-512/1x4096",
+    "llama-8b/v4-16/full_shard/full/scan/rows-512/1x4096",
+    "llama-70b/v6e-64/full_shard/full/scan/rows-512/1x4096",
+    "qwen2-0.5b/v6e-4/shard_grad_op/full/scan/rows-512/2x2048",
+    "wide-llama/v5e-4/full_shard/full/rows-512/4x2048",
+    "wide-llama/v5e-4/full_shard/full/scan/rows-512/4x2048",
+    "wide-llama/v5e-4/full_shard/none/scan/rows-512/4x2048",
+    "wide-llama/v5e-8/full_shard/none/2-a-sequence/1x2048",
 }
 """Of each way to run there is another row."""
 
