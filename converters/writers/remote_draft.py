@@ -153,8 +153,8 @@ class StoreOutput:
             self._undo = self.folder.unlink
 
     def _clear(self) -> None:
-        self.folder.remove(self._planned)
-        self.folder.remove([COMPLETE, INCOMPLETE])
+        self.folder.remove([COMPLETE, *self._planned])
+        self.folder.remove([INCOMPLETE])
 
     def write(self, name: str, data: bytes) -> None:
         (self.folder / name).write_bytes(data)

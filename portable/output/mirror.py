@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.errors import CheckpointError
 from converters.storage.completion_markers import begin, complete
-from converters.storage.places import copy_file, files_below
+from converters.storage.places import copy_file, files_below, is_taken
 from converters.writers.parallel import in_parallel
 from portable.checkpoint.store import Checkpoints
 from portable.errors import RunError, UserError, one_line
@@ -183,7 +183,7 @@ class Mirror(Output):
             tell(f"warning: {one_line(error)}; trying again later")
 
     def close(self) -> None:
-        if self._staging.exists():
+        if is_taken(self._staging):
             self._try_to_publish()
             shutil.rmtree(self._staging, ignore_errors=True)
 
