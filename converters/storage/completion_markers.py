@@ -58,8 +58,7 @@ def complete(folder: RemotePath, token: str, **facts: Any) -> None:
     Raises:
         RemoteError: another process has begun the same folder since.
     """
-    writer = read_small_table(folder / INCOMPLETE).get("writer")
-    if writer != token:
+    if read_small_table(folder / INCOMPLETE).get("writer") != token:
         raise RemoteError(
             f"{folder}: another process began to write this folder; give each run an output of its own"
         )

@@ -25,7 +25,6 @@ LOOKED_FOR = {
     "az login, a role of this machine",
     "hf": "looked for HF_TOKEN, hf auth login",
 }
-LOOKED_FOR["abfss"] = LOOKED_FOR["az"]
 _EXTRAS = {"s3": "s3", "gs": "gcs", "az": "azure"}
 _MACHINES = {"s3": "169.254.169.254", "gs": "metadata.google.internal"}
 
@@ -145,7 +144,7 @@ def _hf(repository: str) -> dict[str, Any]:
     return {"url": url, "client_options": {"default_headers": headers}}
 
 
-OPTIONS = {"s3": _s3, "gs": _gs, "az": _az, "abfss": _az, "hf": _hf}
+OPTIONS = {"s3": _s3, "gs": _gs, "az": _az, "hf": _hf}
 """What makes the arguments for the store of a bucket, beside those that obstore reads itself.
 
 Each raises RemoteError, without a URL, where there are no credentials, or no package that reads them.

@@ -38,7 +38,7 @@ from functools import cache, partial
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from converters.errors import CheckpointError, printable, redact
+from converters.errors import CheckpointError, blame, printable, redact
 from converters.storage.credentials import LOOKED_FOR, OPTIONS
 from converters.storage.listed import Object
 from converters.storage.store_errors import (
@@ -60,11 +60,10 @@ _log = logging.getLogger(__name__)
 FIRST_WAIT, _LONGEST_WAIT = 0.1, 15.0  # seconds between two attempts
 
 # Other names of the same stores.
-_ALIASES = {"s3a": "s3", "gcs": "gs", "abfs": "abfss"}
+_ALIASES = {"s3a": "s3", "gcs": "gs", "abfs": "az", "abfss": "az"}
 _REFUSED = {
     "hf": "cannot be listed; name the data set without it (owner/name)",
-    "http": "can be neither listed nor written",
-    "https": "can be neither listed nor written",
+    **dict.fromkeys(("http", "https"), "can be neither listed nor written"),
 }
 _AZURE_HOST = re.compile(r"[\w-]+@\w+\.(dfs|blob)\.(core\.windows\.net|fabric\.microsoft\.com)")
 _MAGIC = re.compile(r"[*?[]")
@@ -153,7 +152,6 @@ def _opened(protocol: str, name: str, seconds: float, quiet: float, environment:
     first, longest, limit, silence, connecting = (
         timedelta(seconds=s) for s in (FIRST_WAIT, _LONGEST_WAIT, seconds, quiet, min(quiet, 10))
     )
-    url = redact(f"{protocol}://{name}")
     waits = {"init_backoff": first, "max_backoff": longest, "base": 2}
     retries = {"max_retries": 1 << 20, "retry_timeout": limit, "backoff": waits}
     client: dict[str, Any] = {"connect_timeout": connecting, "read_timeout": silence}
@@ -165,10 +163,10 @@ def _opened(protocol: str, name: str, seconds: float, quiet: float, environment:
         # The URL of a bucket of Azure's may name the account and its host.
         target = options.pop("url", f"{protocol}://{name}")
         return made(target, client_options=client, retry_config=retries, **options)
-    except RemoteError as error:
-        raise type(error)(f"{url}: {error}") from None
+    except RemoteError:
+        raise
     except Exception as error:  # those of obstore, and of the packages that look for credentials
-        raise RemoteError(f"{url}: cannot be set up: {reason_of(error)}") from None
+        raise RemoteError(f"cannot be set up: {reason_of(error)}") from None
 
 
 @dataclass(frozen=True, order=True)
@@ -176,11 +174,13 @@ class Bucket:
     """A bucket, opened at its first use in a process, and the folders in it that have been listed.
 
     Attributes:
+        said: the name of the protocol in the user's URL, which may be an alias.
         seconds: for which a request is repeated at most.
     """
 
     protocol: str
     name: str
+    said: str = field(default="", compare=False)
     seconds: float = field(default=1e9, compare=False)
     listed: dict[str, dict[str, os.stat_result]] = field(default_factory=dict, compare=False, repr=False)
 
@@ -218,7 +218,7 @@ class RemotePath:
         return replace(self, bucket=replace(self.bucket, seconds=seconds, listed={}))
 
     def __str__(self) -> str:
-        return f"{self.bucket.protocol}://{self.bucket.name}/{self.key}".rstrip("/")
+        return f"{self.bucket.said or self.bucket.protocol}://{self.bucket.name}/{self.key}".rstrip("/")
 
     def __truediv__(self, name: str) -> RemotePath:
         parts = PurePosixPath(name).parts
@@ -248,7 +248,9 @@ class RemotePath:
 
     def is_relative_to(self, other: object) -> bool:
         """Whether this is `other` or below it."""
-        return isinstance(other, RemotePath) and f"{self}/".startswith(f"{other}/")
+        if isinstance(other, RemotePath) and self.bucket == other.bucket:
+            return other.key in ("", self.key) or self.key.startswith(f"{other.key}/")
+        return False
 
     def call(self, what: str, call: Callable[[Any, Any], T], again: bool = True) -> T:
         """`call(obstore, store)` with errors of one line, and so that Ctrl-C is not held up.
@@ -266,7 +268,8 @@ class RemotePath:
         check_process(self)
         seconds = min(self.bucket.seconds, patience())
         environment = tuple(sorted(item for item in os.environ.items() if item[0].startswith(_ENVIRONMENT)))
-        store = _opened(self.bucket.protocol, self.bucket.name, seconds, timeout(), environment)
+        with blame(redact(str(self))):
+            store = _opened(self.bucket.protocol, self.bucket.name, seconds, timeout(), environment)
         ask = partial(call, obstore, store)
         deadline = time.monotonic() + seconds
         while True:
@@ -286,20 +289,20 @@ class RemotePath:
     # -- looking about ---------------------------------------------------------------------------------------
 
     def _below(self, key: str) -> str:
-        """The name of an object or folder relative to this folder, checked."""
-        return checked(key[len(self.key) + 1 if self.key else 0 :], self)
+        """The name of an object or folder relative to this folder."""
+        return key[len(self.key) + 1 if self.key else 0 :]
 
-    def objects(self) -> dict[str, Object]:
-        """Every object below, at any depth, by its name relative to this folder, as it is now."""
+    def objects(self, fits: Callable[[str], object] = bool) -> dict[str, Object]:
+        """Every object below, at any depth, as it is now, by its name in this folder, if that fits."""
         listed = self.call("list", lambda obs, store: obs.list(store, self.key or None).collect())
         found = {str(meta["path"]): object_of(meta) for meta in listed}
         folders = {str(above) for key in found for above in PurePosixPath(key).parents}
         # Some tools write an empty object for a folder.
-        names = (key for key in sorted(found) if key != self.key and (found[key].size or key not in folders))
-        return {self._below(key): found[key] for key in names}
+        keys = (key for key in sorted(found) if key != self.key and (found[key].size or key not in folders))
+        return {checked(self._below(key), self): found[key] for key in keys if fits(self._below(key))}
 
-    def entries(self) -> tuple[dict[str, Object], list[str]]:
-        """The objects directly in this folder by their names, and the folders in it, as they are now."""
+    def _entries(self) -> tuple[dict[str, Object], list[str]]:
+        """The objects directly in this folder by their names, unchecked, and the folders, as they are now."""
         found = self.call("list", lambda obs, store: obs.list_with_delimiter(store, self.key or None))
         objects = {self._below(m["path"]): object_of(m) for m in found["objects"] if m["path"] != self.key}
         return objects, [self._below(str(key)) for key in found["common_prefixes"]]
@@ -308,7 +311,7 @@ class RemotePath:
         """The folder's entries by name; none where there is no such folder."""
         known = self.bucket.listed.get(self.key)
         if known is None:
-            objects, folders = self.entries()
+            objects, folders = self._entries()
             known = {name: _status(stat.S_IFREG, each.size) for name, each in objects.items()}
             known = self.bucket.listed[self.key] = known | dict.fromkeys(folders, _FOLDER)
             _log.debug("%s: listed, %d entries", self, len(known))
@@ -404,10 +407,10 @@ class RemotePath:
         elif size < PART_BYTES:
             other.write_bytes(self.read_bytes())
         else:
-            starts = range(0, size, PART_BYTES)
+            stream = self.call("read", lambda obs, store: obs.get(store, self.key)).stream(PART_BYTES)
+            block = partial(self.call, "read", lambda *_: bytes(next(stream, b"")), again=False)
             # obstore asks for them one by one, in a thread of its own, where it cannot be called.
-            blocks = (in_thread(partial(self.read_range, at, at + PART_BYTES)).result() for at in starts)
-            other._upload(blocks, size, again=False)
+            other._upload(iter(lambda: in_thread(block).result(), b""), size, again=False)
 
     def move_to(self, other: RemotePath) -> None:
         """Rename the object, which copies and then deletes it."""
@@ -493,7 +496,7 @@ def _parsed(url: str) -> tuple[Bucket, str]:
     protocol = protocol.lower()
     bucket, _, key = rest.partition("/")
     named = _ALIASES.get(protocol, protocol)
-    if "@" in bucket and not (named == "abfss" and _AZURE_HOST.fullmatch(bucket)):
+    if "@" in bucket and not (protocol in ("abfs", "abfss") and _AZURE_HOST.fullmatch(bucket)):
         raise RemoteError(
             f"{redact(url)}: credentials do not belong in a URL; set them up as for the store's own tools"
         )
@@ -509,7 +512,7 @@ def _parsed(url: str) -> tuple[Bucket, str]:
     key = "/".join(part for part in key.split("/") if part)
     if key:
         checked(key, url)
-    return Bucket("az" if named == "abfss" and "@" not in bucket else named, bucket), key
+    return Bucket(named, bucket, protocol), key
 
 
 def matching(path: RemotePath) -> dict[RemotePath, Object]:
@@ -524,8 +527,9 @@ def matching(path: RemotePath) -> dict[RemotePath, Object]:
         with suppress(FileNotFoundError):
             return {path: path.look_up()}
         return {}
-    found = folder.entries()[0] if len(pattern) == 1 and pattern != ["**"] else folder.objects()
-    return {folder / name: entry for name, entry in found.items() if _fits(name.split("/"), pattern)}
+    fits: Callable[[str], bool] = lambda name: _fits(name.split("/"), pattern)  # noqa: E731
+    found = folder._entries()[0] if len(pattern) == 1 and pattern != ["**"] else folder.objects(fits)
+    return {folder / name: entry for name, entry in found.items() if fits(name)}
 
 
 def _fits(parts: list[str], pattern: list[str]) -> bool:

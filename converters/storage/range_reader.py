@@ -82,9 +82,9 @@ class RemoteFile(SourceFile):
             position = at + done
             with _lock:
                 run = self._run(position, wanted, end, least)
+                _use(run)
                 if run.stop < end and (position > run.start or wanted > run.stop):
                     self._run(run.stop, wanted, end, least)
-                _use(run)
             data = self._data(run)
             offset = position - run.start
             count = min(len(buffer) - done, run.stop - position)

@@ -47,9 +47,11 @@ def written_in(folder: RemotePath, fact: str = "") -> dict[str, Object | None]:
         did not finish has planned, of any version.
     """
     marker = read_small_table(folder / COMPLETE) or read_small_table(folder / INCOMPLETE)
-    facts, objects = marker.get("facts"), marker.get("objects")
+    facts, objects, planned = (marker.get(name) for name in ("facts", "objects", "names"))
     if not isinstance(objects, dict) or (fact and not (isinstance(facts, dict) and fact in facts)):
         return {}
+    if isinstance(planned, list):  # as earlier releases write them
+        objects |= dict.fromkeys(map(str, planned))
     return {
         name: None if found is None else Object(*found)
         for name, found in objects.items()
@@ -141,9 +143,9 @@ class StoreOutput:
         if not self._single:
             objects = {**there, **dict.fromkeys(self._planned)}
             self._token = begin(self.folder, facts=self._facts, objects=objects)
-            self._undo = self._clear
             # Keep what is overwritten later: a config.json may be copied from this folder to itself.
             self.folder.remove([name for name in there if name not in self._planned])
+            self._undo = self._clear
         while self._uploads:
             self._uploads[0].close()
             self._uploads.pop(0)
@@ -151,8 +153,8 @@ class StoreOutput:
             self._undo = self.folder.unlink
 
     def _clear(self) -> None:
-        self.folder.remove(self._planned)
-        self.folder.remove([COMPLETE, INCOMPLETE])
+        self.folder.remove([COMPLETE, *self._planned])
+        self.folder.remove([INCOMPLETE])
 
     def write(self, name: str, data: bytes) -> None:
         (self.folder / name).write_bytes(data)

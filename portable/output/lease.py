@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 LEASE_FILE = "lease.json"
 RENEWED = 15.0  # seconds between two renewals
 STALE = 60.0  # seconds without renewal after which the holder counts as dead
+PATIENCE = 10.0  # seconds for which a request is repeated; two in each renewal must end before STALE
 
 
 class Lease:
@@ -46,22 +47,21 @@ class Lease:
     """
 
     def __init__(self, place: RemotePath) -> None:
-        self._object = place / LEASE_FILE
+        self._object = place.patient(PATIENCE) / LEASE_FILE
         self._place = place
         self._id = uuid.uuid4().hex
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
         self._taken_by: str | None = None
-        self._tag: Any = ""
-        """What identifies the lease that was read last; "" for none."""
 
     def __enter__(self) -> Lease:
         with storage_errors("output_dir"):
-            while (holder := self._read()).get("id") != self._id:
+            while (read := self._read())[0].get("id") != self._id:
+                holder, tag = read
                 if holder and not _is_gone(holder):
                     self._wait_for(holder)
                 with suppress(ConflictError, FileNotFoundError):  # it has changed, or is gone
-                    self._write(self._tag)
+                    self._write(tag)
             with suppress(ConflictError):
                 self._write("")  # a condition that does not hold
                 tell(
@@ -77,7 +77,7 @@ class Lease:
         self._ended.set()
         self._thread.join(timeout=5.0)  # the store may be unreachable
         with suppress(Exception):  # the lease will expire
-            if self._read().get("id") == self._id:
+            if self._read()[0].get("id") == self._id:
                 self._object.unlink()
 
     def check(self) -> None:
@@ -94,17 +94,18 @@ class Lease:
                 "writes nothing more there"
             )
 
-    def _look(self) -> None:
-        holder = self._read()
+    def _look(self) -> Any:
+        holder, tag = self._read()
         if holder.get("id") not in (None, self._id):
             self._taken_by = _shown(holder)
+        return tag
 
     def _renew(self) -> None:
         while not self._ended.wait(RENEWED) and self._taken_by is None:
             with suppress(Exception):  # unreachable for now: saves raise if that persists
-                self._look()
+                tag = self._look()
                 if self._taken_by is None:
-                    self._write(self._tag)
+                    self._write(tag)
 
     def _wait_for(self, holder: dict[str, Any]) -> None:
         """Return when the holder is found to be gone."""
@@ -115,7 +116,7 @@ class Lease:
         deadline = time.monotonic() + STALE
         while time.monotonic() < deadline:
             time.sleep(min(STALE / 20, 3.0))
-            now = self._read()
+            now, _ = self._read()
             if not now:
                 return
             if now != holder:
@@ -128,18 +129,17 @@ class Lease:
             "the lease"
         )
 
-    def _read(self) -> dict[str, Any]:
-        """The lease; empty if there is none."""
+    def _read(self) -> tuple[dict[str, Any], Any]:
+        """The lease, and what identifies it for a write; empty if there is none."""
         try:
-            content, self._tag = self._object.read_versioned()
+            content, tag = self._object.read_versioned()
         except FileNotFoundError:
-            self._tag = ""
-            return {}
+            return {}, ""
         with suppress(ValueError, RecursionError):
             found = json.loads(content)
             if isinstance(found, dict) and found:
-                return found
-        return {"damaged": True}
+                return found, tag
+        return {"damaged": True}, tag
 
     def _write(self, tag: Any) -> None:
         """Write the lease in place of that with this tag; ConflictError if there is another."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from converters.errors import CheckpointError
 from converters.storage.completion_markers import begin, complete
-from converters.storage.places import copy_file, files_below
+from converters.storage.places import copy_file, files_below, is_taken
 from converters.writers.parallel import in_parallel
 from portable.checkpoint.store import Checkpoints
 from portable.errors import RunError, UserError, one_line
@@ -66,7 +66,6 @@ class Mirror(Output):
         self.work = self._staging / "run" / place.parent.name / place.name
         self.shards = self._staging / "shards"
         self.scratch = self._staging / "scratch"
-        self._opened = False
         self._lease: Lease | None = None
         self._token = ""
         self._sent: dict[str, Object] = {}
@@ -99,7 +98,6 @@ class Mirror(Output):
                 f"checkpoint.staging_dir: {self._staging} cannot be created ({one_line(error)}); choose a "
                 "writable local folder"
             ) from error
-        self._opened = True
         self.store.refresh()  # another launch may have written since
         needed = shard_bytes() * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if needed > free:
@@ -185,7 +183,7 @@ class Mirror(Output):
             tell(f"warning: {one_line(error)}; trying again later")
 
     def close(self) -> None:
-        if self._opened:
+        if is_taken(self._staging):
             self._try_to_publish()
             shutil.rmtree(self._staging, ignore_errors=True)
 

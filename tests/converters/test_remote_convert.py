@@ -301,6 +301,9 @@ def test_overwrite(large: Path, s3: ObjectStore, capsys: pytest.CaptureFixture[s
     assert convert(s3.url("src"), s3.url("out"), "--overwrite") == 2
     s3.heal()
     assert s3.tree("out") == before  # a conversion that fails on the way leaves what was there
+    s3.fail(status=403, method="POST", query="delete", every=2, times=1)  # of what it replaces
+    assert convert(s3.url("src"), s3.url("out"), "--overwrite") == 2
+    assert {INCOMPLETE, *before} == {*s3.names("out/")}, "where not all could be deleted, nothing looks whole"
     for _ in range(2):
         assert convert(s3.url("src"), s3.url("out"), "--overwrite", "--max-shard-size", TWO) == 0
         assert published(s3, "out") == tree(large)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -158,7 +159,7 @@ def test_in_a_store_it_keeps_what_a_person_put_there(
     assert s3.get("run/final/model.safetensors") != halved
 
 
-@pytest.mark.parametrize("method", ["PUT", "DELETE"])
+@pytest.mark.parametrize("method", ["PUT", "DELETE", "PUT by an earlier release"])
 def test_in_a_store_a_kill_loses_and_leaves_nothing(
     checkpoint: Path,
     s3: ObjectStore,
@@ -170,7 +171,7 @@ def test_in_a_store_a_kill_loses_and_leaves_nothing(
     export(checkpoint, RemotePath.of(s3.url("run/final")))
     whole = s3.tree("run/final")
     s3.put("run/final/model-00002-of-00002.safetensors", b"mine")
-    if method == "PUT":
+    if method != "DELETE":
         s3.fail(status=403, method="PUT", key="final/tokenizer")
     else:  # of the marker, after that of what was moved
         s3.fail(status=403, method="POST", query="delete", every=2, times=1)
@@ -179,6 +180,11 @@ def test_in_a_store_a_kill_loses_and_leaves_nothing(
         export(checkpoint, RemotePath.of(s3.url("run/final")))
     s3.heal()
     assert INCOMPLETE in s3.names("run/final/")
+    if method not in ("PUT", "DELETE"):
+        marker = json.loads(s3.get(f"run/final/{INCOMPLETE}"))
+        marker["names"] = [name for name, found in marker["objects"].items() if found is None]
+        marker["objects"] = {name: found for name, found in marker["objects"].items() if found}
+        s3.put(f"run/final/{INCOMPLETE}", json.dumps(marker).encode())
     assert list(s3.tree("run/final.kept").values()) == [b"mine"]
     s3.put("run/final/README.md", b"mine")  # somebody looks at the ruins
     capsys.readouterr()

@@ -410,7 +410,7 @@ def test_of_two_that_start_at_once_one_begins(s3: ObjectStore, quick_leases: Non
     first, second = (Lease(RemotePath.of(s3.url("run"))) for _ in range(2))
     read = Lease._read
 
-    def read_before_the_first_begins(self: Lease) -> dict[str, Any]:
+    def read_before_the_first_begins(self: Lease) -> tuple[dict[str, Any], Any]:
         found = read(self)
         monkeypatch.setattr(Lease, "_read", read)
         first.__enter__()
