@@ -128,8 +128,9 @@ class _Cut:
 
     def _of_columns(self, magnitude: Array) -> Array:
         """(rows, blocks): the largest of each row in each block."""
-        if self.columns == self.grid[-1] * self.width:
-            largest: Array = magnitude.reshape(len(magnitude), -1, self.width).max(axis=2)
+        if self.columns == self.grid[-1] * self.width:  # half as long as `max` along an axis
+            starts = np.arange(0, magnitude.size, self.width)
+            largest = np.maximum.reduceat(magnitude.reshape(-1), starts).reshape(len(magnitude), -1)
         else:
             largest = np.maximum.reduceat(magnitude, np.arange(0, self.columns, self.width), axis=1)
         if not np.isfinite(largest).all():
@@ -281,11 +282,7 @@ def packed_rows_of(weight: Tensor, scheme: Scheme) -> dict[str, Tensor]:
         if unfilled := words * per - cut.columns:
             codes = np.pad(codes, ((0, 0), (0, unfilled)))
         # A word's lowest bits come first, as its lowest byte does.
-        packed = codes[:, :: per // 4].copy()
-        for place in range(1, per // 4):
-            packed |= codes[:, place :: per // 4] << np.uint8(place * cut.bits)
-        words_of: Array = packed.view("<i4")
-        return words_of
+        return _packed(codes, cut.bits).view("<i4")
 
     packed, scale, held = (f"{weight.name}_{what}" for what in ("packed", "scale", "shape"))
     made = tensor_of(packed, "I32", (cut.rows, words), rows, elements=max(1, BLOCK // per))
@@ -297,11 +294,17 @@ def packed_rows_of(weight: Tensor, scheme: Scheme) -> dict[str, Tensor]:
     }
 
 
+def _packed(codes: Array, bits: int) -> Array:
+    """Codes of so many bits in full bytes, the first in the lowest bits; uint8."""
+    while bits < 8:
+        pairs = codes.view("<u2")
+        codes, bits = (pairs | pairs >> np.uint16(8 - bits)).astype(np.uint8), 2 * bits
+    return codes
+
+
 def _pairs(cut: _Cut) -> Rows:
     def rows(matrix: Shape, first: int, count: int, touched: Touched) -> Array:
-        codes = cut.coded(matrix, first, count, touched)
-        paired: Array = codes[:, ::2] | codes[:, 1::2] << np.uint8(4)
-        return paired
+        return _packed(cut.coded(matrix, first, count, touched), 4)
 
     return rows
 
