@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from tests.ranks import free_port
@@ -74,10 +75,17 @@ PartitionName=all Nodes=ALL Default=YES State=UP
         )
 
     def close(self) -> None:
+        """A step that ends without its controller tries to tell it so for ever, and its node waits for it."""
         self.command("scancel", "--state=RUNNING", "--state=PENDING", "-u", "root")
+        end = time.monotonic() + 30
+        while self.command("squeue", "-h").stdout and time.monotonic() < end:
+            time.sleep(0.2)
         for process in reversed(self._processes):
             process.terminate()
         for process in self._processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=20)
+            process.kill()
             process.wait()
 
     def _run(self, command: list[str]) -> None:

@@ -116,7 +116,7 @@ def test_deepspeeds_schedulers_need_no_deepspeed() -> None:
     schedule = build_schedule(config.train, 30)
     assert [schedule(step) for step in (0, 5, 10, 20, 29)] == pytest.approx([0.1, 0.55, 1.0, 0.1, 0.1])
     with pytest.raises(
-        UserError, match=r"train\.schedule: OneCycle needs DeepSpeed; use strategy zero1, .*cosine"
+        UserError, match=r"train\.schedule OneCycle needs DeepSpeed; use strategy zero1, .*cosine"
     ):
         checked({"train": train})
 
