@@ -10,17 +10,17 @@ import pytest
 from tests import durations
 
 FIRST: tuple[str, ...] = (
-    "tests/torchtpu/test_torchtpu.py",
     "tests/test_docs.py",
-    "tests/portable/test_moves.py",
+    "tests/torchtpu/test_torchtpu.py",
     "tests/portable/test_remote_runs.py",
+    "tests/test_engines.py",
+    "tests/portable/test_moves.py",
+    "tests/converters/test_remote_convert.py",
     "tests/portable/test_planner.py",
     "tests/test_shared_layers.py",
     "tests/gpu/test_footprint.py",
     "tests/portable/test_api.py",
-    "tests/test_engines.py",
-    "tests/tpu/test_planned_steps.py",
-    "tests/test_adapters.py",
+    "tests/gpu/test_nodes.py",
 )
 """The longest files, as far as no record says so."""
 
