@@ -296,10 +296,11 @@ class RemotePath:
         """Every object below, at any depth, as it is now, by its name in this folder, if that fits."""
         listed = self.call("list", lambda obs, store: obs.list(store, self.key or None).collect())
         found = {str(meta["path"]): object_of(meta) for meta in listed}
-        folders = {str(above) for key in found for above in PurePosixPath(key).parents}
+        folders = {key[:at] for key in found for at, char in enumerate(key) if char == "/"}
         # Some tools write an empty object for a folder.
         keys = (key for key in sorted(found) if key != self.key and (found[key].size or key not in folders))
-        return {checked(self._below(key), self): found[key] for key in keys if fits(self._below(key))}
+        named = {self._below(key): found[key] for key in keys}
+        return {checked(name, self): entry for name, entry in named.items() if fits(name)}
 
     def _entries(self) -> tuple[dict[str, Object], list[str]]:
         """The objects directly in this folder by their names, unchecked, and the folders, as they are now."""

@@ -68,7 +68,7 @@ class RemoteFile(SourceFile):
     def __init__(self, name: str, path: RemotePath, nbytes: int) -> None:
         super().__init__(name, path, nbytes)
         self.runs: list[_Run] = []
-        self._ends: set[int] = set()  # of all runs that there were
+        self._ends: set[int] = set()  # of runs at which no other has begun yet
 
     def read_into(self, buffer: memoryview, at: int, wanted: int = 0, end: int = 0) -> None:
         check_process(self.path)
@@ -108,6 +108,7 @@ class RemoteFile(SourceFile):
         stop = min(start + length, *limits)
         run = _Run(self, start, stop, in_thread(partial(self.path.read_range, start, stop)))
         self.runs.append(run)
+        self._ends.discard(start)
         self._ends.add(stop)
         _use(run)
         return run

@@ -129,6 +129,8 @@ def test_what_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[
         (FACTORY.replace("org/pairs", "identity,alpaca_en_demo"), "data.source: the files name no data"),
         (TRL.replace("model_name_or_path: org/model\n", ""), "model.name_or_path: the files name no model"),
         ("- 1\n", "not a config of torchtune, axolotl"),
+        ("base_model: org/model\ndatasets: []\n", "data.source: the files name no data"),
+        ("base_model: org/model\npretraining_dataset: org/data\n", "data.source: the files name no data"),
     ):
         path.write_text(text)
         assert main(["import", str(path)]) == 2

@@ -150,7 +150,8 @@ def sources(found: list[dict[str, Any]]) -> dict[str, Any]:
         last = str(one.get("source")).rpartition("/")[2]
         name = re.sub(r"[^A-Za-z0-9_-]+", "-", last).strip("-_") or "source"
         names.append(name if name not in names else f"{name}-{len(names)}")
-    return {"data.sources": [{"name": name, **one} for name, one in zip(names, found, strict=True)]}
+    named = [{"name": name, **one} for name, one in zip(names, found, strict=True)]
+    return {"data.sources": named} if named else {}
 
 
 _RL = ("dpo", "ipo", "orpo", "simpo")
@@ -167,7 +168,7 @@ _KINDS = {
 
 def _axolotl_sources(value: Any, file: File) -> dict[str, Any]:
     found = []
-    for one in value if isinstance(value, list) else []:
+    for one in value if isinstance(value, list) else filter(None, [value]):
         if not isinstance(one, dict) or not one.get("path"):
             raise NoCounterpart(f"{shown(one)} has no counterpart: name a file or hub dataset in data.source")
         kind = str(one.get("type")).partition(".")[0]
