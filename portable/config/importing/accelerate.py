@@ -147,8 +147,7 @@ def _min_params(value: Any, file: File) -> Any:
 def _wrap(value: Any, file: File) -> str | None:
     policy = choose(value, {w: w for w in ("transformer_based_wrap", "size_based_wrap", "no_wrap")})
     if _xla(file) and policy not in (None, "transformer_based_wrap"):
-        why = "under SPMD nothing is wrapped, and each transformer layer is recomputed"
-        raise NoCounterpart(f"{policy}: {why}; remove it")
+        raise NoCounterpart(f"{policy}: {_FILE['xla_fsdp_settings.auto_wrap_policy'].why}")
     return None if policy is None else str(policy)
 
 
