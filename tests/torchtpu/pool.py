@@ -24,7 +24,6 @@ class TpuPool:
 
     def __init__(self) -> None:
         self._pools: dict[int, RankPool] = {}
-        self._rooms: dict[int, Path] = {}
         self._folders = ExitStack()
 
     def run(self, chips: int, function: Callable[..., Any], *arguments: Any, timeout: float = 300) -> Any:
@@ -32,16 +31,11 @@ class TpuPool:
 
         def slice_of_them() -> dict[str, str]:
             folder = tempfile.TemporaryDirectory(dir="/dev/shm")
-            self._rooms[chips] = Path(self._folders.enter_context(folder))
-            return environment(self._rooms[chips], chips)
+            return environment(Path(self._folders.enter_context(folder)), chips)
 
         if chips not in self._pools:
             self._pools[chips] = RankPool("spawn", slice_of_them)
         return self._pools[chips].run(chips, function, *arguments, timeout=timeout)
-
-    def room(self, chips: int) -> Path:
-        """The folder where the ranks meet that have been started last."""
-        return self._rooms[chips]
 
     def close(self) -> None:
         """End all processes."""

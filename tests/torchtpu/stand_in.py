@@ -172,7 +172,7 @@ class Slice:
         self._mine = (POINTER * 1)()
         self._collectives: dict[int, list[int]] = {}
         """The chips of each loaded program with collectives."""
-        self._turn = self._captured = 0
+        self._turn = 0
         for name in TABLE:
             if hasattr(self, name.lower()):
                 self._replace(name)
@@ -277,7 +277,6 @@ class Slice:
         program = Program.from_address(given.program)
         code = ctypes.string_at(program.code, program.size)
         options = ctypes.string_at(given.options, given.size)
-        self._capture(code, options)
         together = self._chips > 1 and COLLECTIVE.search(code) is not None
         changed = for_cpu(options, None if together or self._chips == 1 else self._rank)
         buffer, before = ctypes.create_string_buffer(changed, len(changed)), (given.options, given.size)
@@ -289,15 +288,6 @@ class Slice:
             if together:
                 self._collectives[given.made] = chips_of(options)
         return error
-
-    def _capture(self, code: bytes, options: bytes) -> None:
-        """Keep a program for libtpu's compiler, if a test asks for it."""
-        folder = os.environ.get("STAND_IN_PROGRAMS")
-        if folder is not None:
-            stem = f"{folder}/{self._rank}-{self._captured:04d}"
-            Path(f"{stem}.mlirbc").write_bytes(code)
-            Path(f"{stem}.options").write_bytes(options)
-            self._captured += 1
 
     def loadedexecutable_execute(self, given: Any, address: int) -> int | None:
         chips = self._collectives.get(given.loaded)
@@ -475,7 +465,6 @@ def environment(room: Path, chips: int) -> dict[str, str]:
     """The variables of a launcher that shall see ``chips`` chips, which meet in the empty folder ``room``."""
     from tests.ranks import free_port
 
-    (room / "programs").mkdir(parents=True)
     project = Path(__file__).resolve().parents[2]
     for chip in range(chips):
         (room / "pci" / str(chip)).mkdir(parents=True)
@@ -483,7 +472,6 @@ def environment(room: Path, chips: int) -> dict[str, str]:
         (room / "pci" / str(chip) / "device").write_text("0x006f")
     return {
         "STAND_IN_ROOM": str(room),
-        "STAND_IN_PROGRAMS": str(room / "programs"),
         "STAND_IN_PROJECT": str(project),
         "PYTHONPATH": str(Path(__file__).parent / "site"),
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
