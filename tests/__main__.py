@@ -68,7 +68,7 @@ def pytest_command(arguments: list[str]) -> list[str]:
     rest = [argument for argument in arguments if argument not in ("--fast", "--xla")]
     named = any(not argument.startswith("-") for argument in rest)
     alone = named or any(argument.startswith(("-n", "-s", "--pdb")) for argument in rest)
-    spread = [] if alone else [f"-n{processes()}", "--dist=loadfile", "--no-loadscope-reorder"]
+    spread = [] if alone else [f"-n{processes()}", "--no-loadscope-reorder"]
     return ["-m", "pytest", "-m", " and ".join(marks), *spread, *rest]
 
 

@@ -81,6 +81,11 @@ def pytest_configure_node(node: Any) -> None:
     node.workerinput["forkserver"] = forkserver.start()
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> order.InGroups:
+    return order.InGroups(config, log)
+
+
 def is_left_out(item: pytest.Item) -> bool:
     if item.get_closest_marker("exhaustive") and not item.config.getoption("--all"):
         return True
