@@ -75,7 +75,7 @@ def page() -> str:
             measured = [figures[test] for test in row["tests"] if test in figures]
             told = [f"{one['figure']} of {one['within']:g}, {one['date']}" for one in measured]
             other = "not recorded" if re.search(r"\de-\d", row["promise"]) else "exact"
-            last = "; ".join(told) or row.get("figure", other)
+            last = row.get("figure") or "; ".join(told) or other
             parts.append(f"| {row['promise']} | {', '.join(f'`{test}`' for test in row['tests'])} | {last} |")
         parts.append("")
     return "\n".join(parts)

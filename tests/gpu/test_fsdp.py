@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from portable.config import RunConfig
 from portable.errors import UserError
 from portable.run.rank import run_rank
-from tests.gpu.test_parity import Losses, assert_close, our_losses
+from tests.gpu.test_parity import our_losses
 from tests.parity import opened
 from tests.ranks import RankPool
 from tests.runs import configured
@@ -25,41 +25,7 @@ def shares(world_size: int) -> dict[str, Any]:
     return {**FOUR, "train__micro_batch_size": 4 // world_size}
 
 
-@pytest.fixture(scope="module")
-def truth(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Losses:
-    """The losses of one rank, whose equality with a hand-written loop test_parity holds."""
-    return our_losses(configured(tmp_path_factory.mktemp("truth"), corpus, **shares(1)))
-
-
 HYBRID: dict[str, Any] = {"strategy": "hybrid_shard", "fsdp__shard_group_size": 2}
-ON_HOST: dict[str, Any] = {"memory__offload_optimizer": "cpu"}
-FULL, SELECTIVE = ({"memory__activation_checkpointing": kind} for kind in ("full", "selective"))
-CASES: dict[str, tuple[int, dict[str, Any]]] = {
-    "hybrid zero2, 2 x 2, selective recomputation": (
-        4,
-        {**HYBRID, "strategy": "hybrid_shard_zero2", **SELECTIVE},
-    ),
-    "hybrid, 1 x 2, the ranks of the node": (2, {"strategy": "hybrid_shard"}),
-    "hybrid on one rank": (1, {"strategy": "hybrid_shard"}),
-    "offload": (2, {"memory__offload_params": "cpu"}),
-    "offload the optimizer alone": (2, ON_HOST),
-    "offload the optimizer alone, hybrid": (4, {**HYBRID, **ON_HOST}),
-    "selective recomputation, no_shard": (2, {"strategy": "no_shard", **SELECTIVE}),
-    "full recomputation, full_shard": (2, FULL),
-    "no wrap": (2, {"fsdp__auto_wrap_policy": "no_wrap"}),
-    "by size": (2, {"fsdp__auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp__min_num_params": 4000}),
-    "by class": (2, {"fsdp__transformer_layer_cls_to_wrap": ["LlamaMLP", "LlamaDecoderLayer"]}),
-    "no prefetch": (2, {"fsdp__forward_prefetch": False, "fsdp__backward_prefetch": "no_prefetch"}),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_losses_do_not_depend_on_it(
-    case: str, truth: Losses, tmp_path: Path, corpus: Path, ranks: RankPool
-) -> None:
-    world_size, settings = CASES[case]
-    config = configured(tmp_path, corpus, **shares(world_size), **settings)
-    assert_close(ranks.run(world_size, our_losses, config), truth, 1e-5)
 
 
 def units_of(config: RunConfig) -> tuple[list[str], list[str], int]:

@@ -26,7 +26,7 @@ from tests.engines import ENGINES, Engines, accumulated
 from tests.gpu.test_parity import Losses, assert_close, our_losses, plain_losses
 from tests.parity import opened
 from tests.ranks import RankPool
-from tests.runs import TINY_MODEL, configured, losses
+from tests.runs import configured, losses
 
 MUON: dict[str, Any] = {
     "train__optimizer": "muon",
@@ -64,23 +64,6 @@ def test_muon_is_torchs(rule: Any, decay: float) -> None:
     torch.testing.assert_close(stack, torch.stack(list(slices)), rtol=1e-6, atol=1e-6)
 
 
-def test_a_masked_step_changes_nothing() -> None:
-    matrix, vector = nn.Parameter(torch.randn(6, 4)), nn.Parameter(torch.randn(5))
-    groups = [{"params": [matrix], "matrices": True}, {"params": [vector], "matrices": False}]
-    optimizer = Muon(groups, lr=0.1, betas=(0.9, 0.95), eps=1e-8, momentum=0.9, rate_rule="original")
-    for masked in (True, False, True):
-        before = [p.detach().clone() for p in (matrix, vector)]
-        kept = {key: value.clone() for p in (matrix, vector) for key, value in optimizer.state[p].items()}
-        for parameter in (matrix, vector):
-            parameter.grad = torch.full_like(parameter, torch.nan) if masked else torch.randn_like(parameter)
-        optimizer.found_inf = torch.tensor(float(masked))
-        optimizer.step()
-        for parameter, old in zip((matrix, vector), before, strict=True):
-            assert torch.equal(parameter, old) == masked
-        now = {key: value for p in (matrix, vector) for key, value in optimizer.state[p].items()}
-        assert all(torch.equal(now[key], value) for key, value in kept.items()) == (masked or not kept)
-
-
 @pytest.fixture(scope="module")
 def truth(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Losses:
     return plain_losses(configured(tmp_path_factory.mktemp("truth"), corpus, **MUON))
@@ -111,24 +94,6 @@ def test_every_engine(
 def test_layers_in_a_loop(truth: Losses, engines: Engines, corpus: Path, tmp_path: Path) -> None:
     config = configured(tmp_path, corpus, **MUON, backend="xla", xla__scan_layers=True)
     assert_close(engines.run("xla", 2, our_losses, config), truth, 1e-5)
-
-
-EXPERTS = {
-    **TINY_MODEL,
-    "model_type": "mixtral",
-    "num_local_experts": 3,
-    "num_experts_per_tok": 2,
-    "num_hidden_layers": 1,
-}
-
-
-@pytest.mark.parametrize("name", ["full_shard", "zero3"])
-def test_each_expert_is_a_matrix(name: str, engines: Engines, corpus: Path, tmp_path: Path) -> None:
-    """Which ranks hold as a whole, or in parts."""
-    settings: dict[str, Any] = {**MUON, "model__config": EXPERTS}
-    one = engines.run("no_shard", 1, our_losses, configured(tmp_path / "one", corpus, **settings))
-    config = configured(tmp_path / "two", corpus, **settings, **ENGINES[name].settings)
-    assert_close(engines.run(name, 2, our_losses, config), one, 1e-5)
 
 
 def sent(config: RunConfig) -> int:

@@ -18,7 +18,6 @@ from portable.run.resolve import resolve
 from portable.run.restore import restore
 from tests.parity import cross_entropy, opened, plain_steps
 from tests.promises import record
-from tests.ranks import RankError, RankPool
 from tests.runs import configured
 
 STEPS = 4
@@ -153,88 +152,3 @@ def test_micro_batches_do_not_change_the_loss(
 ) -> None:
     settings = {"data__packing": packing, "train__micro_batch_size": micro_batch_size}
     assert_close(our_losses(configured(tmp_path, corpus, **settings)), truth[packing], 1e-5)
-
-
-@pytest.mark.parametrize("strategy", ["no_shard", "full_shard"])
-def test_a_parameter_without_a_gradient_is_no_obstacle(
-    strategy: str, tmp_path: Path, corpus: Path, ranks: RankPool
-) -> None:
-    """XLNet's embedding of masked positions, of which this task has none."""
-    xlnet = {
-        "model_type": "xlnet",
-        "vocab_size": 384,
-        "d_model": 32,
-        "n_layer": 2,
-        "n_head": 4,
-        "d_inner": 64,
-        "dropout": 0.0,
-    }
-    settings: dict[str, Any] = {
-        "model__config": xlnet,
-        "train__micro_batch_size": 3,
-        "train__learning_rate": 0.01,
-    }
-    truth = our_losses(configured(tmp_path, corpus, **settings))
-    config = configured(tmp_path, corpus, strategy=strategy, **settings)
-    assert_close(ranks.run(2, our_losses, config), truth, 1e-5)
-
-
-SWITCH: dict[str, Any] = {
-    "model__task": "seq2seq-lm",
-    "model__config": {
-        "model_type": "switch_transformers",
-        "vocab_size": 384,
-        "d_model": 32,
-        "d_kv": 8,
-        "d_ff": 64,
-        "num_heads": 4,
-        "num_layers": 1,
-        "num_sparse_encoder_layers": 1,
-        "num_sparse_decoder_layers": 1,
-        "num_experts": 8,
-        "dropout_rate": 0.0,
-        "router_jitter_noise": 0.0,
-    },
-    "data__target_field": "text",
-    "data__seq_len": 16,
-    "train__global_batch_size": 2,
-    "train__micro_batch_size": 1,
-    "train__steps": 4,
-}
-"""A sentence has 16 tokens, of which none may go to some of the 8 experts."""
-
-
-def test_experts_that_no_token_of_a_rank_chooses(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
-    pytest.importorskip("deepspeed")
-    truth = our_losses(configured(tmp_path, corpus, **SWITCH))
-    for strategy in ("full_shard", "zero3"):
-        config = configured(tmp_path, corpus, strategy=strategy, **SWITCH)
-        assert_close(ranks.run(2, our_losses, config), truth, 1e-5, falls=0.1)
-
-
-@pytest.mark.exhaustive
-def test_experts_in_an_order_of_their_own(tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
-    pytest.importorskip("deepspeed")
-    with pytest.raises(RankError, match=r"strategy: zero2 [^\n]* use zero1, zero3 or full_shard"):
-        ranks.run(2, our_losses, configured(tmp_path, corpus, strategy="zero2", **SWITCH))
-
-
-@pytest.mark.parametrize(("strategy", "momentum"), [("no_shard", 0.0), ("full_shard", 0.9)])
-def test_sgd_on_shards_equals_torchs(
-    strategy: str, momentum: float, tmp_path: Path, corpus: Path, ranks: RankPool
-) -> None:
-    settings: dict[str, Any] = {
-        "train__optimizer": "sgd",
-        "train__betas": [momentum, 0.9],
-        "train__learning_rate": 0.1,
-        "train__micro_batch_size": 1,
-    }
-    config = configured(tmp_path, corpus, strategy=strategy, **settings)
-    assert_close(ranks.run(3, our_losses, config), plain_losses(config), 1e-5, falls=0.2)
-
-
-def test_bf16_follows_fp32(truth: Truth, tmp_path: Path, corpus: Path, ranks: RankPool) -> None:
-    config = configured(tmp_path, corpus, precision="bf16", strategy="full_shard")
-    losses = ranks.run(2, our_losses, config)
-    assert_close(losses, truth[True], 1e-2)
-    assert [loss for loss, _ in losses] != [loss for loss, _ in truth[True]]  # it did compute in bf16
