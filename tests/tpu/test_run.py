@@ -73,23 +73,22 @@ def reports_of_odd_steps(config: RunConfig) -> list[str]:
     """What is said when the shape of a batch changes, and when a scalar becomes a constant of the step."""
     from tpu.xla.graphs import Graphs
 
-    backend = create_backend("xla")
-    run = prepare(resolve(config, backend.name), backend)
-    engine: Any = restore(run, None).engine
     said: list[str] = []
-    engine.graphs = Graphs(said.append)
+    with opened(config) as trial:
+        backend, engine = trial.backend, trial.engine
+        engine.graphs = Graphs(said.append)
 
-    def step(length: int, scale: float) -> None:
-        tokens = torch.ones(8, length, dtype=torch.int64)
-        batch = backend.place({"input_ids": tokens, "labels": tokens})
-        loss = engine.accumulate(batch, backend.total(8), last=True)
-        engine.update(1e-3, 1.0, loss[0] * scale)  # the others are to be logged
+        def step(length: int, scale: float) -> None:
+            tokens = torch.ones(8, length, dtype=torch.int64)
+            batch = backend.place({"input_ids": tokens, "labels": tokens})
+            loss = engine.accumulate(batch, backend.total(8), last=True)
+            engine.update(1e-3, 1.0, loss[0] * scale)  # the others are to be logged
 
-    for length, scale in ((16, 2.0), (16, 2.0), (12, 2.0), (16, 1.0)):
-        step(length, scale)
-    for name, (share, decay) in engine._optimizer._factors.items():
-        engine._optimizer._factors[name] = share, 2 * decay
-    step(16, 2.0)
+        for length, scale in ((16, 2.0), (16, 2.0), (12, 2.0), (16, 1.0)):
+            step(length, scale)
+        for name, (share, decay) in engine._optimizer._factors.items():
+            engine._optimizer._factors[name] = share, 2 * decay
+        step(16, 2.0)
     return said
 
 
@@ -126,23 +125,16 @@ def reports_of_looking_models(config: RunConfig) -> list[str]:
     """What is said of a model that looks at the values of its input, over three steps."""
     from tpu.xla.graphs import Graphs
 
-    backend = create_backend("xla")
-    run = prepare(resolve(config, backend.name), backend)
-    engine: Any = restore(run, None).engine
-    said: list[str] = []
-    engine.graphs = Graphs(said.append)
-
     def look(_: Any, arguments: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         largest = int(named["input_ids"].max())
         return arguments, {**named, "input_ids": named["input_ids"].clamp(max=largest)}
 
-    engine.model.register_forward_pre_hook(look, with_kwargs=True)
-    batches = iter(train_loader(run, 0))
-    for _ in range(3):
-        train_step(
-            backend, engine, batches, plan=run.plan, first_sample=0, learning_rate=1e-3, max_grad_norm=1.0
-        )
-    batches.close()
+    said: list[str] = []
+    with opened(config) as trial:
+        trial.engine.graphs = Graphs(said.append)
+        trial.engine.model.register_forward_pre_hook(look, with_kwargs=True)
+        for _ in range(3):
+            trial.step()
     return said
 
 
@@ -236,13 +228,9 @@ def test_hosts_that_share_sequences_count_them_once(xla: XlaPool) -> None:
 
 
 def graph_of_a_step(config: RunConfig) -> str:
-    backend = create_backend("xla")
-    run = prepare(resolve(config, backend.name), backend)
-    engine: Any = restore(run, None).engine
-    batches = iter(train_loader(run, 0))
-    train_step(backend, engine, batches, plan=run.plan, first_sample=0, learning_rate=1e-3, max_grad_norm=1.0)
-    batches.close()
-    (text,) = engine.graphs._known["step"].values()
+    with opened(config) as trial:
+        trial.step()
+        (text,) = trial.engine.graphs._known["step"].values()
     return str(text)
 
 
