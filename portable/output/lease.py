@@ -53,6 +53,7 @@ class Lease:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="lease", daemon=True)
         self._taken_by: str | None = None
+        self._written = time.monotonic()
 
     def __enter__(self) -> Lease:
         with storage_errors("output_dir"):
@@ -98,6 +99,8 @@ class Lease:
         holder, tag = self._read()
         if holder.get("id") not in (None, self._id):
             self._taken_by = _shown(holder)
+        elif not holder and time.monotonic() - self._written > STALE:
+            self._taken_by = "which took over the lease and has ended"  # while this process stood still
         return tag
 
     def _renew(self) -> None:
@@ -143,6 +146,7 @@ class Lease:
 
     def _write(self, tag: Any) -> None:
         """Write the lease in place of that with this tag; ConflictError if there is another."""
+        self._written = time.monotonic()
         # A new content gives it a new tag.
         lease = {"id": self._id, "host": socket.gethostname(), "pid": os.getpid(), "machine": _machine()}
         content = json.dumps({**lease, "renewal": uuid.uuid4().hex}).encode()
