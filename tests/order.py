@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 FIRST: tuple[str, ...] = (
     "TorchTPU",
+    "tests/tpu/test_parity.py",
+    "tests/tpu/test_scan.py",
+    "tests/tpu/test_compile.py",
     "tests/portable/test_remote_runs.py",
     "tests/test_engines.py",
     "tests/converters/test_remote_convert.py",
