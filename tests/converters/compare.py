@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -44,11 +45,16 @@ def refused(folder: Path) -> str:
 
 
 def rewrite(path: Path, change: Callable[[Any], Any]) -> None:
-    """What torch would have saved under this name had the run been another."""
+    """What torch, or Orbax, would have saved under this name had the run been another."""
     if path.name == ".metadata":
         value = pickle.loads(path.read_bytes())  # noqa: S301 - what torch wrote a moment ago
         change(value)
         path.write_bytes(pickle.dumps(value))
+        return
+    if path.name == "_METADATA":
+        value = json.loads(path.read_text())
+        change(value)
+        path.write_text(json.dumps(value))
         return
     value = load(path)
     change(value)

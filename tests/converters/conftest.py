@@ -56,6 +56,12 @@ def written_universal(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def orbax_samples() -> Path:
+    """A folder of Orbax's checkpoints, kept beside the tests."""
+    return Path(__file__).parent / "orbax_samples"
+
+
+@pytest.fixture(scope="session")
 def written_megatron(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of Megatron-LM's and Megatron-Core's checkpoints, with `<name>.logits.pt` beside."""
     return written_by(MAKERS["written_megatron"], tmp_path_factory)

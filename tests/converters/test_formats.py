@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -113,8 +114,13 @@ def test_equals_the_live_run(fixture: str, name: str, request: pytest.FixtureReq
 
 # -- lies ----------------------------------------------------------------------------------------------------
 
+
+class Swap(str):
+    """The file of the same checkpoint with which a file changes places."""
+
+
 Change = Any
-"""A function of what torch has pickled; the bytes to write; a file to copy; or None to delete the file."""
+"""A function of the content; the bytes to write; a file to copy or to swap with; or None to delete it."""
 FOURTH = "bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt"
 OPTIM = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
 
@@ -204,7 +210,17 @@ def described(metadata: Any) -> Any:
     return metadata.state_dict_metadata[WEIGHT]
 
 
-WEIGHT = "model.brain.weight"
+def args(**settings: Any) -> Callable[[Any], None]:
+    """Other settings of Megatron's parser."""
+    return lambda content: vars(content["args"]).update(settings)
+
+
+WEIGHT, MOMENT = "model.brain.weight", "optim.state.brain.weight.exp_avg"
+BOTH = "('layers', '0', 'both')"
+UNIVERSAL, SHARD = "global_step2_universal", "shard-00001-model-00001-of-00001.safetensors"
+MEGATRON, NEIGHBOR, LAST = (
+    f"iter_0000007/mp_rank_{rank}/model_optim_rng.pt" for rank in ("00_000", "01_000", "01_001")
+)
 LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
     "written": {
         ("fsdp3-ours", ".metadata"): [
@@ -215,7 +231,13 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
             (lambda m: chunk(m, WEIGHT).update(offset=-1), "is not a size"),
             (lambda m: described(m).__dict__.update(size=torch.Size((1 << 60, 1 << 60))), "impossible"),
             (lambda m: described(m).__dict__.update(size=torch.Size((65,))), "dimensions"),
-            (lambda m: chunk(m, WEIGHT).update(chunk(m, "optim.state.brain.weight.exp_avg")), "share bytes"),
+            (lambda m: chunk(m, WEIGHT).update(chunk(m, MOMENT)), "share bytes"),
+            (
+                lambda m: chunk(m, WEIGHT).update(
+                    chunk(m, MOMENT), relative_path="./" + chunk(m, MOMENT)["relative_path"]
+                ),
+                "share bytes",
+            ),
             (lambda m: described(m).chunks.pop(), "missing"),
             (lambda m: described(m).chunks.append(described(m).chunks[0]), "overlap"),
             (lambda m: setattr(described(m).properties, "dtype", torch.float16), "F16"),
@@ -366,10 +388,21 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
             (lambda v: shard(v).update(_orig_size=[13, 7]), "differently"),
             (None, "states of rank 1 are missing"),
         ],
+        ("each4", "ckpt_rank-00000001-of-00000004.pth"): [
+            ("each4/ckpt_rank-00000002-of-00000004.pth", "unlike its name"),
+            ("flat3/ckpt_rank-00000001-of-00000003.pth", "unlike its name"),
+        ],
         ("flat4", "piece.c.pt"): [(None, "states of rank 1 are missing")],
+        ("flat4", "copy.pt"): [("flat4/piece.b.pt", "as is")],
     },
     "written_ranks": {
-        ("fsdp2-3", "model_world_size_3_rank_1.pt"): [(None, r"rank 1 are missing \(1 of 3\)")],
+        ("fsdp2-3", "model_world_size_3_rank_1.pt"): [
+            (None, r"rank 1 are missing \(1 of 3\)"),
+            ("fsdp2-3/model_world_size_3_rank_0.pt", "saved as 'model_world_size_3_rank_0', so it is"),
+        ],
+        ("fsdp2-3", "model_world_size_2_rank_0.pt"): [
+            ("fsdp2-2/model_world_size_2_rank_0.pt", "files of two runs"),
+        ],
         ("fsdp2-2", "model_world_size_2_rank_1.pt"): [
             (lambda s: s["counts"].add_(1), "counts: not sharded, and rank 1 has another"),
         ],
@@ -378,10 +411,21 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
         ("zero2-bf16-3", "zero/big.bias/exp_avg.pt"): [(None, "exp_avg.pt: missing")],
         ("zero3-bf16-3", "zero/big.bias/fp32.pt"): [
             (None, "fp32.pt: missing"),
+            (Swap("zero/big.bias/exp_avg.pt"), "was saved as"),
+            (f"zero3-fp32-3/{UNIVERSAL}/zero/big.bias/fp32.pt", "values differ from"),
             (lambda v: v.detach().add_(1), "values differ from"),
         ],
-        ("zero3-bf16-3", "zero_pp_rank_1_mp_rank_00_model_states.pt"): [(None, "rank 1 are missing")],
+        ("zero3-bf16-3", "zero_pp_rank_1_mp_rank_00_model_states.pt"): [
+            (None, "rank 1 are missing"),
+            (
+                f"zero3-bf16-3/{UNIVERSAL}/zero_pp_rank_2_mp_rank_00_model_states.pt",
+                "the file of another rank",
+            ),
+        ],
+        ("zero2-bf16-3", "zero/other/fp32.pt"): [(b"", "belongs to no parameter")],
         ("zero2-bf16-3", "zero/big.bias/fp32.pt"): [
+            (Swap("zero/big.bias/exp_avg.pt"), "was saved as"),
+            (f"zero1-fp32-3/{UNIVERSAL}/zero/big.bias/fp32.pt", "values differ from"),
             (lambda v: v["param"].detach().add_(1), "values differ from"),
         ],
         ("zero3-bf16-3", "zero/big.weight/exp_avg_sq.pt"): [
@@ -403,11 +447,67 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
             (lambda v: v["param_groups"][0].update(params=[9]), "groups"),
         ],
     },
+    "written_dcp_safetensors": {  # torch's consolidation writes zeros for a missing shard without a word
+        ("consolidated", f"sharded/{SHARD}"): [(None, "shard 00001, model 00001")],
+        ("consolidated", f"sharded/{SHARD}".replace("1", "2", 1)): [(None, "shard 00002, model 00001")],
+        ("consolidated", f"sharded/{SHARD}".replace("1", "3", 1)): [(None, "a shard is missing")],
+        ("consolidated", "sharded/shard-00001-model-00003-of-00001.safetensors"): [
+            (f"consolidated/sharded/{SHARD}", "holds files with other numbers"),
+        ],
+        ("two-files", "shard-00002-model-00001-of-00002.safetensors"): [
+            (None, "shard 00002, model 00001 is missing"),
+        ],
+    },
+    "written_megatron": {
+        ("llama-2x2", "**/*.pt"): [
+            (args(num_experts=8), "num_experts=8 is not supported"),
+            (args(rotary_interleaved=True), "rotary_interleaved=True"),
+            (args(no_rope_freq=[0, 1]), "no_rope_freq=a list"),
+            (args(activation_func_clamp_value=0.2), "activation_func_clamp_value=0.2"),
+            (args(softmax_type="off-by-one"), "softmax_type='off-by-one'"),
+            (args(window_size=(4, 0)), "window_size=5, no config.json says so"),
+            (args(use_rope_scaling=True), "use_rope_scaling='llama3 of factor 8.0', no config"),
+            (args(rotary_seq_len_interpolation_factor=4), "rotary_seq_len_interpolation_factor=4"),
+            (args(rotary_percent=0.5), "rotary_percent=0.5"),
+            (args(a_setting_of_tomorrow="on"), "a_setting_of_tomorrow='on' is not supported"),
+            (args(position_embedding_type="none"), "neither Llama- nor GPT-2-shaped"),
+            (args(num_layers=5), "layer 4 are missing"),
+            (args(num_layers=3), "holds layer 3, its args say 3"),
+            (args(num_query_groups=1), "not of 4 heads of 8 rows in 1 groups"),
+            (args(tensor_model_parallel_size=4), "tensor rank 2, pipeline rank 0 is missing"),
+            (args(pipeline_model_parallel_size=4), "tensor rank 0, pipeline rank 2 is missing"),
+            (args(vocab_size=130), "has 128 rows for 130 tokens"),
+            (lambda content: content.update(optimizer={}), "holds no names of parameters"),
+        ],
+        ("llama-2x2", MEGATRON): [(Swap(NEIGHBOR), "was written by rank 1, whose folder is another")],
+        ("llama-2x2", LAST): [
+            (lambda content: content.update(iteration=6), "its iteration differs"),
+            (
+                lambda content: content["model"]["decoder.final_layernorm.weight"].mul_(2),
+                "differs between the tensor ranks",
+            ),
+        ],
+        ("core-llama-2x2", "iter_0000007/common.pt"): [
+            (args(num_layers=1 << 39), "its args have no num_layers"),
+        ],
+    },
+    "orbax_samples": {
+        ("ocdbt", "_METADATA"): [
+            (None, "without _METADATA, which lists its tensors"),
+            (lambda content: content["tree_metadata"].pop(BOTH), r"holds 'layers\.0\.both', which _METADATA"),
+            (
+                lambda content: content["tree_metadata"].update(
+                    more={**content["tree_metadata"][BOTH], "key_metadata": [{"key": "more", "key_type": 2}]}
+                ),
+                r"'more/\.zarray' is missing from the database",
+            ),
+        ],
+    },
 }
 BELOW = {
     "deepspeed_written": "global_step2",
     "deepspeed_parallel": "global_step2",
-    "written_universal": "global_step2_universal",
+    "written_universal": UNIVERSAL,
 }
 
 
@@ -438,7 +538,12 @@ def test_a_lie_is_named(
     step = tmp_path / (below or "step")
     shutil.copytree(base / name / below, step)
     if isinstance(change, bytes):
+        (step / file).parent.mkdir(exist_ok=True)
         (step / file).write_bytes(change)
+    elif isinstance(change, Swap):
+        kept = (step / file).read_bytes()
+        shutil.copy(step / change, step / file)
+        (step / change).write_bytes(kept)
     elif isinstance(change, str):
         shutil.copy(base / change, step / file)
     else:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from converters import CheckpointError, open_checkpoint
-from tests.converters.compare import assert_model, assert_optimizer, load, refused
+from tests.converters.compare import assert_model, assert_optimizer, load
 
 EXAMPLE = "ckpt_rank-{:08d}-of-00000003.pth"
 
@@ -51,22 +51,3 @@ def test_trainer_folder(written_xla: Path, tmp_path: Path) -> None:
     for rank in range(3):
         (folder / f"rank{rank}-of-3-optimizer.pt").unlink()
     assert open_checkpoint(folder).optimizer is None
-
-
-@pytest.fixture
-def step(written_xla: Path, tmp_path: Path) -> Path:
-    shutil.copytree(written_xla / "each4", tmp_path / "step")
-    return tmp_path / "step"
-
-
-def test_ranks_that_do_not_belong_together(step: Path, written_xla: Path) -> None:
-    names = sorted(path.name for path in step.iterdir())
-    for other in (step / names[2], written_xla / "flat3" / EXAMPLE.format(1)):
-        shutil.copy(other, step / names[1])
-        assert "unlike its name" in refused(step)
-
-
-def test_free_names_twice(written_xla: Path, tmp_path: Path) -> None:
-    shutil.copytree(written_xla / "flat4", tmp_path / "step")
-    shutil.copy(tmp_path / "step" / "piece.b.pt", tmp_path / "step" / "copy.pt")
-    assert "as is" in refused(tmp_path / "step")
