@@ -23,12 +23,6 @@ def written_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def written_dcp_safetensors(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of DCP checkpoints in sharded safetensors, with `ref.pt` beside."""
-    return written_by(MAKERS["written_dcp_safetensors"], tmp_path_factory)
-
-
-@pytest.fixture(scope="session")
 def written_xla(torch_xla: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of PyTorch/XLA checkpoints, with `<name>.ref.pt` beside each."""
     return written_by(MAKERS["written_xla"], tmp_path_factory)
@@ -49,10 +43,9 @@ def deepspeed_parallel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def written_universal(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of DeepSpeed runs, each made universal too, with `<name>.2.ref.pt` beside each."""
-    pytest.importorskip("deepspeed")
-    return written_by(MAKERS["written_universal"], tmp_path_factory)
+def written_universal(deepspeed_written: Path) -> Path:
+    """Some of these runs made universal, with `<name>.2.ref.pt` beside each."""
+    return deepspeed_written / "universal"
 
 
 @pytest.fixture(scope="session")

@@ -24,11 +24,9 @@ _ORBAX = Path(__file__).parent / "orbax_samples"
 MAKERS = {
     "written": "make_dcp",
     "written_ranks": "make_ranks",
-    "written_dcp_safetensors": "make_dcp_safetensors",
     "written_xla": "make_xla",
     "deepspeed_written": "make_deepspeed",
     "deepspeed_parallel": "make_deepspeed_parallel",
-    "written_universal": "make_universal",
     "written_megatron": "make_megatron",
 }
 
@@ -91,8 +89,8 @@ _WRITTEN = [
         Sample(
             f"dcp-safetensors-{run}",
             "dcp-safetensors",
-            fixture="written_dcp_safetensors",
-            folder=run,
+            fixture="written",
+            folder=f"safetensors/{run}",
             unchecked=_no_checksum,
             same_layout=lambda left, right: True,
         )
@@ -132,11 +130,11 @@ _WRITTEN = [
         Sample(
             f"universal-{run}",
             "deepspeed-universal",
-            fixture="written_universal",
-            folder=f"{run}/global_step2_universal",
+            fixture="deepspeed_written",
+            folder=f"universal/{run}/global_step2_universal",
             needs=("deepspeed",),
         )
-        for run in ("zero2-bf16-3", "zero3-fp32-3")
+        for run in ("zero2-bf16-2", "zero3-fp32-2")
     ),
     Sample("megatron", "megatron", fixture="written_megatron", folder="llama-2x2"),
     Sample(

@@ -76,7 +76,7 @@ TRUTHS: dict[str, dict[str, Any]] = {
     },
     "written_universal": {
         f"{run}/global_step2_universal": (f"{run}.2", 0, 2)
-        for run in ("zero1-fp32-3", "zero2-bf16-3", "zero3-fp32-3", "zero3-bf16-3")
+        for run in ("zero1-fp32-2", "zero2-bf16-2", "zero3-fp32-2", "sub-groups-3")
     },
 }
 FORMATS = {
@@ -217,7 +217,8 @@ def args(**settings: Any) -> Callable[[Any], None]:
 
 WEIGHT, MOMENT = "model.brain.weight", "optim.state.brain.weight.exp_avg"
 BOTH = "('layers', '0', 'both')"
-UNIVERSAL, SHARD = "global_step2_universal", "shard-00001-model-00001-of-00001.safetensors"
+UNIVERSAL = "global_step2_universal"
+SHARDS = [f"shard-{number:05d}-model-00001-of-00001.safetensors" for number in (1, 2, 3)]
 MEGATRON, NEIGHBOR, LAST = (
     f"iter_0000007/mp_rank_{rank}/model_optim_rng.pt" for rank in ("00_000", "01_000", "01_001")
 )
@@ -246,6 +247,16 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
             (lambda m: m.planner_data.pop(WEIGHT), "different keys"),
             (lambda m: m.__dict__.update(storage_data=[]), "no storage_data"),
             (lambda m: m.__dict__.update(storage_meta=Evil()), r"io\.open"),
+        ],
+        # torch's consolidation writes zeros for a missing shard without a word
+        ("safetensors/consolidated", f"sharded/{SHARDS[0]}"): [(None, "shard 00001, model 00001")],
+        ("safetensors/consolidated", f"sharded/{SHARDS[1]}"): [(None, "shard 00002, model 00001")],
+        ("safetensors/consolidated", f"sharded/{SHARDS[2]}"): [(None, "a shard is missing")],
+        ("safetensors/consolidated", "sharded/shard-00001-model-00003-of-00001.safetensors"): [
+            (f"safetensors/consolidated/sharded/{SHARDS[0]}", "holds files with other numbers"),
+        ],
+        ("safetensors/two-files", "shard-00002-model-00001-of-00002.safetensors"): [
+            (None, "shard 00002, model 00001 is missing"),
         ],
     },
     "deepspeed_written": {
@@ -408,54 +419,43 @@ LIES: dict[str, dict[tuple[str, str], list[tuple[Change, str]]]] = {
         ],
     },
     "written_universal": {
-        ("zero2-bf16-3", "zero/big.bias/exp_avg.pt"): [(None, "exp_avg.pt: missing")],
-        ("zero3-bf16-3", "zero/big.bias/fp32.pt"): [
+        ("zero2-bf16-2", "zero/big.bias/exp_avg.pt"): [(None, "exp_avg.pt: missing")],
+        ("sub-groups-3", "zero/big.bias/fp32.pt"): [
             (None, "fp32.pt: missing"),
             (Swap("zero/big.bias/exp_avg.pt"), "was saved as"),
-            (f"zero3-fp32-3/{UNIVERSAL}/zero/big.bias/fp32.pt", "values differ from"),
+            (f"zero3-fp32-2/{UNIVERSAL}/zero/big.bias/fp32.pt", "values differ from"),
             (lambda v: v.detach().add_(1), "values differ from"),
         ],
-        ("zero3-bf16-3", "zero_pp_rank_1_mp_rank_00_model_states.pt"): [
+        ("sub-groups-3", "zero_pp_rank_1_mp_rank_00_model_states.pt"): [
             (None, "rank 1 are missing"),
             (
-                f"zero3-bf16-3/{UNIVERSAL}/zero_pp_rank_2_mp_rank_00_model_states.pt",
+                f"sub-groups-3/{UNIVERSAL}/zero_pp_rank_2_mp_rank_00_model_states.pt",
                 "the file of another rank",
             ),
         ],
-        ("zero2-bf16-3", "zero/other/fp32.pt"): [(b"", "belongs to no parameter")],
-        ("zero2-bf16-3", "zero/big.bias/fp32.pt"): [
+        ("zero2-bf16-2", "zero/other/fp32.pt"): [(b"", "belongs to no parameter")],
+        ("zero2-bf16-2", "zero/big.bias/fp32.pt"): [
             (Swap("zero/big.bias/exp_avg.pt"), "was saved as"),
-            (f"zero1-fp32-3/{UNIVERSAL}/zero/big.bias/fp32.pt", "values differ from"),
+            (f"zero1-fp32-2/{UNIVERSAL}/zero/big.bias/fp32.pt", "values differ from"),
             (lambda v: v["param"].detach().add_(1), "values differ from"),
         ],
-        ("zero3-bf16-3", "zero/big.weight/exp_avg_sq.pt"): [
+        ("sub-groups-3", "zero/big.weight/exp_avg_sq.pt"): [
             (lambda v: v.mul_(2), "values differ from zero/optimizer_state.pt"),
         ],
-        ("zero2-bf16-3", "zero/big.weight/step.pt"): [(lambda v: v.add_(5), "big.weight")],
-        ("zero2-bf16-3", "zero/big.weight/exp_avg.pt"): [
+        ("zero2-bf16-2", "zero/big.weight/step.pt"): [(lambda v: v.add_(5), "big.weight")],
+        ("zero2-bf16-2", "zero/big.weight/exp_avg.pt"): [
             (lambda v: v.update(param=v["param"].flatten()), r"is \[221\]"),
             (lambda v: v.update(param=[1.0]), "not a tensor"),
         ],
-        ("zero2-bf16-3", "zero/big.weight/fp32.pt"): [
+        ("zero2-bf16-2", "zero/big.weight/fp32.pt"): [
             (lambda v: v.update(param_n_sub_params=2), "tensor parallel"),
         ],
-        ("zero2-bf16-3", "zero/optimizer_state.pt"): [
+        ("zero2-bf16-2", "zero/optimizer_state.pt"): [
             (lambda v: v.update(zero_stage=7), "stage"),
             (lambda v: v.update(partition_count=[3, 4]), "partition_count"),
             (lambda v: v.update(partition_count=[1 << 60]), "partition_count"),
             (lambda v: v.update(param_groups=None), "param_groups"),
             (lambda v: v["param_groups"][0].update(params=[9]), "groups"),
-        ],
-    },
-    "written_dcp_safetensors": {  # torch's consolidation writes zeros for a missing shard without a word
-        ("consolidated", f"sharded/{SHARD}"): [(None, "shard 00001, model 00001")],
-        ("consolidated", f"sharded/{SHARD}".replace("1", "2", 1)): [(None, "shard 00002, model 00001")],
-        ("consolidated", f"sharded/{SHARD}".replace("1", "3", 1)): [(None, "a shard is missing")],
-        ("consolidated", "sharded/shard-00001-model-00003-of-00001.safetensors"): [
-            (f"consolidated/sharded/{SHARD}", "holds files with other numbers"),
-        ],
-        ("two-files", "shard-00002-model-00001-of-00002.safetensors"): [
-            (None, "shard 00002, model 00001 is missing"),
         ],
     },
     "written_megatron": {

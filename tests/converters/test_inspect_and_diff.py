@@ -32,7 +32,7 @@ def saved(path: Path, **tensors: Any) -> Path:
 
 
 @pytest.mark.parametrize(
-    "name", parameters(["dcp", "deepspeed-zero3-fp32-2", "universal-zero2-bf16-3", "xla-flat3"])
+    "name", parameters(["dcp", "deepspeed-zero3-fp32-2", "universal-zero2-bf16-2", "xla-flat3"])
 )
 def test_every_format_is_shown_and_equals_its_conversion(
     name: str, request: pytest.FixtureRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]

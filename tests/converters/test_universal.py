@@ -16,14 +16,15 @@ TAG = "global_step2_universal"
 
 def test_every_way_to_name_it(written_universal: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    shutil.copytree(written_universal / "zero3-bf16-3", run)
+    shutil.copytree(written_universal / "sub-groups-3", run)
+    shutil.copytree(written_universal.parent / "sub-groups-3", run, dirs_exist_ok=True)
     whole = open_checkpoint(run)
     assert whole.format == "deepspeed"  # `latest` goes before `latest_universal`
     assert open_checkpoint(run, tag=TAG).format == "deepspeed-universal"
     assert everything(open_checkpoint(run, tag=TAG)) == everything(whole)
     shutil.rmtree(run / "global_step2")
     (run / "latest").unlink()
-    weights = load(written_universal / "zero3-bf16-3.2.ref.pt")["model"]
+    weights = load(written_universal / "sub-groups-3.2.ref.pt")["model"]
     assert_model(open_checkpoint(run), weights)
     assert_model(open_checkpoint(run / TAG / "zero_pp_rank_1_mp_rank_00_model_states.pt"), weights)
     with pytest.raises(CheckpointError, match="nope"):
@@ -34,7 +35,7 @@ def test_every_way_to_name_it(written_universal: Path, tmp_path: Path) -> None:
 
 
 def test_a_moment_in_the_form_of_another_stage(written_universal: Path, tmp_path: Path) -> None:
-    step = Path(shutil.copytree(written_universal / "zero2-bf16-3" / TAG, tmp_path / TAG))
+    step = Path(shutil.copytree(written_universal / "zero2-bf16-2" / TAG, tmp_path / TAG))
     path = step / "zero" / "big.weight" / "exp_avg.pt"
     torch.save(load(path)["param"].flatten().clone(), path)
     assert "stage 2" in refused(step)
