@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from converters import Checkpoint, CheckpointError, Tensor, open_checkpoint
+from converters.cli import main
 from converters.tensors.dtypes import FROM_TORCH
 
 
@@ -42,6 +43,26 @@ def refused(folder: Path) -> str:
         everything(open_checkpoint(folder))
     assert str(folder) in str(caught.value) and "\n" not in str(caught.value)
     return str(caught.value)
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """What lies in a folder: paths, and the bytes of the files."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *argv: object, code: int = 2) -> str:
+    """The one line with which the command refuses; it says nothing else."""
+    capsys.readouterr()
+    assert main([str(arg) for arg in argv]) == code
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.endswith("\n")
+    (line,) = said.err.splitlines()
+    assert line.startswith("error: ") and line.isprintable()
+    return line
 
 
 def rewrite(path: Path, change: Callable[[Any], Any]) -> None:

@@ -158,6 +158,18 @@ def all_samples() -> list[Sample]:
     return [*_WRITTEN, *make_full.SAMPLES]
 
 
+def folder_of(name: str, request: pytest.FixtureRequest, made: Path) -> Path:
+    """Where a sample lies: below its fixture's folder, or in `made`, a new one."""
+    (sample,) = (sample for sample in all_samples() if sample.name == name)
+    if sample.fixture is not None:
+        base: Path = request.getfixturevalue(sample.fixture)
+        return base / sample.folder
+    assert sample.make is not None
+    made.mkdir(parents=True, exist_ok=True)
+    sample.make(made)
+    return made
+
+
 def parameters(names: Iterable[str], *values: Any) -> list[Any]:
     """Parameters of a test or a fixture: each name, followed by `values`."""
     needs = {sample.name: sample.needs for sample in all_samples()}

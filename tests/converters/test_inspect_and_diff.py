@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from converters import open_checkpoint
 from converters.cli import main
-from tests.converters.samples import all_samples, parameters
+from tests.converters.compare import error_of
+from tests.converters.samples import folder_of, parameters
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, Any]:
@@ -37,12 +39,10 @@ def saved(path: Path, **tensors: Any) -> Path:
 def test_every_format_is_shown_and_equals_its_conversion(
     name: str, request: pytest.FixtureRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sample = next(sample for sample in all_samples() if sample.name == name)
-    assert sample.fixture is not None
-    source = request.getfixturevalue(sample.fixture) / sample.folder
+    source = folder_of(name, request, tmp_path)
     code, document = run(capsys, "inspect", source, "--optimizer", "--stats")
     assert code == 0
-    assert document["format"] == sample.format
+    assert document["format"] == open_checkpoint(source).format
     assert main([str(source), str(tmp_path / "out"), "--optimizer", "--quiet"]) == 0
     code, found = run(capsys, "diff", source, tmp_path / "out", "--optimizer")
     assert code == 0
@@ -128,10 +128,7 @@ def test_refusals_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         ["inspect"],
         ["diff", "a", "--x"],
     ):
-        assert main([*map(str, argv)]) == 2
-        err = capsys.readouterr().err
-        assert err.startswith("error: ")
-        assert err.count("\n") == 1
+        error_of(capsys, *argv)
 
 
 def test_a_hundred_thousand_tensors(tmp_path: Path) -> None:

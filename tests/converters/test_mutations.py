@@ -18,7 +18,7 @@ import pytest
 
 from converters import CheckpointError, open_checkpoint
 from tests.converters.compare import everything
-from tests.converters.samples import Sample, all_samples, parameters
+from tests.converters.samples import Sample, all_samples, folder_of, parameters
 
 SAMPLES = {sample.name: sample for sample in all_samples()}
 FLIPS, FILES = 40, 8
@@ -63,12 +63,7 @@ class Damaged:
 @pytest.fixture(scope="module", params=parameters(SAMPLES))
 def damaged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Damaged]:
     sample = SAMPLES[request.param]
-    if sample.fixture is not None:
-        original = request.getfixturevalue(sample.fixture) / sample.folder
-    else:
-        assert sample.make is not None
-        original = tmp_path_factory.mktemp("original")
-        sample.make(original)
+    original = folder_of(sample.name, request, tmp_path_factory.mktemp("original"))
     yield Damaged(sample, original, tmp_path_factory.mktemp("damaged") / "checkpoint")
 
 
