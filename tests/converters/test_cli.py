@@ -19,8 +19,11 @@ import safetensors.torch
 import torch
 import tqdm
 
+import converters
 from benchmarks.convert import sparse_checkpoint
 from converters.cli import main
+from converters.errors import CheckpointError
+from converters.storage.path_or_url import expanded, place
 from tests.converters.compare import bits, error_of, load, tree
 
 
@@ -251,3 +254,86 @@ def test_memory_stays_flat(tmp_path: Path) -> None:
     argv = [str(tmp_path / "in"), str(tmp_path / "out"), "--dtype", "bfloat16", "--verify", "--quiet"]
     said = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, check=True)
     assert int(said.stdout) < 24 * 1024  # KiB
+
+
+# -- what is imported before the first word is said ----------------------------------------------------------
+
+
+HEAVY = ("numpy", "ml_dtypes", "torch", "safetensors", "tqdm", "obstore", "isal")
+
+
+def loaded(code: str) -> set[str]:
+    """Which heavy packages a fresh interpreter has imported after `code`."""
+    code += f"\nimport sys; print('loaded', *[name for name in {HEAVY!r} if name in sys.modules])"
+    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(made.stdout.splitlines()[-1].split()[1:])
+
+
+def test_help_and_mistakes_import_nothing_heavy() -> None:
+    assert loaded("import time\nstart = time.process_time()\nimport converters\n"
+                  "assert time.process_time() - start < 0.5") == set()  # fmt: skip
+    call = "from converters.cli import main\ntry: main({})\nexcept SystemExit: pass"
+    assert loaded(call.format(["--help"])) == set()
+    assert loaded(call.format(["a", "b", "--dtype", "float8"])) == set()
+    assert loaded(call.format(["/nowhere", "/out"])) <= {"numpy", "ml_dtypes", "isal"}
+
+
+def test_every_public_name_can_be_had() -> None:
+    assert all(getattr(converters, name).__name__ == name for name in converters.__all__)
+    with pytest.raises(AttributeError, match="nope"):
+        converters.nope  # noqa: B018
+
+
+# -- places: `~`, `${VAR}`, URLs -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", "/home/her")
+    monkeypatch.setenv("SCRATCH", "/scratch/x")
+    monkeypatch.delenv("NOT_SET", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("home")
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("~", "/home/her"),
+        ("~/runs/x", "/home/her/runs/x"),
+        ("${SCRATCH}/runs", "/scratch/x/runs"),
+        ("$SCRATCH/runs", "/scratch/x/runs"),
+        ("a/$SCRATCH", "a//scratch/x"),
+        ("~root/x", "/root/x"),
+        ("a~/b", "a~/b"),
+        ("a/~", "a/~"),
+        ("s3://b${SCRATCH}/c//d", "s3://b/scratch/x/c//d"),
+        ("org/model-1.0", "org/model-1.0"),
+        ("cost$/5$", "cost$/5$"),
+        ("", ""),
+        ("a\0$b/$NOT", None),
+    ],
+)
+def test_as_a_shell_does(written: str, meant: str | None) -> None:
+    if meant is None:
+        with pytest.raises(CheckpointError):
+            expanded(written)
+    else:
+        assert expanded(written) == meant
+        assert expanded(expanded(written)) == meant
+
+
+@pytest.mark.usefixtures("home")
+@pytest.mark.parametrize("written", ["${NOT_SET}/x", "$NOT_SET/x", "~nobody-of-that-name/x"])
+def test_what_is_not_there_is_refused(written: str) -> None:
+    with pytest.raises(CheckpointError, match=r"NOT_SET is not set|home folder of ~nobody") as caught:
+        place(written)
+    assert str(caught.value).startswith(written)
+
+
+@pytest.mark.usefixtures("home")
+def test_a_file_of_that_very_name_is_meant(tmp_path: Path) -> None:
+    (tmp_path / "~x").touch()
+    (tmp_path / "$NOT_SET").touch()
+    assert place("~x") == Path("~x")
+    assert place("$NOT_SET") == Path("$NOT_SET")

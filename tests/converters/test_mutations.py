@@ -18,6 +18,7 @@ import pytest
 
 from converters import CheckpointError, open_checkpoint
 from tests.converters.compare import everything
+from tests.converters.fuzz import LARGEST, LONGEST, a_run, run
 from tests.converters.samples import Sample, all_samples, folder_of, parameters
 
 SAMPLES = {sample.name: sample for sample in all_samples()}
@@ -158,3 +159,26 @@ def test_the_sample_is_what_it_says(damaged: Damaged) -> None:
     assert open_checkpoint(damaged.folder).format == damaged.sample.format
     assert everything(open_checkpoint(damaged.folder)) == damaged.good
     assert damaged.refused or damaged.harmless or damaged.files
+
+
+# -- at scale: `python -m tests.converters.fuzz` -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["torch-one-file", "torch-sharded", "safetensors-shards", "report"])
+def test_a_sample_of_what_runs_at_scale(name: str, tmp_path: Path) -> None:
+    """`python -m tests.converters.fuzz` takes thousands of files a format; these few keep it working."""
+    if not Path("/proc/self/clear_refs").exists():
+        pytest.skip("needs Linux, to measure memory")
+    folder = tmp_path / "made" / name
+    if name == "report":
+        a_run(folder)
+    else:
+        folder.mkdir(parents=True)
+        make = SAMPLES[name].make
+        assert make is not None
+        make(folder)
+    (tmp_path / "work").mkdir()
+    figures = run(name, folder, tmp_path / "work", files=60)
+    assert figures.tracebacks == []
+    assert figures.files == 60 and (figures.refused > 10 or name == "report")
+    assert figures.longest < LONGEST and figures.largest < LARGEST

@@ -15,7 +15,7 @@ from converters.cli import main
 from tests.converters.compare import assert_same, bits, load
 from tests.converters.make_ranks import Stack
 from tests.converters.making import written_by
-from tests.converters.test_dcp_writer import blank
+from tests.converters.test_dcp import blank
 from tests.converters.test_safetensors import WEIGHTS, model
 
 
