@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.converters.making import written_by
-from tests.converters.samples import MAKERS
+from tests.converters.samples import MAKERS, ORBAX
 
 
 @pytest.fixture(scope="session")
@@ -51,7 +51,7 @@ def written_universal(deepspeed_written: Path) -> Path:
 @pytest.fixture(scope="session")
 def orbax_samples() -> Path:
     """A folder of Orbax's checkpoints, kept beside the tests."""
-    return Path(__file__).parent / "orbax_samples"
+    return ORBAX
 
 
 @pytest.fixture(scope="session")

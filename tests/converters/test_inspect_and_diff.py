@@ -78,29 +78,14 @@ def test_statistics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_differences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rng = np.random.default_rng(0)
     weight = rng.standard_normal((300, 400)).astype(np.float32)
-    other = weight.copy()
+    other, bad = weight.copy(), weight.copy()
     other[17, 5] += 0.5
-    bad = weight.copy()
     bad[0, 0] = np.nan
     big = np.array([(1 << 60) + 1])
-    left = saved(
-        tmp_path / "a",
-        same=weight,
-        cast=np.ones(3, np.float32),
-        moved=weight,
-        bad=weight,
-        big=big,
-        a=weight[:2],
-    )
-    right = saved(
-        tmp_path / "b",
-        same=weight,
-        cast=np.ones(3, np.float16),
-        moved=other,
-        bad=bad,
-        big=big - 1,
-        b=weight[:2],
-    )
+    held = {"same": weight, "cast": np.ones(3, np.float32), "moved": weight, "bad": weight, "big": big}
+    changed = {"cast": np.ones(3, np.float16), "moved": other, "bad": bad, "big": big - 1}
+    left = saved(tmp_path / "a", **held, a=weight[:2])
+    right = saved(tmp_path / "b", **held | changed, b=weight[:2])
     code, found = run(capsys, "diff", left, right)
     assert code == 1
     assert not found["same"]

@@ -18,7 +18,7 @@ import pytest
 from converters import CheckpointError, open_checkpoint, write_safetensors
 from converters.storage import folder as folder_module
 from converters.storage import output_file as outfile
-from converters.storage.bytes import FileSpan, Joined, Slice, Touched
+from converters.storage.bytes import FileSpan, Touched
 from converters.storage.folder import Folder
 from converters.storage.output_file import OutputFile, write_file
 from converters.writers import parallel
@@ -33,12 +33,6 @@ DATA = random.Random(0).randbytes(3 << 20)
 def span(folder: Path, crc32: int | None = None) -> FileSpan:
     (folder / "f").write_bytes(b"head" + DATA + b"tail")
     return Folder(folder).file("f").span(4, len(DATA), crc32=crc32, what="f/0")
-
-
-def read(source: FileSpan | Joined | Slice, at: int, count: int) -> bytes:
-    buffer = bytearray(count)
-    source.read_into(memoryview(buffer), at, set())
-    return bytes(buffer)
 
 
 @pytest.mark.parametrize("seed", range(3))
