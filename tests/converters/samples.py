@@ -27,6 +27,9 @@ MAKERS = {
     "deepspeed_written": "make_deepspeed",
     "deepspeed_parallel": "make_deepspeed_parallel",
     "written_megatron": "make_megatron",
+    "deepspeed_nvme": "make_nvme",
+    "universal_loads": "make_universal_loads",
+    "adapters": "make_adapters",
 }
 
 

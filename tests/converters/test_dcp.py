@@ -258,35 +258,15 @@ def add_checksums(folder: Path) -> None:
     write_shard_checksums(folder, items)
 
 
-def swap(left: Path, right: Path) -> None:
-    away = left.with_name("away")
-    left.rename(away)
-    right.rename(left)
-    away.rename(right)
-
-
-@pytest.mark.parametrize("name", ["fsdp3-ours", "fsdp2-accelerate/pytorch_model_fsdp_0"])
-def test_a_folder_with_checksums_reads_the_same(written: Path, tmp_path: Path, name: str) -> None:
-    step = tmp_path / "step"
-    shutil.copytree(written / name, step)
-    good = everything(open_checkpoint(step))
-    add_checksums(step)
-    assert everything(open_checkpoint(step)) == good
-    (step / CHECKSUMS).unlink()
-    assert everything(open_checkpoint(step)) == good
-
-
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
 def test_a_file_of_another_run_is_refused(runs: list[Path], name: str) -> None:
-    before = [everything(open_checkpoint(run)) for run in runs]
+    """Nothing shows it without checksums."""
     (runs[1] / ".metadata").write_bytes((runs[1] / ".metadata").read_bytes().replace(b"1.0.0", b"1.0.1"))
-    swap(runs[0] / name, runs[1] / name)
-    if name != ".metadata":  # nothing shows it without checksums
-        assert [everything(open_checkpoint(run)) for run in runs] == before[::-1]
-    swap(runs[0] / name, runs[1] / name)
     for run in runs:
         add_checksums(run)
-    swap(runs[0] / name, runs[1] / name)
+    one, other = ((run / name).read_bytes() for run in runs)
+    (runs[0] / name).write_bytes(other)
+    (runs[1] / name).write_bytes(one)
     for run in runs:
         assert "from another save" in refused(run) and name in refused(run)
 

@@ -14,7 +14,6 @@ import torch
 
 from converters import CheckpointError, open_checkpoint
 from tests.converters.compare import assert_model, assert_optimizer, everything, load, refused, rewrite
-from tests.converters.making import written_by
 
 deepspeed: Any = pytest.importorskip("deepspeed")
 
@@ -249,19 +248,13 @@ def test_mics_writes_the_files_of_one_group(deepspeed_written: Path, tmp_path: P
 SWAPPED = ("exp_avg", "exp_avg_sq")
 
 
-@pytest.fixture(scope="module")
-def offloaded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of DeepSpeed's own."""
-    return written_by("make_nvme", tmp_path_factory)
-
-
 @pytest.mark.ops("async_io")
-def test_bit_for_bit_with_the_live_run(offloaded: Path) -> None:
-    step = offloaded / "nvme-2" / "global_step2"
+def test_bit_for_bit_with_the_live_run(deepspeed_nvme: Path) -> None:
+    step = deepspeed_nvme / "nvme-2" / "global_step2"
     swapped = {path.name for path in (step / "offloaded_tensors" / "rank01").iterdir()}
     assert swapped == {"0_11.tensor.swp", *(f"{what}-0_11.tensor.swp" for what in SWAPPED)}
-    expected = load(offloaded / "nvme-2.2.ref.pt")
-    checkpoint = open_checkpoint(offloaded / "nvme-2")
+    expected = load(deepspeed_nvme / "nvme-2.2.ref.pt")
+    checkpoint = open_checkpoint(deepspeed_nvme / "nvme-2")
     assert_model(checkpoint, expected["model"])
     assert_optimizer(checkpoint, expected, 2)
 

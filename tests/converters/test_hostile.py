@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -351,14 +350,10 @@ def test_the_folder_is_there_all_the_while(tmp_path: Path) -> None:
     assert (target / "config.json").read_text() == "149"
 
 
-def failing(*_: object) -> bool:
-    return False
-
-
 def test_without_an_exchange_it_is_replaced_or_restored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exchange_module, "exchange", failing)
+    monkeypatch.setattr(exchange_module, "exchange", lambda *_: False)
     target = tmp_path / "out"
     for content in ("old", "new"):
         replace(target, content)
@@ -389,28 +384,21 @@ def test_leftovers_go_and_living_work_stays(tmp_path: Path) -> None:
     assert kept == {"out", living.name, ".out.tmp-3-abcdef", *strangers}
 
 
-def killed_anywhere(tmp_path: Path, run: Callable[[], None]) -> None:
-    pid = os.fork()
-    if not pid:
-        run()
-        os._exit(0)
-    time.sleep(0.0005 + (os.getpid() * 7919 + pid) % 40 / 10_000)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-
-
 def test_kills_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "out"
     replace(target, "whole")
 
-    def loop() -> None:
-        for _ in range(1000):
-            replace(target, "whole")
-
     for attempt in range(30):
         if attempt == 15:
-            monkeypatch.setattr(exchange_module, "exchange", failing)
-        killed_anywhere(tmp_path, loop)
+            monkeypatch.setattr(exchange_module, "exchange", lambda *_: False)
+        pid = os.fork()
+        if not pid:
+            for _ in range(1000):
+                replace(target, "whole")
+            os._exit(0)
+        time.sleep(0.0005 + (os.getpid() * 7919 + pid) % 40 / 10_000)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
         check_output(target, [], overwrite=True)
         assert (target / "config.json").read_text() == "whole"
         assert [path.name for path in tmp_path.iterdir()] == ["out"]

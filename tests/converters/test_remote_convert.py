@@ -209,7 +209,7 @@ def test_a_slice_fetches_little_more_than_itself(large: Path, s3: ObjectStore) -
 @pytest.mark.parametrize(
     "faults",
     [
-        [{"status": 503, "every": 5}, {"cut": True, "method": "GET", "every": 4}],
+        [{"status": 503, "every": 5}, {"cut": True, "method": "GET", "every": 4}, {"drop": True, "every": 7}],
         [
             {"status": 500, "method": "PUT", "every": 2},
             {"after": True, "drop": True, "method": "POST", "every": 3},
